@@ -1,0 +1,42 @@
+"""A first model: 4 layers × 256, trained on whatever text is in ./data.
+
+Command:   python -m maxlm.train --config=configs/tiny.py --workdir=runs/tiny
+Hardware:  any CPU with 2 cores
+Time:      about four minutes
+Cost:      nothing
+Expected:  on Python's own standard library (launch/demo.sh) a validation loss near 3.0 nats per token, where the
+           unigram entropy of the data is near 6.2
+"""
+
+from ml_collections import ConfigDict
+
+from maxlm.config.load import default
+
+
+def get_config() -> ConfigDict:
+    config = default()
+
+    config.model.family = 'llama'
+    config.model.num_layers = 4
+    config.model.dim = 256
+    config.model.num_heads = 4
+    config.model.ffn_dim = 704
+    config.model.dtype = 'float32'  # two CPU cores are slower in bfloat16
+    config.model.tie_embeddings = True
+
+    config.data.window = 256
+
+    config.train.num_steps = 400
+    config.train.global_batch = 8
+    config.train.log_every = 10
+
+    config.eval.every = 100
+    config.eval.num_batches = 16
+
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.min_learning_rate = 2e-4
+    config.optimizer.warmup_steps = 40
+
+    config.checkpoint.every_steps = 100
+    config.checkpoint.keep_last = 2
+    return config

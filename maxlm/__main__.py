@@ -1,0 +1,38 @@
+"""`maxlm VERB …` and `python -m maxlm VERB …`: the same as `python -m maxlm.VERB …`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+
+from maxlm.errors import EXIT_BAD_INPUT
+
+VERBS = {
+    'prepare': 'text → tokens → records that training reads',
+    'train': 'train a model, or go on with a run',
+    'evaluate': 'loss, perplexity and bits per byte of a checkpoint on held-out data',
+    'generate': 'continue a prompt with a checkpoint',
+}
+
+
+def main() -> None:
+    """Dispatches to the verb's module, which reads the rest of the command line."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ''
+    if name in ('', '-h', '--help'):
+        width = max(map(len, VERBS))
+        print('usage: maxlm VERB [--help] …\n')
+        for verb, meaning in VERBS.items():
+            print(f'  {verb:<{width}}  {meaning}')
+        sys.exit(0 if name else EXIT_BAD_INPUT)
+    if name not in VERBS:
+        near = difflib.get_close_matches(name, VERBS, n=1)
+        hint = f'did you mean {near[0]!r}?' if near else f'verbs: {", ".join(VERBS)}'
+        print(f'error: maxlm has no verb {name!r}; {hint}', file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    sys.argv = [f'maxlm {name}', *sys.argv[2:]]
+    importlib.import_module(f'maxlm.{name}').run()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,189 @@
+"""Every key of a run, declared once, with its default and what it means."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    # Named settings of the switches that are left at None below: gpt2, gpt_neox, llama (maxlm/model/families.py).
+    family: str = 'gpt2'
+    # Number of token ids; 0 = the data set's. May be larger than the data set's, for a round number.
+    vocab_size: int = 0
+    # Decoder blocks.
+    num_layers: int = 0
+    # Width of the residual stream.
+    dim: int = 0
+    # Query heads.
+    num_heads: int = 0
+    # Key/value heads (grouped-query attention); 0 = num_heads.
+    num_kv_heads: int = 0
+    # Width of a head; 0 = dim / num_heads.
+    head_dim: int = 0
+    # Inner width of the feed-forward; 0 = 4 · dim, or for swiglu 8/3 · dim rounded up to a multiple of 128.
+    ffn_dim: int = 0
+    # Rows of the learned position table, and the longest context that sampling will use; 0 = data.window.
+    max_positions: int = 0
+    # learned | rotary.
+    position: str | None = None
+    # Share of each head that is rotated, from its start.
+    rotary_fraction: float | None = None
+    # Base of the rotary frequencies.
+    rotary_theta: float | None = None
+    # layernorm | rmsnorm.
+    norm: str | None = None
+    # Added to the variance before the square root.
+    norm_epsilon: float | None = None
+    # gelu | gelu_tanh | swiglu.
+    activation: str | None = None
+    # Biases in the projections of attention and feed-forward, and in LayerNorm.
+    use_bias: bool | None = None
+    # Attention and feed-forward read the same input and are added together.
+    parallel_residual: bool | None = None
+    # The output projection is the transposed embedding.
+    tie_embeddings: bool | None = None
+    # Standard deviation of the initial weights; residual outputs get init_std / sqrt(2 · num_layers).
+    init_std: float = 0.02
+    # Probability that an element is dropped, after the embedding and at the end of each residual branch.
+    dropout: float = 0.0
+    # Type of the computation: bfloat16 | float32. Parameters are always float32.
+    dtype: str = 'bfloat16'
+    # What the backward pass keeps of a block: none (keep all) | dots | dots_no_batch | full (keep the inputs only).
+    remat: str = 'none'
+    # One compiled block in a loop (compile time independent of depth), or every block written out.
+    scan_layers: bool = True
+    # Attention kernel: auto | xla | cudnn (GPU). auto = cudnn where it applies, otherwise xla.
+    attention: str = 'auto'
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    # Directory that `maxlm.prepare --output` wrote.
+    path: str = 'data'
+    # Tokens in one training sequence.
+    window: int = 1024
+    # Seed of the order of the windows.
+    seed: int = 0
+    # Documents that share a window cannot attend to each other, and positions start again in each.
+    isolate_documents: bool = True
+    # Threads that read batches ahead, in this process or in each worker.
+    threads: int = 4
+    # Batches that are kept ready.
+    prefetch: int = 8
+    # Processes that read batches; 0 = threads of this process. The order does not depend on it.
+    workers: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    # Length of the run, given as exactly one of the three.
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_epochs: float = 0.0
+    # Sequences in one optimizer step over all devices, given here or in tokens (a multiple of data.window).
+    global_batch: int = 0
+    global_batch_tokens: int = 0
+    # Sequences that one device works on at a time; gradients are accumulated until the global batch is full.
+    # 0 = no accumulation.
+    micro_batch: int = 0
+    # Steps between two log lines.
+    log_every: int = 10
+    # Seed of the initial parameters and of dropout.
+    seed: int = 0
+    # Positions of each sequence whose logits exist at the same time.
+    loss_chunk: int = 256
+    # Stop with exit code 1 after so many steps in a row whose loss or gradient is not finite (each is left out).
+    max_skipped_steps: int = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    # Steps between two evaluations on the validation split; 0 = never. The last step is always evaluated otherwise.
+    every: int = 0
+    # Batches of the global batch's size per evaluation; 0 = the whole split.
+    num_batches: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    # adamw.
+    name: str = 'adamw'
+    # Peak learning rate.
+    learning_rate: float = 3e-4
+    # cosine | constant, after a linear warm-up from 0.
+    schedule: str = 'cosine'
+    # Length of the warm-up, given in steps or in tokens.
+    warmup_steps: int = 0
+    warmup_tokens: int = 0
+    # Learning rate at the end of the cosine.
+    min_learning_rate: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    # Added to the root of the second moment.
+    epsilon: float = 1e-8
+    # Decoupled weight decay, on matrices and embeddings only.
+    weight_decay: float = 0.1
+    # Largest global norm of the gradient; 0 = not clipped.
+    clip_norm: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    # Devices along each axis; one of them may be -1, which takes what is left.
+    # Whole copies of the layout below (across slow links).
+    replica: int = 1
+    # Data parallel, parameters replicated.
+    data: int = 1
+    # Data parallel, parameters and optimizer state sharded (ZeRO-3).
+    fsdp: int = -1
+    # Heads and feed-forward of a block split over devices.
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    # Steps between two checkpoints; 0 = the last step only.
+    every_steps: int = 1000
+    # Newest checkpoints that are kept.
+    keep_last: int = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    # Write TensorBoard event files next to metrics.jsonl.
+    tensorboard: bool = True
+    # Show a progress bar when standard error is a terminal.
+    progress: bool = True
+    # Peak TFLOP/s of one device, for MFU; 0 = the chip's datasheet, or on a CPU what a large product reaches here.
+    peak_tflops: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run. Sections as users write them: `--config.train.num_steps=100`."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
+
+    @property
+    def batch_shards(self) -> int:
+        """Devices that the batch is split over (resolved configs only)."""
+        return self.mesh.replica * self.mesh.data * self.mesh.fsdp
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches in one optimizer step (resolved configs only)."""
+        return self.train.global_batch // (self.train.micro_batch * self.batch_shards)
+
+
+SECTIONS: dict[str, type] = {
+    field.name: typing.get_type_hints(Config)[field.name] for field in dataclasses.fields(Config)
+}

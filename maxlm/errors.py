@@ -1,0 +1,48 @@
+"""How a command ends: one line on what went wrong for the person, an exit code for the script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+EXIT_DONE = 0
+EXIT_BAD_INPUT = 2
+# EX_TEMPFAIL of sysexits.h: stopped from outside with the state saved; starting again goes on.
+EXIT_PREEMPTED = 75
+# What a shell reports for a program ended by SIGINT.
+EXIT_INTERRUPTED = 130
+
+
+class InputError(Exception):
+    """What the user gave cannot be used.
+
+    The message is one line that names the file, key or value at fault and says what would be right. Commands print it
+    without a traceback and exit with code 2; whoever raises it has left nothing half-written.
+    """
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse whose errors are InputErrors: one line, exit code 2, like all other bad input."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f'{message} (see {self.prog} --help)')
+
+
+def os_message(error: OSError) -> str:
+    """The plain reason of an OSError, e.g. `Permission denied`, without its number and path."""
+    return error.strerror or str(error)
+
+
+def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    """Runs `command(argv)`; an InputError becomes one line on stderr and exit code 2."""
+    try:
+        return command(argv) or EXIT_DONE
+    except InputError as error:
+        line = ' '.join(str(error).split())
+        print(f'error: {line}', file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        return EXIT_INTERRUPTED

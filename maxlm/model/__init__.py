@@ -1,0 +1,1 @@
+"""Pure functions of arrays: token ids in, logits out. Knows neither the loss nor the optimizer."""

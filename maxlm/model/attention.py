@@ -1,0 +1,117 @@
+"""Causal self-attention with grouped key/value heads, an optional cache, and the choice of kernel.
+
+Shapes: B batch, T query length, S key length, D dim, N query heads, K key/value heads, G = N/K, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlm.config.keys import ModelConfig
+from maxlm.model.linear import Constrain, Linear
+from maxlm.model.positions import Rotary, rotate
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of the positions seen so far; slot s holds position s of its row."""
+
+    key_BSKH: jax.Array
+    value_BSKH: jax.Array
+
+
+class Attention(nnx.Module):
+    """Projections around `attend`."""
+
+    def __init__(self, config: ModelConfig, *, constrain: Constrain, rngs: nnx.Rngs):
+        D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
+        use_bias = bool(config.use_bias)
+
+        def into_heads(heads: int, axis: str) -> Linear:
+            return Linear(
+                (D,),
+                (heads, H),
+                in_axes=('embed',),
+                out_axes=(axis, 'head_dim'),
+                std=config.init_std,
+                use_bias=use_bias,
+                rngs=rngs,
+            )
+
+        self.query = into_heads(N, 'heads')
+        self.key = into_heads(K, 'kv_heads')
+        self.value = into_heads(K, 'kv_heads')
+        self.out = Linear(
+            (N, H),
+            (D,),
+            in_axes=('heads', 'head_dim'),
+            out_axes=('embed',),
+            std=config.init_std / math.sqrt(2 * config.num_layers),
+            use_bias=use_bias,
+            rngs=rngs,
+        )
+        self.kernel = config.attention
+        self.constrain = constrain
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        *,
+        mask_BTS: jax.Array | None,
+        positions_BT: jax.Array,
+        rotary: Rotary | None,
+        cache: LayerCache | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Returns the attention output [B, T, D] and the cache with this call's keys and values.
+
+        `mask_BTS` is True where a query may look; None means plain causal attention over the T tokens of the call.
+        With a cache, S is its number of slots, and the mask must allow filled slots only.
+        """
+        q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        if rotary is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
+        q_BTNH = self.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
+        k_BSKH = self.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        v_BSKH = self.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        if cache is not None:
+            rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
+            k_BSKH = cache.key_BSKH.at[rows_B1, positions_BT].set(k_BSKH.astype(cache.key_BSKH.dtype))
+            v_BSKH = cache.value_BSKH.at[rows_B1, positions_BT].set(v_BSKH.astype(cache.value_BSKH.dtype))
+            cache = LayerCache(k_BSKH, v_BSKH)
+        # Cached calls look at slots by position, for which the fused kernel has no mask of its own.
+        kernel = self.kernel if cache is None else 'xla'
+        o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, kernel=kernel)
+        return self.out(o_BTNH), cache
+
+
+def attend(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None, *, kernel: str
+) -> jax.Array:
+    """softmax(q·k / sqrt(H)) · v, causal where `mask_BTS` is None (then T = S), by the kernel asked for.
+
+    `kernel` is `xla` or `cudnn`, as `model.attention` was resolved. Returns [B, T, N, H] in q's type.
+    """
+    if kernel == 'cudnn':
+        mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BSKH, v_BSKH, mask=mask_B1TS, is_causal=mask_BTS is None, implementation='cudnn'
+        )
+    return _attend_xla(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+
+
+def _attend_xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    if mask_BTS is None:
+        mask_BTS = jnp.tril(jnp.ones((1, T, S), bool))
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (1 / math.sqrt(H))
+    # Scores and softmax stay float32: bfloat16 keeps 8 bits, too few for a sum over thousands of keys.
+    scores_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite, and so does its gradient.
+    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
+    return jnp.einsum('BKGTS,BSKH->BTKGH', weights_BKGTS, v_BSKH).reshape(B, T, N, H)
