@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_DONE = 0
+# The run itself went wrong, e.g. its loss is not finite any more.
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 # EX_TEMPFAIL of sysexits.h: stopped from outside with the state saved; starting again goes on.
 EXIT_PREEMPTED = 75

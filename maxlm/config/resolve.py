@@ -71,6 +71,21 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
     )
 
 
+def resolve_on(config: Config, *, platform: str, num_devices: int) -> Config:
+    """A resolved config of a finished run for the devices that are here, without gradient accumulation.
+
+    Parameters are sharded over all of them; the batch is `train.micro_batch` per device, as it fitted in training.
+    """
+    model = dataclasses.replace(config.model, attention='auto')
+    model = dataclasses.replace(model, attention=_attention_kernel(model, platform))
+    return dataclasses.replace(
+        config,
+        model=model,
+        mesh=MeshConfig(fsdp=num_devices),
+        train=dataclasses.replace(config.train, global_batch=config.train.micro_batch * num_devices),
+    )
+
+
 def _resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
     sizes = dataclasses.asdict(mesh)
     fixed = 1

@@ -57,7 +57,7 @@ def make_train_step(config: Config, layout: Layout) -> Callable[[TrainState, Bat
 
         # Sums until here, so that every token counts the same, wherever the micro-batches were cut.
         loss, grads = jax.tree.map(lambda x: x / jnp.maximum(tokens, 1), (loss, grads))
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         if clip_norm:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1, clip_norm / jnp.maximum(grad_norm, 1e-12)), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -72,7 +72,7 @@ def make_train_step(config: Config, layout: Layout) -> Callable[[TrainState, Bat
             'loss': loss,
             'tokens': tokens,
             'grad_norm': grad_norm,
-            'param_norm': optax.global_norm(params),
+            'param_norm': optax.tree.norm(params),
             'learning_rate': schedule(state.step - state.skipped),
             'skipped': ~finite,
         }
@@ -151,7 +151,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     params = nnx.to_pure_dict(nnx.map_state(place, variables))
     optimizer = make_optimizer(config.optimizer, make_schedule(config.optimizer, config.train.num_steps))
     # Moments lie where their parameters lie; counters are everywhere.
-    opt_state = optax.tree_utils.tree_map_params(
+    opt_state = optax.tree.map_params(
         optimizer,
         lambda moment, param: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=param.sharding),
         jax.eval_shape(optimizer.init, params),

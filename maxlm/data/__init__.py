@@ -1,0 +1,1 @@
+"""Text → tokens → records → batches, with NumPy and grain. Never imports the model."""

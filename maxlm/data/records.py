@@ -1,0 +1,339 @@
+"""The record format: shards of token blocks in ArrayRecord, and the manifest `dataset.json` that makes them a data set.
+
+A split (`train`, `validation`) is a list of shards. A shard is one stream of tokens: whole documents, each followed by
+the end of document. Record i of a shard holds stream[i · block : (i + 1) · block + 1] as little-endian integers; it
+shares its last token with its successor, so that a window inside one block has its targets too. The last is shorter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from maxlm.errors import InputError, os_message
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = 'dataset.json'
+# Records are read one at a time in random order: no grouping, and nothing to gain from compressing token ids cheaply.
+WRITER_OPTIONS = 'group_size:1,uncompressed'
+READER_OPTIONS = 'readahead_buffer_size:0,max_parallelism:0'
+# Shards that a process keeps open, well below the usual limit of 1024 files.
+OPEN_SHARDS = 256
+
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of records. `bytes` is the size of the file, `sha256` its checksum."""
+
+    name: str
+    tokens: int
+    documents: int
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceCounts:
+    """What one input gave to a split. `share` is of the split's tokens."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One split of a data set.
+
+    Attributes:
+        documents, tokens: counts; tokens include one end of document each.
+        text_bytes: bytes of UTF-8.
+        unigram_entropy: nats per token of the split's own token frequencies; what a model without context reaches.
+        sources: counts by name of the input.
+        shards: the files.
+    """
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    unigram_entropy: float
+    sources: dict[str, SourceCounts]
+    shards: tuple[Shard, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A data set as its manifest describes it.
+
+    Attributes:
+        path: its directory.
+        tokenizer: `bytes`, `chars`, `bpe` or `file`: how the tokenizer was made.
+        tokenizer_file, tokenizer_sha256: its `tokenizer.json`.
+        vocab_size: token ids are 0 … vocab_size - 1.
+        end_of_document: id after each document.
+        dtype: `uint16` or `uint32`, as stored.
+        block: tokens in a record, less the shared one.
+        splits: `train` and `validation`.
+        left_out: names and reasons of the documents that could not be read.
+        made_from: the arguments and a checksum of the inputs that it was made from.
+        fingerprint: checksum of all tokens and of the format.
+    """
+
+    path: Path
+    tokenizer: str
+    tokenizer_file: str
+    tokenizer_sha256: str
+    vocab_size: int
+    end_of_document: int
+    dtype: str
+    block: int
+    splits: dict[str, Split]
+    left_out: tuple[dict[str, str], ...]
+    made_from: dict[str, Any]
+    fingerprint: str
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / self.tokenizer_file
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The stored type of token ids below `vocab_size`."""
+    return 'uint16' if vocab_size <= 2**16 else 'uint32'
+
+
+class ShardWriter:
+    """Writes one shard; the file appears under its name only when it is complete and on the disk.
+
+    Use as a context manager; leaving it with an exception removes what was written.
+    """
+
+    def __init__(self, path: Path, *, block: int, dtype: str):
+        self._path = path
+        self._partial = path.with_name(f'.{path.name}.partial')
+        self._block = block
+        self._dtype = np.dtype(dtype).newbyteorder('<')
+        self._pending = np.empty(0, self._dtype)
+        self._tokens = 0
+        self._documents = 0
+        self._writer = ArrayRecordWriter(os.fspath(self._partial), WRITER_OPTIONS)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None:
+            self._partial.unlink(missing_ok=True)
+
+    def write(self, documents: Sequence[np.ndarray]) -> None:
+        """Appends documents: arrays [number of tokens] that end with the end of document."""
+        self._documents += len(documents)
+        self._tokens += sum(map(len, documents))
+        pending = np.concatenate([self._pending, *documents]).astype(self._dtype)
+        start = 0
+        # One token more than a block must be there: it is the last target.
+        while len(pending) - start > self._block:
+            self._write_record(pending[start : start + self._block + 1])
+            start += self._block
+        self._pending = pending[start:]
+
+    def finish(self) -> Shard:
+        """Writes the last record, moves the file to its name and describes it."""
+        # A single token left over is the last target of the record before: it needs no record of its own.
+        if len(self._pending) > 1:
+            self._write_record(self._pending)
+        try:
+            self._writer.close()
+            checksum, size = _sync_and_hash(self._partial)
+            os.replace(self._partial, self._path)
+        except (RuntimeError, OSError) as error:
+            raise InputError(f'{self._path}: cannot be written: {_reason(error)}') from error
+        return Shard(self._path.name, self._tokens, self._documents, size, checksum)
+
+    def _write_record(self, tokens: np.ndarray) -> None:
+        try:
+            self._writer.write(tokens.tobytes())
+        except RuntimeError as error:
+            raise InputError(f'{self._path}: cannot be written: {_reason(error)}') from error
+
+
+class TokenReader:
+    """Random access to the tokens of a split's shards. Picklable: each process opens the files that it reads."""
+
+    def __init__(self, dataset: Dataset, split: str):
+        self.shards = dataset.splits[split].shards
+        self._path = dataset.path
+        self._block = dataset.block
+        self._dtype = np.dtype(dataset.dtype).newbyteorder('<')
+        self._open_readers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != '_reader'}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open_readers()
+
+    def read(self, shard: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a shard's stream, at least two: int32 [stop - start].
+
+        Raises:
+            InputError: the shard cannot be read or its content is damaged.
+        """
+        first, last = start // self._block, (stop - 2) // self._block
+        path = self._path / self.shards[shard].name
+        try:
+            # Reading by a list of indices keeps no position in the reader: threads can share it.
+            records = self._reader(shard).read(list(range(first, last + 1)))
+        except (RuntimeError, IndexError) as error:
+            raise InputError(f'{path} is damaged: {_reason(error)}; {_remedy(self._path)}') from error
+        blocks = [np.frombuffer(record, self._dtype) for record in records]
+        # All but the last give up the token that their successor has too.
+        stream = np.concatenate([block[:-1] for block in blocks[:-1]] + blocks[-1:])
+        tokens = stream[start - first * self._block : stop - first * self._block]
+        if len(tokens) != stop - start:
+            raise InputError(f'{path} is damaged: tokens {start} to {stop} are not all there; {_remedy(self._path)}')
+        return tokens.astype(np.int32)
+
+    def _open_readers(self) -> None:
+        self._reader = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open)
+
+    def _open(self, shard: int) -> ArrayRecordReader:
+        return ArrayRecordReader(os.fspath(self._path / self.shards[shard].name), READER_OPTIONS)
+
+
+def save_manifest(dataset: Dataset) -> None:
+    """Writes `dataset.json`, whole or not at all: from then on the directory is a data set."""
+    facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
+    del facts['path']
+    path = dataset.path / MANIFEST_NAME
+    partial = path.with_name(f'.{path.name}.partial')
+    try:
+        partial.write_text(json.dumps(facts, indent=1) + '\n')
+        _sync_and_hash(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
+
+
+def load_manifest(path: str | os.PathLike[str]) -> Dataset:
+    """Reads the data set in directory `path` and checks that its files are there in full length.
+
+    Raises:
+        InputError: there is no data set, the manifest is malformed, or a file is missing or cut short.
+    """
+    path = Path(path)
+    manifest = path / MANIFEST_NAME
+    try:
+        facts = json.loads(manifest.read_text(encoding='utf-8'))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
+            f'{path} holds no data set ({MANIFEST_NAME} is missing); make one with '
+            f'`python -m maxlm.prepare --input … --output {path}`'
+        ) from None
+    except OSError as error:
+        raise InputError(f'{manifest}: {os_message(error)}') from error
+    except ValueError as error:
+        raise InputError(f'{manifest} is not JSON ({error}); {_remedy(path)}') from error
+    try:
+        dataset = _parse_manifest(path, facts)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InputError(f'{manifest} is malformed ({error}); {_remedy(path)}') from error
+    expected = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
+    for name, size in expected.items():
+        actual = _size(path / name)
+        if actual != size:
+            raise InputError(f'{path / name} is truncated: {actual} bytes instead of {size}; {_remedy(path)}')
+    _size(dataset.tokenizer_path)
+    return dataset
+
+
+def verify(dataset: Dataset) -> None:
+    """Reads all files of the data set; raises InputError naming the first that differs from what was written."""
+    expected = {shard.name: shard.sha256 for split in dataset.splits.values() for shard in split.shards}
+    for name, checksum in {**expected, dataset.tokenizer_file: dataset.tokenizer_sha256}.items():
+        try:
+            with (dataset.path / name).open('rb') as file:
+                actual = hashlib.file_digest(file, 'sha256').hexdigest()
+        except OSError as error:
+            raise InputError(f'{dataset.path / name}: {os_message(error)}; {_remedy(dataset.path)}') from error
+        if actual != checksum:
+            raise InputError(f'{dataset.path / name} is damaged: its checksum differs; {_remedy(dataset.path)}')
+
+
+def dataset_fingerprint(*, block: int, dtype: str, end_of_document: int, splits: dict[str, Split]) -> str:
+    """SHA-256 over the checksums of all shards and what their bytes mean."""
+    shards = {name: [shard.sha256 for shard in split.shards] for name, split in splits.items()}
+    facts = [FORMAT_VERSION, block, dtype, end_of_document, shards]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _parse_manifest(path: Path, facts: Any) -> Dataset:
+    if not isinstance(facts, dict):
+        raise TypeError('not an object')
+    version = facts.pop('format_version')
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f'{path / MANIFEST_NAME} has format {version}, this maxlm reads {FORMAT_VERSION}; {_remedy(path)}'
+        )
+    splits = {
+        name: _build(
+            Split,
+            {
+                **split,
+                'sources': {source: _build(SourceCounts, counts) for source, counts in split['sources'].items()},
+                'shards': tuple(_build(Shard, shard) for shard in split['shards']),
+            },
+        )
+        for name, split in facts['splits'].items()
+    }
+    dataset = _build(Dataset, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
+    if set(splits) != {'train', 'validation'} or dataset.dtype not in ('uint16', 'uint32') or dataset.block < 1:
+        raise TypeError('splits, dtype or block')
+    return dataset
+
+
+def _build(cls: Callable[..., T], facts: dict[str, Any]) -> T:
+    """A dataclass from exactly its fields, each of its type; TypeError names what is not."""
+    kinds = typing.get_type_hints(cls)
+    if set(facts) != set(kinds):
+        raise TypeError(f'keys {sorted(set(facts) ^ set(kinds))}')
+    for name, kind in kinds.items():
+        # A path is a subclass of Path; of dict[…] and tuple[…] the kind of container is checked.
+        if not isinstance(facts[name], typing.get_origin(kind) or kind):
+            raise TypeError(f'{name} is {facts[name]!r}')
+    return cls(**facts)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}; {_remedy(path.parent)}') from error
+
+
+def _sync_and_hash(path: Path) -> tuple[str, int]:
+    with path.open('rb') as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, 'sha256').hexdigest(), file.tell()
+
+
+def _reason(error: Exception) -> str:
+    return os_message(error) if isinstance(error, OSError) else str(error)
+
+
+def _remedy(path: Path) -> str:
+    return f'copy it again, or delete {path} and run maxlm.prepare again'

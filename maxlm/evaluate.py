@@ -1,0 +1,92 @@
+"""Loss of a checkpoint on held-out data: `python -m maxlm.evaluate --checkpoint=CKPT [--data=DIR] [--json]`.
+
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+
+import jax
+
+from maxlm.data.batches import validation_batches
+from maxlm.data.records import load_manifest
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.inference.load import load_model
+from maxlm.runtime.console import Console, progress_bar
+from maxlm.runtime.evaluation import evaluate
+from maxlm.training.step import make_eval_step
+
+
+def main(argv: list[str]) -> int:
+    """Prints loss, perplexity, bits per byte, and the unigram entropy that a model must beat."""
+    parser = ArgumentParser(prog='maxlm.evaluate', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
+    parser.add_argument('--data', help="data set of maxlm.prepare (default: the run's)")
+    parser.add_argument('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
+    parser.add_argument('--json', action='store_true', help='print one JSON object')
+    options = parser.parse_args(argv)
+
+    with Console():
+        model = load_model(options.checkpoint, num_devices=jax.device_count())
+    config = model.config
+    data = dataclasses.replace(config.data, path=options.data or config.data.path)
+    dataset = load_manifest(data.path)
+    if dataset.tokenizer_path.read_bytes() != model.tokenizer_path.read_bytes():
+        raise InputError(
+            f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
+            f'prepare the data with --tokenizer {model.tokenizer_path}'
+        )
+    split = dataset.splits['validation']
+    if not split.tokens:
+        raise InputError(f'{data.path} has no validation documents; prepare it with --validation PATH')
+    batches = validation_batches(
+        dataset,
+        data,
+        config.train.global_batch,
+        options.num_batches,
+        model.layout.local_rows(config.train.global_batch),
+    )
+    with progress_bar(total=len(batches), initial=0, unit='batch', show=not options.json) as bar:
+
+        def read(index: int) -> dict:
+            bar.update()
+            return batches[index]
+
+        result = evaluate(
+            jax.jit(make_eval_step(config, model.layout)),
+            model.params,
+            map(read, range(len(batches))),
+            layout=model.layout,
+            global_batch=config.train.global_batch,
+        )
+    values = {
+        'step': model.step,
+        'loss': result.loss,
+        'perplexity': math.exp(min(result.loss, 700.0)),
+        # Independent of the tokenizer: nats per token → bits per byte by the split's own ratio.
+        'bits_per_byte': result.loss / math.log(2) * split.tokens / split.text_bytes,
+        'unigram_entropy': split.unigram_entropy,
+        'tokens': result.tokens,
+    }
+    if options.json:
+        print(json.dumps(values))
+    else:
+        print(
+            f'step {model.step}: loss {result.loss:.4f} nats/token, perplexity {values["perplexity"]:.2f}, '
+            f'{values["bits_per_byte"]:.3f} bits/byte over {result.tokens:,} tokens; '
+            f'unigram entropy of the data {split.unigram_entropy:.4f} nats/token'
+        )
+    return EXIT_DONE
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.evaluate` and `maxlm evaluate`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

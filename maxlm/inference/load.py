@@ -1,0 +1,44 @@
+"""A trained model from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from maxlm.config.keys import Config
+from maxlm.config.resolve import resolve_on
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.runtime.checkpoint import find_step, restore_params
+from maxlm.runtime.workdir import TOKENIZER, read_config
+from maxlm.training.sharding import Layout, make_layout
+from maxlm.training.step import abstract_state
+
+
+class LoadedModel(NamedTuple):
+    """Parameters with what is needed to run them on the devices that are here."""
+
+    # Resolved for these devices.
+    config: Config
+    layout: Layout
+    params: Any
+    tokenizer: Tokenizer
+    tokenizer_path: Path
+    step: int
+
+
+def load_model(checkpoint: str, *, num_devices: int) -> LoadedModel:
+    """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, or one step's directory.
+
+    Raises:
+        InputError: it is not there or cannot be read.
+    """
+    step_directory = find_step(checkpoint)
+    workdir = step_directory.parent.parent
+    config = resolve_on(read_config(workdir), platform=jax.default_backend(), num_devices=num_devices)
+    layout = make_layout(config.mesh, jax.devices()[:num_devices])
+    params = restore_params(step_directory, abstract_state(config, layout).params)
+    tokenizer_path = workdir / TOKENIZER
+    tokenizer = Tokenizer.load(tokenizer_path)
+    return LoadedModel(config, layout, params, tokenizer, tokenizer_path, int(step_directory.name))

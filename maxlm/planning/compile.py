@@ -1,0 +1,50 @@
+"""The real training step, compiled before there is a state or a batch."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.config.keys import Config
+from maxlm.training.sharding import Layout
+from maxlm.training.step import TrainState, make_train_step
+
+# The arrays of a batch, as `maxlm.data` makes them; each [B, T].
+BATCH_TYPES = {
+    'tokens': jnp.int32,
+    'targets': jnp.int32,
+    'weights': jnp.float32,
+    'segments': jnp.int32,
+    'positions': jnp.int32,
+}
+
+
+class CompiledStep(NamedTuple):
+    """`step(state, batch) → (state, metrics)`; the state given is donated."""
+
+    step: jax.stages.Compiled
+    seconds: float
+
+    def memory_bytes(self) -> dict[str, int] | None:
+        """Per device, by kind: `state` (what lives from step to step, and the batch) and `temporary`.
+
+        None where the backend does not tell.
+        """
+        analysis = self.step.memory_analysis()
+        if analysis is None:
+            return None
+        return {'state': analysis.argument_size_in_bytes, 'temporary': analysis.temp_size_in_bytes}
+
+
+def compile_train_step(config: Config, layout: Layout, abstract: TrainState) -> CompiledStep:
+    """Lowers and compiles the step of a resolved config for the layout's devices."""
+    start = time.perf_counter()
+    shape = (config.train.global_batch, config.data.window)
+    batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    step = jax.jit(make_train_step(config, layout), donate_argnums=0, out_shardings=(shardings, layout.named()))
+    compiled = step.lower(abstract, batch).compile()
+    return CompiledStep(compiled, time.perf_counter() - start)

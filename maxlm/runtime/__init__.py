@@ -1,0 +1,1 @@
+"""Around the step: files, clocks, processes, signals."""

@@ -1,0 +1,173 @@
+"""Checkpoints with Orbax: parameters, optimizer state, progress and data fingerprint as separate items of a step.
+
+    WORKDIR/checkpoints/<step>/{params, optimizer, progress, data}
+
+Parameters stand alone, so that sampling, evaluation and download need not touch the optimizer state. A step becomes
+visible under its number only when all of it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from maxlm.errors import InputError
+from maxlm.training.step import Params, TrainState
+
+FOLDER = 'checkpoints'
+
+
+class Restored(NamedTuple):
+    """A state and the facts on which the order of its data depends."""
+
+    state: TrainState
+    fingerprint: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one workdir. Saves run in the background; leaving the context waits for the last."""
+
+    def __init__(self, workdir: Path, *, keep_last: int):
+        self.directory = workdir.resolve() / FOLDER
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep_last,
+            # A step that goes is renamed first. Deleted in place, a kill would leave a visible half of it.
+            todelete_subdir='_trash',
+            cleanup_tmp_directories=True,
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=_handlers())
+
+    def latest_step(self) -> int | None:
+        """Newest complete step."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, fingerprint: dict[str, Any]) -> None:
+        """Copies the state off the device and writes it in the background."""
+        progress = {'step': step, 'skipped': int(state.skipped)}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                optimizer=ocp.args.StandardSave(state.opt_state),
+                progress=ocp.args.JsonSave(progress),
+                data=ocp.args.JsonSave(fingerprint),
+            ),
+        )
+
+    def restore(self, step: int, abstract: TrainState) -> Restored:
+        """The state of a step, placed as `abstract` says.
+
+        Raises:
+            InputError: the step cannot be read, or was made by another model or optimizer.
+        """
+        path = self.directory / str(step)
+        _check_tree(path / 'params', lambda: self._manager.item_metadata(step)['params'], abstract.params)
+        _check_tree(path / 'optimizer', lambda: self._manager.item_metadata(step)['optimizer'], abstract.opt_state)
+        items = _read(
+            path,
+            lambda: self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardRestore(abstract.params),
+                    optimizer=ocp.args.StandardRestore(abstract.opt_state),
+                    progress=ocp.args.JsonRestore(),
+                    data=ocp.args.JsonRestore(),
+                ),
+            ),
+        )
+        counters = jax.device_put(
+            (jnp.int32(items.progress['step']), jnp.int32(items.progress['skipped'])), abstract.step.sharding
+        )
+        return Restored(TrainState(*counters, items.params, items.optimizer), items.data)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def restore_params(step_directory: Path, abstract: Params) -> Params:
+    """The parameters alone of one step's directory, placed as `abstract` says.
+
+    Raises:
+        InputError: they cannot be read, or are those of another model.
+    """
+    path = step_directory.resolve() / 'params'
+    with ocp.StandardCheckpointer() as checkpointer:
+        _check_tree(path, lambda: checkpointer.metadata(path).item_metadata, abstract)
+        return _read(path, lambda: checkpointer.restore(path, abstract))
+
+
+def find_step(checkpoint: str) -> Path:
+    """The directory of one step: from a workdir (its newest), `WORKDIR@STEP`, or the step's directory itself.
+
+    Raises:
+        InputError: there is no such checkpoint; the message lists the steps that are there.
+    """
+    path, _, wanted = checkpoint.partition('@')
+    directory = Path(path)
+    if not wanted and directory.name.isdigit() and directory.parent.name == FOLDER and directory.is_dir():
+        return directory
+    folder = directory / FOLDER
+    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
+    if not steps:
+        raise InputError(f'--checkpoint={checkpoint}: no checkpoint in {folder}; give a workdir of maxlm.train')
+    if not wanted:
+        return folder / str(steps[-1])
+    if not (wanted.isdigit() and int(wanted) in steps):
+        raise InputError(f'--checkpoint={checkpoint}: no step {wanted!r} there; steps: {", ".join(map(str, steps))}')
+    return folder / wanted
+
+
+def _handlers() -> dict[str, Any]:
+    return {
+        'params': ocp.StandardCheckpointHandler(),
+        'optimizer': ocp.StandardCheckpointHandler(),
+        'progress': ocp.JsonCheckpointHandler(),
+        'data': ocp.JsonCheckpointHandler(),
+    }
+
+
+def _read(path: Path, restore: Callable[[], Any]) -> Any:
+    try:
+        return restore()
+    except Exception as error:  # Orbax, TensorStore and JSON each have errors of their own for damaged files.
+        reason = str(error).strip().splitlines() or ['no message']
+        raise InputError(
+            f'{path}: checkpoint cannot be read ({type(error).__name__}: {reason[0][:200]}); '
+            f'remove this directory to go on from the step before'
+        ) from error
+
+
+def _check_tree(path: Path, metadata: Callable[[], Any], abstract: Any) -> None:
+    """Compares names, shapes and types of what is stored with what is wanted: Orbax would cast types in silence."""
+    stored_tree = _read(path, metadata)
+    if stored_tree is None:
+        raise InputError(f'{path}: missing in the checkpoint; remove {path.parent} to go on from the step before')
+    stored, wanted = _leaves(stored_tree), _leaves(abstract)
+    for name in sorted(stored.keys() | wanted.keys()):
+        if stored.get(name) != wanted.get(name):
+            has = stored.get(name, 'nothing of that name')
+            wants = wanted.get(name, 'nothing of that name')
+            raise InputError(
+                f'{path}: checkpoint of another model: {name} is {has} there, and {wants} in the config; '
+                f'choose another --workdir or the config it was trained with'
+            )
+
+
+def _leaves(tree: Any) -> dict[str, str]:
+    """Path → `shape type` of every array of a tree."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    names = (('.'.join(_key(entry) for entry in path), leaf) for path, leaf in leaves)
+    return {name: f'{tuple(leaf.shape)} {jnp.dtype(leaf.dtype).name}' for name, leaf in names}
+
+
+def _key(entry: Any) -> str:
+    return str(getattr(entry, 'key', getattr(entry, 'name', getattr(entry, 'idx', entry))))

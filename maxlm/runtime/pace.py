@@ -1,0 +1,75 @@
+"""How fast a run goes: durations on the device's pace, and what follows from them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from maxlm.planning.chips import Peak
+from maxlm.planning.flops import TokenFlops
+
+
+class Pace:
+    """Adds up the time that steps took; evaluation, saving and compiling are left out.
+
+    A step counts as done when its metrics have been read, so the durations are the device's, not those of dispatch.
+    """
+
+    def __init__(self, *, tokens_per_step: int, flops: TokenFlops, peak: Peak, num_devices: int):
+        self._tokens_per_step = tokens_per_step
+        self._flops = flops
+        self._peak_flops = peak.tflops * 1e12 * num_devices
+        self._mark = time.perf_counter()
+        self._interval = _Sums()
+        self._total = _Sums()
+
+    def start(self) -> None:
+        """Call before the first step."""
+        self._mark = time.perf_counter()
+
+    def step_done(self, data_wait: float) -> None:
+        """One more step is done; its batch kept it waiting for `data_wait` seconds."""
+        now = time.perf_counter()
+        for sums in (self._interval, self._total):
+            sums.steps += 1
+            sums.seconds += now - self._mark
+            sums.data_wait += data_wait
+        self._mark = now
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count."""
+        start = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - start
+
+    def read_interval(self) -> dict[str, float]:
+        """The `perf/…` metrics of the steps since the last call."""
+        sums, self._interval = self._interval, _Sums()
+        return self._metrics(sums)
+
+    def read_total(self) -> dict[str, float]:
+        """The same over all steps of this process."""
+        return self._metrics(self._total)
+
+    def _metrics(self, sums: _Sums) -> dict[str, float]:
+        if not sums.steps:
+            return {}
+        tokens_per_second = sums.steps * self._tokens_per_step / sums.seconds
+        metrics = {
+            'perf/tokens_per_second': tokens_per_second,
+            'perf/step_seconds': sums.seconds / sums.steps,
+            'perf/data_wait_seconds': sums.data_wait / sums.steps,
+        }
+        if self._peak_flops:
+            metrics['perf/mfu'] = tokens_per_second * self._flops.causal / self._peak_flops
+            metrics['perf/mfu_full'] = tokens_per_second * self._flops.full / self._peak_flops
+        return metrics
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.data_wait = 0.0

@@ -1,0 +1,114 @@
+"""Reports on steps while the device already works on the next one."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+from tqdm import tqdm
+
+from maxlm.config.keys import Config
+from maxlm.runtime.console import logger
+from maxlm.runtime.metrics import MetricWriter
+from maxlm.runtime.pace import Pace
+
+
+class _Pending(NamedTuple):
+    step: int
+    metrics: dict[str, jax.Array]
+    data_wait: float
+
+
+class Reporter:
+    """Reads the metrics of a step one step late, and hands them to the log, the bar and the files.
+
+    Reading step n waits for it; by then step n + 1 is in the device's queue, so the device never waits for Python.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        writer: MetricWriter | None,
+        pace: Pace,
+        bar: tqdm,
+        windows_per_epoch: int,
+        skipped: int,
+    ):
+        self._config = config
+        self._writer = writer  # None on all processes but the first
+        self._pace = pace
+        self._bar = bar
+        self._windows_per_epoch = windows_per_epoch
+        self._pending: _Pending | None = None
+        self._skipped = skipped
+        self.skipped_in_a_row = 0
+        self.last_loss = math.nan
+        self.validation_loss: float | None = None
+
+    def submit(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> None:
+        """Step number `step` (1 is the first) has been dispatched; reports on the one before."""
+        self.flush()
+        self._pending = _Pending(step, metrics, data_wait)
+
+    def flush(self) -> None:
+        """Waits for the step dispatched last and reports on it."""
+        if self._pending is None:
+            return
+        step, device_metrics, data_wait = self._pending
+        self._pending = None
+        values: dict[str, Any] = jax.device_get(device_metrics)
+        self._pace.step_done(data_wait)
+        self._bar.update()
+        self._count_skips(step, bool(values['skipped']))
+        self.last_loss = float(values['loss'])
+        if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
+            self._report(step, values)
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The validation loss after `step`."""
+        self.validation_loss = loss
+        perplexity = math.exp(min(loss, 700.0))
+        self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity})
+        logger.info(f'step {step:>7}  validation loss {loss:.4f}  perplexity {perplexity:.2f}')
+
+    def _count_skips(self, step: int, skipped: bool) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped:
+            self._skipped += 1
+            logger.warning(f'step {step:>7}  left out: its loss or gradient is not finite ({self._skipped} so far)')
+
+    def _report(self, step: int, values: dict[str, Any]) -> None:
+        sequences = step * self._config.train.global_batch
+        perf = self._pace.read_interval()
+        loss = float(values['loss'])
+        memory = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
+        if memory:
+            perf['perf/device_memory_gib'] = memory / 2**30
+        self._write(
+            step,
+            {
+                'train/loss': loss,
+                'train/perplexity': math.exp(min(loss, 700.0)),
+                'train/learning_rate': float(values['learning_rate']),
+                'train/grad_norm': float(values['grad_norm']),
+                'train/param_norm': float(values['param_norm']),
+                'train/tokens': float(sequences * self._config.data.window),
+                'train/epoch': sequences / self._windows_per_epoch,
+                'train/skipped': float(self._skipped),
+                **perf,
+            },
+        )
+        mfu = f'  MFU {perf["perf/mfu"]:.1%}' if 'perf/mfu' in perf else ''
+        logger.info(
+            f'step {step:>7}  loss {loss:.4f}  lr {values["learning_rate"]:.2e}  '
+            f'grad norm {values["grad_norm"]:.3f}  {perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}  '
+            f'data wait {perf["perf/data_wait_seconds"] * 1e3:.1f} ms'
+        )
+        self._bar.set_postfix_str(f'loss {loss:.3f}{mfu}')
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        if self._writer:
+            self._writer.write(step, time.time(), values)

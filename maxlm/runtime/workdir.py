@@ -1,0 +1,77 @@
+"""The directory of a run: what lies in it under which name, and whether a config may go on in it.
+
+WORKDIR/config.json  tokenizer.json  metrics.jsonl  run.log  tensorboard/  checkpoints/<step>/
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from maxlm.config.keys import Config
+from maxlm.config.load import from_json, to_json
+from maxlm.errors import InputError, os_message
+
+CONFIG = 'config.json'
+TOKENIZER = 'tokenizer.json'
+
+
+def open_workdir(workdir: Path, config: Config, tokenizer: Path) -> None:
+    """Makes the directory if need be and puts the resolved config and the tokenizer into it.
+
+    Raises:
+        InputError: it cannot be written to, or holds a run of another model.
+    """
+    if (workdir / CONFIG).exists():
+        _check_same_model(workdir, config)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        # Whether a directory is writable shows by writing: permission bits say nothing of quotas or read-only mounts.
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+        _write_atomically(workdir / CONFIG, to_json(config))
+        shutil.copyfile(tokenizer, workdir / TOKENIZER)
+    except OSError as error:
+        raise InputError(
+            f'--workdir={workdir}: {os_message(error)}; choose a directory that can be written to'
+        ) from error
+
+
+def read_config(workdir: Path) -> Config:
+    """The resolved config of a run.
+
+    Raises:
+        InputError: there is none, or it is not one.
+    """
+    path = workdir / CONFIG
+    try:
+        return from_json(path.read_text(encoding='utf-8'))
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}; give a workdir of maxlm.train') from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f'{path}: not a config that this version of maxlm wrote ({error})') from error
+
+
+def _check_same_model(workdir: Path, config: Config) -> None:
+    old, new = read_config(workdir).model, config.model
+    # How the same function of the same parameters is computed may change between two lives of a run.
+    free = {'family', 'remat', 'scan_layers', 'attention', 'dtype', 'dropout', 'init_std'}
+    for field in dataclasses.fields(new):
+        before, now = getattr(old, field.name), getattr(new, field.name)
+        if field.name not in free and before != now:
+            raise InputError(
+                f'--workdir={workdir} holds a run with model.{field.name}={before}, the config has {now}; '
+                f'choose another --workdir or set model.{field.name}={before}'
+            )
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + '.tmp')
+    with temporary.open('w', encoding='utf-8') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

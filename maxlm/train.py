@@ -1,0 +1,225 @@
+"""Train a model: `python -m maxlm.train --config=FILE[:variant] --workdir=DIR [--config.section.key=value …]`.
+
+Started again on its workdir, a run goes on where its newest checkpoint left it. Exit codes: 0 done; 1 the loss is not
+finite any more; 2 bad input; 75 told to stop (SIGTERM or Ctrl-C), with the state saved: start again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlm.config.keys import Config
+from maxlm.config.load import load, split_overrides
+from maxlm.config.resolve import resolve
+from maxlm.data.batches import check_fingerprint, fingerprint, iterate, train_batches, validation_batches
+from maxlm.data.records import Dataset, load_manifest
+from maxlm.data.windows import Windows
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ArgumentParser, exit_code
+from maxlm.planning.chips import Peak, find_peak
+from maxlm.planning.compile import CompiledStep, compile_train_step
+from maxlm.planning.flops import training_flops
+from maxlm.runtime.checkpoint import Checkpoints
+from maxlm.runtime.console import Console, logger, progress_bar
+from maxlm.runtime.evaluation import evaluate
+from maxlm.runtime.metrics import MetricWriter
+from maxlm.runtime.pace import Pace
+from maxlm.runtime.preemption import StopRequest
+from maxlm.runtime.reporter import Reporter
+from maxlm.runtime.workdir import open_workdir
+from maxlm.training.sharding import Layout, make_layout
+from maxlm.training.step import TrainState, abstract_state, init_state, make_eval_step
+
+
+def main(argv: list[str]) -> int:
+    """Reads the command line, checks everything that can be checked without training, and trains."""
+    overrides, rest = split_overrides(argv)
+    parser = ArgumentParser(prog='maxlm.train', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--config', required=True, help='config file, with a variant after a colon: configs/x.py:big')
+    parser.add_argument('--workdir', required=True, type=Path, help='directory of the run; made if need be')
+    options = parser.parse_args(rest)
+
+    config = load(options.config, overrides)
+    dataset = load_manifest(config.data.path)
+    config = resolve(
+        config,
+        platform=jax.default_backend(),
+        num_devices=jax.device_count(),
+        vocab_size=dataset.vocab_size,
+        windows=len(Windows(dataset, 'train', config.data.window)),
+    )
+    layout = make_layout(config.mesh)
+    abstract = abstract_state(config, layout)
+    on_first_process = jax.process_index() == 0
+    if on_first_process:
+        open_workdir(options.workdir, config, dataset.tokenizer_path)
+    with Console(options.workdir if on_first_process else None):
+        return train(config, dataset, layout, abstract, options.workdir)
+
+
+def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState, workdir: Path) -> int:
+    """Runs a resolved config from its newest checkpoint, or from the start, to its last step; returns the exit code."""
+    started = time.perf_counter()
+    num_steps = config.train.num_steps
+    facts = fingerprint(dataset, config.data, config.train.global_batch)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        # Leaving the stack, after an error too, brings to disk what was saved.
+        checkpoints = stack.enter_context(Checkpoints(workdir, keep_last=config.checkpoint.keep_last))
+        state = _restore_or_init(config, layout, abstract, checkpoints, facts)
+        start, skipped = int(state.step), int(state.skipped)
+        if start >= num_steps:
+            logger.info(f'already at step {start} of {num_steps}: nothing to do')
+            return EXIT_DONE
+
+        compiled = compile_train_step(config, layout, abstract)
+        pace = Pace(
+            tokens_per_step=config.train.global_batch * config.data.window,
+            flops=training_flops(config.model, config.data.window),
+            peak=_log_start(config, abstract, compiled),
+            num_devices=jax.device_count(),
+        )
+        rows = layout.local_rows(config.train.global_batch)
+        writer = None
+        if jax.process_index() == 0:
+            writer = MetricWriter(workdir, after_step=start, tensorboard=config.metrics.tensorboard)
+            stack.callback(writer.close)
+        show_bar = config.metrics.progress and jax.process_index() == 0
+        reporter = Reporter(
+            config,
+            writer=writer,
+            pace=pace,
+            bar=stack.enter_context(progress_bar(total=num_steps, initial=start, unit='step', show=show_bar)),
+            windows_per_epoch=len(Windows(dataset, 'train', config.data.window)),
+            skipped=skipped,
+        )
+        training_data = train_batches(dataset, config.data, config.train.global_batch, rows)
+        batches = stack.enter_context(contextlib.closing(iterate(training_data, start, config.data, num_steps)))
+        validation_loss = _make_validation_loss(config, dataset, layout, rows)
+
+        pace.start()
+        for step in range(start + 1, num_steps + 1):
+            asked = time.perf_counter()
+            batch = next(batches)
+            data_wait = time.perf_counter() - asked
+            state, metrics = compiled.step(state, layout.put_batch(batch, config.train.global_batch))
+            reporter.submit(step, metrics, data_wait)
+
+            diverged = reporter.skipped_in_a_row >= config.train.max_skipped_steps
+            leaving = bool(stop.requested) or diverged
+            if leaving or step == num_steps:
+                reporter.flush()
+            if not leaving and _due(step, config.eval.every, num_steps):
+                reporter.flush()
+                with pace.paused():
+                    reporter.evaluated(step, validation_loss(state.params))
+            if leaving or step == num_steps or _due(step, config.checkpoint.every_steps, num_steps):
+                with pace.paused():
+                    checkpoints.save(step, state, facts)
+            if leaving:
+                break
+
+    if diverged:
+        logger.error(
+            f'stopped at step {step}: {reporter.skipped_in_a_row} steps in a row had a loss or gradient that is not '
+            f'finite (train.max_skipped_steps); try a lower optimizer.learning_rate, and look at the data'
+        )
+        return EXIT_FAILED
+    if stop.requested:
+        logger.info(f'{stop.requested}: step {step} of {num_steps} is saved; start again to go on')
+        return EXIT_PREEMPTED
+    _log_summary(config, dataset, reporter, pace, time.perf_counter() - started)
+    return EXIT_DONE
+
+
+def _due(step: int, every: int, num_steps: int) -> bool:
+    return every > 0 and (step % every == 0 or step == num_steps)
+
+
+def _restore_or_init(
+    config: Config, layout: Layout, abstract: TrainState, checkpoints: Checkpoints, facts: dict[str, Any]
+) -> TrainState:
+    newest = checkpoints.latest_step()
+    if newest is None:
+        return init_state(config, layout)
+    state, stored_facts = checkpoints.restore(newest, abstract)
+    check_fingerprint(stored_facts, facts)
+    logger.info(f'going on from step {newest}')
+    return state
+
+
+def _make_validation_loss(config: Config, dataset: Dataset, layout: Layout, rows: slice) -> Callable[[Any], float]:
+    global_batch = config.train.global_batch
+    eval_step = jax.jit(make_eval_step(config, layout))
+
+    def validation_loss(params: Any) -> float:
+        batches = validation_batches(dataset, config.data, global_batch, config.eval.num_batches, rows)
+        return evaluate(
+            eval_step,
+            params,
+            (batches[index] for index in range(len(batches))),
+            layout=layout,
+            global_batch=global_batch,
+        ).loss
+
+    return validation_loss
+
+
+def _log_start(config: Config, abstract: TrainState, compiled: CompiledStep) -> Peak:
+    """Says what is about to run; returns the peak that MFU is divided by."""
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+    mesh = ' '.join(f'{axis}={size}' for axis, size in vars(config.mesh).items() if size > 1) or 'one device'
+    device = jax.local_devices()[0]
+    logger.info(
+        f'{num_parameters:,} parameters on {jax.device_count()} × {device.device_kind} ({mesh}); '
+        f'step of {config.train.global_batch} × {config.data.window} tokens in {config.accumulation} micro-batch(es) '
+        f'of {config.train.micro_batch} per device; attention kernel {config.model.attention}'
+    )
+    memory = compiled.memory_bytes()
+    if memory is not None:
+        kinds = ', '.join(f'{size / 2**30:.2f} GiB {kind}' for kind, size in memory.items())
+        logger.info(f'compiled in {compiled.seconds:.1f} s; memory per device: {kinds}')
+    if 0 < config.train.num_steps <= config.optimizer.warmup_steps:
+        logger.warning(
+            f'the warm-up ({config.optimizer.warmup_steps} steps) is as long as the run or longer '
+            f'({config.train.num_steps}): the peak learning rate is never reached'
+        )
+    peak = find_peak(config.metrics.peak_tflops)
+    logger.info(f'MFU counts against {peak.tflops:,.3g} TFLOP/s per device ({peak.source})')
+    return peak
+
+
+def _log_summary(config: Config, dataset: Dataset, reporter: Reporter, pace: Pace, seconds: float) -> None:
+    perf = pace.read_total()
+    mfu = (
+        f', MFU {perf["perf/mfu"]:.1%} counted causally ({perf["perf/mfu_full"]:.1%} with full attention)'
+        if 'perf/mfu' in perf
+        else ''
+    )
+    logger.info(
+        f'done: {config.train.num_steps} steps in {datetime.timedelta(seconds=round(seconds))}, '
+        f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
+    )
+    entropy = dataset.splits['validation'].unigram_entropy
+    validation = reporter.validation_loss
+    validation_text = '' if validation is None else f'; validation loss {validation:.3f}'
+    logger.info(
+        f'training loss {reporter.last_loss:.3f}{validation_text} nats/token; '
+        f'unigram entropy of the validation data {entropy:.3f}'
+    )
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.train` and `maxlm train`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

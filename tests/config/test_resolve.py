@@ -1,0 +1,102 @@
+"""What is derived from the machine and the data: mesh, batch, length, vocabulary, kernel."""
+
+import dataclasses
+
+import pytest
+
+from maxlm.config.load import build, default
+from maxlm.config.resolve import resolve, resolve_on
+from maxlm.errors import InputError
+
+
+def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **overrides):
+    values = default()
+    settings = {
+        'model__num_layers': 2,
+        'model__dim': 64,
+        'model__num_heads': 4,
+        'data__window': 2048,
+        'train__num_steps': 100,
+        'train__global_batch': 512,
+        **overrides,
+    }
+    for key, value in settings.items():
+        section, name = key.split('__')
+        values[section][name] = value
+    return resolve(
+        build(values), num_devices=num_devices, platform=platform, vocab_size=vocab_size, windows=windows
+    )
+
+
+def test_the_batch_of_the_1b_run_on_8_and_on_1_device():
+    assert resolved(train__micro_batch=4).accumulation == 16
+    assert resolved(train__micro_batch=4, num_devices=1).accumulation == 128
+    assert resolved(train__micro_batch=0).accumulation == 1
+
+
+def test_budgets_in_tokens():
+    config = resolved(
+        train__num_steps=0,
+        train__num_tokens=11_000_000_000,
+        train__global_batch=0,
+        train__global_batch_tokens=524_288,
+        optimizer__warmup_tokens=100_000_000,
+    )
+    assert config.train.global_batch == 256
+    assert config.train.num_steps == -(-11_000_000_000 // 524_288)
+    assert config.optimizer.warmup_steps == -(-100_000_000 // 524_288)
+
+
+def test_epochs():
+    assert resolved(train__num_steps=0, train__num_epochs=2.0).train.num_steps == 16
+
+
+def test_mesh_fills_up():
+    mesh = resolved(mesh__tensor=2).mesh
+    assert dataclasses.asdict(mesh) == {'replica': 1, 'data': 1, 'fsdp': 4, 'tensor': 2}
+
+
+def test_vocabulary_and_widths():
+    model = resolved(model__family='llama').model
+    assert (model.vocab_size, model.head_dim, model.ffn_dim, model.max_positions) == (1000, 16, 256, 2048)
+    assert resolved(model__vocab_size=1024).model.vocab_size == 1024
+
+
+@pytest.mark.parametrize(
+    ('settings', 'kernel'),
+    [
+        ({'platform': 'gpu'}, 'cudnn'),
+        ({'platform': 'tpu'}, 'xla'),
+        ({'platform': 'gpu', 'model__dtype': 'float32'}, 'xla'),
+        ({'platform': 'gpu', 'model__head_dim': 256}, 'xla'),
+        ({'platform': 'gpu', 'model__attention': 'xla'}, 'xla'),
+    ],
+)
+def test_attention_kernel(settings, kernel):
+    assert resolved(**settings).model.attention == kernel
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        ({'train__global_batch': 500}, ['500', '8 devices', '496']),
+        ({'train__micro_batch': 5}, ['train.micro_batch=5', '64', '4']),
+        ({'mesh__tensor': 3}, ['3 devices', '8']),
+        ({'mesh__fsdp': 4}, ['4 devices', '8', '-1']),
+        ({'model__vocab_size': 500}, ['model.vocab_size=500', '1000']),
+        ({'model__attention': 'cudnn'}, ['cudnn', 'cpu']),
+        ({'model__attention': 'cudnn', 'platform': 'gpu', 'model__head_dim': 20}, ['cudnn', '20']),
+    ],
+)
+def test_what_does_not_fit_together_says_which_numbers_would(settings, words):
+    with pytest.raises(InputError) as error:
+        resolved(**settings)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_finished_run_moves_to_other_devices():
+    config = resolved(platform='gpu', train__micro_batch=4)
+    moved = resolve_on(config, platform='cpu', num_devices=2)
+    assert (moved.model.attention, moved.mesh.fsdp) == ('xla', 2)
+    assert (moved.train.global_batch, moved.accumulation) == (8, 1)

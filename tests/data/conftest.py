@@ -1,0 +1,52 @@
+"""Small data sets, written with the record format itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxlm.data.records import Dataset, ShardWriter, Split, dataset_fingerprint, load_manifest, save_manifest
+
+END = 0
+Documents = Sequence[Sequence[int]]
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
+    """Writes shards of documents (token ids without their end) and loads them as a data set."""
+
+    def make(train: Sequence[Documents], validation: Sequence[Documents] = (), *, block: int = 8) -> Dataset:
+        path = tmp_path / 'data'
+        path.mkdir(exist_ok=True)
+        (path / 'tokenizer.json').write_text('{}')
+        splits = {}
+        for name, shards in {'train': train, 'validation': validation}.items():
+            written = []
+            for number, documents in enumerate(shards):
+                with ShardWriter(path / f'{name}-{number:05d}.arrayrecord', block=block, dtype='uint16') as writer:
+                    for document in documents:
+                        writer.write([np.array([*document, END], np.uint32)])
+                    written.append(writer.finish())
+            tokens = sum(shard.tokens for shard in written)
+            splits[name] = Split(sum(map(len, shards)), tokens, 0, 0.0, {}, tuple(written))
+        checksum = hashlib.sha256(b'{}').hexdigest()
+        fingerprint = dataset_fingerprint(block=block, dtype='uint16', end_of_document=END, splits=splits)
+        save_manifest(
+            Dataset(path, 'bytes', 'tokenizer.json', checksum, 1000, END, 'uint16', block, splits, (), {}, fingerprint)
+        )
+        return load_manifest(path)
+
+    return make
+
+
+@pytest.fixture
+def random_shards() -> list[list[list[int]]]:
+    """Three shards of documents of 1 … 40 tokens; the second shard is a single short document."""
+    rng = np.random.default_rng(7)
+    shards = [[rng.integers(1, 1000, rng.integers(1, 41)).tolist() for _ in range(count)] for count in (23, 0, 9)]
+    shards[1] = [[5]]
+    return shards

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+
+import numpy as np
+import pytest
+
+from maxlm.config.keys import DataConfig
+from maxlm.data.batches import Batches, check_fingerprint, fingerprint, iterate, train_batches, validation_batches
+from maxlm.data.windows import Windows
+from maxlm.errors import InputError
+
+DATA = DataConfig(window=16, seed=3, threads=2, prefetch=2)
+
+
+@pytest.fixture
+def dataset(make_dataset, random_shards):
+    return make_dataset(random_shards, random_shards[2:])
+
+
+def keys(batch):
+    """One hashable value per row."""
+    return [row.tobytes() for row in np.concatenate([batch['tokens'], batch['targets']], axis=1)]
+
+
+def assert_equal(batch, other):
+    assert batch.keys() == other.keys()
+    for name in batch:
+        np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+
+
+def test_every_window_once_per_epoch_in_another_order(dataset):
+    windows = Windows(dataset, 'train', DATA.window)
+    count = len(windows)
+    global_batch = 5
+    assert count % global_batch  # a batch crosses the end of an epoch
+    batches = train_batches(dataset, DATA, global_batch)
+    rows = list(itertools.chain.from_iterable(keys(batches[step]) for step in range(3 * count // global_batch)))
+    everything = sorted(keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]}))
+    assert len(set(everything)) == count
+    first, second = rows[:count], rows[count : 2 * count]
+    assert sorted(first) == everything
+    assert sorted(second) == everything
+    assert first != second
+    assert first != keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]})
+
+
+def test_another_seed_is_another_order(dataset):
+    same = train_batches(dataset, DATA, 8)[0]
+    assert_equal(train_batches(dataset, DATA, 8)[0], same)
+    other = train_batches(dataset, DataConfig(window=16, seed=99), 8)[0]
+    assert keys(other) != keys(same)
+
+
+@pytest.mark.parametrize('hosts', [1, 2, 4, 8])
+def test_hosts_together_make_the_global_batch(dataset, hosts):
+    whole = train_batches(dataset, DATA, 8)
+    share = 8 // hosts
+    parts = [train_batches(dataset, DATA, 8, slice(h * share, (h + 1) * share)) for h in range(hosts)]
+    for step in (0, 1, 7):
+        joined = {name: np.concatenate([part[step][name] for part in parts]) for name in whole[step]}
+        assert_equal(joined, whole[step])
+    swapped = np.concatenate([part[0]['tokens'] for part in reversed(parts)])
+    assert hosts == 1 or (swapped != whole[0]['tokens']).any()
+
+
+@pytest.mark.parametrize('workers', [0, 1, 2])
+def test_order_does_not_depend_on_workers_or_start(dataset, workers):
+    data = DataConfig(window=16, seed=3, threads=2, prefetch=2, workers=workers)
+    batches = train_batches(dataset, data, 4)
+    seen = list(iterate(batches, 5, data, 11))
+    assert len(seen) == 6
+    for step, batch in enumerate(seen, start=5):
+        assert_equal(batch, batches[step])
+    assert keys(seen[0]) != keys(batches[0])
+
+
+def test_start_at_any_step(dataset):
+    batches = train_batches(dataset, DATA, 4)
+    for start in range(0, 20):
+        with_start = iterate(batches, start, DATA)
+        assert_equal(next(with_start), batches[start])
+        with_start.close()
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_damage_is_raised_where_it_is_met(dataset, workers):
+    data = DataConfig(window=16, seed=3, threads=2, prefetch=2, workers=workers)
+    batches = train_batches(dataset, data, 4)
+    (dataset.path / 'train-00000.arrayrecord').unlink()
+    with pytest.raises(InputError, match=r'train-00000\.arrayrecord'):
+        list(iterate(batches, 0, data, 10))
+
+
+def test_a_closed_iterator_leaves_no_process(dataset):
+    data = DataConfig(window=16, workers=2)
+    iterator = iterate(train_batches(dataset, data, 4), 0, data)
+    next(iterator)
+    assert multiprocessing.active_children()
+    iterator.close()
+    deadline = time.monotonic() + 20
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+
+
+def test_validation_is_in_order_once_and_padded(dataset):
+    windows = Windows(dataset, 'validation', 16)
+    batches = validation_batches(dataset, DATA, 5)
+    assert len(windows) % 5
+    assert len(batches) == -(-len(windows) // 5)
+    rows = [{name: batch[name][r] for name in batch} for batch in iterate(batches, 0, DATA) for r in range(5)]
+    for i, row in enumerate(rows):
+        if i < len(windows):
+            assert_equal(row, windows[i])
+        else:
+            assert not any(values.any() for values in row.values())
+    assert rows[0]['weights'].any()
+    with pytest.raises(IndexError):
+        batches[len(batches)]
+
+
+def test_num_batches_bounds_validation(dataset):
+    whole = validation_batches(dataset, DATA, 4)
+    assert len(validation_batches(dataset, DATA, 4, 2)) == 2
+    assert len(validation_batches(dataset, DATA, 4, 10**6)) == len(whole)
+    assert_equal(validation_batches(dataset, DATA, 4, 2, slice(2, 4))[1], {n: v[2:] for n, v in whole[1].items()})
+
+
+def test_an_empty_split_is_named(make_dataset, random_shards):
+    with pytest.raises(InputError, match='validation split is empty'):
+        validation_batches(make_dataset(random_shards), DATA, 4)
+
+
+@pytest.mark.parametrize('count', [1, 2, 3])
+def test_fewer_windows_than_rows(make_dataset, count):
+    dataset = make_dataset([[[7]] * count], block=8)
+    batch = Batches(Windows(dataset, 'train', 2), global_batch=8, seed=0)[0]
+    assert batch['tokens'].shape == (8, 2)
+    assert len(set(keys(batch))) <= len(Windows(dataset, 'train', 2))
+
+
+def test_fingerprint_names_what_changed(dataset):
+    stored = fingerprint(dataset, DATA, 8)
+    check_fingerprint(stored, fingerprint(dataset, DataConfig(window=16, seed=3, workers=5), 8))
+    with pytest.raises(InputError) as info:
+        check_fingerprint(stored, fingerprint(dataset, DataConfig(window=32, seed=3), 16))
+    assert 'window was 16 and is 32' in str(info.value)
+    assert 'global_batch was 8 and is 16' in str(info.value)
+    assert 'seed' not in str(info.value)

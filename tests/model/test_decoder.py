@@ -1,0 +1,165 @@
+"""The decoder: what a logit may depend on, and equal results of equal computations."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.model.decoder import Decoder, drop, init_cache
+from tests.small import VOCAB, small_batch, small_config
+
+SWITCHES = [
+    {'model__family': 'gpt2'},
+    {'model__family': 'gpt_neox', 'model__num_kv_heads': 2},
+    {'model__family': 'llama', 'model__num_kv_heads': 1},
+    {'model__family': 'llama', 'model__norm': 'layernorm', 'model__use_bias': True, 'model__tie_embeddings': True},
+]
+
+
+def make(**overrides):
+    """A model whose parameters are all random, biases and scales too, so that none can hide a mistake."""
+    config = small_config(**overrides)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0)))))()
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [leaf + 0.2 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return config, graph, jax.tree.unflatten(tree, noisy)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(graph, params, tokens, **kwargs):
+    model = nnx.merge(graph, params)
+    hidden, _ = model(tokens, **kwargs)
+    return model.logits(hidden)
+
+
+def influence(graph, params, batch, *, isolated=True):
+    """[T, T]: how much the embedding of token s changes the hidden state of position t, by gradient."""
+    tokens, segments, positions = (jnp.asarray(batch[name]) for name in ('tokens', 'segments', 'positions'))
+    T = tokens.shape[1]
+
+    def score_T(embedding_SD):
+        # Position s reads row s of a table of its own, so that its gradient shows alone.
+        model = nnx.merge(graph, {**params, 'embedding': embedding_SD})
+        hidden, _ = model(
+            jnp.arange(T)[None], segments_BT=segments if isolated else None, positions_BT=positions
+        )
+        return (jnp.square(hidden[0]) + hidden[0]).sum(-1)
+
+    return np.asarray(jnp.abs(jax.jit(jax.jacrev(score_T))(params['embedding'][tokens[0]])).sum(-1))
+
+
+@pytest.mark.parametrize('switches', SWITCHES)
+def test_no_token_sees_a_later_one_or_another_document(switches):
+    config, graph, params = make(**switches)
+    batch = small_batch(config)
+    # Row 1 has three documents and no padding.
+    batch = {name: array[1:2] for name, array in batch.items()}
+    seen = influence(graph, params, batch)
+    segments = batch['segments'][0]
+    T = len(segments)
+    allowed = np.tril(np.ones((T, T), bool)) & (segments[:, None] == segments[None, :])
+    assert np.all(seen[~allowed] == 0)
+    assert np.all(seen[allowed] > 0)
+
+
+def test_without_isolation_documents_do_see_each_other():
+    config, graph, params = make()
+    batch = {name: array[1:2] for name, array in small_batch(config).items()}
+    seen = influence(graph, params, batch, isolated=False)
+    causal = np.tril(np.ones(seen.shape, bool))
+    assert np.all(seen[causal] > 0)
+    assert np.all(seen[~causal] == 0)
+
+
+def test_a_document_gives_the_same_logits_alone_and_packed():
+    config, graph, params = make(model__family='llama')
+    batch = {name: jnp.asarray(array[1:2]) for name, array in small_batch(config).items()}
+    packed = logits(
+        graph, params, batch['tokens'], segments_BT=batch['segments'], positions_BT=batch['positions']
+    )
+    second = np.flatnonzero(batch['segments'][0] == 2)
+    alone = logits(graph, params, batch['tokens'][:, second])
+    np.testing.assert_allclose(packed[:, second], alone, atol=2e-5)
+    first = np.flatnonzero(batch['segments'][0] == 1)
+    shorter = min(len(first), len(second))
+    assert not np.allclose(packed[:, first[:shorter]], alone[:, :shorter], atol=1e-2)
+
+
+@pytest.mark.parametrize('remat', ['none', 'dots', 'dots_no_batch', 'full'])
+@pytest.mark.parametrize('scan', [True, False])
+def test_scan_and_remat_change_nothing(remat, scan):
+    config, graph, params = make()
+    same = dataclasses.replace(config.model, remat=remat, scan_layers=scan)
+    other_graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(same, rngs=nnx.Rngs(0))))
+    tokens = jnp.asarray(small_batch(config)['tokens'])
+
+    def loss(params, graph):
+        return jnp.square(logits(graph, params, tokens)).mean()
+
+    value, grads = jax.value_and_grad(loss)(params, graph)
+    other_value, other_grads = jax.value_and_grad(loss)(params, other_graph)
+    np.testing.assert_allclose(other_value, value, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other_grads, grads)
+
+
+@pytest.mark.parametrize('switches', SWITCHES)
+@pytest.mark.parametrize('scan', [True, False])
+def test_cached_decoding_equals_the_full_pass(switches, scan):
+    config, graph, params = make(**switches, model__scan_layers=scan)
+    tokens = jnp.asarray(small_batch(config)['tokens'][:2])
+    full = logits(graph, params, tokens)
+
+    @jax.jit
+    def cached(tokens, positions, cache):
+        model = nnx.merge(graph, params)
+        hidden, cache = model(tokens, positions_BT=positions, cache=cache)
+        return model.logits(hidden), cache
+
+    # Prefill of 7 and 4 tokens padded to 8, then one token at a time; the rows are at different positions.
+    lengths = np.array([7, 4])
+    cache = init_cache(config.model, 2, 16)
+    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    prefill, cache = cached(tokens[:, :8], positions, cache)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(prefill[row, :length], full[row, :length], atol=3e-5)
+    for offset in range(8):
+        at = lengths + offset
+        token = tokens[jnp.arange(2), at][:, None]
+        step, cache = cached(token, at[:, None], cache)
+        np.testing.assert_allclose(step[:, 0], full[jnp.arange(2), at], atol=3e-5)
+    # Control: the same token at another position gives something else.
+    moved, _ = cached(token, at[:, None] - 2, cache)
+    assert not np.allclose(moved, step, atol=1e-2)
+
+
+def test_dropout_needs_a_key_and_keeps_the_mean():
+    config, graph, params = make(model__dropout=0.5)
+    tokens = jnp.asarray(small_batch(config)['tokens'])
+    plain = logits(graph, params, tokens)
+    _, other_graph, _ = make(model__dropout=0.0)
+    np.testing.assert_array_equal(plain, logits(other_graph, params, tokens))
+    dropped = [logits(graph, params, tokens, dropout_key=jax.random.key(seed)) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(dropped[0], dropped[1])
+    assert not np.allclose(dropped[0], dropped[2])
+    x = jnp.ones(100_000)
+    assert abs(drop(x, 0.3, jax.random.key(0)).mean() - 1) < 0.01
+
+
+def test_initial_parameters():
+    config = small_config(model__num_layers=8, model__dim=256, model__init_std=0.02)
+    state = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0))))
+    assert state['embedding'].shape == (VOCAB, 256)
+    assert abs(np.std(state['embedding']) - 0.02) < 1e-3
+    attention = state['blocks']['attention']
+    assert abs(np.std(attention['query']['kernel']) - 0.02) < 1e-3
+    assert abs(np.std(attention['out']['kernel']) - 0.02 / 4) < 2e-4
+    assert np.all(attention['out']['bias'] == 0)
+    assert np.all(state['blocks']['attention_norm']['scale'] == 1)
+    # Layers start differently.
+    assert not np.allclose(attention['query']['kernel'][0], attention['query']['kernel'][1])

@@ -1,0 +1,66 @@
+"""Small models and batches that tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxlm.config.keys import Config
+from maxlm.config.load import build, default
+from maxlm.config.resolve import resolve
+from maxlm.training.sharding import Layout, make_layout
+
+VOCAB = 61
+
+
+def small_config(num_devices: int = 1, **overrides: Any) -> Config:
+    """A resolved two-layer model; overrides as `model__dim=16`."""
+    values = default()
+    settings = {
+        'model__num_layers': 2,
+        'model__dim': 32,
+        'model__num_heads': 4,
+        'model__dtype': 'float32',
+        'data__window': 16,
+        'train__num_steps': 20,
+        'train__global_batch': 8,
+        'optimizer__learning_rate': 1e-2,
+        'optimizer__warmup_steps': 2,
+        **overrides,
+    }
+    for key, value in settings.items():
+        section, name = key.split('__')
+        values[section][name] = value
+    return resolve(build(values), platform='cpu', num_devices=num_devices, vocab_size=VOCAB, windows=100)
+
+
+def small_layout(config: Config) -> Layout:
+    """The config's mesh over the first of the virtual devices."""
+    sizes = dataclasses.asdict(config.mesh).values()
+    return make_layout(config.mesh, jax.devices()[: int(np.prod(list(sizes)))])
+
+
+def small_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens, two or three documents a row, some padding; as the data pipeline makes them."""
+    rng = np.random.default_rng(seed)
+    B, T = config.train.global_batch, config.data.window
+    tokens = rng.integers(0, VOCAB, (B, T), dtype=np.int32)
+    targets = rng.integers(0, VOCAB, (B, T), dtype=np.int32)
+    segments = np.ones((B, T), np.int32)
+    positions = np.zeros((B, T), np.int32)
+    weights = np.ones((B, T), np.float32)
+    for row in range(B):
+        cuts = sorted(rng.choice(np.arange(2, T - 1), size=2, replace=False))
+        bounds = [0, *cuts, T]
+        for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False), start=1):
+            segments[row, start:stop] = number
+            positions[row, start:stop] = np.arange(stop - start)
+            weights[row, stop - 1] = 0
+        if row % 3 == 0:
+            # The last document of some rows is padding, so that rows have different numbers of predicted tokens.
+            segments[row, cuts[1] :] = 0
+            weights[row, cuts[1] :] = 0
+    return {'tokens': tokens, 'targets': targets, 'weights': weights, 'segments': segments, 'positions': positions}

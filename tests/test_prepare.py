@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from maxlm import prepare
+from maxlm.data import splits, workers
+from maxlm.data.groups import write_group
+from maxlm.data.records import TokenReader, load_manifest, verify
+from maxlm.data.splits import name_hash, sample_texts, validation_threshold
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.errors import InputError, exit_code
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A directory of forty text files and a JSONL file of ten lines; file times are fixed by writing once."""
+    rng = random.Random(5)
+    words = ['alpha', 'beta', 'gamma', 'größe', '\r\n', '<|endoftext|>', '🙂']
+    directory = tmp_path / 'texts'
+    directory.mkdir()
+    for i in range(40):
+        (directory / f'{i}.txt').write_text(' '.join(rng.choices(words, k=rng.randrange(1, 300))), newline='')
+    lines = [json.dumps({'text': ' '.join(rng.choices(words, k=50))}) for _ in range(10)]
+    (directory / 'web.jsonl').write_text('\n'.join(lines) + '\n\n')
+    (directory / 'empty.txt').touch()
+    return directory
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Ten groups and more out of a few kilobytes."""
+    monkeypatch.setattr(splits, 'MIN_GROUP_BYTES', 1000)
+
+
+def run(*arguments):
+    return exit_code(prepare.main, [str(argument) for argument in arguments])
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def documents_of(dataset, split):
+    """The texts of a split, in order."""
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    found = []
+    for number, shard in enumerate(dataset.splits[split].shards):
+        stream = TokenReader(dataset, split).read(number, 0, shard.tokens)
+        ends = np.flatnonzero(stream == tokenizer.end_of_document)
+        found += [tokenizer.decode(part[part != tokenizer.end_of_document]) for part in np.split(stream, ends + 1)[:-1]]
+    return found
+
+
+@pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
+def test_all_text_comes_back(texts, tmp_path, spec, small_groups):
+    assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', spec, '--validation_share', 0.2) == 0
+    dataset = load_manifest(tmp_path / 'data')
+    verify(dataset)
+    # newline='': as the bytes are.
+    expected = [path.read_bytes().decode() for path in texts.glob('*.txt') if path.stat().st_size]
+    expected += [json.loads(line)['text'] for line in (texts / 'web.jsonl').read_text().split('\n') if line]
+    train, validation = documents_of(dataset, 'train'), documents_of(dataset, 'validation')
+    if spec == 'chars':  # a character that only validation has is unknown
+        assert len(train) + len(validation) == len(expected)
+        assert set(train) <= set(expected)
+    else:
+        assert sorted(train + validation) == sorted(expected)
+    assert 2 <= len(validation) < len(train)
+    for name, found in (('train', train), ('validation', validation)):
+        split = dataset.splits[name]
+        assert split.documents == len(found)
+        assert split.tokens == sum(shard.tokens for shard in split.shards)
+        if spec == 'bytes':
+            assert split.text_bytes == sum(len(text.encode()) for text in found) == split.tokens - split.documents
+            _, counts = np.unique([byte for text in found for byte in text.encode()], return_counts=True)
+            p = np.append(counts, split.documents) / split.tokens
+            assert split.unigram_entropy == pytest.approx(-(p * np.log(p)).sum())
+        assert sum(source.share for source in split.sources.values()) == pytest.approx(1)
+
+
+def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, small_groups):
+    arguments = ['--input', texts, '--tokenizer', 'bpe:300']
+    assert run(*arguments, '--workers', 1, '--output', tmp_path / 'one') == 0
+    assert run(*arguments, '--workers', 3, '--output', tmp_path / 'three') == 0
+    one = contents(tmp_path / 'one')
+    assert len([name for name in one if name.startswith('train-')]) > 3
+    assert one == contents(tmp_path / 'three')
+    assert run(*arguments, '--block', 64, '--output', tmp_path / 'other') == 0
+    assert one != contents(tmp_path / 'other')
+
+
+@pytest.mark.parametrize('done', [0, 1, 4])
+def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, done):
+    arguments = ['--input', texts, '--tokenizer', 'bpe:300', '--workers', 1, '--quiet']
+    assert run(*arguments, '--output', tmp_path / 'whole') == 0
+    written = []
+
+    def die_after(group, on_progress):
+        if len(written) == done:
+            (group.output / '.train-00099.arrayrecord.partial').write_text('half')
+            raise KeyboardInterrupt
+        written.append(group.number)
+        write_group(group, on_progress)
+
+    monkeypatch.setattr(workers, 'write_group', die_after)
+    assert run(*arguments, '--output', tmp_path / 'data') == 130
+    assert not (tmp_path / 'data' / 'dataset.json').exists()
+    with pytest.raises(InputError, match='holds no data set'):
+        load_manifest(tmp_path / 'data')
+
+    def note(group, on_progress):
+        written.append(group.number)
+        write_group(group, on_progress)
+
+    monkeypatch.setattr(workers, 'write_group', note)
+    assert run(*arguments, '--output', tmp_path / 'data') == 0
+    assert written == list(range(len(written)))  # nothing was written twice
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+
+
+def test_an_interrupted_run_of_other_text_is_not_reused(texts, tmp_path, small_groups, monkeypatch):
+    arguments = ['--input', texts, '--tokenizer', 'bytes', '--workers', 1, '--output', tmp_path / 'data']
+    monkeypatch.setattr(prepare, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run(*arguments) == 130
+    monkeypatch.undo()
+    (texts / '0.txt').write_text('changed')
+    assert run(*arguments) == 0
+    dataset = load_manifest(tmp_path / 'data')
+    assert 'changed' in documents_of(dataset, 'train') + documents_of(dataset, 'validation')
+    # Now one group instead of many: what the first run left is gone.
+    named = {shard.name for split in dataset.splits.values() for shard in split.shards}
+    assert set(contents(tmp_path / 'data')) == named | {'dataset.json', 'tokenizer.json'}
+
+
+def test_a_finished_data_set_is_left_alone(texts, tmp_path, capsys):
+    arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes']
+    assert run(*arguments) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / 'data').iterdir()}
+    capsys.readouterr()
+    assert run(*arguments, '--workers', 1) == 0
+    assert 'already prepared' in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / 'data').iterdir()} == before
+    assert run(*arguments, '--tokenizer', 'chars', '--block', 64) == 2
+    error = capsys.readouterr().err
+    assert 'tokenizer bytes, not chars' in error
+    assert 'block 2048, not 64' in error
+    (texts / '0.txt').write_text('changed')
+    assert run(*arguments) == 2
+    assert 'other input files' in capsys.readouterr().err
+
+
+def test_validation_paths(texts, tmp_path):
+    held_out = tmp_path / 'held_out'
+    held_out.mkdir()
+    (held_out / 'a.txt').write_text('held out')
+    assert run('--input', texts, '--validation', held_out, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 0
+    dataset = load_manifest(tmp_path / 'data')
+    assert documents_of(dataset, 'validation') == ['held out']
+    assert dataset.splits['train'].documents == 50
+
+
+def test_skip_bad_leaves_out_and_lists(texts, tmp_path, capsys):
+    (texts / 'bad.txt').write_bytes(b'\xff')
+    (texts / 'web.jsonl').write_text('{"text": "fine"}\n{"text": \n')
+    arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bpe:300']
+    assert run(*arguments) == 2
+    assert run(*arguments, '--skip_bad') == 0
+    dataset = load_manifest(tmp_path / 'data')
+    assert [entry['name'] for entry in dataset.left_out] == ['bad.txt', 'web.jsonl:2']
+    assert 'byte 0 is not UTF-8' in dataset.left_out[0]['reason']
+    assert 'left out: 2' in capsys.readouterr().out
+    assert sum(split.documents for split in dataset.splits.values()) == 41
+
+
+@pytest.mark.parametrize('count', [1, 2, 3])
+def test_a_handful_of_documents(tmp_path, capsys, count):
+    (tmp_path / 'texts').mkdir()
+    for i in range(count):
+        (tmp_path / 'texts' / f'{i}.txt').write_text(f'text {i}')
+    assert run('--input', tmp_path / 'texts', '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 0
+    dataset = load_manifest(tmp_path / 'data')
+    assert dataset.splits['validation'].documents == min(count - 1, 1)
+    assert dataset.splits['train'].documents == max(count - 1, 1)
+    assert ('validation: empty' in capsys.readouterr().out) == (count == 1)
+
+
+def test_validation_threshold():
+    names = [f'{i}.txt' for i in range(1000)]
+    hashes = sorted(map(name_hash, names))
+    threshold = validation_threshold(iter(names), 0.1)
+    assert 60 < sum(value < threshold for value in hashes) < 140
+    assert validation_threshold(names, 0.0) == 0
+    for share, expected in ((1e-9, 1), (1 - 1e-9, 999)):
+        threshold = validation_threshold(names, share)
+        assert sum(value < threshold for value in hashes) == expected
+    assert validation_threshold(names[:1], 0.999999) == 0
+    with pytest.raises(InputError, match='no text'):
+        validation_threshold([], 0.1)
+
+
+def test_the_sample_is_bounded_and_never_empty(monkeypatch):
+    documents = [splits.Document(f'{i}', 'x' * 100, 's') for i in range(1000)]
+    assert 60 < len(list(sample_texts(documents, 0.1))) < 140
+    assert len(list(sample_texts(documents, 1.0))) == 1000
+    monkeypatch.setattr(splits, 'SAMPLE_BYTES', 250)
+    assert [len(text) for text in sample_texts(documents, 1.0)] == [100, 100, 50]
+    assert [len(text) for text in sample_texts(documents, 0.0)] == [100]
+
+
+BAD = {
+    'missing input': (lambda at: None, ['--input', '{}/nothing'], ['/nothing', 'No such file']),
+    'empty directory': (lambda at: (at / 'x').mkdir(), ['--input', '{}/x'], ['/x holds no text', '.jsonl']),
+    'only empty files': (lambda at: (at / 'x.txt').touch(), ['--input', '{}/x.txt'], ['--input holds no text']),
+    'not UTF-8': (lambda at: (at / 'x.txt').write_bytes(b'a\xff'), ['--input', '{}/x.txt'], ['/x.txt', 'byte 1']),
+    'dangling link': (
+        lambda at: [(at / 'd').mkdir(), (at / 'd' / 'x.txt').symlink_to('nothing')],
+        ['--input', '{}/d'],
+        ['/d/x.txt', 'No such file'],
+    ),
+    'bad line': (lambda at: (at / 'x.jsonl').write_text('{"text": "a"}\n{'), ['--input', '{}/x.jsonl'], ['/x.jsonl:2']),
+    'no key': (
+        lambda at: (at / 'x.jsonl').write_text('{"body": "a"}'),
+        ['--input', '{}/x.jsonl'],
+        [':1', '--text_key'],
+    ),
+    'bad tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'bpe:100'], ['bpe:100', '257']),
+    'no tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'words'], ['words', 'bpe:N']),
+    'bad share': (lambda at: None, ['--input', '{}', '--validation_share', '1'], ['--validation_share']),
+    'bad workers': (lambda at: None, ['--input', '{}', '--workers', '0'], ['--workers']),
+    'bad block': (lambda at: None, ['--input', '{}', '--block', 'x'], ['--block']),
+    'abbreviated': (lambda at: None, ['--inp', '{}'], ['--input']),
+    'no input': (lambda at: None, [], ['--input']),
+    'output is a file': (
+        lambda at: [(at / 'x.txt').write_text('text'), (at / 'data').write_text('')],
+        ['--input', '{}/x.txt'],
+        ['/data', 'directory'],
+    ),
+    'output below a file': (
+        lambda at: (at / 'x.txt').write_text('text'),
+        ['--input', '{}/x.txt', '--output', '{}/x.txt/data'],
+        ['/x.txt/data', 'Not a directory'],
+    ),
+    'malformed data set': (
+        lambda at: [
+            (at / 'x.txt').write_text('t'),
+            (at / 'data').mkdir(),
+            (at / 'data' / 'dataset.json').write_text('{'),
+        ],
+        ['--input', '{}/x.txt'],
+        ['/data/dataset.json', 'not JSON'],
+    ),
+}
+
+
+@pytest.mark.parametrize('case', BAD)
+@pytest.mark.parametrize('num_workers', [1, 2])
+def test_bad_input_is_one_line_and_no_obstacle(tmp_path, capsys, monkeypatch, case, num_workers):
+    make, arguments, parts = BAD[case]
+    at = tmp_path / 'at'
+    at.mkdir()
+    make(at)
+    command = ['--output', at / 'data', '--workers', num_workers, *(a.replace('{}', str(at)) for a in arguments)]
+    assert run('--tokenizer', 'bpe:300', *command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('error: ')
+    assert error.count('\n') == 1
+    for part in parts:
+        assert part in error
+    if not case.startswith(('output', 'malformed')):
+        (at / 'good.txt').write_text('good')
+        assert run('--input', at / 'good.txt', '--output', at / 'data', '--tokenizer', 'bytes') == 0
+
+
+def test_bad_files_in_worker_processes(texts, tmp_path, capsys, small_groups):
+    (texts / '7.txt').write_bytes(b'\xff')
+    # bytes learns from no text: the bad file is met by a worker.
+    assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 2) == 2
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert '7.txt: byte 0 is not UTF-8' in error
+    (texts / '7.txt').write_text('repaired')
+    assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 2) == 0
+    assert not [name for name in contents(tmp_path / 'data') if name.startswith(('.', 'group'))]
+
+
+def test_two_runs_do_not_write_into_one_directory(texts, tmp_path, capsys):
+    with prepare._locked(tmp_path / 'data'):
+        assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 2
+    assert 'another maxlm.prepare' in capsys.readouterr().err
+    assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 0
+
+
+def test_the_command(texts, tmp_path):
+    command = [sys.executable, '-m', 'maxlm.prepare', '--input', texts, '--output', tmp_path / 'data']
+    done = subprocess.run([*command, '--tokenizer', 'bpe:300'], capture_output=True, text=True, check=True)
+    assert 'train: ' in done.stdout
+    assert done.stderr == ''
+    again = subprocess.run([*command, '--tokenizer', 'bytes'], capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert again.stderr.count('\n') == 1
+    quiet = subprocess.run([*command, '--tokenizer', 'bpe:300', '--quiet'], capture_output=True, text=True, check=True)
+    assert quiet.stdout == quiet.stderr == ''

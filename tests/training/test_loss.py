@@ -1,0 +1,57 @@
+"""Chunked cross-entropy against the plain formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.training.loss import cross_entropy_sum
+
+B, T, D, V = 3, 12, 8, 29
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32)
+    kernel = jnp.asarray(rng.normal(size=(D, V)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, V, (B, T)))
+    weights = jnp.asarray(rng.random((B, T)) < 0.8, jnp.float32)
+    return hidden, kernel, targets, weights
+
+
+def plain(hidden, kernel, targets, weights):
+    probabilities = jax.nn.softmax(hidden @ kernel, axis=-1)
+    chosen = jnp.take_along_axis(probabilities, targets[..., None], axis=-1)[..., 0]
+    return -(weights * jnp.log(chosen)).sum()
+
+
+# 5 does not divide 12: the last chunk is filled up.
+@pytest.mark.parametrize('chunk', [1, 4, 5, 12, 100])
+def test_value_and_gradients_equal_the_plain_formula(chunk):
+    hidden, kernel, targets, weights = inputs()
+
+    def chunked(hidden, kernel):
+        return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+
+    value, grads = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(hidden, kernel)
+    wanted, wanted_grads = jax.value_and_grad(plain, argnums=(0, 1))(hidden, kernel, targets, weights)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
+        np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-6)
+    # Control: one weight more gives another sum.
+    assert abs(plain(hidden, kernel, targets, jnp.ones_like(weights)) - wanted) > 1
+
+
+def test_no_array_of_all_logits_exists():
+    hidden, kernel, targets, weights = inputs()
+
+    def largest_with_vocabulary(chunk):
+        def loss(hidden, kernel):
+            return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile().as_text()
+        shapes = {tuple(map(int, part.split(']')[0].split(','))) for part in text.split('f32[')[1:] if part[0].isdigit()}
+        return max(np.prod(shape) for shape in shapes if V in shape and D not in shape)
+
+    assert largest_with_vocabulary(4) == B * 4 * V
+    assert largest_with_vocabulary(12) == B * T * V
