@@ -109,7 +109,9 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             asked = time.perf_counter()
             batch = next(batches)
             data_wait = time.perf_counter() - asked
-            state, metrics = compiled.step(state, layout.put_batch(batch, config.train.global_batch))
+            # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
+            with jax.transfer_guard('disallow'):
+                state, metrics = compiled.step(state, layout.put_batch(batch, config.train.global_batch))
             reporter.submit(step, metrics, data_wait)
 
             diverged = reporter.skipped_in_a_row >= config.train.max_skipped_steps

@@ -1,6 +1,43 @@
-"""Eight virtual CPU devices for every test, set before JAX starts."""
+"""Eight virtual CPU devices for every test, set before JAX starts, and the data set that whole runs train on."""
 
 import os
+from pathlib import Path
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+
+import jax
+import pytest
+
+from maxlm import prepare
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope='session')
+def dataset(tmp_path_factory):
+    """The sections of the Apache license as documents: real text that every checkout has."""
+    folder = tmp_path_factory.mktemp('text')
+    sections = [part for part in (ROOT / 'LICENSE').read_text().split('\n\n') if part.strip()]
+    for number, section in enumerate(sections):
+        (folder / f'{number:03}.txt').write_text(section)
+    output = tmp_path_factory.mktemp('dataset') / 'license'
+    arguments = ['--input', str(folder), '--output', str(output), '--tokenizer', 'bytes', '--validation_share', '0.1']
+    assert prepare.main([*arguments, '--workers', '1', '--quiet']) == 0
+    return output
+
+
+@pytest.fixture(scope='module')
+def compile_once(tmp_path_factory):
+    """A compilation cache, so that a program that is run many times is compiled once."""
+    settings = {
+        'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
+        'jax_persistent_cache_min_compile_time_secs': 0,
+        'jax_persistent_cache_min_entry_size_bytes': -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from maxlm.config import load
 from maxlm.errors import InputError
 
-CONFIG = '''
+CONFIG = """
 from maxlm.config.load import default
 
 def get_config(variant=''):
@@ -17,7 +17,7 @@ def get_config(variant=''):
     config.train.num_steps = 10
     config.train.global_batch = 8
     return config
-'''
+"""
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_wrong_config_file_is_named(tmp_path, text, words):
 
 
 def test_missing_file_and_unknown_variant(config_file):
-    with pytest.raises(InputError, match=r"did you mean .*base\.py"):
+    with pytest.raises(InputError, match=r'did you mean .*base\.py'):
         load.load(config_file.replace('base', 'bass'))
     with open(config_file, 'a') as file:
         file.write('\ndef get_config():\n    return default()\n')

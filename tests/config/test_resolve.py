@@ -23,9 +23,7 @@ def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **ove
     for key, value in settings.items():
         section, name = key.split('__')
         values[section][name] = value
-    return resolve(
-        build(values), num_devices=num_devices, platform=platform, vocab_size=vocab_size, windows=windows
-    )
+    return resolve(build(values), num_devices=num_devices, platform=platform, vocab_size=vocab_size, windows=windows)
 
 
 def test_the_batch_of_the_1b_run_on_8_and_on_1_device():

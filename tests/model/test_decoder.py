@@ -46,9 +46,7 @@ def influence(graph, params, batch, *, isolated=True):
     def score_T(embedding_SD):
         # Position s reads row s of a table of its own, so that its gradient shows alone.
         model = nnx.merge(graph, {**params, 'embedding': embedding_SD})
-        hidden, _ = model(
-            jnp.arange(T)[None], segments_BT=segments if isolated else None, positions_BT=positions
-        )
+        hidden, _ = model(jnp.arange(T)[None], segments_BT=segments if isolated else None, positions_BT=positions)
         return (jnp.square(hidden[0]) + hidden[0]).sum(-1)
 
     return np.asarray(jnp.abs(jax.jit(jax.jacrev(score_T))(params['embedding'][tokens[0]])).sum(-1))
@@ -80,9 +78,7 @@ def test_without_isolation_documents_do_see_each_other():
 def test_a_document_gives_the_same_logits_alone_and_packed():
     config, graph, params = make(model__family='llama')
     batch = {name: jnp.asarray(array[1:2]) for name, array in small_batch(config).items()}
-    packed = logits(
-        graph, params, batch['tokens'], segments_BT=batch['segments'], positions_BT=batch['positions']
-    )
+    packed = logits(graph, params, batch['tokens'], segments_BT=batch['segments'], positions_BT=batch['positions'])
     second = np.flatnonzero(batch['segments'][0] == 2)
     alone = logits(graph, params, batch['tokens'][:, second])
     np.testing.assert_allclose(packed[:, second], alone, atol=2e-5)

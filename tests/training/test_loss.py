@@ -50,7 +50,9 @@ def test_no_array_of_all_logits_exists():
             return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
 
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile().as_text()
-        shapes = {tuple(map(int, part.split(']')[0].split(','))) for part in text.split('f32[')[1:] if part[0].isdigit()}
+        shapes = {
+            tuple(map(int, part.split(']')[0].split(','))) for part in text.split('f32[')[1:] if part[0].isdigit()
+        }
         return max(np.prod(shape) for shape in shapes if V in shape and D not in shape)
 
     assert largest_with_vocabulary(4) == B * 4 * V

@@ -1,0 +1,47 @@
+"""GPT-2 with 0.76B parameters ("1B"): width 1536, 24 layers, 24 heads, 2048 learned positions, vocabulary 50 000.
+
+Command:   python -m maxlm.train --config=configs/1b.py --workdir=runs/1b
+Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer bpe:50000
+Hardware:  8 × H100 80 GB in one node; any other number of devices that divides 512, with the same results
+Time:      100 000 steps of 512 × 2048 tokens = 105 billion tokens
+Expected:  not measured yet; this configuration is checked on a CPU, shortened
+"""
+
+from ml_collections import ConfigDict
+
+from maxlm.config.load import default
+
+
+def get_config() -> ConfigDict:
+    config = default()
+
+    config.model.family = 'gpt2'
+    config.model.vocab_size = 50_000
+    config.model.num_layers = 24
+    config.model.dim = 1536
+    config.model.num_heads = 24
+    config.model.max_positions = 2048
+    config.model.remat = 'dots_no_batch'
+
+    config.data.window = 2048
+
+    config.train.num_steps = 100_000
+    config.train.global_batch = 512
+    # Sequences per device: 8 devices × 16 accumulated micro-batches of 4.
+    config.train.micro_batch = 4
+    config.train.log_every = 10
+
+    config.eval.every = 1000
+    config.eval.num_batches = 4
+
+    config.optimizer.learning_rate = 3e-4
+    config.optimizer.min_learning_rate = 3e-5
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.clip_norm = 1.0
+
+    # Parameters, gradients and optimizer state over all devices (ZeRO-3).
+    config.mesh.fsdp = -1
+
+    config.checkpoint.every_steps = 1000
+    config.checkpoint.keep_last = 5
+    return config

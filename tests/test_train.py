@@ -1,0 +1,268 @@
+"""Whole runs: exact resume, preemption, bad input, the golden curve, and that every key is read."""
+
+import collections
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm import train
+from maxlm.config.keys import SECTIONS
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
+from maxlm.runtime.checkpoint import restore_params
+from maxlm.runtime.metrics import read_metrics
+from maxlm.runtime.workdir import read_config
+from maxlm.training.step import abstract_state
+from tests.conftest import ROOT
+from tests.small import small_layout
+
+TINY = str(ROOT / 'configs/tiny.py')
+# A model small enough for many runs, on all eight virtual devices.
+SMALL = {
+    'model.num_layers': 1,
+    'model.dim': 16,
+    'model.num_heads': 2,
+    'model.ffn_dim': 32,
+    'model.dropout': 0.1,
+    'data.window': 16,
+    'data.prefetch': 2,
+    'train.num_steps': 20,
+    'train.log_every': 1,
+    'optimizer.warmup_steps': 5,
+    'eval.every': 10,
+    'eval.num_batches': 1,
+    'metrics.tensorboard': 'false',
+    'metrics.peak_tflops': 1,
+}
+
+
+def arguments(dataset, workdir, config=TINY, **overrides):
+    settings = {**SMALL, 'data.path': dataset, **{k.replace('__', '.'): v for k, v in overrides.items()}}
+    return [
+        f'--config={config}',
+        f'--workdir={workdir}',
+        *(f'--config.{key}={value}' for key, value in settings.items()),
+    ]
+
+
+def run(dataset, workdir, **overrides):
+    return exit_code(train.main, arguments(dataset, workdir, **overrides))
+
+
+def params_of(workdir, step):
+    config = read_config(workdir)
+    abstract = abstract_state(config, small_layout(config)).params
+    return jax.device_get(restore_params(Path(workdir) / 'checkpoints' / str(step), abstract))
+
+
+def curve(workdir):
+    """Step → what training computed, without what clocks measured."""
+    lines = collections.defaultdict(dict)
+    for line in read_metrics(Path(workdir)):
+        lines[line['step']] |= {k: v for k, v in line.items() if not k.startswith(('perf/', 'time'))}
+    return dict(lines)
+
+
+def same(tree, other):
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
+
+
+def test_resume_at_every_step_is_exact(dataset, tmp_path, compile_once):
+    whole = tmp_path / 'whole'
+    settings = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 20}
+    assert run(dataset, whole, **settings) == EXIT_DONE
+    wanted_curve, wanted_params = curve(whole), params_of(whole, 20)
+    assert len(wanted_curve) == 20
+    for step in range(1, 20):
+        # What a run leaves that was killed after it had saved `step` and gone on a little: later lines, no later save.
+        resumed = tmp_path / f'from_{step}'
+        shutil.copytree(whole, resumed)
+        for later in range(step + 1, 21):
+            shutil.rmtree(resumed / 'checkpoints' / str(later))
+        assert run(dataset, resumed, **settings) == EXIT_DONE
+        assert curve(resumed) == wanted_curve, step
+        assert same(params_of(resumed, 20), wanted_params), step
+    other = tmp_path / 'other'
+    assert run(dataset, other, **settings, train__seed=1) == EXIT_DONE
+    assert curve(other)[20]['train/loss'] != wanted_curve[20]['train/loss']
+    reordered = tmp_path / 'reordered'
+    assert run(dataset, reordered, **settings, data__seed=1) == EXIT_DONE
+    assert curve(reordered)[1]['train/loss'] != wanted_curve[1]['train/loss']
+    assert not same(params_of(reordered, 20), wanted_params)
+
+
+def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path, compile_once, capsys):
+    workdir = tmp_path / 'run'
+    assert run(dataset, workdir, train__num_steps=3) == EXIT_DONE
+    before = (workdir / 'metrics.jsonl').read_text()
+    assert run(dataset, workdir, train__num_steps=3) == EXIT_DONE
+    assert 'nothing to do' in capsys.readouterr().out
+    assert (workdir / 'metrics.jsonl').read_text() == before
+    assert run(dataset, workdir, train__num_steps=5) == EXIT_DONE
+    assert sorted(curve(workdir)) == [1, 2, 3, 4, 5]
+    assert (workdir / 'checkpoints' / '5').is_dir()
+
+
+def test_lines_of_the_log_and_what_stands_in_the_workdir(dataset, tmp_path, compile_once, capsys):
+    workdir = tmp_path / 'run'
+    assert run(dataset, workdir, train__num_steps=4, train__log_every=2, eval__every=4) == EXIT_DONE
+    out = capsys.readouterr().out
+    for words in (
+        'parameters on 8 × cpu',
+        'memory per device',
+        'step       2  loss',
+        'validation loss',
+        'MFU',
+        'unigram',
+    ):
+        assert words in out
+    steps = [line['step'] for line in read_metrics(workdir)]
+    assert steps == [2, 4, 4]
+    last = read_metrics(workdir)[1]
+    assert last['train/tokens'] == 4 * 8 * 16
+    assert {'train/perplexity', 'train/param_norm', 'perf/mfu', 'perf/mfu_full', 'perf/data_wait_seconds'} < last.keys()
+    assert last['perf/mfu'] < last['perf/mfu_full']
+    names = {entry.name for entry in workdir.iterdir()}
+    assert names == {'checkpoints', 'config.json', 'metrics.jsonl', 'run.log', 'tokenizer.json'}
+
+
+def test_tensorboard_gets_the_same_numbers(dataset, tmp_path, compile_once):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    workdir = tmp_path / 'run'
+    assert run(dataset, workdir, train__num_steps=3, metrics__tensorboard='true') == EXIT_DONE
+    events = EventAccumulator(str(workdir / 'tensorboard'), size_guidance={'tensors': 0})
+    events.Reload()
+    from tensorboard.util import tensor_util
+
+    shown = {event.step: tensor_util.make_ndarray(event.tensor_proto).item() for event in events.Tensors('train/loss')}
+    assert shown == pytest.approx({step: line['train/loss'] for step, line in curve(workdir).items()})
+
+
+def start_process(command):
+    environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
+    return subprocess.Popen(
+        [sys.executable, '-m', 'maxlm.train', *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_sigterm_saves_and_the_next_start_goes_on_exactly(dataset, tmp_path):
+    # Real processes: this is about signals. The run is long enough to be caught in its middle.
+    settings = {'train__num_steps': 400, 'checkpoint__every_steps': 0, 'eval__every': 0, 'train__log_every': 1}
+    whole = start_process(arguments(dataset, tmp_path / 'whole', **settings))
+    stopped = start_process(arguments(dataset, tmp_path / 'stopped', **settings))
+    deadline = time.time() + 120
+    while not (tmp_path / 'stopped/metrics.jsonl').exists() or len(read_metrics(tmp_path / 'stopped')) < 3:
+        assert time.time() < deadline
+        time.sleep(0.02)
+    stopped.send_signal(signal.SIGTERM)
+    stopped.send_signal(signal.SIGTERM)
+    out, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == EXIT_PREEMPTED
+    assert 'SIGTERM' in out
+    saved = [int(entry.name) for entry in (tmp_path / 'stopped/checkpoints').iterdir() if entry.name.isdigit()]
+    assert len(saved) == 1
+    assert 3 <= saved[0] < 400
+    again = start_process(arguments(dataset, tmp_path / 'stopped', **settings))
+    assert again.wait(timeout=120) == EXIT_DONE
+    assert whole.wait(timeout=120) == EXIT_DONE
+    assert curve(tmp_path / 'stopped') == curve(tmp_path / 'whole')
+
+
+def test_a_run_whose_loss_is_not_finite_stops_with_its_last_good_state(dataset, tmp_path, compile_once, capsys):
+    workdir = tmp_path / 'run'
+    # At this rate the first real update blows the parameters up.
+    settings = {'optimizer__learning_rate': 1e30, 'optimizer__clip_norm': 0, 'optimizer__warmup_steps': 0}
+    assert run(dataset, workdir, **settings, train__max_skipped_steps=3) == EXIT_FAILED
+    out = capsys.readouterr().out
+    assert 'train.max_skipped_steps' in out
+    step = max(int(entry.name) for entry in (workdir / 'checkpoints').iterdir() if entry.name.isdigit())
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params_of(workdir, step)))
+    assert read_metrics(workdir)[-1]['train/skipped'] >= 3
+
+
+def test_the_real_1b_configuration_shortened(dataset, tmp_path):
+    # One real layer of width 1536 with the full vocabulary; only lengths and counts are cut, to suit a CPU.
+    shortened = {
+        'model.num_layers': 1,
+        'data.window': 32,
+        'data.path': dataset,
+        'train.num_steps': 2,
+        'train.global_batch': 8,
+        'train.micro_batch': 1,
+        'train.log_every': 1,
+        'eval.num_batches': 1,
+        'metrics.tensorboard': 'false',
+        'metrics.peak_tflops': 1,
+    }
+    command = [f'--config={ROOT}/configs/1b.py', f'--workdir={tmp_path}/run']
+    assert train.main([*command, *(f'--config.{key}={value}' for key, value in shortened.items())]) == EXIT_DONE
+    model = read_config(tmp_path / 'run').model
+    assert (model.dim, model.num_heads, model.vocab_size, model.max_positions) == (1536, 24, 50_000, 2048)
+    losses = [line['train/loss'] for line in read_metrics(tmp_path / 'run') if 'train/loss' in line]
+    assert np.all(np.abs(np.array(losses) - np.log(50_000)) < 0.5)
+
+
+GOLDEN = Path(__file__).parent / 'golden' / 'tiny.json'
+
+
+def test_golden_curve(dataset, tmp_path, compile_once):
+    # The recipe of configs/tiny.py as it stands, on the bundled text, 100 steps of 8 × 128 tokens.
+    def losses(seed):
+        overrides = {
+            'data.path': dataset,
+            'data.window': 128,
+            'train.num_steps': 100,
+            'train.seed': seed,
+            'metrics.tensorboard': 'false',
+            'metrics.peak_tflops': 1,
+            'checkpoint.every_steps': 0,
+        }
+        command = [f'--config={TINY}', f'--workdir={tmp_path}/{seed}']
+        assert train.main([*command, *(f'--config.{key}={value}' for key, value in overrides.items())]) == EXIT_DONE
+        return {
+            f'{name} {line["step"]}': line[name]
+            for line in read_metrics(tmp_path / str(seed))
+            for name in ('train/loss', 'eval/loss')
+            if name in line
+        }
+
+    golden = json.loads(GOLDEN.read_text())
+    assert losses(0) == pytest.approx(golden, rel=2e-2)
+    # Control: the tolerance tells runs apart.
+    assert losses(1) != pytest.approx(golden, rel=2e-2)
+
+
+def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once):
+    read = set()
+
+    def watch(section, cls):
+        original = cls.__getattribute__
+
+        def recording(self, name):
+            # Reading all keys alike (checking bounds, writing JSON) does not mean that a key does something.
+            reader = sys._getframe(1).f_globals['__name__']
+            if reader.startswith('maxlm.') and reader not in ('maxlm.config.rules', 'maxlm.runtime.workdir'):
+                read.add(f'{section}.{name}')
+            return original(self, name)
+
+        monkeypatch.setattr(cls, '__getattribute__', recording)
+
+    for section, cls in SECTIONS.items():
+        watch(section, cls)
+    settings = {'train__num_steps': 2, 'eval__every': 2, 'metrics__tensorboard': 'true'}
+    assert run(dataset, tmp_path / 'llama', model__family='llama', **settings) == EXIT_DONE
+    assert run(dataset, tmp_path / 'gpt2', model__family='gpt2', **settings) == EXIT_DONE
+    declared = {f'{section}.{field.name}' for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
+    assert declared - read == set()
+    # Control: a key that nobody reads would be found.
+    assert (declared | {'train.unread'}) - read == {'train.unread'}
