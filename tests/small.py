@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def small_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     for row in range(B):
         cuts = sorted(rng.choice(np.arange(2, T - 1), size=2, replace=False))
         bounds = [0, *cuts, T]
-        for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False), start=1):
+        for number, (start, stop) in enumerate(itertools.pairwise(bounds), start=1):
             segments[row, start:stop] = number
             positions[row, start:stop] = np.arange(stop - start)
             weights[row, stop - 1] = 0

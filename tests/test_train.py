@@ -17,7 +17,7 @@ import pytest
 
 from maxlm import train
 from maxlm.config.keys import SECTIONS
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
 from maxlm.runtime.checkpoint import restore_params
 from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.workdir import read_config
@@ -259,9 +259,18 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once):
 
     for section, cls in SECTIONS.items():
         watch(section, cls)
-    settings = {'train__num_steps': 2, 'eval__every': 2, 'metrics__tensorboard': 'true'}
-    assert run(dataset, tmp_path / 'llama', model__family='llama', **settings) == EXIT_DONE
-    assert run(dataset, tmp_path / 'gpt2', model__family='gpt2', **settings) == EXIT_DONE
+    # The three ways to say how long a run is, and the two to say how much at a time and how long the warm-up.
+    lengths = {
+        'llama': {'train__num_steps': 2},
+        'gpt2': {'train__num_tokens': 256, 'train__global_batch_tokens': 128, 'optimizer__warmup_tokens': 128},
+        'gpt_neox': {'train__num_epochs': 0.025},
+    }
+    for family, length in lengths.items():
+        settings = {'model__family': family, 'eval__every': 2, 'metrics__tensorboard': 'true', **length}
+        command = arguments(dataset, tmp_path / family, **settings)
+        command = [word for word in command if not word.endswith(('num_steps=20', 'warmup_steps=5'))]
+        assert train.main([*command, '--config.optimizer.warmup_steps=0']) == EXIT_DONE
+        assert read_config(tmp_path / family).train.num_steps == 2
     declared = {f'{section}.{field.name}' for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
     assert declared - read == set()
     # Control: a key that nobody reads would be found.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from typing import Any
+
+# The default of a switch that the model's family sets, unless the config does.
+FAMILY: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    # Named settings of the switches that are left at None below: gpt2, gpt_neox, llama (maxlm/model/families.py).
+    # Named settings of the switches that are left at FAMILY below: gpt2, gpt_neox, llama (maxlm/model/families.py).
     family: str = 'gpt2'
     # Number of token ids; 0 = the data set's. May be larger than the data set's, for a round number.
     vocab_size: int = 0
@@ -27,23 +31,23 @@ class ModelConfig:
     # Rows of the learned position table, and the longest context that sampling will use; 0 = data.window.
     max_positions: int = 0
     # learned | rotary.
-    position: str | None = None
+    position: str = FAMILY
     # Share of each head that is rotated, from its start.
-    rotary_fraction: float | None = None
+    rotary_fraction: float = FAMILY
     # Base of the rotary frequencies.
-    rotary_theta: float | None = None
+    rotary_theta: float = FAMILY
     # layernorm | rmsnorm.
-    norm: str | None = None
+    norm: str = FAMILY
     # Added to the variance before the square root.
-    norm_epsilon: float | None = None
+    norm_epsilon: float = FAMILY
     # gelu | gelu_tanh | swiglu.
-    activation: str | None = None
+    activation: str = FAMILY
     # Biases in the projections of attention and feed-forward, and in LayerNorm.
-    use_bias: bool | None = None
+    use_bias: bool = FAMILY
     # Attention and feed-forward read the same input and are added together.
-    parallel_residual: bool | None = None
+    parallel_residual: bool = FAMILY
     # The output projection is the transposed embedding.
-    tie_embeddings: bool | None = None
+    tie_embeddings: bool = FAMILY
     # Standard deviation of the initial weights; residual outputs get init_std / sqrt(2 · num_layers).
     init_std: float = 0.02
     # Probability that an element is dropped, after the embedding and at the end of each residual branch.

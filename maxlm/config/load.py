@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import inspect
 import json
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,15 +84,8 @@ def to_json(config: Config) -> str:
 
 
 def _fields(cls: type) -> dict[str, type]:
-    """Name → plain type (`str | None` is str) of a section's keys."""
-    hints = typing.get_type_hints(cls)
-    return {f.name: _plain(hints[f.name]) for f in dataclasses.fields(cls)}
-
-
-def _plain(hint: Any) -> type:
-    if isinstance(hint, types.UnionType):
-        return next(kind for kind in typing.get_args(hint) if kind is not type(None))
-    return hint
+    """Name → type of a section's keys."""
+    return typing.get_type_hints(cls)
 
 
 def _run_config_file(path: Path, variant: str) -> ConfigDict:

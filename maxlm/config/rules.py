@@ -94,7 +94,7 @@ def validate(config: Config) -> None:
     if model.num_kv_heads:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
     head_dim = model.head_dim or model.dim // model.num_heads
-    if model.position == 'rotary' and round(model.rotary_fraction * head_dim) % 2:  # type: ignore[operator]
+    if model.position == 'rotary' and round(model.rotary_fraction * head_dim) % 2:
         raise InputError(
             f'model.rotary_fraction={model.rotary_fraction} of head_dim {head_dim} is an odd number of dimensions; '
             f'rotary positions turn pairs'

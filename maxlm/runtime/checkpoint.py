@@ -80,10 +80,9 @@ class Checkpoints:
                 ),
             ),
         )
-        counters = jax.device_put(
-            (jnp.int32(items.progress['step']), jnp.int32(items.progress['skipped'])), abstract.step.sharding
-        )
-        return Restored(TrainState(*counters, items.params, items.optimizer), items.data)
+        counters = (jnp.int32(items.progress['step']), jnp.int32(items.progress['skipped']))
+        step_counter, skipped = jax.device_put(counters, abstract.step.sharding)
+        return Restored(TrainState(step_counter, skipped, items.params, items.optimizer), items.data)
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -87,6 +87,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 def _tensorboard_writer(directory: Path) -> Any:
     # TensorFlow, which CLU writes with, greets on stderr at import unless told not to.
     os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+    os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
     try:
         from clu import metric_writers
     except ImportError as error:

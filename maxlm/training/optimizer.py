@@ -28,8 +28,12 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019) with decay on matrices and embeddings only; clipping is the step's."""
-    return optax.adamw(
+    """The optimizer of `config.name`; decay falls on matrices and embeddings only, and clipping is the step's.
+
+    adamw: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization".
+    """
+    make = {'adamw': optax.adamw}[config.name]
+    return make(
         schedule,
         b1=config.beta1,
         b2=config.beta2,

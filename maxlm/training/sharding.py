@@ -83,11 +83,9 @@ class Layout:
 
     def local_rows(self, global_batch: int) -> slice:
         """The rows of a global batch that this process's devices hold."""
-        sharding = self.batch
-        slices = sharding.addressable_devices_indices_map((global_batch, 1)).values()
-        starts = [index[0].start or 0 for index in slices]
-        stops = [global_batch if index[0].stop is None else index[0].stop for index in slices]
-        return slice(min(starts), max(stops))
+        indices = self.batch.addressable_devices_indices_map((global_batch, 1)).values()
+        rows = [range(global_batch)[index[0]] for index in indices if index is not None]
+        return slice(min(r.start for r in rows), max(r.stop for r in rows))
 
     def put_batch(self, batch: dict[str, np.ndarray], global_batch: int) -> dict[str, jax.Array]:
         """This process's rows [b, T] → global arrays [B, T]."""

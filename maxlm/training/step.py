@@ -158,7 +158,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
         params,
         transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.named()),
     )
-    counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.named())
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.named())
     return TrainState(counter, counter, params, opt_state)
 
 

@@ -10,7 +10,7 @@ from maxlm.model.positions import rotary_angles, rotate
 
 
 def reference(q, k, v, mask):
-    B, T, N, H = q.shape
+    B, _, N, H = q.shape
     group = N // k.shape[2]
     out = np.zeros_like(q)
     for b in range(B):

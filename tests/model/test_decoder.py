@@ -43,13 +43,13 @@ def influence(graph, params, batch, *, isolated=True):
     tokens, segments, positions = (jnp.asarray(batch[name]) for name in ('tokens', 'segments', 'positions'))
     T = tokens.shape[1]
 
-    def score_T(embedding_SD):
+    def scores(embedding_SD):
         # Position s reads row s of a table of its own, so that its gradient shows alone.
         model = nnx.merge(graph, {**params, 'embedding': embedding_SD})
         hidden, _ = model(jnp.arange(T)[None], segments_BT=segments if isolated else None, positions_BT=positions)
         return (jnp.square(hidden[0]) + hidden[0]).sum(-1)
 
-    return np.asarray(jnp.abs(jax.jit(jax.jacrev(score_T))(params['embedding'][tokens[0]])).sum(-1))
+    return np.asarray(jnp.abs(jax.jit(jax.jacrev(scores))(params['embedding'][tokens[0]])).sum(-1))
 
 
 @pytest.mark.parametrize('switches', SWITCHES)

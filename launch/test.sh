@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Makes .venv and runs everything that CI runs: lint, format, types, and all tests.
+#
+#   launch/test.sh [PYTEST ARGUMENT …]     e.g. launch/test.sh tests/model -k causal
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. launch/venv.sh
+maxlm_venv dev
+ruff check .
+ruff format --check .
+mypy
+exec python -m pytest --numprocesses="${MAXLM_TEST_PROCESSES:-2}" --durations=10 "$@"

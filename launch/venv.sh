@@ -1,0 +1,31 @@
+# Makes or refreshes .venv and puts it on PATH; sourced by the other scripts: `. launch/venv.sh [EXTRA,…]`.
+# PYTHON names the interpreter to use (default: the first of python3, python3.12, python3.11 that is 3.11 or newer).
+
+maxlm_find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.12 python3.11}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "error: maxlm needs Python 3.11 or newer; found none (${PYTHON:-python3, python3.12, python3.11})" >&2
+  return 2
+}
+
+maxlm_venv() {
+  local extras="${1:-}" python wanted
+  if [ ! -x .venv/bin/python ]; then
+    python="$(maxlm_find_python)" || return 2
+    "$python" -m venv .venv
+  fi
+  # Installed once for each pyproject.toml and set of extras; nothing is fetched again after that.
+  wanted="$extras $(cksum <pyproject.toml)"
+  if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
+    echo "installing maxlm${extras:+[$extras]} into .venv (about a minute) …"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" || return
+    echo "$wanted" >.venv/installed
+  fi
+  PATH="$PWD/.venv/bin:$PATH"
+  export PATH
+}

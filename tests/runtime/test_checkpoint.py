@@ -1,0 +1,304 @@
+"""Checkpoints: exact round trips over any mesh, which step is meant, and a clear word about what cannot be read."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.runtime.checkpoint import FOLDER, Checkpoints, find_step, restore_params
+from maxlm.training.step import TrainState, abstract_state
+from tests.small import small_config, small_layout
+
+FACTS = {'dataset': 'abc', 'window': 16, 'isolate_documents': True}
+MODEL = {'model__num_layers': 2, 'model__dim': 16, 'model__num_heads': 2}
+
+
+def config_on(num_devices, **overrides):
+    return small_config(num_devices=num_devices, **{**MODEL, **overrides})
+
+
+def abstract_on(num_devices, **overrides):
+    config = config_on(num_devices, **overrides)
+    return abstract_state(config, small_layout(config))
+
+
+def random_state(abstract, *, step, skipped, seed=0):
+    """A state whose every array is random, so that nothing is equal by being zero."""
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf):
+        values = rng.integers(1, 1000, leaf.shape) if leaf.dtype == jnp.int32 else rng.normal(size=leaf.shape)
+        return jax.device_put(np.asarray(values, leaf.dtype), leaf.sharding)
+
+    counters = (jax.device_put(jnp.int32(number), abstract.step.sharding) for number in (step, skipped))
+    params, opt_state = jax.tree.map(fill, (abstract.params, abstract.opt_state))
+    return TrainState(*counters, params, opt_state)
+
+
+def same(tree, other):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+def save(workdir, states, *, keep_last=10):
+    with Checkpoints(workdir, keep_last=keep_last) as checkpoints:
+        for state in states:
+            checkpoints.save(int(state.step), state, FACTS)
+
+
+def restore(workdir, abstract, step=7):
+    with Checkpoints(workdir, keep_last=10) as checkpoints:
+        return checkpoints.restore(step, abstract)
+
+
+@pytest.fixture(scope='module')
+def eight():
+    """A state sharded over eight devices."""
+    return random_state(abstract_on(8), step=7, skipped=2)
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory, eight):
+    """A workdir with the steps 3 and 7; not to be changed."""
+    workdir = tmp_path_factory.mktemp('saved')
+    save(workdir, [random_state(abstract_on(8), step=3, skipped=0, seed=3), eight])
+    return workdir
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A copy of `saved` that a test may damage."""
+    shutil.copytree(saved, tmp_path / 'run')
+    return tmp_path / 'run'
+
+
+def test_a_sharded_state_comes_back_bit_for_bit(saved, eight):
+    abstract = abstract_on(8)
+    state, facts = restore(saved, abstract)
+    assert same(state, eight)
+    assert facts == FACTS
+    assert (int(state.step), int(state.skipped)) == (7, 2)
+    placed = jax.tree.map(lambda leaf, wanted: leaf.sharding == wanted.sharding, state, abstract)
+    assert all(jax.tree.leaves(placed))
+    kernel = state.params['blocks']['attention']['query']['kernel']
+    assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+    # Control: the other step holds other numbers, everywhere.
+    earlier, _ = restore(saved, abstract, step=3)
+    assert not any(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(earlier), jax.tree.leaves(eight), strict=True))
+
+
+@pytest.mark.parametrize('mesh', [{}, {'mesh__fsdp': 2, 'mesh__data': 2}, {'mesh__tensor': 2, 'mesh__fsdp': 1}])
+def test_it_comes_back_on_another_mesh(saved, eight, mesh):
+    num_devices = int(np.prod(list(mesh.values()), dtype=int))
+    # 61 token ids do not divide over a tensor axis.
+    vocabulary = {'model__vocab_size': 61} if 'mesh__tensor' not in mesh else None
+    if vocabulary is None:
+        layout = small_layout(config_on(num_devices, **mesh, model__vocab_size=62))
+        abstract = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.named()), abstract_on(8)
+        )
+    else:
+        abstract = abstract_on(num_devices, **mesh, **vocabulary)
+    state, _ = restore(saved, abstract)
+    assert same(jax.device_get(state), jax.device_get(eight))
+    assert len(state.params['embedding'].devices()) == num_devices
+
+
+def test_parameters_alone(saved, eight, copy):
+    # Nothing of the optimizer is needed.
+    shutil.rmtree(copy / FOLDER / '7' / 'optimizer')
+    for num_devices in (8, 1):
+        params = restore_params(copy / FOLDER / '7', abstract_on(num_devices).params)
+        assert same(jax.device_get(params), jax.device_get(eight.params))
+    assert not same(restore_params(saved / FOLDER / '3', abstract_on(8).params), eight.params)
+
+
+def test_the_newest_are_kept(tmp_path):
+    abstract = abstract_on(1)
+    states = [random_state(abstract, step=step, skipped=0, seed=step) for step in (2, 4, 6, 8)]
+    save(tmp_path / 'three', states, keep_last=3)
+    assert steps_in(tmp_path / 'three') == [4, 6, 8]
+    with Checkpoints(tmp_path / 'three', keep_last=3) as checkpoints:
+        assert checkpoints.latest_step() == 8
+    assert same(restore(tmp_path / 'three', abstract, step=4).state, states[1])
+    save(tmp_path / 'one', states, keep_last=1)
+    assert steps_in(tmp_path / 'one') == [8]
+
+
+def steps_in(workdir):
+    return sorted(int(entry.name) for entry in (workdir / FOLDER).iterdir() if entry.name.isdigit())
+
+
+def test_no_checkpoint_yet(tmp_path):
+    with Checkpoints(tmp_path / 'new', keep_last=1) as checkpoints:
+        assert checkpoints.latest_step() is None
+
+
+def test_which_step_is_meant(saved):
+    folder = saved / FOLDER
+    assert find_step(str(saved)) == folder / '7'
+    assert find_step(f'{saved}@3') == folder / '3'
+    assert find_step(str(folder / '3')) == folder / '3'
+    assert find_step(f'{folder}/3/') == folder / '3'
+
+
+def test_a_workdir_may_have_an_at_sign_in_its_name(saved, tmp_path):
+    workdir = tmp_path / 'me@home'
+    shutil.copytree(saved, workdir)
+    assert find_step(str(workdir)) == workdir / FOLDER / '7'
+    assert find_step(f'{workdir}@3') == workdir / FOLDER / '3'
+
+
+@pytest.mark.parametrize('wanted', ['5', 'best', '-3', '3.0'])
+def test_a_step_that_is_not_there(saved, wanted):
+    with pytest.raises(InputError, match=rf"no step '{wanted}' there; steps: 3, 7"):
+        find_step(f'{saved}@{wanted}')
+
+
+@pytest.mark.parametrize('make', [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text('')])
+def test_no_checkpoint_there(tmp_path, make):
+    make(tmp_path / 'run')
+    for spelled in ('run', 'run@3', 'run/checkpoints/3'):
+        with pytest.raises(InputError, match='no checkpoint in') as info:
+            find_step(str(tmp_path / spelled))
+        assert str(tmp_path / spelled) in str(info.value)
+
+
+OTHERS = {
+    'num_layers': ({'model__num_layers': 3}, ['params', 'blocks.attention.', '(2, ', '(3, ']),
+    'vocab': ({'model__vocab_size': 72}, ['params', 'embedding', '(61, 16) float32', '(72, 16) float32']),
+    'rmsnorm': ({'model__norm': 'rmsnorm'}, ['params', '.bias', 'nothing of that name']),
+    'untied': ({'model__tie_embeddings': False}, ['params', 'head.kernel', 'nothing of that name', '(16, 61) float32']),
+}
+
+
+@pytest.mark.parametrize('other', OTHERS)
+def test_another_model_is_refused(saved, other):
+    overrides, parts = OTHERS[other]
+    abstract = abstract_on(8, **overrides)
+    for read in (lambda: restore(saved, abstract), lambda: restore_params(saved / FOLDER / '7', abstract.params)):
+        with pytest.raises(InputError, match='checkpoint of another model') as info:
+            read()
+        assert_one_line(info, str(saved / FOLDER / '7'), *parts)
+
+
+def test_another_optimizer_is_refused(saved):
+    abstract = abstract_on(8)
+    momentum = jax.eval_shape(optax.sgd(1e-3, momentum=0.9).init, abstract.params)
+    with pytest.raises(InputError, match='nothing of that name') as info:
+        restore(saved, abstract._replace(opt_state=momentum))
+    assert_one_line(info, str(saved / FOLDER / '7' / 'optimizer'))
+
+
+def test_another_type_is_refused_and_not_cast(saved):
+    abstract = abstract_on(8)
+    halved = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), abstract.params
+    )
+    with pytest.raises(InputError, match=r'float32 there, and .* bfloat16 in the config'):
+        restore_params(saved / FOLDER / '7', halved)
+
+
+def assert_one_line(info, *parts):
+    message = str(info.value)
+    assert '\n' not in message
+    for part in parts:
+        assert part in message, message
+
+
+def refused(workdir, *parts):
+    with pytest.raises(InputError) as info:
+        restore(workdir, abstract_on(8))
+    assert_one_line(info, str(workdir / FOLDER / '7'), *parts)
+
+
+@pytest.mark.parametrize('item', ['params', 'optimizer', 'progress', 'data'])
+def test_a_missing_item_is_named(copy, item):
+    shutil.rmtree(copy / FOLDER / '7' / item)
+    refused(copy, item)
+
+
+@pytest.mark.parametrize('item', ['params', 'optimizer'])
+def test_missing_arrays(copy, item):
+    shutil.rmtree(copy / FOLDER / '7' / item / 'd')
+    refused(copy)
+    shutil.rmtree(copy / FOLDER / '7' / item / 'ocdbt.process_0')
+    refused(copy)
+
+
+@pytest.mark.parametrize('content', ['{', '{}', '[]', 'null', '{"step": "x", "skipped": 0}', '\x00\xff'])
+def test_garbage_in_progress(copy, content):
+    (copy / FOLDER / '7' / 'progress' / 'metadata').write_text(content, encoding='latin-1')
+    refused(copy)
+
+
+@pytest.mark.parametrize('content', ['{', '[]', 'null', '\x00\xff'])
+def test_garbage_in_the_facts_about_the_data(copy, content):
+    (copy / FOLDER / '7' / 'data' / 'metadata').write_text(content, encoding='latin-1')
+    refused(copy)
+
+
+@pytest.mark.parametrize('item', ['params', 'optimizer'])
+def test_garbage_in_the_description_of_arrays(copy, item):
+    for content in ('{', '[]', '{}'):
+        (copy / FOLDER / '7' / item / '_METADATA').write_text(content)
+        refused(copy)
+
+
+@pytest.mark.parametrize('item', ['params', 'optimizer', 'progress', 'data'])
+def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
+    noticed = 0
+    for path in sorted((copy / FOLDER / '7' / item).rglob('*')):
+        # Orbax looks at these only on object stores, where nothing can be renamed.
+        if not path.is_file() or path.name == 'commit_success.txt':
+            continue
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        try:
+            state, facts = restore(copy, abstract_on(8))
+        except InputError as error:
+            noticed += 1
+            assert '\n' not in str(error)
+            assert str(copy / FOLDER / '7') in str(error)
+        else:
+            assert same(state, eight), path
+            assert facts == FACTS, path
+        path.write_bytes(content)
+    assert noticed >= 1
+    # Control: whole again, it can be read.
+    assert same(restore(copy, abstract_on(8)).state, eight)
+
+
+def test_what_is_damaged_is_named(copy):
+    (copy / FOLDER / '7' / 'optimizer' / '_METADATA').write_text('{')
+    refused(copy, str(copy / FOLDER / '7' / 'optimizer'))
+
+
+def test_the_step_before_a_damaged_one_is_used_once_that_is_removed(copy):
+    shutil.rmtree(copy / FOLDER / '7' / 'params')
+    refused(copy)
+    shutil.rmtree(copy / FOLDER / '7')
+    with Checkpoints(copy, keep_last=10) as checkpoints:
+        assert checkpoints.latest_step() == 3
+        assert int(checkpoints.restore(3, abstract_on(8)).state.step) == 3
+
+
+@pytest.mark.parametrize('name', ['9.orbax-checkpoint-tmp', '9.orbax-checkpoint-tmp-1700000000'])
+def test_what_a_killed_save_leaves_is_no_checkpoint(copy, eight, name):
+    shutil.copytree(copy / FOLDER / '7', copy / FOLDER / name)
+    assert find_step(str(copy)).name == '7'
+    with pytest.raises(InputError, match='steps: 3, 7'):
+        find_step(f'{copy}@9')
+    with Checkpoints(copy, keep_last=10) as checkpoints:
+        assert checkpoints.latest_step() == 7
+    # Nor is it in the way of the step when that is saved again.
+    again = eight._replace(step=jax.device_put(jnp.int32(9), eight.step.sharding))
+    save(copy, [again])
+    assert same(restore(copy, abstract_on(8), step=9).state, again)
+    # Control: under its plain name it would count.
+    shutil.copytree(copy / FOLDER / '7', copy / FOLDER / '11')
+    assert find_step(str(copy)).name == '11'

@@ -1,0 +1,62 @@
+"""Loss over batches: the mean over tokens, whatever the batches' sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.runtime.evaluation import evaluate
+from maxlm.training.step import init_state, make_eval_step
+from tests.small import small_batch, small_config, small_layout
+
+
+def eval_step(params, batch):
+    return params * jnp.sum(batch['losses'] * batch['weights']), jnp.sum(batch['weights'])
+
+
+def run(batches, num_devices=8):
+    layout = small_layout(small_config(num_devices=num_devices))
+    return evaluate(jax.jit(eval_step), jnp.float32(1), iter(batches), layout=layout, global_batch=8)
+
+
+def make_batch(loss, tokens):
+    weights = np.zeros((8, 4), np.float32)
+    weights.flat[:tokens] = 1
+    return {'losses': np.full((8, 4), loss, np.float32), 'weights': weights}
+
+
+@pytest.mark.parametrize('num_devices', [1, 8])
+def test_every_token_counts_the_same(num_devices):
+    result = run([make_batch(1.0, 32), make_batch(5.0, 8)], num_devices)
+    assert result.loss == pytest.approx((32 * 1 + 8 * 5) / 40)
+    assert result.tokens == 40
+    assert result.loss != pytest.approx((1 + 5) / 2)
+
+
+def test_sums_over_many_batches_keep_their_digits():
+    # In float32 the sum would stop growing: 2²⁴ + 1 = 2²⁴.
+    large = {'losses': np.full((8, 4), 2.0**24 / 32, np.float32), 'weights': np.ones((8, 4), np.float32)}
+    result = run([large] + [make_batch(1.0, 1)] * 50)
+    assert result.loss * result.tokens == pytest.approx(2**24 + 50, abs=0.5)
+    assert result.tokens == 32 + 50
+
+
+def test_batches_without_a_token_to_predict():
+    result = run([make_batch(1.0, 0)])
+    assert result == (0.0, 0)
+
+
+def test_the_real_step_on_one_and_eight_devices():
+    one, eight = (
+        evaluate_model(num_devices, [small_batch(small_config(), seed) for seed in (0, 1)]) for num_devices in (1, 8)
+    )
+    assert one.tokens == eight.tokens
+    assert one.loss == pytest.approx(eight.loss, rel=1e-6)
+    assert evaluate_model(1, [small_batch(small_config(), 0)]).loss != pytest.approx(one.loss, rel=1e-6)
+
+
+def evaluate_model(num_devices, batches):
+    config = small_config(num_devices=num_devices)
+    layout = small_layout(config)
+    params = init_state(config, layout).params
+    return evaluate(jax.jit(make_eval_step(config, layout)), params, batches, layout=layout, global_batch=8)
