@@ -17,6 +17,9 @@ from maxlm.errors import InputError
 
 Batch = dict[str, np.ndarray]
 
+# Odd, so that different seeds stay different modulo 2³².
+SEED_STRIDE = 0x9E3779B1
+
 
 class Batches:
     """Batches of windows by step: a pure function of (windows, seed, step). Picklable.
@@ -49,7 +52,8 @@ class Batches:
         self._windows = grain.MapDataset.source(windows)
         if seed is not None:
             # grain computes each place of the permutation: nothing as long as the data set is held in memory.
-            self._windows = self._windows.shuffle(seed=seed).repeat()
+            # It adds the epoch to the seed, so seeds are spread: else epoch 1 of seed 0 were epoch 0 of seed 1.
+            self._windows = self._windows.shuffle(seed=seed * SEED_STRIDE % 2**32).repeat()
         self._endless = seed is not None
         available = sys.maxsize // global_batch if self._endless else -(-self._num_windows // global_batch)
         self._length = min(available, num_batches or available)

@@ -92,17 +92,14 @@ def read_documents(
     file: InputFile,
     *,
     text_key: str = 'text',
-    wanted: Callable[[str], bool] = lambda name: True,
     on_bad: Callable[[str, str], None] = raise_bad,
 ) -> Iterator[Document]:
-    """The documents of one file whose name is `wanted`, in order; those without a character are left out.
+    """The documents of one file, in order; those without a character are left out.
 
     `on_bad(name, reason)` is called for what cannot be read: a file, or a line of a JSONL file that is not UTF-8, not
     JSON or has no string at `text_key`. The reason names the file (and line) and what would be right.
     """
-    documents = (
-        _read_jsonl(file, text_key, wanted, on_bad) if file.kind == 'jsonl' else _read_text(file, wanted, on_bad)
-    )
+    documents = _read_jsonl(file, text_key, on_bad) if file.kind == 'jsonl' else _read_text(file, on_bad)
     return (document for document in documents if document.text)
 
 
@@ -166,11 +163,7 @@ def _refuse_shared_files(inputs: Sequence[Sequence[InputFile]]) -> None:
         seen.update({_identity(file): file for file in files})
 
 
-def _read_text(
-    file: InputFile, wanted: Callable[[str], bool], on_bad: Callable[[str, str], None]
-) -> Iterator[Document]:
-    if not wanted(file.name):
-        return
+def _read_text(file: InputFile, on_bad: Callable[[str, str], None]) -> Iterator[Document]:
     try:
         content = file.path.read_bytes()
     except OSError as error:
@@ -184,15 +177,13 @@ def _read_text(
     yield Document(file.name, text, file.source)
 
 
-def _read_jsonl(
-    file: InputFile, text_key: str, wanted: Callable[[str], bool], on_bad: Callable[[str, str], None]
-) -> Iterator[Document]:
+def _read_jsonl(file: InputFile, text_key: str, on_bad: Callable[[str, str], None]) -> Iterator[Document]:
     offset = 0
     try:
         with file.path.open('rb') as lines:
             for number, line in enumerate(lines, start=1):
                 name = f'{file.name}:{number}'
-                if line.strip() and wanted(name):
+                if line.strip():
                     try:
                         yield Document(name, _text_of(line, text_key, offset), file.source)
                     except ValueError as error:
