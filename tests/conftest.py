@@ -14,17 +14,21 @@ from maxlm import prepare
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope='session')
-def dataset(tmp_path_factory):
-    """The sections of the Apache license as documents: real text that every checkout has."""
-    folder = tmp_path_factory.mktemp('text')
+def make_dataset(folder: Path) -> Path:
+    """The sections of the Apache license as documents of bytes: real text that every checkout has."""
+    text, output = folder / 'text', folder / 'license'
+    text.mkdir()
     sections = [part for part in (ROOT / 'LICENSE').read_text().split('\n\n') if part.strip()]
     for number, section in enumerate(sections):
-        (folder / f'{number:03}.txt').write_text(section)
-    output = tmp_path_factory.mktemp('dataset') / 'license'
-    arguments = ['--input', str(folder), '--output', str(output), '--tokenizer', 'bytes', '--validation_share', '0.1']
+        (text / f'{number:03}.txt').write_text(section)
+    arguments = ['--input', str(text), '--output', str(output), '--tokenizer', 'bytes', '--validation_share', '0.1']
     assert prepare.main([*arguments, '--workers', '1', '--quiet']) == 0
     return output
+
+
+@pytest.fixture(scope='session')
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp('dataset'))
 
 
 @pytest.fixture(scope='module')

@@ -23,6 +23,7 @@ from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.workdir import read_config
 from maxlm.training.step import abstract_state
 from tests.conftest import ROOT
+from tests.golden.curve import FILE, golden_run
 from tests.small import small_layout
 
 TINY = str(ROOT / 'configs/tiny.py')
@@ -212,34 +213,11 @@ def test_the_real_1b_configuration_shortened(dataset, tmp_path):
     assert np.all(np.abs(np.array(losses) - np.log(50_000)) < 0.5)
 
 
-GOLDEN = Path(__file__).parent / 'golden' / 'tiny.json'
-
-
 def test_golden_curve(dataset, tmp_path, compile_once):
-    # The recipe of configs/tiny.py as it stands, on the bundled text, 100 steps of 8 × 128 tokens.
-    def losses(seed):
-        overrides = {
-            'data.path': dataset,
-            'data.window': 128,
-            'train.num_steps': 100,
-            'train.seed': seed,
-            'metrics.tensorboard': 'false',
-            'metrics.peak_tflops': 1,
-            'checkpoint.every_steps': 0,
-        }
-        command = [f'--config={TINY}', f'--workdir={tmp_path}/{seed}']
-        assert train.main([*command, *(f'--config.{key}={value}' for key, value in overrides.items())]) == EXIT_DONE
-        return {
-            f'{name} {line["step"]}': line[name]
-            for line in read_metrics(tmp_path / str(seed))
-            for name in ('train/loss', 'eval/loss')
-            if name in line
-        }
-
-    golden = json.loads(GOLDEN.read_text())
-    assert losses(0) == pytest.approx(golden, rel=2e-2)
+    golden = json.loads(FILE.read_text())
+    assert golden_run(dataset, tmp_path / 'same') == pytest.approx(golden, rel=1e-2)
     # Control: the tolerance tells runs apart.
-    assert losses(1) != pytest.approx(golden, rel=2e-2)
+    assert golden_run(dataset, tmp_path / 'other', seed=1) != pytest.approx(golden, rel=1e-2)
 
 
 def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once):

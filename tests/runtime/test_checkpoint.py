@@ -13,6 +13,9 @@ from maxlm.runtime.checkpoint import FOLDER, Checkpoints, find_step, restore_par
 from maxlm.training.step import TrainState, abstract_state
 from tests.small import small_config, small_layout
 
+# What Orbax has begun to read besides the damaged array is dropped, and complains about that.
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+
 FACTS = {'dataset': 'abc', 'window': 16, 'isolate_documents': True}
 MODEL = {'model__num_layers': 2, 'model__dim': 16, 'model__num_heads': 2}
 
@@ -91,19 +94,9 @@ def test_a_sharded_state_comes_back_bit_for_bit(saved, eight):
     assert not any(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(earlier), jax.tree.leaves(eight), strict=True))
 
 
-@pytest.mark.parametrize('mesh', [{}, {'mesh__fsdp': 2, 'mesh__data': 2}, {'mesh__tensor': 2, 'mesh__fsdp': 1}])
-def test_it_comes_back_on_another_mesh(saved, eight, mesh):
-    num_devices = int(np.prod(list(mesh.values()), dtype=int))
-    # 61 token ids do not divide over a tensor axis.
-    vocabulary = {'model__vocab_size': 61} if 'mesh__tensor' not in mesh else None
-    if vocabulary is None:
-        layout = small_layout(config_on(num_devices, **mesh, model__vocab_size=62))
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.named()), abstract_on(8)
-        )
-    else:
-        abstract = abstract_on(num_devices, **mesh, **vocabulary)
-    state, _ = restore(saved, abstract)
+@pytest.mark.parametrize('num_devices', [1, 2, 4])
+def test_it_comes_back_on_another_mesh(saved, eight, num_devices):
+    state, _ = restore(saved, abstract_on(num_devices))
     assert same(jax.device_get(state), jax.device_get(eight))
     assert len(state.params['embedding'].devices()) == num_devices
 
@@ -251,8 +244,9 @@ def test_garbage_in_the_description_of_arrays(copy, item):
 
 @pytest.mark.parametrize('item', ['params', 'optimizer', 'progress', 'data'])
 def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
-    noticed = 0
-    for path in sorted((copy / FOLDER / '7' / item).rglob('*')):
+    step = copy / FOLDER / '7'
+    refusals = []
+    for path in sorted((step / item).rglob('*')):
         # Orbax looks at these only on object stores, where nothing can be renamed.
         if not path.is_file() or path.name == 'commit_success.txt':
             continue
@@ -261,14 +255,13 @@ def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
         try:
             state, facts = restore(copy, abstract_on(8))
         except InputError as error:
-            noticed += 1
-            assert '\n' not in str(error)
-            assert str(copy / FOLDER / '7') in str(error)
+            refusals.append(str(error))
         else:
             assert same(state, eight), path
             assert facts == FACTS, path
         path.write_bytes(content)
-    assert noticed >= 1
+    assert refusals
+    assert all(str(step) in message and '\n' not in message for message in refusals)
     # Control: whole again, it can be read.
     assert same(restore(copy, abstract_on(8)).state, eight)
 
@@ -293,11 +286,12 @@ def test_what_a_killed_save_leaves_is_no_checkpoint(copy, eight, name):
     assert find_step(str(copy)).name == '7'
     with pytest.raises(InputError, match='steps: 3, 7'):
         find_step(f'{copy}@9')
+    again = eight._replace(step=jax.device_put(jnp.int32(9), eight.step.sharding))
     with Checkpoints(copy, keep_last=10) as checkpoints:
         assert checkpoints.latest_step() == 7
-    # Nor is it in the way of the step when that is saved again.
-    again = eight._replace(step=jax.device_put(jnp.int32(9), eight.step.sharding))
-    save(copy, [again])
+        # Nor is it in the way of the step when that is saved again.
+        checkpoints.save(9, again, FACTS)
+    assert not (copy / FOLDER / name).exists()
     assert same(restore(copy, abstract_on(8), step=9).state, again)
     # Control: under its plain name it would count.
     shutil.copytree(copy / FOLDER / '7', copy / FOLDER / '11')

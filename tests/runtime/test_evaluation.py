@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.runtime.evaluation import evaluate
-from maxlm.training.step import init_state, make_eval_step
-from tests.small import small_batch, small_config, small_layout
+from tests.small import small_config, small_layout
 
 
 def eval_step(params, batch):
@@ -44,19 +43,3 @@ def test_sums_over_many_batches_keep_their_digits():
 def test_batches_without_a_token_to_predict():
     result = run([make_batch(1.0, 0)])
     assert result == (0.0, 0)
-
-
-def test_the_real_step_on_one_and_eight_devices():
-    one, eight = (
-        evaluate_model(num_devices, [small_batch(small_config(), seed) for seed in (0, 1)]) for num_devices in (1, 8)
-    )
-    assert one.tokens == eight.tokens
-    assert one.loss == pytest.approx(eight.loss, rel=1e-6)
-    assert evaluate_model(1, [small_batch(small_config(), 0)]).loss != pytest.approx(one.loss, rel=1e-6)
-
-
-def evaluate_model(num_devices, batches):
-    config = small_config(num_devices=num_devices)
-    layout = small_layout(config)
-    params = init_state(config, layout).params
-    return evaluate(jax.jit(make_eval_step(config, layout)), params, batches, layout=layout, global_batch=8)

@@ -39,14 +39,13 @@ def test_handlers_are_put_back(monkeypatch):
             signal.signal(number, handler)
 
 
-def test_a_second_ctrl_c_interrupts():
-    with StopRequest() as stop, pytest.raises(KeyboardInterrupt):
-        send(signal.SIGINT)
-        assert stop.requested == 'SIGINT'
-        send(signal.SIGINT)
-    with StopRequest() as stop, pytest.raises(KeyboardInterrupt):
-        send(signal.SIGTERM)
-        send(signal.SIGINT)
+@pytest.mark.parametrize('first', [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_after_another_signal_interrupts(first):
+    with StopRequest() as stop:
+        send(first)
+        assert stop.requested == first.name
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
 
 
 def test_a_second_sigterm_lets_the_save_go_on():

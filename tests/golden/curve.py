@@ -1,0 +1,32 @@
+"""The golden run: configs/tiny.py as it stands, on the bundled text, 100 steps of 8 × 128 tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from maxlm import train
+from maxlm.runtime.metrics import read_metrics
+
+FILE = Path(__file__).parent / 'tiny.json'
+CONFIG = Path(__file__).parent.parent.parent / 'configs' / 'tiny.py'
+
+
+def golden_run(dataset: Path, workdir: Path, *, seed: int = 0) -> dict[str, float]:
+    """Name and step → loss, for training and evaluation."""
+    overrides = {
+        'data.path': dataset,
+        'data.window': 128,
+        'train.num_steps': 100,
+        'train.seed': seed,
+        'metrics.tensorboard': 'false',
+        'metrics.peak_tflops': 1,
+        'checkpoint.every_steps': 0,
+    }
+    command = [f'--config={CONFIG}', f'--workdir={workdir}']
+    assert train.main([*command, *(f'--config.{key}={value}' for key, value in overrides.items())]) == 0
+    return {
+        f'{name} {line["step"]}': round(line[name], 6)
+        for line in read_metrics(workdir)
+        for name in ('train/loss', 'eval/loss')
+        if name in line
+    }

@@ -1,0 +1,146 @@
+"""Drawing tokens, against plain NumPy and against the probabilities themselves."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.inference.sampling import Sampling, keep_likeliest, sample
+
+
+def random_logits(rows, vocab, seed=0):
+    return np.random.default_rng(seed).normal(scale=2, size=(rows, vocab)).astype(np.float32)
+
+
+def keys(number, seed=0):
+    return jax.random.split(jax.random.key(seed), number)
+
+
+@partial(jax.jit, static_argnames=('number', 'sampling'))
+def draw_many(logits_V, key, *, number, sampling):
+    logits_BV = jnp.broadcast_to(logits_V, (number, len(logits_V)))
+    return sample(logits_BV, jax.random.split(key, number), sampling)
+
+
+def draws(logits_V, sampling, *, number=20_000, seed=0):
+    """How often each token is drawn."""
+    tokens = draw_many(jnp.asarray(logits_V), jax.random.key(seed), number=number, sampling=sampling)
+    return np.bincount(np.asarray(tokens), minlength=len(logits_V))
+
+
+def softmax(logits):
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def kept_by_numpy(logits_V, top_k, top_p):
+    """Ids that can be drawn, one by one from the likeliest."""
+    kept, reached = [], 0.0
+    for token in np.argsort(-logits_V, kind='stable'):
+        if reached >= top_p or (top_k and len(kept) == top_k):
+            break
+        kept.append(token)
+        reached += softmax(logits_V.astype(np.float64))[token]
+    return set(kept)
+
+
+def chi_square(counts, probabilities):
+    expected = counts.sum() * probabilities
+    return float(np.sum((counts - expected) ** 2 / expected))
+
+
+def test_greedy():
+    logits = random_logits(16, 50)
+    for sampling in (Sampling(temperature=0), Sampling(temperature=0, top_k=3, top_p=0.5)):
+        assert sample(logits, keys(16), sampling).tolist() == logits.argmax(-1).tolist()
+    # Of equals, the first; whatever the key.
+    assert sample(np.array([[1.0, 3.0, 3.0]]), keys(1, seed=5), Sampling(temperature=0)).tolist() == [1]
+    assert sample(logits, keys(16), Sampling()).tolist() != logits.argmax(-1).tolist()
+
+
+def test_limits_of_the_temperature():
+    logits = random_logits(1, 6)[0]
+    cold = draws(logits, Sampling(temperature=1e-4), number=1000)
+    assert cold[logits.argmax()] == 1000
+    # The 0.999 quantile of chi-square with 5 degrees of freedom is 20.5.
+    hot = draws(logits, Sampling(temperature=1e6))
+    assert chi_square(hot, np.full(6, 1 / 6)) < 20.5
+    assert chi_square(draws(logits, Sampling()), np.full(6, 1 / 6)) > 1000
+
+
+@pytest.mark.parametrize('temperature', [0.5, 1.0, 2.0])
+def test_draws_have_the_probabilities(temperature):
+    logits = 0.4 * random_logits(1, 6, seed=3)[0]
+    counts = draws(logits, Sampling(temperature=temperature))
+    assert chi_square(counts, softmax(logits / temperature)) < 20.5
+    # Control: the test tells temperatures apart.
+    assert chi_square(counts, softmax(logits / temperature / 1.1)) > 20.5
+
+
+def test_draws_among_the_kept_have_their_relative_probabilities():
+    logits = np.log(np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32))
+    counts = draws(logits, Sampling(top_k=3))
+    assert counts[[0, 2]].tolist() == [0, 0]
+    # The 0.999 quantile for 2 degrees of freedom is 13.8.
+    assert chi_square(counts[[1, 3, 4]], np.array([0.4, 0.3, 0.15]) / 0.85) < 13.8
+    counts = draws(logits, Sampling(top_p=0.8))
+    assert np.flatnonzero(counts).tolist() == [1, 3, 4]
+    counts = draws(logits, Sampling(top_p=0.69))
+    assert np.flatnonzero(counts).tolist() == [1, 3]
+
+
+@pytest.mark.parametrize('top_k', [0, 1, 2, 7, 30, 100])
+@pytest.mark.parametrize('top_p', [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
+def test_what_can_be_drawn(top_k, top_p):
+    logits = random_logits(20, 30, seed=top_k)
+    result = np.asarray(keep_likeliest(jnp.asarray(logits), top_k=top_k, top_p=top_p))
+    for row, given in zip(result, logits, strict=True):
+        kept = np.flatnonzero(np.isfinite(row))
+        assert set(kept) == kept_by_numpy(given, top_k, top_p)
+        assert given.argmax() in kept
+        np.testing.assert_array_equal(row[kept], given[kept])
+        assert np.all(row[np.isinf(row)] < 0)
+
+
+def test_temperature_comes_before_top_p():
+    # At temperature 1 the first token reaches 0.6 alone; flattened it does not.
+    logits = np.log(np.array([0.6, 0.2, 0.2], np.float32))
+    assert np.flatnonzero(draws(logits, Sampling(top_p=0.6 - 1e-3))).tolist() == [0]
+    assert len(np.flatnonzero(draws(logits, Sampling(top_p=0.6 - 1e-3, temperature=10)))) == 2
+
+
+@pytest.mark.parametrize('sampling', [Sampling(), Sampling(temperature=0.7, top_k=5), Sampling(top_p=0.8)])
+def test_batch_mates_do_not_matter(sampling):
+    logits, row_keys = random_logits(8, 40), keys(8)
+    together = sample(logits, row_keys, sampling)
+    alone = [int(sample(logits[row : row + 1], row_keys[row : row + 1], sampling)[0]) for row in range(8)]
+    assert together.tolist() == alone
+    backwards = sample(logits[::-1], row_keys[::-1], sampling)
+    assert backwards.tolist() == alone[::-1]
+    # Control: the key of a row does.
+    assert sample(logits, keys(8, seed=1), sampling).tolist() != alone
+
+
+def test_ids_are_int32():
+    for sampling in (Sampling(), Sampling(temperature=0)):
+        tokens = sample(random_logits(3, 5), keys(3), sampling)
+        assert (tokens.dtype, tokens.shape) == (jnp.int32, (3,))
+
+
+@pytest.mark.parametrize(
+    ('values', 'words'),
+    [
+        ({'temperature': -0.1}, 'temperature=-0.1: must be at least 0'),
+        ({'temperature': float('nan')}, 'temperature=nan'),
+        ({'top_k': -1}, 'top_k=-1: must be at least 0'),
+        ({'top_p': 0.0}, r'top_p=0\.0: must be above 0'),
+        ({'top_p': 1.1}, r'top_p=1\.1: .* at most 1'),
+        ({'top_p': float('nan')}, 'top_p=nan'),
+    ],
+)
+def test_values_out_of_range(values, words):
+    with pytest.raises(InputError, match=words):
+        Sampling(**values)

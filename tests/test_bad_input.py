@@ -1,0 +1,243 @@
+"""Mistakes with `maxlm.train`: one line that names what is wrong, and nothing left behind that is in the way."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from maxlm import train
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.runtime.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.test_train import arguments
+
+pytestmark = pytest.mark.usefixtures('compile_once')
+
+STEPS = 2
+
+
+@pytest.fixture
+def data(dataset, tmp_path):
+    """A copy of the data set that a test may damage."""
+    shutil.copytree(dataset, tmp_path / 'data')
+    return tmp_path / 'data'
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    return tmp_path / 'run'
+
+
+def command(data, workdir, **overrides):
+    return arguments(data, workdir, **{'train__num_steps': STEPS, 'eval__every': 0, **overrides})
+
+
+@pytest.fixture
+def refused(capfd):
+    """Runs a command that must fail, and checks that stderr is one line with all the parts."""
+
+    def refused(argv, *parts):
+        capfd.readouterr()
+        assert exit_code(train.main, [str(word) for word in argv]) == EXIT_BAD_INPUT
+        err = capfd.readouterr().err
+        assert_one_line(err, *parts)
+
+    return refused
+
+
+def assert_one_line(err, *parts):
+    assert err.startswith('error: '), err
+    assert err.count('\n') == 1, err
+    assert 'Traceback' not in err
+    for part in parts:
+        assert str(part) in err
+
+
+def succeeds(data, workdir, **overrides):
+    """The same place, without the mistake: a whole run, as if nothing had been before."""
+    assert exit_code(train.main, command(data, workdir, **overrides)) == EXIT_DONE
+    assert [line['step'] for line in read_metrics(workdir)] == [1, 2]
+    assert (workdir / 'checkpoints' / str(STEPS)).is_dir()
+    assert not list(workdir.rglob('*tmp*'))
+
+
+def record_file(data):
+    (path,) = data.glob('train-*.arrayrecord')
+    return path
+
+
+def test_an_empty_data_directory(dataset, data, workdir, refused):
+    shutil.rmtree(data)
+    data.mkdir()
+    refused(command(data, workdir), data, 'holds no data set', 'maxlm.prepare')
+    assert not workdir.exists()
+    shutil.copytree(dataset, data, dirs_exist_ok=True)
+    succeeds(data, workdir)
+
+
+def test_no_data_directory(dataset, tmp_path, workdir, refused):
+    refused(command(tmp_path / 'nothing', workdir), tmp_path / 'nothing', 'holds no data set')
+    assert not workdir.exists()
+    succeeds(dataset, workdir)
+
+
+def test_a_truncated_record_file(data, workdir, refused):
+    path = record_file(data)
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
+    refused(command(data, workdir), path, 'truncated')
+    assert not workdir.exists()
+    path.write_bytes(content)
+    succeeds(data, workdir)
+
+
+def test_a_missing_record_file(data, workdir, refused):
+    path = record_file(data)
+    content = path.read_bytes()
+    path.unlink()
+    refused(command(data, workdir), path, 'No such file')
+    path.write_bytes(content)
+    succeeds(data, workdir)
+
+
+def test_a_flipped_bit_in_a_record_file(data, workdir, refused):
+    path = record_file(data)
+    content = path.read_bytes()
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :])
+    refused(command(data, workdir), path, 'is damaged')
+    path.write_bytes(content)
+    succeeds(data, workdir)
+
+
+@pytest.mark.parametrize('content', ['{', '[]', '\x00', '{"format_version": 99}'])
+def test_a_garbled_manifest(dataset, data, workdir, refused, content):
+    (data / 'dataset.json').write_text(content)
+    refused(command(data, workdir), data / 'dataset.json')
+    assert not workdir.exists()
+    if content == '{':
+        shutil.copy(dataset / 'dataset.json', data)
+        succeeds(data, workdir)
+
+
+def test_no_tokenizer(dataset, data, workdir, refused):
+    (data / 'tokenizer.json').unlink()
+    refused(command(data, workdir), data / 'tokenizer.json')
+    shutil.copy(dataset / 'tokenizer.json', data)
+    succeeds(data, workdir)
+
+
+def test_a_checkpoint_of_another_model_in_the_workdir(dataset, tmp_path, workdir, refused):
+    succeeds(dataset, tmp_path / 'wide', model__dim=32)
+    workdir.mkdir()
+    shutil.copytree(tmp_path / 'wide' / 'checkpoints', workdir / 'checkpoints')
+    refused(command(dataset, workdir), workdir / 'checkpoints' / '2' / 'params', '(1, 32', '(1, 16', '--workdir')
+    shutil.rmtree(workdir / 'checkpoints')
+    succeeds(dataset, workdir)
+
+
+def test_a_workdir_of_another_model(dataset, workdir, refused):
+    succeeds(dataset, workdir)
+    before = (workdir / 'config.json').read_bytes()
+    refused(command(dataset, workdir, model__num_layers=2), workdir, 'model.num_layers=1', '2')
+    assert (workdir / 'config.json').read_bytes() == before
+    succeeds(dataset, workdir)
+
+
+def test_a_workdir_with_other_data(dataset, data, workdir, refused):
+    succeeds(dataset, workdir)
+    refused(command(dataset, workdir, data__seed=3, train__num_steps=4), 'seed was 0 and is 3')
+    succeeds(dataset, workdir)
+
+
+def test_a_garbled_config_in_the_workdir(dataset, workdir, refused):
+    workdir.mkdir()
+    (workdir / 'config.json').write_text('{')
+    refused(command(dataset, workdir), workdir / 'config.json', 'not a config')
+    (workdir / 'config.json').unlink()
+    succeeds(dataset, workdir)
+
+
+def test_a_garbled_line_in_the_metrics(dataset, workdir, refused):
+    workdir.mkdir()
+    (workdir / 'metrics.jsonl').write_text('{"step": 1}\nnot json\n')
+    refused(command(dataset, workdir), workdir / 'metrics.jsonl')
+    (workdir / 'metrics.jsonl').unlink()
+    succeeds(dataset, workdir)
+
+
+def test_a_workdir_that_cannot_be_written_to(dataset, tmp_path, refused):
+    (tmp_path / 'file').write_text('mine')
+    refused(command(dataset, tmp_path / 'file' / 'run'), f'--workdir={tmp_path / "file" / "run"}', 'Not a directory')
+    refused(command(dataset, tmp_path / 'file'), f'--workdir={tmp_path / "file"}')
+    assert (tmp_path / 'file').read_text() == 'mine'
+    (tmp_path / 'file').unlink()
+    succeeds(dataset, tmp_path / 'file' / 'run')
+
+
+@pytest.mark.parametrize(
+    ('override', 'parts'),
+    [
+        ('--config.optimizer.learning_rte=1', ['optimizer.learning_rte', "did you mean 'learning_rate'?"]),
+        ('--config.optimiser.learning_rate=1', ['optimiser', "did you mean 'optimizer'?"]),
+        ('--config.train.num_steps=many', ['train.num_steps', 'many', 'a whole number']),
+        ('--config.train.num_steps=2.5', ['train.num_steps', '2.5', 'a whole number']),
+        ('--config.optimizer.learning_rate=fast', ['optimizer.learning_rate', 'fast', 'a number']),
+        ('--config.optimizer.learning_rate=nan', ['optimizer.learning_rate', 'nan']),
+        ('--config.metrics.tensorboard=maybe', ['metrics.tensorboard', 'maybe', 'true or false']),
+        ('--config.train.global_batch=6', ['train.global_batch=6', '8 devices', 'nearest: 8']),
+        ('--config.train.global_batch=-8', ['train.global_batch=-8', 'at least 0']),
+        ('--config.train.micro_batch=3', ['train.micro_batch=3']),
+        ('--config.mesh.fsdp=3', ['mesh', 'fsdp=3', '8']),
+        ('--config.model.vocab_size=100', ['model.vocab_size=100', '257']),
+        ('--config.model.num_heads=3', ['model.num_heads=3', 'model.dim=16']),
+        ('--confg.model.num_heads=2', ['--confg.model.num_heads=2']),
+        ('extra', ['extra']),
+    ],
+)
+def test_keys_and_values(dataset, workdir, refused, override, parts):
+    refused([*command(dataset, workdir), override], *parts)
+    assert not workdir.exists()
+
+
+def test_a_mistyped_key_leaves_nothing_in_the_way(dataset, workdir, refused):
+    refused([*command(dataset, workdir), '--config.model.dmi=3'], 'model.dmi', "did you mean 'dim'?")
+    succeeds(dataset, workdir)
+
+
+@pytest.mark.parametrize('missing', ['--workdir', '--config'])
+def test_a_missing_option(dataset, workdir, refused, missing):
+    argv = [word for word in command(dataset, workdir) if not word.startswith(f'{missing}=')]
+    refused(argv, missing, '--help')
+    assert not workdir.exists()
+
+
+def test_no_config_file(dataset, workdir, refused):
+    argv = [word for word in command(dataset, workdir) if not word.startswith('--config=')]
+    refused([*argv, f'--config={ROOT}/configs/tyni.py'], 'tyni.py', 'tiny.py')
+
+
+@pytest.mark.parametrize('item', ['params', 'optimizer'])
+def test_a_damaged_checkpoint(dataset, workdir, item):
+    succeeds(dataset, workdir)
+    step = workdir / 'checkpoints' / str(STEPS)
+    largest = max((step / item).rglob('*'), key=lambda path: path.stat().st_size * ('/d/' in str(path)))
+    largest.write_bytes(b'no array')
+    # A process of its own: what libraries complain about in the background would come after the error.
+    environment = {**os.environ, 'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}
+    argv = [str(word) for word in command(dataset, workdir, train__num_steps=4)]
+    argv = [sys.executable, '-m', 'maxlm.train', *argv]
+    process = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == EXIT_BAD_INPUT
+    assert_one_line(process.stderr, step)
+    shutil.rmtree(step)
+    succeeds(dataset, workdir)
+
+
+def test_the_table_of_errors_can_fail(dataset, workdir):
+    # Control: the command of this file is right as it stands, and its lines are JSON.
+    succeeds(dataset, workdir)
+    assert json.loads((workdir / 'config.json').read_text())['train']['num_steps'] == STEPS

@@ -1,0 +1,84 @@
+"""`maxlm VERB`: finds the verb, names the nearest, and every verb explains itself."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from maxlm import __main__
+from maxlm.__main__ import VERBS
+from maxlm.errors import EXIT_BAD_INPUT
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Exit code, stdout and stderr of `maxlm …`."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, 'argv', ['maxlm', *words])
+        with pytest.raises(SystemExit) as info:
+            __main__.main()
+        return (info.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_without_a_verb_the_verbs_are_listed(run):
+    code, out, err = run()
+    assert (code, err) == (EXIT_BAD_INPUT, '')
+    for verb, meaning in VERBS.items():
+        assert f'  {verb} ' in out
+        assert meaning in out
+
+
+@pytest.mark.parametrize('word', ['--help', '-h'])
+def test_help(run, word):
+    code, out, err = run(word)
+    assert (code, err) == (0, '')
+    assert out.startswith('usage: maxlm VERB')
+
+
+@pytest.mark.parametrize(('typed', 'meant'), [('trian', 'train'), ('eval', 'evaluate'), ('preprae', 'prepare')])
+def test_a_mistyped_verb_names_the_nearest(run, typed, meant):
+    assert run(typed, '--workdir=x') == (
+        EXIT_BAD_INPUT,
+        '',
+        f'error: maxlm has no verb {typed!r}; did you mean {meant!r}?\n',
+    )
+
+
+def test_a_verb_like_no_other_gets_the_list(run):
+    assert run('xyz') == (EXIT_BAD_INPUT, '', f"error: maxlm has no verb 'xyz'; verbs: {', '.join(VERBS)}\n")
+
+
+def test_the_rest_of_the_line_goes_to_the_verb(run):
+    code, out, err = run('generate', '--checkpoint=nowhere', '--prompt=x')
+    assert (code, out) == (EXIT_BAD_INPUT, '')
+    assert err.startswith('error: --checkpoint=nowhere: no checkpoint')
+
+
+@pytest.mark.parametrize('verb', VERBS)
+def test_every_verb_has_main_and_run_and_explains_itself(verb, run, capsys):
+    module = importlib.import_module(f'maxlm.{verb}')
+    assert callable(module.run)
+    with pytest.raises(SystemExit) as info:
+        module.main(['--help'])
+    out, err = capsys.readouterr()
+    assert (info.value.code, err) == (0, '')
+    assert f'maxlm.{verb}' in out
+    # The same through the one command.
+    assert run(verb, '--help') == (0, out, '')
+
+
+def test_every_module_at_the_top_that_runs_is_listed():
+    modules = {path.stem for path in (ROOT / 'maxlm').glob('*.py') if '\ndef run(' in path.read_text()}
+    assert modules == set(VERBS)
+
+
+def test_as_a_process():
+    command = [sys.executable, '-m', 'maxlm', 'generate', '--help']
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, '')
+    assert result.stdout.startswith('usage: maxlm.generate')
