@@ -79,6 +79,9 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             logger.info(f'already at step {start} of {num_steps}: nothing to do')
             return EXIT_DONE
 
+        rows = layout.local_rows(config.train.global_batch)
+        training_data = train_batches(dataset, config.data, config.train.global_batch, rows)
+        validation_loss = _make_validation_loss(config, dataset, layout, rows) if config.eval.every else None
         compiled = compile_train_step(config, layout, abstract)
         pace = Pace(
             tokens_per_step=config.train.global_batch * config.data.window,
@@ -86,7 +89,6 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             peak=_log_start(config, abstract, compiled),
             num_devices=jax.device_count(),
         )
-        rows = layout.local_rows(config.train.global_batch)
         writer = None
         if jax.process_index() == 0:
             writer = MetricWriter(workdir, after_step=start, tensorboard=config.metrics.tensorboard)
@@ -100,9 +102,7 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             windows_per_epoch=len(Windows(dataset, 'train', config.data.window)),
             skipped=skipped,
         )
-        training_data = train_batches(dataset, config.data, config.train.global_batch, rows)
         batches = stack.enter_context(contextlib.closing(iterate(training_data, start, config.data, num_steps)))
-        validation_loss = _make_validation_loss(config, dataset, layout, rows)
 
         pace.start()
         for step in range(start + 1, num_steps + 1):
@@ -115,26 +115,28 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             reporter.submit(step, metrics, data_wait)
 
             diverged = reporter.skipped_in_a_row >= config.train.max_skipped_steps
-            leaving = bool(stop.requested) or diverged
-            if leaving or step == num_steps:
+            last = step == num_steps or bool(stop.requested) or diverged
+            save = last or _due(step, config.checkpoint.every_steps, num_steps)
+            # Who is told to stop has little time: then the state is saved and nothing else is done.
+            validate = _due(step, config.eval.every, num_steps) and (not last or step == num_steps)
+            if save or validate:
+                # Waits for the step here, where the wait still counts as the step's own time.
                 reporter.flush()
-            if not leaving and _due(step, config.eval.every, num_steps):
-                reporter.flush()
-                with pace.paused():
-                    reporter.evaluated(step, validation_loss(state.params))
-            if leaving or step == num_steps or _due(step, config.checkpoint.every_steps, num_steps):
-                with pace.paused():
+            with pace.paused():
+                if save:
                     checkpoints.save(step, state, facts)
-            if leaving:
+                if validate and validation_loss:
+                    reporter.evaluated(step, validation_loss(state.params))
+            if last:
                 break
 
-    if diverged:
+    if reporter.skipped_in_a_row >= config.train.max_skipped_steps:
         logger.error(
             f'stopped at step {step}: {reporter.skipped_in_a_row} steps in a row had a loss or gradient that is not '
             f'finite (train.max_skipped_steps); try a lower optimizer.learning_rate, and look at the data'
         )
         return EXIT_FAILED
-    if stop.requested:
+    if step < num_steps:
         logger.info(f'{stop.requested}: step {step} of {num_steps} is saved; start again to go on')
         return EXIT_PREEMPTED
     _log_summary(config, dataset, reporter, pace, time.perf_counter() - started)
@@ -159,17 +161,12 @@ def _restore_or_init(
 
 def _make_validation_loss(config: Config, dataset: Dataset, layout: Layout, rows: slice) -> Callable[[Any], float]:
     global_batch = config.train.global_batch
+    batches = validation_batches(dataset, config.data, global_batch, config.eval.num_batches, rows)
     eval_step = jax.jit(make_eval_step(config, layout))
 
     def validation_loss(params: Any) -> float:
-        batches = validation_batches(dataset, config.data, global_batch, config.eval.num_batches, rows)
-        return evaluate(
-            eval_step,
-            params,
-            (batches[index] for index in range(len(batches))),
-            layout=layout,
-            global_batch=global_batch,
-        ).loss
+        in_order = (batches[index] for index in range(len(batches)))
+        return evaluate(eval_step, params, in_order, layout=layout, global_batch=global_batch).loss
 
     return validation_loss
 

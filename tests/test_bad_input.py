@@ -130,12 +130,12 @@ def test_no_tokenizer(dataset, data, workdir, refused):
     succeeds(data, workdir)
 
 
-def test_a_checkpoint_of_another_model_in_the_workdir(dataset, tmp_path, workdir, refused):
-    succeeds(dataset, tmp_path / 'wide', model__dim=32)
-    workdir.mkdir()
-    shutil.copytree(tmp_path / 'wide' / 'checkpoints', workdir / 'checkpoints')
-    refused(command(dataset, workdir), workdir / 'checkpoints' / '2' / 'params', '(1, 32', '(1, 16', '--workdir')
-    shutil.rmtree(workdir / 'checkpoints')
+def test_a_checkpoint_of_another_model_in_the_workdir(dataset, workdir, refused):
+    succeeds(dataset, workdir)
+    (workdir / 'config.json').unlink()
+    params = workdir / 'checkpoints' / '2' / 'params'
+    refused(command(dataset, workdir, model__dim=32), params, '(1, 16', '(1, 32', '--workdir')
+    # The refused run has not left its own config there: the right model finds its checkpoint.
     succeeds(dataset, workdir)
 
 

@@ -242,7 +242,7 @@ def test_garbage_in_the_description_of_arrays(copy, item):
         refused(copy)
 
 
-@pytest.mark.parametrize('item', ['params', 'optimizer', 'progress', 'data'])
+@pytest.mark.parametrize('item', ['params', 'progress', 'data'])
 def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
     step = copy / FOLDER / '7'
     refusals = []
