@@ -29,6 +29,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
     parser.add_argument('--json', action='store_true', help='print one JSON object')
     options = parser.parse_args(argv)
+    if options.num_batches < 0:
+        raise InputError(f'--num_batches={options.num_batches}: must be at least 0 (0 = the whole split)')
 
     with Console():
         model = load_model(options.checkpoint, num_devices=jax.device_count())

@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.num_samples < 1:
         raise InputError(f'--num_samples={options.num_samples}: must be at least 1')
+    if not 0 <= options.seed < 2**32:
+        raise InputError(f'--seed={options.seed}: must be at least 0 and below 2³² = {2**32}')
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
 
     with Console():

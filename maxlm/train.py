@@ -33,7 +33,7 @@ from maxlm.runtime.metrics import MetricWriter
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.reporter import Reporter
-from maxlm.runtime.workdir import open_workdir
+from maxlm.runtime.workdir import describe_run, open_workdir
 from maxlm.training.sharding import Layout, make_layout
 from maxlm.training.step import TrainState, abstract_state, init_state, make_eval_step
 
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     abstract = abstract_state(config, layout)
     on_first_process = jax.process_index() == 0
     if on_first_process:
-        open_workdir(options.workdir, config, dataset.tokenizer_path)
+        open_workdir(options.workdir, config)
     with Console(options.workdir if on_first_process else None):
         return train(config, dataset, layout, abstract, options.workdir)
 
@@ -79,6 +79,9 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             logger.info(f'already at step {start} of {num_steps}: nothing to do')
             return EXIT_DONE
 
+        on_first_process = jax.process_index() == 0
+        if on_first_process:
+            describe_run(workdir, config, dataset.tokenizer_path)
         rows = layout.local_rows(config.train.global_batch)
         training_data = train_batches(dataset, config.data, config.train.global_batch, rows)
         validation_loss = _make_validation_loss(config, dataset, layout, rows) if config.eval.every else None
@@ -90,10 +93,10 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             num_devices=jax.device_count(),
         )
         writer = None
-        if jax.process_index() == 0:
+        if on_first_process:
             writer = MetricWriter(workdir, after_step=start, tensorboard=config.metrics.tensorboard)
             stack.callback(writer.close)
-        show_bar = config.metrics.progress and jax.process_index() == 0
+        show_bar = config.metrics.progress and on_first_process
         reporter = Reporter(
             config,
             writer=writer,

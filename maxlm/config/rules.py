@@ -86,6 +86,9 @@ def validate(config: Config) -> None:
             f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
             f'optimizer.learning_rate={optimizer.learning_rate}'
         )
+    for key in ('train.seed', 'data.seed'):
+        if _value(config, key) >= 2**32:
+            raise InputError(f'{key}={_value(config, key)}: must be below 2³² = {2**32}')
     for key in ('model.dropout', 'optimizer.beta1', 'optimizer.beta2'):
         if _value(config, key) >= 1:
             raise InputError(f'{key}={_value(config, key)}: must be below 1')

@@ -78,10 +78,8 @@ def train_batches(dataset: Dataset, data: DataConfig, global_batch: int, rows: s
     """The shuffled, endless batches of the train split.
 
     Raises:
-        InputError: the split is empty or the seed is out of range.
+        InputError: the split is empty.
     """
-    if not 0 <= data.seed < 2**32:
-        raise InputError(f'data.seed={data.seed}: needs a number from 0 to {2**32 - 1}')
     return Batches(_windows(dataset, 'train', data), global_batch=global_batch, seed=data.seed, rows=rows)
 
 

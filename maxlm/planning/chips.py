@@ -8,10 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Part of `device_kind` → dense bfloat16 TFLOP/s by the vendor's datasheet; the first that matches counts. JAX shows
-# TPU cores as v2/v3 chips' halves, later generations as whole chips.
+# Part of `device_kind` → dense bfloat16 TFLOP/s by the vendor's datasheet; the first that matches counts, so longer
+# names stand before their beginnings. JAX shows TPU v2 and v3 as half chips, later generations as whole ones, and
+# v5e and v6e as "lite".
 DATASHEET_TFLOPS: tuple[tuple[str, float], ...] = (
     ('H100 PCIe', 756.0),
+    ('H100 NVL', 835.0),
     ('H100', 989.4),
     ('H200', 989.4),
     ('GH200', 989.4),
@@ -19,15 +21,19 @@ DATASHEET_TFLOPS: tuple[tuple[str, float], ...] = (
     ('A100', 312.0),
     ('A10G', 125.0),
     ('L40S', 362.0),
+    ('L40', 181.0),
     ('L4', 121.0),
     ('V100', 125.0),
     ('RTX 4090', 165.2),
     ('TPU v2', 22.5),
     ('TPU v3', 61.5),
+    ('TPU v4 lite', 138.0),
     ('TPU v4', 275.0),
     ('TPU v5 lite', 197.0),
+    ('TPU v5e', 197.0),
     ('TPU v5', 459.0),
-    ('TPU v6 lite', 918.0),
+    ('TPU v6', 918.0),
+    ('TPU7x', 2307.0),
 )
 
 

@@ -8,9 +8,10 @@ visible under its number only when all of it is written.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from maxlm.errors import InputError
 from maxlm.training.step import Params, TrainState
 
 FOLDER = 'checkpoints'
+
+T = TypeVar('T')
 
 
 class Restored(NamedTuple):
@@ -66,22 +69,23 @@ class Checkpoints:
             InputError: the step cannot be read, or was made by another model or optimizer.
         """
         path = self.directory / str(step)
-        _check_tree(path / 'params', lambda: self._manager.item_metadata(step)['params'], abstract.params)
-        _check_tree(path / 'optimizer', lambda: self._manager.item_metadata(step)['optimizer'], abstract.opt_state)
-        items = _read(
-            path,
-            lambda: self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardRestore(abstract.params),
-                    optimizer=ocp.args.StandardRestore(abstract.opt_state),
-                    progress=ocp.args.JsonRestore(),
-                    data=ocp.args.JsonRestore(),
-                ),
-            ),
+        _check_tree(path / 'params', abstract.params)
+        _check_tree(path / 'optimizer', abstract.opt_state)
+        arguments = ocp.args.Composite(
+            params=ocp.args.StandardRestore(abstract.params),
+            optimizer=ocp.args.StandardRestore(abstract.opt_state),
+            progress=ocp.args.JsonRestore(),
+            data=ocp.args.JsonRestore(),
         )
-        counters = (jnp.int32(items.progress['step']), jnp.int32(items.progress['skipped']))
-        step_counter, skipped = jax.device_put(counters, abstract.step.sharding)
+
+        def read() -> tuple[Any, tuple[jax.Array, jax.Array]]:
+            items = self._manager.restore(step, args=arguments)
+            if not isinstance(items.data, dict):
+                raise TypeError(f'data holds {items.data!r}')
+            counters = (jnp.int32(int(items.progress[name])) for name in ('step', 'skipped'))
+            return items, jax.device_put(tuple(counters), abstract.step.sharding)
+
+        items, (step_counter, skipped) = _read(path, read)
         return Restored(TrainState(step_counter, skipped, items.params, items.optimizer), items.data)
 
     def __enter__(self) -> Checkpoints:
@@ -99,8 +103,8 @@ def restore_params(step_directory: Path, abstract: Params) -> Params:
         InputError: they cannot be read, or are those of another model.
     """
     path = step_directory.resolve() / 'params'
+    _check_tree(path, abstract)
     with ocp.StandardCheckpointer() as checkpointer:
-        _check_tree(path, lambda: checkpointer.metadata(path).item_metadata, abstract)
         return _read(path, lambda: checkpointer.restore(path, abstract))
 
 
@@ -110,8 +114,11 @@ def find_step(checkpoint: str) -> Path:
     Raises:
         InputError: there is no such checkpoint; the message lists the steps that are there.
     """
-    path, _, wanted = checkpoint.partition('@')
-    directory = Path(path)
+    directory, wanted = Path(checkpoint), ''
+    # A directory may have an @ in its name, so what is there as it stands comes first.
+    if not directory.exists() and '@' in checkpoint:
+        path, _, wanted = checkpoint.rpartition('@')
+        directory = Path(path)
     if not wanted and directory.name.isdigit() and directory.parent.name == FOLDER and directory.is_dir():
         return directory
     folder = directory / FOLDER
@@ -134,22 +141,46 @@ def _handlers() -> dict[str, Any]:
     }
 
 
-def _read(path: Path, restore: Callable[[], Any]) -> Any:
+def _read(path: Path, read: Callable[[], T]) -> T:
+    """`read()`; its failure becomes one line, since Orbax, TensorStore and JSON each have errors of their own."""
+    hooks = sys.excepthook, sys.unraisablehook
+    sys.excepthook, sys.unraisablehook = _without_echoes(*hooks)
     try:
-        return restore()
-    except Exception as error:  # Orbax, TensorStore and JSON each have errors of their own for damaged files.
-        reason = str(error).strip().splitlines() or ['no message']
+        result = read()
+    except Exception as error:
+        # The hooks stay: echoes can come as late as the end of the process.
+        reason = (str(error).strip().splitlines() or ['no message'])[0][:100]
         raise InputError(
-            f'{path}: checkpoint cannot be read ({type(error).__name__}: {reason[0][:200]}); '
-            f'remove this directory to go on from the step before'
-        ) from error
+            f'{path}: checkpoint cannot be read ({type(error).__name__}: {reason}); '
+            f'remove this step to go on from the one before'
+        ) from None
+    sys.excepthook, sys.unraisablehook = hooks
+    return result
 
 
-def _check_tree(path: Path, metadata: Callable[[], Any], abstract: Any) -> None:
+def _without_echoes(excepthook: Callable, unraisablehook: Callable) -> tuple[Callable, Callable]:
+    """Hooks that drop what Orbax lets its other threads print when one of many arrays cannot be read."""
+
+    def is_echo(error: BaseException | None) -> bool:
+        return any(words in str(error) for words in ('Event loop is closed', 'TensorStore'))
+
+    def on_exception(kind: type, error: BaseException, trace: Any) -> None:
+        if not is_echo(error):
+            excepthook(kind, error, trace)
+
+    def on_unraisable(unraisable: Any) -> None:
+        if not is_echo(unraisable.exc_value):
+            unraisablehook(unraisable)
+
+    return on_exception, on_unraisable
+
+
+def _check_tree(path: Path, abstract: Any) -> None:
     """Compares names, shapes and types of what is stored with what is wanted: Orbax would cast types in silence."""
-    stored_tree = _read(path, metadata)
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored_tree = _read(path, lambda: checkpointer.metadata(path).item_metadata)
     if stored_tree is None:
-        raise InputError(f'{path}: missing in the checkpoint; remove {path.parent} to go on from the step before')
+        raise InputError(f'{path}: missing in the checkpoint; remove {path.parent} to go on from the one before')
     stored, wanted = _leaves(stored_tree), _leaves(abstract)
     for name in sorted(stored.keys() | wanted.keys()):
         if stored.get(name) != wanted.get(name):

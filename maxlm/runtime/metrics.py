@@ -66,13 +66,20 @@ class MetricWriter:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a torn last line (the writer was killed) is left out."""
+    """The lines of metrics.jsonl; a torn last line (the writer was killed) is left out.
+
+    Raises:
+        InputError: another line is not JSON.
+    """
     path = workdir / FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding='utf-8').split('\n')
-    # A complete file ends with a newline, so the last piece is empty or torn.
-    return [json.loads(line) for line in lines[:-1]]
+    # A complete file ends with a newline, so the last piece is empty or torn; bytes, since it may end inside a letter.
+    lines = path.read_bytes().split(b'\n')[:-1]
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise InputError(f'{path}: a line is not JSON ({error}); mend or remove it') from error
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -19,25 +19,31 @@ CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
 
 
-def open_workdir(workdir: Path, config: Config, tokenizer: Path) -> None:
-    """Makes the directory if need be and puts the resolved config and the tokenizer into it.
+def open_workdir(workdir: Path, config: Config) -> None:
+    """Makes the directory if need be and checks that the run can go on in it.
 
     Raises:
         InputError: it cannot be written to, or holds a run of another model.
     """
-    if (workdir / CONFIG).exists():
-        _check_same_model(workdir, config)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         # Whether a directory is writable shows by writing: permission bits say nothing of quotas or read-only mounts.
         with tempfile.TemporaryFile(dir=workdir):
             pass
+        has_run = (workdir / CONFIG).exists()
+    except OSError as error:
+        raise _unusable(workdir, error) from error
+    if has_run:
+        _check_same_model(workdir, config)
+
+
+def describe_run(workdir: Path, config: Config, tokenizer: Path) -> None:
+    """Puts the resolved config and the tokenizer into a workdir whose run is about to start or go on."""
+    try:
         _write_atomically(workdir / CONFIG, to_json(config))
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
     except OSError as error:
-        raise InputError(
-            f'--workdir={workdir}: {os_message(error)}; choose a directory that can be written to'
-        ) from error
+        raise _unusable(workdir, error) from error
 
 
 def read_config(workdir: Path) -> Config:
@@ -53,6 +59,10 @@ def read_config(workdir: Path) -> Config:
         raise InputError(f'{path}: {os_message(error)}; give a workdir of maxlm.train') from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{path}: not a config that this version of maxlm wrote ({error})') from error
+
+
+def _unusable(workdir: Path, error: OSError) -> InputError:
+    return InputError(f'--workdir={workdir}: {os_message(error)}; choose a directory that can be written to')
 
 
 def _check_same_model(workdir: Path, config: Config) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.runtime.workdir import CONFIG, TOKENIZER, open_workdir, read_config
+from maxlm.runtime.workdir import CONFIG, TOKENIZER, describe_run, open_workdir, read_config
 from tests.small import small_config
 
 
@@ -20,9 +20,15 @@ def tokenizer(tmp_path):
     return path
 
 
+def start(workdir, config, tokenizer):
+    """What training does with a workdir before its first step."""
+    open_workdir(workdir, config)
+    describe_run(workdir, config, tokenizer)
+
+
 def refusal(workdir, config, tokenizer, *parts):
     with pytest.raises(InputError) as info:
-        open_workdir(workdir, config, tokenizer)
+        start(workdir, config, tokenizer)
     message = str(info.value)
     assert '\n' not in message
     for part in (str(workdir), *parts):
@@ -31,7 +37,7 @@ def refusal(workdir, config, tokenizer, *parts):
 
 def test_the_config_comes_back(tmp_path, tokenizer):
     config = small_config(num_devices=8, mesh__tensor=2, model__vocab_size=64, optimizer__learning_rate=1 / 3)
-    open_workdir(tmp_path / 'a' / 'b', config, tokenizer)
+    start(tmp_path / 'a' / 'b', config, tokenizer)
     assert read_config(tmp_path / 'a' / 'b') == config
     assert read_config(tmp_path / 'a' / 'b') != small_config()
     assert (tmp_path / 'a' / 'b' / TOKENIZER).read_bytes() == tokenizer.read_bytes()
@@ -39,9 +45,9 @@ def test_the_config_comes_back(tmp_path, tokenizer):
 
 
 def test_what_may_change_between_two_lives_is_written_anew(tmp_path, tokenizer):
-    open_workdir(tmp_path / 'run', small_config(), tokenizer)
+    start(tmp_path / 'run', small_config(), tokenizer)
     config = small_config(model__dropout=0.5, model__remat='full', model__dtype='bfloat16', train__num_steps=99)
-    open_workdir(tmp_path / 'run', config, tokenizer)
+    start(tmp_path / 'run', config, tokenizer)
     assert read_config(tmp_path / 'run') == config
 
 
@@ -51,7 +57,7 @@ def test_what_may_change_between_two_lives_is_written_anew(tmp_path, tokenizer):
 )
 def test_another_model_is_refused_and_nothing_changes(tmp_path, tokenizer, key, before, now):
     workdir = tmp_path / 'run'
-    open_workdir(workdir, small_config(), tokenizer)
+    start(workdir, small_config(), tokenizer)
     (workdir / TOKENIZER).write_text('the first')
     content = (workdir / CONFIG).read_bytes()
     other = dataclasses.replace(small_config().model, **{key: now})
@@ -107,7 +113,7 @@ def test_no_permission(open_folder, mode, below):
     assert list((open_folder / 'run').iterdir()) == []
     # Control: with permission the same user may.
     with unprivileged():
-        open_workdir(open_folder / below, small_config(), open_folder / 'tokenizer')
+        start(open_folder / below, small_config(), open_folder / 'tokenizer')
 
 
 def test_no_permission_to_read_the_config(open_folder):
