@@ -24,7 +24,8 @@ maxlm_venv
 
 echo "== 1 of 4: text → tokens → records, in data/"
 stdlib="$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
-python -m maxlm.prepare --input "$stdlib" --exclude site-packages dist-packages test tests \
+# Without other people's packages, without tests (many are not UTF-8 on purpose) and without tables of numbers.
+python -m maxlm.prepare --input "$stdlib" --exclude site-packages dist-packages test tests encodings pydoc_data \
   --output data --tokenizer bpe:4096 --validation_share 0.05 --skip_bad
 
 echo "== 2 of 4: training, in runs/tiny/"

@@ -25,13 +25,14 @@ class Batches:
     """Batches of windows by step: a pure function of (windows, seed, step). Picklable.
 
     `batches[step]` is a dict of arrays [rows, T] (see Windows). Row r of the global batch is window number
-    `step * global_batch + r`: with a seed, of the windows shuffled anew in every epoch, without end; with `seed=None`,
-    of the windows in order, once, where the last batch is filled up with rows of weight 0.
+    `step * global_batch + r` of the shuffled windows. Endless batches shuffle anew in every epoch; the others end with
+    the last window, and the last batch is filled up with rows of weight 0.
 
     Args:
         windows: at least one.
         global_batch: rows of a batch over all hosts.
-        seed: 0 … 2³² - 1, or None.
+        seed: 0 … 2³² - 1.
+        endless: whether epochs follow each other without end.
         rows: those of the global batch that this host wants; None = all. The other hosts do not change them.
         num_batches: at most so many; 0 = all.
     """
@@ -41,7 +42,8 @@ class Batches:
         windows: Windows,
         *,
         global_batch: int,
-        seed: int | None,
+        seed: int,
+        endless: bool,
         rows: slice | None = None,
         num_batches: int = 0,
     ):
@@ -49,12 +51,12 @@ class Batches:
         self._global_batch = global_batch
         self._rows = range(global_batch)[rows or slice(None)]
         self._num_windows = len(windows)
-        self._windows = grain.MapDataset.source(windows)
-        if seed is not None:
-            # grain computes each place of the permutation: nothing as long as the data set is held in memory.
-            # It adds the epoch to the seed, so seeds are spread: else epoch 1 of seed 0 were epoch 0 of seed 1.
-            self._windows = self._windows.shuffle(seed=seed * SEED_STRIDE % 2**32).repeat()
-        self._endless = seed is not None
+        # grain computes each place of the permutation: nothing as long as the data set is held in memory. It adds the
+        # epoch to the seed, so seeds are spread: else epoch 1 of seed 0 were epoch 0 of seed 1.
+        self._windows = grain.MapDataset.source(windows).shuffle(seed=seed * SEED_STRIDE % 2**32)
+        if endless:
+            self._windows = self._windows.repeat()
+        self._endless = endless
         available = sys.maxsize // global_batch if self._endless else -(-self._num_windows // global_batch)
         self._length = min(available, num_batches or available)
 
@@ -80,19 +82,21 @@ def train_batches(dataset: Dataset, data: DataConfig, global_batch: int, rows: s
     Raises:
         InputError: the split is empty.
     """
-    return Batches(_windows(dataset, 'train', data), global_batch=global_batch, seed=data.seed, rows=rows)
+    return Batches(_windows(dataset, 'train', data), global_batch=global_batch, seed=data.seed, endless=True, rows=rows)
 
 
 def validation_batches(
     dataset: Dataset, data: DataConfig, global_batch: int, num_batches: int = 0, rows: slice | None = None
 ) -> Batches:
-    """The first `num_batches` batches of the validation split in order; 0 = all of it, each window once.
+    """Batches of the validation split, each window at most once; 0 = all of them.
+
+    Fewer are a sample of the whole split, always the same one, whatever the run's seed.
 
     Raises:
         InputError: the split is empty.
     """
     windows = _windows(dataset, 'validation', data)
-    return Batches(windows, global_batch=global_batch, seed=None, rows=rows, num_batches=num_batches)
+    return Batches(windows, global_batch=global_batch, seed=0, endless=False, rows=rows, num_batches=num_batches)
 
 
 def iterate(
