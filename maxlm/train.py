@@ -29,7 +29,7 @@ from maxlm.planning.flops import training_flops
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import Console, logger, progress_bar
 from maxlm.runtime.evaluation import evaluate
-from maxlm.runtime.metrics import MetricWriter
+from maxlm.runtime.metrics import MetricWriter, lowest_loss
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.reporter import Reporter
@@ -104,6 +104,7 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             bar=stack.enter_context(progress_bar(total=num_steps, initial=start, unit='step', show=show_bar)),
             windows_per_epoch=len(Windows(dataset, 'train', config.data.window)),
             skipped=skipped,
+            best_loss=lowest_loss(workdir),
         )
         batches = stack.enter_context(contextlib.closing(iterate(training_data, start, config.data, num_steps)))
 

@@ -131,6 +131,7 @@ def test_lines_of_the_log_and_what_stands_in_the_workdir(dataset, tmp_path, comp
     last = read_metrics(workdir)[1]
     assert last['train/tokens'] == 4 * 8 * 16
     assert {'train/perplexity', 'train/param_norm', 'perf/mfu', 'perf/mfu_full', 'perf/data_wait_seconds'} < last.keys()
+    assert last['train/best_loss'] == min(line['train/loss'] for line in read_metrics(workdir)[:2])
     assert last['perf/mfu'] < last['perf/mfu_full']
     names = {entry.name for entry in workdir.iterdir()}
     assert names == {'checkpoints', 'config.json', 'metrics.jsonl', 'run.log', 'tokenizer.json'}

@@ -71,13 +71,14 @@ class Engine:
             InputError: a prompt is empty, or does not fit into the model's context with `max_tokens` more.
         """
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-        self._check_lengths(lengths_B, max_tokens)
-        B, T = len(prompts), _round_up(int(lengths_B.max()))
+        longest = max(map(len, prompts))
+        self._check_lengths(min(map(len, prompts)), longest, max_tokens)
+        B, T = len(prompts), _round_up(longest)
         tokens_BT = np.zeros((B, T), np.int32)
         for row, prompt in zip(tokens_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
         keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
-        cache = init_cache(self._config, B, _round_up(int(lengths_B.max()) + max_tokens))
+        cache = init_cache(self._config, B, _round_up(longest + max_tokens))
 
         # The padding behind a prompt writes to slots that no query sees before a real token has taken them.
         positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
@@ -105,12 +106,12 @@ class Engine:
         rows = np.stack(columns, axis=1).tolist()
         return [row[: row.index(self._end)] if self._end in row else row for row in rows]
 
-    def _check_lengths(self, lengths_B: np.ndarray, max_tokens: int) -> None:
+    def _check_lengths(self, shortest: int, longest: int, max_tokens: int) -> None:
         if max_tokens < 1:
             raise InputError(f'max_tokens={max_tokens}: must be at least 1')
-        if lengths_B.min() == 0:
+        if shortest == 0:
             raise InputError('the prompt is empty; give at least one character to continue')
-        context, longest = self._config.max_positions, int(lengths_B.max())
+        context = self._config.max_positions
         if longest + max_tokens > context:
             raise InputError(
                 f'max_tokens={max_tokens}: the prompt has {longest} tokens and the context of the model {context}; '

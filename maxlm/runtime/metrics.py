@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ class Metric(NamedTuple):
 
 METRICS: dict[str, Metric] = {
     'train/loss': Metric('nats/token', 'cross-entropy of the step, mean over its predicted tokens'),
+    'train/best_loss': Metric('nats/token', 'lowest train/loss of the lines so far'),
     'train/perplexity': Metric('', 'exp(train/loss)'),
     'train/learning_rate': Metric('', 'rate that the step used'),
     'train/grad_norm': Metric('', 'global norm of the gradient before clipping'),
@@ -51,10 +53,15 @@ class MetricWriter:
         self._tensorboard = _tensorboard_writer(workdir / 'tensorboard') if tensorboard else None
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """One line: `step`, `time` (seconds since 1970) and the values; names must stand in METRICS."""
+        """One line: `step`, `time` (seconds since 1970) and the values, of which those that are not finite are null.
+
+        Names must stand in METRICS.
+        """
         unknown = values.keys() - METRICS.keys()
         assert not unknown, f'metrics without a row in METRICS: {unknown}'
-        self._file.write(json.dumps({'step': step, 'time': round(time, 3), **values}) + '\n')
+        # JSON has no NaN; null is what every reader of it takes.
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({'step': step, 'time': round(time, 3), **finite}) + '\n')
         self._file.flush()
         if self._tensorboard:
             self._tensorboard.write_scalars(step, values)
@@ -80,6 +87,12 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
     except ValueError as error:
         raise InputError(f'{path}: a line is not JSON ({error}); mend or remove it') from error
+
+
+def lowest_loss(workdir: Path) -> float:
+    """The lowest training loss that stands in metrics.jsonl; infinity where there is none."""
+    losses = (line.get('train/loss') for line in read_metrics(workdir))
+    return min((loss for loss in losses if loss is not None), default=math.inf)
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

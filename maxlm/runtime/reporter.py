@@ -36,14 +36,17 @@ class Reporter:
         bar: tqdm,
         windows_per_epoch: int,
         skipped: int,
+        best_loss: float,
     ):
+        """`skipped` and `best_loss` are those of the run's earlier lives; `writer` is None on all processes but one."""
         self._config = config
-        self._writer = writer  # None on all processes but the first
+        self._writer = writer
         self._pace = pace
         self._bar = bar
         self._windows_per_epoch = windows_per_epoch
         self._pending: _Pending | None = None
         self._skipped = skipped
+        self._best_loss = best_loss
         self.skipped_in_a_row = 0
         self.last_loss = math.nan
         self.validation_loss: float | None = None
@@ -84,6 +87,8 @@ class Reporter:
         sequences = step * self._config.train.global_batch
         perf = self._pace.read_interval()
         loss = float(values['loss'])
+        # A NaN is never the lower one.
+        self._best_loss = min(self._best_loss, loss)
         memory = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
         if memory:
             perf['perf/device_memory_gib'] = memory / 2**30
@@ -91,6 +96,7 @@ class Reporter:
             step,
             {
                 'train/loss': loss,
+                'train/best_loss': self._best_loss,
                 'train/perplexity': math.exp(min(loss, 700.0)),
                 'train/learning_rate': float(values['learning_rate']),
                 'train/grad_norm': float(values['grad_norm']),
@@ -103,8 +109,9 @@ class Reporter:
         )
         mfu = f'  MFU {perf["perf/mfu"]:.1%}' if 'perf/mfu' in perf else ''
         logger.info(
-            f'step {step:>7}  loss {loss:.4f}  lr {values["learning_rate"]:.2e}  '
-            f'grad norm {values["grad_norm"]:.3f}  {perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}  '
+            f'step {step:>7}  loss {loss:.4f}  best {self._best_loss:.4f}  lr {values["learning_rate"]:.2e}  '
+            f'grad norm {values["grad_norm"]:.3f}  {1 / perf["perf/step_seconds"]:.3g} steps/s  '
+            f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}  '
             f'data wait {perf["perf/data_wait_seconds"] * 1e3:.1f} ms'
         )
         self._bar.set_postfix_str(f'loss {loss:.3f}{mfu}')
