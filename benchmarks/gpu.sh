@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs all GPU measurements that are ready and writes one JSON file each to OUT (default: benchmarks/results).
-# Needs a GPU and python3 with jax, flax, optax and ml_collections; about 6 minutes on an H200.
+# Needs a GPU and python3 with jax, flax, optax and ml_collections; each measurement may take 150 seconds at most.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${OUT:-benchmarks/results}"

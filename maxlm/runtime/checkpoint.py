@@ -8,6 +8,8 @@ visible under its number only when all of it is written.
 
 from __future__ import annotations
 
+import concurrent.futures
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from maxlm.errors import InputError
 from maxlm.training.step import Params, TrainState
 
 FOLDER = 'checkpoints'
+TRASH = '_trash'
 
 T = TypeVar('T')
 
@@ -39,11 +42,15 @@ class Checkpoints:
         self.directory = workdir.resolve() / FOLDER
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep_last,
-            # A step that goes is renamed first. Deleted in place, a kill would leave a visible half of it.
-            todelete_subdir='_trash',
+            # A step that goes is renamed first. Deleted in place, a kill would leave a visible half of it. Orbax leaves
+            # it at that, so the emptying is ours.
+            todelete_subdir=TRASH,
             cleanup_tmp_directories=True,
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=_handlers())
+        # In the background: a large step takes long to delete on some file systems.
+        self._cleaner = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='empty-trash')
+        self._cleaner.submit(self._empty_trash)
 
     def latest_step(self) -> int | None:
         """Newest complete step."""
@@ -61,6 +68,7 @@ class Checkpoints:
                 data=ocp.args.JsonSave(fingerprint),
             ),
         )
+        self._cleaner.submit(self._empty_trash)
 
     def restore(self, step: int, abstract: TrainState) -> Restored:
         """The state of a step, placed as `abstract` says.
@@ -94,6 +102,14 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+        self._cleaner.submit(self._empty_trash)
+        self._cleaner.shutdown()
+
+    def _empty_trash(self) -> None:
+        if jax.process_index() == 0:
+            # The folder itself stays: Orbax may be about to move something into it.
+            for step in (self.directory / TRASH).glob('*'):
+                shutil.rmtree(step, ignore_errors=True)
 
 
 def restore_params(step_directory: Path, abstract: Params) -> Params:

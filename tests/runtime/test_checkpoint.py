@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.runtime.checkpoint import FOLDER, Checkpoints, find_step, restore_params
+from maxlm.runtime.checkpoint import FOLDER, TRASH, Checkpoints, find_step, restore_params
 from maxlm.training.step import TrainState, abstract_state
 from tests.small import small_config, small_layout
 
@@ -118,6 +118,8 @@ def test_the_newest_are_kept(tmp_path):
     with Checkpoints(tmp_path / 'three', keep_last=3) as checkpoints:
         assert checkpoints.latest_step() == 8
     assert same(restore(tmp_path / 'three', abstract, step=4).state, states[1])
+    # What went is gone from the disk too, not only out of sight.
+    assert list((tmp_path / 'three' / FOLDER / TRASH).iterdir()) == []
     save(tmp_path / 'one', states, keep_last=1)
     assert steps_in(tmp_path / 'one') == [8]
 
