@@ -1,0 +1,79 @@
+"""The README is true: its files are there, its commands parse, its keys exist."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+
+from maxlm.config.load import load, split_overrides
+from maxlm.errors import ArgumentParser, InputError
+from tests.conftest import ROOT
+
+README = (ROOT / 'README.md').read_text()
+BLOCKS = re.findall(r'^```\n(.*?)^```', README, re.MULTILINE | re.DOTALL)
+
+
+def commands():
+    """The commands of the code blocks and of the running text that start with a word of ours."""
+    lines = [line for block in BLOCKS for line in block.replace('\\\n', ' ').splitlines()]
+    lines += re.findall(r'`((?:python -m|bash|\./launch)[^`]*)`', README)
+    return [shlex.split(line, comments=True) for line in lines if re.match(r'(python -m|bash|\./launch)', line)]
+
+
+class _ParsedError(Exception):
+    """Ends a verb after its command line was read."""
+
+
+def test_commands_parse(monkeypatch):
+    def parse_only(self, argv):
+        original(self, argv)
+        raise _ParsedError
+
+    original = ArgumentParser.parse_args
+    monkeypatch.setattr(ArgumentParser, 'parse_args', parse_only)
+    monkeypatch.chdir(ROOT)
+    seen = set()
+    for words in commands():
+        if words[0] in ('bash', './launch/demo.sh', './launch/test.sh'):
+            assert (ROOT / words[-1]).is_file(), words
+            continue
+        module = words[2]
+        if module in ('maxlm.VERB',) or any(word.endswith('…') for word in words[3:]):
+            continue
+        seen.add(module)
+        argv = words[3:]
+        with pytest.raises(_ParsedError):
+            importlib.import_module(module).main(argv)
+        overrides, rest = split_overrides(argv)
+        configs = [word.removeprefix('--config=') for word in rest if word.startswith('--config=')]
+        for config in configs:
+            load(config, overrides)
+    assert seen >= {'maxlm.train', 'maxlm.evaluate', 'maxlm.generate', 'benchmarks.step'}
+    # Control: an option that is not there does not pass.
+    with pytest.raises(InputError, match='temprature'):
+        importlib.import_module('maxlm.generate').main(['--checkpoint=x', '--prompt=y', '--temprature=1'])
+
+
+def test_files_that_are_named_are_there():
+    names = set(re.findall(r'\]\(([^)]+)\)', README)) | set(
+        re.findall(r'`((?:configs|launch|benchmarks)/[\w./]+)`', README)
+    )
+    assert len(names) >= 5
+    missing = {name for name in names if not (ROOT / name).exists()}
+    assert missing == set()
+    tree = next(block for block in BLOCKS if block.startswith('configs/'))
+    for folder in re.findall(r'^  (\w+)/', tree, re.MULTILINE):
+        assert (ROOT / 'maxlm' / folder).is_dir(), folder
+    # Every room of the package stands in the tree.
+    rooms = {path.name for path in (ROOT / 'maxlm').iterdir() if path.is_dir() and path.name != '__pycache__'}
+    assert rooms == set(re.findall(r'^  (\w+)/', tree, re.MULTILINE))
+
+
+def test_keys_that_are_named_exist():
+    named = set(re.findall(r'`((?:model|data|train|eval|optimizer|mesh|checkpoint)\.[a-z_]+)`', README))
+    assert len(named) >= 5
+    for key in named:
+        with pytest.raises(InputError) as error:
+            load(str(ROOT / 'configs/tiny.py'), [f'{key}=§'])
+        assert 'does not exist' not in str(error.value)
