@@ -4,7 +4,7 @@ Command:   python -m maxlm.train --config=configs/1b.py --workdir=runs/1b
 Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer bpe:50000
 Hardware:  8 × H100 80 GB in one node; any other number of devices that divides 512, with the same results
 Time:      100 000 steps of 512 × 2048 tokens = 105 billion tokens
-Memory:    24 GiB per GPU, compiled ahead of time for 8 × H100; 8 GiB with model.remat=dots_no_batch, 3 with full
+Memory:    25 GiB per GPU, compiled ahead of time for 8 × H100; 8 GiB with model.remat=dots_no_batch, 3 with full
 Expected:  speed and loss are not measured yet
 """
 

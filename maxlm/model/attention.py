@@ -1,6 +1,7 @@
 """Causal self-attention with grouped key/value heads, an optional cache, and the choice of kernel.
 
-Shapes: B batch, T query length, S key length, D dim, N query heads, K key/value heads, G = N/K, H head dim.
+Shapes: B batch, T query length, S key length, D dim, N query heads, K key/value heads, G = N/K, H head dim,
+X blocks of queries.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from flax import nnx
 from maxlm.config.keys import ModelConfig
 from maxlm.model.linear import Constrain, Linear
 from maxlm.model.positions import Rotary, rotate
+
+# Queries whose scores exist at the same time, where the kernel is ours.
+QUERY_BLOCK = 256
 
 
 class LayerCache(NamedTuple):
@@ -104,14 +108,34 @@ def attend(
 
 
 def _attend_xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
+    """A block of queries at a time for long sequences (Rabe & Staats 2021): no scores of T × S are ever kept."""
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     if mask_BTS is None:
         mask_BTS = jnp.tril(jnp.ones((1, T, S), bool))
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (1 / math.sqrt(H))
-    # Scores and softmax stay float32: bfloat16 keeps 8 bits, too few for a sum over thousands of keys.
-    scores_BKGTS = jnp.einsum('BTKGH,BSKH->BKGTS', q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite, and so does its gradient.
-    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
-    return jnp.einsum('BKGTS,BSKH->BTKGH', weights_BKGTS, v_BSKH).reshape(B, T, N, H)
+    # Heads before positions: products over the last two axes are what XLA has fast kernels for on a CPU.
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
+    k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+
+    def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BKGTH, mask_BTS = block
+        # Scores and softmax stay float32: bfloat16 keeps 8 bits, too few for a sum over thousands of keys.
+        scores_BKGTS = jnp.einsum('BKGTH,BKSH->BKGTS', q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
+        # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite, and so does its gradient.
+        scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BKSH.dtype)
+        return jnp.einsum('BKGTS,BKSH->BKGTH', weights_BKGTS, v_BKSH)
+
+    if T <= QUERY_BLOCK or T % QUERY_BLOCK:
+        o_BKGTH = attend_block((q_BKGTH, mask_BTS))
+    else:
+        blocks = (_blocks(q_BKGTH, axis=3), _blocks(mask_BTS, axis=1))
+        o_XBKGTH = jax.lax.map(jax.checkpoint(attend_block), blocks)
+        o_BKGTH = jnp.moveaxis(o_XBKGTH, 0, 3).reshape(B, K, N // K, T, H)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _blocks(x: jax.Array, axis: int) -> jax.Array:
+    """Cuts an axis of T into a new leading axis of blocks (X) and one of QUERY_BLOCK."""
+    x = x.reshape(*x.shape[:axis], -1, QUERY_BLOCK, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)

@@ -144,9 +144,10 @@ class Decoder(nnx.Module):
             kernel_DV = self.embedding[...].T
         else:
             kernel_DV = self.head.kernel[...]
-        logits_BTV = jnp.einsum(
-            'BTD,DV->BTV', hidden_BTD, kernel_DV.astype(hidden_BTD.dtype), preferred_element_type=jnp.float32
-        )
+        B, T, D = hidden_BTD.shape
+        kernel_DV = kernel_DV.astype(hidden_BTD.dtype)
+        logits_BTV = jnp.dot(hidden_BTD.reshape(B * T, D), kernel_DV, preferred_element_type=jnp.float32)
+        logits_BTV = logits_BTV.reshape(B, T, -1)
         return self.constrain(logits_BTV, ('batch', 'length', 'vocab'))
 
     def _run_blocks(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlm.model import attention
 from maxlm.model.attention import attend
 from maxlm.model.positions import rotary_angles, rotate
 
@@ -33,6 +34,26 @@ def test_attention_is_the_formula(kv_heads):
         out = attend(*map(jnp.float32, (q, k, v)), given, kernel='xla')
         np.testing.assert_allclose(out, reference(q, k, v, meant), atol=1e-5)
     assert not np.allclose(out, reference(q, k, v, causal), atol=1e-3)
+
+
+@pytest.mark.parametrize('queries', [512, 500])
+def test_blocks_of_queries_change_nothing(queries, monkeypatch):
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(1, queries, 4, 8)), jnp.float32)
+    k, v = jnp.asarray(rng.normal(size=(2, 1, 512, 2, 8)), jnp.float32)
+    mask = jnp.asarray(rng.random((1, queries, 512)) < 0.5)
+
+    def run(query_block):
+        monkeypatch.setattr(attention, 'QUERY_BLOCK', query_block)
+        return jax.value_and_grad(lambda q, k, v: jnp.square(attend(q, k, v, mask, kernel='xla')).sum(), (0, 1, 2))(
+            q, k, v
+        )
+
+    for a, b in zip(jax.tree.leaves(run(128)), jax.tree.leaves(run(10_000)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        attend(q, k, v, mask, kernel='xla')[0], reference(*map(np.asarray, (q, k, v, mask)))[0], atol=1e-4
+    )
 
 
 def test_a_row_that_sees_nothing_stays_finite():

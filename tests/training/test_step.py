@@ -45,7 +45,7 @@ def test_accumulation_is_exact_with_uneven_token_counts():
         assert_close(state.opt_state, whole.opt_state, 1e-6)
     # Control: the mean of the micro-batches' means is another number.
     layout = small_layout(small_config())
-    loss_sum = make_loss_sum(small_config(), layout)
+    loss_sum = jax.jit(make_loss_sum(small_config(), layout))
     params = init_state(small_config(), layout).params
     sums, tokens = zip(
         *(loss_sum(params, {k: jnp.asarray(v[i::2]) for k, v in batch.items()}, None) for i in range(2)), strict=True
