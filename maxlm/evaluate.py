@@ -18,6 +18,7 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.load import load_model
 from maxlm.runtime.console import Console, progress_bar
 from maxlm.runtime.evaluation import evaluate
+from maxlm.runtime.metrics import perplexity
 from maxlm.training.step import make_eval_step
 
 
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
     values = {
         'step': model.step,
         'loss': result.loss,
-        'perplexity': math.exp(min(result.loss, 700.0)),
+        'perplexity': perplexity(result.loss),
         # Independent of the tokenizer: nats per token → bits per byte by the split's own ratio.
         'bits_per_byte': result.loss / math.log(2) * split.tokens / split.text_bytes,
         'unigram_entropy': split.unigram_entropy,

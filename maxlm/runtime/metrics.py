@@ -89,6 +89,11 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
         raise InputError(f'{path}: a line is not JSON ({error}); mend or remove it') from error
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss), bounded where a float ends, so that a hopeless loss is a large number and not an error."""
+    return math.exp(min(loss, 700.0))
+
+
 def lowest_loss(workdir: Path) -> float:
     """The lowest training loss that stands in metrics.jsonl; infinity where there is none."""
     losses = (line.get('train/loss') for line in read_metrics(workdir))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Any
 
 
 class StopRequest:
@@ -14,7 +15,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = ''  # the signal's name
-        self._previous: dict[int, object] = {}
+        # Signal number → handler before; Python types a handler in several ways.
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -23,7 +25,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.requested:

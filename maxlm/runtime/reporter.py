@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from maxlm.config.keys import Config
 from maxlm.runtime.console import logger
-from maxlm.runtime.metrics import MetricWriter
+from maxlm.runtime.metrics import MetricWriter, perplexity
 from maxlm.runtime.pace import Pace
 
 
@@ -73,9 +73,8 @@ class Reporter:
     def evaluated(self, step: int, loss: float) -> None:
         """The validation loss after `step`."""
         self.validation_loss = loss
-        perplexity = math.exp(min(loss, 700.0))
-        self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity})
-        logger.info(f'step {step:>7}  validation loss {loss:.4f}  perplexity {perplexity:.2f}')
+        self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity(loss)})
+        logger.info(f'step {step:>7}  validation loss {loss:.4f}  perplexity {perplexity(loss):.2f}')
 
     def _count_skips(self, step: int, skipped: bool) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -97,7 +96,7 @@ class Reporter:
             {
                 'train/loss': loss,
                 'train/best_loss': self._best_loss,
-                'train/perplexity': math.exp(min(loss, 700.0)),
+                'train/perplexity': perplexity(loss),
                 'train/learning_rate': float(values['learning_rate']),
                 'train/grad_norm': float(values['grad_norm']),
                 'train/param_norm': float(values['param_norm']),

@@ -24,6 +24,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     # Activations.
     'batch': ('replica', 'data', 'fsdp'),
     'length': (),
+    'micro_batch': (),
     'activation': (),
     # Parameters: the width is what ZeRO-3 cuts, since every matrix has it and it divides well.
     'embed': ('fsdp',),

@@ -123,7 +123,7 @@ def make_loss_sum(
 def split_micro_batches(x_BT: jax.Array, num: int, layout: Layout) -> jax.Array:
     """[B, T] → [A, B/A, T]. Row r goes to micro-batch r mod A, so that no row changes its device."""
     B, T = x_BT.shape
-    return layout.constrain(x_BT.reshape(B // num, num, T).swapaxes(0, 1), ('layers', 'batch', 'length'))
+    return layout.constrain(x_BT.reshape(B // num, num, T).swapaxes(0, 1), ('micro_batch', 'batch', 'length'))
 
 
 def abstract_model(config: Config, layout: Layout) -> Decoder:
