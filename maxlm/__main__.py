@@ -13,6 +13,7 @@ VERBS = {
     'train': 'train a model, or go on with a run',
     'evaluate': 'loss, perplexity and bits per byte of a checkpoint on held-out data',
     'generate': 'continue a prompt with a checkpoint',
+    'hf': 'import models from, and export them to, the format of Hugging Face Transformers',
 }
 
 

@@ -14,6 +14,7 @@ import jax
 
 from maxlm.data.batches import validation_batches
 from maxlm.data.records import load_manifest
+from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.load import load_model
 from maxlm.runtime.console import Console, progress_bar
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> int:
     config = model.config
     data = dataclasses.replace(config.data, path=options.data or config.data.path)
     dataset = load_manifest(data.path)
-    if dataset.tokenizer_path.read_bytes() != model.tokenizer_path.read_bytes():
+    # Not byte by byte: a file from elsewhere may be written in another way and mean the same.
+    if Tokenizer.load(dataset.tokenizer_path).sha256 != model.tokenizer.sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
             f'prepare the data with --tokenizer {model.tokenizer_path}'

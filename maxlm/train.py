@@ -19,7 +19,7 @@ import jax
 from maxlm.config.keys import Config
 from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
-from maxlm.data.batches import check_fingerprint, fingerprint, iterate, train_batches, validation_batches
+from maxlm.data.batches import fingerprint, iterate, train_batches, validation_batches
 from maxlm.data.records import Dataset, load_manifest
 from maxlm.data.windows import Windows
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ArgumentParser, exit_code
@@ -33,16 +33,19 @@ from maxlm.runtime.metrics import MetricWriter, lowest_loss
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.reporter import Reporter
+from maxlm.runtime.start import check_init_from, start_state
 from maxlm.runtime.workdir import describe_run, open_workdir
 from maxlm.training.sharding import Layout, make_layout
-from maxlm.training.step import TrainState, abstract_state, init_state, make_eval_step
+from maxlm.training.step import TrainState, abstract_state, evaluated_params, make_eval_step
 
 
 def main(argv: list[str]) -> int:
     """Reads the command line, checks everything that can be checked without training, and trains."""
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog='maxlm.train', allow_abbrev=False, description=__doc__)
-    parser.add_argument('--config', required=True, help='config file, with a variant after a colon: configs/x.py:big')
+    parser.add_argument(
+        '--config', required=True, help='configs/x.py, with a variant as configs/x.py:big, or a config.json'
+    )
     parser.add_argument('--workdir', required=True, type=Path, help='directory of the run; made if need be')
     options = parser.parse_args(rest)
 
@@ -57,6 +60,7 @@ def main(argv: list[str]) -> int:
     )
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
+    check_init_from(config, abstract.params, options.workdir)
     on_first_process = jax.process_index() == 0
     if on_first_process:
         open_workdir(options.workdir, config)
@@ -73,7 +77,9 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
         stop = stack.enter_context(StopRequest())
         # Leaving the stack, after an error too, brings to disk what was saved.
         checkpoints = stack.enter_context(Checkpoints(workdir, keep_last=config.checkpoint.keep_last))
-        state = _restore_or_init(config, layout, abstract, checkpoints, facts)
+        state = start_state(
+            config, dataset=dataset, layout=layout, abstract=abstract, checkpoints=checkpoints, facts=facts
+        )
         start, skipped = int(state.step), int(state.skipped)
         if start >= num_steps:
             logger.info(f'already at step {start} of {num_steps}: nothing to do')
@@ -130,7 +136,7 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
                 if save:
                     checkpoints.save(step, state, facts)
                 if validate and validation_loss:
-                    reporter.evaluated(step, validation_loss(state.params))
+                    reporter.evaluated(step, validation_loss(evaluated_params(state)))
             if last:
                 break
 
@@ -149,18 +155,6 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
 
 def _due(step: int, every: int, num_steps: int) -> bool:
     return every > 0 and (step % every == 0 or step == num_steps)
-
-
-def _restore_or_init(
-    config: Config, layout: Layout, abstract: TrainState, checkpoints: Checkpoints, facts: dict[str, Any]
-) -> TrainState:
-    newest = checkpoints.latest_step()
-    if newest is None:
-        return init_state(config, layout)
-    state, stored_facts = checkpoints.restore(newest, abstract)
-    check_fingerprint(stored_facts, facts)
-    logger.info(f'going on from step {newest}')
-    return state
 
 
 def _make_validation_loss(config: Config, dataset: Dataset, layout: Layout, rows: slice) -> Callable[[Any], float]:

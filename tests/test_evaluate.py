@@ -121,6 +121,16 @@ def test_other_data(measure, tmp_path):
     assert other['loss'] != measure()['loss']
 
 
+def test_the_same_tokenizer_written_in_another_way(measure, tmp_path):
+    data = prepared(tmp_path, 'Everyone may do as they like. ', '--tokenizer', 'bytes')
+    before = measure(f'--data={data}')
+    tokenizer = data / 'tokenizer.json'
+    text = json.dumps(json.loads(tokenizer.read_text()))
+    assert text != tokenizer.read_text()
+    tokenizer.write_text(text)
+    assert measure(f'--data={data}') == before
+
+
 def refused(run, *options, **given):
     code, out, err = run(*options, **given)
     assert (code, out) == (EXIT_BAD_INPUT, '')

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -17,8 +18,9 @@ import pytest
 
 from maxlm import train
 from maxlm.config.keys import SECTIONS
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
 from maxlm.runtime.checkpoint import restore_params
+from maxlm.runtime.layers import ParamsReader, StreamedArray, write_step
 from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.workdir import read_config
 from maxlm.training.step import abstract_state
@@ -59,10 +61,10 @@ def run(dataset, workdir, **overrides):
     return exit_code(train.main, arguments(dataset, workdir, **overrides))
 
 
-def params_of(workdir, step):
+def params_of(workdir, step, item='params'):
     config = read_config(workdir)
     abstract = abstract_state(config, small_layout(config)).params
-    return jax.device_get(restore_params(Path(workdir) / 'checkpoints' / str(step), abstract))
+    return jax.device_get(restore_params(Path(workdir) / 'checkpoints' / str(step), abstract, item=item))
 
 
 def curve(workdir):
@@ -79,9 +81,10 @@ def same(tree, other):
 
 def test_resume_at_every_step_is_exact(dataset, tmp_path, compile_once):
     whole = tmp_path / 'whole'
-    settings = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 20}
+    settings = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 20, 'optimizer__ema_decay': 0.9}
     assert run(dataset, whole, **settings) == EXIT_DONE
-    wanted_curve, wanted_params = curve(whole), params_of(whole, 20)
+    wanted_curve, wanted_params, wanted_average = curve(whole), params_of(whole, 20), params_of(whole, 20, 'ema')
+    assert not same(wanted_average, wanted_params)
     assert len(wanted_curve) == 20
     for step in range(1, 20):
         # What a run leaves that was killed after it had saved `step` and gone on a little: later lines, no later save.
@@ -92,6 +95,7 @@ def test_resume_at_every_step_is_exact(dataset, tmp_path, compile_once):
         assert run(dataset, resumed, **settings) == EXIT_DONE
         assert curve(resumed) == wanted_curve, step
         assert same(params_of(resumed, 20), wanted_params), step
+        assert same(params_of(resumed, 20, 'ema'), wanted_average), step
     other = tmp_path / 'other'
     assert run(dataset, other, **settings, train__seed=1) == EXIT_DONE
     assert curve(other)[20]['train/loss'] != wanted_curve[20]['train/loss']
@@ -111,6 +115,61 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path,
     assert run(dataset, workdir, train__num_steps=5) == EXIT_DONE
     assert sorted(curve(workdir)) == [1, 2, 3, 4, 5]
     assert (workdir / 'checkpoints' / '5').is_dir()
+
+
+def test_a_run_starts_with_the_config_and_the_parameters_of_another(dataset, tmp_path, compile_once, capsys):
+    first, second = tmp_path / 'first', tmp_path / 'second'
+    assert run(dataset, first, optimizer__ema_decay=0.9) == EXIT_DONE
+    capsys.readouterr()
+    command = [f'--config={first}/config.json', f'--workdir={second}', '--config.train.num_steps=3']
+    assert exit_code(train.main, [*command, f'--config.train.init_from={first}']) == EXIT_DONE
+    assert (
+        f'starting with the parameters of {first}/checkpoints/20/ema and a fresh optimizer' in capsys.readouterr().out
+    )
+    before, after = read_config(first), read_config(second)
+    assert after.model == before.model
+    assert after.mesh == before.mesh
+    assert (after.train.num_steps, after.optimizer.ema_decay) == (3, 0.9)
+    assert sorted(curve(second)) == [1, 2, 3]
+    # The same windows in the same order, with a loss that the first run had at its end and not at its start.
+    assert curve(second)[1]['train/loss'] < curve(first)[1]['train/loss'] - 0.1
+    # Started again it goes on, whatever has become of the other.
+    shutil.rmtree(first / 'checkpoints')
+    command[-1] = '--config.train.num_steps=5'
+    assert exit_code(train.main, [*command, f'--config.train.init_from={first}']) == EXIT_DONE
+    assert 'going on from step 3' in capsys.readouterr().out
+    assert sorted(curve(second)) == [1, 2, 3, 4, 5]
+
+
+def test_an_imported_workdir_is_trained_on(dataset, tmp_path, compile_once, capsys):
+    first, imported = tmp_path / 'first', tmp_path / 'imported'
+    assert run(dataset, first, train__num_steps=3) == EXIT_DONE
+    reader = ParamsReader(first / 'checkpoints' / '3')
+    arrays = {
+        path: StreamedArray(shape, functools.partial(reader.read, path), path.startswith('blocks.'))
+        for path, shape in reader.shapes.items()
+    }
+    write_step(imported, 0, arrays)
+    shutil.copy(first / 'config.json', imported)
+    shutil.copy(first / 'tokenizer.json', imported)
+    copied = tmp_path / 'copied'
+    shutil.copytree(imported, copied)
+    capsys.readouterr()
+    command = [f'--config={imported}/config.json', '--config.train.num_steps=2']
+    assert exit_code(train.main, [*command, f'--workdir={imported}']) == EXIT_DONE
+    assert 'checkpoints/0/params and a fresh optimizer' in capsys.readouterr().out
+    # The same as a new run from the same parameters.
+    assert (
+        exit_code(train.main, [*command, f'--workdir={tmp_path}/new', f'--config.train.init_from={first}']) == EXIT_DONE
+    )
+    assert curve(imported) == curve(tmp_path / 'new')
+    assert same(params_of(imported, 2), params_of(tmp_path / 'new', 2))
+    # Control: not the same as from random ones.
+    assert exit_code(train.main, [*command, f'--workdir={tmp_path}/random']) == EXIT_DONE
+    assert curve(imported)[1] != curve(tmp_path / 'random')[1]
+    # Another model is refused by the name of what differs.
+    assert exit_code(train.main, [*command, f'--workdir={copied}', '--config.model.num_layers=2']) == EXIT_BAD_INPUT
+    assert 'model.num_layers=1' in capsys.readouterr().err
 
 
 def test_lines_of_the_log_and_what_stands_in_the_workdir(dataset, tmp_path, compile_once, capsys):
@@ -238,14 +297,17 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once):
 
     for section, cls in SECTIONS.items():
         watch(section, cls)
-    # The three ways to say how long a run is, and the two to say how much at a time and how long the warm-up.
-    lengths = {
-        'llama': {'train__num_steps': 2},
+    # The three ways to say how long a run is, the two to say how much at a time and how long the warm-up, and what only
+    # some choices of another key look at.
+    by_family = {
+        'llama': {'train__num_steps': 2, 'model__rotary_scaling': 'yarn'},
         'gpt2': {'train__num_tokens': 256, 'train__global_batch_tokens': 128, 'optimizer__warmup_tokens': 128},
-        'gpt_neox': {'train__num_epochs': 0.025},
+        'qwen3': {'train__num_steps': 2, 'model__attention_pattern': 'S', 'model__sliding_window': 4},
+        'gpt_neox': {'train__num_epochs': 0.025, 'model__rotary_scaling': 'llama3'},
+        'nanochat': {'train__num_steps': 2, 'optimizer__name': 'muon', 'optimizer__schedule': 'wsd'},
     }
-    for family, length in lengths.items():
-        settings = {'model__family': family, 'eval__every': 2, 'metrics__tensorboard': 'true', **length}
+    for family, chosen in by_family.items():
+        settings = {'model__family': family, 'eval__every': 2, 'metrics__tensorboard': 'true', **chosen}
         command = arguments(dataset, tmp_path / family, **settings)
         command = [word for word in command if not word.endswith(('num_steps=20', 'warmup_steps=5'))]
         assert train.main([*command, '--config.optimizer.warmup_steps=0']) == EXIT_DONE

@@ -12,14 +12,17 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / 'maxlm'
 FILES = sorted(PACKAGE.rglob('*.py'))
-WINGS = ('data', 'model', 'training', 'runtime', 'planning', 'inference', 'config')
+WINGS = ('data', 'model', 'training', 'runtime', 'planning', 'inference', 'huggingface', 'config')
 # What a wing must not know.
 FORBIDDEN = {
     **{wing: {*VERBS, '__main__'} for wing in WINGS},
     'data': {*VERBS, '__main__', 'model', 'training', 'inference'},
     'model': {*VERBS, '__main__', 'training', 'runtime', 'data', 'inference'},
     'training': {*VERBS, '__main__', 'runtime', 'data', 'inference'},
+    'huggingface': {*VERBS, '__main__', 'inference'},
 }
+# Formats are read and written without the libraries that they are from.
+FOREIGN = {'torch', 'transformers', 'huggingface_hub'}
 MAX_LINES = 400
 NAMELESS = {'utils', 'helpers', 'common', 'misc'}
 
@@ -74,7 +77,9 @@ def test_a_wing_imports_only_what_it_may(wing):
         ('model', 'from maxlm import runtime, data', {'runtime', 'data'}),
         ('training', 'from maxlm.data.records import Dataset', {'data'}),
         ('training', 'import maxlm.runtime.console\nimport maxlm.inference.engine', {'runtime', 'inference'}),
+        ('huggingface', 'from maxlm.inference.load import load_model', {'inference'}),
         # What is allowed, and what only looks alike.
+        ('huggingface', 'from maxlm.runtime import layers\nfrom maxlm.data import tokenizer', set()),
         ('runtime', 'from maxlm.training.step import TrainState', set()),
         ('training', 'from maxlm.model.decoder import Decoder\nimport jax.data', set()),
         ('data', 'import train\nfrom datasets import model', set()),
@@ -82,6 +87,16 @@ def test_a_wing_imports_only_what_it_may(wing):
 )
 def test_a_breach_would_be_found(wing, source, found):
     assert breaches(wing, source) == found
+
+
+def foreign(source):
+    return {name.partition('.')[0] for name in imported(source)} & FOREIGN
+
+
+def test_nothing_imports_the_libraries_of_the_formats():
+    assert {str(path): foreign(path.read_text()) for path in FILES if foreign(path.read_text())} == {}
+    assert foreign('def f():\n    import torch.nn\n    from transformers import x') == {'torch', 'transformers'}
+    assert foreign('from maxlm.huggingface import torch_names') == set()
 
 
 def too_long(texts):
@@ -103,7 +118,7 @@ def test_every_file_is_named_for_what_it_holds():
     assert nameless(planted) == planted[:3]
 
 
-HEAVY = ('tensorflow', 'clu')
+HEAVY = ('tensorflow', 'clu', 'torch', 'transformers')
 IMPORT_ALL = """
 import importlib, sys
 for name in {modules}:
@@ -118,7 +133,7 @@ def heavy_imports(modules, heavy=HEAVY):
     return result.stdout.split()
 
 
-def test_importing_any_of_it_does_not_import_tensorflow():
+def test_importing_any_of_it_does_not_import_tensorflow_or_torch():
     modules = ['.'.join(path.relative_to(ROOT).with_suffix('').parts) for path in FILES]
     modules = [name.removesuffix('.__init__') for name in modules]
     assert 'maxlm.train' in modules

@@ -12,7 +12,8 @@ FAMILY: Any = None
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    # Named settings of the switches that are left at FAMILY below: gpt2, gpt_neox, llama (maxlm/model/families.py).
+    # Named settings of the switches that are left at FAMILY below: gpt2, gpt_neox, llama, qwen3, nanochat
+    # (maxlm/model/families.py).
     family: str = 'gpt2'
     # Number of token ids; 0 = the data set's. May be larger than the data set's, for a round number.
     vocab_size: int = 0
@@ -36,11 +37,36 @@ class ModelConfig:
     rotary_fraction: float = FAMILY
     # Base of the rotary frequencies.
     rotary_theta: float = FAMILY
+    # How rotary frequencies are changed for contexts longer than those of the first training: none | linear | dynamic |
+    # yarn | llama3.
+    rotary_scaling: str = 'none'
+    # How many times longer.
+    rotary_factor: float = 1.0
+    # Context of the first training, from which dynamic, yarn and llama3 scale; 0 = max_positions / rotary_factor.
+    rotary_original_positions: int = 0
+    # llama3: turns within the original context below which a frequency is divided by the factor, above which it stays.
+    rotary_low_turns: float = 1.0
+    rotary_high_turns: float = 4.0
+    # yarn: the same two bounds.
+    rotary_beta_slow: float = 1.0
+    rotary_beta_fast: float = 32.0
+    # yarn: the bounds are rounded to whole pairs.
+    rotary_truncate: bool = True
+    # yarn: queries and keys are multiplied by it; 0 = 0.1 · ln(rotary_factor) + 1.
+    rotary_attention_factor: float = 0.0
     # layernorm | rmsnorm.
     norm: str = FAMILY
     # Added to the variance before the square root.
     norm_epsilon: float = FAMILY
-    # gelu | gelu_tanh | swiglu.
+    # Norms have a learned scale.
+    norm_scale: bool = FAMILY
+    # Queries and keys are normalized per head, before the rotation.
+    qk_norm: bool = FAMILY
+    # Embeddings are normalized before the first block.
+    embedding_norm: bool = FAMILY
+    # Logits are bent into ±logit_softcap by a tanh; 0 = not.
+    logit_softcap: float = FAMILY
+    # gelu | gelu_tanh | swiglu | relu2.
     activation: str = FAMILY
     # Biases in the projections of attention and feed-forward, and in LayerNorm.
     use_bias: bool = FAMILY
@@ -48,7 +74,14 @@ class ModelConfig:
     parallel_residual: bool = FAMILY
     # The output projection is the transposed embedding.
     tie_embeddings: bool = FAMILY
-    # Standard deviation of the initial weights; residual outputs get init_std / sqrt(2 · num_layers).
+    # Which layers attend how far, repeated over the layers: L = the whole context, S = the last sliding_window tokens.
+    attention_pattern: str = 'L'
+    # Tokens that an S layer attends to, the query's own included.
+    sliding_window: int = 0
+    # How weights start: normal | small | uniform (maxlm/model/initializers.py).
+    init: str = FAMILY
+    # normal: standard deviation, of which residual outputs get 1 / sqrt(2 · num_layers); uniform: that of a tied
+    # embedding.
     init_std: float = 0.02
     # Probability that an element is dropped, after the embedding and at the end of each residual branch.
     dropout: float = 0.0
@@ -98,6 +131,10 @@ class TrainConfig:
     seed: int = 0
     # Positions of each sequence whose logits exist at the same time.
     loss_chunk: int = 256
+    # Weight of the square of log Σ exp(logits), which keeps logits from drifting (PaLM: 1e-4); 0 = off.
+    z_loss: float = 0.0
+    # Checkpoint whose parameters a new run starts from: WORKDIR (its newest step), WORKDIR@STEP or a step's directory.
+    init_from: str = ''
     # Stop with exit code 1 after so many steps in a row whose loss or gradient is not finite (each is left out).
     max_skipped_steps: int = 20
 
@@ -112,25 +149,40 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    # adamw.
+    # adamw | muon (Muon on the matrices of the blocks, AdamW on the rest).
     name: str = 'adamw'
-    # Peak learning rate.
+    # Peak learning rate; under muon that of its matrices.
     learning_rate: float = 3e-4
-    # cosine | constant, after a linear warm-up from 0.
+    # Peak learning rate of what muon leaves to AdamW: embeddings, head, scales, biases; 0 = learning_rate.
+    adam_learning_rate: float = 0.0
+    # Peak learning rate of the embedding tables; 0 = that of AdamW.
+    embedding_learning_rate: float = 0.0
+    # cosine | linear | wsd (stable, then a linear decay) | constant, after a linear warm-up from 0.
     schedule: str = 'cosine'
+    # wsd: share of the run that its decay takes, at the end.
+    decay_fraction: float = 0.2
     # Length of the warm-up, given in steps or in tokens.
     warmup_steps: int = 0
     warmup_tokens: int = 0
-    # Learning rate at the end of the cosine.
+    # Where cosine, linear and wsd end, for a peak of learning_rate; other peaks rise and fall in proportion.
     min_learning_rate: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
     # Added to the root of the second moment.
     epsilon: float = 1e-8
-    # Decoupled weight decay, on matrices and embeddings only.
+    # muon: Nesterov momentum, and the steps over which it rises to that from 0.85.
+    momentum: float = 0.95
+    momentum_warmup_steps: int = 0
+    # Decoupled weight decay.
     weight_decay: float = 0.1
+    # What it applies to: matrices (embeddings included) | projections (embeddings and head left out) | all (scales and
+    # biases too).
+    weight_decay_mask: str = 'matrices'
     # Largest global norm of the gradient; 0 = not clipped.
     clip_norm: float = 1.0
+    # Decay per step of a moving average of the parameters, which is then what is evaluated and used; 0 = off. At
+    # update n it is at most (1 + n) / (10 + n).
+    ema_decay: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

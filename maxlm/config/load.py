@@ -1,4 +1,7 @@
-"""How a config is read: `FILE[:variant]` and `--config.section.key=value` → a validated Config."""
+"""How a config is read: `FILE[:variant]` and `--config.section.key=value` → a validated Config.
+
+FILE is Python with `get_config(variant)`, or the config.json that a run left in its workdir.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,14 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from maxlm.config.keys import SECTIONS, Config
+from maxlm.config.keys import FAMILY, SECTIONS, Config, ModelConfig
 from maxlm.config.rules import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.errors import InputError, os_message
 from maxlm.model.families import FAMILIES
+
+# Of each group, one key says the same as another would.
+ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
+EXAMPLES: dict[type, str] = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'a text'}
 
 
 def default() -> ConfigDict:
@@ -33,11 +40,17 @@ def default() -> ConfigDict:
 def load(spec: str, overrides: Sequence[str] = ()) -> Config:
     """Reads `FILE[:variant]`, applies `section.key=value` overrides and validates.
 
+    What a run had resolved stands in its config.json and therefore here, devices of the mesh included, unless it is
+    overridden. The attention kernel alone is chosen anew: xla on a machine that has better would be slow in silence.
+
     Raises:
         InputError: the file, a key or a value is not usable.
     """
     path, _, variant = spec.partition(':')
-    values = _run_config_file(Path(path), variant)
+    from_run = Path(path).suffix == '.json'
+    values = (_read_json_file if from_run else _run_config_file)(Path(path), variant)
+    if from_run:
+        _check_family_is_open(values, path, overrides)
     for override in overrides:
         _apply(values, override)
     _let_overrides_win(values, {override.partition('=')[0] for override in overrides})
@@ -60,6 +73,28 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def build(values: ConfigDict) -> Config:
     """Turns a ConfigDict into a validated, frozen Config with the family's settings filled in."""
+    config = _freeze(values)
+    validate(config)
+    return config
+
+
+def from_json(text: str) -> Config:
+    """The config that `to_json` wrote, e.g. from a workdir's config.json; of a resolved config, the same again.
+
+    Raises:
+        ValueError: it is not JSON, or has a section, key or type that no config has.
+    """
+    try:
+        return _freeze(_parse_json(text))
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + '\n'
+
+
+def _freeze(values: ConfigDict) -> Config:
     sections = {}
     for section in values:
         if section not in SECTIONS:
@@ -68,19 +103,7 @@ def build(values: ConfigDict) -> Config:
         if unknown:
             raise InputError(_unknown_key(section, unknown[0]))
         sections[section] = SECTIONS[section](**values[section].to_dict())
-    config = _fill_family(Config(**sections))
-    validate(config)
-    return config
-
-
-def from_json(text: str) -> Config:
-    """The config that `to_json` wrote, e.g. from a workdir's config.json."""
-    sections = json.loads(text)
-    return Config(**{name: SECTIONS[name](**values) for name, values in sections.items()})
-
-
-def to_json(config: Config) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2) + '\n'
+    return _fill_family(Config(**sections))
 
 
 def _fields(cls: type) -> dict[str, type]:
@@ -88,10 +111,65 @@ def _fields(cls: type) -> dict[str, type]:
     return typing.get_type_hints(cls)
 
 
-def _run_config_file(path: Path, variant: str) -> ConfigDict:
+def _check_file(path: Path) -> None:
     if not path.is_file():
-        others = [str(p) for p in sorted(path.parent.glob('*.py'))] if path.parent.is_dir() else []
-        raise InputError(f'--config: no file {path}; {nearest(str(path), others)}')
+        others = sorted(path.parent.glob(f'*{path.suffix}')) if path.parent.is_dir() else []
+        raise InputError(f'--config: no file {path}; {nearest(str(path), map(str, others))}')
+
+
+def _read_json_file(path: Path, variant: str) -> ConfigDict:
+    _check_file(path)
+    if variant:
+        raise InputError(f'{path} has no variants, but {variant!r} was asked for')
+    try:
+        values = _parse_json(path.read_text(encoding='utf-8'))
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
+    except (ValueError, InputError) as error:
+        raise InputError(f'{path}: {error}') from error
+    values.model.attention = 'auto'
+    for group in ALTERNATIVES:
+        # What the run resolved stands first in each group, before what it was derived from.
+        for key in [key for key in group if _value(values, key)][1:]:
+            _clear(values, key)
+    return values
+
+
+def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str]) -> None:
+    """A family only sets what is left open; where nothing is, asking for another would change its name alone."""
+    switches = [key for key, value in dataclasses.asdict(ModelConfig()).items() if value is FAMILY]
+    wanted = [text for key, _, text in (override.partition('=') for override in overrides) if key == 'model.family']
+    if set(wanted) - {values.model.family} and all(values.model[key] is not None for key in switches):
+        raise InputError(
+            f'--config.model.family={wanted[-1]}: {path} has a value already for each key that a family sets; '
+            f'override those keys'
+        )
+
+
+def _parse_json(text: str) -> ConfigDict:
+    """The defaults with a config's JSON on top: a key that is younger than the text has its default."""
+    sections = json.loads(text)
+    values = default()
+    if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
+        raise InputError('a config is an object of sections, each an object of keys')
+    for section, keys in sections.items():
+        if section not in SECTIONS:
+            raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
+        kinds = _fields(SECTIONS[section])
+        for name, value in keys.items():
+            if name not in kinds:
+                raise InputError(_unknown_key(section, name))
+            kind = kinds[name]
+            if kind is float and type(value) is int:
+                value = float(value)
+            if type(value) is not kind:
+                raise InputError(f'{section}.{name}={json.dumps(value)}: needs {EXAMPLES[kind]}')
+            values[section][name] = value
+    return values
+
+
+def _run_config_file(path: Path, variant: str) -> ConfigDict:
+    _check_file(path)
     module_spec = importlib.util.spec_from_file_location(f'maxlm_config_{path.stem}', path)
     assert module_spec is not None, path
     assert module_spec.loader is not None, path
@@ -100,10 +178,12 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
         module_spec.loader.exec_module(module)
         if not hasattr(module, 'get_config'):
             raise InputError(f'{path} has no function get_config(variant)')
-        takes_variant = len(inspect.signature(module.get_config).parameters) > 0
-        if variant and not takes_variant:
+        parameters = inspect.signature(module.get_config).parameters.values()
+        if variant and not parameters:
             raise InputError(f'{path} has no variants, but {variant!r} was asked for')
-        values = module.get_config(variant) if takes_variant else module.get_config()
+        if not variant and any(parameter.default is parameter.empty for parameter in parameters):
+            raise InputError(f'{path} needs a variant: {path}:NAME')
+        values = module.get_config(variant) if variant else module.get_config()
     except InputError:
         raise
     except OSError as error:
@@ -131,11 +211,20 @@ def _apply(values: ConfigDict, override: str) -> None:
 
 def _let_overrides_win(values: ConfigDict, overridden: set[str]) -> None:
     # Someone who overrides num_tokens means it instead of the file's num_steps, not beside it.
-    for group in EXCLUSIVE:
+    for group in ALTERNATIVES:
         if overridden & set(group):
             for key in set(group) - overridden:
-                section, _, name = key.partition('.')
-                values[section][name] = type(values[section][name])(0)
+                _clear(values, key)
+
+
+def _value(values: ConfigDict, key: str) -> Any:
+    section, _, name = key.partition('.')
+    return values[section][name]
+
+
+def _clear(values: ConfigDict, key: str) -> None:
+    section, _, name = key.partition('.')
+    values[section][name] = type(values[section][name])(0)
 
 
 def _parse(key: str, text: str, kind: type) -> Any:
@@ -150,8 +239,7 @@ def _parse(key: str, text: str, kind: type) -> Any:
             return int(number)
         return kind(text)
     except (ValueError, KeyError, OverflowError):
-        example = {bool: 'true or false', int: 'a whole number', float: 'a number'}[kind]
-        raise InputError(f'{key}={text!r}: needs {example}') from None
+        raise InputError(f'{key}={text!r}: needs {EXAMPLES[kind]}') from None
 
 
 def _unknown_key(section: str, name: str) -> str:

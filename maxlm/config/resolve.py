@@ -59,7 +59,11 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
         ffn_dim=model.ffn_dim or (swiglu_dim if model.activation == 'swiglu' else 4 * model.dim),
         max_positions=model.max_positions or window,
     )
-    model = dataclasses.replace(model, attention=_attention_kernel(model, platform))
+    model = dataclasses.replace(
+        model,
+        attention=_attention_kernel(model, platform),
+        rotary_original_positions=model.rotary_original_positions or round(model.max_positions / model.rotary_factor),
+    )
     optimizer = config.optimizer
     warmup_steps = optimizer.warmup_steps or -(-optimizer.warmup_tokens // tokens_per_step)
     return dataclasses.replace(
@@ -74,15 +78,17 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
 def resolve_on(config: Config, *, platform: str, num_devices: int) -> Config:
     """A resolved config of a finished run for the devices that are here, without gradient accumulation.
 
-    Parameters are sharded over all of them; the batch is `train.micro_batch` per device, as it fitted in training.
+    Parameters are sharded over all of them; the batch is `train.micro_batch` per device, as it fitted in training, or
+    one sequence where there was none.
     """
     model = dataclasses.replace(config.model, attention='auto')
     model = dataclasses.replace(model, attention=_attention_kernel(model, platform))
+    micro_batch = max(1, config.train.micro_batch)
     return dataclasses.replace(
         config,
         model=model,
         mesh=MeshConfig(fsdp=num_devices),
-        train=dataclasses.replace(config.train, global_batch=config.train.micro_batch * num_devices),
+        train=dataclasses.replace(config.train, global_batch=micro_batch * num_devices, micro_batch=micro_batch),
     )
 
 

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.keys import Config
+from maxlm.config.keys import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.model.families import FAMILIES
 
@@ -21,12 +21,15 @@ CHOICES = {
     'model.family': tuple(FAMILIES),
     'model.position': ('learned', 'rotary'),
     'model.norm': ('layernorm', 'rmsnorm'),
-    'model.activation': ('gelu', 'gelu_tanh', 'swiglu'),
+    'model.rotary_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
+    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'relu2'),
+    'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float32'),
     'model.remat': ('none', 'dots', 'dots_no_batch', 'full'),
     'model.attention': ('auto', 'xla', 'cudnn'),
-    'optimizer.name': ('adamw',),
-    'optimizer.schedule': ('cosine', 'constant'),
+    'optimizer.name': ('adamw', 'muon'),
+    'optimizer.schedule': ('cosine', 'linear', 'wsd', 'constant'),
+    'optimizer.weight_decay_mask': ('matrices', 'projections', 'all'),
 }
 
 # key → (smallest allowed, whether that bound itself is allowed)
@@ -36,19 +39,27 @@ BOUNDS: dict[str, tuple[float, bool]] = {
         f'model.{key}': (0, True)
         for key in ('vocab_size', 'num_kv_heads', 'head_dim', 'ffn_dim', 'max_positions', 'dropout')
     },
+    **{
+        f'model.{key}': (0, True)
+        for key in ('rotary_original_positions', 'rotary_attention_factor', 'logit_softcap', 'sliding_window')
+    },
     **{f'model.{key}': (0, False) for key in ('rotary_fraction', 'rotary_theta', 'norm_epsilon', 'init_std')},
+    **{f'model.{key}': (0, False) for key in ('rotary_low_turns', 'rotary_beta_slow')},
+    'model.rotary_factor': (1, True),
     **{f'data.{key}': (1, True) for key in ('threads', 'prefetch')},
     **{f'data.{key}': (0, True) for key in ('workers', 'seed')},
     'data.window': (2, True),
     **{f'train.{key}': (0, True) for key in ('num_steps', 'num_tokens', 'num_epochs', 'global_batch')},
-    **{f'train.{key}': (0, True) for key in ('global_batch_tokens', 'micro_batch', 'seed')},
+    **{f'train.{key}': (0, True) for key in ('global_batch_tokens', 'micro_batch', 'seed', 'z_loss')},
     **{f'train.{key}': (1, True) for key in ('log_every', 'loss_chunk', 'max_skipped_steps')},
     **{f'eval.{key}': (0, True) for key in ('every', 'num_batches')},
     **{
         f'optimizer.{key}': (0, True)
         for key in ('warmup_steps', 'warmup_tokens', 'min_learning_rate', 'beta1', 'beta2')
     },
-    **{f'optimizer.{key}': (0, True) for key in ('weight_decay', 'clip_norm')},
+    **{f'optimizer.{key}': (0, True) for key in ('adam_learning_rate', 'embedding_learning_rate', 'momentum')},
+    **{f'optimizer.{key}': (0, True) for key in ('momentum_warmup_steps', 'weight_decay', 'clip_norm', 'ema_decay')},
+    'optimizer.decay_fraction': (0, False),
     **{f'optimizer.{key}': (0, False) for key in ('learning_rate', 'epsilon')},
     **{f'mesh.{key}': (-1, True) for key in ('replica', 'data', 'fsdp', 'tensor')},
     'checkpoint.every_steps': (0, True),
@@ -86,22 +97,32 @@ def validate(config: Config) -> None:
             f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
             f'optimizer.learning_rate={optimizer.learning_rate}'
         )
+    for key in ('adam_learning_rate', 'momentum_warmup_steps'):
+        if optimizer.name != 'muon' and getattr(optimizer, key):
+            raise InputError(
+                f'optimizer.{key}={getattr(optimizer, key)} does nothing under optimizer.name={optimizer.name}; '
+                f'set it to 0, or optimizer.name to muon'
+            )
+    if optimizer.momentum_warmup_steps and optimizer.momentum < 0.85:
+        raise InputError(
+            f'optimizer.momentum={optimizer.momentum} is below 0.85, from which its warm-up rises; raise it, or set '
+            f'optimizer.momentum_warmup_steps to 0'
+        )
     for key in ('train.seed', 'data.seed'):
         if _value(config, key) >= 2**32:
             raise InputError(f'{key}={_value(config, key)}: must be below 2³² = {2**32}')
-    for key in ('model.dropout', 'optimizer.beta1', 'optimizer.beta2'):
+    for key in ('model.dropout', 'optimizer.beta1', 'optimizer.beta2', 'optimizer.momentum', 'optimizer.ema_decay'):
         if _value(config, key) >= 1:
             raise InputError(f'{key}={_value(config, key)}: must be below 1')
+    for key in ('model.rotary_fraction', 'optimizer.decay_fraction'):
+        if _value(config, key) > 1:
+            raise InputError(f'{key}={_value(config, key)}: must be at most 1, a share')
     if not model.head_dim:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
     if model.num_kv_heads:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
-    head_dim = model.head_dim or model.dim // model.num_heads
-    if model.position == 'rotary' and round(model.rotary_fraction * head_dim) % 2:
-        raise InputError(
-            f'model.rotary_fraction={model.rotary_fraction} of head_dim {head_dim} is an odd number of dimensions; '
-            f'rotary positions turn pairs'
-        )
+    _check_rotary(model)
+    _check_attention_pattern(model)
     if model.position == 'learned' and model.max_positions and model.max_positions < data.window:
         raise InputError(
             f'model.max_positions={model.max_positions} is below data.window={data.window}: '
@@ -119,6 +140,53 @@ def validate(config: Config) -> None:
         raise InputError(f'mesh.{filled[0]} and mesh.{filled[1]} are both -1; only one axis can take what is left')
     if empty:
         raise InputError(f'mesh.{empty[0]}=0: an axis has at least 1 device, or -1 for what is left')
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    for small, large in (('rotary_low_turns', 'rotary_high_turns'), ('rotary_beta_slow', 'rotary_beta_fast')):
+        if getattr(model, small) >= getattr(model, large):
+            raise InputError(
+                f'model.{small}={getattr(model, small)} must be below model.{large}={getattr(model, large)}'
+            )
+    if model.rotary_factor != 1 and model.rotary_scaling == 'none':
+        raise InputError(
+            f'model.rotary_factor={model.rotary_factor} without model.rotary_scaling; set it to linear, dynamic, yarn '
+            f'or llama3'
+        )
+    if model.position != 'rotary':
+        if model.rotary_scaling != 'none':
+            raise InputError(
+                f'model.rotary_scaling={model.rotary_scaling}: model.position is {model.position}, nothing is rotated; '
+                f'set it to rotary'
+            )
+        return
+    head_dim = model.head_dim or model.dim // model.num_heads
+    rotated = round(model.rotary_fraction * head_dim)
+    if rotated % 2:
+        raise InputError(
+            f'model.rotary_fraction={model.rotary_fraction} of head_dim {head_dim} is an odd number of dimensions; '
+            f'rotary positions turn pairs'
+        )
+    if model.rotary_scaling == 'dynamic' and rotated <= 2:
+        raise InputError(f'model.rotary_scaling=dynamic: needs at least 4 rotated dimensions, here are {rotated}')
+
+
+def _check_attention_pattern(model: ModelConfig) -> None:
+    pattern = model.attention_pattern
+    if not pattern or set(pattern) - set('LS'):
+        raise InputError(
+            f'model.attention_pattern={pattern!r}: needs letters L (whole context) and S (sliding window), e.g. SSSL'
+        )
+    if len(pattern) > model.num_layers:
+        raise InputError(
+            f'model.attention_pattern={pattern} has {len(pattern)} letters for {model.num_layers} layers; give at most '
+            f'one for each'
+        )
+    if ('S' in pattern) != (model.sliding_window > 0):
+        raise InputError(
+            f'model.sliding_window={model.sliding_window} with model.attention_pattern={pattern}: S layers need a '
+            f'window of at least 1 token, and a window needs S layers'
+        )
 
 
 def _exactly_one(config: Config, *keys: str) -> None:

@@ -38,7 +38,8 @@ class Engine:
             params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, last_B: jax.Array, cache: Cache
         ) -> tuple[jax.Array, Cache]:
             decoder = nnx.merge(graph, params)
-            hidden_BTD, new_cache = decoder(tokens_BT, positions_BT=positions_BT, cache=cache)
+            length_B = jnp.take_along_axis(positions_BT, last_B[:, None], axis=1)[:, 0] + 1
+            hidden_BTD, new_cache = decoder(tokens_BT, positions_BT=positions_BT, cache=cache, length_B=length_B)
             assert new_cache is not None
             hidden_B1D = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
             return decoder.logits(hidden_B1D)[:, 0, :num_ids], new_cache

@@ -10,7 +10,8 @@ import jax
 from maxlm.config.keys import Config
 from maxlm.config.resolve import resolve_on
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.runtime.checkpoint import find_step, restore_params
+from maxlm.errors import InputError
+from maxlm.runtime.checkpoint import find_step, params_item, restore_params
 from maxlm.runtime.workdir import TOKENIZER, read_config
 from maxlm.training.sharding import Layout, make_layout
 from maxlm.training.step import abstract_state
@@ -31,14 +32,22 @@ class LoadedModel(NamedTuple):
 def load_model(checkpoint: str, *, num_devices: int) -> LoadedModel:
     """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, or one step's directory.
 
+    The parameters are their moving average where the run kept one.
+
     Raises:
-        InputError: it is not there or cannot be read.
+        InputError: it is not there, cannot be read, or has no tokenizer.
     """
     step_directory = find_step(checkpoint)
     workdir = step_directory.parent.parent
+    tokenizer_path = workdir / TOKENIZER
+    if not tokenizer_path.is_file():
+        raise InputError(
+            f'--checkpoint={checkpoint} has no {TOKENIZER}, without which it can take no text; '
+            f'put the one of the model at {tokenizer_path}'
+        )
     config = resolve_on(read_config(workdir), platform=jax.default_backend(), num_devices=num_devices)
     layout = make_layout(config.mesh, jax.devices()[:num_devices])
-    params = restore_params(step_directory, abstract_state(config, layout).params)
-    tokenizer_path = workdir / TOKENIZER
+    abstract = abstract_state(config, layout).params
+    params = restore_params(step_directory, abstract, item=params_item(step_directory))
     tokenizer = Tokenizer.load(tokenizer_path)
     return LoadedModel(config, layout, params, tokenizer, tokenizer_path, int(step_directory.name))

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key/value heads, an optional cache, and the choice of kernel.
+"""Causal self-attention with grouped key/value heads, sliding windows, an optional cache, and the choice of kernel.
 
 Shapes: B batch, T query length, S key length, D dim, N query heads, K key/value heads, G = N/K, H head dim,
 X blocks of queries.
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.keys import ModelConfig
+from maxlm.model.initializers import initializers
 from maxlm.model.linear import Constrain, Linear
+from maxlm.model.norm import Norm
 from maxlm.model.positions import Rotary, rotate
 
 # Queries whose scores exist at the same time, where the kernel is ours.
@@ -34,6 +36,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, constrain: Constrain, rngs: nnx.Rngs):
         D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
         use_bias = bool(config.use_bias)
+        init = initializers(config)
 
         def into_heads(heads: int, axis: str) -> Linear:
             return Linear(
@@ -41,7 +44,7 @@ class Attention(nnx.Module):
                 (heads, H),
                 in_axes=('embed',),
                 out_axes=(axis, 'head_dim'),
-                std=config.init_std,
+                init=init.projection,
                 use_bias=use_bias,
                 rngs=rngs,
             )
@@ -54,10 +57,13 @@ class Attention(nnx.Module):
             (D,),
             in_axes=('heads', 'head_dim'),
             out_axes=('embed',),
-            std=config.init_std / math.sqrt(2 * config.num_layers),
+            init=init.residual,
             use_bias=use_bias,
             rngs=rngs,
         )
+        # One scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters").
+        self.query_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
+        self.key_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
         self.kernel = config.attention
         self.constrain = constrain
 
@@ -68,14 +74,18 @@ class Attention(nnx.Module):
         mask_BTS: jax.Array | None,
         positions_BT: jax.Array,
         rotary: Rotary | None,
+        window: int,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Returns the attention output [B, T, D] and the cache with this call's keys and values.
 
-        `mask_BTS` is True where a query may look; None means plain causal attention over the T tokens of the call.
-        With a cache, S is its number of slots, and the mask must allow filled slots only.
+        `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
+        a query sees the last `window` (0: all). With a cache, S is its number of slots, and the mask must allow filled
+        slots only.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
         q_BTNH = self.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
@@ -88,31 +98,60 @@ class Attention(nnx.Module):
             cache = LayerCache(k_BSKH, v_BSKH)
         # Cached calls look at slots by position, for which the fused kernel has no mask of its own.
         kernel = self.kernel if cache is None else 'xla'
-        o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, kernel=kernel)
+        o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, window=window, kernel=kernel)
         return self.out(o_BTNH), cache
 
 
 def attend(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None, *, kernel: str
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    mask_BTS: jax.Array | None,
+    *,
+    window: int,
+    kernel: str,
 ) -> jax.Array:
-    """softmax(q·k / sqrt(H)) · v, causal where `mask_BTS` is None (then T = S), by the kernel asked for.
+    """softmax(q·k / sqrt(H)) · v, by the kernel asked for.
 
-    `kernel` is `xla` or `cudnn`, as `model.attention` was resolved. Returns [B, T, N, H] in q's type.
+    Args:
+        q_BTNH: queries; k_BSKH, v_BSKH: keys and values, K dividing N.
+        mask_BTS: True where a query may look; None: causal, T = S.
+        window: where `mask_BTS` is None, the number of last tokens that a query sees, its own included; 0: all.
+        kernel: `xla` or `cudnn`, as `model.attention` was resolved.
+
+    Returns:
+        [B, T, N, H] in q's type.
     """
     if kernel == 'cudnn':
         mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
         return jax.nn.dot_product_attention(
-            q_BTNH, k_BSKH, v_BSKH, mask=mask_B1TS, is_causal=mask_BTS is None, implementation='cudnn'
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            mask=mask_B1TS,
+            is_causal=mask_BTS is None,
+            local_window_size=(window - 1, 0) if window and mask_BTS is None else None,
+            implementation='cudnn',
         )
+    if mask_BTS is None:
+        T = q_BTNH.shape[1]
+        mask_BTS = causal_mask(jnp.arange(T)[None, :], T, window)
     return _attend_xla(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
-def _attend_xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
+def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Array:
+    """True where the query at a position may see the key s = 0 … num_keys - 1: [B, T, S].
+
+    Those up to its own position; with a window (not 0) only the last `window` of them.
+    """
+    behind_BTS = positions_BT[:, :, None] - jnp.arange(num_keys)
+    return (behind_BTS >= 0) & (behind_BTS < window) if window else behind_BTS >= 0
+
+
+def _attend_xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
     """A block of queries at a time for long sequences (Rabe & Staats 2021): no scores of T × S are ever kept."""
     B, T, N, H = q_BTNH.shape
-    S, K = k_BSKH.shape[1:3]
-    if mask_BTS is None:
-        mask_BTS = jnp.tril(jnp.ones((1, T, S), bool))
+    K = k_BSKH.shape[2]
     # Heads before positions: products over the last two axes are what XLA has fast kernels for on a CPU.
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)

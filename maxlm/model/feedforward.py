@@ -1,42 +1,48 @@
-"""The feed-forward half of a block: GELU (Hendrycks & Gimpel 2016), or SwiGLU (Shazeer 2020)."""
+"""The feed-forward half of a block.
+
+GELU (Hendrycks & Gimpel 2016), SwiGLU (Shazeer 2020), or squared ReLU (So et al. 2021, "Primer").
+"""
 
 from __future__ import annotations
 
-import math
-
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.linear import Constrain, Linear
+from maxlm.model.initializers import initializers
+from maxlm.model.linear import Constrain, Initializer, Linear
 
 
 class FeedForward(nnx.Module):
     """dim → ffn_dim → dim. Shapes: B batch, T length, D dim, F ffn_dim."""
 
     def __init__(self, config: ModelConfig, *, constrain: Constrain, rngs: nnx.Rngs):
-        def linear(in_dim: int, out_dim: int, in_axis: str, out_axis: str, std: float) -> Linear:
+        def linear(in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
             return Linear(
                 (in_dim,),
                 (out_dim,),
                 in_axes=(in_axis,),
                 out_axes=(out_axis,),
-                std=std,
+                init=init,
                 use_bias=bool(config.use_bias),
                 rngs=rngs,
             )
 
-        std, residual_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
-        self.gate = linear(config.dim, config.ffn_dim, 'embed', 'ffn', std) if config.activation == 'swiglu' else None
-        self.up = linear(config.dim, config.ffn_dim, 'embed', 'ffn', std)
-        self.down = linear(config.ffn_dim, config.dim, 'ffn', 'embed', residual_std)
-        self.approximate = config.activation == 'gelu_tanh'
+        init = initializers(config)
+        gated = config.activation == 'swiglu'
+        self.gate = linear(config.dim, config.ffn_dim, 'embed', 'ffn', init.projection) if gated else None
+        self.up = linear(config.dim, config.ffn_dim, 'embed', 'ffn', init.projection)
+        self.down = linear(config.ffn_dim, config.dim, 'ffn', 'embed', init.residual)
+        self.activation = config.activation
         self.constrain = constrain
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF = self.up(x_BTD)
-        if self.gate is None:
-            h_BTF = jax.nn.gelu(h_BTF, approximate=self.approximate)
-        else:
+        if self.gate is not None:
             h_BTF = jax.nn.silu(self.gate(x_BTD)) * h_BTF
+        elif self.activation == 'relu2':
+            h_BTF = jnp.square(jax.nn.relu(h_BTF))
+        else:
+            h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation == 'gelu_tanh')
         return self.down(self.constrain(h_BTF, ('batch', 'length', 'ffn')))

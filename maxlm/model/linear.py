@@ -43,11 +43,10 @@ class Linear(nnx.Module):
         *,
         in_axes: tuple[str, ...],
         out_axes: tuple[str, ...],
-        std: float,
+        init: Initializer,
         use_bias: bool,
         rngs: nnx.Rngs,
     ):
-        init = jax.nn.initializers.normal(std)
         self.kernel = parameter(rngs, in_shape + out_shape, in_axes + out_axes, init)
         # A bias is small and read whole by every device: its axis is sharded only where the output's is.
         bias_axes = tuple('norm' if axis == 'embed' else axis for axis in out_axes)

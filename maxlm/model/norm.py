@@ -11,22 +11,24 @@ from maxlm.model.linear import parameter
 
 
 class Norm(nnx.Module):
-    """Normalizes the last axis; `model.norm` says how, `model.use_bias` whether LayerNorm shifts."""
+    """Normalizes the last axis; `model.norm` says how, `norm_scale` and `use_bias` what it learns."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.scale = parameter(rngs, (config.dim,), ('norm',), jax.nn.initializers.ones)
-        has_bias = config.norm == 'layernorm' and config.use_bias
-        self.bias = parameter(rngs, (config.dim,), ('norm',), jax.nn.initializers.zeros) if has_bias else None
+    def __init__(self, config: ModelConfig, dim: int, *, rngs: nnx.Rngs):
+        ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
+        has_bias = config.norm == 'layernorm' and config.use_bias and config.norm_scale
+        self.scale = parameter(rngs, (dim,), ('norm',), ones) if config.norm_scale else None
+        self.bias = parameter(rngs, (dim,), ('norm',), zeros) if has_bias else None
         self.centered = config.norm == 'layernorm'
         self.epsilon = config.norm_epsilon
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         # Sums of squares lose too much in bfloat16, so the statistics are float32 whatever the type of the stream.
-        y_BTD = x_BTD.astype(jnp.float32)
+        y = x.astype(jnp.float32)
         if self.centered:
-            y_BTD = y_BTD - y_BTD.mean(-1, keepdims=True)
-        variance_BT1 = jnp.square(y_BTD).mean(-1, keepdims=True)
-        y_BTD = y_BTD * jax.lax.rsqrt(variance_BT1 + self.epsilon) * self.scale[...]
+            y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.epsilon)
+        if self.scale is not None:
+            y = y * self.scale[...]
         if self.bias is not None:
-            y_BTD = y_BTD + self.bias[...]
-        return y_BTD.astype(x_BTD.dtype)
+            y = y + self.bias[...]
+        return y.astype(x.dtype)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from maxlm.config.keys import ModelConfig
+from maxlm.model.decoder import layer_windows
 
 
 class TokenFlops(NamedTuple):
     """Training operations (forward and backward) for one token."""
 
-    # A token attends to half of its window on average: the work that a causal kernel has to do.
+    # A token attends to what lies behind it: the work that a causal kernel has to do.
     causal: float
-    # A token attends to the whole window: the older convention, for comparison with published figures.
+    # A token attends to the whole window, or to all of a layer's sliding window: the older convention, for comparison
+    # with published figures.
     full: float
 
 
@@ -28,7 +30,10 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def training_flops(model: ModelConfig, window: int) -> TokenFlops:
-    """Per token at this window: 6 per matmul parameter, and 12 · L · N · H per position that a token attends to."""
+    """Per token at this window: 6 per matmul parameter, and 12 · N · H per layer and position that is attended to."""
     dense = 6 * matmul_parameters(model)
-    per_position = 12 * model.num_layers * model.num_heads * model.head_dim
-    return TokenFlops(causal=dense + per_position * (window + 1) / 2, full=dense + per_position * window)
+    per_position = 12 * model.num_heads * model.head_dim
+    reaches = [min(sliding or window, window) for sliding in layer_windows(model)]
+    # The first tokens of a window see fewer than a layer reaches.
+    causal = sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window
+    return TokenFlops(causal=dense + per_position * causal, full=dense + per_position * sum(reaches))

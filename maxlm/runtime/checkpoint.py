@@ -1,9 +1,9 @@
 """Checkpoints with Orbax: parameters, optimizer state, progress and data fingerprint as separate items of a step.
 
-    WORKDIR/checkpoints/<step>/{params, optimizer, progress, data}
+    WORKDIR/checkpoints/<step>/{params, ema, optimizer, progress, data}
 
-Parameters stand alone, so that sampling, evaluation and download need not touch the optimizer state. A step becomes
-visible under its number only when all of it is written.
+Parameters stand alone, so that sampling, evaluation and download need not touch the optimizer state; `ema`, their
+moving average, is there where the run kept one. A step becomes visible under its number only when all of it is written.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from maxlm.errors import InputError
+from maxlm.runtime.console import logger
 from maxlm.training.step import Params, TrainState
 
 FOLDER = 'checkpoints'
 TRASH = '_trash'
+# In the path of every array that is stacked over layers: [L, …].
+STACK = 'blocks'
 
 T = TypeVar('T')
 
@@ -58,30 +61,47 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, fingerprint: dict[str, Any]) -> None:
         """Copies the state off the device and writes it in the background."""
+        trees = {'params': state.params, 'optimizer': state.opt_state}
+        if state.ema is not None:
+            trees['ema'] = state.ema
         progress = {'step': step, 'skipped': int(state.skipped)}
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                optimizer=ocp.args.StandardSave(state.opt_state),
+                **{name: ocp.args.StandardSave(tree, save_args=by_layer(tree)) for name, tree in trees.items()},
                 progress=ocp.args.JsonSave(progress),
                 data=ocp.args.JsonSave(fingerprint),
             ),
         )
         self._cleaner.submit(self._empty_trash)
 
+    def holds_only_params(self, step: int) -> bool:
+        """Whether a step has parameters and no optimizer state, as an import leaves it."""
+        path = self.directory / str(step)
+        return (path / 'params').is_dir() and not (path / 'optimizer').is_dir()
+
     def restore(self, step: int, abstract: TrainState) -> Restored:
         """The state of a step, placed as `abstract` says.
+
+        A moving average that `abstract` has and the step has not starts at the parameters; one that only the step has
+        is left there.
 
         Raises:
             InputError: the step cannot be read, or was made by another model or optimizer.
         """
         path = self.directory / str(step)
-        _check_tree(path / 'params', abstract.params)
-        _check_tree(path / 'optimizer', abstract.opt_state)
+        if self.holds_only_params(step):
+            raise InputError(
+                f'{path / "optimizer"}: missing in the checkpoint; remove {path} to go on from the one before, or '
+                f'start a new run from its parameters with another --workdir and --config.train.init_from={path}'
+            )
+        trees = {'params': abstract.params, 'optimizer': abstract.opt_state}
+        if abstract.ema is not None and (path / 'ema').is_dir():
+            trees['ema'] = abstract.ema
+        for name, tree in trees.items():
+            _check_tree(path / name, tree)
         arguments = ocp.args.Composite(
-            params=ocp.args.StandardRestore(abstract.params),
-            optimizer=ocp.args.StandardRestore(abstract.opt_state),
+            **{name: ocp.args.StandardRestore(tree) for name, tree in trees.items()},
             progress=ocp.args.JsonRestore(),
             data=ocp.args.JsonRestore(),
         )
@@ -93,8 +113,12 @@ class Checkpoints:
             counters = (jnp.int32(int(items.progress[name])) for name in ('step', 'skipped'))
             return items, jax.device_put(tuple(counters), abstract.step.sharding)
 
-        items, (step_counter, skipped) = _read(path, read)
-        return Restored(TrainState(step_counter, skipped, items.params, items.optimizer), items.data)
+        items, (step_counter, skipped) = reading(path, read)
+        ema = items.ema if 'ema' in trees else None
+        if abstract.ema is not None and ema is None:
+            logger.info(f'step {step} was saved without a moving average of the parameters: it starts at their values')
+            ema = copy_params(items.params)
+        return Restored(TrainState(step_counter, skipped, items.params, items.optimizer, ema), items.data)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -112,23 +136,62 @@ class Checkpoints:
                 shutil.rmtree(step, ignore_errors=True)
 
 
-def restore_params(step_directory: Path, abstract: Params) -> Params:
-    """The parameters alone of one step's directory, placed as `abstract` says.
+def restore_params(step_directory: Path, abstract: Params, *, item: str = 'params') -> Params:
+    """The parameters alone of one step's directory, placed as `abstract` says; `item` as `params_item` returns it.
 
     Raises:
         InputError: they cannot be read, or are those of another model.
     """
-    path = step_directory.resolve() / 'params'
+    path = step_directory.resolve() / item
     _check_tree(path, abstract)
     with ocp.StandardCheckpointer() as checkpointer:
-        return _read(path, lambda: checkpointer.restore(path, abstract))
+        return reading(path, lambda: checkpointer.restore(path, abstract))
 
 
-def find_step(checkpoint: str) -> Path:
+def params_item(step_directory: Path) -> str:
+    """The parameters of a step that are used: `ema`, their moving average, where the run kept one; else `params`."""
+    return 'ema' if (step_directory / 'ema').is_dir() else 'params'
+
+
+def check_params(step_directory: Path, abstract: Params, *, key: str) -> None:
+    """Compares what `params_item` names in a step with what is wanted, without reading the arrays.
+
+    Raises:
+        InputError: it is missing, or of another model. The message begins with `key`, which asked for this step.
+    """
+    advice = 'choose a checkpoint of this model, or the model of the checkpoint'
+    try:
+        _check_tree(step_directory.resolve() / params_item(step_directory), abstract, advice)
+    except InputError as error:
+        raise InputError(f'{key}: {error}') from None
+
+
+def copy_params(params: Params) -> Params:
+    """The same values in arrays of their own: the memory of an array that a state holds twice cannot be reused."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def by_layer(tree: Any) -> Any:
+    """What has Orbax store stacked arrays in pieces of one layer, so that a layer can be read without the others."""
+
+    def arguments(path: tuple[Any, ...], leaf: Any) -> ocp.SaveArgs:
+        stacked = leaf.shape and STACK in map(_key, path)
+        return ocp.SaveArgs(shard_axes=(0,) if stacked else ())
+
+    return jax.tree_util.tree_map_with_path(arguments, tree)
+
+
+def saved_steps(workdir: Path) -> list[int]:
+    """The complete steps of a workdir, oldest first."""
+    folder = workdir / FOLDER
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
+
+
+def find_step(checkpoint: str, *, key: str = '--checkpoint') -> Path:
     """The directory of one step: from a workdir (its newest), `WORKDIR@STEP`, or the step's directory itself.
 
     Raises:
-        InputError: there is no such checkpoint; the message lists the steps that are there.
+        InputError: there is no such checkpoint; the message names `key`, which has it, and lists the steps there are.
     """
     directory, wanted = Path(checkpoint), ''
     # A directory may have an @ in its name, so what is there as it stands comes first.
@@ -137,27 +200,17 @@ def find_step(checkpoint: str) -> Path:
         directory = Path(path)
     if not wanted and directory.name.isdigit() and directory.parent.name == FOLDER and directory.is_dir():
         return directory
-    folder = directory / FOLDER
-    steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
+    folder, steps = directory / FOLDER, saved_steps(directory)
     if not steps:
-        raise InputError(f'--checkpoint={checkpoint}: no checkpoint in {folder}; give a workdir of maxlm.train')
+        raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; give a workdir of maxlm.train')
     if not wanted:
         return folder / str(steps[-1])
     if not (wanted.isdigit() and int(wanted) in steps):
-        raise InputError(f'--checkpoint={checkpoint}: no step {wanted!r} there; steps: {", ".join(map(str, steps))}')
+        raise InputError(f'{key}={checkpoint}: no step {wanted!r} there; steps: {", ".join(map(str, steps))}')
     return folder / wanted
 
 
-def _handlers() -> dict[str, Any]:
-    return {
-        'params': ocp.StandardCheckpointHandler(),
-        'optimizer': ocp.StandardCheckpointHandler(),
-        'progress': ocp.JsonCheckpointHandler(),
-        'data': ocp.JsonCheckpointHandler(),
-    }
-
-
-def _read(path: Path, read: Callable[[], T]) -> T:
+def reading(path: Path, read: Callable[[], T]) -> T:
     """`read()`; its failure becomes one line, since Orbax, TensorStore and JSON each have errors of their own."""
     hooks = sys.excepthook, sys.unraisablehook
     sys.excepthook, sys.unraisablehook = _without_echoes(*hooks)
@@ -172,6 +225,32 @@ def _read(path: Path, read: Callable[[], T]) -> T:
         ) from None
     sys.excepthook, sys.unraisablehook = hooks
     return result
+
+
+def stored_tree(path: Path) -> Any:
+    """What an item of a step consists of: a tree of descriptions, each with name, shape and dtype.
+
+    Raises:
+        InputError: it is missing or cannot be read.
+    """
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = reading(path, lambda: checkpointer.metadata(path).item_metadata)
+    if tree is None:
+        # Orbax does not say which.
+        raise InputError(
+            f'{path}: missing in the checkpoint, or damaged; remove {path.parent} to go on from the one before'
+        )
+    return tree
+
+
+def _handlers() -> dict[str, Any]:
+    return {
+        'params': ocp.StandardCheckpointHandler(),
+        'ema': ocp.StandardCheckpointHandler(),
+        'optimizer': ocp.StandardCheckpointHandler(),
+        'progress': ocp.JsonCheckpointHandler(),
+        'data': ocp.JsonCheckpointHandler(),
+    }
 
 
 def _without_echoes(excepthook: Callable, unraisablehook: Callable) -> tuple[Callable, Callable]:
@@ -191,27 +270,24 @@ def _without_echoes(excepthook: Callable, unraisablehook: Callable) -> tuple[Cal
     return on_exception, on_unraisable
 
 
-def _check_tree(path: Path, abstract: Any) -> None:
+def _check_tree(
+    path: Path, abstract: Any, advice: str = 'choose another --workdir or the config it was trained with'
+) -> None:
     """Compares names, shapes and types of what is stored with what is wanted: Orbax would cast types in silence."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        stored_tree = _read(path, lambda: checkpointer.metadata(path).item_metadata)
-    if stored_tree is None:
-        raise InputError(f'{path}: missing in the checkpoint; remove {path.parent} to go on from the one before')
-    stored, wanted = _leaves(stored_tree), _leaves(abstract)
+    stored, wanted = _leaves(stored_tree(path)), _leaves(abstract)
     for name in sorted(stored.keys() | wanted.keys()):
         if stored.get(name) != wanted.get(name):
             has = stored.get(name, 'nothing of that name')
             wants = wanted.get(name, 'nothing of that name')
             raise InputError(
-                f'{path}: checkpoint of another model: {name} is {has} there, and {wants} in the config; '
-                f'choose another --workdir or the config it was trained with'
+                f'{path}: checkpoint of another model: {name} is {has} there, and {wants} in the config; {advice}'
             )
 
 
 def _leaves(tree: Any) -> dict[str, str]:
     """Path → `shape type` of every array of a tree."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = (('.'.join(_key(entry) for entry in path), leaf) for path, leaf in leaves)
+    names = (('.'.join(map(_key, path)), leaf) for path, leaf in leaves)
     return {name: f'{tuple(leaf.shape)} {jnp.dtype(leaf.dtype).name}' for name, leaf in names}
 
 

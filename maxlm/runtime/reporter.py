@@ -97,6 +97,7 @@ class Reporter:
                 'train/loss': loss,
                 'train/best_loss': self._best_loss,
                 'train/perplexity': perplexity(loss),
+                **({'train/z_loss': float(values['z_loss'])} if 'z_loss' in values else {}),
                 'train/learning_rate': float(values['learning_rate']),
                 'train/grad_norm': float(values['grad_norm']),
                 'train/param_norm': float(values['param_norm']),

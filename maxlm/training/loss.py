@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, over chunks of the sequence.
+"""Next-token cross-entropy and log Z of the softmax, over chunks of the sequence.
 
 Shapes: B batch, T length, C positions of a chunk, D dim, V vocabulary.
 """
@@ -6,6 +6,7 @@ Shapes: B batch, T length, C positions of a chunk, D dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ def cross_entropy_sum(
     *,
     logits: Callable[[jax.Array], jax.Array],
     chunk: int,
-) -> jax.Array:
-    """Sum over positions of weight · -log softmax(logits)[target], in nats, float32.
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over positions of weight · -log softmax(logits)[target], in nats, and of weight · log² Z; both float32.
+
+    Z is the softmax's denominator Σ exp(logits), which the z-loss of Chowdhery et al. 2022, "PaLM", keeps near 1.
 
     `logits` maps hidden states [B, C, D] to scores [B, C, V]. It is called on `chunk` positions at a time and called
     again in the backward pass, so that scores of B × chunk positions are all that ever exist.
@@ -35,16 +38,18 @@ def cross_entropy_sum(
         return x.reshape(B, chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint
-    def chunk_sum(hidden_BCD: jax.Array, targets_BC: jax.Array, weights_BC: jax.Array) -> jax.Array:
+    def chunk_sums(hidden_BCD: jax.Array, targets_BC: jax.Array, weights_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BCV = logits(hidden_BCD)
         target_logit_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
-        return jnp.sum(weights_BC * (jax.nn.logsumexp(logits_BCV, axis=-1) - target_logit_BC))
+        log_z_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+        return jnp.sum(weights_BC * (log_z_BC - target_logit_BC)), jnp.sum(weights_BC * jnp.square(log_z_BC))
 
     if chunks == 1:
-        return chunk_sum(hidden_BTD, targets_BT, weights_BT)
+        return chunk_sums(hidden_BTD, targets_BT, weights_BT)
 
-    def add(total: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        return total + chunk_sum(*inputs), None
+    def add(totals: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, totals, chunk_sums(*inputs)), None
 
-    total, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), (split(hidden_BTD), split(targets_BT), split(weights_BT)))
-    return total
+    zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    totals, _ = jax.lax.scan(add, zeros, (split(hidden_BTD), split(targets_BT), split(weights_BT)))
+    return totals

@@ -77,6 +77,22 @@ class Layout:
                 )
         return NamedSharding(self.mesh, self.spec(axes))
 
+    def spread_layers(self, axes: Sequence[str]) -> tuple[list[NamedSharding], int]:
+        """Placements that lead from a stack's own to one with whole layers on each device, and the devices it is over.
+
+        `axes` begin with the one of layers, whose size must divide over the devices. The devices are those that hold
+        pieces of a layer, and those with copies (`data`; links between replicas are too slow for it). On the way one
+        mesh axis moves at a time, which is an all-to-all within it; where two move at once, XLA gathers the whole stack
+        on every device.
+        """
+        spec = [TABLE[axis] for axis in axes]
+        placements = [self.named(*axes)]
+        for moved in (*(mesh_axis for mesh_axes in spec[1:] for mesh_axis in mesh_axes), 'data'):
+            layers, *rest = (tuple(mesh_axis for mesh_axis in mesh_axes if mesh_axis != moved) for mesh_axes in spec)
+            spec = [(*layers, moved), *rest]
+            placements.append(NamedSharding(self.mesh, PartitionSpec(*(names or None for names in spec))))
+        return placements, math.prod(self.mesh.shape[mesh_axis] for mesh_axis in spec[0])
+
     @property
     def batch(self) -> NamedSharding:
         """Of [B, T] arrays of a batch."""

@@ -1,4 +1,4 @@
-"""Attention and rotary positions against plain formulas in NumPy."""
+"""Attention against a plain formula in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import pytest
 
 from maxlm.model import attention
 from maxlm.model.attention import attend
-from maxlm.model.positions import rotary_angles, rotate
 
 
 def reference(q, k, v, mask):
@@ -30,8 +29,9 @@ def test_attention_is_the_formula(kv_heads):
     k, v = rng.normal(size=(2, 2, 6, kv_heads, 8))
     causal = np.broadcast_to(np.tril(np.ones((6, 6), bool)), (2, 6, 6))
     mask = causal & (rng.random((2, 6, 6)) < 0.6) | np.eye(6, dtype=bool)
-    for given, meant in [(None, causal), (jnp.asarray(mask), mask)]:
-        out = attend(*map(jnp.float32, (q, k, v)), given, kernel='xla')
+    sliding = causal & ~np.tril(np.ones((6, 6), bool), -3)
+    for given, window, meant in [(None, 0, causal), (None, 3, sliding), (jnp.asarray(mask), 0, mask)]:
+        out = attend(*map(jnp.float32, (q, k, v)), given, window=window, kernel='xla')
         np.testing.assert_allclose(out, reference(q, k, v, meant), atol=1e-5)
     assert not np.allclose(out, reference(q, k, v, causal), atol=1e-3)
 
@@ -45,50 +45,21 @@ def test_blocks_of_queries_change_nothing(queries, monkeypatch):
 
     def run(query_block):
         monkeypatch.setattr(attention, 'QUERY_BLOCK', query_block)
-        return jax.value_and_grad(lambda q, k, v: jnp.square(attend(q, k, v, mask, kernel='xla')).sum(), (0, 1, 2))(
-            q, k, v
-        )
+
+        def loss(q, k, v):
+            return jnp.square(attend(q, k, v, mask, window=0, kernel='xla')).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 
     for a, b in zip(jax.tree.leaves(run(128)), jax.tree.leaves(run(10_000)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
-        attend(q, k, v, mask, kernel='xla')[0], reference(*map(np.asarray, (q, k, v, mask)))[0], atol=1e-4
+        attend(q, k, v, mask, window=0, kernel='xla')[0], reference(*map(np.asarray, (q, k, v, mask)))[0], atol=1e-4
     )
 
 
 def test_a_row_that_sees_nothing_stays_finite():
     x = jnp.ones((1, 3, 1, 4))
     nothing = jnp.zeros((1, 3, 3), bool)
-    grad = jax.grad(lambda x: attend(x, x, x, nothing, kernel='xla').sum())(x)
+    grad = jax.grad(lambda x: attend(x, x, x, nothing, window=0, kernel='xla').sum())(x)
     assert np.all(np.isfinite(grad))
-
-
-@pytest.mark.parametrize('fraction', [1.0, 0.5])
-def test_rotary_is_the_formula(fraction):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(1, 5, 2, 8)).astype(np.float32)
-    positions = np.array([[0, 1, 2, 0, 7]])
-    rotary = rotary_angles(jnp.asarray(positions), head_dim=8, fraction=fraction, theta=100.0)
-    out = np.asarray(rotate(jnp.asarray(x), rotary))
-    half = int(8 * fraction) // 2
-    for t in range(5):
-        for i in range(half):
-            angle = positions[0, t] * 100.0 ** (-2 * i / (2 * half))
-            turn = np.exp(1j * angle) * (x[0, t, :, i] + 1j * x[0, t, :, i + half])
-            np.testing.assert_allclose(out[0, t, :, i], turn.real, atol=1e-5)
-            np.testing.assert_allclose(out[0, t, :, i + half], turn.imag, atol=1e-5)
-    np.testing.assert_array_equal(out[..., 2 * half :], x[..., 2 * half :])
-
-
-def test_rotary_scores_depend_on_distance_only():
-    rng = np.random.default_rng(0)
-    q, k = jnp.asarray(rng.normal(size=(2, 1, 1, 1, 16)), jnp.float32)
-
-    def score(at_q, at_k):
-        def turn(x, at):
-            return rotate(x, rotary_angles(jnp.array([[at]]), head_dim=16, fraction=1.0, theta=10_000.0))
-
-        return float((turn(q, at_q) * turn(k, at_k)).sum())
-
-    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
-    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-3)

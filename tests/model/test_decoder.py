@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.model.decoder import Decoder, drop, init_cache
+from maxlm.model.decoder import Decoder, drop, init_cache, layer_windows
 from tests.small import VOCAB, small_batch, small_config
 
 SWITCHES = [
@@ -17,6 +17,10 @@ SWITCHES = [
     {'model__family': 'gpt_neox', 'model__num_kv_heads': 2},
     {'model__family': 'llama', 'model__num_kv_heads': 1},
     {'model__family': 'llama', 'model__norm': 'layernorm', 'model__use_bias': True, 'model__tie_embeddings': True},
+    {'model__family': 'qwen3', 'model__num_kv_heads': 2, 'model__head_dim': 12},
+    {'model__family': 'nanochat'},
+    {'model__family': 'llama', 'model__attention_pattern': 'S', 'model__sliding_window': 3},
+    {'model__family': 'gpt2', 'model__num_layers': 5, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
 ]
 
 
@@ -62,6 +66,9 @@ def test_no_token_sees_a_later_one_or_another_document(switches):
     segments = batch['segments'][0]
     T = len(segments)
     allowed = np.tril(np.ones((T, T), bool)) & (segments[:, None] == segments[None, :])
+    # Windows of several layers add up.
+    reach = sum(window - 1 if window else T for window in layer_windows(config.model))
+    allowed &= ~np.tril(np.ones((T, T), bool), -reach - 1)
     assert np.all(seen[~allowed] == 0)
     assert np.all(seen[allowed] > 0)
 
@@ -87,10 +94,18 @@ def test_a_document_gives_the_same_logits_alone_and_packed():
     assert not np.allclose(packed[:, first[:shorter]], alone[:, :shorter], atol=1e-2)
 
 
+PATTERNS = {
+    'uniform': {},
+    # Two periods of two layers and a rest of one.
+    'mixed': {'model__num_layers': 5, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
+}
+
+
 @pytest.mark.parametrize('remat', ['none', 'dots', 'dots_no_batch', 'full'])
 @pytest.mark.parametrize('scan', [True, False])
-def test_scan_and_remat_change_nothing(remat, scan):
-    config, graph, params = make()
+@pytest.mark.parametrize('pattern', PATTERNS)
+def test_scan_and_remat_change_nothing(remat, scan, pattern):
+    config, graph, params = make(**PATTERNS[pattern])
     same = dataclasses.replace(config.model, remat=remat, scan_layers=scan)
     other_graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(same, rngs=nnx.Rngs(0))))
     tokens = jnp.asarray(small_batch(config)['tokens'])
@@ -147,15 +162,63 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
     assert abs(drop(x, 0.3, jax.random.key(0)).mean() - 1) < 0.01
 
 
-def test_initial_parameters():
-    config = small_config(model__num_layers=8, model__dim=256, model__init_std=0.02)
-    state = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0))))
+def test_windows_follow_the_pattern_and_are_seen():
+    settings = {'model__num_layers': 5, 'model__sliding_window': 3}
+    config, graph, params = make(**settings, model__attention_pattern='SSL')
+    assert layer_windows(config.model) == [3, 3, 0, 3, 3]
+    _, other_graph, _ = make(**settings, model__attention_pattern='SLS')
+    tokens = jnp.asarray(small_batch(config)['tokens'])
+    assert not np.allclose(logits(graph, params, tokens), logits(other_graph, params, tokens), atol=1e-2)
+    _, wide_graph, _ = make(**{**settings, 'model__sliding_window': 16}, model__attention_pattern='SLS')
+    _, full_graph, _ = make(model__num_layers=5)
+    np.testing.assert_array_equal(logits(wide_graph, params, tokens), logits(full_graph, params, tokens))
+
+
+def test_logits_are_bent_into_their_cap():
+    config, graph, params = make(model__logit_softcap=2.0)
+    _, plain_graph, _ = make()
+    tokens = jnp.asarray(small_batch(config)['tokens'])
+    plain = logits(plain_graph, params, tokens)
+    assert np.abs(plain).max() > 2
+    np.testing.assert_allclose(logits(graph, params, tokens), 2 * np.tanh(plain / 2), atol=1e-5)
+
+
+def initial(**overrides):
+    config = small_config(model__num_layers=8, model__dim=256, model__num_heads=8, **overrides)
+    return nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0))))
+
+
+def test_initial_parameters_of_gpt2():
+    state = initial(model__init_std=0.02)
     assert state['embedding'].shape == (VOCAB, 256)
-    assert abs(np.std(state['embedding']) - 0.02) < 1e-3
+    assert np.std(state['embedding']) == pytest.approx(0.02, rel=0.05)
+    assert np.std(state['position_embedding']) == pytest.approx(0.01, rel=0.05)
     attention = state['blocks']['attention']
-    assert abs(np.std(attention['query']['kernel']) - 0.02) < 1e-3
-    assert abs(np.std(attention['out']['kernel']) - 0.02 / 4) < 2e-4
+    assert np.std(attention['query']['kernel']) == pytest.approx(0.02, rel=0.05)
+    assert np.std(attention['out']['kernel']) == pytest.approx(0.02 / 4, rel=0.05)
     assert np.all(attention['out']['bias'] == 0)
     assert np.all(state['blocks']['attention_norm']['scale'] == 1)
     # Layers start differently.
     assert not np.allclose(attention['query']['kernel'][0], attention['query']['kernel'][1])
+
+
+def test_initial_parameters_of_gpt_neox():
+    state = initial(model__family='gpt_neox')
+    for kernel in (state['blocks']['feedforward']['up']['kernel'], state['embedding'], state['head']['kernel']):
+        assert np.std(kernel) == pytest.approx((2 / (5 * 256)) ** 0.5, rel=0.05)
+    for kernel in (state['blocks']['feedforward']['down']['kernel'], state['blocks']['attention']['out']['kernel']):
+        assert np.std(kernel) == pytest.approx(2 / (8 * 16), rel=0.05)
+
+
+def test_initial_parameters_of_nanochat():
+    state = initial(model__family='nanochat')
+    assert np.std(state['embedding']) == pytest.approx(1, rel=0.05)
+    assert np.std(state['head']['kernel']) == pytest.approx(0.001, rel=0.05)
+    query = state['blocks']['attention']['query']['kernel']
+    assert np.std(query) == pytest.approx(1 / 16, rel=0.05)
+    assert np.abs(query).max() <= 3**0.5 / 16
+    assert np.all(state['blocks']['attention']['out']['kernel'] == 0)
+    assert np.all(state['blocks']['feedforward']['down']['kernel'] == 0)
+    # Norms without parameters.
+    assert set(state) == {'embedding', 'blocks', 'head'}
+    assert set(state['blocks']) == {'attention', 'feedforward'}

@@ -19,6 +19,8 @@ MODELS = {
     'grouped heads': {'model__family': 'llama', 'model__num_kv_heads': 2},
     'one key head': {'model__family': 'gpt2', 'model__num_kv_heads': 1},
     'wide heads': {'model__family': 'llama', 'model__head_dim': 24},
+    'squared relu': {'model__family': 'nanochat'},
+    'normalized heads': {'model__family': 'qwen3', 'model__head_dim': 24},
     'narrow feed-forward': {'model__family': 'llama', 'model__ffn_dim': 40, 'model__num_layers': 3},
 }
 
@@ -67,3 +69,16 @@ def test_causal_is_the_mean_over_the_window():
     assert flops.causal == dense + sum(by_position) / window
     assert flops.full == dense + by_position[-1]
     assert training_flops(model, 1).causal == training_flops(model, 1).full
+
+
+def test_sliding_layers_count_what_they_reach():
+    sliding = {'model__sliding_window': 3, 'model__num_layers': 3}
+    mixed, full = small_config(**sliding, model__attention_pattern='SL').model, small_config(model__num_layers=3).model
+    per_position = 12 * mixed.num_heads * mixed.head_dim
+    dense = 6 * matmul_parameters(mixed)
+    # Two layers reach 3 positions back, so that by position they see 1, 2, 3, 3, … tokens.
+    seen = [sum(2 * min(t + 1, 3) + (t + 1) for t in range(window)) / window for window in (16, 2)]
+    assert training_flops(mixed, 16).causal == pytest.approx(dense + per_position * seen[0])
+    assert training_flops(mixed, 16).full == dense + per_position * (3 + 16 + 3)
+    # A window that is never filled changes nothing.
+    assert training_flops(mixed, 2) == training_flops(full, 2)

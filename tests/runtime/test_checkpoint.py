@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.runtime.checkpoint import FOLDER, TRASH, Checkpoints, find_step, restore_params
+from maxlm.runtime.checkpoint import FOLDER, TRASH, Checkpoints, find_step, params_item, restore_params
+from maxlm.runtime.console import Console
 from maxlm.training.step import TrainState, abstract_state
 from tests.small import small_config, small_layout
 
@@ -110,6 +111,60 @@ def test_parameters_alone(saved, eight, copy):
     assert not same(restore_params(saved / FOLDER / '3', abstract_on(8).params), eight.params)
 
 
+EMA = {'optimizer__ema_decay': 0.9}
+
+
+@pytest.fixture(scope='module')
+def averaged(tmp_path_factory, eight):
+    """A workdir with a step 7 whose run kept an average, and the state; not to be changed."""
+    workdir = tmp_path_factory.mktemp('averaged')
+    state = eight._replace(ema=random_state(abstract_on(8), step=0, skipped=0, seed=1).params)
+    save(workdir, [state])
+    return workdir, state
+
+
+def test_an_average_is_an_item_of_its_own(saved, eight, averaged):
+    workdir, state = averaged
+    for num_devices in (8, 2):
+        restored, _ = restore(workdir, abstract_on(num_devices, **EMA))
+        assert same(jax.device_get(restored), jax.device_get(state))
+        assert len(restored.ema['embedding'].devices()) == num_devices
+    assert params_item(workdir / FOLDER / '7') == 'ema'
+    abstract = abstract_on(8).params
+    assert same(restore_params(workdir / FOLDER / '7', abstract, item='ema'), state.ema)
+    assert not same(restore_params(workdir / FOLDER / '7', abstract), state.ema)
+    # Control: a run without one has none.
+    assert restore(saved, abstract_on(8))[0].ema is None
+    assert params_item(saved / FOLDER / '7') == 'params'
+    assert not (saved / FOLDER / '7' / 'ema').exists()
+
+
+def test_an_average_that_is_switched_on_starts_at_the_parameters(saved, eight, capsys):
+    with Console():
+        state, _ = restore(saved, abstract_on(8, **EMA))
+    assert same(state, eight._replace(ema=eight.params))
+    out = capsys.readouterr().out
+    assert out.count('\n') == 1
+    assert 'step 7 was saved without a moving average' in out
+
+
+def test_an_average_that_is_switched_off_stays_where_it_is(averaged, eight, tmp_path):
+    state, _ = restore(averaged[0], abstract_on(8))
+    assert same(state, eight)
+    save(tmp_path, [state])
+    assert params_item(tmp_path / FOLDER / '7') == 'params'
+
+
+def test_a_damaged_average_is_named(averaged, tmp_path):
+    shutil.copytree(averaged[0], tmp_path / 'run')
+    (tmp_path / 'run' / FOLDER / '7' / 'ema' / '_METADATA').write_text('{')
+    with pytest.raises(InputError) as info:
+        restore(tmp_path / 'run', abstract_on(8, **EMA))
+    assert_one_line(info, str(tmp_path / 'run' / FOLDER / '7' / 'ema'))
+    # Who does not need it can go on.
+    restore(tmp_path / 'run', abstract_on(8))
+
+
 def test_the_newest_are_kept(tmp_path):
     abstract = abstract_on(1)
     states = [random_state(abstract, step=step, skipped=0, seed=step) for step in (2, 4, 6, 8)]
@@ -152,6 +207,11 @@ def test_a_workdir_may_have_an_at_sign_in_its_name(saved, tmp_path):
 def test_a_step_that_is_not_there(saved, wanted):
     with pytest.raises(InputError, match=rf"no step '{wanted}' there; steps: 3, 7"):
         find_step(f'{saved}@{wanted}')
+
+
+def test_what_asked_for_a_step_is_named(saved):
+    with pytest.raises(InputError, match=rf"^train\.init_from={saved}@5: no step '5' there"):
+        find_step(f'{saved}@5', key='train.init_from')
 
 
 @pytest.mark.parametrize('make', [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text('')])

@@ -1,4 +1,4 @@
-"""Chunked cross-entropy against the plain formula."""
+"""Chunked cross-entropy and z-loss against the plain formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,17 @@ def plain(hidden, kernel, targets, weights):
     return -(weights * jnp.log(chosen)).sum()
 
 
+def plain_z(hidden, kernel, weights):
+    return (weights * jnp.log(jnp.exp(hidden @ kernel).sum(-1)) ** 2).sum()
+
+
 # 5 does not divide 12: the last chunk is filled up.
 @pytest.mark.parametrize('chunk', [1, 4, 5, 12, 100])
 def test_value_and_gradients_equal_the_plain_formula(chunk):
     hidden, kernel, targets, weights = inputs()
 
     def chunked(hidden, kernel):
-        return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+        return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)[0]
 
     value, grads = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(hidden, kernel)
     wanted, wanted_grads = jax.value_and_grad(plain, argnums=(0, 1))(hidden, kernel, targets, weights)
@@ -42,12 +46,34 @@ def test_value_and_gradients_equal_the_plain_formula(chunk):
     assert abs(plain(hidden, kernel, targets, jnp.ones_like(weights)) - wanted) > 1
 
 
+@pytest.mark.parametrize('chunk', [5, 12])
+def test_z_loss_is_a_sum_of_its_own(chunk):
+    hidden, kernel, targets, weights = inputs()
+
+    def chunked(hidden, kernel):
+        loss, z = cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+        return loss + 0.1 * z, (loss, z)
+
+    def wanted_sum(hidden, kernel):
+        return plain(hidden, kernel, targets, weights) + 0.1 * plain_z(hidden, kernel, weights)
+
+    (_, (loss, z)), grads = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1), has_aux=True))(hidden, kernel)
+    np.testing.assert_allclose(loss, plain(hidden, kernel, targets, weights), rtol=1e-6)
+    np.testing.assert_allclose(z, plain_z(hidden, kernel, weights), rtol=1e-5)
+    wanted = jax.grad(wanted_sum, argnums=(0, 1))(hidden, kernel)
+    without = jax.grad(plain, argnums=(0, 1))(hidden, kernel, targets, weights)
+    for grad, wanted_grad, grad_without in zip(grads, wanted, without, strict=True):
+        np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-5)
+        # Control: without the z-loss it is another.
+        assert np.abs(grad - grad_without).max() > 0.1
+
+
 def test_no_array_of_all_logits_exists():
     hidden, kernel, targets, weights = inputs()
 
     def largest_with_vocabulary(chunk):
         def loss(hidden, kernel):
-            return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+            return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)[0]
 
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile().as_text()
         shapes = {

@@ -1,4 +1,4 @@
-"""The 1B step lowered for accelerators that are not here: what each would be given to run."""
+"""Steps lowered for accelerators that are not here: what each would be given to run."""
 
 import re
 
@@ -20,9 +20,9 @@ def cudnn_9_13(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda *_: 91300)
 
 
-def lowered(platform, backend, *overrides):
-    config = load(f'{ROOT}/configs/1b.py', ['train.global_batch=32', *overrides])
-    config = resolve(config, platform=backend, num_devices=1, vocab_size=50_000, windows=100)
+def lowered(platform, backend, *overrides, spec='1b.py'):
+    config = load(f'{ROOT}/configs/{spec}', ['train.global_batch=32', *overrides])
+    config = resolve(config, platform=backend, num_devices=1, vocab_size=32, windows=100)
     # One device: with several the kernel hides in a partitioning call until the devices are known.
     layout = make_layout(config.mesh, jax.devices()[:1])
     batch = {name: jax.ShapeDtypeStruct((32, 2048), kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
@@ -47,3 +47,22 @@ def test_tpu_step_lowers():
     text = lowered('tpu', 'tpu')
     assert 'stablehlo.dot_general' in text
     assert fused_calls(text) == set()
+
+
+def sliding_windows(text):
+    return {int(size) for size in re.findall(r'sliding_window_length\\22: (\d+)', text)}
+
+
+def test_gpu_kernels_know_their_windows(cudnn_9_13):
+    overrides = ['model.attention_pattern=SL', 'model.sliding_window=512', 'data.isolate_documents=false']
+    assert sliding_windows(lowered('cuda', 'gpu', *overrides)) == {0, 512}
+    # Control: without a pattern there is none.
+    assert sliding_windows(lowered('cuda', 'gpu', overrides[-1])) <= {0}
+
+
+@pytest.mark.parametrize(('platform', 'backend'), [('cuda', 'gpu'), ('tpu', 'tpu')])
+@pytest.mark.parametrize('spec', ['depth.py:24', 'code.py:7b', 'neox.py:production'])
+def test_steps_of_other_families_lower(platform, backend, spec, cudnn_9_13):
+    text = lowered(platform, backend, 'train.micro_batch=4', 'data.window=2048', spec=spec)
+    assert 'stablehlo.dot_general' in text
+    assert bool(fused_calls(text)) == (platform == 'cuda')

@@ -1,4 +1,4 @@
-"""The training step: accumulation, clipping, skipping, dropout, and the same numbers on every layout."""
+"""The training step: accumulation, clipping, skipping, dropout, z-loss, moving average, and every layout alike."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,14 @@ import optax
 import pytest
 
 from maxlm.training import sharding
-from maxlm.training.step import abstract_state, init_state, make_eval_step, make_loss_sum, make_train_step
+from maxlm.training.step import (
+    abstract_state,
+    evaluated_params,
+    init_state,
+    make_eval_step,
+    make_loss_sums,
+    make_train_step,
+)
 from tests.small import small_batch, small_config, small_layout
 
 
@@ -45,13 +52,10 @@ def test_accumulation_is_exact_with_uneven_token_counts():
         assert_close(state.opt_state, whole.opt_state, 1e-6)
     # Control: the mean of the micro-batches' means is another number.
     layout = small_layout(small_config())
-    loss_sum = jax.jit(make_loss_sum(small_config(), layout))
+    loss_sums = jax.jit(make_loss_sums(small_config(), layout))
     params = init_state(small_config(), layout).params
-    sums, tokens = zip(
-        *(loss_sum(params, {k: jnp.asarray(v[i::2]) for k, v in batch.items()}, None) for i in range(2)), strict=True
-    )
-    means = np.mean([float(s) / float(t) for s, t in zip(sums, tokens, strict=True)])
-    assert abs(means - metrics['loss']) > 1e-5
+    halves = [loss_sums(params, {k: jnp.asarray(v[i::2]) for k, v in batch.items()}, None) for i in range(2)]
+    assert abs(np.mean([half.loss / half.tokens for half in halves]) - metrics['loss']) > 1e-5
 
 
 LAYOUTS = [
@@ -61,21 +65,30 @@ LAYOUTS = [
     {'mesh__replica': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 1},
     {'mesh__replica': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'train__micro_batch': 1, 'model__remat': 'full'},
     {'mesh__fsdp': 4, 'mesh__data': 2, 'model__family': 'llama', 'model__num_kv_heads': 2},
+    {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', 'model__family': 'nanochat'},
 ]
 
 
-@pytest.mark.parametrize('layout', LAYOUTS, ids=lambda layout: ','.join(f'{k[6:]}={v}' for k, v in layout.items()))
+@pytest.mark.parametrize(
+    'layout', LAYOUTS, ids=lambda layout: ','.join(f'{k.split("__")[1]}={v}' for k, v in layout.items())
+)
 def test_every_layout_computes_what_one_device_computes(layout):
     # A vocabulary that the tensor axis divides.
-    model = {'model__vocab_size': 64} | {k: v for k, v in layout.items() if k.startswith('model')}
+    model = {'model__vocab_size': 64} | {k: v for k, v in layout.items() if k.startswith(('model', 'optimizer'))}
     one = small_config(**model)
     many = small_config(num_devices=8, **{**model, **layout})
     batch = small_batch(one)
     states, history = run(one, [batch], steps=3)
     other_states, other_history = run(many, [batch], steps=3)
-    # The first moment after the first step is a tenth of the clipped gradient.
-    moments, other_moments = (optax.tree.get(each[0].opt_state, 'mu') for each in (states, other_states))
-    assert_close(other_moments, moments, 2e-6)
+    # The first moment after the first step is a tenth of the clipped gradient, or of Muon a twentieth.
+    for name in ('mu', 'momentum'):
+        moments, other_moments = (optax.tree.get(each[0].opt_state, name) for each in (states, other_states))
+        assert_close(other_moments, moments, 2e-6)
+        assert (moments is None) == (name == 'momentum' and one.optimizer.name == 'adamw')
+    if one.optimizer.name == 'muon':
+        assert_close(other_states[-1].params, states[-1].params, 1e-4)
+        # Control: the updates were larger than that.
+        assert not np.allclose(states[-1].params['head']['kernel'], states[0].params['head']['kernel'], atol=1e-3)
     for metrics, other in zip(history, other_history, strict=True):
         np.testing.assert_allclose(other['loss'], metrics['loss'], rtol=1e-5)
 
@@ -87,6 +100,26 @@ def test_parameters_and_moments_are_sharded():
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
     moment = optax.tree.get(state.opt_state, 'mu')['blocks']['attention']['query']['kernel']
     assert moment.sharding == kernel.sharding
+
+
+def test_each_parameter_has_the_moments_of_its_own_optimizer():
+    config = small_config(num_devices=8, mesh__tensor=2, model__vocab_size=64, optimizer__name='muon')
+    layout = small_layout(config)
+    state = init_state(config, layout)
+    named = jax.tree_util.tree_leaves_with_path
+    momentum, mu, nu = (optax.tree.get(state.opt_state, name) for name in ('momentum', 'mu', 'nu'))
+    kernels = {path for path, _ in named(state.params['blocks']) if path[-1].key == 'kernel'}
+    assert {path for path, _ in named(momentum)} == {(jax.tree_util.DictKey('blocks'), *path) for path in kernels}
+    assert {path for path, _ in named(mu)} == {path for path, _ in named(nu)}
+    params = dict(named(state.params))
+    assert {path for path, _ in named(momentum)} | {path for path, _ in named(mu)} == params.keys()
+    assert len(named(momentum)) + len(named(mu)) == len(params)
+    for path, moment in (*named(momentum), *named(mu), *named(nu)):
+        assert moment.sharding == params[path].sharding, path
+    kernel = momentum['blocks']['attention']['query']['kernel']
+    assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+    for leaf, abstract in zip(jax.tree.leaves(state), jax.tree.leaves(abstract_state(config, layout)), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (abstract.shape, abstract.dtype, abstract.sharding)
 
 
 def test_a_parameter_that_does_not_divide_is_named():
@@ -102,8 +135,8 @@ def test_a_table_that_splits_two_axes_over_one_mesh_axis_is_refused(monkeypatch)
         abstract_state(config, small_layout(config))
 
 
-def test_a_batch_without_a_finite_loss_changes_nothing(monkeypatch):
-    config = small_config()
+def test_a_batch_without_a_finite_loss_changes_nothing():
+    config = small_config(optimizer__ema_decay=0.9, optimizer__warmup_steps=0)
     layout = small_layout(config)
     step = jax.jit(make_train_step(config, layout))
     good = layout.put_batch(small_batch(config), 8)
@@ -113,13 +146,63 @@ def test_a_batch_without_a_finite_loss_changes_nothing(monkeypatch):
     after, metrics = step(state, bad)
     assert metrics['skipped']
     assert (int(after.step), int(after.skipped)) == (2, 1)
-    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (state.params, state.opt_state))
+    for name in ('params', 'opt_state', 'ema'):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(state, name))
     # The next step is, bit for bit, the one of a run that never saw the bad batch.
     then, metrics = step(after, good)
     wanted, wanted_metrics = step(state, good)
-    jax.tree.map(np.testing.assert_array_equal, then.params, wanted.params)
+    jax.tree.map(np.testing.assert_array_equal, (then.params, then.ema), (wanted.params, wanted.ema))
     assert metrics['learning_rate'] == wanted_metrics['learning_rate']
     assert not np.array_equal(then.params['embedding'], after.params['embedding'])
+    assert not np.array_equal(then.ema['embedding'], after.ema['embedding'])
+
+
+def test_the_moving_average_begins_short_and_is_what_is_evaluated():
+    config = small_config(optimizer__ema_decay=0.22, optimizer__warmup_steps=0)
+    initial = jax.device_get(init_state(config, small_layout(config)))
+    jax.tree.map(np.testing.assert_array_equal, initial.ema, initial.params)
+    states, _ = run(config, [small_batch(config)], steps=3)
+    wanted = initial.params
+    # (1 + n) / (10 + n) for n = 1, 2, 3, until it is more than the config says.
+    for state, decay in zip(states, [2 / 11, 0.22, 0.22], strict=True):
+        wanted = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, wanted, state.params)
+        assert_close(state.ema, wanted, 1e-5)
+        assert np.abs(state.ema['embedding'] - state.params['embedding']).max() > 1e-3
+        assert evaluated_params(state) is state.ema
+    without = abstract_state(small_config(), small_layout(config))
+    assert without.ema is None
+    assert evaluated_params(without) is without.params
+
+
+def test_the_moving_average_is_sharded_and_its_own_array():
+    config = small_config(num_devices=8, optimizer__ema_decay=0.9)
+    layout = small_layout(config)
+    state = init_state(config, layout)
+    shardings, averaged = (jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (state.params, state.ema))
+    assert averaged == shardings
+    # A donated state must not hold one array twice.
+    step = jax.jit(make_train_step(config, layout), donate_argnums=0)
+    after, _ = step(state, layout.put_batch(small_batch(config), 8))
+    assert state.ema['embedding'].is_deleted()
+    assert after.ema['embedding'].sharding == after.params['embedding'].sharding
+
+
+def test_z_loss_is_differentiated_but_not_counted_as_loss():
+    plain, config = small_config(), small_config(train__z_loss=0.1, train__micro_batch=2)
+    batch = small_batch(plain)
+    _, (without,) = run(plain, [batch])
+    _, (metrics,) = run(config, [batch])
+    np.testing.assert_allclose(metrics['loss'], without['loss'], rtol=1e-6)
+    assert abs(metrics['grad_norm'] - without['grad_norm']) > 0.01
+    # At the start all logits are near 0, so that Z is near the size of the vocabulary.
+    assert metrics['z_loss'] == pytest.approx(0.1 * np.log(61) ** 2, rel=0.02)
+    assert 'z_loss' not in without
+    # What is evaluated knows nothing of it, only of the micro-batches.
+    layout = small_layout(plain)
+    params = abstract_state(plain, layout).params
+    each = (plain, small_config(train__z_loss=0.1), config)
+    programs = [str(jax.make_jaxpr(make_eval_step(config, layout))(params, batch)) for config in each]
+    assert programs[0] == programs[1] != programs[2]
 
 
 def test_clipping_bounds_the_gradient_and_leaves_small_ones():
@@ -161,7 +244,8 @@ def test_metrics_are_those_of_the_batch():
     jax.tree.map(np.testing.assert_array_equal, state.params, jax.device_get(init_state(config, layout).params))
 
 
-def test_training_learns():
-    config = small_config(train__num_steps=40)
+@pytest.mark.parametrize('name', ['adamw', 'muon'])
+def test_training_learns(name):
+    config = small_config(train__num_steps=40, optimizer__name=name)
     _, history = run(config, [small_batch(config)], steps=40)
     assert history[-1]['loss'] < 0.5 * history[0]['loss']

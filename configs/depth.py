@@ -1,0 +1,67 @@
+"""nanochat's model on one dial: depth N → width 64 · N, heads of 128, everything else follows.
+
+Depth 24 has 0.68B parameters, depth 64 has 12.9B (the set-up that this follows says 4.3B, but 64 layers × 12 · 4096²
+is 12.9B; 4.3B is about depth 44).
+
+Command:   python -m maxlm.train --config=configs/depth.py:24 --workdir=runs/d24
+Variants:  any whole number from 1 on, e.g. :4 for a trial on a CPU, :24, :64
+Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer chars
+Hardware:  8 × H100 80 GB; depth 64 too, at 4 sequences of 2048 per GPU
+Time:      20 tokens per parameter of the blocks (Hoffmann et al. 2022): 13.6 billion for depth 24, 258 for depth 64;
+           or as many steps as wanted, --config.train.num_steps=N
+Memory:    compiled ahead of time for 8 × H100: 8 GiB per GPU at depth 24, 38 GiB at depth 64
+Expected:  speed and loss are not measured yet
+
+Muon and AdamW with the learning rates of nanochat (Karpathy 2025), which were tuned at width 768.
+"""
+
+from ml_collections import ConfigDict
+
+from maxlm.config.load import default
+from maxlm.errors import InputError
+
+HEAD_DIM = 128
+
+
+def get_config(depth: str = '24') -> ConfigDict:
+    if not (depth.isascii() and depth.isdigit() and int(depth) > 0):
+        raise InputError(f'configs/depth.py:{depth} needs a whole number of layers, e.g. configs/depth.py:24')
+    num_layers = int(depth)
+    dim = 64 * num_layers
+    config = default()
+
+    config.model.family = 'nanochat'
+    config.model.num_layers = num_layers
+    config.model.dim = dim
+    config.model.head_dim = HEAD_DIM
+    config.model.num_heads = -(-dim // HEAD_DIM)
+    config.model.ffn_dim = 4 * dim
+    config.model.remat = 'dots_no_batch' if num_layers <= 32 else 'full'
+
+    config.data.window = 2048
+
+    config.train.num_tokens = 20 * 12 * num_layers * dim**2
+    config.train.global_batch = 256
+    config.train.micro_batch = 4
+
+    config.eval.every = 250
+    config.eval.num_batches = 4
+
+    config.optimizer.name = 'muon'
+    config.optimizer.learning_rate = 0.02
+    # Adam's steps do not shrink with the width by themselves.
+    scale = (dim / 768) ** -0.5
+    config.optimizer.adam_learning_rate = 0.004 * scale
+    config.optimizer.embedding_learning_rate = 0.2 * scale
+    config.optimizer.beta1 = 0.8
+    config.optimizer.beta2 = 0.95
+    config.optimizer.epsilon = 1e-10
+    config.optimizer.momentum_warmup_steps = 300
+    config.optimizer.weight_decay = 0.0
+    config.optimizer.schedule = 'wsd'
+    config.optimizer.decay_fraction = 0.2
+    config.optimizer.clip_norm = 1.0
+
+    config.checkpoint.every_steps = 1000
+    config.checkpoint.keep_last = 3
+    return config

@@ -1,0 +1,67 @@
+"""GPT-NeoX with 1.41B parameters ("1.2B" without its embeddings): width 2048, 24 layers, 16 heads, rotary on a quarter.
+
+The shape of Pythia-1.4B (Biderman et al. 2023), from which learning rate, warm-up share and clipping are taken, with a
+vocabulary of 50 257.
+
+Command:   python -m maxlm.train --config=configs/neox.py:production_8gpu --workdir=runs/neox
+Variants:  test              4 layers × 256, 50 steps of 8 × 256 tokens: the same way on a laptop's CPU
+           production        one GPU with 80 GB, 0.26M tokens a step
+           production_8gpu   8 of them in one node, 2.1M tokens a step
+           each with another number of steps: --config.train.num_steps=N
+Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer bpe:50257
+Hardware:  as above; any number of devices that divides the batch gives the same results
+Time:      test: a minute; production: 20 000 steps = 5.2 billion tokens; production_8gpu: 14 000 = 29 billion tokens
+Memory:    compiled ahead of time for H100: 46 GiB on one, 19 GiB on each of 8
+Expected:  speed and loss are not measured yet
+"""
+
+from ml_collections import ConfigDict
+
+from maxlm.config.load import default
+from maxlm.errors import InputError
+
+# variant → (steps, sequences per step, sequences per device at a time, peak learning rate)
+VARIANTS = {
+    'test': (50, 8, 0, 1e-3),
+    'production': (20_000, 128, 8, 2e-4),
+    'production_8gpu': (14_000, 1024, 8, 2e-4),
+}
+
+
+def get_config(variant: str = 'production_8gpu') -> ConfigDict:
+    if variant not in VARIANTS:
+        raise InputError(f'configs/neox.py has no variant {variant!r}; there are: {", ".join(VARIANTS)}')
+    num_steps, global_batch, micro_batch, learning_rate = VARIANTS[variant]
+    config = default()
+
+    config.model.family = 'gpt_neox'
+    if variant == 'test':
+        config.model.num_layers = 4
+        config.model.dim = 256
+        config.model.num_heads = 4
+        config.model.dtype = 'float32'  # two CPU cores are slower in bfloat16
+    else:
+        config.model.vocab_size = 50_257
+        config.model.num_layers = 24
+        config.model.dim = 2048
+        config.model.num_heads = 16
+        config.model.ffn_dim = 8192
+        config.model.remat = 'dots_no_batch'
+
+    config.data.window = 256 if variant == 'test' else 2048
+
+    config.train.num_steps = num_steps
+    config.train.global_batch = global_batch
+    config.train.micro_batch = micro_batch
+
+    config.eval.every = max(25, num_steps // 100)
+    config.eval.num_batches = 4
+
+    config.optimizer.learning_rate = learning_rate
+    config.optimizer.min_learning_rate = learning_rate / 10
+    config.optimizer.warmup_steps = num_steps // 100
+    config.optimizer.clip_norm = 1.0
+
+    config.checkpoint.every_steps = 1000
+    config.checkpoint.keep_last = 5
+    return config

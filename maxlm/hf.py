@@ -1,0 +1,93 @@
+"""Models from and to the format of Hugging Face Transformers, on local disks.
+
+    python -m maxlm.hf import --input=DIR --output=WORKDIR
+    python -m maxlm.hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max_shard_size=1GB]
+
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory. Import makes a workdir whose step 0 holds
+the model: to evaluate, to sample from, and to train further with `--config.train.init_from=WORKDIR`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.huggingface.architectures import AUTO
+from maxlm.huggingface.catalog import ARCHITECTURES
+from maxlm.huggingface.directory import DTYPES
+from maxlm.huggingface.exporting import export_model
+from maxlm.huggingface.importing import import_model
+from maxlm.runtime.console import Console
+
+UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}
+
+
+def main(argv: list[str]) -> int:
+    """Imports or exports one model."""
+    parser = ArgumentParser(
+        prog='maxlm.hf',
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest='command', required=True, metavar='import|export')
+    importer = commands.add_parser('import', allow_abbrev=False, help='a directory of Transformers → a workdir')
+    importer.add_argument('--input', required=True, help='directory with config.json and safetensors')
+    importer.add_argument('--output', required=True, help='workdir to make')
+    exporter = commands.add_parser('export', allow_abbrev=False, help='a checkpoint → a directory for Transformers')
+    exporter.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
+    exporter.add_argument('--output', required=True, help='directory to make')
+    exporter.add_argument('--dtype', choices=list(DTYPES), default='bfloat16', help='of the weights (%(default)s)')
+    exporter.add_argument('--max_shard_size', default='1GB', help='of one file, e.g. 500MB (%(default)s)')
+    exporter.add_argument(
+        '--architecture',
+        choices=[AUTO, *ARCHITECTURES],
+        default=AUTO,
+        help='what to write the model as (%(default)s: the one of its family, else another that expresses it; never '
+        'nanochat, which Transformers alone can run)',
+    )
+    options = parser.parse_args(argv)
+
+    with Console():
+        if options.command == 'import':
+            done = import_model(options.input, options.output, show=True)
+            print(f'{done.workdir}: {done.class_name} of {done.parameters:,} parameters')
+            return EXIT_DONE
+        exported = export_model(
+            options.checkpoint,
+            options.output,
+            architecture=options.architecture,
+            dtype=options.dtype,
+            max_shard_size=parse_size(options.max_shard_size),
+            show=True,
+        )
+    print(
+        f'{exported.directory}: {exported.class_name} of {exported.parameters:,} parameters, '
+        f'{exported.bytes / 1e9:.2f} GB in {options.dtype}'
+    )
+    return EXIT_DONE
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size like 500MB (10⁶) or 1GiB (2³⁰).
+
+    Raises:
+        InputError: it is none, or zero.
+    """
+    match = re.fullmatch(r'(\d+(?:\.\d+)?) ?([a-z]*)', text.strip(), re.IGNORECASE)
+    unit = UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size < 1:
+        raise InputError(f'--max_shard_size={text}: needs a size like 500MB or 1GB')
+    return size
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.hf` and `maxlm hf`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,193 @@
+"""The config.json of an architecture and `model.*`, both ways.
+
+Import goes by the row of the file's model_type; export takes the first row that can express the model's switches,
+whatever its family is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from maxlm.config.keys import Config, ModelConfig, TrainConfig
+from maxlm.config.load import build, default
+from maxlm.config.resolve import resolve
+from maxlm.errors import InputError
+from maxlm.huggingface.catalog import (
+    ARCHITECTURES,
+    GPT_NEOX,
+    LLAMA,
+    MISTRAL,
+    NANOCHAT,
+    QWEN3,
+    SERVED,
+    Architecture,
+    same_rotated_dims,
+    told,
+)
+from maxlm.huggingface.fields import Fields
+from maxlm.huggingface.rope import from_rope, to_rope
+from maxlm.huggingface.unsupported import check_supported
+
+AUTO = 'auto'
+# These mean "derived from the others" when they are null, as our 0 does.
+_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap')
+# Context of the run that an imported model is given, where the model's is longer.
+_WINDOW = 1024
+
+
+def choose(model: ModelConfig, architecture: str = AUTO) -> Architecture:
+    """The architecture that a resolved model is exported as: the one asked for, or the first that expresses it.
+
+    Raises:
+        InputError: there is none; the message names the keys and values that the nearest one does not have.
+    """
+    if architecture != AUTO:
+        row = ARCHITECTURES[architecture]
+        missing = misfits(model, row)
+        if missing:
+            raise InputError(
+                f'{", ".join(missing)}: {row.class_name} has no such models; leave --architecture at {AUTO}'
+            )
+        return row
+    # Of two that fit, the one that the family is named for.
+    rows = sorted(SERVED, key=lambda row: row.model_type != model.family)
+    row = min(rows, key=lambda row: len(misfits(model, row)))
+    missing = misfits(model, row)
+    if missing:
+        others = ', '.join(served.title for served in SERVED[:-1])
+        hint = ''
+        if not misfits(model, NANOCHAT):
+            hint = '; --architecture=nanochat writes it for Transformers 5 and later, which alone can run it'
+        raise InputError(
+            f'{", ".join(missing)}: of {others} and {SERVED[-1].title} none has such models, {row.title} is the '
+            f'nearest{hint}'
+        )
+    return row
+
+
+def misfits(model: ModelConfig, row: Architecture) -> list[str]:
+    """What of a model an architecture cannot express, as `model.key=value`."""
+    fixed = [told(model, key) for key, value in row.always.items() if getattr(model, key) != value]
+    if model.activation not in row.activations.values():
+        fixed.insert(0, told(model, 'activation'))
+    return fixed + [found for limit in row.limits if (found := limit(model))]
+
+
+def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
+    """The content of config.json for a resolved model, without its ids of special tokens and its dtype.
+
+    Raises:
+        InputError: as `choose`.
+    """
+    row = choose(model, architecture)
+    found: dict[str, Any] = {'architectures': [row.class_name], 'model_type': row.model_type}
+    found |= {theirs: getattr(model, ours) for ours, (theirs, _) in row.keys.items()}
+    if row is NANOCHAT:
+        found['final_logit_softcapping'] = model.logit_softcap or None
+    names = (theirs for theirs, ours in row.activations.items() if ours == model.activation)
+    found |= {row.activation[0]: next(names), **row.only, **row.written(model)}
+    return found | (to_rope(model, row.model_type) if model.position == 'rotary' else {})
+
+
+def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
+    """The resolved model of a config.json.
+
+    Args:
+        config: its content.
+        source: what messages call it.
+
+    Raises:
+        InputError: a model that maxlm does not have, or values that cannot be; the message names them.
+    """
+    fields = Fields(config, source)
+    row = _row(fields)
+    model: dict[str, Any] = {'family': row.family, **row.always}
+    kinds = typing.get_type_hints(ModelConfig)
+    for ours, (theirs, fallback) in row.keys.items():
+        null = 0 if ours in _NULLABLE else None
+        if theirs not in config and fallback is None:
+            model[ours] = 0
+        else:
+            read: Any = {int: fields.integer, float: fields.number, bool: fields.flag}[kinds[ours]]
+            model[ours] = read(theirs, fallback) if null is None else read(theirs, fallback, null=null)
+    for theirs, value in row.only.items():
+        if config.get(theirs, value) != value:
+            raise fields.refusal(theirs, f'maxlm has this model with {value} only')
+    name = fields.text(*row.activation)
+    if name not in row.activations:
+        raise fields.refusal(row.activation[0], f'not supported; needs one of {", ".join(row.activations)}')
+    model['activation'] = row.activations[name]
+    if row is LLAMA and fields.flag('mlp_bias', False) != model['use_bias']:
+        raise fields.refusal(
+            'mlp_bias', f'with attention_bias={model["use_bias"]}; maxlm has biases in both or in neither'
+        )
+    if model['position'] == 'rotary':
+        model |= from_rope(fields, row.model_type, model['max_positions'])
+        head_dim, fraction = model['dim'] // model['num_heads'], model['rotary_fraction']
+        if row is GPT_NEOX and not same_rotated_dims(head_dim, fraction):
+            raise InputError(
+                f'{source}: rotary_pct={fraction}: that is {head_dim * fraction:g} dims of heads of {head_dim}; needs '
+                f'a whole number of pairs'
+            )
+    model |= _attention(fields, row, model['num_layers'])
+    # The type of the parameters in the file; Transformers' own default is float32.
+    stored = str(config.get('dtype') or config.get('torch_dtype') or 'float32')
+    model['dtype'] = 'float32' if stored.endswith('float32') else 'bfloat16'
+    return run_config(model, source).model
+
+
+def run_config(model: Mapping[str, Any], source: str) -> Config:
+    """The config of a workdir that holds a model and no run: `model.*` resolved, the rest open or at its defaults.
+
+    What a run needs to be told (its length, its batch, its data) has to be given when it is trained.
+
+    Raises:
+        InputError: the settings of the model do not go together.
+    """
+    values = default()
+    for key, value in model.items():
+        values.model[key] = value
+    values.data.window = min(_WINDOW, model['max_positions'])
+    values.train.update(num_steps=1, global_batch=1)
+    try:
+        config = build(values)
+        resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=model['vocab_size'], windows=1)
+    except InputError as error:
+        raise InputError(f'{source}: {error}') from error
+    return dataclasses.replace(config, model=resolved.model, train=TrainConfig())
+
+
+def _row(fields: Fields) -> Architecture:
+    check_supported(fields, ARCHITECTURES)
+    return ARCHITECTURES[fields.text('model_type', '')]
+
+
+def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, Any]:
+    """Which layers see how far."""
+    window = 0
+    if row is MISTRAL or (row is QWEN3 and fields.flag('use_sliding_window', False)):
+        window = fields.integer('sliding_window', 4096, null=0)
+    first = fields.values.get('max_window_layers', 28) if row is QWEN3 else 0
+    if not isinstance(first, int):
+        raise fields.refusal('max_window_layers', 'needs a whole number')
+    sliding = [window > 0 and layer >= first for layer in range(num_layers)]
+    types = fields.values.get('layer_types')
+    if types is not None:
+        names = ['full_attention', 'sliding_attention']
+        if not isinstance(types, list) or len(types) != num_layers or any(name not in names for name in types):
+            raise fields.refusal('layer_types', f'needs {num_layers} times {" or ".join(names)}')
+        listed = [name == 'sliding_attention' for name in types]
+        if any(listed) and not window:
+            raise fields.refusal('layer_types', 'sliding_attention without a sliding window')
+        if row is not QWEN3 and listed != sliding:
+            raise fields.refusal('layer_types', f'{row.model_type} has one kind of layers only')
+        sliding = listed
+    if not any(sliding):
+        return {'attention_pattern': 'L', 'sliding_window': 0}
+    letters = ''.join('S' if slides else 'L' for slides in sliding)
+    # The shortest that gives all layers when it is repeated: what is compiled is one period of it.
+    period = next(n for n in range(1, num_layers + 1) if letters == (letters[:n] * num_layers)[:num_layers])
+    return {'attention_pattern': letters[:period], 'sliding_window': window}

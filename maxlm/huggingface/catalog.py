@@ -1,0 +1,240 @@
+"""The architectures that maxlm reads and writes: a row each, with its keys in config.json and what it can express.
+
+Names and defaults: `configuration_*.py` of Transformers 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxlm.config.keys import ModelConfig
+from maxlm.model.decoder import layer_windows
+
+_GELUS = {
+    'gelu_new': 'gelu_tanh',
+    'gelu_pytorch_tanh': 'gelu_tanh',
+    'gelu_fast': 'gelu_tanh',
+    'gelu_accurate': 'gelu_tanh',
+    'gelu_python_tanh': 'gelu_tanh',
+    'gelu': 'gelu',
+    'gelu_python': 'gelu',
+    'relu2': 'relu2',
+}
+_SWIGLU = {'silu': 'swiglu', 'swish': 'swiglu'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One row.
+
+    Attributes:
+        model_type, class_name, title: its names in config.json and for people.
+        family: the family of `model.family` that it is.
+        keys: ours → theirs and their default (None: derived).
+        activation: their key, and their default.
+        activations: theirs → ours; of several for one of ours the first is written.
+        always: our switches that it has in one setting only.
+        only: their keys that maxlm has in one setting only, which is also their default.
+        written: more keys for config.json, from the model.
+        limits: each gives what of a model does not fit, as `model.key=value`, or nothing.
+    """
+
+    model_type: str
+    class_name: str
+    title: str
+    family: str
+    keys: Mapping[str, tuple[str, Any]]
+    activation: tuple[str, str]
+    activations: Mapping[str, str]
+    always: Mapping[str, Any]
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    limits: tuple[Callable[[ModelConfig], str], ...] = ()
+
+
+def told(model: ModelConfig, key: str) -> str:
+    return f'model.{key}={getattr(model, key)}'
+
+
+def _plain_heads(model: ModelConfig) -> str:
+    if model.num_kv_heads != model.num_heads:
+        return told(model, 'num_kv_heads')
+    return told(model, 'head_dim') if model.head_dim * model.num_heads != model.dim else ''
+
+
+def _divided_width(model: ModelConfig) -> str:
+    return told(model, 'num_heads') if model.dim % model.num_heads else ''
+
+
+def _whole_context(model: ModelConfig) -> str:
+    return told(model, 'attention_pattern') if any(layer_windows(model)) else ''
+
+
+def _one_window(model: ModelConfig) -> str:
+    return told(model, 'attention_pattern') if len(set(layer_windows(model))) > 1 else ''
+
+
+def same_rotated_dims(head_dim: int, fraction: float) -> bool:
+    """Whether Transformers, which cuts the product off, rotates as many dims as we, who round it."""
+    return int(head_dim * fraction) == round(head_dim * fraction)
+
+
+def _whole_rotated_dims(model: ModelConfig) -> str:
+    return '' if same_rotated_dims(model.head_dim, model.rotary_fraction) else told(model, 'rotary_fraction')
+
+
+def _window_keys(model: ModelConfig) -> dict[str, Any]:
+    return {'sliding_window': max(layer_windows(model)) or None}
+
+
+def _layer_types(model: ModelConfig) -> dict[str, Any]:
+    windows = layer_windows(model)
+    types = ['sliding_attention' if window else 'full_attention' for window in windows]
+    full = next((i for i, window in enumerate(windows) if window), len(windows))
+    used = {'use_sliding_window': any(windows), 'max_window_layers': full, 'layer_types': types}
+    return {**_window_keys(model), **used}
+
+
+_DECODER_KEYS = {
+    'vocab_size': ('vocab_size', 32_000),
+    'dim': ('hidden_size', 4096),
+    'num_layers': ('num_hidden_layers', 32),
+    'num_heads': ('num_attention_heads', 32),
+    'num_kv_heads': ('num_key_value_heads', None),
+    'head_dim': ('head_dim', None),
+    'ffn_dim': ('intermediate_size', 11_008),
+    'norm_epsilon': ('rms_norm_eps', 1e-6),
+    'tie_embeddings': ('tie_word_embeddings', False),
+    'max_positions': ('max_position_embeddings', 2048),
+}
+_PLAIN = {'norm_scale': True, 'qk_norm': False, 'embedding_norm': False, 'logit_softcap': 0.0}
+_LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
+_RMSNORM = {'position': 'rotary', 'rotary_fraction': 1.0, 'norm': 'rmsnorm', **_PLAIN, 'parallel_residual': False}
+
+GPT2 = Architecture(
+    'gpt2',
+    'GPT2LMHeadModel',
+    'GPT-2',
+    'gpt2',
+    keys={
+        'vocab_size': ('vocab_size', 50_257),
+        'max_positions': ('n_positions', 1024),
+        'dim': ('n_embd', 768),
+        'num_layers': ('n_layer', 12),
+        'num_heads': ('n_head', 12),
+        'ffn_dim': ('n_inner', None),
+        'norm_epsilon': ('layer_norm_epsilon', 1e-5),
+        'tie_embeddings': ('tie_word_embeddings', True),
+    },
+    activation=('activation_function', 'gelu_new'),
+    activations=_GELUS,
+    always={'position': 'learned', **_LAYERNORM, 'parallel_residual': False},
+    only={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
+    written=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
+    limits=(_plain_heads, _divided_width, _whole_context),
+)
+GPT_NEOX = Architecture(
+    'gpt_neox',
+    'GPTNeoXForCausalLM',
+    'GPT-NeoX',
+    'gpt_neox',
+    keys={
+        'vocab_size': ('vocab_size', 50_432),
+        'dim': ('hidden_size', 6144),
+        'num_layers': ('num_hidden_layers', 44),
+        'num_heads': ('num_attention_heads', 64),
+        'ffn_dim': ('intermediate_size', 24_576),
+        'norm_epsilon': ('layer_norm_eps', 1e-5),
+        'tie_embeddings': ('tie_word_embeddings', False),
+        'parallel_residual': ('use_parallel_residual', True),
+        'max_positions': ('max_position_embeddings', 2048),
+    },
+    activation=('hidden_act', 'gelu'),
+    activations=_GELUS,
+    always={'position': 'rotary', **_LAYERNORM},
+    only={'attention_bias': True},
+    written=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
+    limits=(_plain_heads, _divided_width, _whole_context, _whole_rotated_dims),
+)
+LLAMA = Architecture(
+    'llama',
+    'LlamaForCausalLM',
+    'Llama',
+    'llama',
+    keys={**_DECODER_KEYS, 'use_bias': ('attention_bias', False)},
+    activation=('hidden_act', 'silu'),
+    activations=_SWIGLU,
+    always=_RMSNORM,
+    written=lambda model: {'mlp_bias': model.use_bias},
+    # Heads may be of any width, but Transformers refuses a width that they do not divide.
+    limits=(_divided_width, _whole_context),
+)
+MISTRAL = Architecture(
+    'mistral',
+    'MistralForCausalLM',
+    'Mistral',
+    'llama',
+    keys={
+        **_DECODER_KEYS,
+        'num_kv_heads': ('num_key_value_heads', 8),
+        'ffn_dim': ('intermediate_size', 14_336),
+        'max_positions': ('max_position_embeddings', 4096 * 32),
+    },
+    activation=('hidden_act', 'silu'),
+    activations=_SWIGLU,
+    always={**_RMSNORM, 'use_bias': False},
+    written=_window_keys,
+    limits=(_one_window,),
+)
+QWEN3 = Architecture(
+    'qwen3',
+    'Qwen3ForCausalLM',
+    'Qwen3',
+    'qwen3',
+    keys={
+        **_DECODER_KEYS,
+        'vocab_size': ('vocab_size', 151_936),
+        'num_kv_heads': ('num_key_value_heads', 32),
+        'head_dim': ('head_dim', 128),
+        'ffn_dim': ('intermediate_size', 22_016),
+        'max_positions': ('max_position_embeddings', 32_768),
+    },
+    activation=('hidden_act', 'silu'),
+    activations=_SWIGLU,
+    always={**_RMSNORM, 'qk_norm': True, 'use_bias': False},
+    only={'attention_bias': False},
+    written=_layer_types,
+)
+# Transformers norms queries and keys after the rotation, which keeps their length, so it is all the same; it turns the
+# other way round, which the layout of the tensors makes up for.
+NANOCHAT = Architecture(
+    'nanochat',
+    'NanoChatForCausalLM',
+    'nanochat',
+    'nanochat',
+    keys={
+        **_DECODER_KEYS,
+        'vocab_size': ('vocab_size', 50_304),
+        'dim': ('hidden_size', 768),
+        'num_layers': ('num_hidden_layers', 12),
+        'num_heads': ('num_attention_heads', 6),
+        'ffn_dim': ('intermediate_size', 8192),
+        'logit_softcap': ('final_logit_softcapping', 15.0),
+    },
+    activation=('hidden_act', 'relu2'),
+    activations={'relu2': 'relu2', **_GELUS},
+    always={
+        **{key: value for key, value in _RMSNORM.items() if key != 'logit_softcap'},
+        'norm_scale': False,
+        'qk_norm': True,
+        'embedding_norm': True,
+        'use_bias': False,
+    },
+    only={'attention_bias': False},
+    limits=(_whole_context,),
+)
+ARCHITECTURES = {row.model_type: row for row in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, NANOCHAT)}
+# Those that other programs run too; nanochat is Transformers' alone, so one has to ask for it.
+SERVED = (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3)

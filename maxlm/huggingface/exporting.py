@@ -1,0 +1,103 @@
+"""A checkpoint → a directory that Transformers loads, a layer at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlm.errors import InputError
+from maxlm.huggingface.architectures import choose, to_config
+from maxlm.huggingface.card import NAME as CARD
+from maxlm.huggingface.card import model_card
+from maxlm.huggingface.directory import Entry, entry_bytes, write_tensors
+from maxlm.huggingface.output import check_new, check_space, new_directory
+from maxlm.huggingface.tensors import Tensor, parameter_shapes, tensors
+from maxlm.huggingface.tokenizer_files import files_for_export
+from maxlm.runtime.checkpoint import find_step, params_item
+from maxlm.runtime.console import progress_bar
+from maxlm.runtime.layers import ParamsReader
+from maxlm.runtime.workdir import CONFIG, read_config
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    directory: Path
+    class_name: str
+    parameters: int
+    bytes: int
+
+
+def export_model(
+    checkpoint: str, output: str, *, architecture: str, dtype: str, max_shard_size: int, show: bool
+) -> Exported:
+    """Writes a checkpoint as config.json, safetensors, tokenizer and model card.
+
+    What is held at a time is one parameter of one layer, or the embedding. The same checkpoint gives the same bytes.
+
+    Args:
+        checkpoint: as `find_step` takes it.
+        output: a directory to be made.
+        architecture: a model_type, or `auto`.
+        dtype: of the tensors: float32, bfloat16 or float16.
+        max_shard_size: bytes of tensors in one file.
+        show: whether to show progress.
+
+    Raises:
+        InputError: no architecture expresses the model, the checkpoint cannot be read, a value is not finite or beyond
+            the range of `dtype`, or the output cannot be written. Nothing is left behind.
+    """
+    directory = check_new('--output', output)
+    step_directory = find_step(checkpoint)
+    workdir = step_directory.parent.parent
+    config = read_config(workdir)
+    row = choose(config.model, architecture)
+    rows = tensors(row.model_type, config.model)
+    reader = ParamsReader(step_directory, params_item(step_directory))
+    _check_shapes(reader.shapes, parameter_shapes(rows, config.model.num_layers), step_directory, workdir / CONFIG)
+    text = files_for_export(workdir, config.model)
+    # `torch_dtype` is what versions before 5 read.
+    settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
+    parameters = sum(math.prod(row.shape) for row in rows)
+    card = model_card(
+        directory.name,
+        workdir=workdir,
+        step=int(step_directory.name),
+        config=config,
+        architecture=row,
+        dtype=dtype,
+        parameters=parameters,
+    )
+    entries = [Entry(tensor.name, tensor.shape, _maker(reader, tensor)) for tensor in rows]
+    size = sum(entry_bytes(entry, dtype) for entry in entries)
+    check_space('--output', directory, size)
+    with (
+        new_directory('--output', directory) as partial,
+        progress_bar(total=len(entries), initial=0, unit='tensor', show=show) as bar,
+    ):
+        (partial / CONFIG).write_text(json.dumps(settings, indent=2) + '\n', encoding='utf-8')
+        (partial / CARD).write_text(card, encoding='utf-8')
+        for name, content in text.files.items():
+            (partial / name).write_bytes(content)
+        write_tensors(partial, entries, dtype=dtype, max_shard_size=max_shard_size, written=lambda name: bar.update())
+    return Exported(directory, row.class_name, parameters, size)
+
+
+def _maker(reader: ParamsReader, tensor: Tensor) -> Callable[[], np.ndarray]:
+    return lambda: tensor.to_hf([reader.read(path, tensor.layer) for path in tensor.sources])
+
+
+def _check_shapes(
+    stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], step_directory: Path, config: Path
+) -> None:
+    for path in sorted(stored.keys() | wanted.keys()):
+        if stored.get(path) != wanted.get(path):
+            raise InputError(
+                f'{step_directory}: parameter {path} is {stored.get(path, "missing")} there and '
+                f'{wanted.get(path, "none")} in {config}; the two belong to different models'
+            )

@@ -1,0 +1,144 @@
+"""Rotary positions of a config.json and `model.rotary_*`, both ways.
+
+Transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` and the share of rotated dims stood beside
+`rope_scaling`. Both forms are read, by the precedence of Transformers 5, and both are written. Formulas: Transformers,
+`modeling_rope_utils.py`; ours: `maxlm/model/positions.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from maxlm.config.keys import ModelConfig
+from maxlm.huggingface.fields import Fields
+
+DEFAULT_THETA = 10_000.0
+# GPT-NeoX has names of its own, and rotates a part of each head, which no other architecture here does.
+NEOX = 'gpt_neox'
+NEOX_FRACTION = 0.25
+_LAYER_TYPES = ('full_attention', 'sliding_attention')
+
+
+def to_rope(model: ModelConfig, architecture: str) -> dict[str, Any]:
+    """The keys of config.json that say what a rotary model does with positions."""
+    scaling = _scaling(model)
+    fraction = {'partial_rotary_factor': model.rotary_fraction} if architecture == NEOX else {}
+    parameters = {'rope_type': 'default', **(scaling or {}), 'rope_theta': model.rotary_theta, **fraction}
+    # The oldest versions know the type as `type`.
+    scaling = scaling and {**scaling, 'type': scaling['rope_type']}
+    if architecture == NEOX:
+        legacy = {'rotary_emb_base': model.rotary_theta, 'rotary_pct': model.rotary_fraction, 'rope_scaling': scaling}
+    else:
+        legacy = {'rope_theta': model.rotary_theta, 'rope_scaling': scaling}
+    # Dynamic scaling starts where max_position_embeddings ends; elsewhere it is the longest context.
+    dynamic = model.rotary_scaling == 'dynamic'
+    positions = model.rotary_original_positions if dynamic else model.max_positions
+    return {'max_position_embeddings': positions, 'rope_parameters': parameters, **legacy}
+
+
+def _scaling(model: ModelConfig) -> dict[str, Any] | None:
+    factor, original = model.rotary_factor, model.rotary_original_positions
+    if model.rotary_scaling in ('linear', 'dynamic'):
+        return {'rope_type': model.rotary_scaling, 'factor': factor}
+    if model.rotary_scaling == 'llama3':
+        return {
+            'rope_type': 'llama3',
+            'factor': factor,
+            'original_max_position_embeddings': original,
+            'low_freq_factor': model.rotary_low_turns,
+            'high_freq_factor': model.rotary_high_turns,
+        }
+    if model.rotary_scaling == 'yarn':
+        given = model.rotary_attention_factor
+        return {
+            'rope_type': 'yarn',
+            'factor': factor,
+            'original_max_position_embeddings': original,
+            'beta_slow': model.rotary_beta_slow,
+            'beta_fast': model.rotary_beta_fast,
+            'truncate': model.rotary_truncate,
+            **({'attention_factor': given} if given else {}),
+        }
+    assert model.rotary_scaling == 'none', model.rotary_scaling
+    return None
+
+
+def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str, Any]:
+    """`model.rotary_*`, and `max_positions` where the scaling changes it.
+
+    Args:
+        config: the whole config.json.
+        architecture: its model_type.
+        max_positions: its max_position_embeddings.
+
+    Raises:
+        InputError: a kind of scaling that maxlm does not have, or a value that cannot be.
+    """
+    key = 'rope_scaling' if config.values.get('rope_scaling') else 'rope_parameters'
+    values = config.values.get(key) or {}
+    if not isinstance(values, dict):
+        raise config.refusal(key, 'needs an object')
+    if any(name in values for name in _LAYER_TYPES):
+        raise config.refusal(key, 'rotary positions that differ by layer are not supported')
+    rope = Fields(values, f'{config.source}: {key}')
+    theta_key, fraction_key, fraction = 'rope_theta', 'partial_rotary_factor', 1.0
+    if architecture == NEOX:
+        theta_key, fraction_key, fraction = 'rotary_emb_base', 'rotary_pct', NEOX_FRACTION
+    theta = rope.number('rope_theta', config.number(theta_key, DEFAULT_THETA))
+    fraction = rope.number('partial_rotary_factor', config.number(fraction_key, fraction))
+    if architecture != NEOX and fraction != 1:
+        raise (rope if 'partial_rotary_factor' in values else config).refusal(
+            'partial_rotary_factor', f'{architecture} rotates whole heads; needs 1.0'
+        )
+    found: dict[str, Any] = {'rotary_theta': theta, 'rotary_fraction': fraction}
+    kind = rope.text('rope_type', rope.text('type', 'default'))
+    if kind == 'default':
+        return found
+    if kind not in ('linear', 'dynamic', 'yarn', 'llama3'):
+        name = 'rope_type' if 'rope_type' in values else 'type'
+        raise rope.refusal(name, 'this scaling is not supported; there are default, linear, dynamic, yarn and llama3')
+    # Phi's place for it, which Transformers 5 lets win for all of them.
+    original = rope.integer('original_max_position_embeddings', max_positions, null=max_positions)
+    original = config.integer('original_max_position_embeddings', original, null=original)
+    if kind == 'yarn' and values.get('factor') is None and 'factor' in values:
+        factor = max_positions / original
+    else:
+        if 'factor' not in values:
+            raise rope.refusal('factor', f'missing; {kind} scaling needs it')
+        factor = rope.number('factor', 1.0)
+    found |= {'rotary_scaling': kind, 'rotary_factor': factor}
+    if kind == 'dynamic':
+        found |= {'rotary_original_positions': max_positions, 'max_positions': round(max_positions * factor)}
+    elif kind == 'llama3':
+        for name in ('low_freq_factor', 'high_freq_factor'):
+            if name not in values:
+                raise rope.refusal(name, 'missing; llama3 scaling needs it')
+        found['rotary_original_positions'] = original
+        found['rotary_low_turns'] = rope.number('low_freq_factor', 1.0)
+        found['rotary_high_turns'] = rope.number('high_freq_factor', 4.0)
+    elif kind == 'yarn':
+        found['rotary_original_positions'] = original
+        found['rotary_beta_slow'] = rope.number('beta_slow', 1.0, null=1.0) or 1.0
+        found['rotary_beta_fast'] = rope.number('beta_fast', 32.0, null=32.0) or 32.0
+        found['rotary_truncate'] = rope.flag('truncate', True)
+        found['rotary_attention_factor'] = _attention_factor(rope, factor)
+    return found
+
+
+def _attention_factor(rope: Fields, factor: float) -> float:
+    """What queries and keys are multiplied by; 0 where it follows from the factor alone."""
+    if rope.values.get('attention_factor') is not None:
+        given = rope.number('attention_factor', 1.0)
+        if given <= 0:
+            raise rope.refusal('attention_factor', 'must be greater than 0')
+        return given
+    mscale, all_dim = (rope.number(name, 0.0, null=0.0) for name in ('mscale', 'mscale_all_dim'))
+    if not (mscale and all_dim):
+        return 0.0
+    return _mscale(factor, mscale) / _mscale(factor, all_dim)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """The logarithm of DeepSeek-V2 (2024), YaRN's own at weight 1."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,134 @@
+"""The files beside the weights that say how text becomes ids and where a text ends: kept as they came, or made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from maxlm.config.keys import ModelConfig
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.huggingface.fields import read_object
+from maxlm.runtime.workdir import TOKENIZER
+
+TOKENIZER_CONFIG = 'tokenizer_config.json'
+SPECIAL_TOKENS = 'special_tokens_map.json'
+GENERATION = 'generation_config.json'
+CHAT_TEMPLATE = 'chat_template.jinja'
+# What an imported workdir keeps of its origin, for an export to write again.
+KEPT = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
+# What Transformers makes a tokenizer.json of.
+_SOURCES = ('tokenizer.model', 'vocab.json')
+
+
+class TextFiles(NamedTuple):
+    """File name → content, and the ids of the tokens that begin, end and fill up texts, as config.json has them."""
+
+    files: dict[str, bytes]
+    ids: dict[str, Any]
+
+
+def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
+    """What an export of a workdir holds besides weights, config.json and card.
+
+    Raises:
+        InputError: a file of the workdir is damaged.
+    """
+    files = _kept_files(workdir)
+    ids: dict[str, Any] = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
+    if (workdir / TOKENIZER).is_file():
+        files[TOKENIZER] = (workdir / TOKENIZER).read_bytes()
+        library = _read_library(workdir / TOKENIZER)
+        if TOKENIZER_CONFIG not in files:
+            files |= _make_tokenizer_files(library, model)
+        ids |= _special_ids(json.loads(files[TOKENIZER_CONFIG]), library)
+    if GENERATION in files:
+        kept = json.loads(files[GENERATION])
+        ids |= {name: kept[name] for name in ids if kept.get(name) is not None}
+    else:
+        # Rows of a batch that have ended are filled with what ends them. Only there: as the padding of the model or of
+        # its tokenizer, the end of a text would be left out of later training.
+        end = ids['eos_token_id']
+        files[GENERATION] = _json({**ids, 'pad_token_id': end if ids['pad_token_id'] is None else ids['pad_token_id']})
+    return TextFiles(files, ids)
+
+
+def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
+    """Name → content of the files that a workdir keeps, and a remark where no text can be given to the model.
+
+    Raises:
+        InputError: one of them is damaged.
+    """
+    files = _kept_files(directory)
+    path = directory / TOKENIZER
+    if not path.is_file():
+        found = [name for name in _SOURCES if (directory / name).is_file()]
+        has = f'has {found[0]} but no {TOKENIZER}' if found else f'has no {TOKENIZER}'
+        how = '; AutoTokenizer of Transformers makes one of it by save_pretrained' if found else ''
+        return files, f'{directory} {has}, which generate and evaluate need{how}'
+    _read_library(path)
+    try:
+        # As maxlm.prepare writes it, so that data made with this tokenizer is recognized.
+        files[TOKENIZER] = Tokenizer.load(path).to_json().encode()
+    except InputError as error:
+        files[TOKENIZER] = path.read_bytes()
+        return files, f'{error}; generate and evaluate need one that maxlm reads'
+    return files, ''
+
+
+def _kept_files(directory: Path) -> dict[str, bytes]:
+    """Name → content of those of KEPT that are there, of which JSON is checked to be an object."""
+    paths = [directory / name for name in KEPT if (directory / name).is_file()]
+    for path in paths:
+        if path.suffix == '.json':
+            read_object(path)
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def _read_library(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding='utf-8'))
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f'{path} is not a tokenizer.json: {error}') from error
+
+
+def _make_tokenizer_files(library: tokenizers.Tokenizer, model: ModelConfig) -> dict[str, bytes]:
+    tokens: dict[str, Any] = {}
+    # One that maxlm has no use for may still be somebody's.
+    with contextlib.suppress(InputError):
+        end = library.id_to_token(Tokenizer(library).end_of_document)
+        tokens |= {'bos_token': end, 'eos_token': end}
+    unknown = json.loads(library.to_str())['model'].get('unk_token')
+    if unknown is not None:
+        tokens['unk_token'] = unknown
+    config = {
+        'tokenizer_class': 'PreTrainedTokenizerFast',
+        **tokens,
+        'clean_up_tokenization_spaces': False,
+        # Text that spells a special token is text, as in maxlm.
+        'split_special_tokens': True,
+        'model_input_names': ['input_ids', 'attention_mask'],
+        'model_max_length': model.max_positions,
+    }
+    return {TOKENIZER_CONFIG: _json(config), SPECIAL_TOKENS: _json(tokens)}
+
+
+def _special_ids(config: dict[str, Any], library: tokenizers.Tokenizer) -> dict[str, int]:
+    """Ids of the tokens that tokenizer_config.json names."""
+    found = {}
+    for name in ('bos_token', 'eos_token', 'pad_token'):
+        token = config.get(name)
+        # Older versions write an object.
+        token = token.get('content') if isinstance(token, dict) else token
+        index = library.token_to_id(token) if isinstance(token, str) else None
+        if index is not None:
+            found[f'{name}_id'] = index
+    return found
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + '\n').encode()

@@ -1,0 +1,248 @@
+"""The parameters of a checkpoint array by array and layer by layer, for models that are larger than memory.
+
+What is here holds, besides the array or layer that is asked for, a few hundred MiB, however large the model. Arrays are
+named by their dotted path in the parameters, e.g. `blocks.attention.query.kernel`. Those below `blocks` are stacked
+over layers: [L, …].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from orbax.checkpoint import type_handlers
+
+from maxlm.errors import InputError, os_message
+from maxlm.runtime.checkpoint import FOLDER, reading, stored_tree
+
+# Bytes of the pieces that arrays are written in. A device that wants a part of a piece decodes all of it; each piece is
+# an entry in the checkpoint's index, which grows with every write.
+PIECE = 64 * 2**20
+# Bytes that are on their way to or from the disk at a time: the pieces of it are encoded or decoded in parallel.
+IN_FLIGHT = 4 * PIECE
+
+
+class ParamsReader:
+    """Reads the parameters of one step where they lie, no more of them at a time than is asked for.
+
+    Whole arrays come from any checkpoint at the cost of their size. A layer costs its own size where the checkpoint is
+    stored by layers, as `Checkpoints.save` and `write_step` do, and that of its stack where it is not.
+
+    Attributes:
+        shapes: dotted path → stored shape, that of the whole stack for arrays below `blocks`.
+    """
+
+    def __init__(self, step_directory: Path, item: str = 'params'):
+        """Finds what is there, without reading it.
+
+        Args:
+            step_directory: as `find_step` returns it.
+            item: `params`, or `ema` for their moving average (`params_item` says which are used).
+
+        Raises:
+            InputError: the item is missing, cannot be read, or is not of float32.
+        """
+        self._path = step_directory.resolve() / item
+        tree = stored_tree(self._path)
+        described = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
+        for name, leaf in described.items():
+            if leaf.dtype != np.float32:
+                raise InputError(f'{self._path}: {name} is of {leaf.dtype}; parameters of maxlm are float32')
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(leaf.shape) for name, leaf in described.items()}
+        self._pieces = {name: tuple(leaf.storage.chunk_shape) for name, leaf in described.items()}
+        self._use_zarr3 = tree.use_zarr3
+        self._context = type_handlers.get_ts_context()
+
+    def read(self, path: str, layer: int | None = None) -> np.ndarray:
+        """One array, or one layer of it.
+
+        Args:
+            path: a key of `shapes`.
+            layer: index along the first axis of a stacked array; None reads all of it.
+
+        Returns:
+            float32, of `shapes[path]`, without its first axis when `layer` is given.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        assert path in self.shapes, path
+        assert layer is None or 0 <= layer < self.shapes[path][0], (path, layer)
+        return reading(self._path, lambda: self._read(path, layer))
+
+    def _read(self, path: str, layer: int | None) -> np.ndarray:
+        info = type_handlers.ParamInfo(
+            name=path, parent_dir=self._path, use_zarr3=self._use_zarr3, ts_context=self._context
+        )
+        spec = type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+        stored = tensorstore.open(tensorstore.Spec(spec), open=True, context=self._context).result()
+        pieces = self._pieces[path]
+        if layer is not None:
+            stored, pieces = stored[layer], pieces[1:]
+        values = np.empty(stored.shape, np.float32)
+        for rows in _blocks(stored.shape, pieces):
+            values[rows] = stored[rows].read().result()
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedArray:
+    """An array that is made while it is written.
+
+    Attributes:
+        shape: of the whole array, its stack over layers included. Its type is float32.
+        read: for a stacked array, layer index → that layer, of `shape[1:]`; for others, None → the whole of `shape`.
+            It is called once for each, in order, and what it returned is let go before the next call.
+        stacked: whether the first axis is that of layers.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[int | None], np.ndarray]
+    stacked: bool
+
+    # What Orbax asks of an array.
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.float32)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) -> None:
+    """Writes parameters as a step without optimizer state, while they are read, one array after the other.
+
+    The step becomes visible when all of it is written; what an error or Ctrl-C leaves half-written is removed.
+    `maxlm.train` starts a run from such a step when it is step 0. For one process.
+
+    Args:
+        workdir: made if need be.
+        step: number of the step.
+        arrays: dotted path → array, for all parameters of the model. They are read in the order of their sorted paths.
+
+    Raises:
+        InputError: there is such a step already, or it cannot be written; and what the arrays' `read` raises.
+    """
+    directory = workdir.resolve() / FOLDER / str(step)
+    if directory.exists():
+        raise InputError(f'{directory}: there is a checkpoint already; choose another workdir or remove it')
+    registry = type_handlers.create_type_handler_registry((StreamedArray, _Stream()))
+    # Zarr 2, since `_Stream` writes in its terms how an array is cut.
+    params_handler = ocp.PyTreeCheckpointHandler(use_zarr3=False, type_handler_registry=registry)
+    items = {
+        'params': (params_handler, ocp.args.PyTreeSave(_nested(arrays))),
+        'progress': (ocp.JsonCheckpointHandler(), ocp.args.JsonSave({'step': step, 'skipped': 0})),
+    }
+    # One after the other: saved as one composite, they would leave threads behind that wait for one that failed.
+    with _becoming(directory) as unfinished:
+        for item, (handler, arguments) in items.items():
+            with ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save(unfinished / item, args=arguments)
+
+
+class _Stream(type_handlers.TypeHandler):
+    """How Orbax writes StreamedArrays; it reads them back as what `typestr` says."""
+
+    def typestr(self) -> str:
+        return 'np.ndarray'
+
+    async def serialize(
+        self, values: Sequence[StreamedArray], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None
+    ) -> list[Any]:
+        # Here, and not in the futures that Orbax lets a handler return: it would run those side by side.
+        for value, info, arg in zip(values, infos, args or [None] * len(values), strict=True):
+            await info.await_path_creation()
+            spec = type_handlers.get_json_tspec_write(
+                info,
+                use_ocdbt=True,
+                global_shape=value.shape,
+                local_shape=value.shape,
+                dtype=value.dtype,
+                process_index=jax.process_index(),
+                arg=arg,
+            )
+            # Orbax splits into equal pieces only: where a size is prime, into single rows.
+            axis = int(value.stacked)
+            spec['metadata']['chunks'] = [1] * axis + list(_piece(value.shape[axis:]))
+            stored = await tensorstore.open(tensorstore.Spec(spec), create=True, open=True, context=info.ts_context)
+            for layer in range(value.shape[0]) if value.stacked else (None,):
+                await _write(stored if layer is None else stored[layer], value.read(layer))
+        return []
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        raise NotImplementedError
+
+
+async def _write(stored: tensorstore.TensorStore, values: np.ndarray) -> None:
+    assert values.shape == stored.shape, (values.shape, stored.shape)
+    assert values.dtype == np.float32, values.dtype
+    for rows in _blocks(values.shape, _piece(values.shape)):
+        try:
+            await stored[rows].write(values[rows], can_reference_source_data_indefinitely=True)
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f'the checkpoint cannot be written: {reason}') from error
+
+
+def _piece(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the pieces in which an array [R, …] is stored: some of its rows, at most PIECE bytes if one row fits."""
+    if not shape:
+        return ()
+    row_bytes = 4 * math.prod(shape[1:])
+    return (min(shape[0], max(1, PIECE // row_bytes)), *shape[1:])
+
+
+def _blocks(shape: tuple[int, ...], pieces: tuple[int, ...]) -> Iterator[Any]:
+    """Indices of parts of an array [R, …]: whole pieces, which could not be read twice for nothing, in rows of them."""
+    if not shape:
+        yield ...
+        return
+    row_bytes = 4 * math.prod(shape[1:])
+    rows = max(1, IN_FLIGHT // (row_bytes * pieces[0])) * pieces[0]
+    for start in range(0, shape[0], rows):
+        yield slice(start, min(start + rows, shape[0]))
+
+
+@contextlib.contextmanager
+def _becoming(directory: Path) -> Iterator[Path]:
+    """A directory that becomes `directory` at the end, all at once, or vanishes when an error ends it."""
+    # The name under which the next run looks for what a kill left.
+    unfinished = directory.with_name(f'{directory.name}.orbax-checkpoint-tmp')
+    made = [folder for folder in (unfinished, *unfinished.parents) if not folder.exists()]
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(directory)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for folder in made[1:]:
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise InputError(f'{directory}: {os_message(error)}; choose a directory that can be written to') from error
+        raise
+
+
+def _nested(arrays: Mapping[str, StreamedArray]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, array in arrays.items():
+        *parents, name = path.split('.')
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = array
+    return tree

@@ -1,0 +1,101 @@
+"""The state that a run starts with: of its newest checkpoint, with the parameters of another one, or random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from maxlm.config.keys import Config
+from maxlm.data.batches import check_fingerprint
+from maxlm.data.records import Dataset
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.runtime.checkpoint import (
+    Checkpoints,
+    check_params,
+    copy_params,
+    find_step,
+    params_item,
+    restore_params,
+    saved_steps,
+)
+from maxlm.runtime.console import logger
+from maxlm.runtime.workdir import TOKENIZER
+from maxlm.training.sharding import Layout
+from maxlm.training.step import Params, TrainState, init_state
+
+INIT_FROM = 'train.init_from'
+
+
+def check_init_from(config: Config, abstract: Params, workdir: Path) -> None:
+    """Checks, before anything is written, the checkpoint that a new run is to start from.
+
+    Args:
+        config: resolved.
+        abstract: shapes and types of the config's parameters.
+        workdir: of the run. If there is a checkpoint in it already, the run goes on from that.
+
+    Raises:
+        InputError: it is not there, or its parameters are not those of the config's model.
+    """
+    if config.train.init_from and not saved_steps(workdir):
+        origin = find_step(config.train.init_from, key=INIT_FROM)
+        check_params(origin, abstract, key=f'{INIT_FROM}={config.train.init_from}')
+
+
+def start_state(
+    config: Config,
+    *,
+    dataset: Dataset,
+    layout: Layout,
+    abstract: TrainState,
+    checkpoints: Checkpoints,
+    facts: dict[str, Any],
+) -> TrainState:
+    """The state before the next step.
+
+    Args:
+        config: resolved.
+        dataset: what the run trains on.
+        layout: where the state is placed.
+        abstract: as `abstract_state` returns it.
+        checkpoints: those of the run's workdir. A step 0 that holds parameters only, as an import leaves it, is where
+            the run starts; it goes on from any other.
+        facts: `fingerprint` of the data, which must be the same as that of the run so far.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or is of another model, optimizer, order of data or tokenizer.
+    """
+    newest = checkpoints.latest_step()
+    imported = newest == 0 and checkpoints.holds_only_params(0)
+    if newest is not None and not imported:
+        state, stored_facts = checkpoints.restore(newest, abstract)
+        check_fingerprint(stored_facts, facts)
+        logger.info(f'going on from step {newest}')
+        return state
+    state = init_state(config, layout)
+    if not (imported or config.train.init_from):
+        return state
+    origin = checkpoints.directory / '0' if imported else find_step(config.train.init_from, key=INIT_FROM)
+    _check_tokenizer(origin, dataset, refuse=imported)
+    # The random parameters make room before others are read.
+    state = state._replace(params=None, ema=None)
+    item = params_item(origin)
+    params = restore_params(origin, abstract.params, item=item)
+    logger.info(f'starting with the parameters of {origin / item} and a fresh optimizer')
+    return state._replace(params=params, ema=None if abstract.ema is None else copy_params(params))
+
+
+def _check_tokenizer(origin: Path, dataset: Dataset, *, refuse: bool) -> None:
+    """Compares the data set's tokenizer with the one that lies with a checkpoint, where one does."""
+    path = origin.parent.parent / TOKENIZER
+    if not path.is_file() or Tokenizer.load(path).sha256 == Tokenizer.load(dataset.tokenizer_path).sha256:
+        return
+    message = (
+        f'{dataset.tokenizer_path} is not the tokenizer of the model that the run starts with, which is {path}; '
+        f'prepare the data with --tokenizer {path}'
+    )
+    if refuse:
+        # Going on would put the data set's in its place, and the model would have lost its own.
+        raise InputError(message)
+    logger.warning(message)

@@ -1,0 +1,122 @@
+"""The configs that are shipped: they load, say what they hold, and have the parameters that Transformers counts."""
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.models import MODELS, Model, main, resolved, row
+from maxlm import train
+from maxlm.config.load import load
+from maxlm.config.resolve import resolve
+from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
+from maxlm.huggingface.architectures import to_config
+from maxlm.planning.sizes import num_parameters
+from maxlm.training.sharding import make_layout
+from maxlm.training.step import abstract_state
+from tests.conftest import ROOT
+
+FILES = sorted((ROOT / 'configs').glob('*.py'))
+SMALL = ('configs/tiny.py', 'configs/neox.py:test', 'configs/neox.py:production')
+VARIANTS = [*(model.config for model in MODELS), *SMALL]
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def transformers_parameters(config):
+    """Parameters of the model that Transformers builds from the config.json of an export; nothing is allocated."""
+    architecture = 'nanochat' if config.model.family == 'nanochat' else 'auto'
+    values = to_config(config.model, architecture)
+    with torch.device('meta'):
+        cls = transformers.AutoConfig.for_model(values.pop('model_type'), **values)
+        return transformers.AutoModelForCausalLM.from_config(cls).num_parameters()
+
+
+def our_parameters(config):
+    return num_parameters(abstract_state(config, make_layout(config.mesh)).params)
+
+
+@pytest.mark.parametrize('model', MODELS, ids=lambda model: model.config)
+def test_parameters_are_those_that_transformers_counts(model):
+    config = resolved(model)
+    assert our_parameters(config) == transformers_parameters(config)
+
+
+def test_another_width_would_be_seen():
+    wider = load('configs/mix.py:tiny', ['model.ffn_dim=1921'])
+    wider = resolve(wider, platform='cpu', num_devices=1, vocab_size=0, windows=1)
+    assert our_parameters(wider) != transformers_parameters(resolved(Model('configs/mix.py:tiny', '')))
+
+
+@pytest.mark.parametrize('model', MODELS, ids=lambda model: model.config)
+def test_the_readme_has_the_figures(model):
+    assert row(model) in (ROOT / 'README.md').read_text().splitlines()
+
+
+def test_by_hand():
+    parameters = {model.config: our_parameters(resolved(model)) for model in MODELS}
+    # Biderman et al. 2023, table 1, less the rows by which Pythia pads its vocabulary: 2 · 47 · 2048.
+    assert parameters['configs/neox.py:production_8gpu'] == 1_414_647_808 - 2 * 47 * 2048
+    # The releases of Llama 2 with 16 ids more.
+    assert parameters['configs/code.py:7b'] == 6_738_415_616 + 2 * 16 * 4096
+    assert parameters['configs/code.py:13b'] == 13_015_864_320 + 2 * 16 * 5120
+    assert parameters['configs/code.py:70b'] == 68_976_648_192 + 2 * 16 * 8192
+
+
+@pytest.mark.parametrize('spec', VARIANTS)
+def test_batch_fits_eight_devices(spec):
+    config = resolve(load(spec), platform='gpu', num_devices=8, vocab_size=300, windows=1000)
+    assert config.accumulation >= 1
+    assert config.train.num_steps > config.optimizer.warmup_steps
+    assert abstract_state(config, make_layout(config.mesh)).params
+
+
+@pytest.mark.parametrize('path', FILES, ids=lambda path: path.name)
+def test_docstring_says_what_a_run_takes(path):
+    module_text = path.read_text()
+    docstring = module_text.split('"""')[1]
+    for fact in ('Command:', 'Hardware:', 'Time:', 'Expected:'):
+        assert fact in docstring, fact
+    variants = [spec.partition(':')[2] for spec in VARIANTS if spec.startswith(f'configs/{path.name}:')]
+    for variant in variants:
+        assert variant in docstring, variant
+
+
+@pytest.mark.parametrize(
+    ('spec', 'wanted'),
+    [
+        ('configs/neox.py:prod', 'production_8gpu'),
+        ('configs/mix.py:huge', 'xlarge'),
+        ('configs/code.py:7B', '7b'),
+        ('configs/depth.py:deep', 'configs/depth.py:24'),
+        ('configs/depth.py:0', 'configs/depth.py:24'),
+    ],
+)
+def test_unknown_variant(spec, wanted, capsys, tmp_path):
+    workdir = tmp_path / 'run'
+    assert exit_code(train.main, [f'--config={spec}', f'--workdir={workdir}']) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert spec.split(':')[1] in error
+    assert wanted in error
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize('name', ['neox', 'mix', 'code', 'depth'])
+def test_without_a_variant_the_file_chooses(name):
+    assert load(f'configs/{name}.py').model.num_layers > 0
+
+
+def test_depth_is_the_one_dial():
+    for depth in (1, 5, 24):
+        config = load(f'configs/depth.py:{depth}')
+        assert (config.model.num_layers, config.model.dim, config.model.head_dim) == (depth, 64 * depth, 128)
+        assert config.model.num_heads * 128 >= config.model.dim
+    with pytest.raises(InputError, match='whole number'):
+        load('configs/depth.py:2.5')
+
+
+def test_the_table_is_printed(capsys):
+    assert main([]) == 0
+    assert row(MODELS[0]) in capsys.readouterr().out.splitlines()

@@ -1,0 +1,234 @@
+"""Whole models there and back: bytes that do not change, and the same text from Transformers and from maxlm."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from maxlm.config.load import from_json
+from maxlm.data.tokenizer import train_bpe
+from maxlm.errors import InputError
+from maxlm.huggingface.exporting import export_model
+from maxlm.huggingface.importing import import_model
+from maxlm.huggingface.tensors import PREFIXES
+from maxlm.inference.engine import Engine
+from maxlm.inference.load import load_model
+from maxlm.inference.sampling import Sampling
+from maxlm.runtime.layers import ParamsReader
+from tests.conftest import ROOT
+from tests.huggingface.transformers_models import CASES, make_model, name_in_file
+from tests.huggingface.workdirs import MODELS, make_workdir
+
+# One of Transformers' models for each architecture.
+ONE_OF_EACH = ('gpt2', 'neox', 'llama', 'mistral sliding', 'qwen3 mixed, yarn', 'nanochat')
+
+
+def export(workdir, output, *, dtype='float32', max_shard_size=10**9):
+    model_type = from_json((workdir / 'config.json').read_text()).model.family
+    architecture = 'nanochat' if model_type == 'nanochat' else 'auto'
+    export_model(
+        str(workdir), str(output), architecture=architecture, dtype=dtype, max_shard_size=max_shard_size, show=False
+    )
+    return output
+
+
+def import_(source, workdir):
+    import_model(str(source), str(workdir), show=False)
+    return workdir
+
+
+def arrays_of(directory):
+    return {name: array for path in directory.glob('*.safetensors') for name, array in load_file(path).items()}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def parameters_of(workdir):
+    reader = ParamsReader(workdir / 'checkpoints' / '0')
+    return {path: reader.read(path) for path in reader.shapes}
+
+
+def save(name, directory, dtype='float32', **options):
+    model = make_model(CASES[name]).to(getattr(torch, dtype))
+    model.save_pretrained(directory, **options)
+    return model
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+@pytest.mark.parametrize('name', ONE_OF_EACH)
+def test_an_import_is_exported_byte_by_byte(tmp_path, name, dtype):
+    save(name, tmp_path / 'theirs', dtype)
+    again = export(
+        import_(tmp_path / 'theirs', tmp_path / 'ours'), tmp_path / 'again', dtype=dtype, max_shard_size=9999
+    )
+    assert len(list(again.glob('*.safetensors'))) > 2
+    assert_same(arrays_of(again), arrays_of(tmp_path / 'theirs'))
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_an_export_is_imported_bit_by_bit(tmp_path, name):
+    config = make_workdir(tmp_path / 'ours', MODELS[name])
+    again = import_(export(tmp_path / 'ours', tmp_path / 'theirs'), tmp_path / 'again')
+    assert_same(parameters_of(again), parameters_of(tmp_path / 'ours'))
+    assert (again / 'tokenizer.json').read_bytes() == (tmp_path / 'ours' / 'tokenizer.json').read_bytes()
+    found = from_json((again / 'config.json').read_text())
+    assert found.model.family == config.model.family
+    assert found.data.window == 64
+    # Control: other parameters are other bytes.
+    make_workdir(tmp_path / 'other', MODELS[name], seed=1)
+    other = parameters_of(tmp_path / 'other')
+    assert all(array.tobytes() != other[path].tobytes() for path, array in parameters_of(again).items())
+
+
+PROMPTS = ['Unless required by', 'a', 'licensor shall be']
+
+
+def our_texts(workdir, max_tokens):
+    model = load_model(str(workdir), num_devices=1)
+    prompts = [ids.tolist() for ids in model.tokenizer.encode_batch(PROMPTS)]
+    greedy = Sampling(temperature=0, top_k=0, top_p=1.0)
+    rows = Engine(model).generate(prompts, max_tokens=max_tokens, sampling=greedy, seed=0)
+    return [model.tokenizer.decode(row) for row in rows]
+
+
+def their_texts(directory, max_tokens):
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype='float32')
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    texts = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors='pt')
+        (row,) = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        row = row[inputs['input_ids'].shape[1] :].tolist()
+        row = row[: row.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in row else row
+        texts.append(tokenizer.decode(row))
+    return texts
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_transformers_writes_the_text_that_maxlm_writes(tmp_path, name):
+    tokenizer = train_bpe([(ROOT / 'LICENSE').read_text()], 300)
+    # All ids have text: Transformers may choose one of the ids that maxlm has for a round number only.
+    overrides = {**MODELS[name], 'model__vocab_size': tokenizer.vocab_size}
+    make_workdir(tmp_path / 'ours', overrides, tokenizer=tokenizer)
+    make_workdir(tmp_path / 'other', overrides, tokenizer=tokenizer, seed=1)
+    output = export(tmp_path / 'ours', tmp_path / 'theirs', max_shard_size=30_000)
+    ours = our_texts(tmp_path / 'ours', max_tokens=20)
+    assert min(map(len, ours)) > 10
+    assert len(set(ours)) == len(PROMPTS)
+    assert their_texts(output, max_tokens=20) == ours
+    assert our_texts(tmp_path / 'other', max_tokens=20) != ours
+
+
+def test_shards_load_in_transformers(tmp_path):
+    make_workdir(tmp_path / 'ours', MODELS['gpt_neox'])
+    sharded = export(tmp_path / 'ours', tmp_path / 'sharded', max_shard_size=10_000)
+    whole = export(tmp_path / 'ours', tmp_path / 'whole')
+    assert (sharded / 'model.safetensors.index.json').exists()
+    assert [path.name for path in whole.glob('*safetensors*')] == ['model.safetensors']
+    states = []
+    for directory in (sharded, whole):
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        assert not any(told[key] for key in ('missing_keys', 'unexpected_keys', 'mismatched_keys'))
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
+    assert_same(arrays_of(sharded), arrays_of(whole))
+
+
+def test_an_export_is_the_same_again(tmp_path):
+    make_workdir(tmp_path / 'ours', MODELS['llama'])
+    one, two = (export(tmp_path / 'ours', tmp_path / name / 'model', dtype='bfloat16') for name in ('one', 'two'))
+    files = sorted(path.name for path in one.iterdir())
+    assert 'README.md' in files
+    assert [(one / name).read_bytes() for name in files] == [(two / name).read_bytes() for name in files]
+
+
+def test_the_type_stands_in_the_config(tmp_path):
+    make_workdir(tmp_path / 'ours', MODELS['llama'])
+    config = json.loads((export(tmp_path / 'ours', tmp_path / 'theirs', dtype='float16') / 'config.json').read_text())
+    assert config['dtype'] == config['torch_dtype'] == 'float16'
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'theirs')
+    assert model.dtype == torch.float16
+
+
+def test_a_moving_average_is_what_is_exported(tmp_path):
+    make_workdir(tmp_path / 'ours', MODELS['llama'])
+    make_workdir(tmp_path / 'average', MODELS['llama'], seed=1)
+    plain = arrays_of(export(tmp_path / 'ours', tmp_path / 'plain'))
+    (tmp_path / 'average' / 'checkpoints' / '0' / 'params').rename(tmp_path / 'ours' / 'checkpoints' / '0' / 'ema')
+    averaged = arrays_of(export(tmp_path / 'ours', tmp_path / 'averaged'))
+    assert all(array.tobytes() != plain[name].tobytes() for name, array in averaged.items())
+
+
+# --- files of other versions
+
+
+def rewrite(directory, change):
+    """Changes the tensors of a directory of one file."""
+    path = directory / 'model.safetensors'
+    save_file(change(load_file(path)), path, metadata={'format': 'pt'})
+
+
+@pytest.mark.parametrize('name', ONE_OF_EACH)
+def test_the_prefix_of_the_base_model_may_be_missing(tmp_path, name):
+    model = save(name, tmp_path / 'theirs')
+    wanted = parameters_of(import_(tmp_path / 'theirs', tmp_path / 'wanted'))
+    prefix = PREFIXES[model.config.model_type]
+    rewrite(tmp_path / 'theirs', lambda arrays: {name.removeprefix(prefix): array for name, array in arrays.items()})
+    assert prefix not in ' '.join(arrays_of(tmp_path / 'theirs'))
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+
+
+BUFFERS = {
+    'gpt2': {'h.1.attn.bias': (1, 1, 64, 64), 'transformer.h.0.attn.masked_bias': ()},
+    'neox': {
+        'gpt_neox.layers.0.attention.bias': (1, 1, 4, 4),
+        'gpt_neox.layers.1.attention.masked_bias': (),
+        'gpt_neox.layers.1.attention.rotary_emb.inv_freq': (1,),
+    },
+    'llama': {'model.layers.0.self_attn.rotary_emb.inv_freq': (4,), 'model.rotary_emb.inv_freq': (4,)},
+}
+
+
+@pytest.mark.parametrize('name', BUFFERS)
+def test_buffers_of_old_versions_are_passed_by(tmp_path, name):
+    save(name, tmp_path / 'theirs')
+    wanted = parameters_of(import_(tmp_path / 'theirs', tmp_path / 'wanted'))
+    # Of a type that no parameter may have.
+    extra = {buffer: np.ones(shape, np.uint8) for buffer, shape in BUFFERS[name].items()}
+    rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, **extra})
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+    # Control: the pattern is of the whole name.
+    rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, next(iter(extra)) + '2': np.ones(1, np.float32)})
+    with pytest.raises(InputError, match=re.escape(next(iter(extra)) + '2')):
+        import_(tmp_path / 'theirs', tmp_path / 'refused')
+
+
+def test_a_head_of_neox_under_the_name_that_others_have(tmp_path):
+    model = save('neox', tmp_path / 'theirs')
+    wanted = parameters_of(import_(tmp_path / 'theirs', tmp_path / 'wanted'))
+    assert name_in_file('lm_head.weight', model) == 'embed_out.weight'
+    rewrite(tmp_path / 'theirs', lambda arrays: {name.replace('embed_out', 'lm_head'): a for name, a in arrays.items()})
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+
+
+def test_a_tied_head_may_be_there_if_it_is_the_embedding(tmp_path):
+    save('llama one key head, tied', tmp_path / 'theirs')
+    assert 'lm_head.weight' not in arrays_of(tmp_path / 'theirs')
+    wanted = parameters_of(import_(tmp_path / 'theirs', tmp_path / 'wanted'))
+    rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, 'lm_head.weight': arrays['model.embed_tokens.weight']})
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+    again = export(tmp_path / 'found', tmp_path / 'again')
+    assert 'lm_head.weight' not in arrays_of(again)
+    rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, 'lm_head.weight': arrays['lm_head.weight'] + 1})
+    with pytest.raises(InputError, match=r'lm_head\.weight differs from the embedding.*tie_word_embeddings'):
+        import_(tmp_path / 'theirs', tmp_path / 'refused')
+    assert not (tmp_path / 'refused').exists()

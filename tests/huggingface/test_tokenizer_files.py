@@ -1,0 +1,206 @@
+"""AutoTokenizer gives the ids and texts of maxlm's tokenizers; files that came with a model are kept."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+import transformers
+from tokenizers import processors
+
+from maxlm.data.tokenizer import END_OF_DOCUMENT, Tokenizer, bytes_tokenizer, chars_tokenizer, train_bpe
+from maxlm.errors import InputError
+from maxlm.huggingface.architectures import choose, to_config
+from maxlm.huggingface.catalog import ARCHITECTURES
+from maxlm.huggingface.tokenizer_files import KEPT, files_for_export, files_for_import
+from tests.conftest import ROOT
+from tests.huggingface.test_tensors import random_model
+from tests.small import small_config
+
+LICENSE = (ROOT / 'LICENSE').read_text()
+TOKENIZERS = {
+    'bytes': bytes_tokenizer(),
+    'chars': chars_tokenizer([LICENSE]),
+    'bpe': train_bpe([LICENSE], 400),
+}
+TEXTS = [
+    LICENSE[:3000],
+    "  two  spaces , and . marks\n\n\tI 'm  don't ",
+    'é 漢字 🦙 \x00 \x7f',
+    f'before {END_OF_DOCUMENT} after',
+    END_OF_DOCUMENT,
+    '',
+]
+MODEL = small_config(model__family='llama').model
+
+
+def exported(tmp_path, tokenizer, kind='llama', **files):
+    """The directory of an export without weights."""
+    workdir, output = tmp_path / 'workdir', tmp_path / 'output'
+    for folder in (workdir, output):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    tokenizer.save(workdir / 'tokenizer.json')
+    for name, content in files.items():
+        (workdir / name.replace('__', '.')).write_text(json.dumps(content))
+    text = files_for_export(workdir, MODEL)
+    for name, content in text.files.items():
+        (output / name).write_bytes(content)
+    model = random_model(kind, 0)
+    (output / 'config.json').write_text(json.dumps({**to_config(model, kind), **text.ids}))
+    return output
+
+
+@pytest.mark.parametrize('kind', ARCHITECTURES)
+@pytest.mark.parametrize('name', TOKENIZERS)
+def test_the_ids_of_transformers_are_ours(tmp_path, name, kind):
+    tokenizer = TOKENIZERS[name]
+    theirs = transformers.AutoTokenizer.from_pretrained(exported(tmp_path, tokenizer, kind))
+    ours = [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
+    assert theirs(TEXTS)['input_ids'] == ours
+    assert [theirs.decode(ids) for ids in ours] == [tokenizer.decode(ids) for ids in ours]
+    assert len(theirs) == tokenizer.vocab_size
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_document
+    assert theirs.decode([theirs.eos_token_id]) == END_OF_DOCUMENT
+    assert theirs.pad_token is None
+    # What generate takes.
+    assert set(theirs(TEXTS)) == {'input_ids', 'attention_mask'}
+    # Control: the file alone reads special tokens out of texts.
+    (tmp_path / 'output' / 'tokenizer_config.json').unlink()
+    plain = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / 'output')
+    assert plain(TEXTS)['input_ids'] != ours
+
+
+def test_where_texts_end(tmp_path):
+    output = exported(tmp_path, TOKENIZERS['bpe'])
+    end = TOKENIZERS['bpe'].end_of_document
+    generation = transformers.GenerationConfig.from_pretrained(output)
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (end, end, end)
+    config = transformers.AutoConfig.from_pretrained(output)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (end, end, None)
+
+
+def test_without_a_tokenizer_there_are_no_ids(tmp_path):
+    text = files_for_export(tmp_path, MODEL)
+    assert text.ids == {'bos_token_id': None, 'eos_token_id': None, 'pad_token_id': None}
+    assert set(text.files) == {'generation_config.json'}
+    # They must be said: what is absent is the id of another tokenizer.
+    assert transformers.AutoConfig.for_model(**to_config(MODEL)).eos_token_id == 2
+    assert transformers.AutoConfig.for_model(**to_config(MODEL), **text.ids).eos_token_id is None
+
+
+def test_kept_files_are_written_as_they_are(tmp_path):
+    kept = {
+        'tokenizer_config__json': {'eos_token': {'content': 'the'}, 'pad_token': END_OF_DOCUMENT, 'mine': 1},
+        'generation_config__json': {'eos_token_id': [3, 4], 'temperature': 0.5},
+        'special_tokens_map__json': {'eos_token': 'the'},
+    }
+    output = exported(tmp_path, TOKENIZERS['bpe'], **kept)
+    for name, content in kept.items():
+        assert json.loads((output / name.replace('__', '.')).read_text()) == content
+    config = json.loads((output / 'config.json').read_text())
+    # The list of the generation's own, the pad of the tokenizer's, and no beginning.
+    assert config['eos_token_id'] == [3, 4]
+    assert config['pad_token_id'] == TOKENIZERS['bpe'].end_of_document
+    assert config['bos_token_id'] is None
+
+
+def test_ids_of_a_kept_tokenizer_config(tmp_path):
+    output = exported(tmp_path, TOKENIZERS['bpe'], tokenizer_config__json={'eos_token': {'content': 'e'}})
+    index = tokenizers.Tokenizer.from_file(str(output / 'tokenizer.json')).token_to_id('e')
+    generation = json.loads((output / 'generation_config.json').read_text())
+    assert generation == {'bos_token_id': None, 'eos_token_id': index, 'pad_token_id': index}
+
+
+def test_a_damaged_kept_file(tmp_path):
+    (tmp_path / 'generation_config.json').write_text('{')
+    with pytest.raises(InputError, match=r'generation_config\.json: not JSON'):
+        files_for_export(tmp_path, MODEL)
+
+
+# --- what an import keeps
+
+
+@pytest.fixture
+def model_directory(tmp_path):
+    directory = tmp_path / 'input'
+    directory.mkdir()
+    TOKENIZERS['bpe'].save(directory / 'tokenizer.json')
+    for name in KEPT:
+        (directory / name).write_text('{"a": 1}')
+    (directory / 'modeling_x.py').write_text('print(1)')
+    return directory
+
+
+def test_files_of_an_import(model_directory):
+    files, remark = files_for_import(model_directory)
+    assert set(files) == {*KEPT, 'tokenizer.json'}
+    assert remark == ''
+    # In the form of maxlm.prepare, however it was written.
+    path = model_directory / 'tokenizer.json'
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    assert path.read_bytes() != files['tokenizer.json']
+    assert files_for_import(model_directory)[0]['tokenizer.json'] == files['tokenizer.json']
+
+
+@pytest.mark.parametrize(
+    ('found', 'parts'),
+    [
+        ([], ['has no tokenizer.json', 'generate']),
+        (['tokenizer.model'], ['has tokenizer.model but no tokenizer.json', 'save_pretrained']),
+        (['vocab.json', 'merges.txt'], ['has vocab.json but no tokenizer.json', 'save_pretrained']),
+    ],
+)
+def test_without_a_tokenizer_json_there_is_a_remark(model_directory, found, parts):
+    (model_directory / 'tokenizer.json').unlink()
+    for name in found:
+        (model_directory / name).write_text('x')
+    files, remark = files_for_import(model_directory)
+    assert 'tokenizer.json' not in files
+    for part in [str(model_directory), *parts]:
+        assert part in remark
+
+
+def test_a_tokenizer_that_maxlm_cannot_use_is_kept_with_a_remark(model_directory):
+    path = model_directory / 'tokenizer.json'
+    content = path.read_bytes().replace(END_OF_DOCUMENT.encode(), b'<|bos|>')
+    path.write_bytes(content)
+    files, remark = files_for_import(model_directory)
+    assert files['tokenizer.json'] == content
+    assert 'ends a document' in remark
+    # Its export has no ids that it does not know.
+    shutil.rmtree(model_directory)
+    model_directory.mkdir()
+    path.write_bytes(content)
+    assert set(files_for_export(model_directory, MODEL).ids.values()) == {None}
+
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json'])
+def test_a_damaged_file(model_directory, name):
+    (model_directory / name).write_text('[')
+    with pytest.raises(InputError, match=f'{name}(: not JSON| is not a tokenizer)'):
+        files_for_import(model_directory)
+
+
+def test_a_tokenizer_of_its_own_keeps_its_rules(model_directory, tmp_path):
+    # One that puts a token before each text, as Llama's does: its own config says so, and the ids stay its own.
+    library = tokenizers.Tokenizer.from_file(str(model_directory / 'tokenizer.json'))
+    library.post_processor = processors.TemplateProcessing(
+        single=f'{END_OF_DOCUMENT} $A', special_tokens=[(END_OF_DOCUMENT, 0)]
+    )
+    library.save(str(model_directory / 'tokenizer.json'))
+    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': END_OF_DOCUMENT}
+    (model_directory / 'tokenizer_config.json').write_text(json.dumps(settings))
+    (model_directory / 'special_tokens_map.json').write_text('{}')
+    original = transformers.AutoTokenizer.from_pretrained(model_directory)
+    files, _ = files_for_import(model_directory)
+    kept = {name.replace('.', '__'): json.loads(files[name]) for name in KEPT if name.endswith('.json')}
+    (tmp_path / 'tokenizer.json').write_bytes(files['tokenizer.json'])
+    output = exported(tmp_path, Tokenizer.load(tmp_path / 'tokenizer.json'), **kept)
+    again = transformers.AutoTokenizer.from_pretrained(output)
+    assert again(TEXTS)['input_ids'] == original(TEXTS)['input_ids']
+    assert again('x')['input_ids'][0] == 0
+
+
+def test_the_models_of_this_file_are_what_they_seem():
+    assert choose(MODEL).model_type == 'llama'

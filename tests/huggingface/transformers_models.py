@@ -1,0 +1,170 @@
+"""Transformers models with random weights, and their parameters in maxlm's layout, for tests that compare the two."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+from maxlm.config.keys import ModelConfig
+from maxlm.huggingface.architectures import from_config
+from maxlm.huggingface.tensors import tensors
+
+VOCAB = 61
+
+
+class Case(NamedTuple):
+    """A model: the type in Transformers' AutoConfig, and its settings."""
+
+    model_type: str
+    settings: dict[str, Any]
+
+
+def _llama(**settings: Any) -> dict[str, Any]:
+    sizes = {'hidden_size': 32, 'intermediate_size': 56, 'num_hidden_layers': 2, 'num_attention_heads': 4}
+    return {'vocab_size': VOCAB, 'max_position_embeddings': 64, 'num_key_value_heads': 2, **sizes, **settings}
+
+
+def _neox(**settings: Any) -> dict[str, Any]:
+    sizes = {'hidden_size': 32, 'intermediate_size': 72, 'num_hidden_layers': 2, 'num_attention_heads': 4}
+    return {'vocab_size': VOCAB, 'max_position_embeddings': 64, **sizes, **settings}
+
+
+def _gpt2(**settings: Any) -> dict[str, Any]:
+    return {'vocab_size': VOCAB, 'n_positions': 64, 'n_embd': 32, 'n_layer': 2, 'n_head': 4, **settings}
+
+
+def _rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+    return {'rope_parameters': {'rope_type': rope_type, 'rope_theta': 10_000.0, **parameters}}
+
+
+_YARN = {'factor': 4.0, 'original_max_position_embeddings': 16}
+_LLAMA3 = {'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 16}
+
+CASES = {
+    'gpt2': Case('gpt2', _gpt2()),
+    'gpt2 untied, odd widths': Case(
+        'gpt2', _gpt2(n_embd=36, n_head=3, n_inner=50, n_layer=3, tie_word_embeddings=False)
+    ),
+    'gpt2 exact gelu, one head': Case('gpt2', _gpt2(n_head=1, activation_function='gelu', layer_norm_epsilon=1e-3)),
+    'neox': Case('gpt_neox', _neox()),
+    'neox half rotary': Case('gpt_neox', _neox(hidden_size=48, rotary_pct=0.5, num_attention_heads=3)),
+    'neox one after the other': Case('gpt_neox', _neox(use_parallel_residual=False, num_hidden_layers=3)),
+    'neox tied, whole rotary, tanh': Case(
+        'gpt_neox', _neox(rotary_pct=1.0, tie_word_embeddings=True, hidden_act='gelu_new', rotary_emb_base=100)
+    ),
+    'neox linear scaling': Case('gpt_neox', _neox(**_rope('linear', factor=2.0, partial_rotary_factor=0.5))),
+    'llama': Case('llama', _llama()),
+    'llama one key head, tied': Case('llama', _llama(num_key_value_heads=1, tie_word_embeddings=True)),
+    'llama no groups, biases': Case(
+        'llama', _llama(num_key_value_heads=4, attention_bias=True, mlp_bias=True, num_hidden_layers=3)
+    ),
+    'llama wide heads': Case('llama', _llama(hidden_size=36, head_dim=20, num_attention_heads=6, rms_norm_eps=1e-3)),
+    'llama theta': Case('llama', _llama(**_rope('default') | {'rope_parameters': {'rope_theta': 77.0}})),
+    'llama linear': Case('llama', _llama(**_rope('linear', factor=3.0))),
+    'llama dynamic': Case('llama', _llama(max_position_embeddings=16, **_rope('dynamic', factor=2.0))),
+    'llama yarn': Case('llama', _llama(**_rope('yarn', **_YARN))),
+    'llama yarn, all settings': Case(
+        'llama',
+        _llama(
+            head_dim=24,
+            **_rope('yarn', **_YARN, beta_fast=8.0, beta_slow=2.0, attention_factor=0.9, truncate=False),
+        ),
+    ),
+    'llama yarn, mscale': Case('llama', _llama(**_rope('yarn', **_YARN, mscale=0.7, mscale_all_dim=1.3))),
+    'llama llama3': Case('llama', _llama(head_dim=32, **_rope('llama3', **_LLAMA3))),
+    'mistral sliding': Case('mistral', _llama(sliding_window=5)),
+    'mistral whole context': Case('mistral', _llama(sliding_window=None, head_dim=12)),
+    'qwen3': Case('qwen3', _llama(head_dim=16)),
+    'qwen3 tied, narrow heads': Case('qwen3', _llama(head_dim=6, num_key_value_heads=1, tie_word_embeddings=True)),
+    'qwen3 sliding from layer 1': Case(
+        'qwen3', _llama(head_dim=8, num_hidden_layers=3, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    ),
+    'qwen3 mixed, yarn': Case(
+        'qwen3',
+        _llama(
+            head_dim=8,
+            num_hidden_layers=4,
+            use_sliding_window=True,
+            sliding_window=3,
+            layer_types=['sliding_attention', 'full_attention'] * 2,
+            **_rope('yarn', **_YARN),
+        ),
+    ),
+    'nanochat': Case('nanochat', _llama(num_key_value_heads=4)),
+    'nanochat grouped, soft': Case('nanochat', _llama(final_logit_softcapping=3.0, num_attention_heads=8)),
+}
+
+
+def make_model(case: Case, *, num_layers: int | None = None) -> transformers.PreTrainedModel:
+    """The case's model in float32 with every parameter random, biases and scales too, so that none hides a mistake.
+
+    With `num_layers`, its first layers alone, with the same weights.
+    """
+    model = _build(case)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Signals keep their size through a matrix of 1 / sqrt(fan in); vectors lie around 1.
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.3 * noise)
+    if num_layers is None:
+        return model
+    settings = dict(case.settings)
+    settings.pop('layer_types', None)
+    if 'layer_types' in case.settings:
+        settings['layer_types'] = case.settings['layer_types'][:num_layers]
+    settings['n_layer' if case.model_type == 'gpt2' else 'num_hidden_layers'] = num_layers
+    shorter = _build(Case(case.model_type, settings))
+    shorter.load_state_dict(model.state_dict(), strict=False)
+    return shorter
+
+
+def _build(case: Case) -> transformers.PreTrainedModel:
+    config = transformers.AutoConfig.for_model(case.model_type, **case.settings)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation='eager').float().eval()
+
+
+def name_in_file(name: str, model: transformers.PreTrainedModel) -> str:
+    """The name that Transformers gives a parameter when it saves: since version 5 GPT-NeoX has another in memory."""
+    return name.replace('lm_head.', 'embed_out.') if model.config.model_type == 'gpt_neox' else name
+
+
+def to_maxlm(model: transformers.PreTrainedModel) -> tuple[ModelConfig, dict[str, Any]]:
+    """The same model for maxlm: its resolved config for float32 on a CPU, and the nested dict of its parameters."""
+    config = from_config(model.config.to_dict(), 'config.json')
+    config = dataclasses.replace(config, dtype='float32', attention='xla')
+    # Copies: PyTorch's optimizers change its memory in place.
+    state = {name_in_file(name, model): tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
+    layers: dict[str, dict[int | None, np.ndarray]] = {}
+    for tensor in tensors(model.config.model_type, config):
+        for path, array in zip(tensor.sources, tensor.from_hf(state[tensor.name]), strict=True):
+            layers.setdefault(path, {})[tensor.layer] = array
+    params: dict[str, Any] = {}
+    for path, arrays in layers.items():
+        whole = arrays[None] if None in arrays else np.stack([arrays[i] for i in range(config.num_layers)])
+        *parents, leaf = path.split('.')
+        node = params
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = np.ascontiguousarray(whole, np.float32)
+    return config, params
+
+
+def from_maxlm(model: transformers.PreTrainedModel, config: ModelConfig, params: Any) -> dict[str, np.ndarray]:
+    """maxlm's parameters under the names and in the layout of `model`."""
+
+    def leaf(path: str, layer: int | None) -> np.ndarray:
+        node = params
+        for name in path.split('.'):
+            node = node[name]
+        return np.asarray(node if layer is None else node[layer])
+
+    names = {name_in_file(name, model): name for name in model.state_dict()}
+    return {
+        names[tensor.name]: tensor.to_hf([leaf(path, tensor.layer) for path in tensor.sources])
+        for tensor in tensors(model.config.model_type, config)
+    }

@@ -1,0 +1,80 @@
+"""Workdirs with one checkpoint of random parameters, without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxlm.config.keys import Config
+from maxlm.config.load import to_json
+from maxlm.data.tokenizer import Tokenizer, bytes_tokenizer
+from maxlm.huggingface.architectures import choose
+from maxlm.huggingface.tensors import parameter_shapes, tensors
+from maxlm.runtime.layers import StreamedArray, write_step
+from tests.small import small_config
+
+# By the family: the overrides of a small model that differs from the others of the family where it can.
+MODELS: dict[str, dict[str, Any]] = {
+    'gpt2': {'model__family': 'gpt2', 'model__ffn_dim': 40},
+    'gpt_neox': {'model__family': 'gpt_neox'},
+    'llama': {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__head_dim': 12, 'model__ffn_dim': 40},
+    'mistral': {
+        'model__family': 'llama',
+        'model__attention_pattern': 'S',
+        'model__sliding_window': 5,
+        'model__tie_embeddings': True,
+    },
+    'qwen3': {
+        'model__family': 'qwen3',
+        'model__num_layers': 3,
+        'model__num_kv_heads': 1,
+        'model__attention_pattern': 'SL',
+        'model__sliding_window': 6,
+        'model__rotary_scaling': 'yarn',
+        'model__rotary_factor': 4.0,
+    },
+    'nanochat': {'model__family': 'nanochat'},
+}
+
+
+def parameters(config: Config, architecture: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random parameters by dotted path, of a size that keeps signals alive."""
+    rng = np.random.default_rng(seed)
+    shapes = parameter_shapes(tensors(architecture, config.model), config.model.num_layers)
+
+    def random(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        noise = rng.standard_normal(shape, np.float32)
+        # Scales lie around 1; the rest around 0, so that no bias decides which token is the likeliest.
+        return noise * np.float32(0.3) + np.float32(path.endswith('scale'))
+
+    return {path: random(path, shape) for path, shape in shapes.items()}
+
+
+def make_workdir(
+    workdir: Path,
+    overrides: dict[str, Any],
+    *,
+    seed: int = 0,
+    step: int = 0,
+    tokenizer: Tokenizer | None = None,
+    changed: dict[str, np.ndarray] | None = None,
+) -> Config:
+    """A workdir of a small resolved model with a vocabulary for `tokenizer`; `changed` replaces parameters."""
+    tokenizer = tokenizer or bytes_tokenizer()
+    overrides = {'model__vocab_size': tokenizer.vocab_size + 3, 'data__window': 64, **overrides}
+    config = small_config(**overrides)
+    family = config.model.family
+    architecture = choose(config.model, 'nanochat' if family == 'nanochat' else 'auto').model_type
+    arrays = parameters(config, architecture, seed) | (changed or {})
+    workdir.mkdir(parents=True)
+    (workdir / 'config.json').write_text(to_json(config))
+    tokenizer.save(workdir / 'tokenizer.json')
+
+    def streamed(path: str) -> StreamedArray:
+        array, stacked = arrays[path], path.startswith('blocks.')
+        return StreamedArray(array.shape, lambda layer: array if layer is None else array[layer], stacked)
+
+    write_step(workdir, step, {path: streamed(path) for path in arrays})
+    return config

@@ -1,0 +1,65 @@
+"""Which parameters a checkpoint gives to those who use it, and what it must have with it."""
+
+import jax
+import pytest
+
+from maxlm.data.records import load_manifest
+from maxlm.errors import InputError
+from maxlm.inference.load import load_model
+from maxlm.runtime.checkpoint import FOLDER
+from maxlm.runtime.layers import write_step
+from maxlm.runtime.workdir import TOKENIZER, describe_run
+from tests.runtime.test_checkpoint import abstract_on, config_on, random_state, same, save
+from tests.runtime.test_layers import flatten, streamed
+
+
+@pytest.fixture
+def make(dataset, tmp_path):
+    """A workdir with a step 7 of random parameters, with or without an average of others."""
+
+    def make(*, averaged):
+        state = random_state(abstract_on(8), step=7, skipped=0)
+        average = random_state(abstract_on(8), step=7, skipped=0, seed=1).params
+        save(tmp_path, [state._replace(ema=average) if averaged else state])
+        describe_run(tmp_path, config_on(8), load_manifest(str(dataset)).tokenizer_path)
+        return tmp_path, state.params, average
+
+    return make
+
+
+@pytest.mark.parametrize('num_devices', [1, 2])
+def test_the_average_is_what_is_used(make, num_devices):
+    workdir, params, average = make(averaged=True)
+    model = load_model(str(workdir), num_devices=num_devices)
+    assert same(jax.device_get(model.params), jax.device_get(average))
+    assert not same(jax.device_get(model.params), jax.device_get(params))
+    assert model.step == 7
+
+
+def test_without_one_the_parameters_are(make):
+    workdir, params, average = make(averaged=False)
+    model = load_model(f'{workdir}@7', num_devices=1)
+    assert same(jax.device_get(model.params), jax.device_get(params))
+    assert not same(jax.device_get(model.params), jax.device_get(average))
+
+
+def test_an_import_is_loaded_like_any_other(make):
+    workdir, params, _ = make(averaged=True)
+    write_step(workdir, 8, streamed(flatten(jax.device_get(params))))
+    model = load_model(str(workdir), num_devices=2)
+    assert model.step == 8
+    assert same(jax.device_get(model.params), jax.device_get(params))
+
+
+def test_a_checkpoint_without_a_tokenizer(make):
+    workdir, _, _ = make(averaged=False)
+    tokenizer = (workdir / TOKENIZER).read_bytes()
+    (workdir / TOKENIZER).unlink()
+    for checkpoint in (workdir, f'{workdir}@7', workdir / FOLDER / '7'):
+        with pytest.raises(InputError) as info:
+            load_model(str(checkpoint), num_devices=1)
+        assert f'--checkpoint={checkpoint} has no tokenizer.json' in str(info.value)
+        assert str(workdir / TOKENIZER) in str(info.value)
+    # What the message says.
+    (workdir / TOKENIZER).write_bytes(tokenizer)
+    load_model(str(workdir), num_devices=1)

@@ -1,0 +1,365 @@
+"""The verb: what it prints, and every mistake as one line, exit code 2, and nothing left behind."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from maxlm import evaluate, hf, train
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from tests.huggingface.transformers_models import CASES, make_model
+from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.test_bad_input import assert_one_line
+from tests.test_train import arguments
+
+
+@pytest.fixture
+def refused(capfd, tmp_path):
+    """Runs a command that must fail with one line that has all the parts, and leave the directory as it was."""
+
+    def refused(argv, *parts):
+        before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob('*')}
+        capfd.readouterr()
+        assert exit_code(hf.main, [str(word) for word in argv]) == EXIT_BAD_INPUT
+        assert_one_line(capfd.readouterr().err, *parts)
+        assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob('*')} == before
+
+    return refused
+
+
+def run(*argv):
+    assert exit_code(hf.main, [str(word) for word in argv]) == EXIT_DONE
+
+
+# --- export
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('made') / 'run'
+    make_workdir(workdir, MODELS['llama'], step=7)
+    return workdir
+
+
+@pytest.fixture
+def workdir(made, tmp_path):
+    """One that a test may damage."""
+    shutil.copytree(made, tmp_path / 'run')
+    return tmp_path / 'run'
+
+
+@pytest.mark.parametrize('checkpoint', ['{}', '{}@7', '{}/checkpoints/7'])
+def test_export(made, tmp_path, capsys, checkpoint):
+    output = tmp_path / 'output'
+    run('export', f'--checkpoint={checkpoint.format(made)}', f'--output={output}', '--max_shard_size=20KB')
+    assert sorted(path.name for path in output.iterdir() if 'model-' not in path.name) == [
+        'README.md',
+        'config.json',
+        'generation_config.json',
+        'model.safetensors.index.json',
+        'special_tokens_map.json',
+        'tokenizer.json',
+        'tokenizer_config.json',
+    ]
+    parameters = sum(array.size for path in output.glob('*.safetensors') for array in load_file(path).values())
+    told = f'{output}: LlamaForCausalLM of {parameters:,} parameters, {2 * parameters / 1e9:.2f} GB in bfloat16\n'
+    assert capsys.readouterr().out == told
+    assert json.loads((output / 'config.json').read_text())['dtype'] == 'bfloat16'
+
+
+def test_export_of_a_run(dataset, tmp_path):
+    workdir, output = tmp_path / 'run', tmp_path / 'output'
+    length = {'train__num_steps': 2, 'eval__every': 1, 'model__family': 'gpt2'}
+    assert exit_code(train.main, arguments(dataset, workdir, **length)) == EXIT_DONE
+    run('export', f'--checkpoint={workdir}', f'--output={output}', '--dtype=float32')
+    card = (output / 'README.md').read_text()
+    for part in ('| steps | 2 |', '| data | license, ', '| training loss | ', '| validation loss | ', '# output\n'):
+        assert part in card
+    model = transformers.AutoModelForCausalLM.from_pretrained(output)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+    text = 'Licensed under'
+    assert tokenizer(text)['input_ids'] == list(text.encode())
+    assert model(**tokenizer(text, return_tensors='pt')).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ('option', 'parts'),
+    [
+        ('--output=gs://bucket/model', ['--output=gs://bucket/model', 'local directory']),
+        ('--output=s3://bucket/model', ['--output=s3://bucket/model', 'local directory']),
+        ('--output={tmp}', ['--output={tmp}', 'new or empty']),
+        ('--output={tmp}/run/config.json', ['config.json', 'new or empty']),
+        ('--output={tmp}/run/config.json/x', ['config.json', 'no directory']),
+        ('--checkpoint={tmp}', ['--checkpoint={tmp}', 'no checkpoint']),
+        ('--checkpoint={tmp}/run@8', ['run@8', "no step '8'", 'steps: 7']),
+        ('--dtype=int8', ['--dtype', 'int8', 'bfloat16']),
+        ('--architecture=bert', ['--architecture', 'bert', 'gpt_neox']),
+        ('--architecture=gpt2', ['model.position=rotary', 'GPT2LMHeadModel', '--architecture']),
+        ('--max_shard_size=0', ['--max_shard_size=0', '500MB']),
+        ('--max_shard_size=big', ['--max_shard_size=big', '500MB']),
+        ('--max_shard_size=1XB', ['--max_shard_size=1XB']),
+        ('--max_shard=1GB', ['--max_shard', '--help']),
+        ('extra', ['extra']),
+    ],
+)
+def test_options_of_export(workdir, tmp_path, refused, option, parts):
+    argv = ['export', f'--checkpoint={workdir}', f'--output={tmp_path}/new', option.format(tmp=tmp_path)]
+    refused(argv, *(part.format(tmp=tmp_path) for part in parts))
+    run(*argv[:3])
+
+
+def test_sizes():
+    assert hf.parse_size('1GB') == 10**9
+    assert hf.parse_size('1.5 mb') == 1_500_000
+    assert hf.parse_size('2GiB') == 2**31
+    assert hf.parse_size('77') == 77
+    for text in ('', '-1GB', '0.1', 'GB', '1GBs', '1 2'):
+        with pytest.raises(InputError, match='--max_shard_size'):
+            hf.parse_size(text)
+
+
+def test_a_model_that_no_architecture_has(tmp_path, refused):
+    make_workdir(tmp_path / 'run', MODELS['nanochat'])
+    argv = ['export', f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/new']
+    refused(argv, 'model.activation=relu2', 'model.norm_scale=False', '--architecture=nanochat')
+    run(*argv, '--architecture=nanochat')
+    assert json.loads((tmp_path / 'new' / 'config.json').read_text())['model_type'] == 'nanochat'
+
+
+def kernel(value):
+    shape = (2, 32, 40)
+    array = np.zeros(shape, np.float32)
+    array[1, 3, 5] = value
+    return {'blocks.feedforward.up.kernel': array}
+
+
+@pytest.mark.parametrize(
+    ('value', 'dtype', 'parts'),
+    [
+        (np.nan, 'bfloat16', ['model.layers.1.mlp.up_proj.weight', 'not finite']),
+        (np.inf, 'float32', ['model.layers.1.mlp.up_proj.weight', 'not finite']),
+        (70_000, 'float16', ['model.layers.1.mlp.up_proj.weight', '70000', 'float16', '--dtype=']),
+    ],
+)
+def test_values_that_the_type_does_not_hold(tmp_path, refused, value, dtype, parts):
+    make_workdir(tmp_path / 'run', MODELS['llama'], changed=kernel(value))
+    argv = ['export', f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/deep/new', f'--dtype={dtype}']
+    refused(argv, *parts)
+    if np.isfinite(value):
+        run(*argv[:-1], '--dtype=bfloat16')
+
+
+def test_no_room_for_an_export(workdir, tmp_path, refused, monkeypatch):
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**7))
+    argv = ['export', f'--checkpoint={workdir}', f'--output={tmp_path}/new']
+    refused(argv, '--output', 'needs 0.1 GB', '0.0 GB are free')
+
+
+def test_a_config_of_another_model(workdir, tmp_path, refused):
+    config = json.loads((workdir / 'config.json').read_text())
+    argv = ['export', f'--checkpoint={workdir}', f'--output={tmp_path}/new']
+    for key, value, parts in (
+        ('ffn_dim', 41, ['blocks.feedforward.down.kernel', '(2, 40, 32)', '(2, 41, 32)']),
+        ('num_layers', 3, ['blocks.attention.', '(2, ', '(3, ']),
+        ('tie_embeddings', True, ['head.kernel', 'none']),
+        ('use_bias', True, ['bias', 'missing']),
+    ):
+        changed = {**config, 'model': {**config['model'], key: value}}
+        (workdir / 'config.json').write_text(json.dumps(changed))
+        refused(argv, workdir / 'checkpoints' / '7', workdir / 'config.json', *parts)
+    (workdir / 'config.json').write_text('{')
+    refused(argv, workdir / 'config.json', 'not a config')
+    (workdir / 'config.json').unlink()
+    refused(argv, workdir / 'config.json')
+
+
+@pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json'])
+def test_a_damaged_text_file(workdir, tmp_path, refused, name):
+    (workdir / name).write_text('[')
+    refused(['export', f'--checkpoint={workdir}', f'--output={tmp_path}/new'], workdir / name)
+
+
+# --- import
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory, dataset):
+    """A model of Transformers with the tokenizer of the tests' data set."""
+    directory = tmp_path_factory.mktemp('saved') / 'model'
+    case = CASES['llama']
+    make_model(case._replace(settings={**case.settings, 'vocab_size': 257})).save_pretrained(directory)
+    shutil.copy(dataset / 'tokenizer.json', directory)
+    return directory
+
+
+@pytest.fixture
+def model(saved, tmp_path):
+    """One that a test may damage."""
+    shutil.copytree(saved, tmp_path / 'model')
+    return tmp_path / 'model'
+
+
+def command(tmp_path):
+    return ['import', f'--input={tmp_path}/model', f'--output={tmp_path}/new']
+
+
+def change_config(model, **keys):
+    config = json.loads((model / 'config.json').read_text())
+    (model / 'config.json').write_text(json.dumps({**config, **keys}))
+
+
+def change_tensors(model, change):
+    arrays = load_file(model / 'model.safetensors')
+    change(arrays)
+    save_file(arrays, model / 'model.safetensors')
+
+
+def test_import(model, dataset, tmp_path, capsys):
+    run(*command(tmp_path))
+    parameters = sum(array.size for array in load_file(model / 'model.safetensors').values())
+    assert capsys.readouterr().out == f'{tmp_path}/new: LlamaForCausalLM of {parameters:,} parameters\n'
+    assert sorted(os.listdir(tmp_path / 'new')) == [
+        'checkpoints',
+        'config.json',
+        'generation_config.json',
+        'tokenizer.json',
+    ]
+    # The other verbs take it, and a run starts from it.
+    argv = [f'--checkpoint={tmp_path}/new', f'--data={dataset}', '--num_batches=1', '--json']
+    assert exit_code(evaluate.main, argv) == EXIT_DONE
+    assert json.loads(capsys.readouterr().out)['step'] == 0
+
+
+def test_an_import_without_a_tokenizer_says_so(model, tmp_path, capsys):
+    (model / 'tokenizer.json').unlink()
+    (model / 'tokenizer.model').write_text('x')
+    run(*command(tmp_path))
+    remark, told = capsys.readouterr().out.splitlines()
+    assert f'{model} has tokenizer.model but no tokenizer.json' in remark
+    assert 'LlamaForCausalLM' in told
+    assert not (tmp_path / 'new' / 'tokenizer.json').exists()
+
+
+CONFIGS = [
+    ({'model_type': 'mixtral'}, ['mixture of experts']),
+    ({'model_type': 'phi3'}, ['model_type=phi3', 'nanochat']),
+    ({'model_type': 'bloom'}, ['ALiBi']),
+    ({'num_local_experts': 8}, ['num_local_experts=8']),
+    ({'quantization_config': {'bits': 8}}, ['quantization_config']),
+    ({'auto_map': {'AutoModel': 'a.b'}}, ['auto_map']),
+    ({'rope_parameters': {'rope_type': 'longrope'}}, ['longrope']),
+    ({'attention_bias': True}, ['mlp_bias', 'attention_bias']),
+    ({'hidden_act': 'relu'}, ['hidden_act', 'relu']),
+    ({'num_hidden_layers': 0}, ['num_hidden_layers=0']),
+    # The files do not fit: names before anything is read.
+    ({'num_hidden_layers': 3}, ['model.layers.2.', 'missing', '9 in all']),
+    ({'num_hidden_layers': 1}, ['model.layers.1.', 'is none of LlamaForCausalLM']),
+    ({'hidden_size': 64}, ['(257, 32)', 'needs (257, 64)']),
+    ({'vocab_size': 258}, ['model.embed_tokens.weight', '(257, 32)', 'needs (258, 32)']),
+    ({'tie_word_embeddings': True}, ['lm_head.weight', 'differs from the embedding']),
+    ({'attention_bias': True, 'mlp_bias': True}, ['bias', 'missing']),
+    ({'model_type': 'qwen3', 'head_dim': 8}, ['q_norm.weight', 'missing']),
+]
+
+
+@pytest.mark.parametrize(('keys', 'parts'), CONFIGS, ids=[' '.join(parts) for _, parts in CONFIGS])
+def test_configs_that_are_refused(model, tmp_path, refused, keys, parts):
+    change_config(model, **keys)
+    refused(command(tmp_path), model, *parts)
+
+
+@pytest.mark.parametrize('content', ['{', '[]', '3', '\x00', '{}'])
+def test_a_garbled_config(model, tmp_path, refused, content):
+    (model / 'config.json').write_text(content)
+    refused(command(tmp_path), model / 'config.json')
+
+
+def test_a_missing_config(model, tmp_path, refused):
+    (model / 'config.json').unlink()
+    refused(command(tmp_path), model / 'config.json', 'No such file')
+
+
+@pytest.mark.parametrize(
+    ('source', 'parts'),
+    [
+        ('openai-community/gpt2', ['--input=openai-community/gpt2', 'download']),
+        ('gs://bucket/model', ['--input=gs://bucket/model', 'local directory']),
+    ],
+)
+def test_an_input_that_is_no_directory(tmp_path, refused, source, parts):
+    refused(['import', f'--input={source}', f'--output={tmp_path}/new'], *parts)
+
+
+@pytest.mark.parametrize('output', ['gs://bucket/x', '{tmp}', '{tmp}/model/config.json'])
+def test_an_output_that_cannot_be(model, tmp_path, refused, output):
+    output = output.format(tmp=tmp_path)
+    refused(['import', f'--input={model}', f'--output={output}'], f'--output={output}')
+
+
+TENSORS = [
+    (lambda arrays: arrays.pop('model.norm.weight'), ['model.norm.weight', '(32,)', 'missing', '1 in all']),
+    (lambda arrays: arrays.update({'model.extra': np.ones(3, np.float32)}), ['model.extra', '(3,)', 'none of Llama']),
+    (
+        lambda arrays: arrays.update({'model.norm.weight': np.ones(31, np.float32)}),
+        ['model.norm.weight', '(31,)', 'needs (32,)'],
+    ),
+    (lambda arrays: arrays.update({'norm.weight': np.ones(32, np.float32)}), ['norm.weight', 'twice']),
+    (lambda arrays: arrays.update({'model.norm.weight': np.ones(32, np.int8)}), ['model.norm.weight', 'I8', 'BF16']),
+    (
+        lambda arrays: arrays.update({'model.norm.weight': np.ones(32, np.float64)}),
+        ['model.norm.weight', 'F64', 'F32'],
+    ),
+    (lambda arrays: arrays.clear(), ['missing']),
+]
+
+
+@pytest.mark.parametrize(('change', 'parts'), TENSORS, ids=[' '.join(parts) for _, parts in TENSORS])
+def test_tensors_that_do_not_fit(model, tmp_path, refused, change, parts):
+    change_tensors(model, change)
+    refused(command(tmp_path), model, *parts)
+
+
+def test_damaged_files(model, tmp_path, refused):
+    path = model / 'model.safetensors'
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    refused(command(tmp_path), path, 'not a complete safetensors file')
+    path.rename(model / 'pytorch_model.bin')
+    refused(command(tmp_path), model, 'pytorch_model.bin', 'pickle')
+    (model / 'pytorch_model.bin').unlink()
+    refused(command(tmp_path), model, 'no model.safetensors')
+    path.write_bytes(content)
+    (model / 'tokenizer.json').write_text('{')
+    refused(command(tmp_path), model / 'tokenizer.json', 'is not a tokenizer.json')
+    (model / 'tokenizer.json').unlink()
+    run(*command(tmp_path))
+
+
+def test_a_missing_shard(model, tmp_path, refused):
+    arrays = load_file(model / 'model.safetensors')
+    (model / 'model.safetensors').unlink()
+    weight_map = {name: f'model-0000{1 + number % 2}-of-00002.safetensors' for number, name in enumerate(arrays)}
+    (model / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
+    for file in set(weight_map.values()):
+        save_file({name: arrays[name] for name in arrays if weight_map[name] == file}, model / file)
+    shard = model / 'model-00002-of-00002.safetensors'
+    content = shard.read_bytes()
+    shard.unlink()
+    refused(command(tmp_path), shard, 'missing')
+    shard.write_bytes(content)
+    run(*command(tmp_path))
+
+
+def test_no_room_for_an_import(model, tmp_path, refused, monkeypatch):
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**7))
+    refused(command(tmp_path), '--output', 'needs 0.1 GB', '0.0 GB are free')
+
+
+@pytest.mark.parametrize('argv', [[], ['convert'], ['export'], ['import', '--input=x'], ['export', '--checkpoint=x']])
+def test_what_is_missing(tmp_path, refused, argv):
+    refused(argv, '--help')
