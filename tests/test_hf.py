@@ -1,6 +1,7 @@
 """The verb: what it prints, and every mistake as one line, exit code 2, and nothing left behind."""
 
 import json
+import math
 import os
 import shutil
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from maxlm import evaluate, hf, train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.runtime.metrics import read_metrics
 from tests.huggingface.transformers_models import CASES, make_model
 from tests.huggingface.workdirs import MODELS, make_workdir
 from tests.test_bad_input import assert_one_line
@@ -229,10 +231,23 @@ def test_import(model, dataset, tmp_path, capsys):
         'generation_config.json',
         'tokenizer.json',
     ]
-    # The other verbs take it, and a run starts from it.
-    argv = [f'--checkpoint={tmp_path}/new', f'--data={dataset}', '--num_batches=1', '--json']
+    # The other verbs take it.
+    argv = [f'--checkpoint={tmp_path}/new', f'--data={dataset}', '--json']
     assert exit_code(evaluate.main, argv) == EXIT_DONE
-    assert json.loads(capsys.readouterr().out)['step'] == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated['step'] == 0
+
+    # A run starts from it: with a learning rate of nothing its loss stays what it is.
+    sizes = {'model__num_layers': 2, 'model__dim': 32, 'model__num_heads': 4, 'model__num_kv_heads': 2}
+    sizes |= {'model__tie_embeddings': 'false', 'model__dtype': 'float32'}
+    sizes |= {'model__ffn_dim': 56, 'model__max_positions': 64, 'data__window': 64, 'model__norm_epsilon': 1e-6}
+    rates = {'optimizer__learning_rate': 1e-30, 'optimizer__min_learning_rate': 0, 'optimizer__warmup_steps': 0}
+    overrides = {'train__num_steps': 1, 'eval__every': 1, 'eval__num_batches': 0, **sizes, **rates}
+    argv = arguments(dataset, tmp_path / 'run', **overrides, train__init_from=tmp_path / 'new')
+    assert exit_code(train.main, argv) == EXIT_DONE
+    assert read_metrics(tmp_path / 'run')[-1]['eval/loss'] == pytest.approx(evaluated['loss'], abs=1e-3)
+    # Control: that is not the loss of a new model, which knows nothing of 257 ids.
+    assert abs(evaluated['loss'] - math.log(257)) > 0.1
 
 
 def test_an_import_without_a_tokenizer_says_so(model, tmp_path, capsys):
