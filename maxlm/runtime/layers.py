@@ -179,11 +179,12 @@ class _Stream(type_handlers.TypeHandler):
                 await _write(stored if layer is None else stored[layer], value.read(layer))
         return []
 
+    # Abstract in Orbax, so they have to be here. It never calls them: it reads by the handler that `typestr` names.
     async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
-        raise NotImplementedError
+        raise AssertionError('streamed arrays are read as np.ndarray')
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
-        raise NotImplementedError
+        raise AssertionError('streamed arrays are read as np.ndarray')
 
 
 async def _write(stored: tensorstore.TensorStore, values: np.ndarray) -> None:
