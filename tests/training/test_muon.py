@@ -137,6 +137,8 @@ def test_inputs_are_told_by_the_names_of_axes():
         num_inputs(('heads', 'head_dim'))
 
 
+# Rounding in float32 (1e-7) of a small singular value, which five iterations enlarge up to 3.4⁵ = 480 times.
+ROUNDING = 6e-5
 MESHES = [
     {'fsdp': 8},
     {'fsdp': 4, 'tensor': 2},
@@ -164,7 +166,7 @@ def test_every_mesh_computes_what_one_device_computes(sizes):
         muon = make_muon(layout)
         grads = sharded(layout, grads)
         directions, state = jax.jit(muon.update)(grads, muon.init(grads))
-        assert distance(directions, wanted) < 1e-5
+        assert distance(directions, wanted) < ROUNDING
         assert distance(jax.jit(one.update)(others, one.init(others))[0], wanted) > 0.1
         for tree in (directions, state.momentum):
             assert jax.tree.all(jax.tree.map(lambda x, g: x.sharding.is_equivalent_to(g.sharding, x.ndim), tree, grads))
