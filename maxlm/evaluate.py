@@ -12,8 +12,7 @@ import sys
 
 import jax
 
-from maxlm.data.batches import validation_batches
-from maxlm.data.records import load_manifest
+from maxlm.data.corpus import open_corpus
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.load import load_model
@@ -37,20 +36,19 @@ def main(argv: list[str]) -> int:
     with Console():
         model = load_model(options.checkpoint, num_devices=jax.device_count())
     config = model.config
-    data = dataclasses.replace(config.data, path=options.data or config.data.path)
-    dataset = load_manifest(data.path)
+    data = dataclasses.replace(config.data, path=options.data, sources=()) if options.data else config.data
+    corpus = open_corpus(data, tell_sources=config.metrics.by_source)
+    dataset = corpus.first
     # Not byte by byte: a file from elsewhere may be written in another way and mean the same.
     if Tokenizer.load(dataset.tokenizer_path).sha256 != model.tokenizer.sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
             f'prepare the data with --tokenizer {model.tokenizer_path}'
         )
-    split = dataset.splits['validation']
-    if not split.tokens:
-        raise InputError(f'{data.path} has no validation documents; prepare it with --validation PATH')
-    batches = validation_batches(
-        dataset,
-        data,
+    num_tokens, text_bytes = corpus.validation_counts
+    if not num_tokens:
+        raise InputError(f'{dataset.path} has no validation documents; prepare it with --validation PATH')
+    batches = corpus.validation_batches(
         config.train.global_batch,
         options.num_batches,
         model.layout.local_rows(config.train.global_batch),
@@ -62,7 +60,7 @@ def main(argv: list[str]) -> int:
             return batches[index]
 
         result = evaluate(
-            jax.jit(make_eval_step(config, model.layout)),
+            jax.jit(make_eval_step(config, model.layout, len(corpus.names))),
             model.params,
             map(read, range(len(batches))),
             layout=model.layout,
@@ -73,18 +71,23 @@ def main(argv: list[str]) -> int:
         'loss': result.loss,
         'perplexity': perplexity(result.loss),
         # Independent of the tokenizer: nats per token → bits per byte by the split's own ratio.
-        'bits_per_byte': result.loss / math.log(2) * split.tokens / split.text_bytes,
-        'unigram_entropy': split.unigram_entropy,
+        # Of what came in as tokens nobody knows the bytes.
+        'bits_per_byte': result.loss / math.log(2) * num_tokens / text_bytes if text_bytes else None,
+        'unigram_entropy': corpus.unigram_entropy,
         'tokens': result.tokens,
+        **({'by_source': dict(zip(corpus.names, result.source_losses, strict=True))} if corpus.names else {}),
     }
     if options.json:
         print(json.dumps(values))
     else:
+        bits = '' if values['bits_per_byte'] is None else f'{values["bits_per_byte"]:.3f} bits/byte '
         print(
             f'step {model.step}: loss {result.loss:.4f} nats/token, perplexity {values["perplexity"]:.2f}, '
-            f'{values["bits_per_byte"]:.3f} bits/byte over {result.tokens:,} tokens; '
-            f'unigram entropy of the data {split.unigram_entropy:.4f} nats/token'
+            f'{bits}over {result.tokens:,} tokens; '
+            f'unigram entropy of the data {corpus.unigram_entropy:.4f} nats/token'
         )
+        for name, loss in zip(corpus.names, result.source_losses, strict=True):
+            print(f'  {name}: loss {loss:.4f}')
     return EXIT_DONE
 
 

@@ -19,20 +19,20 @@ import jax
 from maxlm.config.keys import Config
 from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
-from maxlm.data.batches import fingerprint, iterate, train_batches, validation_batches
-from maxlm.data.records import Dataset, load_manifest
-from maxlm.data.windows import Windows
+from maxlm.data.batches import iterate
+from maxlm.data.corpus import Corpus, open_corpus
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ArgumentParser, exit_code
 from maxlm.planning.chips import Peak, find_peak
 from maxlm.planning.compile import CompiledStep, compile_train_step
 from maxlm.planning.flops import training_flops
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import Console, logger, progress_bar
-from maxlm.runtime.evaluation import evaluate
+from maxlm.runtime.evaluation import Evaluation, evaluate
 from maxlm.runtime.metrics import MetricWriter, lowest_loss
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.reporter import Reporter
+from maxlm.runtime.sources import SourceReport
 from maxlm.runtime.start import check_init_from, start_state
 from maxlm.runtime.workdir import describe_run, open_workdir
 from maxlm.training.sharding import Layout, make_layout
@@ -50,13 +50,13 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(rest)
 
     config = load(options.config, overrides)
-    dataset = load_manifest(config.data.path)
+    corpus = open_corpus(config.data, tell_sources=config.metrics.by_source)
     config = resolve(
         config,
         platform=jax.default_backend(),
         num_devices=jax.device_count(),
-        vocab_size=dataset.vocab_size,
-        windows=len(Windows(dataset, 'train', config.data.window)),
+        vocab_size=corpus.first.vocab_size,
+        windows=corpus.training_windows,
     )
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
@@ -65,20 +65,20 @@ def main(argv: list[str]) -> int:
     if on_first_process:
         open_workdir(options.workdir, config)
     with Console(options.workdir if on_first_process else None):
-        return train(config, dataset, layout, abstract, options.workdir)
+        return train(config, corpus, layout, abstract, options.workdir)
 
 
-def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState, workdir: Path) -> int:
+def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, workdir: Path) -> int:
     """Runs a resolved config from its newest checkpoint, or from the start, to its last step; returns the exit code."""
     started = time.perf_counter()
     num_steps = config.train.num_steps
-    facts = fingerprint(dataset, config.data, config.train.global_batch)
+    facts = corpus.fingerprint(config.train.global_batch)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         # Leaving the stack, after an error too, brings to disk what was saved.
         checkpoints = stack.enter_context(Checkpoints(workdir, keep_last=config.checkpoint.keep_last))
         state = start_state(
-            config, dataset=dataset, layout=layout, abstract=abstract, checkpoints=checkpoints, facts=facts
+            config, dataset=corpus.first, layout=layout, abstract=abstract, checkpoints=checkpoints, facts=facts
         )
         start, skipped = int(state.step), int(state.skipped)
         if start >= num_steps:
@@ -87,17 +87,21 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
 
         on_first_process = jax.process_index() == 0
         if on_first_process:
-            describe_run(workdir, config, dataset.tokenizer_path)
+            describe_run(workdir, config, corpus.first.tokenizer_path)
         rows = layout.local_rows(config.train.global_batch)
-        training_data = train_batches(dataset, config.data, config.train.global_batch, rows)
-        validation_loss = _make_validation_loss(config, dataset, layout, rows) if config.eval.every else None
-        compiled = compile_train_step(config, layout, abstract)
+        cuts = tuple((first_step, config.data.window // window) for first_step, window in config.contexts)
+        training_data = corpus.train_batches(config.train.global_batch, rows, cuts)
+        validate_on = _make_validation(config, corpus, layout, rows) if config.eval.every else None
+        current = config.at_context(config.context_at(start))
+        compiled = compile_train_step(current, layout, abstract, len(corpus.names))
         pace = Pace(
             tokens_per_step=config.train.global_batch * config.data.window,
-            flops=training_flops(config.model, config.data.window),
-            peak=_log_start(config, abstract, compiled),
+            flops=training_flops(config.model, current.data.window),
+            peak=_log_start(current, abstract, compiled),
             num_devices=jax.device_count(),
         )
+        sources = SourceReport(corpus)
+        sources.log_start(num_steps * config.train.global_batch)
         writer = None
         if on_first_process:
             writer = MetricWriter(workdir, after_step=start, tensorboard=config.metrics.tensorboard)
@@ -108,7 +112,8 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             writer=writer,
             pace=pace,
             bar=stack.enter_context(progress_bar(total=num_steps, initial=start, unit='step', show=show_bar)),
-            windows_per_epoch=len(Windows(dataset, 'train', config.data.window)),
+            windows_per_epoch=corpus.training_windows,
+            sources=sources,
             skipped=skipped,
             best_loss=lowest_loss(workdir),
         )
@@ -116,12 +121,20 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
 
         pace.start()
         for step in range(start + 1, num_steps + 1):
+            if config.context_at(step - 1) != current.data.window:
+                # What was dispatched is still of the old length.
+                reporter.flush()
+                with pace.paused():
+                    current = config.at_context(config.context_at(step - 1))
+                    compiled = compile_train_step(current, layout, abstract, len(corpus.names))
+                    pace.change_flops(training_flops(config.model, current.data.window))
+                    logger.info(f'step {step:>7}  sequences of {current.data.window} tokens from here on')
             asked = time.perf_counter()
             batch = next(batches)
             data_wait = time.perf_counter() - asked
             # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
             with jax.transfer_guard('disallow'):
-                state, metrics = compiled.step(state, layout.put_batch(batch, config.train.global_batch))
+                state, metrics = compiled.step(state, layout.put_batch(batch, current.train.global_batch))
             reporter.submit(step, metrics, data_wait)
 
             diverged = reporter.skipped_in_a_row >= config.train.max_skipped_steps
@@ -135,8 +148,8 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
             with pace.paused():
                 if save:
                     checkpoints.save(step, state, facts)
-                if validate and validation_loss:
-                    reporter.evaluated(step, validation_loss(evaluated_params(state)))
+                if validate and validate_on:
+                    reporter.evaluated(step, validate_on(evaluated_params(state)))
             if last:
                 break
 
@@ -149,7 +162,7 @@ def train(config: Config, dataset: Dataset, layout: Layout, abstract: TrainState
     if step < num_steps:
         logger.info(f'{stop.requested}: step {step} of {num_steps} is saved; start again to go on')
         return EXIT_PREEMPTED
-    _log_summary(config, dataset, reporter, pace, time.perf_counter() - started)
+    _log_summary(config, corpus, reporter, pace, time.perf_counter() - started)
     return EXIT_DONE
 
 
@@ -157,16 +170,16 @@ def _due(step: int, every: int, num_steps: int) -> bool:
     return every > 0 and (step % every == 0 or step == num_steps)
 
 
-def _make_validation_loss(config: Config, dataset: Dataset, layout: Layout, rows: slice) -> Callable[[Any], float]:
+def _make_validation(config: Config, corpus: Corpus, layout: Layout, rows: slice) -> Callable[[Any], Evaluation]:
     global_batch = config.train.global_batch
-    batches = validation_batches(dataset, config.data, global_batch, config.eval.num_batches, rows)
-    eval_step = jax.jit(make_eval_step(config, layout))
+    batches = corpus.validation_batches(global_batch, config.eval.num_batches, rows)
+    eval_step = jax.jit(make_eval_step(config, layout, len(corpus.names)))
 
-    def validation_loss(params: Any) -> float:
+    def validate_on(params: Any) -> Evaluation:
         in_order = (batches[index] for index in range(len(batches)))
-        return evaluate(eval_step, params, in_order, layout=layout, global_batch=global_batch).loss
+        return evaluate(eval_step, params, in_order, layout=layout, global_batch=global_batch)
 
-    return validation_loss
+    return validate_on
 
 
 def _log_start(config: Config, abstract: TrainState, compiled: CompiledStep) -> Peak:
@@ -193,7 +206,7 @@ def _log_start(config: Config, abstract: TrainState, compiled: CompiledStep) -> 
     return peak
 
 
-def _log_summary(config: Config, dataset: Dataset, reporter: Reporter, pace: Pace, seconds: float) -> None:
+def _log_summary(config: Config, corpus: Corpus, reporter: Reporter, pace: Pace, seconds: float) -> None:
     perf = pace.read_total()
     mfu = (
         f', MFU {perf["perf/mfu"]:.1%} counted causally ({perf["perf/mfu_full"]:.1%} with full attention)'
@@ -204,12 +217,11 @@ def _log_summary(config: Config, dataset: Dataset, reporter: Reporter, pace: Pac
         f'done: {config.train.num_steps} steps in {datetime.timedelta(seconds=round(seconds))}, '
         f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
     )
-    entropy = dataset.splits['validation'].unigram_entropy
     validation = reporter.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'
     logger.info(
         f'training loss {reporter.last_loss:.3f}{validation_text} nats/token; '
-        f'unigram entropy of the validation data {entropy:.3f}'
+        f'unigram entropy of the validation data {corpus.unigram_entropy:.3f}'
     )
 
 

@@ -97,12 +97,25 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    # Directory that `maxlm.prepare --output` wrote.
+    # Directory that `maxlm.prepare --output` wrote, or a copy of it in a bucket (gs://…, s3://…).
     path: str = 'data'
+    # Several such directories instead, each with its weight: (('data/web', 0.7), ('data/code', 0.3)). 'DIR#SOURCE' is
+    # one of the sources within a directory. Weights are shares of the training windows.
+    sources: tuple = ()
+    # Passes over a source of data.sources above which the start of the run warns (up to 4 are nearly as good as new
+    # text: Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
+    warn_epochs: float = 4.0
     # Tokens in one training sequence.
     window: int = 1024
+    # Shorter sequences that the run starts with, each with the share of the steps at which it ends: ((256, 0.5),
+    # (512, 0.8)). Windows are then cut; tokens of a batch and their order stay the same.
+    context_schedule: tuple = ()
     # Seed of the order of the windows.
     seed: int = 0
+    # Shards whose windows are shuffled together, and read before the next ones; 0 = all of the data set.
+    pool_shards: int = 0
+    # A run may go on although its data changed, at the same step of the new order.
+    allow_change: bool = False
     # Documents that share a window cannot attend to each other, and positions start again in each.
     isolate_documents: bool = True
     # Threads that read batches ahead, in this process or in each worker.
@@ -111,6 +124,12 @@ class DataConfig:
     prefetch: int = 8
     # Processes that read batches; 0 = threads of this process. The order does not depend on it.
     workers: int = 0
+    # Directory that shards from a bucket are fetched to, ahead of use.
+    cache: str = '~/.cache/maxlm'
+    # GiB that they may take; the ones that have been used make room. 0 = no bound.
+    cache_gib: float = 0.0
+    # Shards that are fetched at the same time.
+    fetch_threads: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +227,8 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
+    # Tell loss and share of each source, where there are several.
+    by_source: bool = True
     # Write TensorBoard event files next to metrics.jsonl.
     tensorboard: bool = True
     # Show a progress bar when standard error is a terminal.
@@ -233,6 +254,25 @@ class Config:
     def batch_shards(self) -> int:
         """Devices that the batch is split over (resolved configs only)."""
         return self.mesh.replica * self.mesh.data * self.mesh.fsdp
+
+    def at_context(self, window: int) -> Config:
+        """The run while its sequences are shorter: windows are cut, tokens stay (resolved configs only)."""
+        parts = self.data.window // window
+        train = dataclasses.replace(
+            self.train, global_batch=self.train.global_batch * parts, micro_batch=self.train.micro_batch * parts
+        )
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, window=window), train=train)
+
+    @property
+    def contexts(self) -> list[tuple[int, int]]:
+        """(first step, from 0, length of the sequences) of each part of the run (resolved configs only)."""
+        lengths = [*(window for window, _ in self.data.context_schedule), self.data.window]
+        starts = [0, *(round(share * self.train.num_steps) for _, share in self.data.context_schedule)]
+        return list(zip(starts, lengths, strict=True))
+
+    def context_at(self, step: int) -> int:
+        """Length of the sequences in step number `step`, from 0 (resolved configs only)."""
+        return [window for first_step, window in self.contexts if first_step <= step][-1]
 
     @property
     def accumulation(self) -> int:

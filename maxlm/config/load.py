@@ -5,6 +5,7 @@ FILE is Python with `get_config(variant)`, or the config.json that a run left in
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import inspect
@@ -23,7 +24,13 @@ from maxlm.model.families import FAMILIES
 
 # Of each group, one key says the same as another would.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
-EXAMPLES: dict[type, str] = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'a text'}
+EXAMPLES: dict[type, str] = {
+    bool: 'true or false',
+    int: 'a whole number',
+    float: 'a number',
+    str: 'a text',
+    tuple: "a tuple, e.g. (('a', 0.5), ('b', 0.5))",
+}
 
 
 def default() -> ConfigDict:
@@ -162,6 +169,8 @@ def _parse_json(text: str) -> ConfigDict:
             kind = kinds[name]
             if kind is float and type(value) is int:
                 value = float(value)
+            if kind is tuple and isinstance(value, list):
+                value = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
             if type(value) is not kind:
                 raise InputError(f'{section}.{name}={json.dumps(value)}: needs {EXAMPLES[kind]}')
             values[section][name] = value
@@ -232,13 +241,18 @@ def _parse(key: str, text: str, kind: type) -> Any:
     try:
         if kind is bool:
             return words[text.lower()]
+        if kind is tuple:
+            value = ast.literal_eval(text)
+            if not isinstance(value, tuple):
+                raise ValueError
+            return value
         if kind is int:
             number = float(text) if set(text) & set('eE.') else int(text)
             if number != int(number):
                 raise ValueError
             return int(number)
         return kind(text)
-    except (ValueError, KeyError, OverflowError):
+    except (ValueError, KeyError, OverflowError, SyntaxError, TypeError):
         raise InputError(f'{key}={text!r}: needs {EXAMPLES[kind]}') from None
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.keys import Config, ModelConfig
+from maxlm.config.keys import Config, DataConfig, ModelConfig
 from maxlm.errors import InputError
 from maxlm.model.families import FAMILIES
 
@@ -47,7 +49,8 @@ BOUNDS: dict[str, tuple[float, bool]] = {
     **{f'model.{key}': (0, False) for key in ('rotary_low_turns', 'rotary_beta_slow')},
     'model.rotary_factor': (1, True),
     **{f'data.{key}': (1, True) for key in ('threads', 'prefetch')},
-    **{f'data.{key}': (0, True) for key in ('workers', 'seed')},
+    **{f'data.{key}': (0, True) for key in ('workers', 'seed', 'pool_shards', 'cache_gib')},
+    **{f'data.{key}': (1, True) for key in ('fetch_threads', 'warn_epochs')},
     'data.window': (2, True),
     **{f'train.{key}': (0, True) for key in ('num_steps', 'num_tokens', 'num_epochs', 'global_batch')},
     **{f'train.{key}': (0, True) for key in ('global_batch_tokens', 'micro_batch', 'seed', 'z_loss')},
@@ -123,6 +126,8 @@ def validate(config: Config) -> None:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
     _check_rotary(model)
     _check_attention_pattern(model)
+    check_sources(data.sources)
+    _check_context_schedule(data)
     if model.position == 'learned' and model.max_positions and model.max_positions < data.window:
         raise InputError(
             f'model.max_positions={model.max_positions} is below data.window={data.window}: '
@@ -140,6 +145,35 @@ def validate(config: Config) -> None:
         raise InputError(f'mesh.{filled[0]} and mesh.{filled[1]} are both -1; only one axis can take what is left')
     if empty:
         raise InputError(f'mesh.{empty[0]}=0: an axis has at least 1 device, or -1 for what is left')
+
+
+def check_sources(sources: Any) -> None:
+    example = "needs (('DIR', weight), …), e.g. (('data/web', 0.7), ('data/code', 0.3))"
+    for entry in sources:
+        if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([str, float], [str, int]):
+            raise InputError(f'data.sources: {entry!r} is not a directory and a weight; {example}')
+        path, weight = entry
+        if not path or not weight > 0 or not math.isfinite(weight):
+            raise InputError(f'data.sources: {entry!r}: the weight must be above 0, and the directory named; {example}')
+    repeated = [path for path, count in Counter(path for path, _ in sources).items() if count > 1]
+    if repeated:
+        raise InputError(f'data.sources: {repeated[0]} is there twice; give it once, with the sum of the weights')
+
+
+def _check_context_schedule(data: DataConfig) -> None:
+    example = 'needs ((tokens, share of the steps at which it ends), …), e.g. ((1024, 0.5), (2048, 0.8))'
+    last_share = 0.0
+    for entry in data.context_schedule:
+        if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([int, float], [int, int]):
+            raise InputError(f'data.context_schedule: {entry!r} is not a length and a share; {example}')
+        window, share = entry
+        if not 2 <= window < data.window or data.window % window:
+            raise InputError(
+                f'data.context_schedule: {window} does not divide data.window={data.window} into 2 or more sequences'
+            )
+        if not last_share < share < 1:
+            raise InputError(f'data.context_schedule: shares must rise, from above 0 to below 1; {entry!r} does not')
+        last_share = share
 
 
 def _check_rotary(model: ModelConfig) -> None:

@@ -1,64 +1,111 @@
-"""Batches by step: shuffled, cut to a host's rows, read ahead."""
+"""Batches by step: rows in their order, cut to a host's share, read ahead."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import dataclasses
+import itertools
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from typing import Protocol
 
 import grain
 import numpy as np
 from absl import flags
+from grain.experimental import index_shuffle
 
 from maxlm.config.keys import DataConfig
-from maxlm.data.records import Dataset
-from maxlm.data.windows import Windows
-from maxlm.errors import InputError
+from maxlm.data.mixture import Mixture
+from maxlm.data.order import ROUNDS, Order
+from maxlm.data.windows import Batch, Windows
 
-Batch = dict[str, np.ndarray]
 
-# Odd, so that different seeds stay different modulo 2³².
-SEED_STRIDE = 0x9E3779B1
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Windows of one split, and by shard of them the number of the source that their loss is told by."""
+
+    windows: Windows
+    names: Sequence[int]
+
+
+class Rows(Protocol):
+    """An order of windows: row number → (part, window of that part), or None behind the last row."""
+
+    def __len__(self) -> int: ...
+
+    def locate(self, row: int) -> tuple[int, int] | None: ...
+
+
+class TrainingRows:
+    """Endless rows: a weighted mixture of parts, each of which is shuffled anew in every epoch."""
+
+    def __init__(self, mixture: Mixture, orders: Sequence[Order]):
+        self.mixture = mixture
+        self.orders = orders
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def locate(self, row: int) -> tuple[int, int]:
+        part, place = self.mixture[row]
+        return part, self.orders[part][place]
+
+
+class ValidationRows:
+    """All windows of all parts, each once, in an order that is always the same. At least one window."""
+
+    def __init__(self, num_windows: Sequence[int]):
+        self._firsts = list(itertools.accumulate(num_windows, initial=0))
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def locate(self, row: int) -> tuple[int, int] | None:
+        if row >= len(self):
+            return None
+        number = int(index_shuffle(row, max_index=len(self) - 1, seed=0, rounds=ROUNDS))
+        part = bisect.bisect_right(self._firsts, number) - 1
+        return part, number - self._firsts[part]
 
 
 class Batches:
-    """Batches of windows by step: a pure function of (windows, seed, step). Picklable.
+    """Batches of windows by step: a pure function of (windows, order, step). Picklable.
 
-    `batches[step]` is a dict of arrays [rows, T] (see Windows). Row r of the global batch is window number
-    `step * global_batch + r` of the shuffled windows. Endless batches shuffle anew in every epoch; the others end with
-    the last window, and the last batch is filled up with rows of weight 0.
+    `batches[step]` is a dict of arrays [rows, T] (see `window_batch`), with `tell_sources` also `sources`, int32
+    [rows]: the number of the source that each row is from. Row r of the global batch is row `step * global_batch + r`
+    of the order; the last batch is filled up with rows of weight 0.
 
     Args:
-        windows: at least one.
-        global_batch: rows of a batch over all hosts.
-        seed: 0 … 2³² - 1.
-        endless: whether epochs follow each other without end.
+        parts: where the windows are; all of the same length, with the same tokenizer.
+        order: of the windows of all parts.
+        global_batch: windows of a batch over all hosts.
         rows: those of the global batch that this host wants; None = all. The other hosts do not change them.
+        tell_sources: whether batches say where their rows are from.
         num_batches: at most so many; 0 = all.
+        context_schedule: (first step, parts that each window is cut into), by first step; () = windows are rows. A
+            window cut into n gives n rows of T = window / n tokens, so that a batch has the same tokens in any case.
     """
 
     def __init__(
         self,
-        windows: Windows,
+        parts: Sequence[Part],
+        order: Rows,
         *,
         global_batch: int,
-        seed: int,
-        endless: bool,
         rows: slice | None = None,
+        tell_sources: bool = False,
         num_batches: int = 0,
+        context_schedule: Sequence[tuple[int, int]] = (),
     ):
-        assert len(windows) > 0
-        self._global_batch = global_batch
+        self._parts = parts
+        self.order = order
+        self.global_batch = global_batch
         self._rows = range(global_batch)[rows or slice(None)]
-        self._num_windows = len(windows)
-        # grain computes each place of the permutation: nothing as long as the data set is held in memory. It adds the
-        # epoch to the seed, so seeds are spread: else epoch 1 of seed 0 were epoch 0 of seed 1.
-        self._windows = grain.MapDataset.source(windows).shuffle(seed=seed * SEED_STRIDE % 2**32)
-        if endless:
-            self._windows = self._windows.repeat()
-        self._endless = endless
-        available = sys.maxsize // global_batch if self._endless else -(-self._num_windows // global_batch)
-        self._length = min(available, num_batches or available)
+        self._tell_sources = tell_sources
+        self._context_schedule = context_schedule
+        available = -(-len(order) // global_batch)
+        self._length = min(available, num_batches or available, sys.maxsize // global_batch)
 
     def __len__(self) -> int:
         return self._length
@@ -67,36 +114,29 @@ class Batches:
         """Raises IndexError beyond the last batch, InputError when a shard is damaged."""
         if not 0 <= step < len(self):
             raise IndexError(step)
-        rows = [self._row(step * self._global_batch + row) for row in self._rows]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        first = step * self.global_batch
+        places = [self.order.locate(first + row) for row in self._rows]
+        # One token is a last target and nothing to read: a row of padding.
+        streams = [
+            np.zeros(1, np.int32) if place is None else self._parts[place[0]].windows.stream(place[1])
+            for place in places
+        ]
+        cut = self._cut(step)
+        batch = self._parts[0].windows.batch(streams, parts=cut)
+        if self._tell_sources:
+            sources = [0 if place is None else self._source(*place) for place in places]
+            batch['sources'] = np.repeat(np.array(sources, np.int32), cut)
+        return batch
 
-    def _row(self, number: int) -> dict[str, np.ndarray]:
-        if self._endless or number < self._num_windows:
-            return self._windows[number]
-        return {name: np.zeros_like(values) for name, values in self._windows[0].items()}
+    def _source(self, part: int, window: int) -> int:
+        return self._parts[part].names[self._parts[part].windows.shard_of(window)]
 
-
-def train_batches(dataset: Dataset, data: DataConfig, global_batch: int, rows: slice | None = None) -> Batches:
-    """The shuffled, endless batches of the train split.
-
-    Raises:
-        InputError: the split is empty.
-    """
-    return Batches(_windows(dataset, 'train', data), global_batch=global_batch, seed=data.seed, endless=True, rows=rows)
-
-
-def validation_batches(
-    dataset: Dataset, data: DataConfig, global_batch: int, num_batches: int = 0, rows: slice | None = None
-) -> Batches:
-    """Batches of the validation split, each window at most once; 0 = all of them.
-
-    Fewer are a sample of the whole split, always the same one, whatever the run's seed.
-
-    Raises:
-        InputError: the split is empty.
-    """
-    windows = _windows(dataset, 'validation', data)
-    return Batches(windows, global_batch=global_batch, seed=0, endless=False, rows=rows, num_batches=num_batches)
+    def _cut(self, step: int) -> int:
+        cut = 1
+        for first_step, parts in self._context_schedule:
+            if first_step <= step:
+                cut = parts
+        return cut
 
 
 def iterate(
@@ -122,32 +162,10 @@ def iterate(
         yield from iterator
 
 
-def fingerprint(dataset: Dataset, data: DataConfig, global_batch: int) -> dict[str, object]:
-    """All that the order of the data depends on, for a checkpoint: flat and JSON-able."""
-    return {
-        'dataset': dataset.fingerprint,
-        'window': data.window,
-        'seed': data.seed,
-        'isolate_documents': data.isolate_documents,
-        'global_batch': global_batch,
-    }
-
-
-def check_fingerprint(stored: dict[str, object], present: dict[str, object]) -> None:
-    """Raises InputError naming what changed since `stored`: the step would no longer tell the position in the data."""
-    changes = [
+def fingerprint_changes(stored: dict[str, object], present: dict[str, object]) -> str:
+    """What of the data changed since `stored` (see `Corpus.fingerprint`), in words; '' = nothing."""
+    return '; '.join(
         f'{name} was {stored.get(name)!r} and is {present.get(name)!r}'
         for name in {**stored, **present}
         if stored.get(name) != present.get(name)
-    ]
-    if changes:
-        raise InputError(
-            f'the run cannot go on with other data: {"; ".join(changes)}; put it back, or use a new workdir'
-        )
-
-
-def _windows(dataset: Dataset, split: str, data: DataConfig) -> Windows:
-    windows = Windows(dataset, split, data.window, isolate_documents=data.isolate_documents)
-    if len(windows) == 0:
-        raise InputError(f'{dataset.path}: the {split} split is empty; maxlm.prepare needs more text for it')
-    return windows
+    )

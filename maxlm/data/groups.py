@@ -168,7 +168,9 @@ class _SplitOutput:
         if not self._pending:
             return
         if self._writer is None:
-            self._writer = self._stack.enter_context(ShardWriter(self._path, block=self._block, dtype=self._dtype))
+            self._writer = self._stack.enter_context(
+                ShardWriter(self._path, source=next(iter(self._sources)), block=self._block, dtype=self._dtype)
+            )
         self._writer.write(self._pending)
         self._token_counts += np.bincount(np.concatenate(self._pending), minlength=len(self._token_counts))
         self._pending = []

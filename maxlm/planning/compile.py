@@ -39,12 +39,16 @@ class CompiledStep(NamedTuple):
         return {'state': analysis.argument_size_in_bytes, 'temporary': analysis.temp_size_in_bytes}
 
 
-def compile_train_step(config: Config, layout: Layout, abstract: TrainState) -> CompiledStep:
-    """Lowers and compiles the step of a resolved config for the layout's devices."""
+def compile_train_step(config: Config, layout: Layout, abstract: TrainState, num_sources: int = 0) -> CompiledStep:
+    """Lowers and compiles the step of a resolved config for the layout's devices; see `make_train_step`."""
     start = time.perf_counter()
     shape = (config.train.global_batch, config.data.window)
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
+    if num_sources:
+        batch['sources'] = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=layout.named('batch'))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    step = jax.jit(make_train_step(config, layout), donate_argnums=0, out_shardings=(shardings, layout.named()))
+    step = jax.jit(
+        make_train_step(config, layout, num_sources), donate_argnums=0, out_shardings=(shardings, layout.named())
+    )
     compiled = step.lower(abstract, batch).compile()
     return CompiledStep(compiled, time.perf_counter() - start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -9,17 +10,22 @@ import jax
 import numpy as np
 
 from maxlm.training.sharding import Layout
+from maxlm.training.step import LossSums
 
 
 class Evaluation(NamedTuple):
-    """Cross-entropy in nats per predicted token, and how many tokens were predicted."""
+    """Cross-entropy in nats per predicted token, and how many tokens were predicted.
+
+    `source_losses` is the same by source, where the batches tell sources; NaN of one that had no token.
+    """
 
     loss: float
     tokens: int
+    source_losses: list[float]
 
 
 def evaluate(
-    eval_step: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
+    eval_step: Callable[[Any, Any], LossSums],
     params: Any,
     batches: Iterable[dict[str, np.ndarray]],
     *,
@@ -29,6 +35,14 @@ def evaluate(
     """Mean over all predicted tokens of the batches, whose rows are this process's share."""
     sums = [eval_step(params, layout.put_batch(batch, global_batch)) for batch in batches]
     # One transfer at the end: until here the device works through the batches without waiting for Python.
-    losses, counts = zip(*jax.device_get(sums), strict=True)
-    tokens = float(np.sum(np.asarray(counts, np.float64)))
-    return Evaluation(loss=float(np.sum(np.asarray(losses, np.float64))) / max(tokens, 1), tokens=int(tokens))
+    total = jax.tree.map(lambda *batches: np.sum(np.asarray(batches, np.float64), axis=0), *jax.device_get(sums))
+    return Evaluation(
+        loss=float(total.loss) / max(float(total.tokens), 1.0),
+        tokens=int(total.tokens),
+        source_losses=means(total.source_loss, total.source_tokens),
+    )
+
+
+def means(sums: np.ndarray, counts: np.ndarray) -> list[float]:
+    """sums / counts; NaN where nothing was counted."""
+    return [float(total / count) if count else math.nan for total, count in zip(sums, counts, strict=True)]

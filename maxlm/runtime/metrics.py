@@ -34,6 +34,12 @@ METRICS: dict[str, Metric] = {
     'train/skipped': Metric('steps', 'steps so far that changed nothing, since loss or gradient was not finite'),
     'eval/loss': Metric('nats/token', 'cross-entropy on the validation split, mean over predicted tokens'),
     'eval/perplexity': Metric('', 'exp(eval/loss)'),
+    # By source; * is its name.
+    'train/loss/*': Metric('nats/token', 'train/loss over the tokens of one source'),
+    'eval/loss/*': Metric('nats/token', 'eval/loss over the tokens of one source'),
+    'data/share/*': Metric('', 'share of one source in all windows so far'),
+    'data/epoch/*': Metric('epochs', 'passes over one source so far'),
+    'data/window': Metric('tokens', 'length of the sequences of the step'),
     'perf/tokens_per_second': Metric('tokens/s', 'positions trained on, over the steps since the last line'),
     'perf/step_seconds': Metric('s', 'mean duration of a step on the device’s pace, since the last line'),
     'perf/data_wait_seconds': Metric('s', 'mean time that a step waited for its batch, since the last line'),
@@ -58,7 +64,7 @@ class MetricWriter:
 
         Names must stand in METRICS.
         """
-        unknown = values.keys() - METRICS.keys()
+        unknown = {name for name in values if name not in METRICS and _pattern(name) not in METRICS}
         assert not unknown, f'metrics without a row in METRICS: {unknown}'
         # JSON has no NaN; null is what every reader of it takes.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -99,6 +105,11 @@ def lowest_loss(workdir: Path) -> float:
     """The lowest training loss that stands in metrics.jsonl; infinity where there is none."""
     losses = (line.get('train/loss') for line in read_metrics(workdir))
     return min((loss for loss in losses if loss is not None), default=math.inf)
+
+
+def _pattern(name: str) -> str:
+    """The row of a metric that is told by source: train/loss/web → train/loss/*."""
+    return '/'.join([*name.split('/')[:2], '*'])
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

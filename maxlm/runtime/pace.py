@@ -28,6 +28,10 @@ class Pace:
         """Call before the first step."""
         self._mark = time.perf_counter()
 
+    def change_flops(self, flops: TokenFlops) -> None:
+        """The steps that are done from here on have sequences of another length."""
+        self._flops = flops
+
     def step_done(self, data_wait: float) -> None:
         """One more step is done; its batch kept it waiting for `data_wait` seconds."""
         now = time.perf_counter()
@@ -35,6 +39,8 @@ class Pace:
             sums.steps += 1
             sums.seconds += now - self._mark
             sums.data_wait += data_wait
+            sums.causal_flops += self._tokens_per_step * self._flops.causal
+            sums.full_flops += self._tokens_per_step * self._flops.full
         self._mark = now
 
     @contextlib.contextmanager
@@ -63,8 +69,8 @@ class Pace:
             'perf/data_wait_seconds': sums.data_wait / sums.steps,
         }
         if self._peak_flops:
-            metrics['perf/mfu'] = tokens_per_second * self._flops.causal / self._peak_flops
-            metrics['perf/mfu_full'] = tokens_per_second * self._flops.full / self._peak_flops
+            metrics['perf/mfu'] = sums.causal_flops / sums.seconds / self._peak_flops
+            metrics['perf/mfu_full'] = sums.full_flops / sums.seconds / self._peak_flops
         return metrics
 
 
@@ -73,3 +79,5 @@ class _Sums:
         self.steps = 0
         self.seconds = 0.0
         self.data_wait = 0.0
+        self.causal_flops = 0.0
+        self.full_flops = 0.0

@@ -11,8 +11,10 @@ from tqdm import tqdm
 
 from maxlm.config.keys import Config
 from maxlm.runtime.console import logger
+from maxlm.runtime.evaluation import Evaluation
 from maxlm.runtime.metrics import MetricWriter, perplexity
 from maxlm.runtime.pace import Pace
+from maxlm.runtime.sources import SourceReport
 
 
 class _Pending(NamedTuple):
@@ -35,6 +37,7 @@ class Reporter:
         pace: Pace,
         bar: tqdm,
         windows_per_epoch: int,
+        sources: SourceReport,
         skipped: int,
         best_loss: float,
     ):
@@ -44,6 +47,7 @@ class Reporter:
         self._pace = pace
         self._bar = bar
         self._windows_per_epoch = windows_per_epoch
+        self._sources = sources
         self._pending: _Pending | None = None
         self._skipped = skipped
         self._best_loss = best_loss
@@ -70,10 +74,11 @@ class Reporter:
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
             self._report(step, values)
 
-    def evaluated(self, step: int, loss: float) -> None:
+    def evaluated(self, step: int, result: Evaluation) -> None:
         """The validation loss after `step`."""
-        self.validation_loss = loss
-        self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity(loss)})
+        loss = self.validation_loss = result.loss
+        by_source = self._sources.evaluation_metrics(result.source_losses)
+        self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity(loss), **by_source})
         logger.info(f'step {step:>7}  validation loss {loss:.4f}  perplexity {perplexity(loss):.2f}')
 
     def _count_skips(self, step: int, skipped: bool) -> None:
@@ -91,6 +96,9 @@ class Reporter:
         memory = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
         if memory:
             perf['perf/device_memory_gib'] = memory / 2**30
+        by_source: dict[str, float] = {}
+        if 'source_loss' in values:
+            by_source = self._sources.training_metrics(sequences, values['source_loss'], values['source_tokens'])
         self._write(
             step,
             {
@@ -104,6 +112,8 @@ class Reporter:
                 'train/tokens': float(sequences * self._config.data.window),
                 'train/epoch': sequences / self._windows_per_epoch,
                 'train/skipped': float(self._skipped),
+                'data/window': float(self._config.context_at(step - 1)),
+                **by_source,
                 **perf,
             },
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.keys import Config
-from maxlm.data.batches import check_fingerprint
+from maxlm.data.batches import fingerprint_changes
 from maxlm.data.records import Dataset
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -61,7 +61,7 @@ def start_state(
         abstract: as `abstract_state` returns it.
         checkpoints: those of the run's workdir. A step 0 that holds parameters only, as an import leaves it, is where
             the run starts; it goes on from any other.
-        facts: `fingerprint` of the data, which must be the same as that of the run so far.
+        facts: `Corpus.fingerprint` of the data, which must be the same as that of the run so far.
 
     Raises:
         InputError: the checkpoint cannot be read, or is of another model, optimizer, order of data or tokenizer.
@@ -70,7 +70,7 @@ def start_state(
     imported = newest == 0 and checkpoints.holds_only_params(0)
     if newest is not None and not imported:
         state, stored_facts = checkpoints.restore(newest, abstract)
-        check_fingerprint(stored_facts, facts)
+        _check_same_data(stored_facts, facts, allow_change=config.data.allow_change)
         logger.info(f'going on from step {newest}')
         return state
     state = init_state(config, layout)
@@ -84,6 +84,18 @@ def start_state(
     params = restore_params(origin, abstract.params, item=item)
     logger.info(f'starting with the parameters of {origin / item} and a fresh optimizer')
     return state._replace(params=params, ema=None if abstract.ema is None else copy_params(params))
+
+
+def _check_same_data(stored: dict[str, Any], present: dict[str, Any], *, allow_change: bool) -> None:
+    """The step tells the position in the data only as long as their order is the same."""
+    changes = fingerprint_changes(stored, present)
+    if changes and not allow_change:
+        raise InputError(
+            f'the run cannot go on with other data: {changes}; put it back, use a new workdir, or set '
+            f'data.allow_change=True to go on at the same step of the new order'
+        )
+    if changes:
+        logger.warning(f'going on with other data (data.allow_change): {changes}')
 
 
 def _check_tokenizer(origin: Path, dataset: Dataset, *, refuse: bool) -> None:

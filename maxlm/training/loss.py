@@ -20,7 +20,9 @@ def cross_entropy_sum(
     logits: Callable[[jax.Array], jax.Array],
     chunk: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums over positions of weight · -log softmax(logits)[target], in nats, and of weight · log² Z; both float32.
+    """Sums over the positions of each row of weight · -log softmax(logits)[target], in nats, and of weight · log² Z.
+
+    Both are float32 [B].
 
     Z is the softmax's denominator Σ exp(logits), which the z-loss of Chowdhery et al. 2022, "PaLM", keeps near 1.
 
@@ -42,7 +44,8 @@ def cross_entropy_sum(
         logits_BCV = logits(hidden_BCD)
         target_logit_BC = jnp.take_along_axis(logits_BCV, targets_BC[..., None], axis=-1)[..., 0]
         log_z_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-        return jnp.sum(weights_BC * (log_z_BC - target_logit_BC)), jnp.sum(weights_BC * jnp.square(log_z_BC))
+        losses_B = jnp.sum(weights_BC * (log_z_BC - target_logit_BC), axis=1)
+        return losses_B, jnp.sum(weights_BC * jnp.square(log_z_BC), axis=1)
 
     if chunks == 1:
         return chunk_sums(hidden_BTD, targets_BT, weights_BT)
@@ -50,6 +53,6 @@ def cross_entropy_sum(
     def add(totals: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, totals, chunk_sums(*inputs)), None
 
-    zeros = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+    zeros = (jnp.zeros(B, jnp.float32), jnp.zeros(B, jnp.float32))
     totals, _ = jax.lax.scan(add, zeros, (split(hidden_BTD), split(targets_BT), split(weights_BT)))
     return totals

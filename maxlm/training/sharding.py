@@ -105,10 +105,11 @@ class Layout:
         return slice(min(r.start for r in rows), max(r.stop for r in rows))
 
     def put_batch(self, batch: dict[str, np.ndarray], global_batch: int) -> dict[str, jax.Array]:
-        """This process's rows [b, T] → global arrays [B, T]."""
+        """This process's rows [b, T] (or [b]) → global arrays [B, T] ([B])."""
 
         def put(rows: np.ndarray) -> jax.Array:
-            return jax.make_array_from_process_local_data(self.batch, rows, (global_batch, *rows.shape[1:]))
+            sharding = self.named(*('batch', 'length')[: rows.ndim])
+            return jax.make_array_from_process_local_data(sharding, rows, (global_batch, *rows.shape[1:]))
 
         return {name: put(rows) for name, rows in batch.items()}
 

@@ -1,6 +1,6 @@
 """The training step: the whole algorithm on one screen, a pure function of (state, batch).
 
-Shapes: A micro-batches, B batch, T length, D dim.
+Shapes: A micro-batches, B batch, T length, D dim, S sources.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from maxlm.training.schedule import make_schedule
 from maxlm.training.sharding import Layout
 
 Params = Any  # nested dict of arrays
-Batch = dict[str, jax.Array]  # tokens, targets, weights, segments, positions: each [B, T]
-Metrics = dict[str, jax.Array]  # scalars
+Batch = dict[str, jax.Array]  # tokens, targets, weights, segments, positions: each [B, T]; perhaps sources: [B]
+Metrics = dict[str, jax.Array]  # scalars; by source: [S]
 
 
 class TrainState(NamedTuple):
@@ -47,11 +47,23 @@ class LossSums(NamedTuple):
     log_z_squared: jax.Array
     # Their weights: how many there are.
     tokens: jax.Array
+    # Of the rows of each source, where the batch tells them: loss and tokens, each [S].
+    source_loss: jax.Array
+    source_tokens: jax.Array
+
+    @classmethod
+    def zeros(cls, num_sources: int) -> LossSums:
+        return cls(*jnp.zeros(3), *jnp.zeros((2, num_sources)))
 
 
-def make_train_step(config: Config, layout: Layout) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The step of a resolved config: one optimizer update from one global batch."""
-    loss_sums = make_loss_sums(config, layout)
+def make_train_step(
+    config: Config, layout: Layout, num_sources: int = 0
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step of a resolved config: one optimizer update from one global batch.
+
+    With `num_sources` batches have `sources`, and metrics tell losses by source.
+    """
+    loss_sums = make_loss_sums(config, layout, num_sources)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
     optimizer = _make_optimizer(config, layout)
     A, clip_norm, z_loss = config.accumulation, config.optimizer.clip_norm, config.train.z_loss
@@ -69,8 +81,8 @@ def make_train_step(config: Config, layout: Layout) -> Callable[[TrainState, Bat
             (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(state.params, micro_batch, dropout_key)
             return jax.tree.map(jnp.add, totals, (sums, grads)), None
 
-        zeros = (LossSums(*jnp.zeros(3)), jax.tree.map(jnp.zeros_like, state.params))
-        micro_batches = {name: split_micro_batches(x_BT, A, layout) for name, x_BT in batch.items()}
+        zeros = (LossSums.zeros(num_sources), jax.tree.map(jnp.zeros_like, state.params))
+        micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
         (sums, grads), _ = jax.lax.scan(add_micro_batch, zeros, (jnp.arange(A), micro_batches))
 
         # Sums until here, so that every token counts the same, wherever the micro-batches were cut.
@@ -98,25 +110,26 @@ def make_train_step(config: Config, layout: Layout) -> Callable[[TrainState, Bat
             'learning_rate': schedule(num_updates),
             'skipped': ~finite,
             **({'z_loss': z_loss * means.log_z_squared} if z_loss else {}),
+            **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
         return TrainState(state.step + 1, state.skipped + ~finite, params, opt_state, ema), metrics
 
     return train_step
 
 
-def make_eval_step(config: Config, layout: Layout) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """(params, batch) → (sum of losses in nats, number of predicted tokens), without dropout."""
-    loss_sums = make_loss_sums(config, layout)
+def make_eval_step(config: Config, layout: Layout, num_sources: int = 0) -> Callable[[Params, Batch], LossSums]:
+    """(params, batch) → sums over the batch's predicted tokens, without dropout."""
+    loss_sums = make_loss_sums(config, layout, num_sources)
     A = config.accumulation
 
-    def eval_step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        micro_batches = {name: split_micro_batches(x_BT, A, layout) for name, x_BT in batch.items()}
+    def eval_step(params: Params, batch: Batch) -> LossSums:
+        micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
 
         def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, loss_sums(params, micro_batch, None)), None
 
-        sums, _ = jax.lax.scan(add_micro_batch, LossSums(*jnp.zeros(3)), micro_batches)
-        return sums.loss, sums.tokens
+        sums, _ = jax.lax.scan(add_micro_batch, LossSums.zeros(num_sources), micro_batches)
+        return sums
 
     return eval_step
 
@@ -126,7 +139,9 @@ def evaluated_params(state: TrainState) -> Params:
     return state.params if state.ema is None else state.ema
 
 
-def make_loss_sums(config: Config, layout: Layout) -> Callable[[Params, Batch, jax.Array | None], LossSums]:
+def make_loss_sums(
+    config: Config, layout: Layout, num_sources: int = 0
+) -> Callable[[Params, Batch, jax.Array | None], LossSums]:
     """(params, batch, dropout key) → sums over the batch's predicted tokens."""
     graph, _ = nnx.split(abstract_model(config, layout))
 
@@ -138,18 +153,24 @@ def make_loss_sums(config: Config, layout: Layout) -> Callable[[Params, Batch, j
             positions_BT=batch['positions'],
             dropout_key=dropout_key,
         )
-        loss, log_z_squared = cross_entropy_sum(
+        loss_B, log_z_squared_B = cross_entropy_sum(
             hidden_BTD, batch['targets'], batch['weights'], logits=model.logits, chunk=config.train.loss_chunk
         )
-        return LossSums(loss, log_z_squared, batch['weights'].sum())
+        tokens_B = batch['weights'].sum(axis=1)
+        by_source = [jnp.zeros(0)] * 2
+        if num_sources:
+            is_from_BS = batch['sources'][:, None] == jnp.arange(num_sources)
+            # A selection: the loss of a row that is not finite stays with its own source.
+            by_source = [jnp.where(is_from_BS, rows[:, None], 0).sum(axis=0) for rows in (loss_B, tokens_B)]
+        return LossSums(loss_B.sum(), log_z_squared_B.sum(), tokens_B.sum(), *by_source)
 
     return loss_sums
 
 
-def split_micro_batches(x_BT: jax.Array, num: int, layout: Layout) -> jax.Array:
-    """[B, T] → [A, B/A, T]. Row r goes to micro-batch r mod A, so that no row changes its device."""
-    B, T = x_BT.shape
-    return layout.constrain(x_BT.reshape(B // num, num, T).swapaxes(0, 1), ('micro_batch', 'batch', 'length'))
+def split_micro_batches(rows: jax.Array, num: int, layout: Layout) -> jax.Array:
+    """[B, T] → [A, B/A, T], or [B] → [A, B/A]. Row r goes to micro-batch r mod A, so that no row changes its device."""
+    axes = ('micro_batch', 'batch', 'length')[: rows.ndim + 1]
+    return layout.constrain(rows.reshape(-1, num, *rows.shape[1:]).swapaxes(0, 1), axes)
 
 
 def abstract_model(config: Config, layout: Layout) -> Decoder:

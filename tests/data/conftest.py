@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlm.data.records import Dataset, ShardWriter, Split, dataset_fingerprint, load_manifest, save_manifest
+from maxlm.data.records import (
+    Dataset,
+    ShardWriter,
+    SourceCounts,
+    Split,
+    dataset_fingerprint,
+    load_manifest,
+    save_manifest,
+)
 
 END = 0
 Documents = Sequence[Sequence[int]]
@@ -19,20 +27,33 @@ Documents = Sequence[Sequence[int]]
 def make_dataset(tmp_path: Path) -> Callable[..., Dataset]:
     """Writes shards of documents (token ids without their end) and loads them as a data set."""
 
-    def make(train: Sequence[Documents], validation: Sequence[Documents] = (), *, block: int = 8) -> Dataset:
-        path = tmp_path / 'data'
+    def make(
+        train: Sequence[Documents],
+        validation: Sequence[Documents] = (),
+        *,
+        block: int = 8,
+        sources: Sequence[str] = ('texts',),
+        directory: str = 'data',
+    ) -> Dataset:
+        # Shard i is from source i, and so on around.
+        path = tmp_path / directory
         path.mkdir(exist_ok=True)
         (path / 'tokenizer.json').write_text('{}')
         splits = {}
         for name, shards in {'train': train, 'validation': validation}.items():
             written = []
             for number, documents in enumerate(shards):
-                with ShardWriter(path / f'{name}-{number:05d}.arrayrecord', block=block, dtype='uint16') as writer:
+                file, source = path / f'{name}-{number:05d}.arrayrecord', sources[number % len(sources)]
+                with ShardWriter(file, source=source, block=block, dtype='uint16') as writer:
                     for document in documents:
                         writer.write([np.array([*document, END], np.uint32)])
                     written.append(writer.finish())
             tokens = sum(shard.tokens for shard in written)
-            splits[name] = Split(sum(map(len, shards)), tokens, 0, 0.0, {}, tuple(written))
+            counts = {
+                source: SourceCounts(1, sum(shard.tokens for shard in written if shard.source == source), 0, 0.5)
+                for source in {shard.source: None for shard in written}
+            }
+            splits[name] = Split(sum(map(len, shards)), tokens, 0, 0.0, counts, tuple(written))
         checksum = hashlib.sha256(b'{}').hexdigest()
         fingerprint = dataset_fingerprint(block=block, dtype='uint16', end_of_document=END, splits=splits)
         save_manifest(

@@ -1,18 +1,31 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import multiprocessing
+import pickle
 import time
 
 import numpy as np
 import pytest
 
 from maxlm.config.keys import DataConfig
-from maxlm.data.batches import Batches, check_fingerprint, fingerprint, iterate, train_batches, validation_batches
+from maxlm.data.batches import fingerprint_changes, iterate
+from maxlm.data.corpus import open_corpus
 from maxlm.data.windows import Windows
 from maxlm.errors import InputError
 
 DATA = DataConfig(window=16, seed=3, threads=2, prefetch=2)
+
+
+def train_batches(dataset, data, global_batch, rows=None, **options):
+    corpus = open_corpus(dataclasses.replace(data, path=str(dataset.path)))
+    return corpus.train_batches(global_batch, rows, **options)
+
+
+def validation_batches(dataset, data, global_batch, num_batches=0, rows=None):
+    corpus = open_corpus(dataclasses.replace(data, path=str(dataset.path)))
+    return corpus.validation_batches(global_batch, num_batches, rows)
 
 
 @pytest.fixture
@@ -66,7 +79,7 @@ def test_hosts_together_make_the_global_batch(dataset, hosts):
     assert hosts == 1 or (swapped != whole[0]['tokens']).any()
 
 
-@pytest.mark.parametrize('workers', [0, 1, 2])
+@pytest.mark.parametrize('workers', [0, 1, 4])
 def test_order_does_not_depend_on_workers_or_start(dataset, workers):
     data = DataConfig(window=16, seed=3, threads=2, prefetch=2, workers=workers)
     batches = train_batches(dataset, data, 4)
@@ -143,16 +156,66 @@ def test_an_empty_split_is_named(make_dataset, random_shards):
 @pytest.mark.parametrize('count', [1, 2, 3])
 def test_fewer_windows_than_rows(make_dataset, count):
     dataset = make_dataset([[[7]] * count], block=8)
-    batch = Batches(Windows(dataset, 'train', 2), global_batch=8, seed=0, endless=True)[0]
+    batch = train_batches(dataset, DataConfig(window=2), 8)[0]
     assert batch['tokens'].shape == (8, 2)
     assert len(set(keys(batch))) <= len(Windows(dataset, 'train', 2))
 
 
-def test_fingerprint_names_what_changed(dataset):
-    stored = fingerprint(dataset, DATA, 8)
-    check_fingerprint(stored, fingerprint(dataset, DataConfig(window=16, seed=3, workers=5), 8))
-    with pytest.raises(InputError) as info:
-        check_fingerprint(stored, fingerprint(dataset, DataConfig(window=32, seed=3), 16))
-    assert 'window was 16 and is 32' in str(info.value)
-    assert 'global_batch was 8 and is 16' in str(info.value)
-    assert 'seed' not in str(info.value)
+def test_the_first_thousand_batches_on_any_number_of_hosts_and_workers(make_dataset, random_shards):
+    """Global batches as sets; they cross many epochs. A control with another seed."""
+    dataset = make_dataset(random_shards)
+
+    def digests(hosts, data):
+        share = 8 // hosts
+        parts = [
+            iterate(train_batches(dataset, data, 8, slice(h * share, (h + 1) * share)), 0, data, 1000)
+            for h in range(hosts)
+        ]
+        return [frozenset(itertools.chain.from_iterable(map(keys, step))) for step in zip(*parts, strict=True)]
+
+    expected = digests(1, DATA)
+    assert len(expected) == 1000
+    assert len(set(expected)) > 990
+    for hosts in (2, 4, 8):
+        assert digests(hosts, DATA) == expected
+    for workers in (1, 4):
+        assert digests(1, dataclasses.replace(DATA, workers=workers)) == expected
+    assert digests(1, dataclasses.replace(DATA, seed=4)) != expected
+
+
+def test_resuming_twice_across_an_epoch(dataset):
+    batches = train_batches(dataset, DATA, 4)
+    per_epoch = len(Windows(dataset, 'train', 16)) // 4
+    whole = [keys(batch) for batch in iterate(batches, 0, DATA, 3 * per_epoch)]
+    for first, second in ((1, per_epoch), (per_epoch - 1, per_epoch + 1), (per_epoch, 2 * per_epoch)):
+        pieces = [(0, first), (first, second), (second, 3 * per_epoch)]
+        resumed = [keys(batch) for start, stop in pieces for batch in iterate(batches, start, DATA, stop)]
+        assert resumed == whole
+    assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch]
+
+
+def test_batches_can_be_sent_to_another_process(dataset):
+    batches = train_batches(dataset, DATA, 4)
+    assert_equal(pickle.loads(pickle.dumps(batches))[3], batches[3])
+
+
+def test_a_context_schedule_keeps_tokens_and_their_order(dataset):
+    whole = train_batches(dataset, DATA, 4)
+    schedule = ((0, 4), (3, 2), (7, 1))
+    cut = train_batches(dataset, DATA, 4, context_schedule=schedule)
+    for step in range(10):
+        parts = 4 if step < 3 else 2 if step < 7 else 1
+        assert cut[step]['tokens'].shape == (4 * parts, 16 // parts)
+        for name in ('tokens', 'targets', 'weights'):
+            np.testing.assert_array_equal(cut[step][name].reshape(4, 16), whole[step][name])
+    assert cut[0]['positions'].max() < 4 <= whole[0]['positions'].max()
+    # A host's rows are those of its windows.
+    second = train_batches(dataset, DATA, 4, slice(2, 4), context_schedule=schedule)
+    assert_equal(second[1], {name: rows[8:] for name, rows in cut[1].items()})
+
+
+def test_changes_of_the_fingerprint_are_named():
+    stored = {'window': 16, 'global_batch': 8, 'seed': 3}
+    assert fingerprint_changes(stored, dict(stored)) == ''
+    changes = fingerprint_changes(stored, {'window': 32, 'global_batch': 16, 'seed': 3, 'weight web': 0.5})
+    assert changes == 'window was 16 and is 32; global_batch was 8 and is 16; weight web was None and is 0.5'

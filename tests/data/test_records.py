@@ -128,7 +128,7 @@ def test_a_shard_that_vanishes_while_reading_is_named(make_dataset, random_shard
 
 
 def write_shard(path, tokens):
-    with ShardWriter(path, block=4, dtype='uint16') as writer:
+    with ShardWriter(path, source='texts', block=4, dtype='uint16') as writer:
         writer.write([np.array(tokens)])
         return writer.finish()
 

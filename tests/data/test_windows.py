@@ -60,6 +60,23 @@ def test_isolation_changes_the_windows(make_dataset, random_shards):
     assert (isolated['positions'] != joined['positions']).any()
 
 
+@pytest.mark.parametrize('isolate_documents', [True, False])
+@pytest.mark.parametrize('parts', [2, 4])
+def test_windows_that_are_cut_are_shorter_windows(make_dataset, random_shards, parts, isolate_documents):
+    dataset = make_dataset(random_shards, block=BLOCK)
+    long = Windows(dataset, 'train', 16, isolate_documents=isolate_documents)
+    short = Windows(dataset, 'train', 16 // parts, isolate_documents=isolate_documents)
+    cut = long.batch([long.stream(number) for number in range(len(long))], parts=parts)
+    assert {rows.shape for rows in cut.values()} == {(len(long) * parts, 16 // parts)}
+    rows = [{name: rows[i] for name, rows in cut.items()} for i in range(len(long) * parts)]
+    # A shard's last window has parts of padding only; the others are the short windows, in order.
+    rows = [row for row in rows if row['segments'].any()]
+    assert len(rows) == len(short)
+    for number, row in enumerate(rows):
+        for name, values in short[number].items():
+            np.testing.assert_array_equal(row[name], values, err_msg=f'{name} of window {number}')
+
+
 @pytest.mark.parametrize('length', LENGTHS)
 def test_every_token_is_a_target_once_unless_it_begins_a_document(make_dataset, random_shards, length):
     # Every token gets a number of its own, so that targets can be counted by value.
@@ -109,5 +126,5 @@ def test_streams_around_a_block_boundary(make_dataset, extra):
     document = list(range(1, 2 * BLOCK + extra))  # with its end 2 · BLOCK + extra tokens
     dataset = make_dataset([[document]], block=BLOCK)
     stop = 2 * BLOCK + extra
-    assert TokenReader(dataset, 'train').read(0, 0, stop).tolist() == [*document, END]
-    assert TokenReader(dataset, 'train').read(0, stop - 2, stop).tolist() == [document[-1], END]
+    assert TokenReader(dataset, dataset.splits['train'].shards).read(0, 0, stop).tolist() == [*document, END]
+    assert TokenReader(dataset, dataset.splits['train'].shards).read(0, stop - 2, stop).tolist() == [document[-1], END]

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from maxlm.runtime.evaluation import evaluate
+from maxlm.training.step import LossSums
 from tests.small import small_config, small_layout
 
 
 def eval_step(params, batch):
-    return params * jnp.sum(batch['losses'] * batch['weights']), jnp.sum(batch['weights'])
+    loss, tokens = params * jnp.sum(batch['losses'] * batch['weights']), jnp.sum(batch['weights'])
+    return LossSums(loss, loss, tokens, jnp.stack([loss, 0 * loss]), jnp.stack([tokens, 0 * tokens]))
 
 
 def run(batches, num_devices=8):
@@ -42,4 +44,11 @@ def test_sums_over_many_batches_keep_their_digits():
 
 def test_batches_without_a_token_to_predict():
     result = run([make_batch(1.0, 0)])
-    assert result == (0.0, 0)
+    assert (result.loss, result.tokens) == (0.0, 0)
+
+
+def test_losses_by_source():
+    result = run([make_batch(1.0, 32), make_batch(5.0, 8)])
+    first, second = result.source_losses
+    assert first == pytest.approx(result.loss)
+    assert np.isnan(second)  # nothing was from there: that is not a loss of 0

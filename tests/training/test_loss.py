@@ -35,7 +35,7 @@ def test_value_and_gradients_equal_the_plain_formula(chunk):
     hidden, kernel, targets, weights = inputs()
 
     def chunked(hidden, kernel):
-        return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)[0]
+        return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)[0].sum()
 
     value, grads = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(hidden, kernel)
     wanted, wanted_grads = jax.value_and_grad(plain, argnums=(0, 1))(hidden, kernel, targets, weights)
@@ -51,7 +51,8 @@ def test_z_loss_is_a_sum_of_its_own(chunk):
     hidden, kernel, targets, weights = inputs()
 
     def chunked(hidden, kernel):
-        loss, z = cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+        loss_B, z_B = cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+        loss, z = loss_B.sum(), z_B.sum()
         return loss + 0.1 * z, (loss, z)
 
     def wanted_sum(hidden, kernel):
@@ -68,12 +69,21 @@ def test_z_loss_is_a_sum_of_its_own(chunk):
         assert np.abs(grad - grad_without).max() > 0.1
 
 
+@pytest.mark.parametrize('chunk', [5, 12])
+def test_each_row_has_its_own_sum(chunk):
+    hidden, kernel, targets, weights = inputs()
+    loss_B, _ = cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+    rows = [plain(hidden[i : i + 1], kernel, targets[i : i + 1], weights[i : i + 1]) for i in range(B)]
+    np.testing.assert_allclose(loss_B, rows, rtol=1e-5)
+    assert len(set(np.round(rows, 3))) == B
+
+
 def test_no_array_of_all_logits_exists():
     hidden, kernel, targets, weights = inputs()
 
     def largest_with_vocabulary(chunk):
         def loss(hidden, kernel):
-            return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)[0]
+            return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)[0].sum()
 
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile().as_text()
         shapes = {

@@ -228,7 +228,7 @@ def test_dropout_differs_by_step_and_seed_only():
     layout = small_layout(config)
     params = init_state(config, layout).params
     evaluate = jax.jit(make_eval_step(config, layout))
-    assert float(evaluate(params, batch)[0]) == float(evaluate(params, batch)[0])
+    assert float(evaluate(params, batch).loss) == float(evaluate(params, batch).loss)
 
 
 def test_metrics_are_those_of_the_batch():

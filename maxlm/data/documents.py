@@ -1,0 +1,38 @@
+"""A document: what every reader yields, what is cleaned, and what is tokenized as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from maxlm.errors import InputError
+
+# Called with the name of what cannot be read, and a reason that names the file (and record) and what would be right.
+OnBad = Callable[[str, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text, or a text that is tokenized already, that is trained on as a whole.
+
+    Attributes:
+        name: unique in a data set and the same on every machine; what is chosen at random is chosen by its hash.
+        source: name of the input that it is from; shares and losses are told by source.
+        text: empty where `tokens` are given.
+        tokens: uint32 [number of tokens] without the end of document, for input that is tokenized already.
+        metadata: what else the record holds (language, URL, path, …), as JSON values.
+    """
+
+    name: str
+    source: str
+    text: str = ''
+    tokens: np.ndarray | None = None
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def raise_bad(name: str, reason: str) -> None:
+    """The strict way to meet the bad document `name`: the reading ends."""
+    raise InputError(f'{reason} (--skip_bad leaves out what cannot be read)')

@@ -1,0 +1,158 @@
+"""Whole runs over several sources, and over sequences that become longer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+
+import pytest
+
+from maxlm import evaluate, prepare
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.runtime.metrics import read_metrics
+from tests.test_train import curve, params_of, run, same
+
+
+@pytest.fixture(scope='module')
+def two(tmp_path_factory):
+    """Prepared directories of numbers and of letters; the numbers are few."""
+    at = tmp_path_factory.mktemp('two')
+    texts = {
+        'numbers': [f'{i} plus {i} is {2 * i}. ' for i in range(12)],
+        'letters': [f'letter {chr(97 + i % 26)} after {chr(97 + (i - 1) % 26)}, {"la " * (i % 7)}' for i in range(400)],
+    }
+    for name, lines in texts.items():
+        (at / name).with_suffix('.jsonl').write_text('\n'.join(json.dumps({'text': line}) for line in lines))
+        arguments = ['--input', at / f'{name}.jsonl', '--output', at / name, '--tokenizer', 'bytes', '--workers', 1]
+        assert prepare.main([*map(str, arguments), '--validation_share', '0.1', '--quiet']) == 0
+    return at
+
+
+def sources(two, numbers, letters):
+    return f"(('{two}/numbers', {numbers}), ('{two}/letters', {letters}))"
+
+
+def test_a_weighted_mixture_is_told_by_source(two, tmp_path, compile_once, capsys):
+    settings = {
+        'train__num_steps': 40,
+        'eval__every': 20,
+        'eval__num_batches': 0,
+        'checkpoint__every_steps': 20,
+        'checkpoint__keep_last': 5,
+    }
+    mixed = tmp_path / 'mixed'
+    assert run('unused', mixed, data__sources=sources(two, 0.25, 0.75), **settings) == EXIT_DONE
+    told = ''.join(capsys.readouterr())
+    assert 'source numbers: share 25.00% as asked' in told
+    assert 'source numbers is repeated' in told
+    assert 'source letters is repeated' not in told
+    lines = curve(mixed)
+    last = lines[40]
+    assert last['data/share/numbers'] == pytest.approx(0.25, abs=0.1)
+    assert last['data/share/numbers'] + last['data/share/letters'] == pytest.approx(1)
+    assert last['data/epoch/numbers'] > 4 > last['data/epoch/letters']
+    assert last['train/loss/numbers'] != last['train/loss/letters']
+    low, high = sorted((last['eval/loss/numbers'], last['eval/loss/letters']))
+    assert low < last['eval/loss'] < high
+    # The rarer source was learned less well than where it is most of the data.
+    other = tmp_path / 'other'
+    assert run('unused', other, data__sources=sources(two, 0.9, 0.1), **settings) == EXIT_DONE
+    assert curve(other)[40]['eval/loss/letters'] > last['eval/loss/letters']
+
+    # A resumed run is the same; other weights are refused by name, unless they are forced.
+    shutil.rmtree(mixed / 'checkpoints' / '40')
+    assert run('unused', mixed, data__sources=sources(two, 0.3, 0.75), **settings) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert 'weight numbers was 0.25 and is 0.3' in error
+    assert 'data.allow_change' in error
+    assert run('unused', mixed, data__sources=sources(two, 0.25, 0.75), **settings) == EXIT_DONE
+    assert curve(mixed) == lines
+    forced = {**settings, 'train__num_steps': 41, 'data__allow_change': 'true'}
+    assert run('unused', mixed, data__sources=sources(two, 0.3, 0.75), **forced) == EXIT_DONE
+    assert 'going on with other data' in ''.join(capsys.readouterr())
+    assert 41 in curve(mixed)
+
+    assert exit_code(evaluate.main, [f'--checkpoint={mixed}@20', '--json']) == EXIT_DONE
+    values = json.loads(capsys.readouterr().out)
+    assert values['by_source'] == pytest.approx(
+        {name: lines[20][f'eval/loss/{name}'] for name in ('numbers', 'letters')}, rel=1e-4
+    )
+    assert exit_code(evaluate.main, [f'--checkpoint={mixed}@20', f'--data={two}/letters']) == EXIT_DONE
+    assert 'bits/byte' in capsys.readouterr().out
+
+
+def test_bad_sources_are_refused_in_one_line(two, tmp_path, capsys):
+    for value, part in {
+        "(('a', 0),)": 'above 0',
+        "('a', 1)": 'not a directory and a weight',
+        "(('a', 1), ('a', 2))": 'there twice',
+        '[1]': 'a tuple',
+        "(('nowhere', 1),)": 'nowhere holds no data set',
+        f"(('{two}/numbers#words', 1),)": "no source 'words'",
+    }.items():
+        assert run('unused', tmp_path / 'run', data__sources=value) == EXIT_BAD_INPUT
+        error = capsys.readouterr().err
+        assert error.count('\n') == 1
+        assert part in error, value
+    other = tmp_path / 'other'
+    arguments = ['--input', two / 'numbers.jsonl', '--output', other, '--tokenizer', 'chars', '--quiet']
+    assert prepare.main([*map(str, arguments)]) == 0
+    mixed = f"(('{two}/numbers', 1), ('{other}', 1))"
+    assert run('unused', tmp_path / 'run', data__sources=mixed) == EXIT_BAD_INPUT
+    assert 'different tokenizers' in capsys.readouterr().err
+    assert not (tmp_path / 'run').exists()
+
+
+SCHEDULE = '((4, 0.3), (8, 0.7))'
+
+
+def test_sequences_that_become_longer(dataset, tmp_path, compile_once, capsys):
+    """Twenty steps of 16 tokens a row, of which the first 6 have 4 and the next 8 have 8."""
+    settings = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 20}
+    whole = tmp_path / 'whole'
+    assert run(dataset, whole, data__context_schedule=SCHEDULE, **settings) == EXIT_DONE
+    told = capsys.readouterr().out
+    assert 'step       7  sequences of 8 tokens' in told
+    assert 'step      15  sequences of 16 tokens' in told
+    lines = curve(whole)
+    assert [lines[step]['data/window'] for step in (6, 7, 14, 15, 20)] == [4, 8, 8, 16, 16]
+    tokens = [lines[step]['train/tokens'] for step in range(1, 21)]
+    assert [b - a for a, b in itertools.pairwise(tokens)] == [tokens[0]] * 19
+    # The work of a step becomes more with the length of its sequences, and is counted so.
+    flops = [line['perf/mfu'] * line['perf/step_seconds'] for line in read_metrics(whole) if 'perf/mfu' in line]
+    assert flops[5] < flops[6] < flops[14]
+    assert flops[0] == pytest.approx(flops[5], rel=1e-6)
+    # Going on before, at and behind a switch.
+    for step in (5, 6, 7, 14):
+        resumed = tmp_path / f'from_{step}'
+        shutil.copytree(whole, resumed)
+        for later in range(step + 1, 21):
+            shutil.rmtree(resumed / 'checkpoints' / str(later))
+        assert run(dataset, resumed, data__context_schedule=SCHEDULE, **settings) == EXIT_DONE
+        assert curve(resumed) == lines, step
+        assert same(params_of(resumed, 20), params_of(whole, 20)), step
+    plain = tmp_path / 'plain'
+    assert run(dataset, plain) == EXIT_DONE
+    # Control: short sequences are another training, on the same tokens.
+    assert curve(plain)[1]['train/tokens'] == tokens[0]
+    assert curve(plain)[1]['train/loss'] != lines[1]['train/loss']
+    assert curve(plain)[20]['train/loss'] != lines[20]['train/loss']
+
+
+@pytest.mark.parametrize(
+    ('schedule', 'part'),
+    [
+        ('((5, 0.5),)', '5 does not divide data.window=16'),
+        ('((16, 0.5),)', 'does not divide'),
+        ('((8, 1.5),)', 'shares must rise'),
+        ('((4, 0.5), (8, 0.5))', 'shares must rise'),
+        ('(4, 0.5)', 'not a length and a share'),
+    ],
+)
+def test_bad_schedules_are_refused(dataset, tmp_path, capsys, schedule, part):
+    assert run(dataset, tmp_path / 'run', data__context_schedule=schedule) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert part in error
