@@ -198,19 +198,21 @@ class TokenReader:
         Raises:
             InputError: the shard cannot be read or its content is damaged.
         """
-        path = self._path / self.shards[shard].name
         records = range(start // self._block, (stop - 2) // self._block + 1)
         try:
             blocks = [np.frombuffer(record, self._dtype) for record in self._read(shard, records)]
         except (RuntimeError, IndexError, ValueError) as error:
-            raise InputError(f'{path} is damaged: {_reason(error)}; {_remedy(self._path)}') from error
+            raise self._damaged(shard, _reason(error)) from error
         # All but the last give up the token that their successor has too.
         stream = blocks[0] if len(blocks) == 1 else np.concatenate([*(block[:-1] for block in blocks[:-1]), blocks[-1]])
         first = records.start * self._block
         tokens = stream[start - first : stop - first]
         if len(tokens) != stop - start:
-            raise InputError(f'{path} is damaged: tokens {start} to {stop} are not all there; {_remedy(self._path)}')
+            raise self._damaged(shard, f'tokens {start} to {stop} are not all there')
         return tokens
+
+    def _damaged(self, shard: int, reason: str) -> InputError:
+        return InputError(f'{self._path / self.shards[shard].name} is damaged: {reason}; {_remedy(self._path)}')
 
     def _read(self, shard: int, records: Sequence[int]) -> list[bytes]:
         with self._opening:

@@ -117,10 +117,11 @@ def window_batch(
     for row, length in short:
         weights[row, length:] = 0
     # Documents are long: work by document, not by token.
-    firsts = np.arange(0, tokens.size, T)
+    is_first = np.zeros(tokens.size, bool)
     if isolate_documents:
-        after_ends = np.flatnonzero(ends) + 1
-        firsts = np.union1d(firsts, after_ends[after_ends < tokens.size])
+        is_first[1:] = ends.reshape(-1)[:-1]
+    is_first[::T] = True
+    firsts = np.flatnonzero(is_first)
     lengths = np.diff(firsts, append=tokens.size)
     # How many segments began before the row that each is in.
     before_row = np.searchsorted(firsts, firsts // T * T)

@@ -1,0 +1,225 @@
+"""Tokens per second into a training loop that does nothing, on one core, against other ways to read the same tokens.
+
+    python -m benchmarks.data [--tokens=100e6] [--rounds=9] [--peer_python=PYTHON] [--output=FILE]
+
+All loaders give batches of 64 windows of 2 048 tokens in random order, in turns in one run; a figure is the median over
+the rounds, a ratio one of medians. `memmap` is the floor of work: NumPy slices of one flat file, tokens and targets as
+int32, nothing else. maxlm gives five arrays (tokens, targets, weights, segments, positions). Public loaders run where
+they can be imported, here or by --peer_python (an environment with torch, mosaicml-streaming and litdata).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from benchmarks.data_peers import BATCH, WINDOW, MemmapLoader
+from benchmarks.step import machine
+from maxlm.config.keys import DataConfig
+from maxlm.data.batches import iterate
+from maxlm.data.corpus import open_corpus
+from maxlm.data.order import Order
+from maxlm.data.records import Dataset, ShardWriter, SourceCounts, Split, dataset_fingerprint, save_manifest
+from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.data.windows import window_batch
+from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+
+MEAN_DOCUMENT = 600
+PEERS = ('torch', 'streaming', 'litdata')
+
+
+def main(argv: list[str]) -> int:
+    """Measures all loaders and prints a table."""
+    parser = ArgumentParser(prog='benchmarks.data', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--tokens', type=float, default=100e6, help='size of the data set (default 100e6)')
+    parser.add_argument('--shards', type=int, default=16, help='its shards (default 16)')
+    parser.add_argument('--rounds', type=int, default=9, help='turns of each loader (default 9)')
+    parser.add_argument('--batches', type=int, default=60, help='batches in a turn (default 60)')
+    parser.add_argument('--peer_python', default=sys.executable, help='interpreter that has the public loaders')
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(argv)
+    core = sorted(os.sched_getaffinity(0))[-1]
+    os.sched_setaffinity(0, {core})
+
+    with tempfile.TemporaryDirectory() as directory:
+        at = Path(directory)
+        # Each shard has only full windows, so that every loader gives batches of the same size.
+        per_shard = int(options.tokens) // (options.shards * WINDOW) * WINDOW + 1
+        tokens = _tokens(options.shards * per_shard)
+        tokens.tofile(at / 'tokens.bin')
+        dataset = _write(tokens, at / 'data', options.shards)
+        turns = _own_loaders(at, dataset, options.batches)
+        peers = [_Peer(options.peer_python, name, at, options.batches) for name in PEERS]
+        for peer in peers:
+            if peer.missing:
+                print(f'{peer.name}: not measured ({peer.missing})')
+            else:
+                turns[peer.title] = peer.turn
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
+        for number in range(options.rounds + 1):
+            for name, turn in turns.items():
+                took = turn()
+                if number:  # The first round fills caches.
+                    seconds[name].append(took)
+        for peer in peers:
+            peer.close()
+
+    rates = {
+        name: options.batches * BATCH * WINDOW / statistics.median(values) for name, values in seconds.items()
+    }
+    floor, own = rates['memmap'], rates['maxlm']
+    print(f'{"loader":<44}{"tokens/s":>16}{"of memmap":>12}')
+    for name, rate in rates.items():
+        print(f'{name:<44}{rate:>16,.0f}{rate / floor:>12.2f}')
+    order = {f'{count:.0e}': _order_cost(count) for count in (10**6, 10**9, 10**12)}
+    for count, (microseconds, size) in order.items():
+        print(f'order of {count} windows: {microseconds:.1f} µs per window, {size / 1024:,.0f} KiB')
+    result = {
+        'machine': {**machine(), **{package: version(package) for package in ('grain', 'array_record')}},
+        'window': WINDOW,
+        'batch': BATCH,
+        'tokens': len(tokens),
+        'shards': options.shards,
+        'tokens_per_second': rates,
+        'of_memmap': own / floor,
+        'order': {count: {'microseconds': cost[0], 'bytes': cost[1]} for count, cost in order.items()},
+    }
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + '\n')
+    print(f'maxlm on one core: {own / 1e6:.0f}M tokens/s, {own / floor:.2f} of memmap')
+    return EXIT_DONE
+
+
+def _own_loaders(at: Path, dataset: Dataset, batches: int) -> dict[str, Callable[[], float]]:
+    memmap = MemmapLoader(at / 'tokens.bin')
+    data = DataConfig(path=str(dataset.path), window=WINDOW)
+    corpus = open_corpus(data)
+    own = corpus.train_batches(BATCH)
+    position = iter(range(10**9))
+
+    def same_arrays() -> None:
+        window_batch(memmap.streams(), WINDOW, end_of_document=dataset.end_of_document, isolate_documents=True)
+
+    def window(record: bytes) -> tuple[np.ndarray, np.ndarray]:
+        stream = np.frombuffer(record, np.uint16).astype(np.int32)
+        return stream[:-1], stream[1:]
+
+    files = [str(dataset.path / shard.name) for shard in dataset.splits['train'].shards]
+    records = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(files)).shuffle(seed=0).repeat()
+    plain = records.map(window).batch(BATCH)
+    read_ahead = iterate(own, 10**6, data)
+    return {
+        'memmap': _turn(batches, memmap.batch),
+        'memmap, with the five arrays': _turn(batches, same_arrays),
+        f'grain {version("grain")} over the same records': _turn(batches, lambda: plain[next(position)]),
+        'maxlm': _turn(batches, lambda: own[next(position)]),
+        'maxlm, read ahead by threads': _turn(batches, lambda: next(read_ahead)),
+    }
+
+
+def _turn(batches: int, batch: Callable[[], object]) -> Callable[[], float]:
+    def turn() -> float:
+        start = time.perf_counter()
+        for _ in range(batches):
+            batch()
+        return time.perf_counter() - start
+
+    return turn
+
+
+class _Peer:
+    """A public loader in a process of its own, on the same core, that takes its turn when it is told to."""
+
+    def __init__(self, python: str, name: str, at: Path, batches: int):
+        self.name = name
+        command = [python, '-m', 'benchmarks.data_peers', name, str(at), str(batches)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        answer = self._stdout.readline().strip()
+        ready, _, rest = answer.partition(' ')
+        self.title = rest
+        self.missing = '' if ready == 'ready' else answer or 'it ended at once'
+
+    def turn(self) -> float:
+        self._stdin.write('go\n')
+        self._stdin.flush()
+        return float(self._stdout.readline())
+
+    def close(self) -> None:
+        self._stdin.close()
+        self._process.wait()
+
+
+def _tokens(count: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, count).astype('<u2')
+    tokens[rng.integers(0, count, count // MEAN_DOCUMENT)] = 256
+    return tokens
+
+
+def _write(tokens: np.ndarray, path: Path, num_shards: int) -> Dataset:
+    """The tokens as a prepared data set."""
+    path.mkdir()
+    tokenizer = bytes_tokenizer()
+    tokenizer.save(path / 'tokenizer.json')
+    shards = []
+    for number, part in enumerate(np.array_split(tokens, num_shards)):
+        file = path / f'train-{number:05d}.arrayrecord'
+        with ShardWriter(file, source='random', block=WINDOW, dtype='uint16') as writer:
+            writer.write([part])
+            shards.append(writer.finish())
+    counts = {'random': SourceCounts(num_shards, len(tokens), len(tokens), 1.0)}
+    splits = {
+        'train': Split(num_shards, len(tokens), len(tokens), 0.0, counts, tuple(shards)),
+        'validation': Split(0, 0, 0, 0.0, {}, ()),
+    }
+    end = tokenizer.end_of_document
+    dataset = Dataset(
+        path=path,
+        tokenizer='bytes',
+        tokenizer_file='tokenizer.json',
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=end,
+        dtype='uint16',
+        block=WINDOW,
+        splits=splits,
+        left_out=(),
+        made_from={},
+        fingerprint=dataset_fingerprint(block=WINDOW, dtype='uint16', end_of_document=end, splits=splits),
+    )
+    save_manifest(dataset)
+    return dataset
+
+
+def _order_cost(count: int) -> tuple[float, int]:
+    """Microseconds per window and bytes of memory of the order of `count` windows in a thousand shards."""
+    tracemalloc.start()
+    order = Order([count // 1000] * 1000, seed=0)
+    order[0]
+    size = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    start = time.perf_counter()
+    for place in range(20_000):
+        order[place]
+    return (time.perf_counter() - start) / 20_000 * 1e6, size
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))
