@@ -105,14 +105,8 @@ def _model_facts(model: ModelConfig) -> dict[str, str]:
 
 
 def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
-    data = Path(config.data.path).name
-    with contextlib.suppress(InputError):
-        dataset = load_manifest(config.data.path)
-        # The directory may hold something else by now.
-        if dataset.tokenizer_sha256 == Tokenizer.load(workdir / TOKENIZER).sha256:
-            data += f', {dataset.splits["train"].tokens:,} tokens'
     facts = {
-        'data': data,
+        'data': _training_data(workdir, config),
         'steps': f'{step:,}',
         'tokens seen': f'{step * config.train.global_batch * config.data.window:,}',
         'batch': f'{config.train.global_batch:,} × {config.data.window:,} tokens',
@@ -127,9 +121,23 @@ def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
     return facts
 
 
+def _training_data(workdir: Path, config: Config) -> str:
+    if config.data.sources:
+        total = sum(weight for _, weight in config.data.sources)
+        return ', '.join(f'{weight / total:.1%} {Path(entry).name}' for entry, weight in config.data.sources)
+    data = Path(config.data.path).name
+    with contextlib.suppress(InputError):
+        dataset = load_manifest(config.data.path)
+        # The directory may hold something else by now.
+        if dataset.tokenizer_sha256 == Tokenizer.load(workdir / TOKENIZER).sha256:
+            data += f', {dataset.splits["train"].tokens:,} tokens'
+    return data
+
+
 def _without_paths(config: Config) -> dict[str, dict[str, object]]:
     values = dataclasses.asdict(config)
-    for section, key in (('data', 'path'), ('train', 'init_from')):
+    values['data']['sources'] = [(Path(entry).name, weight) for entry, weight in config.data.sources]
+    for section, key in (('data', 'path'), ('data', 'cache'), ('train', 'init_from')):
         values[section][key] = Path(values[section][key]).name
     return values
 
