@@ -10,6 +10,7 @@ they can be imported, here or by --peer_python (an environment with torch, mosai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -50,10 +51,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--peer_python', default=sys.executable, help='interpreter that has the public loaders')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
-    core = sorted(os.sched_getaffinity(0))[-1]
-    os.sched_setaffinity(0, {core})
-
-    with tempfile.TemporaryDirectory() as directory:
+    cores = os.sched_getaffinity(0)
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        # Peers inherit it.
+        os.sched_setaffinity(0, {max(cores)})
+        stack.callback(os.sched_setaffinity, 0, cores)
         at = Path(directory)
         # Each shard has only full windows, so that every loader gives batches of the same size.
         per_shard = int(options.tokens) // (options.shards * WINDOW) * WINDOW + 1
@@ -76,9 +78,7 @@ def main(argv: list[str]) -> int:
         for peer in peers:
             peer.close()
 
-    rates = {
-        name: options.batches * BATCH * WINDOW / statistics.median(values) for name, values in seconds.items()
-    }
+    rates = {name: options.batches * BATCH * WINDOW / statistics.median(values) for name, values in seconds.items()}
     floor, own = rates['memmap'], rates['maxlm']
     print(f'{"loader":<44}{"tokens/s":>16}{"of memmap":>12}')
     for name, rate in rates.items():

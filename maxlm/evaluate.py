@@ -53,7 +53,10 @@ def main(argv: list[str]) -> int:
         options.num_batches,
         model.layout.local_rows(config.train.global_batch),
     )
-    with progress_bar(total=len(batches), initial=0, unit='batch', show=not options.json) as bar:
+    with (
+        corpus.fetcher(None, 0),
+        progress_bar(total=len(batches), initial=0, unit='batch', show=not options.json) as bar,
+    ):
 
         def read(index: int) -> dict:
             bar.update()

@@ -91,6 +91,8 @@ def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, 
         rows = layout.local_rows(config.train.global_batch)
         cuts = tuple((first_step, config.data.window // window) for first_step, window in config.contexts)
         training_data = corpus.train_batches(config.train.global_batch, rows, cuts)
+        # Before the compiler is at work: by the first step it is ahead.
+        fetcher = stack.enter_context(corpus.fetcher(training_data, start, logger.warning))
         validate_on = _make_validation(config, corpus, layout, rows) if config.eval.every else None
         current = config.at_context(config.context_at(start))
         compiled = compile_train_step(current, layout, abstract, len(corpus.names))
@@ -132,6 +134,9 @@ def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, 
             asked = time.perf_counter()
             batch = next(batches)
             data_wait = time.perf_counter() - asked
+            if fetcher:
+                # What earlier steps read may make room.
+                fetcher.advance(step - 1)
             # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
             with jax.transfer_guard('disallow'):
                 state, metrics = compiled.step(state, layout.put_batch(batch, current.train.global_batch))

@@ -304,7 +304,15 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once):
         'gpt2': {'train__num_tokens': 256, 'train__global_batch_tokens': 128, 'optimizer__warmup_tokens': 128},
         'qwen3': {'train__num_steps': 2, 'model__attention_pattern': 'S', 'model__sliding_window': 4},
         'gpt_neox': {'train__num_epochs': 0.025, 'model__rotary_scaling': 'llama3'},
-        'nanochat': {'train__num_steps': 2, 'optimizer__name': 'muon', 'optimizer__schedule': 'wsd'},
+        'nanochat': {
+            'train__num_steps': 2,
+            'optimizer__name': 'muon',
+            'optimizer__schedule': 'wsd',
+            # Only what lies in a bucket is fetched.
+            'data__sources': f"(('file://{dataset}', 1.0),)",
+            'data__cache': tmp_path / 'cache',
+            'data__allow_change': 'true',
+        },
     }
     for family, chosen in by_family.items():
         settings = {'model__family': family, 'eval__every': 2, 'metrics__tensorboard': 'true', **chosen}
@@ -312,6 +320,8 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once):
         command = [word for word in command if not word.endswith(('num_steps=20', 'warmup_steps=5'))]
         assert train.main([*command, '--config.optimizer.warmup_steps=0']) == EXIT_DONE
         assert read_config(tmp_path / family).train.num_steps == 2
+    # What only a run that goes on looks at.
+    assert train.main([*command, '--config.optimizer.warmup_steps=0', '--config.train.num_steps=3']) == EXIT_DONE
     declared = {f'{section}.{field.name}' for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
     assert declared - read == set()
     # Control: a key that nobody reads would be found.

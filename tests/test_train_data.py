@@ -11,6 +11,7 @@ import pytest
 from maxlm import evaluate, prepare
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.runtime.metrics import read_metrics
+from tests.shards import write_dataset
 from tests.test_train import curve, params_of, run, same
 
 
@@ -156,3 +157,61 @@ def test_bad_schedules_are_refused(dataset, tmp_path, capsys, schedule, part):
     error = capsys.readouterr().err
     assert error.count('\n') == 1
     assert part in error
+
+
+@pytest.fixture(scope='module')
+def bucket(tmp_path_factory):
+    """Ten training shards and one for validation, where a URL reaches them."""
+    texts = [[f'shard {shard}, text {i}: ' + 'abc ' * (shard + i) for i in range(8)] for shard in range(10)]
+    return write_dataset(tmp_path_factory.mktemp('bucket') / 'data', texts, [['held out: ' + 'abc ' * 9]])
+
+
+def cached(cache):
+    return {path.name: path.stat().st_size for path in cache.rglob('*.arrayrecord')}
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, compile_once, capsys, workers):
+    settings = {'data__pool_shards': 2, 'data__workers': workers, 'checkpoint__every_steps': 10}
+    here = tmp_path / 'here'
+    assert run(bucket.path, here, **settings) == EXIT_DONE
+    sizes = {shard.name: shard.bytes for split in bucket.splits.values() for shard in split.shards}
+    largest = max(sizes.values())
+    # Room for the validation shard and two pools of two, not for all.
+    gib = (sizes['validation-00000.arrayrecord'] + 5 * largest) / 2**30
+    assert gib * 2**30 < sum(sizes.values())
+    cache = tmp_path / 'cache'
+    remote = {**settings, 'data__cache': cache, 'data__cache_gib': gib, 'data__fetch_threads': 2}
+    there = tmp_path / 'there'
+    url = f'file://{bucket.path}'
+    assert run(url, there, **remote) == EXIT_DONE
+    assert curve(there) == curve(here)
+    assert 'validation-00000.arrayrecord' in cached(cache)
+    assert sum(cached(cache).values()) <= gib * 2**30
+    # Going on needs the same shards again, of which some have made room.
+    shutil.rmtree(there / 'checkpoints' / '20')
+    assert run(url, there, **remote) == EXIT_DONE
+    assert curve(there) == curve(here)
+    # Control: the pools are an order of their own.
+    plain = tmp_path / 'plain'
+    assert run(bucket.path, plain) == EXIT_DONE
+    assert curve(plain)[1]['train/loss'] != curve(here)[1]['train/loss']
+    capsys.readouterr()
+    assert run(url, tmp_path / 'small', **{**remote, 'data__cache_gib': largest / 2**30}) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert 'data.cache_gib' in error
+    assert 'too small' in error
+    assert run(f'{url}x', tmp_path / 'none', **remote) == EXIT_BAD_INPUT
+    assert 'datax' in capsys.readouterr().err
+
+
+def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, compile_once, capsys):
+    workdir = tmp_path / 'run'
+    settings = {'train__num_steps': 2, 'eval__every': 2, 'eval__num_batches': 0, 'data__cache': tmp_path / 'cache'}
+    assert run(f'file://{bucket.path}', workdir, **settings) == EXIT_DONE
+    shutil.rmtree(tmp_path / 'cache')
+    capsys.readouterr()
+    assert exit_code(evaluate.main, [f'--checkpoint={workdir}', '--json']) == EXIT_DONE
+    values = json.loads(capsys.readouterr().out)
+    assert values['loss'] == pytest.approx(curve(workdir)[2]['eval/loss'], rel=1e-4)
+    assert set(cached(tmp_path / 'cache')) == {'validation-00000.arrayrecord'}

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from maxlm.config.keys import DataConfig
+from maxlm.data.ahead import readings
 from maxlm.data.batches import Batches, Part, TrainingRows, ValidationRows
+from maxlm.data.fetch import Fetcher, fetch_manifest
 from maxlm.data.mixture import Mixture
 from maxlm.data.order import Order
-from maxlm.data.records import Dataset, load_manifest
+from maxlm.data.outage import OnAlarm
+from maxlm.data.records import OPEN_SHARDS, Dataset, Shard, load_manifest
+from maxlm.data.room import Use
 from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.transfer import RemoteFile
 from maxlm.data.windows import Windows
 from maxlm.errors import InputError
 
 # Sources whose losses are told apart; a list of files, each a source of its own, can be long.
 MAX_SOURCES_TOLD = 64
+
+
+def _warn(line: str) -> None:
+    print(f'warning: {line}', file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +42,37 @@ class Source:
         dataset: where the shards are.
         only: the one source of the data set whose shards are used; '' = all.
         weight: share of the training rows, relative to the others'.
+        url: the bucket that shards are fetched from; '' = they are all here.
     """
 
     name: str
     dataset: Dataset
     only: str
     weight: float
+    url: str
 
     def windows(self, split: str, data: DataConfig) -> Windows:
-        shards = [shard for shard in self.dataset.splits[split].shards if self.only in ('', shard.source)]
-        return Windows(self.dataset, split, data.window, shards=shards, isolate_documents=data.isolate_documents)
+        # A deleted file takes room until it is closed: those of the last pool must not stay open.
+        max_open = data.pool_shards if self.url and data.cache_gib and data.pool_shards else OPEN_SHARDS
+        return Windows(
+            self.dataset,
+            split,
+            data.window,
+            shards=self.shards(split),
+            isolate_documents=data.isolate_documents,
+            fetched=bool(self.url),
+            max_open=max_open,
+        )
+
+    def shards(self, split: str) -> list[Shard]:
+        return [shard for shard in self.dataset.splits[split].shards if self.only in ('', shard.source)]
+
+    def remote_files(self, shards: Iterable[Shard]) -> tuple[RemoteFile, ...]:
+        """What is to be fetched of `shards`; nothing where they are here."""
+        if not self.url:
+            return ()
+        path = self.dataset.path
+        return tuple(RemoteFile(f'{self.url}/{s.name}', path / s.name, s.bytes, s.sha256) for s in shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +172,45 @@ class Corpus:
             num_batches=num_batches,
         )
 
+    def fetcher(
+        self, training: Batches | None, start_step: int, on_alarm: OnAlarm = _warn
+    ) -> Fetcher | contextlib.nullcontext[None]:
+        """Fetches from buckets, ahead of use, what the steps of `training` from `start_step` on read, and the
+        validation splits, which stay. Does nothing where all is here.
+
+        Raises:
+            InputError: `data.cache_gib` is too small for what a step reads.
+        """
+        if not any(source.url for source in self.sources):
+            return contextlib.nullcontext()
+
+        def uses() -> Iterator[Use]:
+            validation = tuple(file for s in self.sources for file in s.remote_files(s.shards('validation')))
+            if validation:
+                yield Use(validation, start_step, sys.maxsize)
+            if training is None:
+                return
+            assert isinstance(training.order, TrainingRows)
+            shards = [source.shards('train') for source in self.sources]
+            for reading in readings(training.order, training.global_batch, start_step):
+                files = self.sources[reading.part].remote_files(shards[reading.part][s] for s in reading.shards)
+                if files:
+                    yield Use(files, reading.first_step, reading.last_step)
+
+        every = (s.remote_files(s.shards(split)) for s in self.sources for split in ('train', 'validation'))
+        try:
+            return Fetcher(
+                uses(),
+                on_alarm=on_alarm,
+                capacity_bytes=int(self.data.cache_gib * 2**30),
+                threads=self.data.fetch_threads,
+                known=itertools.chain(*every),
+            )
+        except InputError as error:
+            raise InputError(
+                f'data.cache_gib={self.data.cache_gib:g}, data.pool_shards={self.data.pool_shards}: {error}'
+            ) from error
+
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
         """All that the order of the data depends on, for a checkpoint: flat and JSON-able."""
         if len(self.sources) == 1 and not self.data.sources:
@@ -166,25 +239,26 @@ class Corpus:
         return parts
 
 
-def open_corpus(data: DataConfig, *, tell_sources: bool = True) -> Corpus:
+def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlarm = _warn) -> Corpus:
     """The data sets that `data.sources`, or else `data.path`, names; without `tell_sources` none is told apart.
+
+    `on_alarm` is told when a bucket does not answer and what is cached is used.
 
     Raises:
         InputError: one is missing or damaged, has no such source, or they have different tokenizers.
     """
     if not data.sources:
-        source = Source('', load_manifest(data.path), '', 1.0)
+        dataset, url = _open(data.path, data, on_alarm)
+        source = Source('', dataset, '', 1.0, url)
         names = tuple({shard.source: None for split in source.dataset.splits.values() for shard in split.shards})
         return Corpus(data, (source,), names if tell_sources and 1 < len(names) <= MAX_SOURCES_TOLD else ())
-    datasets: dict[str, Dataset] = {}
-    for entry, _ in data.sources:
-        path = entry.partition('#')[0]
-        if path not in datasets:
-            datasets[path] = load_manifest(path)
-    sources = [
-        Source(_name(entry), datasets[entry.partition('#')[0]], entry.partition('#')[2], float(weight))
-        for entry, weight in data.sources
-    ]
+    opened: dict[str, tuple[Dataset, str]] = {}
+    sources = []
+    for entry, weight in data.sources:
+        path, _, only = entry.partition('#')
+        opened[path] = opened.get(path) or _open(path, data, on_alarm)
+        dataset, url = opened[path]
+        sources.append(Source(_name(entry), dataset, only, float(weight), url))
     repeated = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
     if repeated:
         # Two directories of the same name: then their whole paths tell them apart.
@@ -196,6 +270,18 @@ def open_corpus(data: DataConfig, *, tell_sources: bool = True) -> Corpus:
         _check_same_tokenizer(a.dataset, b.dataset)
     names = tuple(source.name for source in sources)
     return Corpus(data, tuple(sources), names if tell_sources and len(names) <= MAX_SOURCES_TOLD else ())
+
+
+def _open(path: str, data: DataConfig, on_alarm: OnAlarm) -> tuple[Dataset, str]:
+    """A data set and, if it lies in a bucket, its URL; then only its manifest is here."""
+    protocol, separator, rest = path.partition('://')
+    if not separator:
+        return load_manifest(path), ''
+    # Below the cache whatever the URL says: files there are deleted to make room.
+    below = [part for part in rest.split('/') if part not in ('', '.', '..')]
+    directory = Path(data.cache).expanduser().joinpath(protocol, *below)
+    manifest = fetch_manifest(path, directory, on_alarm=on_alarm)
+    return load_manifest(directory, complete=False), manifest.url
 
 
 def _name(entry: str) -> str:

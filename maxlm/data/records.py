@@ -8,12 +8,12 @@ shares its last token with its successor, so that a window inside one block has 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import threading
 import typing
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,19 +178,24 @@ class ShardWriter:
 class TokenReader:
     """Random access to the tokens of shards. Picklable, and can be shared by threads: each process opens its files."""
 
-    def __init__(self, dataset: Dataset, shards: Sequence[Shard]):
+    def __init__(
+        self, dataset: Dataset, shards: Sequence[Shard], *, fetched: bool = False, max_open: int = OPEN_SHARDS
+    ):
+        """With `fetched`, shards that are not there are waited for. At most `max_open` of them are kept open."""
         self.shards = tuple(shards)
         self._path = dataset.path
         self._block = dataset.block
         self._dtype = np.dtype(dataset.dtype).newbyteorder('<')
-        self._open_readers()
+        self._fetched = fetched
+        self._max_open = max_open
+        self._forget_readers()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ('_reader', '_opening')}
+        return {name: value for name, value in vars(self).items() if name not in ('_readers', '_lock')}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._open_readers()
+        self._forget_readers()
 
     def read(self, shard: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a shard's stream, at least two, as they are stored: [stop - start].
@@ -215,8 +220,7 @@ class TokenReader:
         return InputError(f'{self._path / self.shards[shard].name} is damaged: {reason}; {_remedy(self._path)}')
 
     def _read(self, shard: int, records: Sequence[int]) -> list[bytes]:
-        with self._opening:
-            reader, lock = self._reader(shard)
+        reader, lock = self._reader(shard)
         contents = []
         # The position belongs to the reader, and threads share it.
         with lock:
@@ -225,13 +229,36 @@ class TokenReader:
                 contents.append(reader.read())
         return contents
 
-    def _open_readers(self) -> None:
-        self._opening = threading.Lock()
-        self._reader = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open)
+    def _forget_readers(self) -> None:
+        self._lock = threading.Lock()
+        # The one used last stands last.
+        self._readers: OrderedDict[int, tuple[ArrayRecordReader, threading.Lock]] = OrderedDict()
 
-    def _open(self, shard: int) -> tuple[ArrayRecordReader, threading.Lock]:
-        path = self._path / self.shards[shard].name
-        return ArrayRecordReader(os.fspath(path), READER_OPTIONS), threading.Lock()
+    def _reader(self, shard: int) -> tuple[ArrayRecordReader, threading.Lock]:
+        with self._lock:
+            if shard in self._readers:
+                self._readers.move_to_end(shard)
+                return self._readers[shard]
+        # Not under the lock: while one thread waits for a shard the others go on with what is there.
+        opened = self._open(self._path / self.shards[shard].name), threading.Lock()
+        with self._lock:
+            opened = self._readers.setdefault(shard, opened)
+            while len(self._readers) > self._max_open:
+                self._readers.popitem(last=False)
+        return opened
+
+    def _open(self, path: Path) -> ArrayRecordReader:
+        while True:
+            if self._fetched:
+                from maxlm.data.fetch import wait_for
+
+                wait_for(path)
+            try:
+                return ArrayRecordReader(os.fspath(path), READER_OPTIONS)
+            except RuntimeError:
+                # It may have made room for others in this very moment: then it comes again.
+                if not self._fetched or path.exists():
+                    raise
 
 
 def save_manifest(dataset: Dataset) -> None:
@@ -248,8 +275,8 @@ def save_manifest(dataset: Dataset) -> None:
         raise InputError(f'{path}: {os_message(error)}') from error
 
 
-def load_manifest(path: str | os.PathLike[str]) -> Dataset:
-    """Reads the data set in directory `path` and checks that its files are there in full length.
+def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dataset:
+    """Reads the data set in directory `path` and, with `complete`, checks that its files are there in full length.
 
     Raises:
         InputError: there is no data set, the manifest is malformed, or a file is missing or cut short.
@@ -272,7 +299,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Dataset:
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{manifest} is malformed ({error}); {_remedy(path)}') from error
     expected = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
-    for name, size in expected.items():
+    for name, size in expected.items() if complete else ():
         actual = _size(path / name)
         if actual != size:
             raise InputError(f'{path / name} is truncated: {actual} bytes instead of {size}; {_remedy(path)}')

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxlm.data.records import Dataset, Shard, TokenReader
+from maxlm.data.records import OPEN_SHARDS, Dataset, Shard, TokenReader
 
 # tokens, targets, weights, segments, positions: each [B, T].
 Batch = dict[str, np.ndarray]
@@ -29,9 +29,12 @@ class Windows:
         *,
         shards: Sequence[Shard] | None = None,
         isolate_documents: bool = True,
+        fetched: bool = False,
+        max_open: int = OPEN_SHARDS,
     ):
-        """`shards` are those of the split that are used; None = all."""
-        self._reader = TokenReader(dataset, dataset.splits[split].shards if shards is None else shards)
+        """`shards` are those of the split that are used; None = all. For the last two see `TokenReader`."""
+        shards = dataset.splits[split].shards if shards is None else shards
+        self._reader = TokenReader(dataset, shards, fetched=fetched, max_open=max_open)
         self.window = window
         self._end_of_document = dataset.end_of_document
         self._isolate_documents = isolate_documents

@@ -1,0 +1,33 @@
+"""The data benchmark measures what it says: all loaders give the same tokens a batch, and what is missing is named."""
+
+import json
+
+import numpy as np
+
+from benchmarks import data
+from benchmarks.data_peers import BATCH, WINDOW, MemmapLoader
+
+
+def test_a_small_run(tmp_path, monkeypatch, capsys):
+    # One public loader is enough, and one that is not there.
+    monkeypatch.setattr(data, 'PEERS', ('torch', 'nothing'))
+    result = tmp_path / 'result.json'
+    arguments = ['--tokens=1e6', '--shards=2', '--rounds=1', '--batches=2', f'--output={result}']
+    assert data.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert 'nothing: not measured' in printed
+    assert 'maxlm on one core' in printed
+    facts = json.loads(result.read_text())
+    rates = facts['tokens_per_second']
+    assert any('DataLoader' in name for name in rates)
+    assert {'memmap', 'maxlm'} <= set(rates)
+    assert all(rate > 0 for rate in rates.values())
+    assert facts['order']['1e+12']['bytes'] < 2**20
+
+
+def test_the_floor_reads_windows(tmp_path):
+    np.arange(10 * WINDOW, dtype=np.uint16).tofile(tmp_path / 'tokens.bin')
+    tokens, targets = MemmapLoader(tmp_path / 'tokens.bin').batch()
+    assert tokens.shape == targets.shape == (BATCH, WINDOW)
+    np.testing.assert_array_equal(tokens + 1, targets)
+    assert set((tokens[:, 0] % WINDOW).tolist()) == {0}
