@@ -24,9 +24,12 @@ VERSION_FACTS = ('generation', 'ETag', 'etag', 'md5Hash', 'mtime', 'LastModified
 # What clients raise when nobody has logged in.
 NO_CREDENTIALS = frozenset({'NoCredentialsError', 'PartialCredentialsError', 'DefaultCredentialsError', 'RefreshError'})
 _URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
-_USER_IN_URL = re.compile(r'(://)[^/@\s]*@')
-_QUERY_IN_URL = re.compile(r'(://[^\s?]*)\?[^\s\'">]*')
-_SECRET = re.compile(r'(?i)\b(bearer\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+')
+_USER_IN_URL = re.compile(r'(?<=://)[^/@\s]+@')
+# Elsewhere `?` is a part of names and globs.
+_QUERY_IN_URL = re.compile(r'(https?://[^\s?\'">]*)(\?[^\s\'">]+)')
+_SECRET = re.compile(
+    r'(?i)\b(bearer\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+'
+)
 
 
 class StorageError(InputError):
@@ -59,7 +62,7 @@ def is_url(path: str) -> bool:
 
 def shown(path: str) -> str:
     """A path as messages may show it: a URL without user and query."""
-    return _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub(r'\1', path)) if is_url(path) else path
+    return _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', path)) if is_url(path) else path
 
 
 def stat(path: str) -> Entry:
@@ -68,19 +71,19 @@ def stat(path: str) -> Entry:
     Raises:
         StorageError: there is none, or it may not be looked at.
     """
-    name = path.rstrip('/').rsplit('/', 1)[-1]
+    name = shown(path).rstrip('/').rsplit('/', 1)[-1]
     try:
         if is_url(path):
             filesystem, root = _filesystem(path)
             # What this process has listed before may have changed since.
             filesystem.invalidate_cache()
-            return _remote_entry(path, shown(name), filesystem.info(root))
+            return _remote_entry(path, name, filesystem.info(root))
         facts = os.stat(path)
         if os.path.isdir(path):
             return Entry(path, name, 0, '', is_directory=True)
         return Entry(path, name, facts.st_size, str(facts.st_mtime_ns), is_directory=False)
     except Exception as error:
-        raise _translated(path, error) from error
+        raise fault(path, error) from error
 
 
 def list_directory(path: str) -> list[Entry]:
@@ -100,7 +103,7 @@ def list_directory(path: str) -> list[Entry]:
         with os.scandir(path) as entries:
             return [_local_entry(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
     except Exception as error:
-        raise _translated(path, error) from error
+        raise fault(path, error) from error
 
 
 def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iterator[Entry]:
@@ -119,7 +122,7 @@ def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iter
         filesystem, root = _filesystem(path)
         found = filesystem.find(root, detail=True)
     except Exception as error:
-        raise _translated(path, error) from error
+        raise fault(path, error) from error
     root = root.rstrip('/') + '/'
     for full_name, facts in found.items():
         name = full_name.removeprefix(root)
@@ -139,13 +142,29 @@ def open_file(path: str) -> BinaryIO:
             return io.BufferedReader(_RemoteFile(path, filesystem.open(root, 'rb')), BUFFER_BYTES)
         return io.BufferedReader(_LocalFile(path), BUFFER_BYTES)
     except Exception as error:
-        raise _translated(path, error) from error
+        raise fault(path, error) from error
 
 
 def read_bytes(path: str) -> bytes:
     """The whole content of a file. Raises StorageError when it cannot be read."""
     with open_file(path) as file:
         return file.read()
+
+
+def fault(path: str, error: Exception) -> StorageError:
+    """What `error`, raised by whatever reads `path`, is to the user."""
+    return error if isinstance(error, StorageError) else StorageError(f'{shown(path)}: {_reason(path, error)}')
+
+
+def one_line(path: str, error: Exception) -> str:
+    """The message of an error that met whatever read `path`, cut to one line without secrets; may be empty."""
+    line = ' '.join(str(error).split())
+    if is_url(path):
+        # Clients repeat parts of the URL in other places.
+        for secret in (*_USER_IN_URL.findall(path), *(query for _, query in _QUERY_IN_URL.findall(path))):
+            line = line.replace(secret, '…')
+    line = _SECRET.sub(r'\1…', _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', line)))
+    return line[:300]
 
 
 class _LocalFile(io.FileIO):
@@ -155,7 +174,7 @@ class _LocalFile(io.FileIO):
         try:
             return super().readinto(buffer)
         except OSError as error:
-            raise _translated(str(self.name), error) from error
+            raise fault(str(self.name), error) from error
 
 
 class _RemoteFile(io.RawIOBase):
@@ -202,12 +221,12 @@ class _RemoteFile(io.RawIOBase):
         try:
             return read()
         except Exception as error:
-            raise _translated(self._path, error) from error
+            raise fault(self._path, error) from error
 
 
 def _filesystem(path: str) -> tuple[Any, str]:
     """The file system of a URL, and the URL as it calls it."""
-    import fsspec.core  # noqa: PLC0415  # takes a while, and local text does without
+    import fsspec.core  # takes a while, and local text does without
 
     protocol = path.partition('://')[0].lower()
     try:
@@ -252,11 +271,7 @@ def _join(directory: str, name: str) -> str:
     return f'{directory.rstrip("/")}/{name}'
 
 
-def _translated(path: str, error: Exception) -> StorageError:
-    return error if isinstance(error, StorageError) else StorageError(f'{shown(path)}: {_reason(error)}')
-
-
-def _reason(error: Exception) -> str:
+def _reason(path: str, error: Exception) -> str:
     """What went wrong, in one line without secrets."""
     if isinstance(error, OSError) and error.strerror:
         return os_message(error)
@@ -264,15 +279,9 @@ def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return 'No such file or directory'
     if isinstance(error, PermissionError):
-        return f'Permission denied{_told(error)}'
+        return ': '.join(filter(None, ['Permission denied', one_line(path, error)]))
     if isinstance(error, TimeoutError):
         return 'the storage does not answer in time'
     if type(error).__name__ in NO_CREDENTIALS:
         return 'no credentials for this storage; log in to it first'
-    return f'the storage fails with {type(error).__name__}{_told(error)}'
-
-
-def _told(error: Exception) -> str:
-    line = ' '.join(str(error).split())[:300]
-    line = _SECRET.sub(r'\1…', _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub(r'\1', line)))
-    return f': {line}' if line else ''
+    return ': '.join(filter(None, [f'the storage fails with {type(error).__name__}', one_line(path, error)]))

@@ -1,0 +1,263 @@
+"""The files behind what the user calls inputs: files, directories, globs, local or in buckets, and named data sets.
+
+A glob knows `*`, `?` and `[…]` within a component and `**` for any number of directories. Its files are named from the
+directory before its first wildcard, which also is their source: `books/*/x.txt` gives `a/x.txt` of `books`. A directory
+that it matches is walked. A local path that exists is never a glob.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from maxlm.data import storage
+from maxlm.data.storage import Entry, StorageError, is_url, shown
+from maxlm.errors import InputError
+
+# What is taken from a directory. Data formats (.json, .csv, .xml) are left out: they are rarely prose or code.
+# fmt: off
+TEXT_SUFFIXES = frozenset({
+    '.txt', '.md', '.rst', '.tex', '.html', '.css', '.toml', '.yaml', '.yml', '.sql', '.sh',
+    '.py', '.pyi', '.c', '.h', '.cc', '.cpp', '.hpp', '.cu', '.rs', '.go', '.java', '.kt', '.scala', '.swift',
+    '.js', '.jsx', '.ts', '.tsx', '.rb', '.php', '.pl', '.lua', '.jl', '.r', '.hs', '.ml',
+})
+# fmt: on
+KIND_SUFFIXES = {
+    'jsonl': ('.jsonl', '.jsonl.gz', '.jsonl.zst', '.ndjson', '.ndjson.gz', '.ndjson.zst'),
+    'parquet': ('.parquet',),
+    'tokens': ('.bin', '.npy', '.npz'),
+}
+# Data sets that are given by name, and the readers that know them.
+DATASET_PREFIXES = {'hf:': 'hub', 'tfds:': 'tfds'}
+SKIPPED_DIRECTORIES = ('__pycache__',)
+_WILDCARDS = re.compile(r'[*?[]')
+
+
+@dataclasses.dataclass(frozen=True)
+class InputFile:
+    """One file to read, or one split of a named data set.
+
+    Attributes:
+        path: where it lies: a local path, a URL, or what a data set was called by (`hf:…`, `tfds:…`).
+        name: its path relative to the input that led to it, with `/`; the same on every machine.
+        source: last component of that input; shares are reported per source.
+        kind: its format, a key of `readers.formats.READERS`.
+        size: bytes; an estimate where a data set does not say.
+        version: changes when the content does: time of change, generation, ETag, fingerprint or revision.
+    """
+
+    path: str
+    name: str
+    source: str
+    kind: str
+    size: int
+    version: str
+
+
+def find_inputs(paths: Sequence[str | Path], *, exclude: Sequence[str] = (), max_files: int = 0) -> list[InputFile]:
+    """The files behind `paths`, in the order of `paths` and sorted by name within each.
+
+    A directory is walked; files with a suffix of TEXT_SUFFIXES or KIND_SUFFIXES are taken; hidden entries, local
+    directories that are symbolic links, `__pycache__`, and files and directories whose name matches a pattern of
+    `exclude` are not. A file given itself is taken whatever its suffix, as text where that is unknown; so are the
+    matches of a glob that ends in a suffix. Where two inputs hold a file of the same name, all names get their source
+    in front.
+
+    Args:
+        paths: local paths, URLs, globs of both, `hf:NAME[:CONFIG][@REVISION][#SPLIT]`, `hf:DIRECTORY[#SPLIT]`,
+            `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`, `tfds:DIRECTORY[#SPLIT]`.
+        exclude: names or patterns (`*.npy`) of what is left out of directories and globs.
+        max_files: take at most so many of each input, the first by name; 0 = all.
+
+    Raises:
+        InputError: a path is missing or holds nothing usable, an input has both text and token files, a file is
+            reached twice, or two different files would still have the same name.
+    """
+    inputs = []
+    for path in paths:
+        files = _files_of(os.fspath(path), tuple(exclude))
+        inputs.append(files[: max_files or len(files)])
+    _refuse_shared_files(inputs)
+    files = [file for given in inputs for file in given]
+    if _repeated(file.name for file in files):
+        files = [dataclasses.replace(file, name=f'{file.source}/{file.name}') for file in files]
+    for name in _repeated(file.name for file in files):
+        first, second = [shown(file.path) for file in files if file.name == name][:2]
+        raise InputError(f'{first} and {second} would both be named {name}; give their common parent directory instead')
+    return files
+
+
+def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile]) -> None:
+    """Raises InputError when a file would be both trained on and validated on."""
+    shared = {_identity(file) for file in training} & {_identity(file) for file in validation}
+    for file in validation:
+        if _identity(file) in shared:
+            raise InputError(f'{shown(file.path)} is in --validation and in --input; move it out of one of them')
+
+
+def kind_of(name: str) -> str:
+    """The format of a file by the suffix of its name; '' = none that directories are searched for."""
+    name = name.lower()
+    kinds = (kind for kind, suffixes in KIND_SUFFIXES.items() if name.endswith(suffixes))
+    return next(kinds, 'text' if PurePosixPath(name).suffix in TEXT_SUFFIXES else '')
+
+
+def _files_of(given: str, exclude: tuple[str, ...]) -> list[InputFile]:
+    for prefix, kind in DATASET_PREFIXES.items():
+        if given.startswith(prefix):
+            return [_dataset(given, kind)]
+    # A local file, however it is spelled, needs no fsspec.
+    given = given.removeprefix('file://')
+    try:
+        if _is_glob(given):
+            return _matches(given, exclude)
+        entry = storage.stat(given)
+        source = _last_component(given)
+        if not entry.is_directory:
+            return [_input_file(entry, source, kind_of(entry.name) or 'text')]
+        files = [_input_file(file, source, kind) for file in _walk(given, exclude) if (kind := kind_of(file.name))]
+    except StorageError as error:
+        raise InputError(f'{error}; --input takes files, directories, globs and data sets') from error
+    if not files:
+        raise InputError(f'{shown(given)} holds no text: {_searched()}')
+    _refuse_mixed(given, files)
+    return sorted(files, key=lambda file: file.name)
+
+
+def _dataset(given: str, kind: str) -> InputFile:
+    # Not above: these readers know InputFile, as all readers do.
+    from maxlm.data.readers import hub, tfds
+
+    return {'hub': hub, 'tfds': tfds}[kind].find(given)
+
+
+def _is_glob(given: str) -> bool:
+    if is_url(given):
+        # In a web address `?` begins the query.
+        return '*' in given if given.startswith('http') else _WILDCARDS.search(given) is not None
+    return _WILDCARDS.search(given) is not None and not os.path.lexists(given)
+
+
+def _matches(glob: str, exclude: tuple[str, ...]) -> list[InputFile]:
+    root, patterns = _split_glob(glob)
+    known_only = not PurePosixPath(patterns[-1]).suffix or _WILDCARDS.search(PurePosixPath(patterns[-1]).suffix)
+    # By name: `**` reaches some files in several ways.
+    found = {entry.name: entry for entry in _expand(root, '', patterns, exclude)}
+    source = _last_component(root)
+    files = [
+        _input_file(found[name], source, kind or 'text')
+        for name in sorted(found)
+        if (kind := kind_of(name)) or not known_only
+    ]
+    if not files:
+        what = f'no file that can be read: {_searched()}' if found else 'nothing'
+        raise InputError(f'{shown(glob)} matches {what}')
+    _refuse_mixed(glob, files)
+    return files
+
+
+def _split_glob(glob: str) -> tuple[str, list[str]]:
+    """The directory before the first component with a wildcard, and the components from there."""
+    start = glob.index('://') + 3 if is_url(glob) else 0
+    first = _WILDCARDS.search(glob, start)
+    assert first is not None
+    end = glob.rfind('/', start, first.start()) + 1
+    if is_url(glob) and not end:
+        raise InputError(f'{shown(glob)}: a bucket must be named; globs match what is in it')
+    # The root directory keeps its slash.
+    root = glob[:end] if end == 1 else glob[: max(end - 1, 0)]
+    return root or '.', [component for component in glob[end:].split('/') if component]
+
+
+def _expand(directory: str, below: str, patterns: Sequence[str], exclude: tuple[str, ...]) -> Iterator[Entry]:
+    """The files that match `patterns` under a directory, with names from where the glob began (`below` as a prefix)."""
+    pattern, *rest = patterns
+    if pattern == '**':
+        for file in _walk(directory, exclude):
+            if _match(file.name.split('/'), patterns):
+                yield dataclasses.replace(file, name=below + file.name)
+        return
+    for entry in storage.list_directory(directory):
+        if not fnmatch.fnmatchcase(entry.name, pattern) or _skipped(entry.name, exclude, pattern):
+            continue
+        name = below + entry.name
+        if not entry.is_directory:
+            if not rest:
+                yield dataclasses.replace(entry, name=name)
+        elif rest:
+            yield from _expand(entry.path, f'{name}/', rest, exclude)
+        else:
+            for file in _walk(entry.path, exclude):
+                yield dataclasses.replace(file, name=f'{name}/{file.name}')
+
+
+def _match(components: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether a path matches, or a directory that it is below."""
+    if not patterns:
+        return True
+    pattern, *rest = patterns
+    if pattern == '**':
+        return any(_match(components[i:], rest) for i in range(len(components)))
+    return bool(components) and fnmatch.fnmatchcase(components[0], pattern) and _match(components[1:], rest)
+
+
+def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[Entry]:
+    return storage.walk(directory, skip=lambda name: _skipped(name, exclude))
+
+
+def _skipped(name: str, exclude: tuple[str, ...], asked: str = '') -> bool:
+    if name in SKIPPED_DIRECTORIES or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+        return True
+    return name.startswith('.') and not asked.startswith('.')
+
+
+def _input_file(entry: Entry, source: str, kind: str) -> InputFile:
+    return InputFile(entry.path, entry.name, source, kind, entry.size, entry.version)
+
+
+def _last_component(path: str) -> str:
+    if is_url(path):
+        return shown(path).rstrip('/').rsplit('/', 1)[-1]
+    return Path(path).resolve().name
+
+
+def _searched() -> str:
+    suffixes = [suffix for group in KIND_SUFFIXES.values() for suffix in group]
+    return f'directories are searched for {" ".join(suffixes + sorted(TEXT_SUFFIXES))}'
+
+
+def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
+    # Text beside token files is a README or a script, token files beside text are other data; together they would be
+    # two kinds of ids in one data set.
+    tokens = next((file for file in files if file.kind == 'tokens'), None)
+    text = next((file for file in files if file.kind != 'tokens'), None)
+    if tokens and text:
+        suffixes = [PurePosixPath(file.name).suffix for file in (tokens, text)]
+        raise InputError(
+            f'{shown(given)} holds token files ({tokens.name}) and text ({text.name}); leave one of them out, '
+            f"with --exclude '*{suffixes[0]}' or --exclude '*{suffixes[1]}'"
+        )
+
+
+def _identity(file: InputFile) -> str:
+    return file.path if is_url(file.path) or file.kind in DATASET_PREFIXES.values() else os.path.realpath(file.path)
+
+
+def _repeated(names: Iterator[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _refuse_shared_files(inputs: Sequence[Sequence[InputFile]]) -> None:
+    # Within one input a link and its target are two names for one text; two inputs that overlap are a slip.
+    seen: dict[str, InputFile] = {}
+    for files in inputs:
+        for file in files:
+            if _identity(file) in seen:
+                first = shown(seen[_identity(file)].path)
+                raise InputError(f'{shown(file.path)} is given twice (also as {first}); give it once')
+        seen.update({_identity(file): file for file in files})

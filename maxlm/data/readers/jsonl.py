@@ -1,0 +1,101 @@
+"""JSONL, plain or compressed with gzip or Zstandard: each line is an object and a document."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from maxlm.data import storage
+from maxlm.data.documents import Document, OnBad
+from maxlm.data.inputs import InputFile
+from maxlm.data.readers.compression import decompressed, is_compressed
+from maxlm.data.readers.options import ReadOptions
+from maxlm.data.storage import StorageError, shown
+
+# Read at once where only the ends of lines matter.
+CHUNK_BYTES = 2**20
+UTF8_MARK = b'\xef\xbb\xbf'
+
+
+def bounds(file: InputFile) -> Sequence[int]:
+    """Units are bytes; a line belongs to where its first byte is. A compressed file is whole."""
+    return () if is_compressed(file.name) else range(file.size + 1)
+
+
+def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
+    """The documents of the lines that begin in bytes [start, stop). See `formats.Reader`.
+
+    Names are `FILE:BYTE`, the place of the line in the (decompressed) file: the lines before need not be read.
+    """
+    path = shown(file.path)
+    lines_before: int | None = 0 if start == 0 else None
+    try:
+        with contextlib.ExitStack() as stack:
+            stream = decompressed(stack.enter_context(storage.open_file(file.path)), file.name)
+            offset = first_offset = _first_line(stream, start)
+            number = 0
+            while offset < stop and (line := stream.readline()):
+                number += 1
+                content = line.removeprefix(UTF8_MARK) if offset == 0 else line
+                if content.strip():
+                    try:
+                        text, metadata = parse(content, options.text_key, offset + len(line) - len(content))
+                        yield Document(f'{file.name}:{offset}', file.source, text, metadata=metadata)
+                    except ValueError as error:
+                        if lines_before is None:
+                            lines_before = _count_lines(file.path, first_offset)
+                        line_number = lines_before + number
+                        on_bad(f'{file.name}:{line_number}', f'{path}:{line_number}: {error}')
+                offset += len(line)
+            if offset < min(stop, file.size) and not is_compressed(file.name):
+                on_bad(file.name, f'{path}: ends at byte {offset} of {file.size}; it was cut short since it was listed')
+    except StorageError as error:
+        on_bad(file.name, str(error))
+    except (EOFError, zlib.error, OSError) as error:
+        on_bad(file.name, f'{path}: damaged or cut short ({error}); fetch or compress it again')
+
+
+def parse(line: bytes, text_key: str, offset: int) -> tuple[str, dict[str, Any]]:
+    """Text and other scalars of a JSONL line that starts at byte `offset`; ValueError says what is wrong with it."""
+    try:
+        entry = json.loads(line.decode('utf-8'))
+    except UnicodeDecodeError as error:
+        raise ValueError(f'byte {offset + error.start} of the file is not UTF-8') from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'not JSON ({error}); each line must be an object like {{"{text_key}": "…"}}') from error
+    if not isinstance(entry, dict) or not isinstance(entry.get(text_key), str):
+        raise ValueError(f'no text at the key {text_key!r}; --text_key names the key')
+    text: str = entry.pop(text_key)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError('holds half of a surrogate pair, which is not text') from error
+    return text, {key: value for key, value in entry.items() if not isinstance(value, dict | list)}
+
+
+def _first_line(stream: BinaryIO | io.BufferedIOBase, start: int) -> int:
+    """Goes to the first line that begins at byte `start` or later; returns where that is."""
+    if start == 0:
+        return 0
+    offset = start - 1
+    stream.seek(offset)
+    # By parts: the line may be longer than memory.
+    while part := stream.readline(CHUNK_BYTES):
+        offset += len(part)
+        if part.endswith(b'\n'):
+            break
+    return offset
+
+
+def _count_lines(path: str, stop: int) -> int:
+    """Lines before byte `stop`, which begins one."""
+    count = 0
+    with storage.open_file(path) as file:
+        while stop > 0 and (chunk := file.read(min(CHUNK_BYTES, stop))):
+            count += chunk.count(b'\n')
+            stop -= len(chunk)
+    return count

@@ -1,0 +1,24 @@
+"""How input is read, in so far as the files do not say it themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOptions:
+    """Options of all readers; each uses those that concern its format.
+
+    Attributes:
+        text_key: where the text is in a record (key of JSONL, column of Parquet and of data sets).
+        metadata_keys: columns of Parquet and of data sets that are kept as metadata; of JSONL all scalars are kept.
+        token_dtype: `uint16` or `uint32`, how raw `.bin` token files are stored; '' = not known.
+        end_of_document: the id that ends a document in token files; None = their documents have no ends.
+        vocab_size: ids of token files must be below; None = any that fits 32 bits.
+    """
+
+    text_key: str = 'text'
+    metadata_keys: tuple[str, ...] = ()
+    token_dtype: str = ''
+    end_of_document: int | None = None
+    vocab_size: int | None = None

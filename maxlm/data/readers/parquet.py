@@ -1,0 +1,113 @@
+"""Parquet: each row is a document."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from maxlm.data import storage
+from maxlm.data.documents import Document, OnBad
+from maxlm.data.inputs import InputFile
+from maxlm.data.readers.options import ReadOptions
+from maxlm.data.readers.rows import column_fault, row_document
+from maxlm.data.storage import StorageError, shown
+
+# Rows that are decoded together: few, since each may be a book.
+BATCH_ROWS = 128
+
+
+def bounds(file: InputFile) -> Sequence[int]:
+    """Units are row groups."""
+    import pyarrow  # slow to import
+
+    try:
+        with storage.open_file(file.path) as content:
+            metadata = _open(content).metadata
+            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
+    except (StorageError, pyarrow.ArrowException, OSError):
+        return ()
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
+    """The documents of row groups [start, stop). See `formats.Reader`.
+
+    Names are `FILE:ROW`. Only the columns of the text and of `metadata_keys` are read; a row without text (null) is
+    left out.
+    """
+    import pyarrow  # slow to import
+
+    path = shown(file.path)
+    try:
+        with storage.open_file(file.path) as content:
+            try:
+                parquet = _open(content)
+            except (pyarrow.ArrowException, OSError) as error:
+                on_bad(file.name, f'{path}: no Parquet, damaged or cut short ({_line(error)}); fetch it again')
+                return
+            if fault := _column_fault(parquet.schema_arrow, options):
+                on_bad(file.name, f'{path}: {fault}')
+                return
+            row = sum(parquet.metadata.row_group(i).num_rows for i in range(min(start, parquet.num_row_groups)))
+            for group in range(start, min(stop, parquet.num_row_groups)):
+                first_row = row
+                row += parquet.metadata.row_group(group).num_rows
+                try:
+                    yield from _read_group(parquet, group, first_row, file, options, on_bad)
+                except (pyarrow.ArrowException, OSError) as error:
+                    on_bad(
+                        f'{file.name}:{first_row}',
+                        f'{path}: the row group of rows {first_row} to {row - 1} is damaged ({_line(error)}); '
+                        f'fetch the file again',
+                    )
+    except StorageError as error:
+        on_bad(file.name, str(error))
+
+
+def _read_group(
+    parquet: Any,
+    group: int,
+    row: int,
+    file: InputFile,
+    options: ReadOptions,
+    on_bad: OnBad,
+) -> Iterator[Document]:
+    columns = list(dict.fromkeys((options.text_key, *options.metadata_keys)))
+    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
+        arrays = {key: batch.column(key) for key in columns}
+        for i in range(batch.num_rows):
+            # One value at a time: what is not UTF-8 fails here, and only it is bad.
+            try:
+                values = {key: array[i].as_py() for key, array in arrays.items()}
+            except UnicodeDecodeError as error:
+                place = f'byte {error.start} of a text is not UTF-8'
+                on_bad(f'{file.name}:{row + i}', f'{shown(file.path)}: row {row + i}: {place}')
+                continue
+            yield from row_document(file, str(row + i), values, options, on_bad)
+        row += batch.num_rows
+
+
+def _open(content: BinaryIO) -> Any:
+    import pyarrow.parquet  # slow to import
+
+    return pyarrow.parquet.ParquetFile(content)
+
+
+def _column_fault(schema: Any, options: ReadOptions) -> str:
+    """What is wrong with the columns that are asked for; '' = nothing."""
+    import pyarrow.types as is_type  # slow to import
+
+    if fault := column_fault(schema.names, options):
+        return fault
+    kind = schema.field(options.text_key).type
+    kind = kind.value_type if is_type.is_dictionary(kind) else kind
+    texts = (is_type.is_string, is_type.is_large_string, is_type.is_binary, is_type.is_large_binary, is_type.is_null)
+    if not any(is_text(kind) for is_text in texts):
+        return f'the column {options.text_key!r} holds {kind}, not text; --text_key names the column of the text'
+    return ''
+
+
+def _line(error: Exception) -> str:
+    return ' '.join(str(error).split())

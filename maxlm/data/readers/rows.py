@@ -1,0 +1,83 @@
+"""Rows of Parquet and of data sets: their text, what else they hold, and faults in between."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from maxlm.data import storage
+from maxlm.data.documents import Document, OnBad
+from maxlm.data.inputs import InputFile
+from maxlm.data.readers.options import ReadOptions
+from maxlm.data.storage import shown
+
+
+def row_document(
+    file: InputFile, place: str, row: Mapping[str, Any], options: ReadOptions, on_bad: OnBad
+) -> Iterator[Document]:
+    """The document that a row is, named `FILE:PLACE`; none where it has no text (None), or no readable one."""
+    name = f'{file.name}:{place}'
+    try:
+        text = text_of(row[options.text_key])
+    except ValueError as error:
+        on_bad(name, f'{shown(file.path)}: row {place}: {error}')
+        return
+    yield Document(name, file.source, text, metadata={key: plain(row[key]) for key in options.metadata_keys})
+
+
+def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
+    """Which column is asked for and not there; '' = none."""
+    for key in (options.text_key, *options.metadata_keys):
+        if key not in columns:
+            option = '--text_key' if key == options.text_key else '--metadata_keys'
+            return f'no column {key!r}; it has {", ".join(columns)}; {option} names the column'
+    return ''
+
+
+def told_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
+    """The same rows; whatever a library raises between them becomes a StorageError that names `path`."""
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        # Readers of data sets raise errors of all the libraries below them.
+        except Exception as error:
+            raise storage.fault(path, error) from error
+        yield row
+
+
+def text_of(value: Any) -> str:
+    """The text that a value is, '' for None; ValueError says why it is none."""
+    if value is None:
+        return ''
+    try:
+        if isinstance(value, bytes):
+            return value.decode('utf-8')
+        if isinstance(value, str):
+            # Half of a surrogate pair cannot be encoded.
+            value.encode()
+            return value
+    except UnicodeDecodeError as error:
+        raise ValueError(f'byte {error.start} of the text is not UTF-8') from error
+    except UnicodeEncodeError as error:
+        raise ValueError('holds half of a surrogate pair, which is not text') from error
+    raise ValueError(f'holds {type(value).__name__}, not text; --text_key names the column of the text')
+
+
+def plain(value: Any) -> Any:
+    """A value of a column as a JSON value."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode('utf-8', errors='replace')
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    # NumPy's scalars and arrays know their plain values.
+    if hasattr(value, 'tolist'):
+        return plain(value.tolist())
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)

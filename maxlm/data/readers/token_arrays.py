@@ -1,0 +1,120 @@
+"""Token files as arrays that are read in parts: `.npy`, the members of `.npz`, raw `.bin` with and without header."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import BinaryIO
+
+import numpy as np
+
+RAW_DTYPES = ('uint16', 'uint32')
+# The header of llm.c's token files: 256 integers, of which the first are a magic number, a version, and the number of
+# tokens (github.com/karpathy/llm.c, dev/data/data_common.py). By magic number and version, how tokens are stored.
+HEADER_DTYPES = {(20240520, 1): 'uint16', (20240801, 7): 'uint32'}
+HEADER_INTEGERS = 256
+
+
+class TokenFileError(Exception):
+    """What is wrong with a token file; the message does not name it."""
+
+
+@dataclasses.dataclass
+class TokenArray:
+    """Integers in a file; nothing is read but what is asked for.
+
+    Attributes:
+        file: open file.
+        offset: byte of the first integer.
+        dtype: how they are stored.
+        shape: [tokens] or [documents, length].
+    """
+
+    file: BinaryIO
+    offset: int
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Integers in all."""
+        return math.prod(self.shape)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether each document is a row of its own."""
+        return len(self.shape) == 2
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all integers."""
+        return self.length * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Integers [start, stop) in C order; TokenFileError when the file ends before."""
+        self.file.seek(self.offset + start * self.dtype.itemsize)
+        content = self.file.read((stop - start) * self.dtype.itemsize)
+        ids = np.frombuffer(content[: len(content) // self.dtype.itemsize * self.dtype.itemsize], self.dtype)
+        if len(ids) < stop - start:
+            raise TokenFileError(f'ends at token {start + len(ids)} of {self.length}; it was cut short')
+        return ids
+
+
+def open_npy(file: BinaryIO, size: int) -> TokenArray:
+    """The array of a `.npy` file of `size` bytes. Never unpickles.
+
+    Raises:
+        TokenFileError: not such a file, not of integers, not one- or two-dimensional, or of another size than it says.
+    """
+    try:
+        # Version 3 is for names of fields, which token ids have none of.
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[np.lib.format.read_magic(file)]
+        shape, fortran_order, dtype = read_header(file)
+    except (ValueError, KeyError, SyntaxError, TypeError) as error:
+        reason = ' '.join(str(error).split())[:200]
+        raise TokenFileError(f'no .npy array ({reason}); save it with numpy.save') from error
+    if dtype.hasobject:
+        raise TokenFileError('holds Python objects, which are never unpickled; save an array of integers')
+    if dtype.kind not in 'iu':
+        raise TokenFileError(f'holds {dtype}; token ids are integers (uint16, uint32, int32, int64)')
+    if len(shape) not in (1, 2):
+        raise TokenFileError(f'has {len(shape)} dimensions; give [tokens] or [documents, length]')
+    if fortran_order and len(shape) == 2 and min(shape) > 1:
+        raise TokenFileError('is stored column by column; save numpy.ascontiguousarray of it')
+    array = TokenArray(file, file.tell(), dtype, shape)
+    _refuse_size(size, array)
+    return array
+
+
+def open_raw(file: BinaryIO, size: int, token_dtype: str) -> TokenArray:
+    """The tokens of a raw little-endian file of `size` bytes, with llm.c's header or stored as `token_dtype`.
+
+    Raises:
+        TokenFileError: nothing says how it is stored, or its size does not fit.
+    """
+    start = file.read(4 * HEADER_INTEGERS)
+    header = np.frombuffer(start, '<i4') if len(start) == 4 * HEADER_INTEGERS else np.zeros(1, '<i4')
+    if int(header[0]) in {magic for magic, _ in HEADER_DTYPES}:
+        known = HEADER_DTYPES.get((int(header[0]), int(header[1])))
+        if known is None:
+            raise TokenFileError(f'has a header of version {header[1]}, which is not known')
+        if token_dtype not in ('', known):
+            raise TokenFileError(f'its header says {known}, not --token_dtype={token_dtype}')
+        array = TokenArray(file, 4 * HEADER_INTEGERS, np.dtype(known).newbyteorder('<'), (int(header[2]),))
+        _refuse_size(size, array)
+        return array
+    if token_dtype not in RAW_DTYPES:
+        raise TokenFileError('does not say how tokens are stored; --token_dtype=uint16 or --token_dtype=uint32 does')
+    dtype = np.dtype(token_dtype).newbyteorder('<')
+    if size % dtype.itemsize:
+        raise TokenFileError(f'has {size} bytes, which is no whole number of {token_dtype}; it was cut short')
+    return TokenArray(file, 0, dtype, (size // dtype.itemsize,))
+
+
+def _refuse_size(size: int, array: TokenArray) -> None:
+    expected = array.offset + array.num_bytes
+    if size != expected:
+        raise TokenFileError(f'has {size} bytes, not the {expected} that its header says; it was cut short or added to')

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from maxlm.data.inputs import find_inputs
+from maxlm.data.pieces import cut
+
+TEXTS = [f'{i} ü\n' * (i % 9) if i % 5 else None for i in range(300)]
+
+
+def write(path, columns, **options):
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def test_pieces_give_the_whole(tmp_path, check_pieces, read):
+    path = write(tmp_path / 'x.parquet', {'id': list(range(300)), 'text': TEXTS}, row_group_size=37)
+    check_pieces(path, [1, 400, 2000, 2**30])
+    expected = [(f'x.parquet:{i}', text) for i, text in enumerate(TEXTS) if text]
+    assert [(d.name, d.text) for d in read(path)] == expected
+    assert len(cut(find_inputs([path])[0], 1)) == 9
+
+
+@pytest.mark.parametrize('kind', [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize('compression', ['none', 'zstd', 'snappy', 'gzip'])
+def test_types_and_compressions_of_text(tmp_path, read, kind, compression):
+    column = pa.array(['a', None, '', 'ü']).cast(pa.string()).cast(kind) if not pa.types.is_dictionary(kind) else None
+    column = column if column is not None else pa.array(['a', None, '', 'ü']).dictionary_encode()
+    path = write(tmp_path / 'x.parquet', {'text': column}, compression=compression)
+    assert [(d.name, d.text) for d in read(path)] == [('x.parquet:0', 'a'), ('x.parquet:3', 'ü')]
+
+
+def test_only_columns_that_are_asked_for_are_kept(tmp_path, read):
+    day = datetime.date(2024, 2, 3)
+    path = write(tmp_path / 'x.parquet', {'body': ['a'], 'url': ['b'], 'day': [day], 'n': [[1]], 'raw': [b'\xff']})
+    (document,) = read(path, text_key='body')
+    assert (document.text, document.metadata) == ('a', {})
+    (document,) = read(path, text_key='body', metadata_keys=('url', 'day', 'n', 'raw', 'body'))
+    assert document.metadata == {'url': 'b', 'day': '2024-02-03', 'n': [1], 'raw': '\ufffd', 'body': 'a'}
+
+
+@pytest.mark.parametrize(
+    ('columns', 'options', 'told'),
+    [
+        ({'id': [1], 'content': ['a']}, {}, "no column 'text'; it has id, content; --text_key names the column"),
+        (
+            {'text': ['a']},
+            {'metadata_keys': ('url',)},
+            "no column 'url'; it has text; --metadata_keys names the column",
+        ),
+        ({'text': [1]}, {}, "the column 'text' holds int64, not text; --text_key names the column of the text"),
+        ({'text': [['a']]}, {}, "the column 'text' holds list<"),
+    ],
+)
+def test_missing_and_wrong_columns_are_named(tmp_path, left_out, columns, options, told):
+    path = write(tmp_path / 'x.parquet', columns)
+    ((name, reason),) = left_out(path, **options)
+    assert name == 'x.parquet'
+    assert reason.startswith(f'{path}: {told}')
+
+
+def test_rows_that_are_not_text_are_named(tmp_path, left_out, read):
+    raw = pa.array([b'good', b'a\xff', b'fine'])
+    for column in (raw, pa.Array.from_buffers(pa.string(), 3, raw.buffers())):
+        path = write(tmp_path / 'x.parquet', {'text': column})
+        ((name, reason),) = left_out(path)
+        assert name == 'x.parquet:1'
+        assert reason.startswith(f'{path}: row 1: byte 1 of ')
+        assert [d.text for d in read(path, on_bad=lambda *_: None)] == ['good', 'fine']
+
+
+def test_files_cut_short_and_damaged_are_named(tmp_path, left_out, read):
+    path = write(tmp_path / 'x.parquet', {'text': [text or '' for text in TEXTS]}, row_group_size=100)
+    content = path.read_bytes()
+    for size in (0, 3, 50, len(content) - 1):
+        path.write_bytes(content[:size])
+        ((name, reason),) = left_out(path)
+        assert name == 'x.parquet'
+        assert f'{path}: no Parquet, damaged or cut short' in reason
+    # The middle row group only: what is before and behind it is read.
+    group = pq.ParquetFile(pa.BufferReader(content)).metadata.row_group(1).column(0)
+    start = group.dictionary_page_offset or group.data_page_offset
+    path.write_bytes(content[:start] + b'\xff' * 20 + content[start + 20 :])
+    ((name, reason),) = left_out(path)
+    assert name == 'x.parquet:100'
+    assert 'rows 100 to 199 is damaged' in reason
+    rows = {int(d.name.split(':')[1]) // 100 for d in read(path, on_bad=lambda *_: None)}
+    assert rows == {0, 2}
