@@ -1,0 +1,96 @@
+"""`dataset.json` of a data set in a bucket: which files belong to it, and their checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from maxlm.data.buckets import read_file
+from maxlm.data.outage import redact
+from maxlm.data.records import FORMAT_VERSION, MANIFEST_NAME
+from maxlm.data.transfer import RemoteFile, remove_partial
+from maxlm.errors import InputError, os_message
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteManifest:
+    """What fetching needs to know of a data set.
+
+    Attributes:
+        url: the directory of the data set.
+        content: of `dataset.json`, as it is.
+        tokenizer: name and SHA-256 of the tokenizer's file.
+        shards: name → size in bytes and SHA-256, of all splits.
+    """
+
+    url: str
+    content: bytes
+    tokenizer: tuple[str, str]
+    shards: dict[str, tuple[int, str]]
+
+    def files(self, directory: Path) -> list[RemoteFile]:
+        """The shards, with their places in `directory`."""
+        return [
+            RemoteFile(f'{self.url}/{name}', directory / name, size, sha256)
+            for name, (size, sha256) in self.shards.items()
+        ]
+
+
+def read_remote_manifest(url: str) -> RemoteManifest:
+    """Reads the manifest of the data set in the directory `url`.
+
+    Raises:
+        InputError: there is none, or it is malformed.
+        UnreachableError: the bucket does not answer.
+    """
+    url = url.rstrip('/')
+    return parse_manifest(url, read_file(f'{url}/{MANIFEST_NAME}'))
+
+
+def parse_manifest(url: str, content: bytes) -> RemoteManifest:
+    """The manifest of the data set in the directory `url`; raises InputError if it is malformed."""
+    name = f'{redact(url)}/{MANIFEST_NAME}'
+    try:
+        facts = json.loads(content)
+        version = facts['format_version']
+        if version != FORMAT_VERSION:
+            raise InputError(f'{name} has format {version}, this maxlm reads {FORMAT_VERSION}; prepare it again')
+        tokenizer = (str(facts['tokenizer_file']), str(facts['tokenizer_sha256']))
+        shards = {
+            str(shard['name']): (int(shard['bytes']), str(shard['sha256']))
+            for split in facts['splits'].values()
+            for shard in split['shards']
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f'{name} is malformed ({error}); copy the data set to the bucket again') from error
+    for file in (tokenizer[0], *shards):
+        # They become paths: none may lead out of the directory.
+        if file != os.path.basename(file) or file in ('', '.', '..'):
+            raise InputError(f'{name} is malformed (a file named {file!r}); copy the data set to the bucket again')
+    return RemoteManifest(url, content, tokenizer, shards)
+
+
+def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
+    """Removes from `directory` the shards of another data set that have the names and sizes of this one's.
+
+    Files are taken for what they should be by their sizes; those of the data set that was here before are known by
+    its manifest.
+    """
+    try:
+        before = parse_manifest(str(directory), (directory / MANIFEST_NAME).read_bytes())
+    except FileNotFoundError:
+        return
+    except InputError:
+        # Unknown what its shards are: then they are not this one's.
+        before = RemoteManifest('', b'', ('', ''), dict.fromkeys(manifest.shards, (0, '')))
+    except OSError as error:
+        raise InputError(f'{directory / MANIFEST_NAME}: {os_message(error)}') from error
+    for file in manifest.files(directory):
+        if file.path.name in before.shards and before.shards[file.path.name][1] != file.sha256:
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise InputError(f'{file.path}: {os_message(error)}') from error
+            remove_partial(file)

@@ -1,0 +1,124 @@
+"""`python -m maxlm.fetch`: files and prepared data sets from a bucket to a local directory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from maxlm.data.outage import redact
+from maxlm.data.transfer import RemoteFile
+from maxlm.data.tree import fetch_tree, list_tree, with_checksums
+from maxlm.errors import ArgumentParser, InputError, exit_code
+
+
+def main(argv: list[str]) -> int:
+    """Fetches what `argv` asks for. Raises InputError when it cannot be had."""
+    options = _parse(argv)
+    found = [
+        list_tree(url, options.output, include=options.include, max_files=options.max_files) for url in options.input
+    ]
+    files = with_checksums([file for part in found for file in part])
+    _refuse_clashes(files)
+    missing = [file for file in files if not file.is_there]
+    _fetch(files, missing, options)
+    if not options.quiet:
+        size = sum(file.bytes for file in files)
+        print(
+            f'{options.output}: {len(files):,} files, {size:,} bytes; '
+            f'{len(missing):,} fetched, {len(files) - len(missing):,} were there'
+        )
+    return 0
+
+
+def run() -> None:
+    """Entry point: exits with 0 when all files are there, 2 after bad input."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog='maxlm.fetch',
+        allow_abbrev=False,
+        description='Fetches files from a bucket, with their folders. Started again after an interruption it goes on '
+        'in the middle of a file; what is there in its full size is left alone. What arrives is compared with its '
+        'checksum: of the manifest in a prepared data set, else of the bucket. Credentials are those of the '
+        "protocol's library: GOOGLE_APPLICATION_CREDENTIALS for gs://, AWS_PROFILE or AWS_ACCESS_KEY_ID and "
+        'AWS_SECRET_ACCESS_KEY for s3://.',
+    )
+    add = parser.add_argument
+    add(
+        '--input',
+        nargs='+',
+        required=True,
+        metavar='URL',
+        help='files, folders and globs: gs://…, s3://…, anything that fsspec knows',
+    )
+    add('--output', type=Path, required=True, metavar='DIR', help='directory that gets what is below the URLs')
+    add('--include', default='', metavar='GLOB', help="only files of this name, e.g. '*.parquet' or 'train/*'")
+    add('--max_files', type=int, default=0, metavar='N', help='at most so many of each URL, the first by name; 0 = all')
+    add('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')
+    add('--quiet', action='store_true', help='print errors and alarms only')
+    options = parser.parse_args(argv)
+    for name, smallest in {'threads': 1, 'max_files': 0}.items():
+        if getattr(options, name) < smallest:
+            raise InputError(f'--{name}={getattr(options, name)}: needs {smallest} or more')
+    return options
+
+
+def _refuse_clashes(files: Sequence[RemoteFile]) -> None:
+    seen: dict[Path, RemoteFile] = {}
+    for file in files:
+        other = seen.setdefault(file.path, file)
+        if other is not file:
+            raise InputError(
+                f'{redact(other.url)} and {redact(file.url)} would both be {file.path}; give one --output for each'
+            )
+    for path in seen:
+        parent = next((parent for parent in path.parents if parent in seen), None)
+        if parent:
+            raise InputError(
+                f'{redact(seen[parent].url)} and {redact(seen[path].url)} would be a file and a folder of the same '
+                f'name, {parent}; leave one out with --include'
+            )
+
+
+def _fetch(files: Sequence[RemoteFile], missing: Sequence[RemoteFile], options: argparse.Namespace) -> None:
+    num_done = len(files) - len(missing)
+    with tqdm(
+        total=sum(file.bytes for file in files),
+        initial=sum(file.bytes for file in files) - sum(file.bytes for file in missing),
+        unit='B',
+        unit_scale=True,
+        desc='fetch',
+        # None: only where standard error is a terminal.
+        disable=True if options.quiet else None,
+    ) as bar:
+        # The bar is not made for several threads.
+        lock = threading.Lock()
+
+        def on_bytes(num_bytes: int) -> None:
+            with lock:
+                bar.update(num_bytes)
+
+        def on_file() -> None:
+            nonlocal num_done
+            with lock:
+                num_done += 1
+                bar.set_postfix_str(f'{num_done:,} of {len(files):,} files', refresh=False)
+
+        fetch_tree(
+            missing,
+            threads=options.threads,
+            on_alarm=lambda line: bar.write(f'fetch: {line}', file=sys.stderr),
+            on_bytes=on_bytes,
+            on_file=on_file,
+        )
+
+
+if __name__ == '__main__':
+    run()

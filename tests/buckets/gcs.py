@@ -1,0 +1,195 @@
+"""A Google Cloud Storage on loopback, with faults: the part of its JSON API that file systems and checkpoints use.
+
+Written from https://cloud.google.com/storage/docs/json_api/v1: buckets (insert, get), objects (list, get, get of the
+media with ranges, delete, insert by simple, multipart and resumable upload), generations and preconditions.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import hashlib
+import itertools
+import os
+import socket
+import threading
+import types
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+
+import google_crc32c
+
+from tests.buckets.gcs_api import Handler, Request, break_connection
+
+# Read when gcsfs is imported: its variant for zonal buckets speaks gRPC, to Google.
+os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'
+
+UPDATED = '2026-01-01T00:00:00.000000Z'
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredObject:
+    """One generation of an object."""
+
+    bucket: str
+    name: str
+    content: bytes
+    generation: int
+    content_type: str = 'application/octet-stream'
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Objects that were composed of others have no MD5.
+    composed: bool = False
+
+    @property
+    def resource(self):
+        facts = {
+            'kind': 'storage#object',
+            'id': f'{self.bucket}/{self.name}/{self.generation}',
+            'name': self.name,
+            'bucket': self.bucket,
+            'generation': str(self.generation),
+            'metageneration': '1',
+            'size': str(len(self.content)),
+            'contentType': self.content_type,
+            'timeCreated': UPDATED,
+            'updated': UPDATED,
+            'etag': f'etag-{self.generation}',
+            'crc32c': self.crc32c,
+            'metadata': self.metadata,
+        }
+        return facts if self.composed else {**facts, 'md5Hash': self.md5}
+
+    @functools.cached_property
+    def md5(self):
+        return base64.b64encode(hashlib.md5(self.content).digest()).decode()
+
+    @functools.cached_property
+    def crc32c(self):
+        return base64.b64encode(google_crc32c.Checksum(self.content).digest()).decode()
+
+
+@dataclasses.dataclass
+class Fault:
+    """What goes wrong with the next `times` requests of a kind for objects whose names match.
+
+    `kind` is a status (403, 503, …), or for media `reset` (the connection breaks in the middle of the body),
+    `truncate` (it ends there), `flip` (the last bit is another), `hold` (it goes on when `released` is set).
+    """
+
+    kind: int | str
+    match: str = '*'
+    requests: str = 'media'
+    times: int = 10**9
+    released: threading.Event = dataclasses.field(default_factory=threading.Event)
+    # That a request is held.
+    reached: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+class GcsServer:
+    """The server. Its fields may be read and changed by the test at any time."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.buckets: set[str] = set()
+        self.objects: dict[tuple[str, str], StoredObject] = {}
+        self.uploads: dict[str, dict] = {}
+        self.requests: list[Request] = []
+        self.faults: list[Fault] = []
+        self.connections: set[socket.socket] = set()
+        self.generations = itertools.count(1000)
+        self.page_size = 1000
+        self.port = 0
+        self._http: ThreadingHTTPServer | None = None
+        self.appear()
+
+    @property
+    def url(self):
+        return f'http://127.0.0.1:{self.port}'
+
+    def put(self, bucket, name, content, **facts):
+        with self.lock:
+            self.buckets.add(bucket)
+            stored = StoredObject(bucket, name, content, next(self.generations), **facts)
+            self.objects[bucket, name] = stored
+            return stored
+
+    def asked(self, kind='media', match='*'):
+        """The requests of a kind so far."""
+        with self.lock:
+            return [one for one in self.requests if one.kind == kind and fnmatch.fnmatch(one.name, match)]
+
+    def fault(self, kind, match='*', **facts):
+        fault = Fault(kind, match, **facts)
+        with self.lock:
+            self.faults.append(fault)
+        return fault
+
+    def vanish(self):
+        """Nobody listens any more, and open connections break."""
+        if self._http is None:
+            return
+        http, self._http = self._http, None
+        http.shutdown()
+        http.server_close()
+        with self.lock:
+            for connection in list(self.connections):
+                break_connection(connection)
+
+    def appear(self):
+        """Listens, on the same port as before."""
+        self._http = Listener(('127.0.0.1', self.port), type('BoundHandler', (Handler,), {'store': self}))
+        self.port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, kwargs={'poll_interval': 0.01}, daemon=True).start()
+
+    def close(self):
+        for fault in self.faults:
+            fault.released.set()
+        self.vanish()
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
+
+    def handle_error(self, request, client_address):
+        """A client that is gone is no news."""
+
+
+def environment(server: GcsServer) -> dict[str, str]:
+    """What a process needs to take the server for Google's, by gcsfs and by TensorStore."""
+    return {
+        'STORAGE_EMULATOR_HOST': server.url,
+        'TENSORSTORE_GCS_HTTP_URL': server.url,
+        'FSSPEC_GCS': '{"token": "anon"}',
+        'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',
+        'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'abc',
+        'NO_GCE_CHECK': 'true',
+    }
+
+
+@contextlib.contextmanager
+def running(monkeypatch) -> Iterator[GcsServer]:
+    """The server, which this process takes for Google's; gcsfs tries again without sleeping."""
+    import asyncio
+
+    import fsspec.config
+    import gcsfs.retry
+
+    from maxlm.data import buckets
+
+    server = GcsServer()
+    for name, value in environment(server).items():
+        monkeypatch.setenv(name, value)
+    # The variable is read when fsspec is imported.
+    monkeypatch.setitem(fsspec.config.conf, 'gcs', {'token': 'anon'})
+    monkeypatch.setattr(gcsfs.retry, 'asyncio', types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(0)))
+    buckets._filesystem.cache_clear()
+    try:
+        yield server
+    finally:
+        server.close()
+        buckets._filesystem.cache_clear()
