@@ -13,12 +13,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from maxlm.data.buckets import open_filesystem
 from maxlm.errors import InputError, os_message
 
 # Bytes that a local file is read by; fsspec reads buckets ahead by itself.
 BUFFER_BYTES = 2**20
-# Extras of the package, by the protocols that need them.
-EXTRAS = {'gs': ('gcsfs', 'gcs'), 'gcs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3'), 's3a': ('s3fs', 's3')}
 # Facts that change when a remote file does, the surest first; the names are those of gcsfs, s3fs, http, memory.
 VERSION_FACTS = ('generation', 'ETag', 'etag', 'md5Hash', 'mtime', 'LastModified', 'updated', 'created')
 # What clients raise when nobody has logged in.
@@ -226,15 +225,10 @@ class _RemoteFile(io.RawIOBase):
 
 def _filesystem(path: str) -> tuple[Any, str]:
     """The file system of a URL, and the URL as it calls it."""
-    import fsspec.core  # takes a while, and local text does without
-
-    protocol = path.partition('://')[0].lower()
     try:
-        return fsspec.core.url_to_fs(path)
-    except ImportError as error:
-        package, extra = EXTRAS.get(protocol, (error.name or protocol, ''))
-        install = f'maxlm[{extra}]' if extra else package
-        raise StorageError(f"{shown(path)}: {protocol}:// needs {package}: pip install '{install}'") from error
+        return open_filesystem(path)
+    except InputError as error:
+        raise StorageError(str(error)) from error
 
 
 def _walk_local(directory: str, below: str, skip: Callable[[str], bool]) -> Iterator[Entry]:

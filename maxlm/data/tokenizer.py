@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from maxlm.data.alphabets import bytes_library, chars_library, numbers_library, recognize
+from maxlm.data.byte_pairs import byte_pair_encoder
+from maxlm.data.special_tokens import (
+    END_OF_DOCUMENT,
+    INFILL,
+    add_infill_tokens,
+    find_end_of_document,
+    find_infill_ids,
+)
 from maxlm.errors import InputError, os_message
 
 TOKENIZER_FILE = 'tokenizer.json'
-END_OF_DOCUMENT = '<|endoftext|>'
-UNKNOWN = '<|unk|>'
-# In order of preference, for a tokenizer.json from elsewhere.
-END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, '</s>', '<|end_of_text|>', '<eos>', '<|eos|>')
 # 256 bytes and the end of a document.
 MIN_BPE_VOCAB_SIZE = 257
+# Each id becomes an entry of tokenizer.json.
+MAX_NUMBERED_IDS = 2**20
+SPECS = 'bytes, chars, bpe:N, ids:N[:END], hf:NAME[@REVISION] or the path of a tokenizer.json'
 
 
 class Tokenizer:
@@ -28,9 +40,11 @@ class Tokenizer:
     Text that spells a special token is encoded as text, never as that token's id.
 
     Attributes:
-        kind: `bytes`, `chars` (both encoded by NumPy, with the ids that the library gives) or `library`.
+        kind: `bytes`, `chars`, `ids` (text is numbers) or `library`. The first two are encoded by NumPy, byte-level BPE
+            by tiktoken, always with the ids that the library gives.
         vocab_size: ids are 0 … vocab_size - 1.
         end_of_document: the id that ends each document.
+        infill_ids: the ids that fill-in-the-middle joins the parts of a document with; None where it has none.
     """
 
     def __init__(self, library: tokenizers.Tokenizer):
@@ -38,22 +52,17 @@ class Tokenizer:
         library.encode_special_tokens = True
         # Ids need not be dense in a file from elsewhere: the table of embeddings must hold the largest.
         self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.end_of_document = _find_end_of_document(library)
+        self.end_of_document = find_end_of_document(library)
+        self.infill_ids = find_infill_ids(library)
+        self.kind, self._by_numpy = recognize(library, self.end_of_document)
         self._library = library
-        self._codepoints = _codepoints_of(library)
-        if library.to_str() == _bytes_library().to_str():
-            self.kind = 'bytes'
-        elif self._codepoints is not None:
-            self.kind = 'chars'
-        else:
-            self.kind = 'library'
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Reads a `tokenizer.json`.
+    def load(cls, path: str | os.PathLike[str], *, infill: bool = False) -> Tokenizer:
+        """Reads a `tokenizer.json`; with `infill`, adds the tokens of fill-in-the-middle where it has none.
 
         Raises:
-            InputError: the file is missing, is not a tokenizer, or has no end-of-document token.
+            InputError: the file is missing, is not a tokenizer, has no end-of-document token, or cannot be added to.
         """
         try:
             text = Path(path).read_text(encoding='utf-8')
@@ -66,7 +75,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise InputError(f'{path} is not a tokenizer.json: {error}') from error
         try:
-            return cls(library)
+            return _finished(library, infill)
         except InputError as error:
             raise InputError(f'{path}: {error}') from error
 
@@ -84,132 +93,205 @@ class Tokenizer:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, without the end of document: uint32 arrays [number of tokens]."""
-        if self.kind == 'bytes':
-            return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
-        if self._codepoints is not None:
-            return [_encode_chars(text, self._codepoints) for text in texts]
-        return self.encode_batch_by_library(texts)
+        """Token ids of each text, without the end of document: uint32 arrays [number of tokens].
+
+        Raises:
+            InputError: a text has no ids: of an `ids` tokenizer, one that is not numbers.
+        """
+        fast = self._fast
+        if fast is None:
+            return self.encode_batch_by_library(texts)
+        encoded = []
+        for text in texts:
+            try:
+                encoded.append(fast(text))
+            except ValueError:
+                encoded += self.encode_batch_by_library([text])
+        return encoded
 
     def encode_batch_by_library(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode_batch` without the fast paths: what they must equal."""
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+        encoded = _encode_batch(self._library, texts)
+        if self.kind == 'ids':
+            for text, ids in zip(texts, encoded, strict=True):
+                self._refuse_other_words(text, ids)
+        return encoded
+
+    def encode_batch_inside(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode_batch` for texts from inside a document: without the blank that SentencePiece puts before a text."""
+        if self._inside is self._library:
+            return self.encode_batch(texts)
+        return _encode_batch(self._inside, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids; special tokens are spelled out, bytes that are not UTF-8 become U+FFFD."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    @functools.cached_property
+    def _fast(self) -> Callable[[str], np.ndarray] | None:
+        # When first needed: it takes longer than to read the file.
+        return byte_pair_encoder(self._library) if self.kind == 'library' else self._by_numpy
 
-def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer that `bytes`, `chars`, `bpe:N` or the path of a `tokenizer.json` asks for.
+    @functools.cached_property
+    def _inside(self) -> tokenizers.Tokenizer:
+        facts = json.loads(self._library.to_str())
+        bare = {
+            **facts,
+            'normalizer': _without_leading_blank(facts['normalizer']),
+            'pre_tokenizer': _without_leading_blank(facts['pre_tokenizer']),
+        }
+        if bare == facts:
+            return self._library
+        library = tokenizers.Tokenizer.from_str(json.dumps(bare))
+        library.encode_special_tokens = True
+        return library
 
-    `texts` is what `chars` and `bpe:N` learn from; it is not read otherwise.
-    """
-    check_spec(spec)
-    if spec == 'bytes':
-        return bytes_tokenizer()
-    if spec == 'chars':
-        return chars_tokenizer(texts)
-    if spec.startswith('bpe:'):
-        return train_bpe(texts, int(spec.removeprefix('bpe:')))
-    return Tokenizer.load(spec)
-
-
-def check_spec(spec: str) -> None:
-    """Raises InputError when `make_tokenizer` could not follow `spec`, before any text is read."""
-    if spec in ('bytes', 'chars'):
-        return
-    if spec.startswith('bpe:'):
-        size = spec.removeprefix('bpe:')
-        if not (size.isascii() and size.isdigit()) or int(size) < MIN_BPE_VOCAB_SIZE:
+    def _refuse_other_words(self, text: str, ids: np.ndarray) -> None:
+        wrong = np.flatnonzero(ids == self.end_of_document)
+        if len(wrong):
             raise InputError(
-                f'--tokenizer={spec}: needs bpe:N, N ≥ {MIN_BPE_VOCAB_SIZE} (256 bytes and {END_OF_DOCUMENT})'
+                f'{text.split()[wrong[0]]!r} is no id: the text of this tokenizer is ids from 0 to '
+                f'{self.vocab_size - 1} with blanks between, without {self.end_of_document}, which ends documents'
             )
-        return
-    if not Path(spec).is_file():
-        raise InputError(f'--tokenizer={spec}: needs bytes, chars, bpe:N or the path of a tokenizer.json; no such file')
-    Tokenizer.load(spec)
 
 
-def bytes_tokenizer() -> Tokenizer:
+def make_tokenizer(spec: str, texts: Iterable[str], *, infill: bool = False) -> Tokenizer:
+    """The tokenizer that `spec` asks for, one of SPECS.
+
+    `texts` is what `chars` and `bpe:N` learn from; it is not read otherwise. `infill` asks for the special tokens of
+    fill-in-the-middle: where there are none yet, they come after all other ids; the N of `bpe:N` counts them.
+
+    Raises:
+        InputError: there is no such tokenizer, or it cannot have these tokens.
+    """
+    _check_form(spec, infill=infill)
+    name, _, rest = spec.partition(':')
+    if spec == 'bytes':
+        return bytes_tokenizer(infill=infill)
+    if spec == 'chars':
+        return chars_tokenizer(texts, infill=infill)
+    if name == 'bpe':
+        return train_bpe(texts, int(rest), infill=infill)
+    if name == 'ids':
+        return ids_tokenizer(*_parse_ids(rest))
+    if name == 'hf':
+        return _from_hub(rest, infill=infill)
+    return Tokenizer.load(spec, infill=infill)
+
+
+def check_spec(spec: str, *, infill: bool = False) -> None:
+    """Raises InputError when `make_tokenizer` could not follow `spec`, before any text is read."""
+    _check_form(spec, infill=infill)
+    if spec not in ('bytes', 'chars') and spec.partition(':')[0] not in ('bpe', 'ids'):
+        make_tokenizer(spec, [], infill=infill)
+
+
+def bytes_tokenizer(*, infill: bool = False) -> Tokenizer:
     """257 ids: the id of a byte of UTF-8 is its value, the end of document is 256."""
-    return Tokenizer(_bytes_library())
+    return _finished(bytes_library(), infill)
 
 
-def chars_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def chars_tokenizer(texts: Iterable[str], *, infill: bool = False) -> Tokenizer:
     """One id per character of `texts`, sorted by code point, then the end of document and unknown characters."""
-    return Tokenizer(_chars_library(sorted(set().union(*texts))))
+    return _finished(chars_library(sorted(set().union(*texts))), infill)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
+    """For data that is tokenized already, without its tokenizer: the text of ids is their decimal numbers."""
+    return Tokenizer(numbers_library(vocab_size, end_of_document))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, infill: bool = False) -> Tokenizer:
     """Byte-level BPE with GPT-2's split of text into words; the same texts give the same tokenizer.
 
-    The end of document is id 0 and the 256 bytes follow, so that any text can be encoded. Text with too few different
-    words gives fewer than `vocab_size` ids.
+    The end of document is id 0 and the 256 bytes follow, so that any text can be encoded; with `infill` its three
+    tokens come last. Text with too few different words gives fewer than `vocab_size` ids.
     """
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(INFILL) * infill,
         special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     # A list: what goes wrong while reading must not be raised inside the library.
     library.train_from_iterator(list(texts), trainer)
+    return _finished(library, infill)
+
+
+def _finished(library: tokenizers.Tokenizer, infill: bool) -> Tokenizer:
+    if infill:
+        add_infill_tokens(library)
     return Tokenizer(library)
 
 
-def _find_end_of_document(library: tokenizers.Tokenizer) -> int:
-    # Only a token marked special is never made from text.
-    special = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
-    for name in END_OF_DOCUMENT_NAMES:
-        if name in special:
-            return special[name]
-    raise InputError(
-        f'the tokenizer has no special token that ends a document: one of {" ".join(END_OF_DOCUMENT_NAMES)}'
-    )
+def _encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    try:
+        encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f'the tokenizer has no ids for a text: {error}') from error
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
-def _bytes_library() -> tokenizers.Tokenizer:
-    # ByteLevel spells bytes as printable characters: those below keep their code, the others follow from 256 on.
-    kept = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
-    spelling = {byte: chr(byte) for byte in kept}
-    for byte in range(256):
-        spelling.setdefault(byte, chr(256 + len(spelling) - len(kept)))
-    library = tokenizers.Tokenizer(models.BPE(vocab={spelling[byte]: byte for byte in range(256)}, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([END_OF_DOCUMENT])
-    library.encode_special_tokens = True
-    return library
+def _check_form(spec: str, *, infill: bool) -> None:
+    """What can be told of `spec` without the disk and the hub."""
+    name, _, rest = spec.partition(':')
+    if name == 'bpe':
+        smallest = MIN_BPE_VOCAB_SIZE + len(INFILL) * infill
+        if not (rest.isascii() and rest.isdigit()) or int(rest) < smallest:
+            tokens = ', '.join([END_OF_DOCUMENT, *INFILL] if infill else [END_OF_DOCUMENT])
+            raise InputError(f'--tokenizer={spec}: needs bpe:N, N ≥ {smallest} (256 bytes and {tokens})')
+    elif name == 'ids':
+        if not re.fullmatch(r'[0-9]{1,9}(:[0-9]{1,9})?', rest):
+            raise InputError(f'--tokenizer={spec}: needs ids:N or ids:N:END, N ids of which END ends documents')
+        size, end = _parse_ids(rest)
+        if not (2 <= size <= MAX_NUMBERED_IDS and 0 <= end < size):
+            raise InputError(f'--tokenizer={spec}: needs 2 to {MAX_NUMBERED_IDS} ids and an END below their number')
+        if infill:
+            raise InputError(
+                f'--tokenizer={spec}: fill-in-the-middle cuts text, and this is for data that is tokenized already'
+            )
+    elif name == 'hf':
+        if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?(@[^\s@]+)?', rest):
+            raise InputError(f'--tokenizer={spec}: needs hf:NAME or hf:NAME@REVISION, e.g. hf:openai-community/gpt2')
+    elif spec not in ('bytes', 'chars') and not Path(spec).is_file():
+        raise InputError(f'--tokenizer={spec}: needs {SPECS}; no such file')
 
 
-def _chars_library(characters: Sequence[str]) -> tokenizers.Tokenizer:
-    vocab = {token: i for i, token in enumerate([*characters, END_OF_DOCUMENT, UNKNOWN])}
-    library = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    library.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated')
-    library.decoder = decoders.Fuse()
-    library.add_special_tokens([END_OF_DOCUMENT, UNKNOWN])
-    library.encode_special_tokens = True
-    return library
+def _parse_ids(rest: str) -> tuple[int, int]:
+    """Number of ids and the end of document; by default the last, as in GPT-2."""
+    size, _, end = rest.partition(':')
+    return int(size), int(end) if end else int(size) - 1
 
 
-def _codepoints_of(library: tokenizers.Tokenizer) -> np.ndarray | None:
-    """Sorted code points of a tokenizer that `chars_tokenizer` made, otherwise None."""
-    characters = sorted(set(library.get_vocab(with_added_tokens=True)) - {END_OF_DOCUMENT, UNKNOWN})
-    if any(len(character) != 1 for character in characters):
+def _from_hub(name: str, *, infill: bool) -> Tokenizer:
+    """The `tokenizer.json` of a model of the Hugging Face hub, by the library's own client and its cache."""
+    identifier, _, revision = name.partition('@')
+    try:
+        library = tokenizers.Tokenizer.from_pretrained(identifier, revision=revision or 'main')
+    except Exception as error:  # of the library, of its client, of the network
+        reason = ' '.join(str(error).split())
+        raise InputError(
+            f'--tokenizer=hf:{name}: no tokenizer.json from the hub ({reason}); the path of one works without the hub'
+        ) from error
+    try:
+        return _finished(library, infill)
+    except InputError as error:
+        raise InputError(f'--tokenizer=hf:{name}: {error}') from error
+
+
+def _without_leading_blank(node: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer of `tokenizer.json` that puts no blank before a text."""
+    kind = node and node['type']
+    if node is None or kind == 'Prepend':
         return None
-    if library.to_str() != _chars_library(characters).to_str():
-        return None
-    return np.array([ord(character) for character in characters], np.uint32)
-
-
-def _encode_chars(text: str, codepoints: np.ndarray) -> np.ndarray:
-    wanted = np.frombuffer(text.encode('utf-32-le'), '<u4')
-    ids = np.searchsorted(codepoints, wanted).astype(np.uint32)
-    known = np.append(codepoints, 0)[ids] == wanted
-    known &= ids < len(codepoints)
-    return np.where(known, ids, np.uint32(len(codepoints) + 1))
+    if kind == 'Sequence':
+        key = 'normalizers' if 'normalizers' in node else 'pretokenizers'
+        return {**node, key: [bare for step in node[key] if (bare := _without_leading_blank(step))]}
+    if kind == 'Metaspace':
+        return {**node, 'prepend_scheme': 'never'}
+    if kind == 'ByteLevel':
+        return {**node, 'add_prefix_space': False}
+    return node

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from moto.server import ThreadedMotoServer
 
+from maxlm.data import buckets
 from maxlm.data.inputs import find_inputs
 from maxlm.data.pieces import cut
 from maxlm.data.readers.options import ReadOptions
@@ -37,7 +38,7 @@ def bucket(server, monkeypatch):
     monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'HUSHHUSH')
     monkeypatch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
     # File systems are kept by their arguments, which the variables are none of.
-    fsspec.get_filesystem_class('s3').clear_instance_cache()
+    buckets._filesystem.cache_clear()
     filesystem = fsspec.filesystem('s3')
     filesystem.mkdir('corpus')
     jsonl = '\n'.join(json.dumps({'text': text}) for text in TEXTS).encode()
@@ -52,7 +53,7 @@ def bucket(server, monkeypatch):
         np.savez(file, a=np.arange(100), b=np.arange(50))
     yield filesystem
     filesystem.rm('corpus', recursive=True)
-    fsspec.get_filesystem_class('s3').clear_instance_cache()
+    buckets._filesystem.cache_clear()
 
 
 def read(paths, target):
@@ -110,7 +111,7 @@ def test_a_bucket_that_refuses_is_named_without_secrets(bucket, monkeypatch):
     def refuse(path):
         raise PermissionError('Access Denied for secret_access_key=HUSHHUSH')
 
-    monkeypatch.setattr(bucket, 'info', refuse)
+    monkeypatch.setattr(buckets.open_filesystem('s3://corpus')[0], 'info', refuse)
     with pytest.raises(InputError, match=r'^s3://corpus/web: Permission denied: Access Denied') as info:
         find_inputs(['s3://corpus/web'])
     assert 'HUSHHUSH' not in str(info.value)
@@ -125,6 +126,6 @@ def test_a_key_in_a_url_is_not_shown(bucket):
 def test_a_server_that_is_gone_is_named(bucket, monkeypatch):
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:1')
     monkeypatch.setenv('AWS_MAX_ATTEMPTS', '1')
-    fsspec.get_filesystem_class('s3').clear_instance_cache()
+    buckets._filesystem.cache_clear()
     with pytest.raises(InputError, match=r'^s3://corpus/web: the storage fails with EndpointConnectionError'):
         find_inputs(['s3://corpus/web'])
