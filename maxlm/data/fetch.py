@@ -1,8 +1,6 @@
 """A data set in a bucket, used as if it were on the local disk: its files are fetched ahead of their use.
 
-The fetcher runs in threads of the training process; readers, in this process or in others, wait for a file to appear
-under its name. They talk through the cache directory alone: `.NAME.failed` says why a file will not come, and while
-`.fetching` is locked there is somebody to wait for.
+The fetcher runs in threads of the training process; readers wait for its files, see `maxlm.data.waiting`.
 """
 
 from __future__ import annotations
@@ -22,17 +20,15 @@ from maxlm.data.records import MANIFEST_NAME
 from maxlm.data.remote_manifest import RemoteManifest, parse_manifest, read_remote_manifest, remove_stale
 from maxlm.data.room import Held, Room, Use, check_capacity
 from maxlm.data.transfer import ClosedError, RemoteFile, fetch_patiently, write_whole
+from maxlm.data.waiting import LOCK_NAME, failed_path
 from maxlm.errors import InputError, os_message
 
-# Between two looks of a reader at a file that is not there yet.
-POLL_SECONDS = 0.1
 # Between two looks of the fetcher at whether what it fetched is still there.
 RECHECK_SECONDS = 10.0
 # Uses that are looked at before the start, for whether they fit.
 CHECKED_USES = 256
 # For threads that are in the middle of a request when the fetcher is closed.
 CLOSE_SECONDS = 5.0
-LOCK_NAME = '.fetching'
 
 
 class Fetcher:
@@ -101,7 +97,7 @@ class Fetcher:
         try:
             for file in self._known.values():
                 self._announce(file.path.parent)
-                _failed_path(file.path).unlink(missing_ok=True)
+                failed_path(file.path).unlink(missing_ok=True)
                 self._room.adopt(file)
         except OSError as error:
             self._release()
@@ -218,7 +214,7 @@ class Fetcher:
     def _fetch(self, file: RemoteFile) -> bool:
         try:
             # In a later epoch it is tried again.
-            _failed_path(file.path).unlink(missing_ok=True)
+            failed_path(file.path).unlink(missing_ok=True)
             fetch_patiently(file, outage=self._outage, closing=self._closing, on_bytes=self._on_bytes)
         except ClosedError:
             raise
@@ -243,7 +239,7 @@ class Fetcher:
     def _give_up(self, file: RemoteFile, reason: str) -> None:
         self._on_alarm(reason)
         try:
-            write_whole(_failed_path(file.path), reason.encode())
+            write_whole(failed_path(file.path), reason.encode())
         except InputError as error:
             self._fail(f'{error}; {reason}')
 
@@ -252,24 +248,6 @@ class Fetcher:
         self._error = reason
         self._stop()
         self._release()
-
-
-def wait_for(path: Path, *, sleep: Callable[[float], object] = time.sleep) -> None:
-    """Returns when `path` is there, at once if it is; any process may wait for what a `Fetcher` fetches.
-
-    Raises:
-        InputError: it cannot be fetched, or nobody is fetching files of its directory.
-    """
-    while not path.exists():
-        try:
-            raise InputError(_failed_path(path).read_text(encoding='utf-8'))
-        except OSError:
-            # No such file: it has not failed.
-            pass
-        # It may have come just before the fetcher ended.
-        if not _is_fetched(path.parent) and not path.exists():
-            raise InputError(f'{path} is missing, and nothing is fetching it')
-        sleep(POLL_SECONDS)
 
 
 def fetch_manifest(url: str, cache: Path, *, on_alarm: OnAlarm) -> RemoteManifest:
@@ -312,23 +290,3 @@ def _has_checksum(path: Path, sha256: str) -> bool:
         return hashlib.sha256(path.read_bytes()).hexdigest() == sha256
     except OSError:
         return False
-
-
-def _is_fetched(directory: Path) -> bool:
-    """Whether a fetcher is at work on files of a directory: then its lock cannot be had."""
-    try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _failed_path(path: Path) -> Path:
-    return path.with_name(f'.{path.name}.failed')

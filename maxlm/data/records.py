@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from maxlm.data.waiting import wait_for
 from maxlm.errors import InputError, os_message
 
 FORMAT_VERSION = 2
@@ -250,8 +251,6 @@ class TokenReader:
     def _open(self, path: Path) -> ArrayRecordReader:
         while True:
             if self._fetched:
-                from maxlm.data.fetch import wait_for
-
                 wait_for(path)
             try:
                 return ArrayRecordReader(os.fspath(path), READER_OPTIONS)

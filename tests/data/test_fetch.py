@@ -12,10 +12,11 @@ import threading
 
 import pytest
 
-from maxlm.data import fetch, transfer
-from maxlm.data.fetch import Fetcher, wait_for
+from maxlm.data import fetch, transfer, waiting
+from maxlm.data.fetch import Fetcher
 from maxlm.data.room import Use
 from maxlm.data.transfer import RemoteFile
+from maxlm.data.waiting import wait_for
 from maxlm.errors import InputError
 from tests.buckets import gcs as gcs_buckets
 from tests.conftest import ROOT
@@ -25,7 +26,7 @@ CONTENTS = [random.Random(seed).randbytes(SIZE) for seed in range(8)]
 WAIT = """
 import sys
 from pathlib import Path
-from maxlm.data.fetch import wait_for
+from maxlm.data.waiting import wait_for
 from maxlm.errors import InputError
 print('waiting', flush=True)
 try:
@@ -49,7 +50,7 @@ def gcs(monkeypatch):
 def quick(monkeypatch):
     monkeypatch.setattr(transfer, 'CHUNK_BYTES', 300)
     monkeypatch.setattr(transfer, 'LOCK_POLL_SECONDS', 0.001)
-    monkeypatch.setattr(fetch, 'POLL_SECONDS', 0.001)
+    monkeypatch.setattr(waiting, 'POLL_SECONDS', 0.001)
 
 
 @pytest.fixture

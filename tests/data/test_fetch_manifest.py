@@ -8,12 +8,13 @@ import random
 
 import pytest
 
-from maxlm.data import fetch
-from maxlm.data.fetch import Fetcher, fetch_manifest, wait_for
+from maxlm.data import waiting
+from maxlm.data.fetch import Fetcher, fetch_manifest
 from maxlm.data.outage import UnreachableError
 from maxlm.data.records import FORMAT_VERSION
 from maxlm.data.room import Use
 from maxlm.data.transfer import RemoteFile
+from maxlm.data.waiting import wait_for
 from maxlm.errors import InputError
 from tests.buckets import gcs as gcs_buckets
 
@@ -106,7 +107,7 @@ def test_without_the_bucket_the_cached_manifest_is_used(gcs, tmp_path, alarms):
 
 
 def test_another_data_set_does_not_use_what_is_cached_of_the_first(gcs, tmp_path, alarms, files, monkeypatch):
-    monkeypatch.setattr(fetch, 'POLL_SECONDS', 0.001)
+    monkeypatch.setattr(waiting, 'POLL_SECONDS', 0.001)
     cache = tmp_path / 'cache'
     put_dataset(gcs)
     fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
