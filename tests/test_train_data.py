@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import threading
 
 import pytest
 
 from maxlm import evaluate, prepare
+from maxlm.data import fetch
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.runtime.metrics import read_metrics
+from tests.buckets import gcs
 from tests.shards import write_dataset
 from tests.test_train import curve, params_of, run, same
 
@@ -215,3 +218,33 @@ def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, compile_once, capsys):
     values = json.loads(capsys.readouterr().out)
     assert values['loss'] == pytest.approx(curve(workdir)[2]['eval/loss'], rel=1e-4)
     assert set(cached(tmp_path / 'cache')) == {'validation-00000.arrayrecord'}
+
+
+def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, compile_once, capsys, monkeypatch):
+    """Nobody answers after two pools have come; the server is back when training has asked for a third."""
+    settings = {'data__pool_shards': 2, 'data__prefetch': 1, 'data__threads': 1, 'eval__every': 0}
+    here = tmp_path / 'here'
+    assert run(bucket.path, here, **settings) == EXIT_DONE
+    with gcs.running(monkeypatch) as server:
+        for path in bucket.path.iterdir():
+            server.put('bucket', f'corpus/{path.name}', path.read_bytes())
+        fetch_one = fetch.fetch_patiently
+        fetched = []
+
+        def fetch_some(file, *arguments, **options):
+            fetched.append(file.path.name)
+            if len(fetched) == 5:
+                server.vanish()
+                # The alarm is raised; then somebody mends it.
+                threading.Timer(0.5, server.appear).start()
+            return fetch_one(file, *arguments, **options)
+
+        monkeypatch.setattr(fetch, 'fetch_patiently', fetch_some)
+        remote = {**settings, 'data__cache': tmp_path / 'cache', 'data__fetch_threads': 1}
+        there = tmp_path / 'there'
+        assert run('gs://bucket/corpus', there, **remote) == EXIT_DONE
+    assert curve(there) == curve(here)
+    told = ''.join(capsys.readouterr())
+    assert 'no answer' in told
+    assert 'the bucket answers again' in told
+    assert len(fetched) > 5

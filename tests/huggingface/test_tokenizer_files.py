@@ -163,7 +163,7 @@ def test_without_a_tokenizer_json_there_is_a_remark(model_directory, found, part
 
 def test_a_tokenizer_that_maxlm_cannot_use_is_kept_with_a_remark(model_directory):
     path = model_directory / 'tokenizer.json'
-    content = path.read_bytes().replace(END_OF_DOCUMENT.encode(), b'<|bos|>')
+    content = path.read_bytes().replace(END_OF_DOCUMENT.encode(), b'<|begin|>')
     path.write_bytes(content)
     files, remark = files_for_import(model_directory)
     assert files['tokenizer.json'] == content
