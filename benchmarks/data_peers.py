@@ -32,11 +32,18 @@ class MemmapLoader:
         starts = self._rng.integers(0, len(self._tokens) // WINDOW - 1, BATCH) * WINDOW
         return [self._tokens[start : start + WINDOW + 1] for start in starts]
 
-    def batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets, int32 [BATCH, WINDOW]."""
+    def stacked(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets, int32 [BATCH, WINDOW], as small trainers are used to: slices that are stacked."""
         streams = self.streams()
         tokens = np.stack([stream[:-1].astype(np.int32) for stream in streams])
         return tokens, np.stack([stream[1:].astype(np.int32) for stream in streams])
+
+    def filled(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same with the fewest copies: every slice is converted into its row."""
+        both = np.empty((BATCH, WINDOW + 1), np.int32)
+        for row, stream in enumerate(self.streams()):
+            both[row] = stream
+        return np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
 
 
 def torch_loader(at: Path) -> tuple[str, Iterator[Any]]:
