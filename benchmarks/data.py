@@ -2,10 +2,11 @@
 
     python -m benchmarks.data [--tokens=100e6] [--rounds=9] [--peer_python=PYTHON] [--output=FILE]
 
-All loaders give batches of 64 windows of 2 048 tokens in random order, in turns in one run; a figure is the median over
-the rounds, a ratio one of medians. `memmap` is NumPy on one flat file, tokens and targets as int32 and nothing else: with
-slices that are stacked, as small trainers do it, and with rows that are filled, the floor of work. maxlm gives five arrays (tokens, targets, weights, segments, positions). Public loaders run where
-they can be imported, here or by --peer_python (an environment with torch, mosaicml-streaming and litdata).
+All loaders give batches of 64 windows of 2 048 tokens in random order, in turns in one run; a figure is the median
+over the rounds, a ratio one of medians. `memmap` is NumPy on one flat file, tokens and targets as int32 and nothing
+else: with slices that are stacked, as small trainers do it, and with rows that are filled, the floor of work. maxlm
+gives five arrays (tokens, targets, weights, segments, positions). Public loaders run where they can be imported, here
+or by --peer_python (an environment with torch, mosaicml-streaming and litdata).
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def main(argv: list[str]) -> int:
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + '\n')
     print(
-        f'maxlm on one core: {own / 1e6:.0f}M tokens/s, {own / stacked:.2f} of stacked memmap, {own / floor:.2f} of filled'
+        f'maxlm on one core: {own / 1e6:.0f}M tokens/s, '
+        f'{own / stacked:.2f} of stacked memmap, {own / floor:.2f} of filled'
     )
     return EXIT_DONE
 

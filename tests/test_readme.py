@@ -1,4 +1,4 @@
-"""The README is true: its files are there, its commands parse, its keys exist."""
+"""README and docs are true: files are there, commands parse, keys exist."""
 
 import importlib
 import re
@@ -11,13 +11,14 @@ from maxlm.errors import ArgumentParser, InputError
 from tests.conftest import ROOT
 
 README = (ROOT / 'README.md').read_text()
-BLOCKS = re.findall(r'^```\n(.*?)^```', README, re.MULTILINE | re.DOTALL)
+DOCS = '\n'.join([README, *(path.read_text() for path in sorted((ROOT / 'docs').glob('*.md')))])
+BLOCKS = re.findall(r'^```\n(.*?)^```', DOCS, re.MULTILINE | re.DOTALL)
 
 
 def commands():
     """The commands of the code blocks and of the running text that start with a word of ours."""
     lines = [line for block in BLOCKS for line in block.replace('\\\n', ' ').splitlines()]
-    lines += re.findall(r'`((?:python -m|bash|\./launch)[^`]*)`', README)
+    lines += re.findall(r'`((?:python -m|bash|\./launch)[^`]*)`', DOCS)
     return [shlex.split(line, comments=True) for line in lines if re.match(r'(python -m|bash|\./launch)', line)]
 
 
@@ -50,7 +51,7 @@ def test_commands_parse(monkeypatch):
         for config in configs:
             # The config.json of a run is what earlier commands of the README make.
             load('configs/tiny.py' if config.endswith('.json') else config, overrides)
-    assert seen >= {'maxlm.train', 'maxlm.evaluate', 'maxlm.generate', 'maxlm.hf', 'benchmarks.step'}
+    assert seen >= {'maxlm.train', 'maxlm.evaluate', 'maxlm.generate', 'maxlm.hf', 'maxlm.prepare', 'maxlm.fetch', 'benchmarks.step'}
     # Control: an option that is not there does not pass.
     with pytest.raises(InputError, match='temprature'):
         importlib.import_module('maxlm.generate').main(['--checkpoint=x', '--prompt=y', '--temprature=1'])
@@ -81,7 +82,7 @@ def exists(key):
 
 
 def test_keys_that_are_named_exist():
-    named = set(re.findall(r'`((?:model|data|train|eval|optimizer|mesh|checkpoint)\.(?!safetensors)[a-z_]+)`', README))
+    named = set(re.findall(r'`((?:model|data|train|eval|optimizer|mesh|checkpoint)\.(?!safetensors)[a-z_]+)`', DOCS))
     assert len(named) >= 5
     assert {key for key in named if not exists(key)} == set()
     assert not exists('train.epochs')
