@@ -13,19 +13,31 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from maxlm.data.assemble import assemble
-from maxlm.data.groups import Group, read_result, write_atomically
-from maxlm.data.records import MANIFEST_NAME, Dataset, load_manifest, save_manifest
-from maxlm.data.sources import Document, InputFile, find_inputs, raise_bad, read_documents, refuse_overlap
-from maxlm.data.splits import HASH_RANGE, SAMPLE_BYTES, group_files, name_hash, sample_texts, validation_threshold
-from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer, check_spec, make_tokenizer
-from maxlm.data.workers import write_groups
+from maxlm.data.cleaning.duplicates import choose_bands
+from maxlm.data.cleaning.filters import FILTERS, make_cleaner
+from maxlm.data.cleaning.report import CleaningReport
+from maxlm.data.groups import Group, Reading, make_groups
+from maxlm.data.infill import Infill
+from maxlm.data.inputs import InputFile, find_inputs, refuse_overlap
+from maxlm.data.preparation import (
+    CLEANING_FILE,
+    GROUPS_LEFT_OUT,
+    LEARNED,
+    Means,
+    Recipe,
+    prepare,
+    remove_leftovers,
+    remove_partial_files,
+)
+from maxlm.data.ray_cluster import RayCluster
+from maxlm.data.readers.options import ReadOptions
+from maxlm.data.records import MANIFEST_NAME, Dataset, load_manifest
+from maxlm.data.storage import shown
+from maxlm.data.survey import Cleaning
+from maxlm.data.tokenizer import SPECS, Tokenizer, check_spec, make_tokenizer
+from maxlm.data.workers import InProcess, Processes
 from maxlm.errors import ArgumentParser, InputError, exit_code, os_message
 
-# What an interrupted run may leave behind, all of it made by this program.
-LEFTOVERS = ('group-*.json', 'train-*.arrayrecord', 'validation-*.arrayrecord', '.*.partial')
 # Left-out documents that are printed; dataset.json lists them all.
 LEFT_OUT_SHOWN = 10
 
@@ -33,22 +45,22 @@ LEFT_OUT_SHOWN = 10
 def main(argv: list[str]) -> int:
     """Makes the data set that `argv` asks for. Raises InputError when it cannot be made."""
     options = _parse(argv)
-    check_spec(options.tokenizer)
-    training = find_inputs(options.input, exclude=options.exclude)
-    validation = find_inputs(options.validation, exclude=options.exclude) if options.validation else []
+    find = {'exclude': options.exclude, 'max_files': options.max_files}
+    training = find_inputs(options.input, **find)
+    validation = find_inputs(options.validation, **find) if options.validation else []
     refuse_overlap(training, validation)
-    made_from = _made_from(options, training, validation)
+    recipe = _recipe(options, training, validation)
     with _locked(options.output):
         if (options.output / MANIFEST_NAME).exists():
             dataset = load_manifest(options.output)
-            _refuse_other_data(dataset, made_from)
+            _refuse_other_data(dataset, recipe.made_from, skip_failed=options.skip_failed)
             message = f'{options.output} is already prepared from these inputs'
         else:
-            dataset = _make(options, training, validation, made_from)
+            dataset = _make(options, recipe, make_groups(training, validation))
             message = f'wrote {options.output}'
-        _remove_leftovers(dataset)
+        remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
     if not options.quiet:
-        _print_summary(dataset, message)
+        _print_summary(dataset, message, cleaned=bool(recipe.cleaning))
     return 0
 
 
@@ -63,38 +75,102 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
         description='Turns text into the records that training reads. Started again after an interruption it goes on.',
     )
-    add = parser.add_argument
-    add('--input', nargs='+', type=Path, required=True, metavar='PATH', help='text files, .jsonl files, directories')
-    add('--output', type=Path, required=True, metavar='DIR', help='directory of the data set')
-    add(
-        '--tokenizer',
-        default='bpe:8192',
-        metavar='SPEC',
-        help='bytes, chars, bpe:N (N ids learned from up to 32 MB of the text), or a tokenizer.json (%(default)s)',
+    what = parser.add_argument_group('what').add_argument
+    what(
+        '--input',
+        nargs='+',
+        required=True,
+        metavar='PATH',
+        help='text, .jsonl[.gz|.zst], .parquet and token files (.npy .npz .bin), directories, globs, URLs of them, '
+        'hf:NAME[:CONFIG][@REVISION][#SPLIT], tfds:NAME[#SPLIT]',
     )
-    add('--validation', nargs='+', type=Path, metavar='PATH', help='what to validate on, instead of a share of --input')
-    add(
+    what('--output', type=Path, required=True, metavar='DIR', help='directory of the data set')
+    what('--validation', nargs='+', metavar='PATH', help='what to validate on, instead of a share of --input')
+    what(
         '--validation_share',
         type=float,
         default=0.01,
         metavar='X',
         help='share of the documents to validate on, chosen by a hash of their names (%(default)s)',
     )
-    add('--exclude', nargs='+', default=[], metavar='NAME', help='names of directories to leave out')
-    add('--text_key', default='text', metavar='KEY', help='where the text is in a line of JSONL (%(default)s)')
-    add('--skip_bad', action='store_true', help='leave out what cannot be read, and list it, instead of stopping')
-    add('--block', type=int, default=2048, metavar='N', help='tokens in a record (%(default)s)')
-    add(
-        '--workers', type=int, default=_num_cores(), metavar='N', help='processes; the result is the same (%(default)s)'
+    what('--exclude', nargs='+', default=[], metavar='NAME', help='names or patterns of what to leave out')
+    what('--max_files', type=int, default=0, metavar='N', help='take the first N files of each input; 0 = all')
+    what('--text_key', default='text', metavar='KEY', help='where the text is in a record (%(default)s)')
+    what('--token_dtype', choices=('uint16', 'uint32'), default='', help='how raw .bin token files are stored')
+    what(
+        '--end_of_document',
+        type=int,
+        metavar='ID',
+        help="what ends a document in token files (the tokenizer's end of document)",
     )
-    add('--quiet', action='store_true', help='print errors only')
+    what('--skip_bad', action='store_true', help='leave out what cannot be read, and list it, instead of stopping')
+
+    made = parser.add_argument_group('what is made of it').add_argument
+    made(
+        '--tokenizer',
+        default='bpe:8192',
+        metavar='SPEC',
+        help=f'{SPECS}; bpe learns from up to 32 MB of the text (%(default)s)',
+    )
+    made('--filter', nargs='+', default=[], metavar='NAME', help=f'remove what fails: {", ".join(FILTERS)}')
+    made(
+        '--deduplicate',
+        choices=('none', 'exact', 'near'),
+        default='none',
+        help='remove documents that are there already, equal or similar (%(default)s)',
+    )
+    made(
+        '--near_threshold',
+        type=float,
+        default=0.8,
+        metavar='X',
+        help='Jaccard similarity of five-word shingles from which documents are similar (%(default)s)',
+    )
+    made(
+        '--infill',
+        type=float,
+        default=0.0,
+        metavar='X',
+        help='share of the documents to rearrange for filling in the middle (%(default)s; usual is 0.5)',
+    )
+    made(
+        '--infill_spm',
+        type=float,
+        default=0.5,
+        metavar='X',
+        help='share of these that put the suffix first (%(default)s)',
+    )
+    made('--block', type=int, default=2048, metavar='N', help='tokens in a record (%(default)s)')
+
+    how = parser.add_argument_group('how; the result is the same').add_argument
+    how('--workers', type=int, default=_num_cores(), metavar='N', help='processes on this machine (%(default)s)')
+    how(
+        '--engine', choices=('local', 'ray'), default='local', help='ray: on a cluster that shares the disk of --output'
+    )
+    how('--ray_address', default='', metavar='ADDRESS', help='the cluster (the variable RAY_ADDRESS, or this machine)')
+    how('--retries', type=int, default=2, metavar='N', help='further tries of a group that fails (%(default)s)')
+    how('--skip_failed', action='store_true', help='leave out groups that fail to the end, and list them')
+    how('--quiet', action='store_true', help='print errors only')
     options = parser.parse_args(argv)
-    for name, smallest in {'block': 1, 'workers': 1}.items():
+    _check(options)
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises InputError for values that cannot be right whatever the input."""
+    for name, smallest in {'block': 1, 'workers': 1, 'max_files': 0, 'retries': 0}.items():
         if getattr(options, name) < smallest:
             raise InputError(f'--{name}={getattr(options, name)}: needs {smallest} or more')
     if not 0 <= options.validation_share < 1:
         raise InputError(f'--validation_share={options.validation_share}: needs a share from 0 to below 1')
-    return options
+    for name in ('infill', 'infill_spm'):
+        if not 0 <= getattr(options, name) <= 1:
+            raise InputError(f'--{name}={getattr(options, name)}: needs a share from 0 to 1')
+    if options.ray_address and options.engine != 'ray':
+        raise InputError(f'--ray_address={options.ray_address} needs --engine=ray')
+    make_cleaner(options.filter)
+    choose_bands(options.near_threshold)
+    check_spec(options.tokenizer, infill=options.infill > 0)
 
 
 def _num_cores() -> int:
@@ -102,19 +178,74 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
+def _recipe(options: argparse.Namespace, training: Sequence[InputFile], validation: Sequence[InputFile]) -> Recipe:
+    infill = Infill(options.infill, options.infill_spm) if options.infill else None
+    learned = options.tokenizer.partition(':')[0] in LEARNED
+    tokenizer = None if learned else make_tokenizer(options.tokenizer, [], infill=infill is not None)
+    _check_tokens(options, [*training, *validation])
+    read = ReadOptions(text_key=options.text_key)
+    if tokenizer is not None:
+        end = tokenizer.end_of_document if options.end_of_document is None else options.end_of_document
+        read = ReadOptions(
+            text_key=options.text_key,
+            token_dtype=options.token_dtype,
+            end_of_document=end,
+            vocab_size=tokenizer.vocab_size,
+        )
+    return Recipe(
+        tokenizer=options.tokenizer,
+        reading=Reading(read, options.skip_bad),
+        cleaning=Cleaning(tuple(options.filter), options.deduplicate, options.near_threshold),
+        validation_share=0.0 if validation else options.validation_share,
+        infill=infill,
+        block=options.block,
+        made_from=_made_from(options, tokenizer, training, validation),
+    )
+
+
+def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> None:
+    """Raises InputError for what token files cannot be prepared with, and for what they alone can."""
+    tokens = next((file for file in files if file.kind == 'tokens'), None)
+    if tokens is None:
+        for name in ('token_dtype', 'end_of_document'):
+            if getattr(options, name) not in ('', None):
+                raise InputError(f'--{name}={getattr(options, name)} is for token files, and no input is one')
+        return
+    path = shown(tokens.path)
+    if options.tokenizer.partition(':')[0] in (*LEARNED, 'bytes'):
+        raise InputError(
+            f'{path} is tokenized already: --tokenizer={options.tokenizer} does not tell with what; '
+            'give that tokenizer.json, hf:NAME or ids:N[:END]'
+        )
+    for name, asked in {'infill': options.infill, 'filter': options.filter}.items():
+        if asked:
+            raise InputError(f'{path} is tokenized already: --{name} needs text; prepare tokens without it')
+
+
 def _made_from(
-    options: argparse.Namespace, training: Sequence[InputFile], validation: Sequence[InputFile]
+    options: argparse.Namespace,
+    tokenizer: Tokenizer | None,
+    training: Sequence[InputFile],
+    validation: Sequence[InputFile],
 ) -> dict[str, Any]:
     """All that decides the result, to compare with what a finished data set was made from."""
-    files = [[(f.name, f.source, f.kind, f.size, f.mtime_ns) for f in part] for part in (training, validation)]
-    tokenizer = options.tokenizer
-    if Path(tokenizer).is_file() and tokenizer not in ('bytes', 'chars'):
-        tokenizer = f'file with checksum {Tokenizer.load(tokenizer).sha256}'
+    files = [[(f.name, f.source, f.kind, f.size, f.version) for f in part] for part in (training, validation)]
+    kind = options.tokenizer.partition(':')[0]
+    told = options.tokenizer
+    if tokenizer is not None and kind not in ('bytes', 'ids'):
+        told = f'{"" if kind == "hf" else "file"} with checksum {tokenizer.sha256}'
     return {
-        'tokenizer': tokenizer,
+        'tokenizer': told,
         'validation_share': 0.0 if validation else options.validation_share,
         'text_key': options.text_key,
+        'token_dtype': options.token_dtype,
+        'end_of_document': options.end_of_document,
         'skip_bad': options.skip_bad,
+        'filter': options.filter,
+        'deduplicate': options.deduplicate,
+        'near_threshold': options.near_threshold if options.deduplicate == 'near' else None,
+        'infill': options.infill,
+        'infill_spm': options.infill_spm if options.infill else None,
         'block': options.block,
         'inputs': hashlib.sha256(json.dumps(files).encode()).hexdigest(),
     }
@@ -140,7 +271,7 @@ def _locked(output: Path) -> Iterator[None]:
         os.close(directory)
 
 
-def _refuse_other_data(dataset: Dataset, made_from: dict[str, Any]) -> None:
+def _refuse_other_data(dataset: Dataset, made_from: dict[str, Any], *, skip_failed: bool) -> None:
     changes = [
         f'{name} {dataset.made_from.get(name)}, not {value}' if name != 'inputs' else 'other input files'
         for name, value in made_from.items()
@@ -150,94 +281,47 @@ def _refuse_other_data(dataset: Dataset, made_from: dict[str, Any]) -> None:
         raise InputError(
             f'{dataset.path} holds a data set made from {"; ".join(changes)}; choose another --output or delete it'
         )
-
-
-def _make(
-    options: argparse.Namespace,
-    training: Sequence[InputFile],
-    validation: Sequence[InputFile],
-    made_from: dict[str, Any],
-) -> Dataset:
-    def documents() -> Iterator[Document]:
-        # What is bad is reported when it is written.
-        on_bad = (lambda name, reason: None) if options.skip_bad else raise_bad
-        for file in training:
-            yield from read_documents(file, text_key=options.text_key, on_bad=on_bad)
-
-    share = made_from['validation_share']
-    threshold = validation_threshold((document.name for document in documents()), share)
-    trained_on = (document for document in documents() if name_hash(document.name) >= threshold)
-    sample_share = min(1.0, SAMPLE_BYTES / sum(file.size for file in training))
-    tokenizer = make_tokenizer(options.tokenizer, sample_texts(trained_on, sample_share))
-    write_atomically(options.output / TOKENIZER_FILE, tokenizer.to_json())
-
-    parts = [(files, threshold) for files in group_files(training)]
-    parts += [(files, HASH_RANGE) for files in group_files(validation)]
-    groups = [
-        Group(
-            output=options.output.resolve(),
-            number=number,
-            files=files,
-            validation_below=below,
-            tokenizer_sha256=tokenizer.sha256,
-            block=options.block,
-            text_key=options.text_key,
-            skip_bad=options.skip_bad,
+    lost = dataset.made_from.get(GROUPS_LEFT_OUT)
+    if lost and not skip_failed:
+        raise InputError(
+            f'{dataset.path} was made with --skip_failed, without {lost} groups that failed; delete it to try again'
         )
-        for number, (files, below) in enumerate(parts)
-    ]
-    _write(groups, options)
-    spec, _, _ = options.tokenizer.partition(':')
-    kind = spec if spec in ('bytes', 'chars', 'bpe') else 'file'
-    dataset = assemble(groups, tokenizer, tokenizer_kind=kind, made_from=made_from, output=options.output)
-    save_manifest(dataset)
-    return dataset
 
 
-def _write(groups: Sequence[Group], options: argparse.Namespace) -> None:
-    size = {group: sum(file.size for file in group.files) for group in groups}
-    unfinished = [group for group in groups if read_result(group) is None]
-    counts = [0, 0]
-    with tqdm(
-        total=sum(size.values()),
-        initial=sum(size.values()) - sum(size[group] for group in unfinished),
-        unit='B',
-        unit_scale=True,
-        desc='prepare',
-        # None: only where standard error is a terminal.
-        disable=True if options.quiet else None,
-    ) as bar:
-
-        def on_progress(num_bytes: int, documents: int, tokens: int) -> None:
-            counts[0] += documents
-            counts[1] += tokens
-            bar.set_postfix_str(f'{counts[0]:,} documents, {counts[1]:,} tokens', refresh=False)
-            bar.update(num_bytes)
-
-        write_groups(unfinished, workers=options.workers, on_progress=on_progress)
+def _make(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> Dataset:
+    remove_partial_files(options.output)
+    try:
+        with _engine(options, len(groups)) as engine:
+            means = Means(engine, options.retries, options.skip_failed, show_progress=not options.quiet)
+            return prepare(recipe, groups, options.output, means)
+    finally:
+        remove_partial_files(options.output)
 
 
-def _remove_leftovers(dataset: Dataset) -> None:
-    kept = {shard.name for split in dataset.splits.values() for shard in split.shards}
-    for pattern in LEFTOVERS:
-        for path in dataset.path.glob(pattern):
-            if path.name not in kept:
-                path.unlink()
+def _engine(options: argparse.Namespace, num_groups: int) -> InProcess | Processes | RayCluster:
+    if options.engine == 'ray':
+        return RayCluster(options.ray_address)
+    workers = min(options.workers, num_groups)
+    return Processes(workers) if workers > 1 else InProcess()
 
 
-def _print_summary(dataset: Dataset, message: str) -> None:
+def _print_summary(dataset: Dataset, message: str, *, cleaned: bool) -> None:
     print(f'{message}: vocabulary {dataset.vocab_size:,}, fingerprint {dataset.fingerprint[:12]}')
     for name, split in dataset.splits.items():
         if not split.documents:
             print(f'  {name}: empty; --validation or a larger --validation_share fills it')
             continue
+        size = f'{split.text_bytes / split.tokens:.2f} bytes per token, ' if split.text_bytes else ''
         print(
-            f'  {name}: {split.documents:,} documents, {split.tokens:,} tokens, '
-            f'{split.text_bytes / split.tokens:.2f} bytes per token, '
+            f'  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {size}'
             f'unigram entropy {split.unigram_entropy:.3f} nats per token'
         )
         if len(split.sources) > 1:
             print('    ' + ', '.join(f'{source} {counts.share:.1%}' for source, counts in split.sources.items()))
+    if cleaned:
+        report = CleaningReport.from_json((dataset.path / CLEANING_FILE).read_text(encoding='utf-8'))
+        print('\n'.join(f'  {line}' for line in report.to_lines()))
+        print(f'  examples: {dataset.path / CLEANING_FILE}')
     if dataset.left_out:
         print(f'  left out: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
         for entry in dataset.left_out[:LEFT_OUT_SHOWN]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 
@@ -9,52 +8,22 @@ import numpy as np
 import pytest
 
 from maxlm import prepare
-from maxlm.data import splits, workers
-from maxlm.data.groups import write_group
-from maxlm.data.records import TokenReader, load_manifest, verify
-from maxlm.data.splits import name_hash, sample_texts, validation_threshold
-from maxlm.data.tokenizer import Tokenizer
-from maxlm.errors import InputError, exit_code
+from maxlm.data import groups, preparation
+from maxlm.data.records import load_manifest, verify
+from maxlm.data.shards import WriteShards
+from maxlm.errors import InputError
+from tests.preparing import contents, documents_of, run, write_texts
 
 
 @pytest.fixture
 def texts(tmp_path):
-    """A directory of forty text files and a JSONL file of ten lines; file times are fixed by writing once."""
-    rng = random.Random(5)
-    words = ['alpha', 'beta', 'gamma', 'größe', '\r\n', '<|endoftext|>', '🙂']
-    directory = tmp_path / 'texts'
-    directory.mkdir()
-    for i in range(40):
-        (directory / f'{i}.txt').write_text(' '.join(rng.choices(words, k=rng.randrange(1, 300))), newline='')
-    lines = [json.dumps({'text': ' '.join(rng.choices(words, k=50))}) for _ in range(10)]
-    (directory / 'web.jsonl').write_text('\n'.join(lines) + '\n\n')
-    (directory / 'empty.txt').touch()
-    return directory
+    return write_texts(tmp_path / 'texts')
 
 
 @pytest.fixture
 def small_groups(monkeypatch):
     """Ten groups and more out of a few kilobytes."""
-    monkeypatch.setattr(splits, 'MIN_GROUP_BYTES', 1000)
-
-
-def run(*arguments):
-    return exit_code(prepare.main, [str(argument) for argument in arguments])
-
-
-def contents(directory):
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
-def documents_of(dataset, split):
-    """The texts of a split, in order."""
-    tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    found = []
-    for number, shard in enumerate(dataset.splits[split].shards):
-        stream = TokenReader(dataset, split).read(number, 0, shard.tokens)
-        ends = np.flatnonzero(stream == tokenizer.end_of_document)
-        found += [tokenizer.decode(part[part != tokenizer.end_of_document]) for part in np.split(stream, ends + 1)[:-1]]
-    return found
+    monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 1000)
 
 
 @pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
@@ -100,25 +69,28 @@ def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, 
     arguments = ['--input', texts, '--tokenizer', 'bpe:300', '--workers', 1, '--quiet']
     assert run(*arguments, '--output', tmp_path / 'whole') == 0
     written = []
+    write = WriteShards.run
 
-    def die_after(group, on_progress):
+    def die_after(task, report):
         if len(written) == done:
-            (group.output / '.train-00099.arrayrecord.partial').write_text('half')
+            (task.output / '.train-00099.arrayrecord.partial').write_text('half')
             raise KeyboardInterrupt
-        written.append(group.number)
-        write_group(group, on_progress)
+        written.append(task.group.number)
+        write(task, report)
 
-    monkeypatch.setattr(workers, 'write_group', die_after)
+    monkeypatch.setattr(WriteShards, 'run', die_after)
     assert run(*arguments, '--output', tmp_path / 'data') == 130
-    assert not (tmp_path / 'data' / 'dataset.json').exists()
+    assert not list((tmp_path / 'data').glob('.*.partial'))
     with pytest.raises(InputError, match='holds no data set'):
         load_manifest(tmp_path / 'data')
 
-    def note(group, on_progress):
-        written.append(group.number)
-        write_group(group, on_progress)
+    def note(task, report):
+        written.append(task.group.number)
+        write(task, report)
 
-    monkeypatch.setattr(workers, 'write_group', note)
+    monkeypatch.setattr(WriteShards, 'run', note)
+    # What is learned from the text is learned once.
+    monkeypatch.setattr(preparation, 'make_tokenizer', lambda *_, **__: pytest.fail('the tokenizer is there'))
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     assert written == list(range(len(written)))  # nothing was written twice
     assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
@@ -126,7 +98,7 @@ def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, 
 
 def test_an_interrupted_run_of_other_text_is_not_reused(texts, tmp_path, small_groups, monkeypatch):
     arguments = ['--input', texts, '--tokenizer', 'bytes', '--workers', 1, '--output', tmp_path / 'data']
-    monkeypatch.setattr(prepare, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(*arguments) == 130
     monkeypatch.undo()
     (texts / '0.txt').write_text('changed')
@@ -188,29 +160,6 @@ def test_a_handful_of_documents(tmp_path, capsys, count):
     assert dataset.splits['validation'].documents == min(count - 1, 1)
     assert dataset.splits['train'].documents == max(count - 1, 1)
     assert ('validation: empty' in capsys.readouterr().out) == (count == 1)
-
-
-def test_validation_threshold():
-    names = [f'{i}.txt' for i in range(1000)]
-    hashes = sorted(map(name_hash, names))
-    threshold = validation_threshold(iter(names), 0.1)
-    assert 60 < sum(value < threshold for value in hashes) < 140
-    assert validation_threshold(names, 0.0) == 0
-    for share, expected in ((1e-9, 1), (1 - 1e-9, 999)):
-        threshold = validation_threshold(names, share)
-        assert sum(value < threshold for value in hashes) == expected
-    assert validation_threshold(names[:1], 0.999999) == 0
-    with pytest.raises(InputError, match='no text'):
-        validation_threshold([], 0.1)
-
-
-def test_the_sample_is_bounded_and_never_empty(monkeypatch):
-    documents = [splits.Document(f'{i}', 'x' * 100, 's') for i in range(1000)]
-    assert 60 < len(list(sample_texts(documents, 0.1))) < 140
-    assert len(list(sample_texts(documents, 1.0))) == 1000
-    monkeypatch.setattr(splits, 'SAMPLE_BYTES', 250)
-    assert [len(text) for text in sample_texts(documents, 1.0)] == [100, 100, 50]
-    assert [len(text) for text in sample_texts(documents, 0.0)] == [100]
 
 
 BAD = {

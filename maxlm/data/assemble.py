@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxlm.data.groups import Group, SplitCounts, read_result
+from maxlm.data.cleaning.report import CleaningReport
 from maxlm.data.records import Dataset, Shard, SourceCounts, Split, dataset_fingerprint, token_dtype
+from maxlm.data.shards import SPLITS, SplitCounts, WriteShards
 from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.errors import InputError
 
 
 def assemble(
-    groups: Sequence[Group], tokenizer: Tokenizer, *, tokenizer_kind: str, made_from: dict[str, Any], output: Path
-) -> Dataset:
-    """The data set that the groups, all of them written, make together; at least one.
+    tasks: Sequence[WriteShards],
+    tokenizer: Tokenizer,
+    *,
+    tokenizer_kind: str,
+    made_from: dict[str, Any],
+    output: Path,
+    left_out: Sequence[dict[str, str]] = (),
+) -> tuple[Dataset, CleaningReport]:
+    """The data set that the groups, all of them written, make together, and what was removed as duplicates.
+
+    `left_out` is what is not in any of the groups.
 
     Raises:
         InputError: no document is left to train on, or somebody removed what a group had written.
     """
-    sums = {name: _Sum(tokenizer.vocab_size) for name in ('train', 'validation')}
-    left_out: list[dict[str, str]] = []
+    sums = {name: _Sum(tokenizer.vocab_size) for name in SPLITS}
+    left_out, duplicates = list(left_out), CleaningReport()
     # One result at a time: their token counts would not fit into memory together.
-    for group in groups:
-        result = read_result(group)
+    for task in tasks:
+        result = task.load()
         if result is None:
-            raise InputError(f'{group.result_path}: removed or changed while maxlm.prepare was running; run it again')
+            raise InputError(f'{task.result_path}: removed or changed while maxlm.prepare was running; run it again')
         left_out += result.left_out
+        duplicates = duplicates.merge(result.duplicates)
         for name, counts in result.splits.items():
-            sums[name].add(counts)
+            sums[name].add(task.group.source, counts)
     splits = {name: total.split() for name, total in sums.items()}
     if not splits['train'].documents:
         raise InputError('--input gives no document to train on; give more text')
-    block, dtype = groups[0].block, token_dtype(tokenizer.vocab_size)
+    block, dtype = tasks[0].block, token_dtype(tokenizer.vocab_size)
     end_of_document = tokenizer.end_of_document
-    return Dataset(
+    dataset = Dataset(
         path=output,
         tokenizer=tokenizer_kind,
         tokenizer_file=TOKENIZER_FILE,
@@ -51,6 +62,18 @@ def assemble(
         made_from=made_from,
         fingerprint=dataset_fingerprint(block=block, dtype=dtype, end_of_document=end_of_document, splits=splits),
     )
+    return dataset, duplicates
+
+
+def without_duplicates(filtered: CleaningReport, duplicates: CleaningReport) -> CleaningReport:
+    """The report of both: `duplicates` were removed from what the filters had kept."""
+    return dataclasses.replace(
+        filtered,
+        kept_documents=filtered.kept_documents - duplicates.documents,
+        kept_bytes=filtered.kept_bytes - duplicates.bytes,
+        shortened_documents=filtered.shortened_documents - duplicates.shortened_documents,
+        removed={**filtered.removed, **duplicates.removed},
+    )
 
 
 class _Sum:
@@ -60,25 +83,32 @@ class _Sum:
         self._token_counts = np.zeros(vocab_size, np.int64)
         # Source → [documents, tokens, text_bytes].
         self._sources: dict[str, np.ndarray] = {}
+        # Sources of which some documents were tokenized already: the bytes of their text are not known.
+        self._without_text: set[str] = set()
         self._shards: list[Shard] = []
 
-    def add(self, counts: SplitCounts) -> None:
+    def add(self, source: str, counts: SplitCounts) -> None:
+        shard = counts.shard
+        if shard is None:
+            return
+        self._shards.append(shard)
         self._token_counts += counts.token_counts
-        for source, new in counts.sources.items():
-            self._sources[source] = self._sources.get(source, np.zeros(3, np.int64)) + new
-        if counts.shard is not None:
-            self._shards.append(counts.shard)
+        new = np.array([shard.documents, shard.tokens, counts.text_bytes], np.int64)
+        self._sources[source] = self._sources.get(source, np.zeros(3, np.int64)) + new
+        if not counts.text_bytes:
+            self._without_text.add(source)
 
     def split(self) -> Split:
         documents, tokens, text_bytes = sum(self._sources.values(), np.zeros(3, np.int64)).tolist()
         sources = {}
         for source, counts in self._sources.items():
             num_documents, num_tokens, num_bytes = counts.tolist()
-            sources[source] = SourceCounts(num_documents, num_tokens, num_bytes, share=num_tokens / tokens)
+            known_bytes = 0 if source in self._without_text else num_bytes
+            sources[source] = SourceCounts(num_documents, num_tokens, known_bytes, share=num_tokens / tokens)
         return Split(
             documents=documents,
             tokens=tokens,
-            text_bytes=text_bytes,
+            text_bytes=0 if self._without_text else text_bytes,
             unigram_entropy=_entropy(self._token_counts),
             sources=sources,
             shards=tuple(self._shards),

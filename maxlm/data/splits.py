@@ -1,24 +1,25 @@
-"""Who goes where: validation or training, the tokenizer's sample, the groups that are written one by one.
+"""Who goes where: validation or training, and what the tokenizer learns from.
 
 All of it follows from names and sizes, so that it is the same on every machine and for any number of workers.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
-from maxlm.data.sources import Document, InputFile
 from maxlm.errors import InputError
 
 # Hashes of names are uniform below this.
 HASH_RANGE = 2**64
 # Text that a tokenizer is trained on, in bytes; more does not change its merges by much.
 SAMPLE_BYTES = 32 * 2**20
-# A group is one shard per split: at most so much input, and for small data still enough groups for all cores.
-MAX_GROUP_BYTES = 32 * 2**20
-MIN_GROUP_BYTES = 2 * 2**20
-GROUPS_OF_SMALL_DATA = 16
+# Places of a larger corpus that the text is from.
+SAMPLE_PLACES = 256
+# Names that are looked at, to see that a share leaves neither side empty.
+MAX_NAMES = 2**17
 
 
 def name_hash(name: str, *, salt: str = '') -> int:
@@ -32,14 +33,14 @@ def validation_threshold(names: Iterable[str], share: float) -> int:
 
     It is `share` of the range, moved where a handful of documents would leave one side empty: of two or more, the one
     with the smallest hash is validated on and the one with the largest is trained on; a single one is trained on.
-    Reads no more `names` than it takes to see both sides.
+    Reads no more `names` than it takes to see both sides, and at most MAX_NAMES.
 
     Raises:
         InputError: there is no document at all.
     """
     threshold = int(share * HASH_RANGE)
     smallest, largest = HASH_RANGE, -1
-    for name in names:
+    for name in itertools.islice(names, MAX_NAMES):
         smallest, largest = min(smallest, name_hash(name)), max(largest, name_hash(name))
         if threshold == 0 or smallest < threshold <= largest:
             return threshold
@@ -50,35 +51,13 @@ def validation_threshold(names: Iterable[str], share: float) -> int:
     return smallest + 1 if threshold <= smallest else largest
 
 
-def sample_texts(documents: Iterable[Document], share: float) -> Iterator[str]:
-    """Texts of about `share` of the documents, chosen by the hash of their name, SAMPLE_BYTES characters at most.
+def sample_places(sizes: Sequence[int]) -> list[int]:
+    """Which groups, given their sizes in bytes, the tokenizer's sample is from, ascending.
 
-    Where that chooses none, the first document; `share` is sample size over input size.
+    All of them where all of the text is the sample, otherwise those at SAMPLE_PLACES places at equal distances. From
+    the beginning of each comes an equal part, so that no more is read of a large corpus than is used.
     """
-    threshold = int(share * HASH_RANGE)
-    first = None
-    left = SAMPLE_BYTES
-    for document in documents:
-        first = first or document
-        if name_hash(document.name, salt='tokenizer:') < threshold:
-            yield document.text[:left]
-            left -= len(document.text)
-            if left <= 0:
-                return
-    if left == SAMPLE_BYTES and first is not None:
-        yield first.text[:left]
-
-
-def group_files(files: Sequence[InputFile]) -> list[tuple[InputFile, ...]]:
-    """Cuts the files, in order, into groups that are written independently of each other."""
-    total = sum(file.size for file in files)
-    target = min(MAX_GROUP_BYTES, max(MIN_GROUP_BYTES, total // GROUPS_OF_SMALL_DATA))
-    groups: list[list[InputFile]] = []
-    size = target
-    for file in files:
-        if size >= target:
-            groups.append([])
-            size = 0
-        groups[-1].append(file)
-        size += file.size
-    return [tuple(group) for group in groups]
+    ends = list(itertools.accumulate(sizes))
+    if not ends or ends[-1] <= SAMPLE_BYTES:
+        return list(range(len(sizes)))
+    return sorted({bisect.bisect_right(ends, ends[-1] * place // SAMPLE_PLACES) for place in range(SAMPLE_PLACES)})

@@ -1,76 +1,147 @@
-"""Groups written by several processes; the bytes do not depend on how many."""
+"""Tasks in this process, or in several others on this machine."""
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Sequence
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from collections import deque
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
-from maxlm.data.groups import Group, OnProgress, write_group
-from maxlm.errors import InputError
+from maxlm.data.engine import Ending, OnProgress, Outcome, Task, attempt
 
-# Seconds between two looks at the workers' progress.
-POLL_SECONDS = 0.2
-
-# In a worker: bytes, documents and tokens that all workers have done, and whether they must stop.
-_shared: Any = None
+# One thread per worker; the processes are what uses the cores.
+ONE_THREAD = {'TOKENIZERS_PARALLELISM': 'false', 'RAYON_NUM_THREADS': '1'}
 
 
-def write_groups(groups: Sequence[Group], *, workers: int, on_progress: OnProgress) -> None:
-    """Writes all groups; with one worker in this process, otherwise in at most `workers` others.
+class InProcess:
+    """Runs one task after the other where it is. See `engine.Engine`."""
 
-    Raises:
-        InputError: as `write_group`, or a worker was killed. Groups that were finished stay finished.
+    num_slots = 1
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Task]] = deque()
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, number: int, task: Task) -> None:
+        """See `engine.Engine`."""
+        self._waiting.append((number, task))
+
+    def wait(self, on_progress: OnProgress) -> list[Outcome]:
+        """See `engine.Engine`."""
+        return [attempt(*self._waiting.popleft(), on_progress)]
+
+    def close(self) -> None:
+        """See `engine.Engine`."""
+        self._waiting.clear()
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    connection: Connection
+
+
+class Processes:
+    """Runs tasks in `num_slots` processes, which start when they are needed and die with this one.
+
+    A process that is killed costs the try of its task and is replaced. See `engine.Engine`.
     """
-    workers = min(workers, len(groups))
-    if workers <= 1:
-        for group in groups:
-            write_group(group, on_progress)
-        return
-    # Not fork: the encoder's threads do not survive it.
-    context = multiprocessing.get_context('spawn')
-    shared = context.Array('q', 4)
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (shared,)) as pool:
-        pending = {pool.submit(_write_group_in_worker, group) for group in groups}
-        reported = [0, 0, 0]
-        try:
-            while pending:
-                done, pending = concurrent.futures.wait(
-                    pending, POLL_SECONDS, return_when=concurrent.futures.FIRST_EXCEPTION
-                )
-                totals = shared[:3]
-                on_progress(*(total - old for total, old in zip(totals, reported, strict=True)))
-                reported = totals
-                for future in done:
-                    future.result()
-        except BrokenProcessPool as error:
-            raise InputError(
-                'a worker process was killed, perhaps for want of memory; run the same again with fewer --workers, '
-                'what is finished is kept'
-            ) from error
-        finally:
-            # After an error or Ctrl-C the others end at their next report, not at the end of their group.
-            shared[3] = 1
-            pool.shutdown(cancel_futures=True)
+
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        self._idle: list[_Worker] = []
+        # By the number of the task.
+        self._busy: dict[int, _Worker] = {}
+        # Not fork: the encoder's threads do not survive it.
+        self._context = multiprocessing.get_context('spawn')
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, number: int, task: Task) -> None:
+        """See `engine.Engine`."""
+        worker = self._idle.pop() if self._idle else self._new_worker()
+        self._busy[number] = worker
+        # If it was killed meanwhile, `wait` tells.
+        with contextlib.suppress(OSError):
+            worker.connection.send((number, task))
+
+    def wait(self, on_progress: OnProgress) -> list[Outcome]:
+        """See `engine.Engine`."""
+        numbers = {worker.connection: number for number, worker in self._busy.items()}
+        outcomes = []
+        for connection in multiprocessing.connection.wait(list(numbers)):
+            assert isinstance(connection, Connection)
+            number = numbers[connection]
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                outcomes.append(self._bury(number))
+                continue
+            if isinstance(message, Outcome):
+                self._idle.append(self._busy.pop(number))
+                outcomes.append(message)
+            else:
+                on_progress(*message)
+        return outcomes
+
+    def close(self) -> None:
+        """See `engine.Engine`. Kills: whatever is written appears whole or not at all."""
+        workers = [*self._idle, *self._busy.values()]
+        self._idle, self._busy = [], {}
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.process.join()
+            worker.connection.close()
+
+    def _new_worker(self) -> _Worker:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(there,), daemon=True)
+        process.start()
+        # Else its end would not be noticed here.
+        there.close()
+        return _Worker(process, here)
+
+    def _bury(self, number: int) -> Outcome:
+        process, connection = self._busy.pop(number)
+        connection.close()
+        process.join()
+        code = process.exitcode or 0
+        how = f'ended with exit code {code}'
+        if code < 0:
+            how = f'was killed by {signal.Signals(-code).name}'
+        return Outcome(
+            number,
+            Ending.FAILED,
+            f'its worker process {how}, perhaps for want of memory; fewer --workers need less',
+        )
 
 
-class _StoppedError(Exception):
-    """Ends a worker's group because another failed."""
-
-
-def _start_worker(shared: Any) -> None:
-    global _shared  # noqa: PLW0603  # the only way for an initializer to hand something to the tasks
-    _shared = shared
-    # Ctrl-C is the parent's: it tells the workers through `shared`.
+def _work(connection: Connection) -> None:
+    # Ctrl-C is the parent's, who ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # One thread per worker; the processes are what uses the cores.
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'
+    os.environ.update(ONE_THREAD)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            number, task = connection.recv()
+        except EOFError:
+            return
+        connection.send(attempt(number, task, lambda *new: connection.send(new)))
 
 
 def _end_with_parent() -> None:
@@ -78,15 +149,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _write_group_in_worker(group: Group) -> None:
-    write_group(group, _report)
-
-
-def _report(*new: int) -> None:
-    with _shared.get_lock():
-        for i, count in enumerate(new):
-            _shared[i] += count
-        if _shared[3]:
-            raise _StoppedError

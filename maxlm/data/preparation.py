@@ -1,0 +1,231 @@
+"""The stages of a preparation: survey, verdicts, tokenizer, shards, manifest. Each goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from maxlm.data.assemble import assemble, without_duplicates
+from maxlm.data.cleaning.report import CleaningReport
+from maxlm.data.engine import Engine, run_tasks
+from maxlm.data.groups import Group, Reading
+from maxlm.data.infill import Infill
+from maxlm.data.preview import Preview
+from maxlm.data.progress import StageBar
+from maxlm.data.records import Dataset, save_manifest
+from maxlm.data.results import identity_of, load_result, save_result, write_atomically
+from maxlm.data.shards import WriteShards, left_behind
+from maxlm.data.splits import HASH_RANGE, SAMPLE_BYTES, validation_threshold
+from maxlm.data.survey import Cleaning, Survey, VerdictFile, judge
+from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
+from maxlm.errors import InputError, os_message
+
+# What is needed until the data set is complete, and what the cleaning removed.
+WORK_DIRECTORY = '.prepare'
+CLEANING_FILE = 'cleaning.json'
+# Set in `made_from` where groups failed and were left out.
+GROUPS_LEFT_OUT = 'groups_left_out'
+# Tokenizers that learn from the text.
+LEARNED = ('chars', 'bpe')
+
+T = TypeVar('T', Survey, WriteShards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What is made of the groups.
+
+    Attributes:
+        tokenizer: its spec. See `make_tokenizer`.
+        reading: how documents are read.
+        cleaning: which of them are removed.
+        validation_share: share of the documents of --input that is validated on.
+        infill: what is rearranged for filling in the middle; None = nothing.
+        block: tokens in a record.
+        made_from: all of this, and the inputs, as the manifest tells it.
+    """
+
+    tokenizer: str
+    reading: Reading
+    cleaning: Cleaning
+    validation_share: float
+    infill: Infill | None
+    block: int
+    made_from: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """How it is made; the data set does not show it, unless groups fail and are left out.
+
+    Attributes:
+        engine: where tasks run.
+        retries: further tries of a task that fails.
+        skip_failed: whether groups whose tasks fail to the end are left out.
+        show_progress: whether there are bars.
+    """
+
+    engine: Engine
+    retries: int
+    skip_failed: bool
+    show_progress: bool
+
+
+def prepare(recipe: Recipe, groups: Sequence[Group], output: Path, means: Means) -> Dataset:
+    """Makes the data set in `output`; `dataset.json` is written last.
+
+    Raises:
+        InputError: it cannot be made; what is finished is kept, and calling it again goes on.
+    """
+    stages = _Stages(recipe, output.resolve(), means)
+    try:
+        stages.work.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f'{stages.work}: {os_message(error)}') from error
+    groups, verdicts, filtered = stages.clean(groups)
+    tokenizer, validation_below = stages.begin(groups, verdicts)
+    tasks = stages.write(groups, verdicts, tokenizer, validation_below)
+    left_out = stages.left_out
+    made_from = {**recipe.made_from, **({GROUPS_LEFT_OUT: len(left_out)} if left_out else {})}
+    dataset, duplicates = assemble(
+        tasks,
+        tokenizer,
+        tokenizer_kind=_kind(recipe.tokenizer),
+        made_from=made_from,
+        output=output,
+        left_out=left_out,
+    )
+    if recipe.cleaning:
+        report = CleaningReport()
+        for task in tasks:
+            report = report.merge(filtered[task.group.number])
+        write_atomically(output / CLEANING_FILE, without_duplicates(report, duplicates).to_json())
+    save_manifest(dataset)
+    return dataset
+
+
+def remove_leftovers(dataset: Dataset, *, cleaned: bool) -> None:
+    """Removes what is no part of the finished data set, all of it made by this program."""
+    shutil.rmtree(dataset.path / WORK_DIRECTORY, ignore_errors=True)
+    remove_partial_files(dataset.path)
+    for path in left_behind(dataset.path, [shard for split in dataset.splits.values() for shard in split.shards]):
+        path.unlink()
+    if not cleaned:
+        (dataset.path / CLEANING_FILE).unlink(missing_ok=True)
+
+
+def remove_partial_files(output: Path) -> None:
+    """Removes what killed processes were writing. Only while nothing runs."""
+    for directory in (output, output / WORK_DIRECTORY):
+        for path in directory.glob('.*.partial'):
+            path.unlink(missing_ok=True)
+
+
+class _Stages:
+    """The stages in turn. `left_out` grows by the groups that fail."""
+
+    def __init__(self, recipe: Recipe, output: Path, means: Means):
+        self.work = output / WORK_DIRECTORY
+        self.left_out: list[dict[str, str]] = []
+        self._recipe = recipe
+        self._output = output
+        self._means = means
+
+    def clean(self, groups: Sequence[Group]) -> tuple[list[Group], list[VerdictFile | None], dict[int, CleaningReport]]:
+        """The groups that can be read, the verdicts on each, and by number what the filters removed."""
+        cleaning = self._recipe.cleaning
+        if not cleaning:
+            return list(groups), [None] * len(groups), {}
+        tasks = [Survey(self.work, group, self._recipe.reading, cleaning) for group in groups]
+        surveys = self._run('survey', tasks)
+        if not surveys:
+            raise InputError('every group failed; there is nothing to prepare')
+        verdicts: list[VerdictFile | None] = []
+        with StageBar('duplicates', total=0, show=self._means.show_progress) as bar:
+            verdicts += judge(surveys, bar.step)
+        filtered = {survey.group.number: survey.load()[1] for survey in surveys}
+        return [survey.group for survey in surveys], verdicts, filtered
+
+    def begin(self, groups: Sequence[Group], verdicts: Sequence[VerdictFile | None]) -> tuple[Tokenizer, int]:
+        """The tokenizer, written, and below which hash of their name documents of --input are validated on."""
+        path, stamp = self._output / TOKENIZER_FILE, self.work / 'begin.json'
+        identity = identity_of(
+            self._recipe.made_from,
+            [group.identity for group in groups],
+            [file and file.identity for file in verdicts],
+        )
+        known = load_result(stamp, identity)
+        if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
+            return Tokenizer.load(path), known['validation_below']
+        training = [place for place, group in enumerate(groups) if not group.held_out]
+        preview = Preview(
+            [groups[place] for place in training],
+            [verdicts[place] for place in training],
+            self._recipe.reading,
+            self._recipe.cleaning.filters,
+            self._means.skip_failed,
+        )
+        below = validation_threshold(preview.names(), self._recipe.validation_share)
+        total = min(SAMPLE_BYTES, sum(groups[place].size for place in training))
+        shown = self._means.show_progress and _kind(self._recipe.tokenizer) in LEARNED
+        with StageBar('tokenizer', total=total, show=shown) as bar:
+            texts = preview.texts(below, bar)
+            tokenizer = make_tokenizer(self._recipe.tokenizer, texts, infill=self._recipe.infill is not None)
+        write_atomically(path, tokenizer.to_json())
+        save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, 'validation_below': below})
+        return tokenizer, below
+
+    def write(
+        self,
+        groups: Sequence[Group],
+        verdicts: Sequence[VerdictFile | None],
+        tokenizer: Tokenizer,
+        validation_below: int,
+    ) -> list[WriteShards]:
+        """Writes the shards; returns the tasks that are done."""
+        tasks = [
+            WriteShards(
+                output=self._output,
+                work=self.work,
+                group=group,
+                reading=self._recipe.reading,
+                verdicts=file,
+                filters=self._recipe.cleaning.filters,
+                validation_below=HASH_RANGE if group.held_out else validation_below,
+                tokenizer_sha256=tokenizer.sha256,
+                infill=self._recipe.infill,
+                block=self._recipe.block,
+            )
+            for group, file in zip(groups, verdicts, strict=True)
+        ]
+        return self._run('shards', tasks)
+
+    def _run(self, stage: str, tasks: Sequence[T]) -> list[T]:
+        """Runs those that are not done yet; returns those that are then."""
+        unfinished = [task for task in tasks if not task.is_done()]
+        total, left = (sum(task.size for task in part) for part in (tasks, unfinished))
+        with StageBar(stage, total=total, initial=total - left, show=self._means.show_progress) as bar:
+            failed = run_tasks(self._means.engine, unfinished, retries=self._means.retries, on_progress=bar)
+        if failed and not self._means.skip_failed:
+            place, reason = next(iter(failed.items()))
+            others = f' (and {len(failed) - 1} other groups)' if len(failed) > 1 else ''
+            raise InputError(
+                f'{unfinished[place].name}{others}: failed {self._means.retries + 1} times: {reason}; what is finished '
+                'is kept: run the same again, or with --skip_failed to leave it out'
+            )
+        for place, reason in failed.items():
+            group = unfinished[place].group
+            first = group.pieces[0].file.name
+            self.left_out.append({'name': f'group {group.number}, from {first}', 'reason': reason})
+        lost = {id(unfinished[place]) for place in failed}
+        return [task for task in tasks if id(task) not in lost]
+
+
+def _kind(spec: str) -> str:
+    """How a tokenizer is made, in a word; `file` for all that are there already."""
+    name, _, _ = spec.partition(':')
+    return name if name in (*LEARNED, 'bytes', 'ids') else 'file'

@@ -1,0 +1,78 @@
+"""What is looked at before anything is written: names, to divide by, and text that the tokenizer learns from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from maxlm.data import splits
+from maxlm.data.documents import Document
+from maxlm.data.groups import Group, Reading, TransientError, read_batches
+from maxlm.data.splits import name_hash, sample_places
+from maxlm.data.survey import VerdictFile
+from maxlm.data.verdicts import Sieve
+from maxlm.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Preview:
+    """The documents to train on, in order, before they are written.
+
+    Attributes:
+        groups: those of --input.
+        verdicts: what is kept of each; None = all.
+        reading, filters: how they are read, and what shortens them.
+        skip_failed: whether the rest of a group is left out when its storage fails.
+    """
+
+    groups: Sequence[Group]
+    verdicts: Sequence[VerdictFile | None]
+    reading: Reading
+    filters: tuple[str, ...]
+    skip_failed: bool
+
+    def names(self) -> Iterator[str]:
+        """Names of all documents."""
+        return (document.name for place in range(len(self.groups)) for document in self._documents(place))
+
+    def texts(self, validation_below: int, on_text: Callable[[int], None]) -> Iterator[str]:
+        """Text for the tokenizer, SAMPLE_BYTES characters at most; never nothing where there is text to train on.
+
+        Args:
+            validation_below: documents whose name's hash is below are not trained on.
+            on_text: told the number of characters of each text.
+        """
+        places = sample_places([group.size for group in self.groups])
+        found = False
+        for place in places:
+            left = splits.SAMPLE_BYTES // len(places)
+            for text in self._trained_on(place, validation_below):
+                on_text(len(text[:left]))
+                yield text[:left]
+                found = True
+                left -= len(text)
+                if left <= 0:
+                    break
+        if found:
+            return
+        for place in range(len(self.groups)):
+            for text in self._trained_on(place, validation_below):
+                yield text[: splits.SAMPLE_BYTES]
+                return
+
+    def _trained_on(self, place: int, validation_below: int) -> Iterator[str]:
+        for document in self._documents(place):
+            if name_hash(document.name) >= validation_below:
+                yield document.text
+
+    def _documents(self, place: int) -> Iterator[Document]:
+        group, verdicts = self.groups[place], self.verdicts[place]
+        sieve = Sieve(group.name, verdicts.load() if verdicts else None, self.filters)
+        try:
+            # What is left out is reported when it is written.
+            for documents, _ in read_batches(group, self.reading, left_out=[]):
+                yield from sieve.keep(documents)
+        except TransientError as error:
+            # A sample that depends on what answers today is only for those who asked for it.
+            if not self.skip_failed:
+                raise InputError(f'{error}; run the same again, what is finished is kept') from error

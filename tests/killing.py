@@ -1,0 +1,124 @@
+"""Kills `maxlm.prepare` again and again, and compares what it makes in the end: `python -m tests.killing DIR SEED KILLS`.
+
+Runs are forked from one process that has imported everything: most of the time of a fresh one is its imports, where
+there is nothing to kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from maxlm import prepare
+from maxlm.data import groups
+from maxlm.data.preparation import WORK_DIRECTORY
+from maxlm.errors import exit_code
+from tests.preparing import contents
+
+WORDS = 4000
+
+
+def write_corpus(directory: Path, seed: int) -> None:
+    """JSONL of 240 documents, with some that are equal, some similar, and some that filters remove or shorten."""
+    rng = random.Random(seed)
+    words = [''.join(rng.choices('abcdefghijklmnop', k=rng.randrange(3, 9))) for _ in range(WORDS)]
+    documents: list[str] = []
+    for number in range(240):
+        sentences = [' '.join(rng.choices(words, k=rng.randrange(8, 20))).capitalize() + '.' for _ in range(12)]
+        if number % 9 == 5:
+            # Lines without an end, which C4 takes out.
+            sentences.insert(3, 'menu home about')
+        if number % 11 == 7:
+            sentences = ['lorem ipsum dolor sit amet.', *sentences]
+        if number % 10 == 8:
+            documents.append(documents[rng.randrange(len(documents))])
+        elif number % 10 == 9:
+            documents.append(documents[rng.randrange(len(documents))] + ' One more.')
+        else:
+            documents.append('\n'.join(sentences))
+    directory.mkdir()
+    for part in range(3):
+        lines = [json.dumps({'text': text}) for text in documents[part::3]]
+        (directory / f'{part}.jsonl').write_text('\n'.join(lines) + '\n')
+
+
+def start(texts: Path, output: Path, workers: int, *more: str) -> int:
+    """Forks a run into a process group of its own; returns its id."""
+    arguments = ['--input', texts, '--output', output, '--tokenizer', 'bpe:400', '--filter', 'c4', '--deduplicate']
+    arguments += ['near', '--infill', '0.5', '--validation_share', '0.1', '--quiet', '--workers', workers, *more]
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os._exit(exit_code(prepare.main, [str(argument) for argument in arguments]))
+    return pid
+
+
+def finish(pid: int) -> None:
+    """Waits for the end of a run that must succeed."""
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, f'status {status}'
+
+
+def ended(pid: int) -> bool:
+    """Whether a run has ended by itself, as it should."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    assert not found or os.waitstatus_to_exitcode(status) == 0, f'status {status}'
+    return found == pid
+
+
+def stage(output: Path) -> str:
+    """How far a run came."""
+    work = output / WORK_DIRECTORY
+    if (output / 'dataset.json').exists():
+        return 'finished'
+    for name, pattern in {'shards': 'group-*', 'tokenizer': 'begin.json', 'verdicts': 'verdicts-*'}.items():
+        if list(work.glob(pattern)):
+            return name
+    return 'survey' if list(work.glob('survey-*')) else 'start'
+
+
+def main(directory: Path, seed: int, kills: int) -> None:
+    """Prints what happened as JSON."""
+    # Many groups out of little text.
+    groups.MIN_GROUP_BYTES = 20_000
+    rng = random.Random(seed)
+    texts, output = directory / 'texts', directory / 'data'
+    write_corpus(texts, seed)
+    began = time.monotonic()
+    finish(start(texts, directory / 'whole', 2))
+    duration = time.monotonic() - began
+    finish(start(texts, directory / 'other', 1, '--infill_spm', '0.4'))
+    whole = contents(directory / 'whole')
+    stages: Counter[str] = Counter()
+    same = []
+    while stages.total() < kills or output.exists():
+        pid = start(texts, output, rng.choice((1, 2, 3)))
+        deadline = time.monotonic() + rng.uniform(0, duration)
+        while not (done := ended(pid)) and (stages.total() == kills or time.monotonic() < deadline):
+            time.sleep(0.005)
+        if done:
+            same.append(contents(output) == whole)
+            shutil.rmtree(output)
+        else:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            stages[stage(output)] += 1
+    report = {
+        'groups': len(list((directory / 'whole').glob('train-*'))),
+        'seconds': duration,
+        'stages': stages,
+        'same': same,
+        'other_is_same': contents(directory / 'other') == whole,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == '__main__':
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

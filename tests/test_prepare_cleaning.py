@@ -1,0 +1,247 @@
+"""Filters, duplicates, fill-in-the-middle and tokens, from the command to the records."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+
+import numpy as np
+import pytest
+
+from maxlm.data import groups
+from maxlm.data.records import load_manifest, verify
+from maxlm.data.tokenizer import Tokenizer, bytes_tokenizer, ids_tokenizer
+from tests.preparing import contents, documents_of, ids_of, run
+
+WORDS = [
+    f'{a}{b}' for a in ('stone', 'river', 'lantern', 'orchard', 'window') for b in ('', 's', 'like', 'ward', 'less')
+]
+
+
+def prose(seed, count=120):
+    return ' '.join(random.Random(seed).choices(WORDS, k=count))
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 3000)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Twenty texts; 3 equals 1 but for its line end, 4 resembles 2, and one is removed and one shortened by C4."""
+    texts = {f'{i:02}': f'{prose(i)} end of it.' for i in range(20)}
+    # Sentences enough for C4, each ended.
+    texts = {
+        name: '\n'.join([text] * 1 + [f'Line {j} of {name} goes on.' for j in range(6)]) for name, text in texts.items()
+    }
+    texts['03'] = texts['01'] + '\r\n'
+    texts['04'] = texts['02'] + '\nOne more line that ends.'
+    texts['10'] += '\nLorem ipsum dolor sit amet.'
+    texts['11'] = 'menu without an end\n' + texts['11']
+    directory = tmp_path / 'texts'
+    directory.mkdir()
+    for name, text in texts.items():
+        (directory / f'{name}.txt').write_text(text, newline='')
+    return directory
+
+
+def prepare(tmp_path, corpus, *more, output='data', expected=0):
+    arguments = ['--input', corpus, '--output', tmp_path / output, '--tokenizer', 'bytes', '--workers', 1]
+    assert run(*arguments, *more) == expected
+    return load_manifest(tmp_path / output) if expected == 0 else None
+
+
+def test_duplicates_are_removed_and_told(tmp_path, corpus, small_groups, capsys):
+    everything = prepare(tmp_path, corpus, output='all')
+    assert sum(split.documents for split in everything.splits.values()) == 20
+    assert 'cleaning.json' not in contents(tmp_path / 'all')
+    exact = prepare(tmp_path, corpus, '--deduplicate', 'exact', output='exact')
+    assert sum(split.documents for split in exact.splits.values()) == 19
+    capsys.readouterr()
+    near = prepare(tmp_path, corpus, '--deduplicate', 'near')
+    assert sum(split.documents for split in near.splits.values()) == 18
+    report = json.loads((tmp_path / 'data' / 'cleaning.json').read_text())
+    assert (report['documents'], report['kept_documents']) == (20, 18)
+    (equal,) = report['removed']['duplicate: exact']['examples']
+    (similar,) = report['removed']['duplicate: near']['examples']
+    assert (equal['name'], equal['detail']) == ('03.txt', '01.txt')
+    assert (similar['name'], similar['detail']) == ('04.txt', '02.txt')
+    text_bytes = sum(split.text_bytes for split in near.splits.values())
+    assert (
+        report['kept_bytes']
+        == text_bytes
+        == report['bytes'] - sum(removed['bytes'] for removed in report['removed'].values())
+    )
+    printed = capsys.readouterr().out
+    assert 'cleaning: 18 of 20 documents kept' in printed
+    assert 'duplicate: near' in printed
+    # Again: told again, nothing done.
+    before = contents(tmp_path / 'data')
+    prepare(tmp_path, corpus, '--deduplicate', 'near')
+    assert 'cleaning: 18 of 20 documents kept' in capsys.readouterr().out
+    assert contents(tmp_path / 'data') == before
+    # Texts that need more to be similar stay.
+    strict = prepare(tmp_path, corpus, '--deduplicate', 'near', '--near_threshold', 1, output='strict')
+    assert sum(split.documents for split in strict.splits.values()) == 19
+
+
+def test_filters_remove_and_shorten(tmp_path, corpus, small_groups):
+    dataset = prepare(tmp_path, corpus, '--filter', 'c4', '--deduplicate', 'exact')
+    texts = documents_of(dataset, 'train') + documents_of(dataset, 'validation')
+    assert len(texts) == 18
+    assert not any('Lorem' in text or 'menu' in text for text in texts)
+    report = json.loads((tmp_path / 'data' / 'cleaning.json').read_text())
+    assert report['removed']['c4: lorem ipsum']['examples'][0]['name'] == '10.txt'
+    assert report['kept_documents'] == 18
+    assert report['kept_bytes'] == sum(len(text.encode()) for text in texts)
+    assert report['shortened_documents'] >= 1
+    # Control: without the filter both are there.
+    everything = prepare(tmp_path, corpus, output='all')
+    texts = documents_of(everything, 'train') + documents_of(everything, 'validation')
+    assert sum('Lorem' in text or 'menu' in text for text in texts) == 2
+
+
+def test_the_tokenizer_learns_nothing_from_what_is_removed(tmp_path, corpus, small_groups):
+    (corpus / '05.txt').write_text((corpus / '05.txt').read_text() + '\nLorem ipsum ЖЖЖ.')
+    (corpus / '06.txt').write_text('Ω without an end\n' + (corpus / '06.txt').read_text())
+    arguments = ['--tokenizer', 'chars', '--validation_share', 0]
+    prepare(tmp_path, corpus, *arguments, '--filter', 'c4')
+    prepare(tmp_path, corpus, *arguments, output='all')
+    letters, more_letters = (
+        json.loads((tmp_path / name / 'tokenizer.json').read_text())['model']['vocab'].keys()
+        for name in ('data', 'all')
+    )
+    assert more_letters - letters == {'Ж', 'Ω'}
+
+
+def test_what_is_validated_on_is_not_trained_on(tmp_path, corpus, small_groups):
+    held_out = tmp_path / 'held_out'
+    held_out.mkdir()
+    # The last in the order of names, and yet it is the one that stays.
+    (held_out / 'zz.txt').write_text((corpus / '02.txt').read_text())
+    dataset = prepare(tmp_path, corpus, '--validation', held_out, '--deduplicate', 'near')
+    assert documents_of(dataset, 'validation') == [(corpus / '02.txt').read_text()]
+    # 02 and 04 resemble it, 03 equals 01.
+    assert dataset.splits['train'].documents == 17
+    report = json.loads((tmp_path / 'data' / 'cleaning.json').read_text())
+    assert report['removed']['duplicate: exact']['examples'][0] == {
+        'name': '02.txt',
+        'excerpt': report['removed']['duplicate: exact']['examples'][0]['excerpt'],
+        'detail': 'zz.txt',
+    }
+
+
+def test_infill_rearranges_a_share_of_the_documents(tmp_path, corpus, small_groups):
+    dataset = prepare(tmp_path, corpus, '--infill', 0.5)
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    prefix, middle, suffix = tokenizer.infill_ids
+    documents = ids_of(dataset, 'train') + ids_of(dataset, 'validation')
+    cut = [ids for ids in documents if prefix in ids]
+    assert 4 <= len(cut) <= 16
+    for ids in cut:
+        assert sum(np.isin(ids, [prefix, middle, suffix])) == 3
+    assert dataset.vocab_size == bytes_tokenizer().vocab_size + 3
+    whole = prepare(tmp_path, corpus, '--infill', 0, output='whole')
+    assert whole.vocab_size == 257
+    # As much text as without.
+    assert sum(split.text_bytes for split in whole.splits.values()) == sum(
+        split.text_bytes for split in dataset.splits.values()
+    )
+    first = prepare(tmp_path, corpus, '--infill', 1, '--infill_spm', 1, output='first')
+    assert all(ids[0] == prefix and ids[1] == suffix for ids in ids_of(first, 'train'))
+
+
+def test_token_files(tmp_path, small_groups, capsys):
+    rng = np.random.default_rng(3)
+    parts = [rng.integers(0, 99, rng.integers(1, 300)) for _ in range(60)]
+    stream = np.concatenate([np.append(part, 99) for part in parts]).astype(np.uint16)
+    np.save(tmp_path / 'tokens.npy', stream)
+    dataset = prepare(tmp_path, tmp_path / 'tokens.npy', '--tokenizer', 'ids:100')
+    verify(dataset)
+    found = ids_of(dataset, 'train') + ids_of(dataset, 'validation')
+    assert sorted(ids.tolist() for ids in found) == sorted(part.tolist() for part in parts)
+    assert dataset.end_of_document == 99
+    assert dataset.splits['train'].text_bytes == 0
+    assert 'bytes per token' not in capsys.readouterr().out
+    # With a tokenizer.json, and another end than its own.
+    ids_tokenizer(120, 5).save(tmp_path / 'tokenizer.json')
+    other = ['--tokenizer', tmp_path / 'tokenizer.json', '--end_of_document', 99]
+    dataset = prepare(tmp_path, tmp_path / 'tokens.npy', *other, output='other')
+    assert dataset.end_of_document == 5
+    assert sum(split.documents for split in dataset.splits.values()) == 60
+    # Equal documents of tokens are found, too.
+    np.save(tmp_path / 'twice.npy', np.concatenate([stream, stream]))
+    twice = prepare(
+        tmp_path, tmp_path / 'twice.npy', '--tokenizer', 'ids:100', '--deduplicate', 'exact', output='twice'
+    )
+    assert sum(split.documents for split in twice.splits.values()) == len({tuple(part.tolist()) for part in parts})
+
+
+def test_text_and_tokens_in_one_data_set(tmp_path, small_groups):
+    (tmp_path / 'a.txt').write_text('1 2 3')
+    np.save(tmp_path / 'b.npy', np.array([4, 5, 9], np.uint16))
+    arguments = [tmp_path / 'b.npy', '--tokenizer', 'ids:10', '--validation_share', 0]
+    dataset = prepare(tmp_path, tmp_path / 'a.txt', *arguments)
+    assert [ids.tolist() for ids in ids_of(dataset, 'train')] == [[1, 2, 3], [4, 5]]
+    train = dataset.splits['train']
+    # Of a part of it the bytes are not known, so of the whole they are not.
+    assert (train.sources['a.txt'].text_bytes, train.sources['b.npy'].text_bytes, train.text_bytes) == (5, 0, 0)
+
+
+BAD = {
+    'tokens with bytes': (['tokens.npy', '--tokenizer', 'bytes'], ['tokens.npy is tokenized already', 'ids:N']),
+    'tokens with bpe': (['tokens.npy', '--tokenizer', 'bpe:300'], ['tokens.npy is tokenized already', 'hf:NAME']),
+    'tokens with infill': (['tokens.npy', '--tokenizer', 'ids:100', '--infill', '0.5'], ['fill-in-the-middle']),
+    'tokens with a filter': (['tokens.npy', '--tokenizer', 'ids:100', '--filter', 'c4'], ['--filter needs text']),
+    'an id beyond the vocabulary': (
+        ['tokens.npy', '--tokenizer', 'ids:50'],
+        ['tokens.npy: token 2', 'is 77', '0 to 49'],
+    ),
+    'raw tokens without a dtype': (['raw.bin', '--tokenizer', 'ids:100'], ['raw.bin', '--token_dtype']),
+    'text with token_dtype': (['x.txt', '--token_dtype', 'uint16'], ['--token_dtype', 'no input is one']),
+    'text with end_of_document': (['x.txt', '--end_of_document', '0'], ['--end_of_document', 'no input is one']),
+    'unknown filter': (['x.txt', '--filter', 'gopher'], ["'gopher'", 'did you mean']),
+    'bad threshold': (['x.txt', '--near_threshold', '0'], ['threshold 0']),
+    'bad infill': (['x.txt', '--infill', '2'], ['--infill=2']),
+    'bad infill_spm': (['x.txt', '--infill_spm', '-1'], ['--infill_spm=-1']),
+    'bad retries': (['x.txt', '--retries', '-1'], ['--retries=-1']),
+    'address without ray': (['x.txt', '--ray_address', 'a:1'], ['--engine=ray']),
+    'a Parquet without the column': (['x.parquet'], ['x.parquet', "no column 'text'", 'body', '--text_key']),
+    'truncated gzip': (['x.jsonl.gz'], ['x.jsonl.gz', 'cut short']),
+    'truncated Parquet': (['cut.parquet'], ['cut.parquet', 'cut short']),
+    'truncated .npy': (['cut.npy', '--tokenizer', 'ids:100'], ['cut.npy']),
+}
+
+
+@pytest.mark.parametrize('case', BAD)
+def test_bad_input_is_one_line(tmp_path, capsys, case):
+    import pyarrow
+    import pyarrow.parquet
+
+    arguments, parts = BAD[case]
+    at = tmp_path / 'at'
+    at.mkdir()
+    (at / 'x.txt').write_text('text')
+    np.save(at / 'tokens.npy', np.array([1, 2, 77, 99], np.uint16))
+    (at / 'cut.npy').write_bytes((at / 'tokens.npy').read_bytes()[:-3])
+    (at / 'raw.bin').write_bytes(bytes(20))
+    pyarrow.parquet.write_table(pyarrow.table({'body': ['a', 'b']}), at / 'x.parquet')
+    (at / 'cut.parquet').write_bytes((at / 'x.parquet').read_bytes()[:-9])
+    (at / 'x.jsonl.gz').write_bytes(gzip.compress(json.dumps({'text': prose(1)}).encode())[:-20])
+    path, *more = arguments
+    assert run('--input', at / path, '--output', at / 'data', '--tokenizer', 'bytes', '--workers', 1, *more) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('error: ')
+    assert error.count('\n') == 1
+    for part in parts:
+        assert part in error
+    assert run('--input', at / 'x.txt', '--output', at / 'data', '--tokenizer', 'bytes', '--workers', 1) == 0
+
+
+def test_max_files_and_patterns(tmp_path, corpus):
+    dataset = prepare(tmp_path, corpus, '--max_files', 7)
+    assert sum(split.documents for split in dataset.splits.values()) == 7
+    dataset = prepare(tmp_path, f'{corpus}/1*.txt', output='globbed')
+    assert sum(split.documents for split in dataset.splits.values()) == 10
