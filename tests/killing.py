@@ -1,4 +1,4 @@
-"""Kills `maxlm.prepare` again and again, and compares what it makes in the end: `python -m tests.killing DIR SEED KILLS`.
+"""Kills `maxlm.prepare` again and again, and compares what it makes: `python -m tests.killing DIR SEED KILLS`.
 
 Runs are forked from one process that has imported everything: most of the time of a fresh one is its imports, where
 there is nothing to kill.

@@ -1,4 +1,4 @@
-"""kill -9 of `prepare` at fifty moments. Slow, three quarters of a minute: each run is a real one with its processes."""
+"""kill -9 of `prepare` at fifty moments. Slow, three quarters of a minute: each run is a real one with processes."""
 
 from __future__ import annotations
 

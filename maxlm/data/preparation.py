@@ -153,11 +153,8 @@ class _Stages:
     def begin(self, groups: Sequence[Group], verdicts: Sequence[VerdictFile | None]) -> tuple[Tokenizer, int]:
         """The tokenizer, written, and below which hash of their name documents of --input are validated on."""
         path, stamp = self._output / TOKENIZER_FILE, self.work / 'begin.json'
-        identity = identity_of(
-            self._recipe.made_from,
-            [group.identity for group in groups],
-            [file and file.identity for file in verdicts],
-        )
+        # Which groups there are depends on what failed; all else follows from the recipe.
+        identity = identity_of(self._recipe.made_from, [group.identity for group in groups])
         known = load_result(stamp, identity)
         if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
             return Tokenizer.load(path), known['validation_below']

@@ -1,0 +1,208 @@
+"""What fails while a data set is made: storage, processes, the disk, files that change meanwhile."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxlm.data import groups, preparation, shards, survey
+from maxlm.data.engine import run_tasks
+from maxlm.data.preparation import WORK_DIRECTORY
+from maxlm.data.readers import text
+from maxlm.data.records import load_manifest
+from maxlm.data.shards import WriteShards
+from maxlm.data.storage import StorageError
+from tests.conftest import ROOT
+from tests.preparing import contents, documents_of, run, write_texts
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path / 'texts')
+
+
+@pytest.fixture(autouse=True)
+def many_groups(monkeypatch):
+    """Groups of about 1000 bytes, and no pauses between tries."""
+    monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 1000)
+    monkeypatch.setattr(
+        preparation, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=lambda _: None)
+    )
+
+
+@pytest.fixture
+def fail(monkeypatch):
+    """Makes the storage fail for the file of a name, in its first so many readings."""
+
+    def make(name, times):
+        left = [times]
+        read = text.storage.read_bytes
+
+        def read_bytes(path):
+            if Path(path).name == name and left[0] > 0:
+                left[0] -= 1
+                raise StorageError(f'{path}: the storage does not answer in time') from TimeoutError()
+            return read(path)
+
+        monkeypatch.setattr(text.storage, 'read_bytes', read_bytes)
+
+    return make
+
+
+ARGUMENTS = ('--tokenizer', 'bytes', '--workers', 1, '--validation_share', 0, '--quiet')
+
+
+def test_a_storage_that_answers_later_costs_nothing(texts, tmp_path, fail):
+    assert run('--input', texts, *ARGUMENTS, '--output', tmp_path / 'whole') == 0
+    fail('25.txt', 2)
+    assert run('--input', texts, *ARGUMENTS, '--skip_bad', '--output', tmp_path / 'data') == 0
+    # Not even with --skip_bad is anything left out.
+    dataset = load_manifest(tmp_path / 'data')
+    assert dataset.left_out == ()
+    assert dataset.fingerprint == load_manifest(tmp_path / 'whole').fingerprint
+
+
+@pytest.mark.parametrize('more', [(), ('--deduplicate', 'exact')], ids=['shards', 'survey'])
+def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
+    command = ['--input', texts, *ARGUMENTS, *more, '--output', tmp_path / 'data']
+    fail('25.txt', 10**6)
+    assert run(*command, '--retries', 1) == 2
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert 'failed 2 times' in error
+    assert 'does not answer in time' in error
+    assert '--skip_failed' in error
+    finished = 'survey-*' if more else 'group-*'
+    done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / 'data' / WORK_DIRECTORY).glob(finished)}
+    assert len(done) > 10
+    assert not (tmp_path / 'data' / 'dataset.json').exists()
+
+    assert run(*command, '--retries', 1, '--skip_failed') == 0
+    dataset = load_manifest(tmp_path / 'data')
+    assert len(dataset.left_out) == 1
+    assert dataset.left_out[0]['name'].startswith('group ')
+    assert 'does not answer in time' in dataset.left_out[0]['reason']
+    found = documents_of(dataset, 'train')
+    assert (texts / '25.txt').read_bytes().decode() not in found
+    assert 40 <= len(found) < 50
+    # Whoever does not ask for it does not get it.
+    assert run(*command, '--skip_failed') == 0
+    capsys.readouterr()
+    assert run(*command) == 2
+    assert 'without 1 groups that failed' in capsys.readouterr().err
+
+
+def test_what_is_done_is_not_done_again_after_a_failure(texts, tmp_path, fail, monkeypatch):
+    command = ['--input', texts, *ARGUMENTS, '--output', tmp_path / 'data']
+    assert run(*command[:-1], tmp_path / 'whole') == 0
+    with monkeypatch.context() as patch:
+        read = text.storage.read_bytes
+        fail('25.txt', 10**6)
+        assert run(*command, '--retries', 0) == 2
+        patch.setattr(text.storage, 'read_bytes', read)
+        written = []
+        write = WriteShards.run
+        patch.setattr(WriteShards, 'run', lambda task, report: [written.append(task), write(task, report)])
+        assert run(*command) == 0
+    assert len(written) == 1
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+
+
+def limited(limit, *arguments):
+    """The command in a process whose files may not grow beyond `limit` bytes, as on a disk that is full there."""
+    command = [sys.executable, '-m', 'maxlm.prepare', *map(str, arguments)]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+
+
+@pytest.mark.parametrize('workers', [1, 2])
+def test_a_disk_that_fills(tmp_path, workers):
+    """Real processes: only they can have a limit of their own."""
+    texts = tmp_path / 'texts'
+    texts.mkdir()
+    # Two groups, of which the second is too large.
+    (texts / 'a.txt').write_text('small ' * 2**19)
+    (texts / 'b.txt').write_text('large ' * 2**20)
+    command = ['--input', texts, '--tokenizer', 'bytes', '--workers', workers, '--validation_share', 0]
+    assert run(*command, '--output', tmp_path / 'whole') == 0
+    # What is moderate for a.txt, uint16, is too much for b.txt; one by one, so that the first is through.
+    done = limited(2**23, *command[:4], '--workers', 1, *command[6:], '--output', tmp_path / 'data')
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count('\n') == 1
+    assert 'cannot be written' in done.stderr
+    assert 'File too large' in done.stderr
+    assert not [path for path in (tmp_path / 'data').rglob('*.partial')]
+    kept = tmp_path / 'data' / 'train-00000.arrayrecord'
+    before = kept.stat().st_mtime_ns
+    again = limited(2**23, *command, '--output', tmp_path / 'data')
+    assert again.returncode == 2
+    assert run(*command, '--output', tmp_path / 'data') == 0
+    assert kept.stat().st_mtime_ns == before
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('change', ['longer', 'gone'])
+def test_a_file_that_changes_between_two_readings(texts, tmp_path, monkeypatch, capsys, change):
+    judge = survey.judge
+
+    def change_and_judge(*arguments):
+        if change == 'longer':
+            (texts / '25.txt').write_text('something else altogether')
+        else:
+            (texts / '25.txt').unlink()
+        return judge(*arguments)
+
+    monkeypatch.setattr(preparation, 'judge', change_and_judge)
+    command = ['--input', texts, *ARGUMENTS, '--deduplicate', 'exact', '--skip_bad', '--output', tmp_path / 'data']
+    assert run(*command) == 2
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert 'changed while maxlm.prepare was running' in error
+    monkeypatch.undo()
+    assert run(*command) == 0
+
+
+def first_of(directory):
+    return (directory / 'train-00000.arrayrecord').read_bytes()
+
+
+def test_an_old_result_does_not_stand_for_new_shards(texts, tmp_path, monkeypatch):
+    """Two recipes with shards of the same size, killed in between: the first run's results must not count again."""
+    command = ['--input', texts, *ARGUMENTS, '--infill', 1, '--output', tmp_path / 'data']
+    other = [*command, '--infill_spm', 0]
+    command += ['--infill_spm', 1]
+    assert run(*command, '--output', tmp_path / 'whole') == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*command) == 130
+    with monkeypatch.context() as patch:
+        # As if killed between a shard and its result.
+        patch.setattr(shards, 'save_result', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*other) == 130
+    # Control: the first shard is the other one, of the same size.
+    first, expected = first_of(tmp_path / 'data'), first_of(tmp_path / 'whole')
+    assert first != expected
+    assert len(first) == len(expected)
+    assert run(*command) == 0
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('lost', ['train-00001.arrayrecord', 'tokenizer.json', f'{WORK_DIRECTORY}/group-00001.json'])
+def test_what_is_lost_in_between_is_made_again(texts, tmp_path, monkeypatch, lost):
+    command = ['--input', texts, *ARGUMENTS, '--output', tmp_path / 'data']
+    assert run(*command[:-1], tmp_path / 'whole') == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*command) == 130
+    (tmp_path / 'data' / lost).unlink()
+    assert run(*command) == 0
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
