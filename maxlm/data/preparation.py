@@ -145,7 +145,8 @@ class _Stages:
         if not surveys:
             raise InputError('every group failed; there is nothing to prepare')
         verdicts: list[VerdictFile | None] = []
-        with StageBar('duplicates', total=0, show=self._means.show_progress) as bar:
+        shown = self._means.show_progress and cleaning.duplicates != 'none'
+        with StageBar('duplicates', total=0, show=shown) as bar:
             verdicts += judge(surveys, bar.step)
         filtered = {survey.group.number: survey.load()[1] for survey in surveys}
         return [survey.group for survey in surveys], verdicts, filtered

@@ -111,7 +111,13 @@ class Processes:
     def _new_worker(self) -> _Worker:
         here, there = self._context.Pipe()
         process = self._context.Process(target=_work, args=(there,), daemon=True)
-        process.start()
+        # Ctrl-C is for this process, which ends the workers. They inherit that they do not take it, from their first
+        # moment on; one that comes now is taken here a moment later.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # Else its end would not be noticed here.
         there.close()
         return _Worker(process, here)
@@ -132,8 +138,6 @@ class Processes:
 
 
 def _work(connection: Connection) -> None:
-    # Ctrl-C is the parent's, who ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(ONE_THREAD)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:

@@ -65,5 +65,7 @@ class Told:
                 os._exit(3)
             case 'killed':
                 os.kill(os.getpid(), signal.SIGKILL)
+            case 'ctrl-c':
+                os.kill(os.getpid(), signal.SIGINT)
             case 'hang':
                 signal.pause()

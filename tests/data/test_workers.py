@@ -54,6 +54,15 @@ def test_bad_input_ends_the_others(tmp_path):
     assert not multiprocessing.active_children()
 
 
+def test_ctrl_c_is_not_for_the_workers(tmp_path):
+    tasks = [Told(tmp_path, str(i), 'ctrl-c') for i in range(3)]
+    assert run(tasks, retries=0) == ({}, [30, 9, 900])
+    assert [len(task.tries) for task in tasks] == [1, 1, 1]
+    # Control: here it would have ended the run.
+    with pytest.raises(KeyboardInterrupt):
+        Told(tmp_path, 'here', 'ctrl-c').run(lambda *_: None)
+
+
 def test_processes_stay_from_one_stage_to_the_next(tmp_path):
     first, second = ([Told(tmp_path, f'{stage}{i}') for i in range(2)] for stage in 'ab')
     with Processes(1) as engine:
