@@ -110,11 +110,12 @@ def window_batch(
     for number, stream in enumerate(streams):
         full[number, : len(stream)] = stream
     short = [(row, len(stream) - 1) for row, stream in enumerate(streams) if len(stream) <= window]
-    targets = np.ascontiguousarray(full[:, 1:])
+    # Copies: of a single row the slices would share their memory.
+    targets = full[:, 1:].copy()
     for row, length in short:
         # The last target is no token that is read.
         full[row, length] = 0
-    tokens = np.ascontiguousarray(full[:, :-1])
+    tokens = full[:, :-1].copy()
     ends = tokens == end_of_document
     weights = (~ends).astype(np.float32)
     for row, length in short:

@@ -8,7 +8,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxlm.data.records import TokenReader
-from maxlm.data.windows import Windows
+from maxlm.data.windows import Windows, window_batch
 
 BLOCK = 8
 LENGTHS = [2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1000]
@@ -75,6 +75,17 @@ def test_windows_that_are_cut_are_shorter_windows(make_dataset, random_shards, p
     for number, row in enumerate(rows):
         for name, values in short[number].items():
             np.testing.assert_array_equal(row[name], values, err_msg=f'{name} of window {number}')
+
+
+def test_a_window_is_the_same_alone_and_among_others():
+    # The first has padding behind its end of document.
+    streams = [np.array([5, 6, 7], np.uint16), np.arange(10, 15, dtype=np.uint16)]
+    together = window_batch(streams, 4, end_of_document=7, isolate_documents=True)
+    assert together['targets'].tolist() == [[6, 7, 0, 0], [11, 12, 13, 14]]
+    for number, stream in enumerate(streams):
+        alone = window_batch([stream], 4, end_of_document=7, isolate_documents=True)
+        for name, rows in alone.items():
+            np.testing.assert_array_equal(rows[0], together[name][number], err_msg=f'{name} of window {number}')
 
 
 @pytest.mark.parametrize('length', LENGTHS)
