@@ -205,6 +205,10 @@ BAD = {
     'text with token_dtype': (['x.txt', '--token_dtype', 'uint16'], ['--token_dtype', 'no input is one']),
     'text with end_of_document': (['x.txt', '--end_of_document', '0'], ['--end_of_document', 'no input is one']),
     'unknown filter': (['x.txt', '--filter', 'gopher'], ["'gopher'", 'did you mean']),
+    'filters that keep nothing': (
+        ['x.txt', '--filter', 'gopher_quality'],
+        ['removes all 1 documents', "1 for 'gopher_quality: ", 'x.txt (1; bound 50)'],
+    ),
     'bad threshold': (['x.txt', '--near_threshold', '0'], ['threshold 0']),
     'bad infill': (['x.txt', '--infill', '2'], ['--infill=2']),
     'bad infill_spm': (['x.txt', '--infill_spm', '-1'], ['--infill_spm=-1']),

@@ -33,13 +33,15 @@ def assemble(
         InputError: no document is left to train on, or somebody removed what a group had written.
     """
     sums = {name: _Sum(tokenizer.vocab_size) for name in SPLITS}
-    left_out, duplicates = list(left_out), CleaningReport()
+    # As keys: a file that cannot be read at all is told once, and not for each of its pieces.
+    reasons = dict.fromkeys((entry['name'], entry['reason']) for entry in left_out)
+    duplicates = CleaningReport()
     # One result at a time: their token counts would not fit into memory together.
     for task in tasks:
         result = task.load()
         if result is None:
             raise InputError(f'{task.result_path}: removed or changed while maxlm.prepare was running; run it again')
-        left_out += result.left_out
+        reasons |= dict.fromkeys((entry['name'], entry['reason']) for entry in result.left_out)
         duplicates = duplicates.merge(result.duplicates)
         for name, counts in result.splits.items():
             sums[name].add(task.group.source, counts)
@@ -58,7 +60,7 @@ def assemble(
         dtype=dtype,
         block=block,
         splits=splits,
-        left_out=tuple(left_out),
+        left_out=tuple({'name': name, 'reason': reason} for name, reason in reasons),
         made_from=made_from,
         fingerprint=dataset_fingerprint(block=block, dtype=dtype, end_of_document=end_of_document, splits=splits),
     )

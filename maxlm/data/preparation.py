@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,6 +151,7 @@ class _Stages:
         with StageBar('duplicates', total=0, show=shown) as bar:
             verdicts += judge(surveys, bar.step)
         filtered = {survey.group.number: survey.load()[1] for survey in surveys}
+        _refuse_empty([filtered[survey.group.number] for survey in surveys if not survey.group.held_out])
         return [survey.group for survey in surveys], verdicts, filtered
 
     def begin(self, groups: Sequence[Group], verdicts: Sequence[VerdictFile | None]) -> tuple[Tokenizer, int]:
@@ -208,12 +211,18 @@ class _Stages:
         total, left = (sum(task.size for task in part) for part in (tasks, unfinished))
         with StageBar(stage, total=total, initial=total - left, show=self._means.show_progress) as bar:
             failed = run_tasks(self._means.engine, unfinished, retries=self._means.retries, on_progress=bar)
+        # What other machines wrote on a shared disk may stay hidden from one that has found it missing before, until
+        # that looks at the directories anew.
+        for directory in (self._output, self.work):
+            os.listdir(directory)
         if failed and not self._means.skip_failed:
             place, reason = next(iter(failed.items()))
-            others = f' (and {len(failed) - 1} other groups)' if len(failed) > 1 else ''
+            name = unfinished[place].name
+            told = reason if name in reason else f'{name}: {reason}'
+            others = f', and {len(failed) - 1} more groups' if len(failed) > 1 else ''
             raise InputError(
-                f'{unfinished[place].name}{others}: failed {self._means.retries + 1} times: {reason}; what is finished '
-                'is kept: run the same again, or with --skip_failed to leave it out'
+                f'{told} (tried {self._means.retries + 1} times{others}); what is finished is kept: run the same '
+                'again, or with --skip_failed to leave it out'
             )
         for place, reason in failed.items():
             group = unfinished[place].group
@@ -221,6 +230,19 @@ class _Stages:
             self.left_out.append({'name': f'group {group.number}, from {first}', 'reason': reason})
         lost = {id(unfinished[place]) for place in failed}
         return [task for task in tasks if id(task) not in lost]
+
+
+def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
+    """Raises InputError when the filters keep nothing of all the text to train on."""
+    report = functools.reduce(CleaningReport.merge, reports, CleaningReport())
+    if not report.documents or report.kept_documents:
+        return
+    reason, removed = max(report.removed.items(), key=lambda item: item[1].documents)
+    example = removed.examples[0]
+    raise InputError(
+        f'--filter removes all {report.documents:,} documents of --input, {removed.documents:,} for {reason!r}, such '
+        f'as {example.name} ({example.detail}); choose other filters'
+    )
 
 
 def _kind(spec: str) -> str:

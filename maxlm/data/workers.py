@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import signal
 import threading
@@ -17,6 +18,9 @@ from maxlm.data.engine import Ending, OnProgress, Outcome, Task, attempt
 
 # One thread per worker; the processes are what uses the cores.
 ONE_THREAD = {'TOKENIZERS_PARALLELISM': 'false', 'RAYON_NUM_THREADS': '1'}
+
+# Seconds that an idle process gets to end.
+END_SECONDS = 5.0
 
 
 class InProcess:
@@ -99,20 +103,24 @@ class Processes:
         return outcomes
 
     def close(self) -> None:
-        """See `engine.Engine`. Kills: whatever is written appears whole or not at all."""
-        workers = [*self._idle, *self._busy.values()]
+        """See `engine.Engine`. Kills whoever is at work: what is written appears whole or not at all."""
+        idle, busy = self._idle, list(self._busy.values())
         self._idle, self._busy = [], {}
-        for worker in workers:
+        for worker in busy:
             worker.process.kill()
-        for worker in workers:
-            worker.process.join()
+        # The others end by themselves, and tidy up what libraries leave.
+        for worker in (*busy, *idle):
             worker.connection.close()
+            worker.process.join(END_SECONDS)
+            worker.process.kill()
+            worker.process.join()
 
     def _new_worker(self) -> _Worker:
         here, there = self._context.Pipe()
         process = self._context.Process(target=_work, args=(there,), daemon=True)
-        # Ctrl-C is for this process, which ends the workers. They inherit that they do not take it, from their first
-        # moment on; one that comes now is taken here a moment later.
+        # Ctrl-C is for this process, which ends the workers: until they ignore it they start with it blocked. One that
+        # comes now is taken here a moment later.
+        multiprocessing.resource_tracker.ensure_running()  # else `start` would do this, which unblocks it
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
@@ -138,6 +146,7 @@ class Processes:
 
 
 def _work(connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(ONE_THREAD)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
