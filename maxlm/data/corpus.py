@@ -106,14 +106,15 @@ class Corpus:
 
     @property
     def validation_counts(self) -> tuple[int, int]:
-        """Tokens of the validation data, and bytes of its text as far as they are known."""
+        """Tokens of the validation data, and bytes of its text; 0 where some came in as tokens and nobody knows."""
         counts = [
             facts
             for source in self.sources
             for name, facts in source.dataset.splits['validation'].sources.items()
             if source.only in ('', name)
         ]
-        return sum(facts.tokens for facts in counts), sum(facts.text_bytes for facts in counts)
+        known = all(facts.text_bytes or not facts.tokens for facts in counts)
+        return sum(facts.tokens for facts in counts), sum(facts.text_bytes for facts in counts) if known else 0
 
     @property
     def unigram_entropy(self) -> float:

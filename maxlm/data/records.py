@@ -85,7 +85,7 @@ class Dataset:
 
     Attributes:
         path: its directory.
-        tokenizer: `bytes`, `chars`, `bpe` or `file`: how the tokenizer was made.
+        tokenizer: `bytes`, `chars`, `bpe`, `ids` or `file`: how the tokenizer was made.
         tokenizer_file, tokenizer_sha256: its `tokenizer.json`.
         vocab_size: token ids are 0 … vocab_size - 1.
         end_of_document: id after each document.

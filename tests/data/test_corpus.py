@@ -127,6 +127,25 @@ def test_what_a_checkpoint_remembers(three):
     assert open_corpus(config(three, web=0.5, law=0.5)).fingerprint(8) != facts
 
 
+def test_bytes_of_validation_text_are_known_of_all_sources_or_of_none(three, make_dataset):
+    corpus = open_corpus(config(three, web=0.5, code=0.5))
+    tokens, text_bytes = corpus.validation_counts
+    assert tokens == 2 * 5 * 4
+    assert text_bytes == 0  # written from tokens
+
+    def with_bytes(source, text_bytes):
+        split = source.dataset.splits['validation']
+        counts = {name: dataclasses.replace(facts, text_bytes=text_bytes) for name, facts in split.sources.items()}
+        splits = {**source.dataset.splits, 'validation': dataclasses.replace(split, sources=counts)}
+        return dataclasses.replace(source, dataset=dataclasses.replace(source.dataset, splits=splits))
+
+    first, second = corpus.sources
+    known = dataclasses.replace(corpus, sources=(with_bytes(first, 70), with_bytes(second, 30)))
+    assert known.validation_counts == (tokens, 100)
+    partly = dataclasses.replace(corpus, sources=(with_bytes(first, 70), second))
+    assert partly.validation_counts == (tokens, 0)
+
+
 def test_bad_sources_are_named(three, make_dataset):
     web = str(three['web'].path)
     with pytest.raises(InputError, match=r"no source 'cod'; it has: texts"):
