@@ -6,14 +6,13 @@ import base64
 import hashlib
 import io
 import json
-import os
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxlm.errors import InputError, os_message
+from maxlm.data import whole
 
 # To be raised whenever the same input would give another result.
 RESULT_VERSION = 1
@@ -40,15 +39,7 @@ def load_result(path: Path, identity: str) -> dict[str, Any] | None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a small file, whole or not at all; raises InputError when that fails."""
-    partial = path.with_name(f'.{path.name}.partial')
-    try:
-        with partial.open('w', encoding='utf-8') as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
+    whole.put(path, text.encode())
 
 
 def pack(array: np.ndarray) -> str:

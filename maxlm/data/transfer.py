@@ -11,11 +11,11 @@ import hashlib
 import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from maxlm.data import whole
 from maxlm.data.buckets import Checksum, asked, open_filesystem, read_checksum, read_range
 from maxlm.data.outage import Outage, UnreachableError, redact
 from maxlm.errors import InputError, os_message
@@ -129,18 +129,12 @@ def fetch_patiently(
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a small file, whole or not at all; raises InputError when it cannot be written."""
-    # A name of its own: several processes may write the same file.
-    partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
+    """Writes a small file and its directory, whole or not at all; raises InputError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open('wb') as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
     except OSError as error:
         raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
+    whole.put(path, content)
 
 
 @contextlib.contextmanager

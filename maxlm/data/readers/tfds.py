@@ -73,6 +73,7 @@ def _examples(builder: Any, split: str, start: int, stop: int) -> Iterator[dict[
     try:
         source = builder.as_data_source(split=split)
     except NotImplementedError:
+        # What TFDS raises for formats that it cannot read at random: TFRecord, for one.
         yield from _stored_in_order(builder, split, start, stop)
         return
     for first in range(start, stop, BATCH_EXAMPLES):
