@@ -11,14 +11,13 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 
-from maxlm.data import outage
 from maxlm.data.documents import Document, raise_bad
 from maxlm.data.inputs import InputFile
 from maxlm.data.pieces import Piece, cut
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.readers.reading import read_documents
 from maxlm.data.results import identity_of
-from maxlm.data.storage import StorageError, shown
+from maxlm.data.storage import is_passing, shown
 
 # A group is about this share of the input, so that all workers are busy to the end; but of terabytes no more than
 # MAX_GROUP_BYTES, what a failure costs, and of little data no less than MIN_GROUP_BYTES, to keep shards few.
@@ -111,9 +110,7 @@ def read_batches(
 
     def on_bad(name: str, reason: str) -> None:
         # Readers report a fault while they handle it, so that what is behind it can still be told.
-        error = sys.exception()
-        cause = error.__cause__ if isinstance(error, StorageError) else None
-        if isinstance(cause, Exception) and isinstance(outage.fault('', cause), outage.UnreachableError):
+        if is_passing(sys.exception()):
             raise TransientError(reason)
         if not reading.skip_bad:
             raise_bad(name, reason)

@@ -8,6 +8,7 @@ import itertools
 
 from maxlm.data.inputs import InputFile
 from maxlm.data.readers.formats import READERS
+from maxlm.data.storage import StorageError, is_passing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +32,17 @@ def cut(file: InputFile, target_bytes: int) -> list[Piece]:
 
     The same for the same file anywhere. A file that cannot be cut, or whose parts cannot be told because it is
     damaged, is one whole piece: reading it reports the damage.
+
+    Raises:
+        StorageError: the storage does not answer now: the file is not damaged, and other pieces make other shards.
     """
     assert target_bytes > 0
-    bounds = READERS[file.kind].bounds(file)
+    try:
+        bounds = READERS[file.kind].bounds(file)
+    except StorageError as error:
+        if is_passing(error):
+            raise
+        bounds = ()
     if len(bounds) < 2 or bounds[-1] <= target_bytes:
         return [Piece(file, 0, 0, file.size)]
     count = -(-bounds[-1] // target_bytes)

@@ -13,6 +13,7 @@ import json
 import os
 import threading
 import typing
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from maxlm.data.waiting import wait_for
+from maxlm.data.whole import put
 from maxlm.errors import InputError, os_message
 
 FORMAT_VERSION = 2
@@ -129,7 +131,8 @@ class ShardWriter:
     def __init__(self, path: Path, *, source: str, block: int, dtype: str):
         self._path = path
         self._source = source
-        self._partial = path.with_name(f'.{path.name}.partial')
+        # A name of its own: a worker that was given up may still write the same shard on a node that is cut off.
+        self._partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
         self._block = block
         self._dtype = np.dtype(dtype).newbyteorder('<')
         self._pending = np.empty(0, self._dtype)
@@ -264,14 +267,7 @@ def save_manifest(dataset: Dataset) -> None:
     """Writes `dataset.json`, whole or not at all: from then on the directory is a data set."""
     facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
     del facts['path']
-    path = dataset.path / MANIFEST_NAME
-    partial = path.with_name(f'.{path.name}.partial')
-    try:
-        partial.write_text(json.dumps(facts, indent=1) + '\n')
-        _sync_and_hash(partial)
-        os.replace(partial, path)
-    except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
+    put(dataset.path / MANIFEST_NAME, (json.dumps(facts, indent=1) + '\n').encode())
 
 
 def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dataset:

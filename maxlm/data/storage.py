@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from maxlm.data import outage
 from maxlm.data.buckets import open_filesystem
 from maxlm.errors import InputError, os_message
 
@@ -153,6 +154,12 @@ def read_bytes(path: str) -> bytes:
 def fault(path: str, error: Exception) -> StorageError:
     """What `error`, raised by whatever reads `path`, is to the user."""
     return error if isinstance(error, StorageError) else StorageError(f'{shown(path)}: {_reason(path, error)}')
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether `error` is a StorageError that the same request may not meet again: an outage, not damage."""
+    cause = error.__cause__ if isinstance(error, StorageError) else None
+    return isinstance(cause, Exception) and isinstance(outage.fault('', cause), outage.UnreachableError)
 
 
 def one_line(path: str, error: Exception) -> str:

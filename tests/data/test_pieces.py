@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import pickle
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from maxlm.data import pieces
+from maxlm.data import pieces, storage
 from maxlm.data.inputs import InputFile
 from maxlm.data.pieces import Piece, cut
 from maxlm.data.readers.formats import READERS
+from maxlm.data.storage import StorageError
 
 
 @pytest.fixture
@@ -50,3 +56,32 @@ def test_pieces_are_picklable(file):
     piece = cut(file(range(1000)), 10)[3]
     assert pickle.loads(pickle.dumps(piece)) == piece
     assert pieces.cut(piece.file, 10)[3] == piece
+
+
+@pytest.mark.parametrize('name', ['x.parquet', 'x.npz'])
+def test_an_outage_while_cutting_is_not_taken_for_damage(tmp_path, monkeypatch, name):
+    path = tmp_path / name
+    if name.endswith('.npz'):
+        np.savez(path, **{f'a{i}': np.arange(1000, dtype=np.uint16) for i in range(4)})
+        given = InputFile(str(path), name, 'x', 'tokens', path.stat().st_size, '')
+    else:
+        pq.write_table(pa.table({'text': [f'{i:0100}' for i in range(400)]}), path, row_group_size=100)
+        given = InputFile(str(path), name, 'x', 'parquet', path.stat().st_size, '')
+    assert len(cut(given, 1)) == 4
+
+    def fail(number):
+        def readinto(self, buffer):
+            error = OSError(number, os.strerror(number))
+            raise storage.fault(str(path), error) from error
+
+        monkeypatch.setattr(storage._LocalFile, 'readinto', readinto)
+
+    # Pieces that depend on the weather would make other shards of the same input.
+    fail(errno.EIO)
+    with pytest.raises(StorageError, match=rf'{name}: Input/output error'):
+        cut(given, 1)
+    fail(errno.EACCES)
+    assert cut(given, 1) == [Piece(given, 0, 0, given.size)]
+    monkeypatch.undo()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert cut(given, 1) == [Piece(given, 0, 0, given.size)]

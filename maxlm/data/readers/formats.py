@@ -16,7 +16,7 @@ class Reader(NamedTuple):
 
     Attributes:
         bounds: (file) → the bytes at which its units begin and, last, end; ascending from 0. Units are what the file
-            can be cut between. Empty where it cannot be cut, or is damaged. Never fails.
+            can be cut between. Empty where it cannot be cut, or is damaged. Raises StorageError when it cannot be read.
         read: (file, start, stop, options, on_bad) → the documents that begin in units [start, stop), in order. `stop`
             may be far beyond the end.
     """

@@ -73,10 +73,7 @@ def find(given: str) -> InputFile:
 
 def bounds(file: InputFile) -> Sequence[int]:
     """Units are rows of what `save_to_disk` wrote, otherwise shards; all are taken to be of the same size."""
-    try:
-        dataset = _open(file.path, file.version)
-    except InputError:
-        return ()
+    dataset = _open(file.path, file.version)
     count = dataset.num_shards if _is_streamed(dataset) else len(dataset)
     unit = max(file.size // max(count, 1), 1)
     return range(0, count * unit + 1, unit)

@@ -26,7 +26,7 @@ def bounds(file: InputFile) -> Sequence[int]:
             metadata = _open(content).metadata
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             sizes = [sum(group.column(i).total_compressed_size for i in range(group.num_columns)) for group in groups]
-    except (StorageError, pyarrow.ArrowException, OSError):
+    except (pyarrow.ArrowException, OSError):
         return ()
     return list(itertools.accumulate(sizes, initial=0))
 

@@ -48,7 +48,7 @@ def bounds(file: InputFile) -> Sequence[int]:
     """Units are examples; all are taken to be of the same size."""
     try:
         count = _opened(file.path, file.version).info.splits[_split(file.path)].num_examples
-    except (InputError, KeyError):
+    except KeyError:
         return ()
     unit = max(file.size // max(count, 1), 1)
     return range(0, count * unit + 1, unit)

@@ -34,7 +34,7 @@ def bounds(file: InputFile) -> Sequence[int]:
     try:
         with storage.open_file(file.path) as content, zipfile.ZipFile(content) as archive:
             return list(itertools.accumulate((member.compress_size for member in archive.infolist()), initial=0))
-    except (StorageError, *ZIP_ERRORS):
+    except ZIP_ERRORS:
         return ()
 
 
