@@ -88,4 +88,4 @@ def _covered_share(starts: np.ndarray, n: int, lengths: np.ndarray) -> float:
     # In one stroke only distinct places can be changed, as those of each kind are.
     changes[starts + n] -= 1
     covered = np.cumsum(changes[:-1]) > 0
-    return float(lengths[covered].sum() / lengths.sum())
+    return float(lengths[covered].sum()) / float(lengths.sum())
