@@ -1,13 +1,10 @@
 """Eight virtual CPU devices for every test, set before JAX starts, and the data set that whole runs train on."""
 
 import os
-import sys
 from pathlib import Path
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
-# TensorFlow and Triton, which comes with PyTorch for GPUs, each bring an LLVM; two of them abort the process.
-sys.modules['triton'] = None
 
 import jax
 import pytest
