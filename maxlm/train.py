@@ -1,13 +1,15 @@
 """Train a model: `python -m maxlm.train --config=FILE[:variant] --workdir=DIR [--config.section.key=value …]`.
 
 Started again on its workdir, a run goes on where its newest checkpoint left it. Exit codes: 0 done; 1 the loss is not
-finite any more; 2 bad input; 75 told to stop (SIGTERM or Ctrl-C), with the state saved: start again.
+finite any more; 2 bad input; 75 told to stop (SIGTERM or Ctrl-C), with the state saved: start again. Of several
+processes (see `maxlm.runtime.distributed`) all end together, with 75 too when one was lost or stuck.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -27,14 +29,18 @@ from maxlm.planning.compile import CompiledStep, compile_train_step
 from maxlm.planning.flops import training_flops
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import Console, logger, progress_bar
+from maxlm.runtime.distributed import join
 from maxlm.runtime.evaluation import Evaluation, evaluate
 from maxlm.runtime.metrics import MetricWriter, lowest_loss
 from maxlm.runtime.pace import Pace
+from maxlm.runtime.peers import Peers
 from maxlm.runtime.preemption import StopRequest
+from maxlm.runtime.rendezvous import NotTogetherError
 from maxlm.runtime.reporter import Reporter
 from maxlm.runtime.sources import SourceReport
 from maxlm.runtime.start import check_init_from, start_state
-from maxlm.runtime.workdir import describe_run, open_workdir
+from maxlm.runtime.watchdog import Watchdog
+from maxlm.runtime.workdir import describe_run, local_path, open_workdir
 from maxlm.training.sharding import Layout, make_layout
 from maxlm.training.step import TrainState, abstract_state, evaluated_params, make_eval_step
 
@@ -46,10 +52,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         '--config', required=True, help='configs/x.py, with a variant as configs/x.py:big, or a config.json'
     )
-    parser.add_argument('--workdir', required=True, type=Path, help='directory of the run; made if need be')
+    parser.add_argument('--workdir', required=True, type=local_path, help='directory of the run; made if need be')
     options = parser.parse_args(rest)
 
-    config = load(options.config, overrides)
+    try:
+        join()
+    except NotTogetherError as error:
+        error.leave()
+    with Peers() as peers:
+        return _prepare(options.config, overrides, options.workdir, peers)
+
+
+def _prepare(path: str, overrides: list[str], workdir: Path, peers: Peers) -> int:
+    config = load(path, overrides)
     corpus = open_corpus(config.data, tell_sources=config.metrics.by_source)
     config = resolve(
         config,
@@ -60,20 +75,22 @@ def main(argv: list[str]) -> int:
     )
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
-    check_init_from(config, abstract.params, options.workdir)
-    on_first_process = jax.process_index() == 0
-    if on_first_process:
-        open_workdir(options.workdir, config)
-    with Console(options.workdir if on_first_process else None):
-        return train(config, corpus, layout, abstract, options.workdir)
+    check_init_from(config, abstract.params, workdir)
+    if jax.process_index() == 0:
+        open_workdir(workdir, config)
+    with Console(workdir, process=jax.process_index()):
+        return train(config, corpus, layout, abstract, workdir, peers)
 
 
-def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, workdir: Path) -> int:
+def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, workdir: Path, peers: Peers) -> int:
     """Runs a resolved config from its newest checkpoint, or from the start, to its last step; returns the exit code."""
     started = time.perf_counter()
     num_steps = config.train.num_steps
     facts = corpus.fingerprint(config.train.global_batch)
     with contextlib.ExitStack() as stack:
+        on_first_process = jax.process_index() == 0
+        watchdog = Watchdog(config.train.stuck_seconds, peers, workdir if on_first_process else None)
+        stack.enter_context(watchdog)
         stop = stack.enter_context(StopRequest())
         # Leaving the stack, after an error too, brings to disk what was saved.
         checkpoints = stack.enter_context(Checkpoints(workdir, keep_last=config.checkpoint.keep_last))
@@ -85,7 +102,6 @@ def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, 
             logger.info(f'already at step {start} of {num_steps}: nothing to do')
             return EXIT_DONE
 
-        on_first_process = jax.process_index() == 0
         if on_first_process:
             describe_run(workdir, config, corpus.first.tokenizer_path)
         rows = layout.local_rows(config.train.global_batch)
@@ -117,16 +133,19 @@ def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, 
             windows_per_epoch=corpus.training_windows,
             sources=sources,
             skipped=skipped,
-            best_loss=lowest_loss(workdir),
+            # The file is about to be written anew, by the first process.
+            best_loss=lowest_loss(workdir) if on_first_process else math.inf,
         )
         batches = stack.enter_context(contextlib.closing(iterate(training_data, start, config.data, num_steps)))
 
         pace.start()
+        watchdog.start()
         for step in range(start + 1, num_steps + 1):
             if config.context_at(step - 1) != current.data.window:
                 # What was dispatched is still of the old length.
-                reporter.flush()
-                with pace.paused():
+                with watchdog.waiting():
+                    reporter.flush()
+                with pace.paused(), watchdog.phase():
                     current = config.at_context(config.context_at(step - 1))
                     compiled = compile_train_step(current, layout, abstract, len(corpus.names))
                     pace.change_flops(training_flops(config.model, current.data.window))
@@ -137,26 +156,35 @@ def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, 
             if fetcher:
                 # What earlier steps read may make room.
                 fetcher.advance(step - 1)
-            # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
-            with jax.transfer_guard('disallow'):
-                state, metrics = compiled.step(state, layout.put_batch(batch, current.train.global_batch))
-            reporter.submit(step, metrics, data_wait)
+            first = step == start + 1
+            # Dispatch may wait for other processes too. The first step connects them, which may take long.
+            with watchdog.phase() if first else watchdog.waiting():
+                # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
+                with jax.transfer_guard('disallow'):
+                    state, metrics = compiled.step(state, layout.put_batch(batch, current.train.global_batch))
+                if first:
+                    jax.block_until_ready(metrics)
+            with watchdog.waiting():
+                reporter.submit(step, metrics, data_wait)
+            watchdog.step_done()
 
             diverged = reporter.skipped_in_a_row >= config.train.max_skipped_steps
-            last = step == num_steps or bool(stop.requested) or diverged
+            last = step == num_steps or stop.reached(step) or diverged
             save = last or _due(step, config.checkpoint.every_steps, num_steps)
             # Who is told to stop has little time: then the state is saved and nothing else is done.
             validate = _due(step, config.eval.every, num_steps) and (not last or step == num_steps)
             if save or validate:
                 # Waits for the step here, where the wait still counts as the step's own time.
-                reporter.flush()
-            with pace.paused():
+                with watchdog.waiting():
+                    reporter.flush()
+            with pace.paused(), watchdog.phase():
                 if save:
                     checkpoints.save(step, state, facts)
                 if validate and validate_on:
                     reporter.evaluated(step, validate_on(evaluated_params(state)))
             if last:
                 break
+        watchdog.finish()
 
     if reporter.skipped_in_a_row >= config.train.max_skipped_steps:
         logger.error(
@@ -178,7 +206,8 @@ def _due(step: int, every: int, num_steps: int) -> bool:
 def _make_validation(config: Config, corpus: Corpus, layout: Layout, rows: slice) -> Callable[[Any], Evaluation]:
     global_batch = config.train.global_batch
     batches = corpus.validation_batches(global_batch, config.eval.num_batches, rows)
-    eval_step = jax.jit(make_eval_step(config, layout, len(corpus.names)))
+    # Every process reads all of the sums.
+    eval_step = jax.jit(make_eval_step(config, layout, len(corpus.names)), out_shardings=layout.named())
 
     def validate_on(params: Any) -> Evaluation:
         in_order = (batches[index] for index in range(len(batches)))
@@ -190,7 +219,7 @@ def _make_validation(config: Config, corpus: Corpus, layout: Layout, rows: slice
 def _log_start(config: Config, abstract: TrainState, compiled: CompiledStep) -> Peak:
     """Says what is about to run; returns the peak that MFU is divided by."""
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
-    mesh = ' '.join(f'{axis}={size}' for axis, size in vars(config.mesh).items() if size > 1) or 'one device'
+    mesh = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'
     device = jax.local_devices()[0]
     logger.info(
         f'{num_parameters:,} parameters on {jax.device_count()} × {device.device_kind} ({mesh}); '

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -40,8 +40,7 @@ def small_config(num_devices: int = 1, **overrides: Any) -> Config:
 
 def small_layout(config: Config) -> Layout:
     """The config's mesh over the first of the virtual devices."""
-    sizes = dataclasses.asdict(config.mesh).values()
-    return make_layout(config.mesh, jax.devices()[: int(np.prod(list(sizes)))])
+    return make_layout(config.mesh, jax.devices()[: math.prod(config.mesh.sizes.values())])
 
 
 def small_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:

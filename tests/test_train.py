@@ -300,7 +300,7 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once):
     # The three ways to say how long a run is, the two to say how much at a time and how long the warm-up, and what only
     # some choices of another key look at.
     by_family = {
-        'llama': {'train__num_steps': 2, 'model__rotary_scaling': 'yarn'},
+        'llama': {'train__num_steps': 2, 'model__rotary_scaling': 'yarn', 'model__dtype': 'float16'},
         'gpt2': {'train__num_tokens': 256, 'train__global_batch_tokens': 128, 'optimizer__warmup_tokens': 128},
         'qwen3': {'train__num_steps': 2, 'model__attention_pattern': 'S', 'model__sliding_window': 4},
         'gpt_neox': {'train__num_epochs': 0.025, 'model__rotary_scaling': 'llama3'},

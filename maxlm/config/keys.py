@@ -85,9 +85,10 @@ class ModelConfig:
     init_std: float = 0.02
     # Probability that an element is dropped, after the embedding and at the end of each residual branch.
     dropout: float = 0.0
-    # Type of the computation: bfloat16 | float32. Parameters are always float32.
+    # Type of the computation: bfloat16 | float16 (with a loss scale) | float32. Parameters are always float32.
     dtype: str = 'bfloat16'
-    # What the backward pass keeps of a block: none (keep all) | dots | dots_no_batch | full (keep the inputs only).
+    # What the backward pass keeps of a block: none (keep all) | dots | dots_no_batch | full (keep the inputs only) |
+    # offload (the inputs only, in host memory).
     remat: str = 'none'
     # One compiled block in a loop (compile time independent of depth), or every block written out.
     scan_layers: bool = True
@@ -154,6 +155,13 @@ class TrainConfig:
     z_loss: float = 0.0
     # Checkpoint whose parameters a new run starts from: WORKDIR (its newest step), WORKDIR@STEP or a step's directory.
     init_from: str = ''
+    # float16: what the loss is multiplied by at first, so that small gradients do not vanish. An overflow halves it and
+    # leaves the step out; so many steps without one double it.
+    loss_scale: float = 32768.0
+    loss_scale_steps: int = 2000
+    # Seconds without a step, outside of compiling, evaluating and saving, after which a process counts as stuck: it
+    # tells where it stands and ends the run with exit code 75.
+    stuck_seconds: float = 600.0
     # Stop with exit code 1 after so many steps in a row whose loss or gradient is not finite (each is left out).
     max_skipped_steps: int = 20
 
@@ -187,6 +195,9 @@ class OptimizerConfig:
     min_learning_rate: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
+    # How the moments are stored: float32 | bfloat16 | int8 (in blocks: Dettmers et al. 2022, "8-bit Optimizers via
+    # Block-wise Quantization").
+    moments: str = 'float32'
     # Added to the root of the second moment.
     epsilon: float = 1e-8
     # muon: Nesterov momentum, and the steps over which it rises to that from 0.85.
@@ -204,17 +215,37 @@ class OptimizerConfig:
     ema_decay: float = 0.0
 
 
+# From the slowest links to the fastest: neighbours along the last axis are neighbours in the machine.
+MESH_AXES = ('replica', 'stage', 'data', 'fsdp', 'context', 'tensor')
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     # Devices along each axis; one of them may be -1, which takes what is left.
     # Whole copies of the layout below (across slow links).
     replica: int = 1
+    # Pipeline: consecutive layers on different devices.
+    stage: int = 1
     # Data parallel, parameters replicated.
     data: int = 1
-    # Data parallel, parameters and optimizer state sharded (ZeRO-3).
+    # Data parallel, with the state sharded as `zero` says.
     fsdp: int = -1
+    # The sequence split over devices (ring attention).
+    context: int = 1
     # Heads and feed-forward of a block split over devices.
     tensor: int = 1
+    # What is sharded over fsdp and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state | 2 = gradients too |
+    # 3 = parameters too.
+    zero: int = 3
+    # Times that the layers go round the stages; more of them make idle time shorter.
+    stage_repeats: int = 1
+    # What lives in host memory and comes to the device a layer at a time: none | optimizer | all (parameters too).
+    offload: str = 'none'
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis, in the order of the axes."""
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +309,11 @@ class Config:
     def accumulation(self) -> int:
         """Micro-batches in one optimizer step (resolved configs only)."""
         return self.train.global_batch // (self.train.micro_batch * self.batch_shards)
+
+    @property
+    def rounds(self) -> int:
+        """Times that the model is run for one optimizer step: a pipeline takes all micro-batches at once."""
+        return self.accumulation if self.mesh.stage == 1 else 1
 
 
 SECTIONS: dict[str, type] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from maxlm.config.keys import Config, MeshConfig, ModelConfig
+from maxlm.config.layouts import check_layout, resolve_mesh
 from maxlm.config.rules import divides
 from maxlm.errors import InputError
 
@@ -22,7 +23,7 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
     Raises:
         InputError: the numbers do not fit together; the message says which would.
     """
-    mesh = _resolve_mesh(config.mesh, num_devices)
+    mesh = resolve_mesh(config.mesh, num_devices)
     window = config.data.window
     train = config.train
     global_batch = train.global_batch or train.global_batch_tokens // window
@@ -66,13 +67,15 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
     )
     optimizer = config.optimizer
     warmup_steps = optimizer.warmup_steps or -(-optimizer.warmup_tokens // tokens_per_step)
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         model=model,
         mesh=mesh,
         train=dataclasses.replace(train, num_steps=num_steps, global_batch=global_batch, micro_batch=micro_batch),
         optimizer=dataclasses.replace(optimizer, warmup_steps=warmup_steps),
     )
+    check_layout(config)
+    return config
 
 
 def resolve_on(config: Config, *, platform: str, num_devices: int) -> Config:
@@ -92,37 +95,17 @@ def resolve_on(config: Config, *, platform: str, num_devices: int) -> Config:
     )
 
 
-def _resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
-    sizes = dataclasses.asdict(mesh)
-    fixed = 1
-    for size in sizes.values():
-        fixed *= max(size, 1)
-    for axis, size in sizes.items():
-        if size == -1:
-            if num_devices % fixed:
-                raise InputError(
-                    f'the mesh axes besides mesh.{axis}=-1 take {fixed} devices, '
-                    f'which does not divide the {num_devices} that are here'
-                )
-            sizes[axis] = num_devices // fixed
-            fixed = num_devices
-    if fixed != num_devices:
-        told = ' '.join(f'{axis}={size}' for axis, size in sizes.items())
-        raise InputError(f'mesh {told} needs {fixed} devices, here are {num_devices}; set one axis to -1')
-    return MeshConfig(**sizes)
-
-
 def _attention_kernel(model: ModelConfig, platform: str) -> str:
     """`model.attention` with auto decided. Takes a model whose head_dim is resolved."""
     # Limits of cuDNN's fused attention on all supported GPUs.
-    fits = model.dtype == 'bfloat16' and model.head_dim % 8 == 0 and model.head_dim <= 128
+    fits = model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128
     if model.attention == 'auto':
         return 'cudnn' if platform == 'gpu' and fits else 'xla'
     if model.attention == 'cudnn' and platform != 'gpu':
         raise InputError(f'model.attention=cudnn: the devices here are of kind {platform}; set it to auto')
     if model.attention == 'cudnn' and not fits:
         raise InputError(
-            f'model.attention=cudnn: needs model.dtype=bfloat16 and a head_dim that is a multiple of 8, at most 128; '
-            f'here they are {model.dtype} and {model.head_dim}; set it to auto'
+            f'model.attention=cudnn: needs model.dtype=bfloat16 or float16, and a head_dim that is a multiple of 8, at '
+            f'most 128; here they are {model.dtype} and {model.head_dim}; set it to auto'
         )
     return model.attention

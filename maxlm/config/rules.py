@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.keys import Config, DataConfig, ModelConfig
+from maxlm.config.keys import MESH_AXES, Config, DataConfig, ModelConfig
 from maxlm.errors import InputError
 from maxlm.model.families import FAMILIES
 
@@ -26,12 +25,15 @@ CHOICES = {
     'model.rotary_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
     'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'relu2'),
     'model.init': ('normal', 'small', 'uniform'),
-    'model.dtype': ('bfloat16', 'float32'),
-    'model.remat': ('none', 'dots', 'dots_no_batch', 'full'),
+    'model.dtype': ('bfloat16', 'float16', 'float32'),
+    'model.remat': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
     'model.attention': ('auto', 'xla', 'cudnn'),
     'optimizer.name': ('adamw', 'muon'),
+    'optimizer.moments': ('float32', 'bfloat16', 'int8'),
     'optimizer.schedule': ('cosine', 'linear', 'wsd', 'constant'),
     'optimizer.weight_decay_mask': ('matrices', 'projections', 'all'),
+    'mesh.zero': (1, 2, 3),
+    'mesh.offload': ('none', 'optimizer', 'all'),
 }
 
 # key → (smallest allowed, whether that bound itself is allowed)
@@ -64,7 +66,11 @@ BOUNDS: dict[str, tuple[float, bool]] = {
     **{f'optimizer.{key}': (0, True) for key in ('momentum_warmup_steps', 'weight_decay', 'clip_norm', 'ema_decay')},
     'optimizer.decay_fraction': (0, False),
     **{f'optimizer.{key}': (0, False) for key in ('learning_rate', 'epsilon')},
-    **{f'mesh.{key}': (-1, True) for key in ('replica', 'data', 'fsdp', 'tensor')},
+    **{f'mesh.{axis}': (-1, True) for axis in MESH_AXES},
+    'mesh.stage_repeats': (1, True),
+    'train.loss_scale': (1, True),
+    'train.loss_scale_steps': (1, True),
+    'train.stuck_seconds': (0, False),
     'checkpoint.every_steps': (0, True),
     'checkpoint.keep_last': (1, True),
     'metrics.peak_tflops': (0, True),
@@ -79,7 +85,8 @@ def _value(config: Config, key: str) -> Any:
 def check_choice(config: Config, key: str) -> None:
     value, options = _value(config, key), CHOICES[key]
     if value not in options:
-        raise InputError(f'{key}={value!r}: {nearest(str(value), options)} (one of {", ".join(options)})')
+        names = [str(option) for option in options]
+        raise InputError(f'{key}={value!r}: {nearest(str(value), names)} (one of {", ".join(names)})')
 
 
 def validate(config: Config) -> None:
@@ -139,8 +146,8 @@ def validate(config: Config) -> None:
             f'train.global_batch_tokens={train.global_batch_tokens} is not a multiple of data.window={data.window}; '
             f'nearest: {below or data.window} or {below + data.window}'
         )
-    filled = [axis for axis, size in dataclasses.asdict(config.mesh).items() if size == -1]
-    empty = [axis for axis, size in dataclasses.asdict(config.mesh).items() if size == 0]
+    filled = [axis for axis, size in config.mesh.sizes.items() if size == -1]
+    empty = [axis for axis, size in config.mesh.sizes.items() if size == 0]
     if len(filled) > 1:
         raise InputError(f'mesh.{filled[0]} and mesh.{filled[1]} are both -1; only one axis can take what is left')
     if empty:

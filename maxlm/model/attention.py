@@ -7,7 +7,7 @@ X blocks of queries.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from flax import nnx
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.initializers import initializers
-from maxlm.model.linear import Constrain, Linear
+from maxlm.model.linear import Linear
 from maxlm.model.norm import Norm
+from maxlm.model.placement import Axes, Placement
 from maxlm.model.positions import Rotary, rotate
+from maxlm.model.ring import ring_attention
 
 # Queries whose scores exist at the same time, where the kernel is ours.
 QUERY_BLOCK = 256
@@ -33,7 +35,7 @@ class LayerCache(NamedTuple):
 class Attention(nnx.Module):
     """Projections around `attend`."""
 
-    def __init__(self, config: ModelConfig, *, constrain: Constrain, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, placement: Placement, rngs: nnx.Rngs):
         D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
         use_bias = bool(config.use_bias)
         init = initializers(config)
@@ -46,6 +48,7 @@ class Attention(nnx.Module):
                 out_axes=(axis, 'head_dim'),
                 init=init.projection,
                 use_bias=use_bias,
+                placement=placement,
                 rngs=rngs,
             )
 
@@ -59,19 +62,21 @@ class Attention(nnx.Module):
             out_axes=('embed',),
             init=init.residual,
             use_bias=use_bias,
+            placement=placement,
             rngs=rngs,
         )
         # One scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters").
         self.query_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
         self.key_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
         self.kernel = config.attention
-        self.constrain = constrain
+        self.placement = placement
 
     def __call__(
         self,
         x_BTD: jax.Array,
         *,
         mask_BTS: jax.Array | None,
+        segments_BT: jax.Array | None,
         positions_BT: jax.Array,
         rotary: Rotary | None,
         window: int,
@@ -81,16 +86,19 @@ class Attention(nnx.Module):
 
         `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
         a query sees the last `window` (0: all). With a cache, S is its number of slots, and the mask must allow filled
-        slots only.
+        slots only. Where the length is split over devices, it is in zigzag, and `segments_BT` takes the mask's place.
         """
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
-        q_BTNH = self.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
-        k_BSKH = self.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
-        v_BSKH = self.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        q_BTNH = self.placement.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
+        k_BSKH = self.placement.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        v_BSKH = self.placement.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        if self.placement.parts('length') > 1:
+            assert cache is None, 'a sequence that is split over devices has no cache'
+            return self.out(self._attend_in_ring(q_BTNH, k_BSKH, v_BSKH, segments_BT, window)), None
         if cache is not None:
             rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
             k_BSKH = cache.key_BSKH.at[rows_B1, positions_BT].set(k_BSKH.astype(cache.key_BSKH.dtype))
@@ -100,6 +108,21 @@ class Attention(nnx.Module):
         kernel = self.kernel if cache is None else 'xla'
         o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, window=window, kernel=kernel)
         return self.out(o_BTNH), cache
+
+    def _attend_in_ring(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None, window: int
+    ) -> jax.Array:
+        def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
+            *segments, mesh_axis = rest
+            return ring_attention(q, k, v, segments[0] if segments else None, axis=mesh_axis, window=window)
+
+        rows = ('batch', 'length')
+        heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
+        arrays: list[jax.Array] = [q_BTNH, k_BTKH, v_BTKH]
+        axes: list[Axes] = [heads, kv_heads, kv_heads]
+        if segments_BT is not None:
+            arrays, axes = [*arrays, segments_BT], [*axes, rows]
+        return self.placement.per_shard(attend_shard, axes, heads, 'length')(*arrays)
 
 
 def attend(

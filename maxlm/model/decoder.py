@@ -6,7 +6,6 @@ Shapes: B batch, T query length, S key length, D dim, V vocabulary, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +13,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.attention import Attention, LayerCache, causal_mask
-from maxlm.model.feedforward import FeedForward
+from maxlm.model.attention import LayerCache, causal_mask
+from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, layer_windows, run_layers
 from maxlm.model.initializers import initializers
-from maxlm.model.linear import Constrain, Linear, parameter, unconstrained
+from maxlm.model.linear import Linear, parameter
 from maxlm.model.norm import Norm
-from maxlm.model.positions import Rotary, rotary_angles
-
-ACTIVATION_AXES = ('batch', 'length', 'activation')
+from maxlm.model.pipeline import run_pipeline
+from maxlm.model.placement import ONE_DEVICE, Placement
+from maxlm.model.positions import rotary_angles
 
 
 class Cache(NamedTuple):
@@ -31,64 +30,24 @@ class Cache(NamedTuple):
     value_LBSKH: jax.Array
 
 
-class Context(NamedTuple):
-    """What every block of one call shares."""
-
-    # By the layer's window: where its queries may look, see `Attention`.
-    masks: dict[int, jax.Array | None]
-    positions_BT: jax.Array
-    rotary: Rotary | None
-
-
-class Block(nnx.Module):
-    """Pre-norm residual block: attention, then feed-forward; side by side with `parallel_residual`."""
-
-    def __init__(self, config: ModelConfig, *, constrain: Constrain, rngs: nnx.Rngs):
-        self.attention_norm = Norm(config, config.dim, rngs=rngs)
-        self.attention = Attention(config, constrain=constrain, rngs=rngs)
-        self.feedforward_norm = Norm(config, config.dim, rngs=rngs)
-        self.feedforward = FeedForward(config, constrain=constrain, rngs=rngs)
-        self.parallel_residual = config.parallel_residual
-        self.dropout = config.dropout
-        self.constrain = constrain
-
-    def __call__(
-        self, x_BTD: jax.Array, context: Context, window: int, cache: LayerCache | None, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Returns the stream [B, T, D] and the layer's cache; `window` is how far it sees, 0 for all."""
-        attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        attended_BTD, cache = self.attention(
-            self.attention_norm(x_BTD),
-            mask_BTS=context.masks[window],
-            positions_BT=context.positions_BT,
-            rotary=context.rotary,
-            window=window,
-            cache=cache,
-        )
-        attended_BTD = drop(attended_BTD, self.dropout, attention_key)
-        stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
-        fed_BTD = drop(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)
-        y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
-        return self.constrain(y_BTD, ACTIVATION_AXES), cache
-
-
 class Decoder(nnx.Module):
     """Token ids → hidden states → logits."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain = unconstrained):
-        """Makes the parameters; `config` is resolved. `constrain` places activations on a mesh."""
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, placement: Placement = ONE_DEVICE):
+        """Makes the parameters; `config` is resolved. `placement` is the mesh's."""
         init = initializers(config)
         D, V = config.dim, config.vocab_size
         self.embedding = parameter(rngs, (V, D), ('vocab', 'embed'), init.embedding)
         learned, positions = config.position == 'learned', (config.max_positions, D)
         self.position_embedding = parameter(rngs, positions, ('position', 'embed'), init.position) if learned else None
         self.embedding_norm = Norm(config, D, rngs=rngs) if config.embedding_norm else None
-        self.blocks = _stacked(lambda rngs: Block(config, constrain=constrain, rngs=rngs), config.num_layers, rngs)
+        self.blocks = _stacked(lambda rngs: Block(config, placement=placement, rngs=rngs), config.num_layers, rngs)
         self.final_norm = Norm(config, config.dim, rngs=rngs)
-        untied = Linear((D,), (V,), in_axes=('embed',), out_axes=('vocab',), init=init.head, use_bias=False, rngs=rngs)
+        axes = {'in_axes': ('embed',), 'out_axes': ('vocab',)}
+        untied = Linear((D,), (V,), **axes, init=init.head, use_bias=False, placement=placement, rngs=rngs)
         self.head = None if config.tie_embeddings else untied
         self.config = config
-        self.constrain = constrain
+        self.placement = placement
 
     def __call__(
         self,
@@ -99,6 +58,8 @@ class Decoder(nnx.Module):
         cache: Cache | None = None,
         length_B: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
+        micro_batches: int = 1,
+        slots: Any = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Hidden states [B, T, D] after the final norm, and the updated cache.
 
@@ -111,121 +72,120 @@ class Decoder(nnx.Module):
                 must be None.
             length_B: tokens that each row has so far, where some of `positions_BT` are padding; see `rotary_angles`.
             dropout_key: None turns dropout off.
+            micro_batches: that a pipeline's stages work on at different times; row r is in number r mod M.
+            slots: of the blocks' parameters, where these are in host memory and gradients are wanted; see `fetch`.
         """
         config = self.config
         B, T = tokens_BT.shape
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-        x_BTD = self.embedding[...].astype(config.dtype)[tokens_BT]
+        gathered = self.placement.gathered
+        x_BTD = gathered(self.embedding[...].astype(config.dtype), ('vocab', 'embed'), is_table=True)[tokens_BT]
         if self.position_embedding is not None:
-            x_BTD = x_BTD + self.position_embedding[...].astype(config.dtype)[positions_BT]
+            table = gathered(self.position_embedding[...].astype(config.dtype), ('position', 'embed'), is_table=True)
+            x_BTD = x_BTD + table[positions_BT]
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
         embed_key, blocks_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        x_BTD = drop(self.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
+        x_BTD = drop(self.placement.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
 
-        context = Context(
-            masks={window: _mask(T, segments_BT, positions_BT, cache, window) for window in set(layer_windows(config))},
-            positions_BT=positions_BT,
-            rotary=rotary_angles(positions_BT, config, length_B) if config.position == 'rotary' else None,
-        )
-        x_BTD, cache = self._run_blocks(x_BTD, context, cache, blocks_key)
+        keys_L = None if blocks_key is None else jax.random.split(blocks_key, (micro_batches, config.num_layers))
+        if self.placement.parts('layers') > 1:
+            assert cache is None, 'a pipeline has no cache'
+            x_BTD = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
+        else:
+            assert micro_batches == 1, 'without stages micro-batches come one at a time'
+            context = self._context(segments_BT, positions_BT, cache, length_B)
+            graph, blocks_L = nnx.split(self.blocks)
+            caches_L = None if cache is None else LayerCache(*cache)
+            inputs_L = (nnx.to_pure_dict(blocks_L), slots, caches_L, None if keys_L is None else keys_L[0])
+            x_BTD, caches_L = run_layers(graph, config, self.placement, layer_windows(config), x_BTD, context, inputs_L)
+            cache = None if caches_L is None else Cache(*caches_L)
         return self.final_norm(x_BTD), cache
 
-    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
-        """Scores of the next token [B, T, V] in float32."""
+    def output_kernel(self) -> jax.Array:
+        """What `logits` multiplies by, [D, V] in float32, so that its gradient over many calls is summed in that."""
+        gathered, dtype = self.placement.gathered, self.config.dtype
         if self.head is None:
-            kernel_DV = self.embedding[...].T
+            kernel_DV = gathered(self.embedding[...].astype(dtype), ('vocab', 'embed')).T
         else:
-            kernel_DV = self.head.kernel[...]
+            kernel_DV = gathered(self.head.kernel[...].astype(dtype), self.head.axes)
+        return kernel_DV.astype(jnp.float32)
+
+    def logits(self, hidden_BTD: jax.Array, kernel_DV: jax.Array | None = None) -> jax.Array:
+        """Scores of the next token [B, T, V] in float32. `kernel_DV` is `output_kernel()`, for who calls many times."""
+        kernel_DV = (self.output_kernel() if kernel_DV is None else kernel_DV).astype(hidden_BTD.dtype)
         B, T, D = hidden_BTD.shape
-        kernel_DV = kernel_DV.astype(hidden_BTD.dtype)
-        logits_BTV = jnp.dot(hidden_BTD.reshape(B * T, D), kernel_DV, preferred_element_type=jnp.float32)
-        logits_BTV = logits_BTV.reshape(B, T, -1)
+        if self.placement.parts('length') == 1:
+            # As in `Linear`.
+            logits_BTV = jnp.dot(hidden_BTD.reshape(B * T, D), kernel_DV, preferred_element_type=jnp.float32)
+            logits_BTV = logits_BTV.reshape(B, T, -1)
+        else:
+            logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
         if self.config.logit_softcap:
             # Gemma Team 2024, "Gemma 2".
             logits_BTV = self.config.logit_softcap * jnp.tanh(logits_BTV / self.config.logit_softcap)
-        return self.constrain(logits_BTV, ('batch', 'length', 'vocab'))
+        return self.placement.constrain(logits_BTV, ('rows', 'length', 'vocab'))
 
-    def _run_blocks(
-        self, x_BTD: jax.Array, context: Context, cache: Cache | None, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Cache | None]:
-        config, L = self.config, self.config.num_layers
+    def _context(
+        self, segments_BT: jax.Array | None, positions_BT: jax.Array, cache: Cache | None, length_B: jax.Array | None
+    ) -> Context:
+        config, windows = self.config, set(layer_windows(self.config))
+        # In a ring every device makes the masks of the keys that it meets.
+        masks: dict[int, jax.Array | None] = dict.fromkeys(windows)
+        if self.placement.parts('length') == 1:
+            T = positions_BT.shape[1]
+            masks = {window: _mask(T, segments_BT, positions_BT, cache, window) for window in windows}
+        rotary = rotary_angles(positions_BT, config, length_B) if config.position == 'rotary' else None
+        return Context(masks, segments_BT, positions_BT, rotary)
+
+    def _run_pipeline(
+        self,
+        x_BTD: jax.Array,
+        segments_BT: jax.Array | None,
+        positions_BT: jax.Array,
+        keys_ML: jax.Array | None,
+        micro_batches: int,
+    ) -> jax.Array:
+        """Row r is in micro-batch r mod M, so that no row changes its device."""
+        config, stages, repeats = self.config, self.placement.parts('layers'), self.placement.repeats
         graph, blocks_L = nnx.split(self.blocks)
-        keys_L = None if dropout_key is None else jax.random.split(dropout_key, L)
-        inputs_L = (blocks_L, None if cache is None else LayerCache(*cache), keys_L)
-        windows = layer_windows(config)
+        layers = config.num_layers // (stages * repeats)
+        windows = layer_windows(config)[:layers]
 
-        def make_layer(window: int, in_loop: bool) -> Callable[[jax.Array, Any], tuple[jax.Array, LayerCache | None]]:
-            def layer(x_BTD: jax.Array, inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-                block, cache, key = inputs
-                return nnx.merge(graph, block)(x_BTD, context, window, cache, key)
+        def split(x_B: jax.Array) -> jax.Array:
+            axes = ('micro_batch', 'batch', 'length', 'activation')[: x_B.ndim + 1]
+            x_MB = x_B.reshape(-1, micro_batches, *x_B.shape[1:]).swapaxes(0, 1)
+            return self.placement.constrain(x_MB, axes)
 
-            return rematerialize(layer, config.remat, in_loop=in_loop)
+        def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> jax.Array:
+            segments_BT, positions_BT, keys_L = side
+            keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, first_layer, layers)
+            context = self._context(segments_BT, positions_BT, None, None)
+            return run_layers(graph, config, self.placement, windows, x_BTD, context, (blocks, None, None, keys))[0]
 
-        def run_in_order(x_BTD: jax.Array, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[jax.Array, Any]:
-            layers = {window: make_layer(window, in_loop) for window in set(windows)}
-            caches = []
-            for index, window in enumerate(windows):
-                x_BTD, layer_cache = layers[window](x_BTD, jax.tree.map(lambda leaf, i=index: leaf[i], inputs))
-                caches.append(layer_cache)
-            return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+        def place(variable: nnx.Variable) -> nnx.Variable:
+            axes = ('repeats', 'stage', 'layers_of_stage', *variable.axes[1:])
+            return variable.replace(self.placement.constrain(variable[...], axes))
 
-        # The loop's body is one period of the attention pattern, since a kernel must know its window when it is
-        # compiled; layers behind the last whole period follow it.
-        period = len(config.attention_pattern) if config.scan_layers else L
-        looped = L // period * period if period < L else 0
-        caches = []
-        if looped:
-            inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
-            run_period = partial(run_in_order, windows=windows[:period], in_loop=True)
-            x_BTD, looped_caches = jax.lax.scan(run_period, x_BTD, inputs)
-            caches.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), looped_caches))
-        if looped < L:
-            inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
-            x_BTD, last_caches = run_in_order(x_BTD, inputs, windows[looped:], in_loop=False)
-            caches.append(last_caches)
-        if cache is None:
-            return x_BTD, None
-        return x_BTD, Cache(*jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *caches))
-
-
-def layer_windows(config: ModelConfig) -> list[int]:
-    """For each layer the number of last tokens that it attends to; 0 for the whole context."""
-    pattern = config.attention_pattern
-    return [config.sliding_window if pattern[i % len(pattern)] == 'S' else 0 for i in range(config.num_layers)]
+        side_M = (*(None if x is None else split(x) for x in (segments_BT, positions_BT)), keys_ML)
+        y_MBTD = run_pipeline(
+            run,
+            blocks_L,
+            split(x_BTD),
+            side_M,
+            stages=stages,
+            repeats=repeats,
+            constrain=self.placement.constrain,
+            place_params=lambda blocks: jax.tree.map(place, blocks, is_leaf=lambda x: isinstance(x, nnx.Variable)),
+        )
+        return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape)
 
 
 def init_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """An empty cache for `batch` rows of up to `slots` positions each, in the type of the computation."""
     shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
     return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
-
-
-def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Inverted dropout (Srivastava et al. 2014); the identity without a key or at rate 0."""
-    if key is None or rate == 0:
-        return x
-    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
-
-
-def rematerialize(layer: Callable, policy: str, *, in_loop: bool) -> Callable:
-    """Wraps a layer so that its backward pass computes again what `model.remat` does not keep."""
-    if policy == 'none':
-        return layer
-    policies = jax.checkpoint_policies
-
-    def keep_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-        # cuDNN's forward returns softmax statistics that carry no name; recomputing them means running it twice.
-        return 'dot_product_attention_fwd' in primitive.name
-
-    keep = {
-        'dots': policies.save_from_both_policies(policies.dots_saveable, keep_attention),
-        'dots_no_batch': policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, keep_attention),
-        'full': policies.nothing_saveable,
-    }[policy]
-    # A loop already keeps XLA from merging the two computations; the barrier would only cost.
-    return jax.checkpoint(layer, policy=keep, prevent_cse=not in_loop)
 
 
 def _mask(

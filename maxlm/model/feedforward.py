@@ -11,13 +11,14 @@ from flax import nnx
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.initializers import initializers
-from maxlm.model.linear import Constrain, Initializer, Linear
+from maxlm.model.linear import Initializer, Linear
+from maxlm.model.placement import Placement
 
 
 class FeedForward(nnx.Module):
     """dim → ffn_dim → dim. Shapes: B batch, T length, D dim, F ffn_dim."""
 
-    def __init__(self, config: ModelConfig, *, constrain: Constrain, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, placement: Placement, rngs: nnx.Rngs):
         def linear(in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
             return Linear(
                 (in_dim,),
@@ -26,6 +27,7 @@ class FeedForward(nnx.Module):
                 out_axes=(out_axis,),
                 init=init,
                 use_bias=bool(config.use_bias),
+                placement=placement,
                 rngs=rngs,
             )
 
@@ -35,7 +37,7 @@ class FeedForward(nnx.Module):
         self.up = linear(config.dim, config.ffn_dim, 'embed', 'ffn', init.projection)
         self.down = linear(config.ffn_dim, config.dim, 'ffn', 'embed', init.residual)
         self.activation = config.activation
-        self.constrain = constrain
+        self.placement = placement
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF = self.up(x_BTD)
@@ -45,4 +47,4 @@ class FeedForward(nnx.Module):
             h_BTF = jnp.square(jax.nn.relu(h_BTF))
         else:
             h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation == 'gelu_tanh')
-        return self.down(self.constrain(h_BTF, ('batch', 'length', 'ffn')))
+        return self.down(self.placement.constrain(h_BTF, ('batch', 'length', 'ffn')))

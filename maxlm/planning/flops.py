@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.decoder import layer_windows
+from maxlm.model.blocks import layer_windows
 
 
 class TokenFlops(NamedTuple):

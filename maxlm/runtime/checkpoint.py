@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 
 from maxlm.errors import InputError
 from maxlm.runtime.console import logger
+from maxlm.training.loss_scale import LossScale
 from maxlm.training.step import Params, TrainState
 
 FOLDER = 'checkpoints'
@@ -64,7 +65,9 @@ class Checkpoints:
         trees = {'params': state.params, 'optimizer': state.opt_state}
         if state.ema is not None:
             trees['ema'] = state.ema
-        progress = {'step': step, 'skipped': int(state.skipped)}
+        progress: dict[str, float] = {'step': step, 'skipped': int(state.skipped)}
+        if state.loss_scale is not None:
+            progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -80,8 +83,8 @@ class Checkpoints:
         path = self.directory / str(step)
         return (path / 'params').is_dir() and not (path / 'optimizer').is_dir()
 
-    def restore(self, step: int, abstract: TrainState) -> Restored:
-        """The state of a step, placed as `abstract` says.
+    def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored:
+        """The state of a step, placed as `abstract` says. `loss_scale` is that of a step which has none.
 
         A moving average that `abstract` has and the step has not starts at the parameters; one that only the step has
         is left there.
@@ -106,19 +109,24 @@ class Checkpoints:
             data=ocp.args.JsonRestore(),
         )
 
-        def read() -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        def read() -> tuple[Any, tuple[Any, ...]]:
             items = self._manager.restore(step, args=arguments)
             if not isinstance(items.data, dict):
                 raise TypeError(f'data holds {items.data!r}')
-            counters = (jnp.int32(int(items.progress[name])) for name in ('step', 'skipped'))
-            return items, jax.device_put(tuple(counters), abstract.step.sharding)
+            counters = tuple(jnp.int32(int(items.progress[name])) for name in ('step', 'skipped'))
+            scale = None
+            if abstract.loss_scale is not None:
+                # A run that went on in another type before has none: it starts anew.
+                first = float(items.progress.get('loss_scale', loss_scale))
+                scale = LossScale(jnp.float32(first), jnp.int32(int(items.progress.get('good_steps', 0))))
+            return items, jax.device_put((*counters, scale), abstract.step.sharding)
 
-        items, (step_counter, skipped) = reading(path, read)
+        items, (step_counter, skipped, scale) = reading(path, read)
         ema = items.ema if 'ema' in trees else None
         if abstract.ema is not None and ema is None:
             logger.info(f'step {step} was saved without a moving average of the parameters: it starts at their values')
             ema = copy_params(items.params)
-        return Restored(TrainState(step_counter, skipped, items.params, items.optimizer, ema), items.data)
+        return Restored(TrainState(step_counter, skipped, items.params, items.optimizer, ema, scale), items.data)
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 logger = logging.getLogger('maxlm')
 
+RUN_LOG = 'run.log'
+
 
 class _ConsoleHandler(logging.Handler):
     """Prints above a progress bar instead of through it."""
@@ -21,12 +23,20 @@ class _ConsoleHandler(logging.Handler):
 
 
 class Console:
-    """While entered, `logger` goes to stdout and, given a workdir, to its run.log."""
+    """While entered, `logger` goes to stdout and, given a workdir, to its run.log.
 
-    def __init__(self, workdir: Path | None = None):
+    Of several processes the first speaks for all: the others only say, on stderr, what they warn of.
+    """
+
+    def __init__(self, workdir: Path | None = None, *, process: int = 0):
         self._handlers: list[logging.Handler] = [_ConsoleHandler()]
-        if workdir is not None:
-            file = logging.FileHandler(workdir / 'run.log', encoding='utf-8')
+        if process:
+            warnings = logging.StreamHandler(sys.stderr)
+            warnings.setLevel(logging.WARNING)
+            warnings.setFormatter(logging.Formatter(f'[process {process}] %(message)s'))
+            self._handlers = [warnings]
+        if workdir is not None and not process:
+            file = logging.FileHandler(workdir / RUN_LOG, encoding='utf-8')
             file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
             self._handlers.append(file)
 

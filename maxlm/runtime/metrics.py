@@ -26,6 +26,7 @@ METRICS: dict[str, Metric] = {
     'train/best_loss': Metric('nats/token', 'lowest train/loss of the lines so far'),
     'train/perplexity': Metric('', 'exp(train/loss)'),
     'train/z_loss': Metric('nats/token', 'what train.z_loss adds to train/loss in what is differentiated'),
+    'train/loss_scale': Metric('', 'what float16 multiplied the loss by in the step'),
     'train/learning_rate': Metric('', 'rate that the step used; those of other peaks are in proportion'),
     'train/grad_norm': Metric('', 'global norm of the gradient before clipping'),
     'train/param_norm': Metric('', 'global norm of the parameters after the step'),

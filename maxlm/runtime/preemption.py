@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
 
 
 class StopRequest:
     """While entered, the first SIGTERM or SIGINT only raises the flag `requested`; the loop saves and leaves.
 
     A second SIGINT interrupts at once. A second SIGTERM changes nothing: the save that is under way goes on.
+
+    Of several processes one may be told and the others not, and their loops are not at the same step. Then JAX's
+    preemption service finds a step that none of them has passed. It works in threads of its own: a step asks it for a
+    number in memory, while a flag that all agree on by a collective would cost every step a round trip. It listens to
+    SIGTERM only, and by its own handler, so SIGINT is passed on as one.
     """
 
     def __init__(self) -> None:
         self.requested = ''  # the signal's name
+        self._together = jax.process_count() > 1
         # Signal number → handler before; Python types a handler in several ways.
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT,) if self._together else (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -27,7 +37,18 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def reached(self, step: int) -> bool:
+        """Whether this is the step to stop after; all processes ask once for every step, and all hear the same."""
+        if not self._together:
+            return bool(self.requested)
+        if not multihost_utils.reached_preemption_sync_point(step):
+            return False
+        self.requested = self.requested or 'SIGTERM in one of the processes'
+        return True
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.requested:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
+        if self._together:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -69,7 +69,7 @@ class Reporter:
         values: dict[str, Any] = jax.device_get(device_metrics)
         self._pace.step_done(data_wait)
         self._bar.update()
-        self._count_skips(step, bool(values['skipped']))
+        self._count_skips(step, bool(values['skipped']), overflow=bool(values.get('overflow', False)))
         self.last_loss = float(values['loss'])
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
             self._report(step, values)
@@ -81,7 +81,12 @@ class Reporter:
         self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity(loss), **by_source})
         logger.info(f'step {step:>7}  validation loss {loss:.4f}  perplexity {perplexity(loss):.2f}')
 
-    def _count_skips(self, step: int, skipped: bool) -> None:
+    def _count_skips(self, step: int, skipped: bool, *, overflow: bool) -> None:
+        if overflow:
+            # The next one has a lower scale: no sign that the run diverges.
+            self._skipped += 1
+            logger.info(f'step {step:>7}  left out: its gradient overflowed, the loss scale is halved')
+            return
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if skipped:
             self._skipped += 1
@@ -106,6 +111,7 @@ class Reporter:
                 'train/best_loss': self._best_loss,
                 'train/perplexity': perplexity(loss),
                 **({'train/z_loss': float(values['z_loss'])} if 'z_loss' in values else {}),
+                **({'train/loss_scale': float(values['loss_scale'])} if 'loss_scale' in values else {}),
                 'train/learning_rate': float(values['learning_rate']),
                 'train/grad_norm': float(values['grad_norm']),
                 'train/param_norm': float(values['param_norm']),

@@ -69,7 +69,7 @@ def start_state(
     newest = checkpoints.latest_step()
     imported = newest == 0 and checkpoints.holds_only_params(0)
     if newest is not None and not imported:
-        state, stored_facts = checkpoints.restore(newest, abstract)
+        state, stored_facts = checkpoints.restore(newest, abstract, loss_scale=config.train.loss_scale)
         _check_same_data(stored_facts, facts, allow_change=config.data.allow_change)
         logger.info(f'going on from step {newest}')
         return state

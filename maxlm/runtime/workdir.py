@@ -19,6 +19,16 @@ CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
 
 
+def local_path(given: str) -> Path:
+    """A workdir as it is given; a URL, which would become a directory of that name, is refused."""
+    if '://' in given:
+        raise InputError(
+            f'--workdir={given}: a run is kept in a directory; give one that all machines reach, such as a shared disk '
+            f'or a bucket that is mounted as a directory'
+        )
+    return Path(given)
+
+
 def open_workdir(workdir: Path, config: Config) -> None:
     """Makes the directory if need be and checks that the run can go on in it.
 

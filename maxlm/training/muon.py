@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxlm.training.moments import init_moment, rounding_seed, update_moments
 from maxlm.training.sharding import Layout
 
 # Of the odd polynomial of degree 5 that is applied five times: as steep at 0 as goes, so that small singular values
@@ -27,7 +28,7 @@ FIRST_MOMENTUM = 0.85
 
 
 class MuonState(NamedTuple):
-    """Updates so far, and the momentum of every matrix in float32."""
+    """Updates so far, and the momentum of every matrix as `optimizer.moments` says."""
 
     num_updates: jax.Array
     momentum: optax.Updates
@@ -40,6 +41,7 @@ def scale_by_muon(
     warmup_steps: int,
     dtype: jnp.dtype,
     layout: Layout,
+    moments: str,
 ) -> optax.GradientTransformation:
     """The direction of Muon, before weight decay and learning rate.
 
@@ -52,23 +54,33 @@ def scale_by_muon(
         warmup_steps: updates that its warm-up takes; 0 = none.
         dtype: of the products of matrices.
         layout: where parameters lie.
+        moments: how the momentum is stored, as `optimizer.moments`.
     """
     rising = optax.linear_schedule(FIRST_MOMENTUM, momentum, warmup_steps)
     schedule = rising if warmup_steps else optax.constant_schedule(momentum)
 
     def init(params: optax.Params) -> MuonState:
-        return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        zeros = jax.tree.map(lambda param: init_moment(param, moments, signed=True), params)
+        return MuonState(jnp.zeros((), jnp.int32), zeros)
 
     def update(grads: optax.Updates, state: MuonState, params: Any = None) -> tuple[optax.Updates, MuonState]:
         del params
         decay = schedule(state.num_updates)
-        moments = jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, state.momentum, grads)
 
-        def direction(path: tuple[Any, ...], grad: jax.Array, moment: jax.Array) -> jax.Array:
-            nesterov = (1 - decay) * grad + decay * moment
-            return orthogonalize_kernels(nesterov, axes[tuple(key.key for key in path)], dtype=dtype, layout=layout)
+        def step(grad: jax.Array, moment: jax.Array) -> tuple[jax.Array, ...]:
+            moment = decay * moment + (1 - decay) * grad
+            return (1 - decay) * grad + decay * moment, moment
 
-        return jax.tree_util.tree_map_with_path(direction, grads, moments), MuonState(state.num_updates + 1, moments)
+        tree: Any
+        leaves, tree = jax.tree_util.tree_flatten_with_path(grads)
+        directions, stored = [], []
+        for index, ((path, grad), before) in enumerate(zip(leaves, tree.flatten_up_to(state.momentum), strict=True)):
+            kernel_axes = axes[tuple(key.key for key in path)]
+            seed = rounding_seed(state.num_updates, index)
+            nesterov, moment = update_moments(step, grad, [before], seed=seed, axes=kernel_axes, layout=layout)
+            directions.append(orthogonalize_kernels(nesterov, kernel_axes, dtype=dtype, layout=layout))
+            stored.append(moment)
+        return tree.unflatten(directions), MuonState(state.num_updates + 1, tree.unflatten(stored))
 
     return optax.GradientTransformation(init, update)
 

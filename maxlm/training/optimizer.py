@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.keys import Config, OptimizerConfig
+from maxlm.training.moments import init_moment, rounding_seed, update_moments
 from maxlm.training.muon import scale_by_muon
 from maxlm.training.schedule import make_schedule
 from maxlm.training.sharding import Layout
@@ -38,7 +39,14 @@ def make_optimizer(
     """
     optimizer = config.optimizer
     decayed = DECAYED[optimizer.weight_decay_mask]
-    direction = optax.scale_by_adam(b1=optimizer.beta1, b2=optimizer.beta2, eps=optimizer.epsilon)
+    direction = scale_by_adam(
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        epsilon=optimizer.epsilon,
+        moments=optimizer.moments,
+        axes=axes,
+        layout=layout,
+    )
     if optimizer.name == 'muon':
         muon = scale_by_muon(
             axes,
@@ -46,6 +54,7 @@ def make_optimizer(
             warmup_steps=optimizer.momentum_warmup_steps,
             dtype=jnp.dtype(config.model.dtype),
             layout=layout,
+            moments=optimizer.moments,
         )
         transforms = {'muon': muon, 'adam': direction}
         direction = optax.partition(transforms, map_kinds(lambda kind, _: 'muon' if kind == 'matrix' else 'adam'))
@@ -54,6 +63,65 @@ def make_optimizer(
         optax.add_decayed_weights(optimizer.weight_decay, map_kinds(lambda kind, _: kind in decayed)),
         scale_by_rates(make_schedule(optimizer, config.train.num_steps), rate_ratios(optimizer)),
     )
+
+
+def scale_by_adam(
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    moments: str,
+    axes: Mapping[tuple[str, ...], tuple[str, ...]],
+    layout: Layout,
+) -> optax.GradientTransformation:
+    """The direction of Adam (Kingma & Ba 2015), before weight decay and learning rate.
+
+    Moments in float32 are optax's own. Others are computed alike, in float32, from what is stored, and their state is
+    optax's with other leaves: those of matrices and tables as `moments` says, those of vectors in float32.
+
+    Args:
+        beta1: decay of the first moment.
+        beta2: decay of the second.
+        epsilon: added to the root of the second.
+        moments: how they are stored, as `optimizer.moments`.
+        axes: by path, the logical axes of (at least) every parameter that this is applied to.
+        layout: where parameters lie.
+    """
+    if moments == 'float32':
+        return optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon)
+
+    def zeros(params: optax.Params, *, signed: bool) -> optax.Updates:
+        def init_one(kind: str, param: jax.Array) -> Any:
+            return init_moment(param, 'float32' if kind == 'vector' else moments, signed=signed)
+
+        return map_kinds(init_one)(params)
+
+    def init(params: optax.Params) -> optax.ScaleByAdamState:
+        count = jnp.zeros((), jnp.int32)
+        return optax.ScaleByAdamState(count, zeros(params, signed=True), zeros(params, signed=False))
+
+    def update(
+        grads: optax.Updates, state: optax.ScaleByAdamState, params: Any = None
+    ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
+        del params
+        count = optax.safe_increment(state.count)
+
+        def step(grad: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+            mu = (1 - beta1) * grad + beta1 * mu
+            nu = (1 - beta2) * grad**2 + beta2 * nu
+            return mu / (1 - beta1**count) / (jnp.sqrt(nu / (1 - beta2**count)) + epsilon), mu, nu
+
+        tree: Any
+        leaves, tree = jax.tree_util.tree_flatten_with_path(grads)
+        before = zip(leaves, tree.flatten_up_to(state.mu), tree.flatten_up_to(state.nu), strict=True)
+        after = [
+            update_moments(step, grad, stored, seed=rounding_seed(count, index), axes=axes[names(path)], layout=layout)
+            for index, ((path, grad), *stored) in enumerate(before)
+        ]
+        directions, mu, nu = (tree.unflatten(each) for each in zip(*after, strict=True))
+        return directions, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
 
 
 def rate_ratios(config: OptimizerConfig) -> dict[str, float]:
@@ -77,13 +145,18 @@ def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> opt
 
 def kind_of(path: tuple[Any, ...]) -> str:
     """What a parameter is, by the names that the model's modules give: table, head, matrix (of a block) or vector."""
-    names = [key.key for key in path]
-    if names[-1] in ('embedding', 'position_embedding'):
+    *modules, name = names(path)
+    if name in ('embedding', 'position_embedding'):
         return 'table'
-    if names[-1] in ('scale', 'bias'):
+    if name in ('scale', 'bias'):
         return 'vector'
-    assert names[-1] == 'kernel', f'parameter {".".join(names)} is of no known kind'
-    return 'head' if 'head' in names else 'matrix'
+    assert name == 'kernel', f'parameter {".".join(names(path))} is of no known kind'
+    return 'head' if 'head' in modules else 'matrix'
+
+
+def names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Of the modules that lead to a parameter, and its own."""
+    return tuple(key.key for key in path)
 
 
 def map_kinds(function: Callable[[str, Any], Any]) -> Callable[[Any], Any]:

@@ -6,16 +6,24 @@ Shapes: A micro-batches, B batch, T length, D dim, S sources.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from maxlm.config.keys import Config
+from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
+from maxlm.model.host_memory import HOST, fetch, on_host
+from maxlm.model.ring import zigzag
 from maxlm.training.loss import cross_entropy_sum
+from maxlm.training.loss_scale import LossScale, first_loss_scale, next_loss_scale
+from maxlm.training.moments import Blocks, place_moment
+from maxlm.training.offload import layer_by_layer, norm
 from maxlm.training.optimizer import make_optimizer
 from maxlm.training.schedule import make_schedule
 from maxlm.training.sharding import Layout
@@ -36,6 +44,8 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     # Moving average of the parameters, where optimizer.ema_decay is set.
     ema: Params | None = None
+    # Where model.dtype is float16.
+    loss_scale: LossScale | None = None
 
 
 class LossSums(NamedTuple):
@@ -66,53 +76,81 @@ def make_train_step(
     loss_sums = make_loss_sums(config, layout, num_sources)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
     optimizer = _make_optimizer(config, layout)
-    A, clip_norm, z_loss = config.accumulation, config.optimizer.clip_norm, config.train.z_loss
+    A, clip_norm, z_loss = config.rounds, config.optimizer.clip_norm, config.train.z_loss
+    gradient_shardings = param_shardings(config, layout.of_gradients)
+    moment_shardings = param_shardings(config, layout.of_moments)
 
-    def objective(params: Params, batch: Batch, dropout_key: jax.Array) -> tuple[jax.Array, LossSums]:
-        sums = loss_sums(params, batch, dropout_key)
-        return (sums.loss + z_loss * sums.log_z_squared if z_loss else sums.loss), sums
+    def objective(
+        wanted: Params, params: Params, batch: Batch, dropout_key: jax.Array, factor: jax.Array | None
+    ) -> tuple[jax.Array, LossSums]:
+        # Gradients of parameters in host memory are those of what stands in for them on the device.
+        slots = wanted if config.mesh.offload == 'all' else None
+        sums = loss_sums(wanted if slots is None else params, slots, batch, dropout_key)
+        loss = sums.loss + z_loss * sums.log_z_squared if z_loss else sums.loss
+        return (loss if factor is None else factor * loss), sums
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
+        factor = None
+        if state.loss_scale is not None:
+            # Of a mean and not of a sum, whose gradients would leave float16 at the other end.
+            factor = state.loss_scale.scale * (A / batch['tokens'].size)
 
         def add_micro_batch(totals: Any, inputs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, micro_batch = inputs
             dropout_key = jax.random.fold_in(key, index)
-            (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(state.params, micro_batch, dropout_key)
+            differentiate = jax.value_and_grad(objective, has_aux=True)
+            wanted = no_grads if config.mesh.offload == 'all' else state.params
+            (_, sums), grads = differentiate(wanted, state.params, micro_batch, dropout_key, factor)
+            grads = jax.lax.with_sharding_constraint(grads, gradient_shardings)
             return jax.tree.map(jnp.add, totals, (sums, grads)), None
 
-        zeros = (LossSums.zeros(num_sources), jax.tree.map(jnp.zeros_like, state.params))
+        no_grads = jax.tree.map(lambda param: jnp.zeros(param.shape, param.dtype), state.params)
+        no_grads = jax.lax.with_sharding_constraint(no_grads, gradient_shardings)
+        zeros = (LossSums.zeros(num_sources), no_grads)
         micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
         (sums, grads), _ = jax.lax.scan(add_micro_batch, zeros, (jnp.arange(A), micro_batches))
 
         # Sums until here, so that every token counts the same, wherever the micro-batches were cut.
         means, grads = jax.tree.map(lambda x: x / jnp.maximum(sums.tokens, 1), (sums, grads))
+        grads = jax.lax.with_sharding_constraint(grads, moment_shardings)
+        if factor is not None:
+            grads = jax.tree.map(lambda g: g / factor, grads)
         grad_norm = optax.tree.norm(grads)
         if clip_norm:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1, clip_norm / jnp.maximum(grad_norm, 1e-12)), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         num_updates = state.step - state.skipped
-        ema = _average(state.ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)
-
-        # A selection, not a product with 0: NaN times 0 is NaN.
         finite = jnp.isfinite(means.loss) & jnp.isfinite(grad_norm)
-        params, opt_state, ema = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (params, opt_state, ema),
-            (state.params, state.opt_state, state.ema),
-        )
+
+        def update(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:
+            old = params, opt_state, ema
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            ema = _average(ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)
+            # A selection, not a product with 0: NaN times 0 is NaN.
+            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, opt_state, ema), old)
+
+        if config.mesh.offload != 'none':
+            update = layer_by_layer(update)
+        params, opt_state, ema = update(grads, state.params, state.opt_state, state.ema)
+        loss_scale, scaling = state.loss_scale, {}
+        if loss_scale is not None:
+            # A loss that is not finite itself, or a gradient that is not without a scale, is no matter of the scale.
+            overflow = ~finite & jnp.isfinite(means.loss) & (loss_scale.scale > 1)
+            scaling = {'loss_scale': loss_scale.scale, 'overflow': overflow}
+            loss_scale = next_loss_scale(loss_scale, overflow, config.train)
         metrics = {
             'loss': means.loss,
             'tokens': sums.tokens,
             'grad_norm': grad_norm,
-            'param_norm': optax.tree.norm(params),
+            'param_norm': norm(params) if config.mesh.offload == 'all' else optax.tree.norm(params),
             'learning_rate': schedule(num_updates),
             'skipped': ~finite,
+            **scaling,
             **({'z_loss': z_loss * means.log_z_squared} if z_loss else {}),
             **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
-        return TrainState(state.step + 1, state.skipped + ~finite, params, opt_state, ema), metrics
+        return TrainState(state.step + 1, state.skipped + ~finite, params, opt_state, ema, loss_scale), metrics
 
     return train_step
 
@@ -120,13 +158,13 @@ def make_train_step(
 def make_eval_step(config: Config, layout: Layout, num_sources: int = 0) -> Callable[[Params, Batch], LossSums]:
     """(params, batch) → sums over the batch's predicted tokens, without dropout."""
     loss_sums = make_loss_sums(config, layout, num_sources)
-    A = config.accumulation
+    A = config.rounds
 
     def eval_step(params: Params, batch: Batch) -> LossSums:
         micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
 
         def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, loss_sums(params, micro_batch, None)), None
+            return jax.tree.map(jnp.add, sums, loss_sums(params, None, micro_batch, None)), None
 
         sums, _ = jax.lax.scan(add_micro_batch, LossSums.zeros(num_sources), micro_batches)
         return sums
@@ -141,20 +179,37 @@ def evaluated_params(state: TrainState) -> Params:
 
 def make_loss_sums(
     config: Config, layout: Layout, num_sources: int = 0
-) -> Callable[[Params, Batch, jax.Array | None], LossSums]:
-    """(params, batch, dropout key) → sums over the batch's predicted tokens."""
+) -> Callable[[Params, Params | None, Batch, jax.Array | None], LossSums]:
+    """(params, slots, batch, dropout key) → sums over the batch's predicted tokens; for slots see `fetch`."""
     graph, _ = nnx.split(abstract_model(config, layout))
+    pipelined = config.accumulation // config.rounds
 
-    def loss_sums(params: Params, batch: Batch, dropout_key: jax.Array | None) -> LossSums:
+    def loss_sums(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> LossSums:
+        blocks_slots = None
+        if any(map(on_host, jax.tree.leaves(params))):
+            # The blocks come a layer at a time.
+            blocks_slots = None if slots is None else slots[BLOCKS]
+            rest = {name: fetch(tree, slots and slots[name]) for name, tree in params.items() if name != BLOCKS}
+            params = {**rest, BLOCKS: params[BLOCKS]}
         model = nnx.merge(graph, params)
         hidden_BTD, _ = model(
             batch['tokens'],
             segments_BT=batch['segments'] if config.data.isolate_documents else None,
             positions_BT=batch['positions'],
             dropout_key=dropout_key,
+            micro_batches=pipelined,
+            slots=blocks_slots,
         )
+        targets_BT, weights_BT = (layout.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights'))
         loss_B, log_z_squared_B = cross_entropy_sum(
-            hidden_BTD, batch['targets'], batch['weights'], logits=model.logits, chunk=config.train.loss_chunk
+            layout.constrain(hidden_BTD, ('rows', 'length', 'activation')),
+            targets_BT,
+            weights_BT,
+            logits=partial(model.logits, kernel_DV=model.output_kernel()),
+            chunk=config.train.loss_chunk,
+            length_parts=layout.parts('length'),
+            # As many rows at a time as a micro-batch has; the stages of a pipeline share them.
+            row_groups=max(1, pipelined // layout.parts('layers')),
         )
         tokens_B = batch['weights'].sum(axis=1)
         by_source = [jnp.zeros(0)] * 2
@@ -168,8 +223,13 @@ def make_loss_sums(
 
 
 def split_micro_batches(rows: jax.Array, num: int, layout: Layout) -> jax.Array:
-    """[B, T] → [A, B/A, T], or [B] → [A, B/A]. Row r goes to micro-batch r mod A, so that no row changes its device."""
+    """[B, T] → [A, B/A, T], or [B] → [A, B/A]. Row r goes to micro-batch r mod A, so that no row changes its device.
+
+    Where the length is split over devices, its order is then that of `zigzag`.
+    """
     axes = ('micro_batch', 'batch', 'length')[: rows.ndim + 1]
+    if rows.ndim == 2 and layout.parts('length') > 1:
+        rows = rows[:, zigzag(rows.shape[1], layout.parts('length'))]
     return layout.constrain(rows.reshape(-1, num, *rows.shape[1:]).swapaxes(0, 1), axes)
 
 
@@ -179,7 +239,21 @@ def abstract_model(config: Config, layout: Layout) -> Decoder:
 
 
 def _make_model(config: Config, layout: Layout) -> Decoder:
-    return Decoder(config.model, rngs=nnx.Rngs(config.train.seed), constrain=layout.constrain)
+    return Decoder(config.model, rngs=nnx.Rngs(config.train.seed), placement=layout)
+
+
+def param_shardings(config: Config, layout: Layout) -> Params:
+    """Where a layout has each parameter.
+
+    Raises:
+        InputError: a parameter does not divide over the mesh.
+    """
+    _, variables = nnx.split(abstract_model(config, layout))
+
+    def place(path: tuple[Any, ...], variable: nnx.Variable) -> NamedSharding:
+        return layout.parameter('.'.join(map(str, path)), variable.shape, variable.axes)
+
+    return nnx.to_pure_dict(nnx.map_state(place, variables))
 
 
 def abstract_state(config: Config, layout: Layout) -> TrainState:
@@ -189,31 +263,44 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
         InputError: a parameter does not divide over the mesh.
     """
     _, variables = nnx.split(abstract_model(config, layout))
+    shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
 
-    def place(path: tuple[Any, ...], variable: nnx.Variable) -> jax.ShapeDtypeStruct:
-        name = '.'.join(map(str, path))
-        sharding = layout.parameter(name, variable.shape, variable.axes)
-        return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=sharding)
+    def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    params = nnx.to_pure_dict(nnx.map_state(place, variables))
+    memory = HOST if config.mesh.offload == 'all' else 'device'
+    params = jax.tree.map(
+        lambda shape, sharding: placed(shape, sharding.with_memory_kind(memory)),
+        shapes,
+        param_shardings(config, layout),
+    )
     optimizer = _make_optimizer(config, layout)
 
-    def place_moment(moment: Any, param: Any) -> Any:
-        if isinstance(moment, optax.MaskedNode):  # Another optimizer's parameter.
-            return moment
-        return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=param.sharding)
+    offloaded = config.mesh.offload != 'none'
 
-    # Moments lie where their parameters lie; counters are everywhere.
+    def place(moment: Any, sharding: NamedSharding) -> Any:
+        # A masked one is another optimizer's parameter.
+        if isinstance(moment, optax.MaskedNode):
+            return moment
+        return place_moment(moment, sharding.with_memory_kind(HOST) if offloaded else sharding)
+
+    # Counters are everywhere.
     opt_state = optax.tree.map_params(
         optimizer,
-        place_moment,
+        place,
         jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.named()),
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+        param_shardings(config, layout.of_moments),
+        transform_non_params=lambda x: placed(x, layout.named()),
+        is_leaf=lambda x: isinstance(x, (optax.MaskedNode, Blocks)),
     )
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.named())
-    return TrainState(counter, counter, params, opt_state, params if config.optimizer.ema_decay else None)
+    ema = params if config.optimizer.ema_decay else None
+    scale: Any = None
+    if config.model.dtype == 'float16':
+        scale = jax.tree.map(
+            lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_loss_scale(config.train))
+        )
+    return TrainState(counter, counter, params, opt_state, ema, scale)
 
 
 def init_state(config: Config, layout: Layout) -> TrainState:
@@ -223,7 +310,9 @@ def init_state(config: Config, layout: Layout) -> TrainState:
     def init() -> TrainState:
         params = nnx.to_pure_dict(nnx.state(_make_model(config, layout)))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, zero, params, optimizer.init(params), params if config.optimizer.ema_decay else None)
+        ema = params if config.optimizer.ema_decay else None
+        scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
+        return TrainState(zero, zero, params, optimizer.init(params), ema, scale)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, layout))
     return jax.jit(init, out_shardings=shardings)()
@@ -232,7 +321,7 @@ def init_state(config: Config, layout: Layout) -> TrainState:
 def _make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformation:
     _, variables = nnx.split(abstract_model(config, layout))
     axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}
-    return make_optimizer(config, axes, layout)
+    return make_optimizer(config, axes, layout.of_moments)
 
 
 def _average(ema: Params | None, params: Params, *, decay: float, num_updates: jax.Array) -> Params | None:

@@ -1,7 +1,5 @@
 """What is derived from the machine and the data: mesh, batch, length, vocabulary, kernel."""
 
-import dataclasses
-
 import pytest
 
 from maxlm.config.load import build, default
@@ -51,7 +49,7 @@ def test_epochs():
 
 def test_mesh_fills_up():
     mesh = resolved(mesh__tensor=2).mesh
-    assert dataclasses.asdict(mesh) == {'replica': 1, 'data': 1, 'fsdp': 4, 'tensor': 2}
+    assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': 4, 'context': 1, 'tensor': 2}
 
 
 def test_vocabulary_and_widths():

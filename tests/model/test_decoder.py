@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.model.decoder import Decoder, drop, init_cache, layer_windows
+from maxlm.model.blocks import drop, layer_windows
+from maxlm.model.decoder import Decoder, init_cache
 from tests.small import VOCAB, small_batch, small_config
 
 SWITCHES = [

@@ -9,7 +9,8 @@ import pytest
 import torch
 from flax import nnx
 
-from maxlm.model.decoder import Decoder, layer_windows
+from maxlm.model.blocks import layer_windows
+from maxlm.model.decoder import Decoder
 from maxlm.training.step import init_state, make_train_step
 from tests.huggingface.transformers_models import CASES, VOCAB, from_maxlm, make_model, to_maxlm
 from tests.small import small_config, small_layout

@@ -1,4 +1,4 @@
-"""Signals: the first asks, a second Ctrl-C insists, and afterwards all is as it was."""
+"""Signals: the first asks, a second Ctrl-C insists, afterwards all is as it was; of several processes all agree."""
 
 import os
 import signal
@@ -53,3 +53,29 @@ def test_a_second_sigterm_lets_the_save_go_on():
         for _ in range(3):
             send(signal.SIGTERM)
         assert stop.requested == 'SIGTERM'
+
+
+def test_a_process_that_is_alone_stops_after_the_step_it_is_at():
+    with StopRequest() as stop:
+        assert not stop.reached(1)
+        send(signal.SIGTERM)
+        assert stop.reached(2)
+
+
+def test_several_processes_stop_where_jax_says(monkeypatch):
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    monkeypatch.setattr('jax.process_count', lambda: 2)
+    monkeypatch.setattr('jax.experimental.multihost_utils.reached_preemption_sync_point', lambda step: step == 5)
+    try:
+        with StopRequest() as stop:
+            # What JAX listens to is left to it, and told of Ctrl-C too.
+            send(signal.SIGINT)
+            assert told == [signal.SIGTERM]
+            assert [step for step in range(1, 8) if stop.reached(step)] == [5]
+            assert stop.requested == 'SIGINT'
+        with StopRequest() as stop:
+            assert stop.reached(5)
+            assert 'in one of the processes' in stop.requested
+    finally:
+        signal.signal(signal.SIGTERM, before)

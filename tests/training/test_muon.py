@@ -1,5 +1,6 @@
 """Muon against its formula written out layer by layer, how orthogonal it makes a matrix, and the same on every mesh."""
 
+import math
 import re
 
 import jax
@@ -31,11 +32,13 @@ def random_kernels(seed, layers=L):
 
 def layout_of(**sizes):
     config = MeshConfig(**{'fsdp': 1, **sizes})
-    return make_layout(config, jax.devices()[: int(np.prod(list(vars(config).values())))])
+    return make_layout(config, jax.devices()[: math.prod(config.sizes.values())])
 
 
-def make_muon(layout, momentum=0.95, warmup_steps=0, dtype='float32'):
-    return scale_by_muon(AXES, momentum=momentum, warmup_steps=warmup_steps, dtype=jnp.dtype(dtype), layout=layout)
+def make_muon(layout, momentum=0.95, warmup_steps=0, dtype='float32', moments='float32'):
+    return scale_by_muon(
+        AXES, momentum=momentum, warmup_steps=warmup_steps, dtype=jnp.dtype(dtype), layout=layout, moments=moments
+    )
 
 
 def orthogonal(matrix):
@@ -94,6 +97,28 @@ def test_directions_are_those_of_the_formula(warmup_steps):
         assert (distance(other, wanted) > 1e-3) == (step > 0)
         assert distance(wrong, wanted) > 0.1
     assert int(state.num_updates) == 6
+
+
+@pytest.mark.parametrize(('moments', 'error', 'stored'), [('bfloat16', 0.02, 2), ('int8', 0.2, 1 + 4 / 128)])
+def test_a_momentum_in_fewer_bits_gives_nearly_the_same_directions(moments, error, stored):
+    axes = {('up', 'kernel'): ('layers', 'embed', 'ffn')}
+    grads = [{'up': {'kernel': jax.random.normal(jax.random.key(seed), (2, 32, 128))}} for seed in range(12)]
+
+    def run(moments, grads):
+        muon = scale_by_muon(
+            axes, momentum=0.95, warmup_steps=0, dtype=jnp.dtype('float32'), layout=layout_of(), moments=moments
+        )
+        state = muon.init(grads[0])
+        for grad in grads:
+            directions, state = jax.jit(muon.update)(grad, state)
+        return np.array(directions['up']['kernel']), state
+
+    wanted, _ = run('float32', grads)
+    got, state = run(moments, grads)
+    other, _ = run('float32', grads[::-1])
+    assert 1e-4 < np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < error
+    assert np.linalg.norm(other - wanted) / np.linalg.norm(wanted) > 0.5
+    assert sum(x.nbytes for x in jax.tree.leaves(state.momentum)) == stored * wanted.size
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

@@ -1,0 +1,282 @@
+#!/usr/bin/env bash
+# Trains on the GPUs of this node, or of several nodes: start it on each of them.
+#
+#   launch/gpu_node.sh [OPTION…] -- ARGUMENTS OF maxlm.train
+#
+#   --nodes N --node_rank R    how many nodes there are, and which this is, from 0
+#   --coordinator HOST:PORT    a free port of node 0, which all nodes can reach; needed with several nodes
+#   --per_gpu                  a process for each GPU instead of one for the node
+#   --gpus G                   the first G GPUs only (default: all)
+#   --platform cpu --devices D   a trial without GPUs: D virtual devices in each process; with --per_gpu, --gpus is
+#                              then the number of processes on this node
+#   --logs DIR                 where the processes after the first write (default: WORKDIR/logs, or logs for a bucket)
+#   --max_failures K --backoff SECONDS   as launch/restart.sh, which it runs through
+#   --once                     no restarts: for schedulers that start again themselves
+#   --grace SECONDS            from SIGTERM to SIGKILL for the processes of this node when one of them has died (30)
+#   --dry-run                  print what would run
+#
+# MAXLM_NUM_PROCESSES, MAXLM_PROCESS_ID and MAXLM_COORDINATOR stand for the first three options where these are not
+# given.
+set -euo pipefail
+launch="$(cd "$(dirname "$0")" && pwd)"
+. "$launch/commands.sh"
+
+nodes="${MAXLM_NUM_PROCESSES:-1}"
+node_rank="${MAXLM_PROCESS_ID:-0}"
+coordinator="${MAXLM_COORDINATOR:-}"
+per_gpu=false
+gpus=
+platform=gpu
+devices=
+logs=
+once=false
+grace=30
+dry_run=false
+restart_options=()
+given=("$@")
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --*=*)
+      # --nodes=N is --nodes N.
+      set -- "${1%%=*}" "$@"
+      set -- "$1" "${2#*=}" "${@:3}"
+      continue
+      ;;
+    --nodes) need_value "$1" "$@" && nodes="$2" && shift ;;
+    --node_rank) need_value "$1" "$@" && node_rank="$2" && shift ;;
+    --coordinator) need_value "$1" "$@" && coordinator="$2" && shift ;;
+    --per_gpu) per_gpu=true ;;
+    --gpus) need_value "$1" "$@" && gpus="$2" && shift ;;
+    --platform) need_value "$1" "$@" && platform="$2" && shift ;;
+    --devices) need_value "$1" "$@" && devices="$2" && shift ;;
+    --logs) need_value "$1" "$@" && logs="$2" && shift ;;
+    --max_failures | --backoff) need_value "$1" "$@" && restart_options+=("$1" "$2") && shift ;;
+    --once) once=true ;;
+    --grace) need_value "$1" "$@" && grace="$2" && shift ;;
+    --dry-run) dry_run=true ;;
+    --) shift && break ;;
+    *) refuse "unknown option $1; arguments of maxlm.train come after --" ;;
+  esac
+  shift
+done
+need_number --nodes "$nodes"
+need_number --node_rank "$node_rank"
+need_number --grace "$grace"
+[ "$nodes" -ge 1 ] || refuse "--nodes=$nodes: give 1 or more"
+[ "$node_rank" -lt "$nodes" ] || refuse "--node_rank=$node_rank: with --nodes $nodes give 0 to $((nodes - 1))"
+workdir="$(find_workdir "$@")"
+[ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm.train come after --'
+case "$coordinator" in
+  '') [ "$nodes" -eq 1 ] || refuse "--coordinator is missing: with --nodes $nodes give HOST:PORT of node 0" ;;
+  ?*:[0-9]*) need_number 'the port of --coordinator' "${coordinator##*:}" ;;
+  *) refuse "--coordinator=$coordinator: give HOST:PORT" ;;
+esac
+case "$platform" in
+  gpu) [ -z "$devices" ] || refuse '--devices is for --platform cpu; choose GPUs with --gpus' ;;
+  cpu)
+    devices="${devices:-1}"
+    need_number --devices "$devices"
+    ;;
+  *) refuse "--platform=$platform: give gpu or cpu" ;;
+esac
+
+processes=1
+if $per_gpu; then
+  if [ -z "$gpus" ]; then
+    [ "$platform" = gpu ] || refuse '--per_gpu with --platform cpu needs --gpus, the number of processes'
+    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+      gpus="$(echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c .)"
+    else
+      # A line for each GPU; lines of MIG slices are indented.
+      gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" || refuse 'no GPU found by nvidia-smi; give --gpus'
+    fi
+  fi
+  need_number --gpus "$gpus"
+  processes="$gpus"
+fi
+[ -z "$gpus" ] || need_number --gpus "$gpus"
+[ -z "$gpus" ] || [ "$gpus" -ge 1 ] || refuse "--gpus=$gpus: give 1 or more"
+
+# set_default NAME VALUE: what the user has set stays.
+set_default() {
+  if [ -z "${!1+set}" ]; then
+    export "$1=$2"
+  fi
+}
+
+export_settings() {
+  if [ "$platform" = cpu ]; then
+    export JAX_PLATFORMS=cpu
+    # The collectives over several processes that JAX has for CPUs.
+    set_default JAX_CPU_COLLECTIVES_IMPLEMENTATION gloo
+    # XLA takes the last of two.
+    export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_force_host_platform_device_count=$devices"
+    return
+  fi
+  # JAX takes three quarters of the memory by default. The rest of the last 8 % is for NCCL and CUDA itself.
+  set_default XLA_PYTHON_CLIENT_MEM_FRACTION .92
+  # Kernels then start in the order in which XLA has put them: a collective is not queued behind the computation that
+  # was meant to hide it.
+  set_default CUDA_DEVICE_MAX_CONNECTIONS 1
+  # Moves collectives to where computation hides them. XLA leaves it off by default.
+  case "${XLA_FLAGS:-}" in
+    *xla_gpu_enable_latency_hiding_scheduler*) ;;
+    *) export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_gpu_enable_latency_hiding_scheduler=true" ;;
+  esac
+  # One line that says why, when NCCL fails; without it only "unhandled system error".
+  set_default NCCL_DEBUG WARN
+  if [ "$nodes" -gt 1 ]; then
+    # 4 µs · 2²² = 17 s for each of 7 tries: a link of InfiniBand that is away for a moment does not end the run.
+    set_default NCCL_IB_TIMEOUT 22
+  fi
+  # NCCL_PROTO and NCCL_ALGO are left alone: NCCL chooses by the machine, and LL128 on one that is not made for it
+  # corrupts data.
+  if [ -n "$gpus" ] && ! $per_gpu; then
+    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+      CUDA_VISIBLE_DEVICES="$(echo "$CUDA_VISIBLE_DEVICES" | cut -d , -f "1-$gpus")"
+    else
+      CUDA_VISIBLE_DEVICES="$(seq -s , 0 $((gpus - 1)))"
+    fi
+    export CUDA_VISIBLE_DEVICES
+  fi
+}
+
+# The variables by which maxlm joins the processes, of the local process $1; none for a process that is alone.
+join_variables() {
+  [ $((nodes * processes)) -gt 1 ] || return 0
+  echo "MAXLM_COORDINATOR=${coordinator:-127.0.0.1:8476}"
+  echo "MAXLM_NUM_PROCESSES=$((nodes * processes))"
+  echo "MAXLM_PROCESS_ID=$((node_rank * processes + $1))"
+  # Numbers within CUDA_VISIBLE_DEVICES. Virtual CPU devices belong to their process anyway.
+  if $per_gpu && [ "$platform" = gpu ]; then
+    echo "MAXLM_LOCAL_DEVICES=$1"
+  fi
+}
+
+# start LOCAL_PROCESS ARGUMENTS…: becomes the process.
+start() {
+  local name number="$1"
+  shift
+  unset MAXLM_COORDINATOR MAXLM_NUM_PROCESSES MAXLM_PROCESS_ID MAXLM_LOCAL_DEVICES
+  for name in $(join_variables "$number"); do
+    export "${name?}"
+  done
+  exec "${PYTHON:-python}" -m maxlm.train "$@"
+}
+
+log_of() {
+  local folder="$logs"
+  if [ -z "$folder" ]; then
+    case "$workdir" in
+      *://*) folder=logs ;;
+      *) folder="$workdir/logs" ;;
+    esac
+  fi
+  mkdir -p "$folder"
+  echo "$folder/process-$((node_rank * processes + $1)).log"
+}
+
+if $dry_run; then
+  export_settings
+  # Names that this script sets, never the whole environment: it may hold secrets.
+  for name in JAX_PLATFORMS JAX_CPU_COLLECTIVES_IMPLEMENTATION XLA_FLAGS XLA_PYTHON_CLIENT_MEM_FRACTION \
+    CUDA_DEVICE_MAX_CONNECTIONS CUDA_VISIBLE_DEVICES NCCL_DEBUG NCCL_IB_TIMEOUT; do
+    [ -z "${!name:-}" ] || echo "would set: $name=${!name}"
+  done
+  for ((number = 0; number < processes; number++)); do
+    # shellcheck disable=SC2046 # one word for each variable is what is meant
+    run env $(join_variables "$number") "${PYTHON:-python}" -m maxlm.train "$@"
+  done
+  exit 0
+fi
+
+if ! $once; then
+  # Only options before the first -- are this script's; --once in front is one of them.
+  exec bash "$launch/restart.sh" ${restart_options[@]+"${restart_options[@]}"} -- bash "$launch/gpu_node.sh" --once \
+    ${given[@]+"${given[@]}"}
+fi
+export_settings
+[ "$processes" -gt 1 ] || start 0 "$@"
+
+pids=()
+signal=
+# shellcheck disable=SC2329 # called by the traps
+receive() {
+  local pid
+  [ -z "$signal" ] || return 0
+  signal="$1"
+  # SIGTERM for SIGINT too: see restart.sh.
+  for pid in ${pids[@]+"${pids[@]}"}; do
+    kill -s TERM "$pid" 2>/dev/null || true
+  done
+}
+trap 'receive TERM' TERM
+trap 'receive INT' INT
+for ((number = 0; number < processes; number++)); do
+  if [ "$number" -eq 0 ]; then
+    (start 0 "$@") &
+  else
+    (start "$number" "$@") >>"$(log_of "$number")" 2>&1 &
+  fi
+  pids+=("$!")
+done
+if [ -n "$signal" ]; then
+  # It came while they were being started.
+  for pid in "${pids[@]}"; do
+    kill -s TERM "$pid" 2>/dev/null || true
+  done
+fi
+
+codes=()
+running=$processes
+first=0
+ending=
+killed=false
+# collect: the exit codes of the processes that have ended since; the first that is not 0 is kept in $first.
+collect() {
+  local number code
+  for ((number = 0; number < processes; number++)); do
+    if [ -z "${codes[$number]:-}" ] && ! kill -0 "${pids[$number]}" 2>/dev/null; then
+      code=0
+      wait "${pids[$number]}" 2>/dev/null || code=$?
+      codes[number]=$code
+      running=$((running - 1))
+      if [ "$code" -ne 0 ]; then
+        echo "gpu_node: process $((node_rank * processes + number)) ended with exit code $code" >&2
+        [ "$first" -ne 0 ] || first=$code
+      fi
+    fi
+  done
+}
+end_others() {
+  local number
+  for ((number = 0; number < processes; number++)); do
+    [ -n "${codes[$number]:-}" ] || kill -s "$1" "${pids[$number]}" 2>/dev/null || true
+  done
+}
+while :; do
+  collect
+  [ "$running" -gt 0 ] || break
+  # Where all were told to stop they are saving; how long that may take is for whoever told them.
+  if [ "$first" -ne 0 ] && [ -z "$signal" ]; then
+    if [ -z "$ending" ]; then
+      ending=$((SECONDS + grace))
+      end_others TERM
+    elif [ "$SECONDS" -ge "$ending" ] && ! $killed; then
+      killed=true
+      echo "gpu_node: still running $grace s after SIGTERM: killed" >&2
+      end_others KILL
+    fi
+  fi
+  # bash 3.2 cannot wait for whichever ends first.
+  sleep 0.2 || true
+done
+
+# Bad input would come again. A process that was killed by a signal drags the others along: their 75 says start again.
+if [ "$first" -ge 128 ] && [[ " ${codes[*]} " == *' 75 '* ]]; then
+  first=75
+fi
+if [[ " ${codes[*]} " == *' 2 '* ]]; then
+  first=2
+fi
+exit "$first"

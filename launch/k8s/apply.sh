@@ -1,0 +1,202 @@
+#!/usr/bin/env bash
+# Fills in a manifest of this directory and hands it to kubectl.
+#
+#   launch/k8s/apply.sh gpu --name N --image I --nodes N [OPTION…] -- ARGUMENTS OF maxlm.train
+#   launch/k8s/apply.sh tpu --name N --image I --accelerator A --topology T [OPTION…] -- ARGUMENTS OF maxlm.train
+#
+#   --accelerator A          tpu-v4-podslice, tpu-v5-lite-podslice, tpu-v5p-slice or tpu-v6e-slice
+#   --topology T             of the slice, such as 4x4 or 2x2x4; four chips to a machine
+#   --nodes N                nodes of 8 GPUs; of TPUs only where machines have not four chips
+#   --namespace NS           default: kubectl's own
+#   --claim CLAIM:/MOUNT     a volume that all pods share
+#   --secret NAME            a Secret of the cluster, as environment variables of the process
+#   --service_account NAME   whose rights the pods have, for buckets by workload identity
+#   --render                 print the manifest and send nothing
+#   --dry-run                print the manifest and the command that would get it
+#
+# The image holds this repository, installed, and has its root as its working directory.
+set -euo pipefail
+folder="$(cd "$(dirname "$0")" && pwd)"
+. "$folder/../commands.sh"
+# In bash 5.2 and later & in a replacement would be what was found.
+shopt -u patsub_replacement 2>/dev/null || true
+
+kind="${1:-}"
+case "$kind" in
+  gpu) template="$folder/gpu_job.yaml" ;;
+  tpu) template="$folder/tpu_jobset.yaml" ;;
+  *) refuse "unknown kind ${kind:-(none)}; gpu or tpu" ;;
+esac
+shift
+name=
+image=
+nodes=
+accelerator=
+topology=
+namespace=
+claim=
+secret=
+service_account=
+dry_run=false
+render=false
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --*=*)
+      # --name=N is --name N.
+      set -- "${1%%=*}" "$@"
+      set -- "$1" "${2#*=}" "${@:3}"
+      continue
+      ;;
+    --name) need_value "$1" "$@" && name="$2" && shift ;;
+    --image) need_value "$1" "$@" && image="$2" && shift ;;
+    --nodes) need_value "$1" "$@" && nodes="$2" && shift ;;
+    --accelerator) need_value "$1" "$@" && accelerator="$2" && shift ;;
+    --topology) need_value "$1" "$@" && topology="$2" && shift ;;
+    --namespace) need_value "$1" "$@" && namespace="$2" && shift ;;
+    --claim) need_value "$1" "$@" && claim="$2" && shift ;;
+    --secret) need_value "$1" "$@" && secret="$2" && shift ;;
+    --service_account) need_value "$1" "$@" && service_account="$2" && shift ;;
+    --render) render=true ;;
+    --dry-run) dry_run=true ;;
+    --) shift && break ;;
+    *) refuse "unknown option $1; arguments of maxlm.train come after --" ;;
+  esac
+  shift
+done
+
+# need_name OPTION VALUE: what Kubernetes takes as the name of an object. 52: pods get an index and five letters more.
+need_name() {
+  [[ "$2" =~ ^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$ ]] ||
+    refuse "$1=$2: give up to 52 small letters, digits and -, beginning with a letter"
+}
+[ -n "$name" ] || refuse '--name is missing: a name for the job'
+need_name --name "$name"
+[ -n "$image" ] || refuse '--image is missing: a container image with this repository'
+[[ "$image" =~ ^[A-Za-z0-9][A-Za-z0-9._/:@-]*$ ]] || refuse "--image=$image: not the name of an image"
+[ -z "$namespace" ] || need_name --namespace "$namespace"
+[ -z "$secret" ] || need_name --secret "$secret"
+[ -z "$service_account" ] || need_name --service_account "$service_account"
+workdir="$(find_workdir "$@")"
+[ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm.train come after --'
+if [ -n "$claim" ]; then
+  [[ "$claim" =~ ^[a-z][-a-z0-9]*:/[A-Za-z0-9._/-]+$ ]] || refuse "--claim=$claim: give CLAIM:/MOUNT"
+fi
+case "$workdir" in
+  *://*) ;;
+  *)
+    [ -n "$claim" ] ||
+      refuse "--workdir=$workdir would go with its pod; give a bucket, or --claim CLAIM:/MOUNT and a directory in it"
+    ;;
+esac
+
+chips=
+if [ "$kind" = tpu ]; then
+  case "$accelerator" in
+    tpu-v4-podslice | tpu-v5-lite-podslice | tpu-v5p-slice | tpu-v6e-slice) ;;
+    *)
+      refuse "--accelerator=$accelerator: give tpu-v4-podslice, tpu-v5-lite-podslice, tpu-v5p-slice or tpu-v6e-slice"
+      ;;
+  esac
+  [[ "$topology" =~ ^[1-9][0-9]*x[1-9][0-9]*(x[1-9][0-9]*)?$ ]] ||
+    refuse "--topology=$topology: give one such as 4x4 or 2x2x4"
+  all_chips=$((${topology//x/*}))
+  [ -n "$nodes" ] || nodes=$((all_chips <= 4 ? 1 : all_chips / 4))
+elif [ -n "$accelerator$topology" ]; then
+  refuse '--accelerator and --topology are for tpu'
+fi
+[ -n "$nodes" ] || refuse '--nodes is missing: how many nodes of 8 GPUs'
+need_number --nodes "$nodes"
+[ "$nodes" -ge 1 ] || refuse "--nodes=$nodes: give 1 or more"
+if [ "$kind" = tpu ]; then
+  chips=$((all_chips / nodes))
+  case "$((chips * nodes == all_chips)):$chips" in
+    1:1 | 1:4 | 1:8) ;;
+    *) refuse "--nodes=$nodes: $topology are $all_chips chips, and machines have 1, 4 or 8 of them" ;;
+  esac
+fi
+
+# A YAML string in double quotes. Kubernetes would put variables in place of $(…).
+string() {
+  local text="${1//\\/\\\\}"
+  text="${text//\"/\\\"}"
+  text="${text//$'\n'/\\n}"
+  printf '"%s"' "${text//\$(/\$\$(}"
+}
+
+# fill NAME VALUE: in the manifest that is being filled in.
+fill() {
+  manifest="${manifest//\{\{$1\}\}/$2}"
+}
+
+# fill_lines NAME LINE…: a line {{NAME}} becomes these, indented by what stands before the template's own list. Without
+# lines it goes.
+fill_lines() {
+  local lines='' line key="$1"
+  shift
+  for line in ${@+"$@"}; do
+    lines="$lines$line"$'\n'
+  done
+  manifest="${manifest/\{\{$key\}\}$'\n'/$lines}"
+}
+
+manifest="$(cat "$template")"$'\n'
+case "$kind" in
+  gpu) indent='      ' ;;
+  tpu) indent='              ' ;;
+esac
+arguments=()
+for argument in "$@"; do
+  arguments+=("$indent      - $(string "$argument")")
+done
+fill name "$name"
+fill image "$(string "$image")"
+fill nodes "$nodes"
+fill accelerator "$accelerator"
+fill topology "$(string "$topology")"
+fill chips "$chips"
+if [ -n "$service_account" ]; then
+  fill_lines service_account "${indent}serviceAccountName: $service_account"
+else
+  fill_lines service_account
+fi
+if [ -n "$secret" ]; then
+  fill_lines secret "$indent    envFrom: [{secretRef: {name: $secret}}]"
+else
+  fill_lines secret
+fi
+if [ -n "$claim" ]; then
+  fill_lines mount "$indent      - {name: runs, mountPath: ${claim#*:}}"
+  fill_lines volume "$indent  - name: runs" "$indent    persistentVolumeClaim: {claimName: ${claim%%:*}}"
+else
+  fill_lines mount
+  fill_lines volume
+fi
+# Last: what the user has written is not looked through for braces.
+fill_lines arguments "${arguments[@]}"
+
+send=(kubectl apply)
+[ -z "$namespace" ] || send+=("--namespace=$namespace")
+send+=(-f -)
+if $render || $dry_run; then
+  printf '%s' "$manifest"
+  if ! $render; then
+    run "${send[@]}"
+  fi
+  exit 0
+fi
+code=0
+answer="$(printf '%s' "$manifest" | "${send[@]}" 2>&1)" || code=$?
+if [ "$code" -eq 0 ]; then
+  echo "$answer"
+  exit 0
+fi
+case "$answer" in
+  *immutable*)
+    [ "$kind" = gpu ] && object=job || object=jobset
+    refuse "a $object $name with other settings is there already; kubectl delete $object $name, or give another --name"
+    ;;
+  *'exceeded quota'*) refuse "no quota in the namespace: $(echo "$answer" | grep -i 'exceeded quota' | tail -n 1)" ;;
+  *'no matches for kind "JobSet"'*) refuse 'the cluster does not know JobSet; install it: https://jobset.sigs.k8s.io' ;;
+esac
+echo "error: kubectl: $(echo "$answer" | tail -n 1)" >&2
+exit 1

@@ -1,0 +1,273 @@
+#!/usr/bin/env bash
+# Trains on Cloud TPU VMs, a single one or all workers of a slice.
+#
+#   launch/tpu_vm.sh create | install | run | logs | stop | delete | up [OPTION…]
+#
+#   create    the machines, if they are not there         run     start training on all workers, if it is not running
+#   install   this repository and its packages, if need be  logs    follow the log of worker 0 until training ends
+#   stop      SIGTERM to training: it saves and ends      delete  the machines; what is only on them is lost
+#   up        all of it: create, install, run, logs; when the machines are taken away, delete and again, until training
+#             is done (exit code 0), refuses its input (2), fails for good (its code) or is told to stop (75)
+#
+#   --name N --zone Z [--project P]   which machines
+#   --type T                          v4-32, v5e-16, v5p-8, v6e-64 …: create and up
+#   --version V                       image of the machines (default: the one for JAX on that type)
+#   --spot                            may be taken away at any time, for less money
+#   --queued                          wait in the queue of Cloud TPU for a free place, instead of asking again and again
+#   --config C --workdir W            run and up; W a directory that all workers reach and that outlives them
+#   --config.KEY=VALUE                handed to maxlm.train, any number of them
+#   --extra tpu,gcs                   what of maxlm is installed
+#   --poll SECONDS --backoff SECONDS  between looks (30) and, doubled up to 900, between attempts (60)
+#   --dry-run                         print what would run
+#
+# Exit codes of gcloud's faults: 2 no quota (ask for more), 75 no free machine (create; up waits), 1 others.
+set -euo pipefail
+launch="$(cd "$(dirname "$0")" && pwd)"
+root="$(dirname "$launch")"
+. "$launch/commands.sh"
+
+command="${1:-}"
+case "$command" in
+  create | install | run | logs | stop | delete | up) shift ;;
+  *) refuse "unknown command ${command:-(none)}; one of create, install, run, logs, stop, delete, up" ;;
+esac
+name=
+zone=
+project=
+type=
+version=
+spot=false
+queued=false
+config=
+workdir=
+overrides=()
+extra=tpu,gcs
+poll=30
+pause=60
+dry_run=false
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --config.*=*) overrides+=("$1") ;;
+    --*=*)
+      # --name=N is --name N.
+      set -- "${1%%=*}" "$@"
+      set -- "$1" "${2#*=}" "${@:3}"
+      continue
+      ;;
+    --name) need_value "$1" "$@" && name="$2" && shift ;;
+    --zone) need_value "$1" "$@" && zone="$2" && shift ;;
+    --project) need_value "$1" "$@" && project="$2" && shift ;;
+    --type) need_value "$1" "$@" && type="$2" && shift ;;
+    --version) need_value "$1" "$@" && version="$2" && shift ;;
+    --config) need_value "$1" "$@" && config="$2" && shift ;;
+    --workdir) need_value "$1" "$@" && workdir="$2" && shift ;;
+    --extra) need_value "$1" "$@" && extra="$2" && shift ;;
+    --poll) need_value "$1" "$@" && poll="$2" && shift ;;
+    --backoff) need_value "$1" "$@" && pause="$2" && shift ;;
+    --spot) spot=true ;;
+    --queued) queued=true ;;
+    --dry-run) dry_run=true ;;
+    *) refuse "unknown option $1; see the head of launch/tpu_vm.sh" ;;
+  esac
+  shift
+done
+[ -n "$name" ] || refuse '--name is missing: a name for the machines'
+[ -n "$zone" ] || refuse '--zone is missing: where there are TPUs of the type, such as us-central2-b'
+need_number --poll "$poll"
+need_number --backoff "$pause"
+case "$command" in
+  create | up)
+    case "$type" in
+      '') refuse '--type is missing: v4-32, v5e-16, v5p-8, v6e-64 …' ;;
+      v2-* | v3-* | v4-*) : "${version:=tpu-ubuntu2204-base}" ;;
+      v5e-* | v5litepod-*)
+        type="v5litepod-${type#*-}"
+        : "${version:=v2-alpha-tpuv5-lite}"
+        ;;
+      v5p-*) : "${version:=v2-alpha-tpuv5}" ;;
+      v6e-*) : "${version:=v2-alpha-tpuv6e}" ;;
+      *) [ -n "$version" ] || refuse "--type=$type: not a type that has a default --version; give one" ;;
+    esac
+    ;;
+esac
+case "$command" in
+  run | up)
+    [ -n "$config" ] || refuse '--config is missing: a config of maxlm.train'
+    [ -n "$workdir" ] || refuse '--workdir is missing: where the run is kept, such as /mnt/runs/RUN on a shared disk'
+    case "$workdir" in
+      gs://* | /*) ;;
+      *) echo "warning: --workdir=$workdir is a directory of each worker's own, and goes when the machines go" >&2 ;;
+    esac
+    ;;
+esac
+
+place=("--zone=$zone")
+[ -z "$project" ] || place+=("--project=$project")
+place+=(--quiet)
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+
+say() { echo "tpu_vm: $*"; }
+. "$launch/tpu_machines.sh"
+
+# remote WORKER COMMAND: on one worker or all.
+remote() {
+  run gcloud compute tpus tpu-vm ssh "$name" "${place[@]}" "--worker=$1" "--command=$2"
+}
+
+# The files of the repository, without what git ignores: data, runs, environments, and files with secrets.
+list_files() {
+  (
+    cd "$root"
+    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+      git ls-files --cached --others --exclude-standard
+    else
+      find . \( -name .git -o -name .venv -o -path ./runs -o -path ./data -o -name __pycache__ -o -name '.*_cache' \
+        -o -name '*.egg-info' \) -prune -o -type f -print
+    fi | while IFS= read -r file; do
+      [ ! -f "$file" ] || echo "$file"
+    done | grep -vE '(^|/)\.env$' | LC_ALL=C sort -u
+  )
+}
+
+install() {
+  local checksum package="$scratch/maxlm.tar.gz" installed
+  list_files >"$scratch/files"
+  checksum="$(cd "$root" && tr '\n' '\0' <"$scratch/files" | xargs -0 cksum | cksum | cut -d ' ' -f 1)"
+  installed="cd maxlm 2>/dev/null && bash launch/worker.sh installed $(quoted "$extra") $checksum"
+  if $dry_run; then
+    remote all "$installed"
+  elif remote all "$installed" >/dev/null 2>&1; then
+    say 'already installed'
+    return
+  fi
+  run env COPYFILE_DISABLE=1 tar -czf "$package" -C "$root" -T "$scratch/files"
+  run gcloud compute tpus tpu-vm scp "$package" "$name:maxlm.tar.gz" "${place[@]}" --worker=all
+  # Files that were removed here must not stay there.
+  remote all "set -e; mkdir -p maxlm; cd maxlm; find . -mindepth 1 -maxdepth 1 ! -name .venv ! -name logs ! -name runs \
+! -name data -exec rm -rf {} +; tar -xzf ../maxlm.tar.gz; bash launch/worker.sh install $(quoted "$extra") $checksum"
+}
+
+start() {
+  remote all "cd maxlm && bash launch/worker.sh start -- $(quoted .venv/bin/python -m maxlm.train \
+    "--config=$config" "--workdir=$workdir" ${overrides[@]+"${overrides[@]}"})"
+}
+
+follow() {
+  remote 0 'cd maxlm && bash launch/worker.sh follow'
+}
+
+# How training stands on all workers together: running, died, unknown, or an exit code.
+outcome() {
+  local lines
+  lines="$(remote all 'cd maxlm && bash launch/worker.sh status' 2>/dev/null |
+    grep -xE 'none|running|stopped|died|exit [0-9]+')" || lines=unknown
+  said() { printf '%s\n' "$lines" | grep -qxE "$1"; }
+  if said unknown || said running; then
+    printf '%s\n' "$lines" | grep -xE 'unknown|running' | head -n 1
+  elif said 'exit 2'; then
+    # One worker alone may have found the bad input; the others have lost a peer.
+    echo 2
+  elif said stopped; then
+    echo 75
+  elif said 'died|none'; then
+    echo died
+  else
+    # Any failure before a 0.
+    printf '%s\n' "$lines" | sed 's/^exit //' | sort -n | tail -n 1
+  fi
+}
+
+# back_off: waits longer each time, until something has worked.
+back_off() {
+  say "again in $wait_for s"
+  sleep "$wait_for"
+  wait_for=$((wait_for * 2 > 900 ? 900 : wait_for * 2))
+}
+
+# failed_again: ends after five faults in a row with machines that are there, or that cannot be asked about.
+failed_again() {
+  failed=$((failed + 1))
+  if [ "$failed" -ge 5 ]; then
+    echo "error: $1, $failed times in a row" >&2
+    exit 1
+  fi
+  back_off
+}
+
+up() {
+  local code result began failed=0
+  wait_for="$pause"
+  while :; do
+    case "$(state)" in
+      GONE)
+        say "$name was taken away: deleting what is left, then creating it again"
+        delete || back_off
+        continue
+        ;;
+      REFUSED)
+        # For lack of quota it would be refused again: then this ends.
+        judge_fault || true
+        delete || true
+        back_off
+        continue
+        ;;
+      UNKNOWN)
+        failed_again "$(fault)"
+        continue
+        ;;
+    esac
+    code=0
+    create || code=$?
+    case "$code" in
+      0) ;;
+      75)
+        back_off
+        continue
+        ;;
+      *) exit "$code" ;;
+    esac
+
+    if install && start; then
+      wait_for="$pause"
+      while :; do
+        began=$SECONDS
+        follow || true
+        [ $((SECONDS - began)) -lt 600 ] || failed=0
+        result="$(outcome)"
+        case "$result" in
+          running) sleep "$poll" ;;
+          unknown | died) break ;;
+          *)
+            say "training has ended with exit code $result"
+            say "$name is still there and still costs: launch/tpu_vm.sh delete"
+            exit "$result"
+            ;;
+        esac
+      done
+    fi
+    if [ "$(state)" = READY ]; then
+      failed_again "$name is there, but installing, starting or following training failed"
+    fi
+  done
+}
+
+case "$command" in
+  create | install | delete) "$command" ;;
+  run) start ;;
+  logs) follow ;;
+  stop) remote all 'cd maxlm && bash launch/worker.sh stop' ;;
+  up)
+    if $dry_run; then
+      create
+      install
+      start
+      follow
+      remote all 'cd maxlm && bash launch/worker.sh status'
+      echo 'when the machines were taken away, before all of this again:'
+      delete
+    else
+      up
+    fi
+    ;;
+esac

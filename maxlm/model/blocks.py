@@ -1,0 +1,173 @@
+"""The decoder's blocks, one after the other in a loop, and what of them the backward pass keeps.
+
+Shapes: B batch, T query length, S key length, D dim, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxlm.config.keys import ModelConfig
+from maxlm.model.attention import Attention, LayerCache
+from maxlm.model.feedforward import FeedForward
+from maxlm.model.host_memory import fetch
+from maxlm.model.norm import Norm
+from maxlm.model.placement import GATHERED, Placement
+from maxlm.model.positions import Rotary
+
+# The decoder's attribute that holds the blocks, and so in the path of every parameter that is stacked over layers.
+BLOCKS = 'blocks'
+# What a layer starts from, for rules on what the backward pass keeps.
+LAYER_INPUT = 'layer_input'
+ACTIVATION_AXES = ('batch', 'length', 'activation')
+
+
+class Context(NamedTuple):
+    """What every block of one call shares."""
+
+    # By the layer's window: where its queries may look, see `Attention`.
+    masks: dict[int, jax.Array | None]
+    segments_BT: jax.Array | None
+    positions_BT: jax.Array
+    rotary: Rotary | None
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: attention, then feed-forward; side by side with `parallel_residual`."""
+
+    def __init__(self, config: ModelConfig, *, placement: Placement, rngs: nnx.Rngs):
+        self.attention_norm = Norm(config, config.dim, rngs=rngs)
+        self.attention = Attention(config, placement=placement, rngs=rngs)
+        self.feedforward_norm = Norm(config, config.dim, rngs=rngs)
+        self.feedforward = FeedForward(config, placement=placement, rngs=rngs)
+        self.parallel_residual = config.parallel_residual
+        self.dropout = config.dropout
+        self.placement = placement
+
+    def __call__(
+        self, x_BTD: jax.Array, context: Context, window: int, cache: LayerCache | None, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Returns the stream [B, T, D] and the layer's cache; `window` is how far it sees, 0 for all."""
+        attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        attended_BTD, cache = self.attention(
+            self.attention_norm(x_BTD),
+            mask_BTS=context.masks[window],
+            segments_BT=context.segments_BT,
+            positions_BT=context.positions_BT,
+            rotary=context.rotary,
+            window=window,
+            cache=cache,
+        )
+        attended_BTD = drop(attended_BTD, self.dropout, attention_key)
+        stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
+        fed_BTD = drop(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)
+        y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
+        return self.placement.constrain(y_BTD, ACTIVATION_AXES), cache
+
+
+def run_layers(
+    graph: Any,
+    config: ModelConfig,
+    placement: Placement,
+    windows: list[int],
+    x_BTD: jax.Array,
+    context: Context,
+    inputs_L: Any,
+) -> tuple[jax.Array, LayerCache | None]:
+    """Consecutive layers, one after the other.
+
+    Args:
+        graph: of a `Block`.
+        config: of the model.
+        placement: of the model.
+        windows: how far each of the layers sees; whole periods of the attention pattern, and what follows the last.
+        x_BTD: the stream.
+        context: what the layers share.
+        inputs_L: (blocks, slots or None, caches or None, dropout keys or None), stacked over the layers.
+
+    Returns:
+        The stream, and the updated caches stacked over the layers.
+    """
+    L = len(windows)
+
+    def make_layer(window: int, in_loop: bool) -> Callable[[jax.Array, Any], tuple[jax.Array, LayerCache | None]]:
+        def layer(x_BTD: jax.Array, inputs: Any) -> tuple[jax.Array, LayerCache | None]:
+            block, slots, cache, key = inputs
+            block = fetch(block, slots)
+            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
+            return nnx.merge(graph, block)(x_BTD, context, window, cache, key)
+
+        return rematerialize(layer, config.remat, in_loop=in_loop, gathers=placement.parts('embed') > 1)
+
+    def run_in_order(x_BTD: jax.Array, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[jax.Array, Any]:
+        layers = {window: make_layer(window, in_loop) for window in set(windows)}
+        caches = []
+        for index, window in enumerate(windows):
+            x_BTD, layer_cache = layers[window](x_BTD, jax.tree.map(lambda leaf, i=index: leaf[i], inputs))
+            caches.append(layer_cache)
+        return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+
+    # The loop's body is one period of the attention pattern, since a kernel must know its window when it is compiled;
+    # layers behind the last whole period follow it.
+    period = len(config.attention_pattern) if config.scan_layers else L
+    looped = L // period * period if period < L else 0
+    caches = []
+    if looped:
+        inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
+        run_period = partial(run_in_order, windows=windows[:period], in_loop=True)
+        x_BTD, looped_caches = jax.lax.scan(run_period, x_BTD, inputs)
+        caches.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), looped_caches))
+    if looped < L:
+        inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
+        x_BTD, last_caches = run_in_order(x_BTD, inputs, windows[looped:], in_loop=False)
+        caches.append(last_caches)
+    return x_BTD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *caches)
+
+
+def layer_windows(config: ModelConfig) -> list[int]:
+    """For each layer the number of last tokens that it attends to; 0 for the whole context."""
+    pattern = config.attention_pattern
+    return [config.sliding_window if pattern[i % len(pattern)] == 'S' else 0 for i in range(config.num_layers)]
+
+
+def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Inverted dropout (Srivastava et al. 2014); the identity without a key or at rate 0."""
+    if key is None or rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+
+
+def rematerialize(layer: Callable, policy: str, *, in_loop: bool, gathers: bool = False) -> Callable:
+    """Wraps a layer so that its backward pass computes again what `model.remat` does not keep.
+
+    A layer that `gathers` its parameters does so again in the backward pass: kept, all layers' would be whole here.
+    """
+    if policy == 'none' and not gathers:
+        return layer
+    policies = jax.checkpoint_policies
+
+    def keep_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+        # cuDNN's forward returns softmax statistics that carry no name; recomputing them means running it twice.
+        return 'dot_product_attention_fwd' in primitive.name
+
+    keep = {
+        'none': policies.save_anything_except_these_names(GATHERED),
+        'dots': policies.save_from_both_policies(policies.dots_saveable, keep_attention),
+        'dots_no_batch': policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, keep_attention),
+        'full': policies.nothing_saveable,
+        'offload': policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src='device',
+            offload_dst='pinned_host',
+        ),
+    }[policy]
+    # A loop already keeps XLA from merging the two computations; the barrier would only cost.
+    return jax.checkpoint(layer, policy=keep, prevent_cse=not in_loop)

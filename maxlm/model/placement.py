@@ -1,0 +1,66 @@
+"""What the model knows of the devices: names of axes, and how many parts they are in. `Layout` knows the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+
+Axes = tuple[str, ...]
+
+# What a parameter that was brought together for its use is called, for rules on what the backward pass keeps.
+GATHERED = 'gathered'
+
+
+class Placement(Protocol):
+    """Places values by the logical names of their axes (`maxlm.training.sharding.TABLE`). Hashable.
+
+    `repeats` is how often the layers go round the stages of a pipeline.
+    """
+
+    @property
+    def repeats(self) -> int: ...
+
+    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """Fixes where an intermediate value lies."""
+
+    def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
+        """A parameter as its use needs it: whole along the axes that only save memory. Its gradient is cut again.
+
+        `is_table` tells that rows of it are looked up.
+        """
+
+    def parts(self, axis: str) -> int:
+        """Devices that an axis is split over."""
+
+    def per_shard(
+        self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
+    ) -> Callable[..., Any]:
+        """`function(*shards, mesh_axis)`, run by every device on its own parts; `mesh_axis` is what splits `axis`."""
+
+
+class OneDevice:
+    """The placement of a model that runs without a mesh."""
+
+    repeats = 1
+
+    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
+        del axes
+        return x
+
+    def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
+        del axes, is_table
+        return x
+
+    def parts(self, axis: str) -> int:
+        del axis
+        return 1
+
+    def per_shard(
+        self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
+    ) -> Callable[..., Any]:
+        raise AssertionError(f'{axis!r} is not split, so {function} with {in_axes} → {out_axes} is not needed')
+
+
+ONE_DEVICE = OneDevice()

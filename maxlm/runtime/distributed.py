@@ -1,0 +1,168 @@
+"""Joining the processes of a run, before any of them touches a device.
+
+Where they are is told by the environment: MAXLM_COORDINATOR=HOST:PORT (of process 0), MAXLM_NUM_PROCESSES,
+MAXLM_PROCESS_ID and perhaps MAXLM_LOCAL_DEVICES=0,1,…; otherwise by Slurm, Open MPI or a TPU pod, in what JAX reads.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import threading
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from maxlm.errors import InputError
+from maxlm.runtime.rendezvous import NotTogetherError, meet
+
+COORDINATOR, NUM_PROCESSES, PROCESS_ID = 'MAXLM_COORDINATOR', 'MAXLM_NUM_PROCESSES', 'MAXLM_PROCESS_ID'
+LOCAL_DEVICES = 'MAXLM_LOCAL_DEVICES'
+
+# To wait for processes that the cluster starts later.
+JOIN_SECONDS = 300
+# JAX ends a process by an abort, with a stack trace, when a peer's heartbeat stays out. `Peers` is earlier and calmer.
+HEARTBEAT_SECONDS = 30
+# At the end of a run all processes arrive together; one that has gone must not hold up the rest.
+SHUTDOWN_SECONDS = 30
+
+
+class Place(NamedTuple):
+    """A process among those of its run; `local_devices` None = all of the machine."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    local_devices: list[int] | None
+
+
+def join(environment: Mapping[str, str] = os.environ) -> None:
+    """Joins the processes that the environment tells of; a process that is alone stays alone, without a port.
+
+    Raises:
+        InputError: the variables do not fit together, or the processes' do not.
+        NotTogetherError: not all of them came in time.
+    """
+    place = read_place(environment)
+    if place is not None and place.num_processes > 1:
+        meet(place.coordinator, place.num_processes, place.process_id, seconds=JOIN_SECONDS)
+        _initialize(
+            place.coordinator,
+            coordinator_address=place.coordinator,
+            num_processes=place.num_processes,
+            process_id=place.process_id,
+            # An empty list is all devices; without one JAX looks for a cluster that says which.
+            local_device_ids=place.local_devices or [],
+        )
+    elif place is not None:
+        if place.local_devices:
+            jax.config.update('jax_cuda_visible_devices', ','.join(map(str, place.local_devices)))
+    elif (tasks := detected_tasks(environment)) is not None:
+        # JAX would give each task one device, which is wrong for a task that has a node to itself.
+        devices: list[int] | None = [] if tasks.on_this_node == 1 else None
+        _initialize(f'process 0 of {tasks.cluster}', local_device_ids=devices)
+    elif _on_tpu(environment):
+        try:
+            _initialize('worker 0 of the TPU pod')
+        except ValueError:
+            # A TPU without a pod around it: nobody told a coordinator.
+            return
+
+
+class Tasks(NamedTuple):
+    """What a cluster tells of a job's tasks, in so far as JAX leaves it to us."""
+
+    cluster: str
+    on_this_node: int
+
+
+def detected_tasks(environment: Mapping[str, str]) -> Tasks | None:
+    """The tasks of a Slurm step or an Open MPI job; None where there is one at most.
+
+    Raises:
+        InputError: Open MPI has more than JAX can find each other.
+    """
+    if int(environment.get('OMPI_COMM_WORLD_SIZE', 1)) > 1:
+        if 'OMPI_MCA_orte_hnp_uri' not in environment:
+            raise InputError(
+                f'this version of Open MPI does not tell its processes where the first is; '
+                f'set {COORDINATOR}, {NUM_PROCESSES} and {PROCESS_ID}'
+            )
+        return Tasks('the Open MPI job', int(environment.get('OMPI_COMM_WORLD_LOCAL_SIZE', 1)))
+    # In a batch script itself, or a shell, there is no step and one process.
+    if 'SLURM_STEP_NODELIST' in environment and int(environment.get('SLURM_NTASKS', 1)) > 1:
+        nodes = int(environment.get('SLURM_STEP_NUM_NODES', 1))
+        return Tasks('the Slurm step', -(-int(environment['SLURM_NTASKS']) // nodes))
+    return None
+
+
+def read_place(environment: Mapping[str, str]) -> Place | None:
+    """What the MAXLM_ variables say; None if none of them is set.
+
+    Raises:
+        InputError: some are missing or cannot be.
+    """
+    names = (COORDINATOR, NUM_PROCESSES, PROCESS_ID)
+    values = {name: environment.get(name, '') for name in names}
+    missing = [name for name, value in values.items() if not value]
+    if missing:
+        if len(missing) < len(names) or environment.get(LOCAL_DEVICES):
+            told = [name for name in (*names, LOCAL_DEVICES) if environment.get(name)]
+            raise InputError(f'{", ".join(told)} without {", ".join(missing)}; set all of {", ".join(names)}, or none')
+        return None
+    num_processes = _natural(NUM_PROCESSES, values[NUM_PROCESSES])
+    process_id = _natural(PROCESS_ID, values[PROCESS_ID])
+    if not num_processes:
+        raise InputError(f'{NUM_PROCESSES}=0: must be at least 1')
+    if process_id >= num_processes:
+        raise InputError(f'{PROCESS_ID}={process_id}: must be below {NUM_PROCESSES}={num_processes}; the first is 0')
+    _check_address(values[COORDINATOR])
+    listed = environment.get(LOCAL_DEVICES)
+    devices = [_natural(LOCAL_DEVICES, number) for number in listed.split(',')] if listed else None
+    return Place(values[COORDINATOR], num_processes, process_id, devices)
+
+
+def _natural(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()):
+        raise InputError(f'{name}={value}: must be a number from 0, or several with commas in {LOCAL_DEVICES}')
+    return int(value)
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(':')
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(f'{COORDINATOR}={address}: must be HOST:PORT of process 0, with a port from 1 to 65535')
+
+
+def _on_tpu(environment: Mapping[str, str]) -> bool:
+    """Whether JAX will run on the TPU of this machine; asking JAX would take hold of it."""
+    platforms = environment.get('JAX_PLATFORMS', '')
+    wanted = not platforms or 'tpu' in platforms
+    chips = glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*')
+    return wanted and bool(chips) and importlib.util.find_spec('libtpu') is not None
+
+
+def _initialize(coordinator: str, **arguments: object) -> None:
+    """`jax.distributed.initialize`, whose own way to say that time is up is an abort."""
+
+    def give_up() -> None:
+        message = f'{coordinator} and the others did not all come within {JOIN_SECONDS} s; start again'
+        NotTogetherError(message).leave()
+
+    timer = threading.Timer(JOIN_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            **arguments,  # type: ignore[arg-type]
+            initialization_timeout=JOIN_SECONDS + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
+    except (OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise NotTogetherError(f'{coordinator}: the processes could not join ({reason}); start again') from error
+    finally:
+        timer.cancel()

@@ -1,0 +1,221 @@
+"""What the processes of a run tell each other while they run: that they live, what they wait for, why they end.
+
+Each writes a line a second to the store of JAX's coordination service; process 0 reads all of them and writes one
+verdict, which the others read. So the traffic grows with the number of processes, not with its square.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError
+
+TICK_SECONDS = 1.0
+# A process whose lines stay out for so many ticks is lost, and so is a process 0 that says nothing.
+LOST_TICKS = 8
+# After so many it is looked whether process 0 is there at all.
+PROBE_TICKS = 2
+# The first line may take longer: processes start at different speeds.
+FIRST_TICKS = 60
+# A verdict must be read by all before process 0 ends, which holds the store.
+LINGER_SECONDS = 3.0
+# The error that a lost peer causes in a collective is seen here before the peer is found lost.
+VERDICT_SECONDS = 12.0
+# All processes reach the end of a run at about the same time.
+END_SECONDS = 600
+
+LINES, VERDICT, END = 'maxlm/lines', 'maxlm/verdict', 'maxlm/end'
+
+
+class Verdict(NamedTuple):
+    """What process 0 makes of the lines of all. Where there is a `reason`, all end with `code`."""
+
+    # Changes with every one: it shows that process 0 lives.
+    beat: int
+    # Every process has waited too long for the others, so none of them is the one that is waited for.
+    all_overdue: bool
+    reason: str = ''
+    code: int = EXIT_PREEMPTED
+
+
+class Peers:
+    """While entered, the processes of a run end together. Does nothing for a process that is alone.
+
+    An error in one ends the others: with exit code 2 after bad input, otherwise with 75, since starting again can help.
+    """
+
+    def __init__(self) -> None:
+        self._id, self._count = jax.process_index(), jax.process_count()
+        self._status = 'busy'
+        self._verdict = Verdict(beat=0, all_overdue=self._count == 1)
+        self._silent_ticks = 0
+        self._beat = 0
+        # By process: its last line, and the ticks since that was new.
+        self._lines = {number: ('', LOST_TICKS - FIRST_TICKS) for number in range(1, self._count)}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    @property
+    def all_overdue(self) -> bool:
+        """Whether all processes have said that they have waited too long for the others."""
+        return self._verdict.all_overdue
+
+    def set_overdue(self, yes: bool) -> None:
+        """Says whether this process has waited too long for the others."""
+        self._status = 'overdue' if yes else 'busy'
+
+    def leave(self, code: int, reason: str) -> NoReturn:
+        """Ends this process, from any of its threads, and the others, who print the reason."""
+        if self._count > 1:
+            self._status = f'left {code} {reason}'
+            self._stop.set()
+            # If process 0 cannot be reached the others know already.
+            with contextlib.suppress(RuntimeError):
+                self._exchange()
+            if self._id == 0:
+                threading.Event().wait(LINGER_SECONDS)
+        _end(code)
+
+    def __enter__(self) -> Peers:
+        if self._count > 1:
+            _delay_abort()
+            for target in (self._talk, self._listen):
+                threading.Thread(target=target, daemon=True, name=f'peers-{target.__name__}').start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._count == 1:
+            return
+        if error is None:
+            _state().client.wait_at_barrier(END, END_SECONDS * 1000)
+            self._stop.set()
+        elif isinstance(error, InputError):
+            reason = ' '.join(str(error).split())
+            print(f'error: {reason}', file=sys.stderr)
+            self.leave(EXIT_BAD_INPUT, reason)
+        elif isinstance(error, KeyboardInterrupt):
+            self.leave(EXIT_INTERRUPTED, 'interrupted')
+        else:
+            # If a peer is lost that is the news, and not which collective failed by it: `_talk` will end this process.
+            self._stop.wait(VERDICT_SECONDS)
+            traceback.print_exception(error)
+            self.leave(EXIT_FAILED, f'{type(error).__name__}: {" ".join(str(error).split())[:200]}')
+
+    def _talk(self) -> None:
+        while not self._stop.wait(TICK_SECONDS):
+            try:
+                verdict = self._exchange()
+            except RuntimeError:
+                if not self._stop.is_set():
+                    self._follow('process 0 is gone; start again')
+                return
+            self._silent_ticks = 0 if verdict.beat != self._verdict.beat else self._silent_ticks
+            self._verdict = verdict
+            if verdict.reason and not self._stop.is_set():
+                if self._id == 0:
+                    self._stop.wait(LINGER_SECONDS)
+                self._follow(verdict.reason, verdict.code)
+
+    def _listen(self) -> None:
+        # Counted in ticks and not by a clock, so that a process that was suspended does not take it for silence.
+        while not self._stop.wait(TICK_SECONDS):
+            self._silent_ticks += 1
+            if self._silent_ticks >= PROBE_TICKS and self._id and _refuses(_state().coordinator_address):
+                self._follow('process 0 is gone; start again')
+            if self._silent_ticks > (LOST_TICKS if self._verdict.beat else FIRST_TICKS):
+                self._follow(f'nothing heard from process 0 for {LOST_TICKS * TICK_SECONDS:g} s; start again')
+
+    def _follow(self, reason: str, code: int = EXIT_PREEMPTED) -> NoReturn:
+        print(f'[process {self._id}] ending with the others: {reason}', file=sys.stderr)
+        _end(code)
+
+    def _exchange(self) -> Verdict:
+        """Tells how this process is, and hears the verdict; raises RuntimeError if process 0 cannot be reached."""
+        store = _state().client
+        # Two threads come here when a process leaves.
+        with self._lock:
+            self._beat += 1
+            if self._id:
+                store.key_value_set(f'{LINES}/{self._id}', f'{self._beat} {self._status}', allow_overwrite=True)
+                for name, text in store.key_value_dir_get(VERDICT):
+                    assert name
+                    return Verdict(*json.loads(text))
+                return Verdict(beat=0, all_overdue=False)
+            for name, line in store.key_value_dir_get(LINES):
+                number = int(name.rpartition('/')[2])
+                before, ticks = self._lines[number]
+                self._lines[number] = (line, 0 if line != before else ticks)
+            self._lines = {number: (line, ticks + 1) for number, (line, ticks) in self._lines.items()}
+            verdict = judge({number: line for number, (line, _) in self._lines.items()} | {0: f'0 {self._status}'})
+            lost = [number for number, (_, ticks) in self._lines.items() if ticks > LOST_TICKS]
+            if lost and not verdict.reason:
+                verdict = Verdict(0, False, f'process {lost[0]} is gone; start again')
+            verdict = self._verdict if self._verdict.reason else verdict._replace(beat=self._beat)
+            store.key_value_set(f'{VERDICT}/0', json.dumps(verdict), allow_overwrite=True)
+            return verdict
+
+
+def judge(lines: dict[int, str]) -> Verdict:
+    """What follows from the last lines of all processes, by their number."""
+    statuses = {number: line.partition(' ')[2] for number, line in lines.items()}
+    for number, status in statuses.items():
+        word, _, rest = status.partition(' ')
+        if word == 'left':
+            code, _, reason = rest.partition(' ')
+            follow = EXIT_BAD_INPUT if int(code) == EXIT_BAD_INPUT else EXIT_PREEMPTED
+            return Verdict(0, False, f'process {number}: {reason}', follow)
+    return Verdict(0, all(status == 'overdue' for status in statuses.values()))
+
+
+def _state() -> Any:
+    # JAX has no public door to its coordination service and the key-value store there; Orbax takes this one too.
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def _refuses(address: str) -> bool:
+    """Whether nobody listens at an address; one that cannot be reached does not refuse."""
+    host, _, port = address.rpartition(':')
+    try:
+        socket.create_connection((host.strip('[]'), int(port)), timeout=TICK_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _end(code: int) -> NoReturn:
+    """Ends at once: an orderly end of JAX waits for all processes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _delay_abort() -> None:
+    """Gives `_listen` the time to end this process in its own way.
+
+    When process 0 is gone, a thread of JAX aborts the process at once, with a stack trace. A handler in Python could
+    not hold it up, for abort ends the process as soon as the handler in C returns, and that only makes a note. The
+    handler here is the C library's `sleep`, called with the signal's number: SIGABRT's is 6, so it takes 6 seconds,
+    after which the process is aborted as ever. That thread holds JAX's locks meanwhile, so `_talk` may hang.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.signal.restype = ctypes.c_void_p
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))

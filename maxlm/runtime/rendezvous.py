@@ -1,0 +1,172 @@
+"""The processes of a run meet at the coordinator's port, before JAX takes it over.
+
+JAX aborts a process that has waited in vain, and does not say who was missing. Here process 0 counts those that come.
+A process says `maxlm NUMBER_OF_PROCESSES ITS_NUMBER`; the answer is `go`, `late WHY` or `no WHY`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from typing import NoReturn
+
+from maxlm.errors import EXIT_PREEMPTED, InputError, os_message
+
+# Between two tries to reach process 0, or to hear of somebody.
+RETRY_SECONDS = 0.2
+# For a line that comes at once if it comes at all.
+LINE_SECONDS = 2.0
+
+
+class NotTogetherError(Exception):
+    """The processes of a run did not all come; starting again can help. The message is one line."""
+
+    def leave(self) -> NoReturn:
+        """Ends the process from any thread, with a line and exit code 75."""
+        print(f'error: {self}', file=sys.stderr, flush=True)
+        os._exit(EXIT_PREEMPTED)
+
+
+def meet(coordinator: str, num_processes: int, process_id: int, *, seconds: float) -> None:
+    """Returns when all have come; the port is free again then.
+
+    Args:
+        coordinator: HOST:PORT of process 0.
+        num_processes: how many there will be.
+        process_id: of this one.
+        seconds: to wait for the others.
+
+    Raises:
+        InputError: the port cannot be had, the host cannot be found, or two processes contradict each other.
+        NotTogetherError: not all came in time.
+    """
+    host, _, port = coordinator.rpartition(':')
+    deadline = time.monotonic() + seconds
+    if process_id == 0:
+        _receive(coordinator, int(port), num_processes, deadline, seconds)
+    else:
+        _come(coordinator, (host.strip('[]'), int(port)), f'maxlm {num_processes} {process_id}', deadline, seconds)
+
+
+def _receive(coordinator: str, port: int, num_processes: int, deadline: float, seconds: float) -> None:
+    """Process 0's part."""
+    came: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listen(coordinator, port))
+        while len(came) < num_processes - 1:
+            if time.monotonic() > deadline:
+                missing = [str(number) for number in range(1, num_processes) if number not in came]
+                told = ', '.join(missing[:8]) + (', …' if len(missing) > 8 else '')
+                late = (
+                    f'{len(came) + 1} of {num_processes} processes came to {coordinator} within {seconds:g} s; '
+                    f'missing: {told}; start again'
+                )
+                _answer(came, f'late {late}')
+                raise NotTogetherError(late)
+            with contextlib.suppress(TimeoutError):
+                connection = stack.enter_context(listener.accept()[0])
+                number = _welcome(connection, num_processes, came)
+                if number is not None:
+                    came[number] = connection
+            # Who has gone while it waited comes again, as another connection.
+            came = {number: connection for number, connection in came.items() if _waits(connection)}
+        _answer(came, 'go')
+
+
+def _listen(coordinator: str, port: int) -> socket.socket:
+    dual = socket.has_dualstack_ipv6()
+    try:
+        listener = socket.create_server(
+            ('', port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=1024
+        )
+    except OSError as error:
+        raise InputError(
+            f'MAXLM_COORDINATOR={coordinator}: process 0 cannot listen there ({os_message(error)}); choose a free port'
+        ) from error
+    listener.settimeout(RETRY_SECONDS)
+    return listener
+
+
+def _welcome(connection: socket.socket, num_processes: int, came: dict[int, socket.socket]) -> int | None:
+    """The number of the process that has come; None if it is none of this run.
+
+    Raises:
+        InputError: it is of another number of processes, or has the number of another.
+    """
+    words = _read_line(connection).split()
+    if len(words) != 3 or words[0] != 'maxlm' or not (words[1] + words[2]).isdigit():
+        return None
+    number = int(words[2])
+    wrong = ''
+    if int(words[1]) != num_processes:
+        wrong = f'MAXLM_NUM_PROCESSES={num_processes} in process 0 and {words[1]} in process {number}'
+    elif number in came and _waits(came[number]):
+        wrong = f'MAXLM_PROCESS_ID={number} in two processes'
+    if wrong:
+        message = f'{wrong}; give each its own number from 0 to MAXLM_NUM_PROCESSES - 1, the same for all'
+        _answer({**came, -1: connection}, f'no {message}')
+        raise InputError(message)
+    return number
+
+
+def _come(coordinator: str, address: tuple[str, int], greeting: str, deadline: float, seconds: float) -> None:
+    """The part of all processes but the first."""
+    reason = 'no answer'
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection(address, timeout=LINE_SECONDS) as connection:
+                connection.sendall(f'{greeting}\n'.encode())
+                kind, _, message = _read_line(connection, deadline - time.monotonic() + LINE_SECONDS).partition(' ')
+            reason = 'no answer'
+        except socket.gaierror as error:
+            kind, reason = '', f'the host cannot be found: {os_message(error)}'
+        except OSError as error:
+            kind, reason = '', os_message(error)
+        if kind == 'go':
+            return
+        if kind == 'no':
+            raise InputError(message)
+        if kind == 'late':
+            raise NotTogetherError(message)
+        # Something else may answer there, e.g. the process 0 of before, which is about to end.
+        time.sleep(RETRY_SECONDS)
+    if reason.startswith('the host'):
+        # Where names come and go with machines, one may only be late; so it is waited for as long.
+        raise InputError(f'MAXLM_COORDINATOR={coordinator}: {reason}; give the address of process 0')
+    raise NotTogetherError(f'process 0 did not answer at {coordinator} within {seconds:g} s ({reason}); start again')
+
+
+def _answer(connections: dict[int, socket.socket], line: str) -> None:
+    for connection in connections.values():
+        with contextlib.suppress(OSError):
+            connection.sendall(f'{line}\n'.encode())
+
+
+def _waits(connection: socket.socket) -> bool:
+    """Whether the other side is still there: nothing has come since its first line, no end either."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) != b''
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.settimeout(LINE_SECONDS)
+
+
+def _read_line(connection: socket.socket, seconds: float = LINE_SECONDS) -> str:
+    """One line of at most 500 characters; what came until then if it does not end in time."""
+    deadline = time.monotonic() + seconds
+    line = b''
+    with contextlib.suppress(OSError):
+        while not line.endswith(b'\n') and len(line) < 500:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            byte = connection.recv(1)
+            if not byte:
+                break
+            line += byte
+    return line.decode(errors='replace').strip()

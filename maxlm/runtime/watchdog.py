@@ -1,0 +1,111 @@
+"""Notices that a run makes no progress any more, says where it stands, and ends it so that it can start again."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from maxlm.errors import EXIT_PREEMPTED
+from maxlm.runtime.console import RUN_LOG
+from maxlm.runtime.peers import Peers
+
+TICKS = 10
+LONGEST_TICK_SECONDS = 1.0
+
+
+class Watchdog:
+    """Between `start` and `finish`, ends the process with exit code 75 when the main thread does no step for too long.
+
+    A process that waits for its devices may wait for another one that is stuck. It leaves that one the time to tell
+    where, and ends by itself only when all processes wait: then none of them is at fault.
+    """
+
+    def __init__(self, seconds: float, peers: Peers, workdir: Path | None = None):
+        """
+        Args:
+            seconds: without a step, outside of phases; 0 = never mind.
+            peers: the other processes.
+            workdir: where run.log gets the stacks too.
+        """
+        self._seconds = seconds
+        self._peers = peers
+        self._workdir = workdir
+        self._age = 0.0
+        # Until `start`.
+        self._in_phase = True
+        self._waiting = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name='watchdog')
+
+    def __enter__(self) -> Watchdog:
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._seconds:
+            self._thread.join()
+        self._peers.set_overdue(False)
+
+    def start(self) -> None:
+        """The first step is about to begin."""
+        self._age = 0.0
+        self._in_phase = False
+
+    def finish(self) -> None:
+        """There will be no more steps. Not called after an error: to clean up after one must not take for ever."""
+        self._in_phase = True
+
+    def step_done(self) -> None:
+        """There is progress."""
+        self._age = 0.0
+
+    @contextlib.contextmanager
+    def phase(self) -> Iterator[None]:
+        """What happens inside may take long: compiling, evaluating, saving."""
+        self._in_phase = True
+        try:
+            yield
+        finally:
+            self._age = 0.0
+            self._in_phase = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the main thread waits for the devices, and with them for other processes."""
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    def _watch(self) -> None:
+        tick = min(self._seconds / TICKS, LONGEST_TICK_SECONDS)
+        then = time.monotonic()
+        while not self._stop.wait(tick):
+            now = time.monotonic()
+            # A process that was suspended has not been stuck.
+            self._age += min(now - then, 2 * tick)
+            then = now
+            overdue = self._age > self._seconds and not self._in_phase
+            self._peers.set_overdue(overdue and self._waiting)
+            if overdue and (not self._waiting or self._peers.all_overdue):
+                self._give_up()
+
+    def _give_up(self) -> None:
+        where = 'waiting for its devices' if self._waiting else 'outside of its devices'
+        reason = f'stuck: no step for {self._seconds:g} s (train.stuck_seconds), {where}; start again'
+        with contextlib.ExitStack() as stack:
+            files = [sys.stderr]
+            if self._workdir:
+                files.append(stack.enter_context((self._workdir / RUN_LOG).open('a', encoding='utf-8')))
+            for file in files:
+                print(reason, file=file, flush=True)
+                faulthandler.dump_traceback(file=file, all_threads=True)
+        self._peers.leave(EXIT_PREEMPTED, reason)

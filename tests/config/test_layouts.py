@@ -1,0 +1,193 @@
+"""Meshes that do not fit devices, model or batch are refused, and the numbers that a refusal names do fit."""
+
+import itertools
+import re
+
+import pytest
+
+from maxlm.errors import InputError
+from tests.small import small_config
+
+# The model has 8 heads of 4, 4 layers, a feed-forward of 128, a window of 16; the batch 16 rows, one at a time.
+COMMON = {'model__num_heads': 8, 'model__num_layers': 4, 'train__global_batch': 16, 'train__micro_batch': 1}
+
+
+def config_on(num_devices, **settings):
+    return small_config(num_devices, **{**COMMON, **settings})
+
+
+def refusal(num_devices, **settings):
+    with pytest.raises(InputError) as error:
+        config_on(num_devices, **settings)
+    message = str(error.value)
+    assert '\n' not in message
+    return message
+
+
+def named_after(message, words):
+    """The list of numbers that ends a message, after these words."""
+    found = re.search(rf'{re.escape(words)} (\d+(?:, \d+)*)$', message)
+    assert found, message
+    return [int(number) for number in found[1].split(', ')]
+
+
+@pytest.mark.parametrize(
+    ('num_devices', 'settings', 'words', 'numbers'),
+    [
+        (6, {'mesh__tensor': 3}, ['mesh.tensor=3', 'model.num_heads=8'], [1, 2]),
+        (8, {'mesh__tensor': 8, 'model__num_kv_heads': 4}, ['mesh.tensor=8', 'model.num_kv_heads=4'], [1, 2, 4]),
+        (8, {'mesh__tensor': 8, 'model__ffn_dim': 100}, ['mesh.tensor=8', 'model.ffn_dim=100'], [1, 2, 4]),
+        # One number for all three: 4 would divide the heads that are complained of, and not the others.
+        (
+            8,
+            {'mesh__tensor': 8, 'model__num_heads': 4, 'model__num_kv_heads': 2, 'model__ffn_dim': 100},
+            ['mesh.tensor=8', 'model.num_heads=4'],
+            [1, 2],
+        ),
+        (6, {'mesh__context': 3}, ['mesh.context=3', '2 pieces', 'data.window=16'], [1, 2]),
+        # Half of the nearest divisor of the window, 9, would be no number of devices.
+        (4, {'mesh__context': 4, 'data__window': 18}, ['mesh.context=4', 'data.window=18'], [1]),
+        (8, {'mesh__context': 4, 'data__window': 12}, ['mesh.context=4', 'data.window=12'], [1, 2]),
+        (
+            8,
+            {'mesh__context': 8, 'data__context_schedule': ((8, 0.5),)},
+            ['mesh.context=8', 'data.context_schedule=8'],
+            [1, 2, 4],
+        ),
+    ],
+)
+def test_an_axis_that_does_not_divide_what_it_splits(num_devices, settings, words, numbers):
+    # A batch that any number of devices here divides.
+    settings = {**settings, 'train__global_batch': 48}
+    message = refusal(num_devices, **settings)
+    for word in words:
+        assert word in message
+    axis = 'context' if 'mesh__context' in settings else 'tensor'
+    assert named_after(message, f'on {num_devices} devices mesh.{axis} can be') == numbers
+    for number in numbers:
+        config = config_on(num_devices, **{**settings, f'mesh__{axis}': number})
+        assert (getattr(config.mesh, axis), config.mesh.fsdp) == (number, num_devices // number)
+    # Control: of the divisors of the devices, those that are not named are refused.
+    for number in {n for n in range(1, num_devices + 1) if num_devices % n == 0} - set(numbers):
+        refusal(num_devices, **{**settings, f'mesh__{axis}': number})
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        ({'mesh__tensor': 3}, ['fsdp=-1', 'tensor=3', 'besides mesh.fsdp take 3 devices', 'the 8 that are here']),
+        ({'mesh__data': -1, 'mesh__fsdp': 2, 'mesh__tensor': 3}, ['data=-1', 'fsdp=2 tensor=3', 'mesh.data take 6']),
+        ({'mesh__tensor': 16}, ['tensor=16', 'take 16 devices', 'the 8 that are here']),
+        ({'mesh__data': 4, 'mesh__fsdp': 4}, ['data=4 fsdp=4', 'needs 16 devices', 'here are 8', 'one axis to -1']),
+        ({'mesh__fsdp': 4}, ['fsdp=4', 'needs 4 devices', 'here are 8', 'one axis to -1']),
+        ({'mesh__fsdp': 1}, ['mesh of 1 along every axis', 'needs 1 devices', 'here are 8', 'one axis to -1']),
+    ],
+)
+def test_axes_that_do_not_multiply_to_the_devices(settings, words):
+    message = refusal(8, **settings)
+    for word in words:
+        assert word in message
+    products = named_after(message, 'their product can be' if '=-1' in message else 'their product is one of')
+    assert products == [1, 2, 4, 8]
+    for product in products:
+        mesh = config_on(8, mesh__fsdp=-1, mesh__tensor=product).mesh
+        assert (mesh.fsdp, mesh.tensor) == (8 // product, product)
+
+
+def test_an_axis_takes_what_the_others_leave():
+    mesh = config_on(8, mesh__data=-1, mesh__fsdp=2, mesh__tensor=2).mesh
+    assert mesh.sizes == {'replica': 1, 'stage': 1, 'data': 2, 'fsdp': 2, 'context': 1, 'tensor': 2}
+    # Control: all are given, and fit.
+    assert config_on(8, mesh__data=2, mesh__fsdp=2, mesh__tensor=2).mesh == mesh
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words', 'numbers'),
+    [
+        ({'mesh__stage': 8}, ['mesh.stage=8', 'mesh.stage_repeats=1', 'num_layers=4'], [(2, 1), (2, 2), (4, 1)]),
+        ({'mesh__stage': 2, 'mesh__stage_repeats': 4}, ['mesh.stage=2', 'stage_repeats=4'], [(2, 1), (2, 2), (4, 1)]),
+        # Five stages would cut the layers, and not the devices.
+        ({'mesh__stage': 4, 'model__num_layers': 10}, ['mesh.stage=4', 'num_layers=10'], [(2, 1), (2, 5)]),
+        (
+            {
+                'mesh__stage': 4,
+                'model__num_layers': 6,
+                'model__attention_pattern': 'SSL',
+                'model__sliding_window': 4,
+            },
+            ['mesh.stage=4', 'num_layers=6', 'a multiple of the 3 of model.attention_pattern'],
+            [(2, 1)],
+        ),
+        ({'mesh__stage': 2, 'model__num_layers': 3}, ['mesh.stage=2', 'num_layers=3'], [(1, 1)]),
+    ],
+)
+def test_stages_that_do_not_cut_the_layers(settings, words, numbers):
+    message = refusal(8, **settings)
+    for word in (*words, 'into equal parts'):
+        assert word in message
+    _, named = message.split('these would: ')
+    assert [tuple(map(int, pair.split(' × '))) for pair in named.split(', ')] == numbers
+    for stage, repeats in numbers:
+        mesh = config_on(8, **{**settings, 'mesh__stage': stage, 'mesh__stage_repeats': repeats}).mesh
+        assert (mesh.stage, mesh.stage_repeats, mesh.fsdp) == (stage, repeats, 8 // stage)
+    # Control: no others fit.
+    for pair in set(itertools.product((2, 4, 8), range(1, 6))) - set(numbers):
+        assert 'do not cut' in refusal(8, **{**settings, 'mesh__stage': pair[0], 'mesh__stage_repeats': pair[1]})
+
+
+def test_micro_batches_that_do_not_fill_the_stages():
+    settings = {'mesh__stage': 4, 'train__global_batch': 24}
+    message = refusal(8, **settings, train__micro_batch=2)
+    for word in ('train.micro_batch=2 makes 6 micro-batches', 'mesh.stage=4 needs a multiple of 4'):
+        assert word in message
+    sizes = named_after(message, 'micro-batches that work with train.global_batch=24:')
+    assert sizes == [1, 3]
+    for size in sizes:
+        assert config_on(8, **settings, train__micro_batch=size).accumulation % 4 == 0
+    # Without accumulation there is one micro-batch.
+    assert 'train.micro_batch=12 makes 1 micro-batches' in refusal(8, **settings, train__micro_batch=0)
+
+
+def test_a_batch_of_which_no_micro_batches_fill_the_stages():
+    message = refusal(8, mesh__stage=4, train__global_batch=12, train__micro_batch=1)
+    assert 'train.micro_batch=1 makes 6 micro-batches' in message
+    (size,) = named_after(message, 'train.global_batch=12 has none; train.micro_batch=1 works with')
+    assert config_on(8, mesh__stage=4, train__global_batch=size, train__micro_batch=1).accumulation % 4 == 0
+
+
+def test_repeats_without_stages():
+    message = refusal(8, mesh__stage_repeats=2)
+    assert message == 'mesh.stage_repeats=2 without stages; set it to 1, or mesh.stage above 1'
+    assert config_on(8, mesh__stage_repeats=1).mesh.stage == 1
+    assert config_on(8, mesh__stage_repeats=2, mesh__stage=2).mesh.stage_repeats == 2
+
+
+@pytest.mark.parametrize('offload', ['optimizer', 'all'])
+def test_offload_of_another_optimizer(offload):
+    message = refusal(8, mesh__offload=offload, optimizer__name='muon')
+    for word in (f'mesh.offload={offload}', 'optimizer.name=adamw, not muon', 'or mesh.offload to none'):
+        assert word in message
+    assert config_on(8, mesh__offload=offload, optimizer__name='adamw').mesh.offload == offload
+    assert config_on(8, mesh__offload='none', optimizer__name='muon').optimizer.name == 'muon'
+
+
+def test_offload_of_the_parameters_of_stages():
+    message = refusal(8, mesh__offload='all', mesh__stage=2)
+    assert message == 'mesh.offload=all: stages of a pipeline hold their parameters; set it to optimizer'
+    assert config_on(8, mesh__offload='optimizer', mesh__stage=2).mesh.offload == 'optimizer'
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        ({'mesh__zero': 0}, ['mesh.zero=0', '1, 2, 3']),
+        ({'mesh__offload': 'params'}, ['mesh.offload', 'params', 'none, optimizer, all']),
+        ({'mesh__stage_repeats': 0}, ['mesh.stage_repeats=0', 'at least 1']),
+        ({'mesh__context': 0}, ['mesh.context=0', 'at least 1', '-1']),
+        ({'mesh__context': -1}, ['mesh.fsdp and mesh.context', 'both -1']),
+    ],
+)
+def test_values_that_no_mesh_has(settings, words):
+    message = refusal(8, **settings)
+    for word in words:
+        assert word in message

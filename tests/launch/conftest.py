@@ -1,0 +1,10 @@
+"""The stand-ins as a fixture."""
+
+import pytest
+
+from tests.launch.programs import Programs
+
+
+@pytest.fixture
+def programs(tmp_path):
+    return Programs(tmp_path / 'stand_ins')

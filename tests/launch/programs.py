@@ -1,0 +1,111 @@
+"""Programs that the launch scripts call, replaced: a folder first on PATH, a plan of what they do, a record."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+SOURCES = Path(__file__).parent / 'stand_ins'
+ANSWERING = ('kubectl', 'srun', 'scontrol', 'git', 'nvidia-smi')
+SECRET = 'hf_not-a-real-token-5d41402abc'
+
+
+class Programs:
+    """Stand-ins in `folder`, with a fake secret in the environment that no call and no output may show."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        binaries = folder / 'bin'
+        binaries.mkdir(parents=True)
+        shutil.copy(SOURCES / 'record.py', binaries)
+        sources = dict.fromkeys(ANSWERING, 'answering') | {'gcloud': 'gcloud', 'python': 'python', 'python3': 'python'}
+        for name, source in sources.items():
+            program = binaries / name
+            # Without site-packages Python starts in a fifth of the time.
+            program.write_text(f'#!{sys.executable} -S\n' + (SOURCES / f'{source}.py').read_text())
+            program.chmod(0o755)
+        (folder / 'calls.jsonl').touch()
+        self.plan()
+        # What the machine of the test has set must not be taken for what a script sets.
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(('MAXLM_', 'NCCL_', 'XLA_', 'JAX_', 'CUDA_', 'SLURM_')) and name != 'PYTHON'
+        }
+        self.environment = {
+            **kept,
+            'PATH': f'{binaries}:{os.environ["PATH"]}',
+            # Where a copy of a stand-in finds record.py.
+            'PYTHONPATH': str(binaries),
+            'STAND_INS': str(folder),
+            'HF_TOKEN': SECRET,
+        }
+
+    def plan(self, *, lives=None, replies=(), machines=None, queue=None, python_is_new=True):
+        """How the programs behave from now on; see the stand-ins."""
+        lives = lives if isinstance(lives, dict) else {'': list(lives or [])}
+        # git says that this is no repository of its own.
+        replies = [*replies, {'match': 'git ', 'code': 128, 'times': -1}]
+        plan = {'lives': lives, 'replies': replies, 'machines': machines, 'queue': queue}
+        (self.folder / 'plan.json').write_text(json.dumps({**plan, 'python_is_new': python_is_new}))
+
+    def start(self, *command, cwd=ROOT, **environment):
+        """A script with the stand-ins, not waited for."""
+        return subprocess.Popen(
+            [str(word) for word in command],
+            cwd=cwd,
+            env={**self.environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *command, cwd=ROOT, **environment):
+        """A script with the stand-ins, to its end."""
+        return self.finish(self.start(*command, cwd=cwd, **environment))
+
+    def finish(self, process):
+        """Waits for a script that was started; looks for the secret in what it said and called."""
+        try:
+            out, err = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        assert SECRET not in out + err + (self.folder / 'calls.jsonl').read_text()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def calls(self, program='', **fields):
+        """Recorded calls of a program whose fields have these values, in order."""
+        calls = [json.loads(line) for line in (self.folder / 'calls.jsonl').read_text().splitlines()]
+        return [
+            call
+            for call in calls
+            if call['program'].startswith(program) and all(call.get(name) == value for name, value in fields.items())
+        ]
+
+    def lines(self, program=''):
+        """The same as command lines, without signals and readiness."""
+        return [
+            ' '.join([call['program'], *call['arguments']])
+            for call in self.calls(program)
+            if not {'signal', 'ready'} & set(call)
+        ]
+
+    def forget(self):
+        """Forgets the calls so far."""
+        (self.folder / 'calls.jsonl').write_text('')
+
+    def wait_for(self, number, program='python', **fields):
+        """Until there are as many calls; they are returned."""
+        for _ in range(1500):
+            found = self.calls(program, **fields)
+            if len(found) >= number:
+                return found
+            time.sleep(0.02)
+        raise AssertionError(f'{number} calls of {program} with {fields} have not come: {self.calls()}')

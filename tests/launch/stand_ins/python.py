@@ -1,0 +1,56 @@
+"""Stands in for Python: makes environments, installs nothing, and trains as plan.json says.
+
+A life of a training is `{'step': N, 'seconds': S, 'code': C, 'on_term': C}`: it makes checkpoint N, stays for S
+seconds, and ends with code C; told to stop it ends with `on_term`, or not at all where that is 'ignore'. With `after`
+it stays until as many trainings, itself included, are ready to be told.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from record import FOLDER, Plan, record
+
+arguments = sys.argv[1:]
+record()
+if arguments[:1] == ['-c']:
+    with Plan() as plan:
+        # The version is asked for.
+        sys.exit(0 if plan['python_is_new'] else 1)
+if arguments[:2] in (['-m', 'venv'], ['-m', 'uv']):
+    target = Path(arguments[-1]) / 'bin/python'
+    target.parent.mkdir(parents=True)
+    shutil.copy(sys.argv[0], target)
+if arguments[:2] != ['-m', 'maxlm.train']:
+    sys.exit(0)
+
+with Plan() as plan:
+    # One list of lives for each process, or one for whoever comes.
+    lives = plan['lives'].get(os.environ.get('MAXLM_PROCESS_ID', ''), plan['lives'].get('', []))
+    life = lives.pop(0) if lives else {}
+
+
+def stop(number, frame):
+    record(signal=signal.Signals(number).name)
+    if life.get('on_term') != 'ignore':
+        time.sleep(life.get('saving', 0))
+        sys.exit(life.get('on_term', 75))
+
+
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+print('training', *arguments[2:], flush=True)
+if 'step' in life:
+    workdir = next(word.removeprefix('--workdir=') for word in arguments if word.startswith('--workdir='))
+    (Path(workdir) / 'checkpoints' / str(life['step'])).mkdir(parents=True, exist_ok=True)
+record(ready=True)
+end = time.monotonic() + life.get('seconds', 0)
+while time.monotonic() < end or (FOLDER / 'calls.jsonl').read_text().count('"ready"') < life.get('after', 0):
+    time.sleep(0.02)
+if 'signal' in life:
+    os.kill(os.getpid(), life['signal'])
+    time.sleep(5)
+sys.exit(life.get('code', 0))

@@ -1,0 +1,255 @@
+"""launch/gpu_node.sh: which processes it starts with which environment, and that they end together."""
+
+import os
+import signal
+
+import pytest
+
+from tests.conftest import ROOT
+
+NODE = 'launch/gpu_node.sh'
+JOIN = ('MAXLM_COORDINATOR', 'MAXLM_NUM_PROCESSES', 'MAXLM_PROCESS_ID', 'MAXLM_LOCAL_DEVICES')
+
+
+def arguments(tmp_path, *more):
+    return ('--', '--config=configs/tiny.py', f'--workdir={tmp_path / "run"}', *more)
+
+
+def joined(call):
+    return tuple(call['environment'].get(name) for name in JOIN)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ('options', 'expected'),
+    [
+        # Alone: nothing to join.
+        ([], [(None,) * 4]),
+        (['--gpus', '3'], [(None,) * 4]),
+        (['--per_gpu', '--gpus', '1'], [(None,) * 4]),
+        (['--nodes', '4', '--node_rank', '2', '--coordinator', 'node0:1234'], [('node0:1234', '4', '2', None)]),
+        (['--per_gpu', '--gpus', '2'], [('127.0.0.1:8476', '2', '0', '0'), ('127.0.0.1:8476', '2', '1', '1')]),
+        (
+            ['--nodes=2', '--node_rank=1', '--coordinator=node0:1234', '--per_gpu', '--gpus=2'],
+            [('node0:1234', '4', '2', '0'), ('node0:1234', '4', '3', '1')],
+        ),
+        (
+            ['--platform', 'cpu', '--devices', '4', '--per_gpu', '--gpus', '2'],
+            [('127.0.0.1:8476', '2', '0', None), ('127.0.0.1:8476', '2', '1', None)],
+        ),
+    ],
+)
+def test_processes_join(programs, tmp_path, options, expected):
+    programs.plan()
+    done = programs.run(NODE, *options, *arguments(tmp_path, '--config.train.num_steps=2'))
+    assert done.returncode == 0, done.stderr
+    calls = [call for call in programs.calls('python') if 'ready' not in call]
+    assert sorted(map(joined, calls), key=str) == expected
+    for call in calls:
+        assert call['arguments'] == [
+            '-m',
+            'maxlm.train',
+            '--config=configs/tiny.py',
+            f'--workdir={tmp_path / "run"}',
+            '--config.train.num_steps=2',
+        ]
+
+
+def test_gpus_are_counted(programs, tmp_path):
+    listed = 'GPU 0: NVIDIA H100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H100 (UUID: G-2)\n'
+    programs.plan(replies=[{'match': 'nvidia-smi -L', 'stdout': listed}])
+    assert programs.run(NODE, '--once', '--per_gpu', *arguments(tmp_path)).returncode == 0
+    assert len(programs.lines('python')) == 2
+    programs.forget()
+    assert programs.run(NODE, '--once', '--per_gpu', *arguments(tmp_path), CUDA_VISIBLE_DEVICES='1,5,6').returncode == 0
+    assert {joined(call)[3] for call in programs.calls('python')} == {'0', '1', '2'}
+
+
+def test_variables_stand_for_options(programs, tmp_path):
+    variables = {'MAXLM_COORDINATOR': 'job-0.job:8476', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '1'}
+    programs.plan(lives={'1': [{}]})
+    assert programs.run(NODE, *arguments(tmp_path), **variables).returncode == 0
+    assert joined(programs.calls('python')[0]) == ('job-0.job:8476', '2', '1', None)
+    # A single pod of a job has nobody to join.
+    programs.forget()
+    variables |= {'MAXLM_NUM_PROCESSES': '1', 'MAXLM_PROCESS_ID': '0'}
+    assert programs.run(NODE, *arguments(tmp_path), **variables).returncode == 0
+    assert joined(programs.calls('python')[0]) == (None,) * 4
+
+
+def settings(programs, tmp_path, *options, **environment):
+    programs.forget()
+    programs.plan()
+    assert programs.run(NODE, '--once', *options, *arguments(tmp_path), **environment).returncode == 0
+    seen = programs.calls('python')[0]['environment']
+    return {name: value for name, value in seen.items() if not name.startswith('MAXLM_')}
+
+
+def test_settings(programs, tmp_path):
+    alone = settings(programs, tmp_path)
+    assert alone == {
+        'XLA_PYTHON_CLIENT_MEM_FRACTION': '.92',
+        'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+        'XLA_FLAGS': '--xla_gpu_enable_latency_hiding_scheduler=true',
+        'NCCL_DEBUG': 'WARN',
+    }
+    several = settings(programs, tmp_path, '--nodes=2', '--coordinator=a:1')
+    assert several == {**alone, 'NCCL_IB_TIMEOUT': '22'}
+    cpu = settings(programs, tmp_path, '--platform', 'cpu', '--devices', '4', XLA_FLAGS='--xla_dump_to=x')
+    assert cpu == {
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
+        'XLA_FLAGS': '--xla_dump_to=x --xla_force_host_platform_device_count=4',
+    }
+    assert settings(programs, tmp_path, '--gpus', '2')['CUDA_VISIBLE_DEVICES'] == '0,1'
+    assert settings(programs, tmp_path, '--gpus', '2', CUDA_VISIBLE_DEVICES='3,5,7')['CUDA_VISIBLE_DEVICES'] == '3,5'
+
+
+def test_what_the_user_has_set_stays(programs, tmp_path):
+    mine = {
+        'XLA_PYTHON_CLIENT_MEM_FRACTION': '.5',
+        'CUDA_DEVICE_MAX_CONNECTIONS': '8',
+        'XLA_FLAGS': '--xla_gpu_enable_latency_hiding_scheduler=false',
+        'NCCL_DEBUG': '',
+        'NCCL_IB_TIMEOUT': '18',
+    }
+    assert settings(programs, tmp_path, '--nodes=2', '--coordinator=a:1', **mine) == mine
+
+
+def test_logs(programs, tmp_path):
+    options = ('--nodes=2', '--node_rank=1', '--coordinator=a:1', '--per_gpu', '--gpus=2', '--once')
+    programs.plan()
+    done = programs.run(NODE, *options, *arguments(tmp_path))
+    assert done.stdout.count('training') == 1
+    logs = tmp_path / 'run/logs'
+    assert [path.name for path in logs.iterdir()] == ['process-3.log']
+    # Started again it adds to the log.
+    programs.run(NODE, *options, *arguments(tmp_path))
+    assert (logs / 'process-3.log').read_text().count('training') == 2
+    # A bucket is no place for them.
+    done = programs.run(ROOT / NODE, *options, '--', '--workdir=gs://bucket/run', cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / 'logs/process-3.log').exists()
+
+
+@pytest.mark.parametrize(
+    ('dying', 'others', 'code'),
+    [
+        # The code of the one that died, whatever the others say to SIGTERM.
+        ({'code': 1}, {'on_term': 75}, 1),
+        ({'code': 75}, {'on_term': 75}, 75),
+        ({'code': 2}, {'on_term': 75}, 2),
+        # Killed, as by the kernel when memory is out: the others' 75 says start again.
+        ({'signal': signal.SIGKILL}, {'on_term': 75}, 75),
+        ({'signal': signal.SIGKILL}, {'on_term': 0}, 137),
+        # Bad input that only a later process has seen.
+        ({'code': 75}, {'on_term': 2}, 2),
+    ],
+)
+def test_one_dies_and_the_others_are_ended(programs, tmp_path, dying, others, code):
+    # It dies when the others are ready to be told.
+    lives = {'0': [{'seconds': 60, **others}], '1': [{'after': 3, **dying}], '2': [{'seconds': 60, **others}]}
+    programs.plan(lives=lives)
+    done = programs.run(NODE, '--once', '--per_gpu', '--gpus=3', *arguments(tmp_path))
+    assert done.returncode == code, done.stderr
+    assert 'process 1 ended with exit code' in done.stderr
+    told = programs.calls('python', signal='SIGTERM')
+    assert {call['environment']['MAXLM_PROCESS_ID'] for call in told} == {'0', '2'}
+    assert not any(alive(call['pid']) for call in programs.calls('python'))
+
+
+def test_who_does_not_end_is_killed(programs, tmp_path):
+    programs.plan(lives={'0': [{'seconds': 60, 'on_term': 'ignore'}], '1': [{'after': 2, 'code': 5}]})
+    done = programs.run(NODE, '--once', '--grace', '1', '--per_gpu', '--gpus=2', *arguments(tmp_path))
+    assert done.returncode == 5
+    assert 'still running 1 s after SIGTERM: killed' in done.stderr
+    assert len(programs.calls('python', signal='SIGTERM')) == 1
+    assert not any(alive(call['pid']) for call in programs.calls('python'))
+
+
+def test_one_that_is_done_ends_nobody(programs, tmp_path):
+    programs.plan(lives={'0': [{}], '1': [{'seconds': 1}]})
+    done = programs.run(NODE, '--once', '--grace', '0', '--per_gpu', '--gpus=2', *arguments(tmp_path))
+    assert done.returncode == 0
+    assert programs.calls('python', signal='SIGTERM') == []
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('processes', [1, 2])
+def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processes):
+    # The save takes longer than the grace, which is for the dead only.
+    programs.plan(lives={name: [{'seconds': 60, 'saving': 1.5}] for name in ('', '0', '1')})
+    options = ('--grace', '1', '--per_gpu', f'--gpus={processes}')
+    process = programs.start(NODE, *options, *arguments(tmp_path))
+    programs.wait_for(processes, ready=True)
+    process.send_signal(number)
+    done = programs.finish(process)
+    assert done.returncode == 75, done.stderr
+    assert 'killed' not in done.stderr
+    assert len(programs.calls('python', signal='SIGTERM')) == processes
+    # restart.sh has started nothing after it.
+    assert len(programs.lines('python')) == processes
+
+
+def test_the_node_starts_again_as_a_whole(programs, tmp_path):
+    first = {'after': 2, 'code': 75}
+    programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})
+    done = programs.run(NODE, '--per_gpu', '--gpus=2', *arguments(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert len(programs.lines('python')) == 4
+    assert 'restart: preempted' in done.stderr
+    # Control: without restarts it hands on what it got.
+    programs.forget()
+    programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})
+    assert programs.run(NODE, '--once', '--per_gpu', '--gpus=2', *arguments(tmp_path)).returncode == 75
+    assert len(programs.lines('python')) == 2
+
+
+def test_dry_run(programs, tmp_path):
+    options = ('--dry-run', '--nodes=2', '--node_rank=1', '--coordinator=a:1', '--per_gpu', '--gpus=2')
+    done = programs.run(NODE, *options, *arguments(tmp_path))
+    assert done.returncode == 0
+    assert done.stdout.count('would run: env MAXLM_COORDINATOR=a:1 MAXLM_NUM_PROCESSES=4') == 2
+    assert 'would set: NCCL_IB_TIMEOUT=22' in done.stdout
+    assert programs.calls() == []
+    assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+    ('options', 'words'),
+    [
+        (['--nodes=2'], '--coordinator is missing'),
+        (['--nodes=2', '--coordinator=host'], '--coordinator=host: give HOST:PORT'),
+        (['--nodes=2', '--coordinator=host:port'], '--coordinator=host:port'),
+        (['--nodes=2', '--node_rank=2', '--coordinator=a:1'], 'give 0 to 1'),
+        (['--nodes=0'], '--nodes=0'),
+        (['--nodes=two'], '--nodes=two'),
+        (['--per_gpu'], 'no GPU found'),
+        (['--per_gpu', '--gpus=0'], '--gpus=0'),
+        (['--platform=tpu'], '--platform=tpu'),
+        (['--platform=cpu', '--per_gpu'], 'needs --gpus'),
+        (['--devices=4'], '--devices is for --platform cpu'),
+        (['--config=configs/tiny.py'], 'come after --'),
+    ],
+)
+def test_bad_options(programs, tmp_path, options, words):
+    programs.plan(replies=[{'match': 'nvidia-smi', 'code': 9}])
+    done = programs.run(NODE, *options, *arguments(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith('error: ')
+    assert done.stderr.count('\n') == 1
+    assert words in done.stderr
+    assert programs.calls('python') == []
+
+
+def test_a_workdir_is_needed(programs):
+    done = programs.run(NODE, '--', '--config=configs/tiny.py')
+    assert done.returncode == 2
+    assert '--workdir is missing' in done.stderr

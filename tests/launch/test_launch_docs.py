@@ -1,0 +1,53 @@
+"""docs/launch.md is true: each command in it is one that its script takes."""
+
+import re
+import shlex
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.launch.programs import SECRET
+
+TEXT = (ROOT / 'docs/launch.md').read_text()
+BLOCKS = re.findall(r'^```\n(.*?)^```', TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.replace('\\\n', ' ').splitlines() if line.strip()]
+
+
+def dry(line):
+    """The words of a command with --dry-run where its script looks for options."""
+    words = shlex.split(line)
+    if words[0] == 'sbatch':
+        script = next(number for number, word in enumerate(words) if word.endswith('.sbatch'))
+        return ['bash', words[script], '--dry-run', *words[script + 1 :]]
+    # After the verb, if it has one.
+    options = 1 if words[1].startswith('-') else 2
+    return [*words[:options], '--dry-run', *words[options:]]
+
+
+@pytest.mark.parametrize('line', COMMANDS)
+def test_commands(programs, line):
+    done = programs.run(*dry(line))
+    assert done.returncode == 0, done.stderr
+    assert 'would run: ' in done.stdout
+    assert done.stderr == ''
+    # git is asked which files there are.
+    assert {call['program'] for call in programs.calls()} <= {'git'}
+    assert SECRET not in done.stdout
+    # Each workdir and config arrives at training.
+    for word in re.findall(r'--(?:workdir|config)[= ](\S+)', line):
+        assert word in done.stdout
+    for name in re.findall(r'--config[= ]([\w/]+\.py)', line):
+        assert (ROOT / name).is_file()
+
+
+def test_a_wrong_command_is_found(programs):
+    line = next(line for line in COMMANDS if '--node_rank' in line)
+    assert programs.run(*dry(line.replace('--node_rank', '--rank'))).returncode == 2
+
+
+def test_every_script_is_there():
+    commands = '\n'.join(COMMANDS)
+    for name in ('restart.sh', 'gpu_node.sh', 'slurm/train.sbatch', 'k8s/apply.sh', 'tpu_vm.sh'):
+        assert f'launch/{name}' in commands
+    for verb in ('create', 'install', 'run', 'logs', 'stop', 'delete', 'up'):
+        assert f'launch/tpu_vm.sh {verb} ' in commands

@@ -1,0 +1,94 @@
+"""launch/slurm/train.sbatch: what it asks Slurm for, and when it goes back into the queue."""
+
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPT = ROOT / 'launch/slurm/train.sbatch'
+TRAIN = ('--config=configs/1b.py', '--workdir=run')
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where a job was submitted: the scripts, as from the root of a repository."""
+    place = tmp_path / 'submitted'
+    place.mkdir()
+    (place / 'launch').symlink_to(ROOT / 'launch')
+    return place
+
+
+def job(programs, folder, *replies, arguments=TRAIN):
+    """One start of the job; Slurm runs a copy from elsewhere."""
+    programs.plan(replies=[{'match': 'srun', 'workdir': str(folder / 'run'), **reply} for reply in replies])
+    copy = folder.parent / 'slurm_script'
+    copy.write_text(SCRIPT.read_text())
+    return programs.run('bash', copy, *arguments, cwd='/', SLURM_SUBMIT_DIR=str(folder), SLURM_JOB_ID='41')
+
+
+def test_what_is_asked_for():
+    asked = dict(re.findall(r'^#SBATCH --([\w-]+)(?:=(.*))?$', SCRIPT.read_text(), re.MULTILINE))
+    assert asked['ntasks-per-node'] == '1'
+    assert asked['gpus-per-node'] == '8'
+    # Without B: the processes get it, not srun.
+    assert asked['signal'] == 'TERM@120'
+    assert asked.keys() >= {'requeue', 'nodes', 'time'}
+    # Slurm reads no further than the first command.
+    text = SCRIPT.read_text()
+    assert text.rindex('#SBATCH') < text.index('set -euo pipefail')
+
+
+def test_done(programs, folder):
+    done = job(programs, folder, {'code': 0})
+    assert done.returncode == 0
+    assert programs.lines() == [
+        'srun --kill-on-bad-exit=0 --wait=120 python -m maxlm.train --config=configs/1b.py --workdir=run'
+    ]
+
+
+@pytest.mark.parametrize('code', [75, 137])
+def test_back_into_the_queue(programs, folder, code):
+    done = job(programs, folder, {'code': code})
+    assert done.returncode == 0
+    assert programs.lines('scontrol') == ['scontrol requeue 41']
+
+
+def test_bad_input_is_not_queued_again(programs, folder):
+    done = job(programs, folder, {'code': 2})
+    assert done.returncode == 2
+    assert programs.lines('scontrol') == []
+
+
+def test_gives_up_without_progress(programs, folder):
+    # Any number of starts that get ahead; then three that do not.
+    starts = [{'code': 75, 'step': step} for step in (10, 20, 30, 40, 50)] + [{'code': 75}] * 3
+    results = [job(programs, folder, start) for start in starts]
+    assert [done.returncode for done in results] == [0] * 7 + [1]
+    assert len(programs.lines('scontrol')) == 7
+    assert 'given up after 3 starts' in results[-1].stderr
+
+
+def test_gives_up_when_there_is_never_a_checkpoint(programs, folder):
+    codes = [job(programs, folder, {'code': 137}).returncode for _ in range(3)]
+    assert codes == [0, 0, 137]
+    # Control: done, and it has nothing to remember.
+    assert job(programs, folder, {'code': 0}).returncode == 0
+    assert list(folder.glob('*.steps')) == []
+
+
+def test_dry_run(programs):
+    done = programs.run('bash', SCRIPT, '--dry-run', *TRAIN)
+    assert done.returncode == 0
+    assert 'would run: srun' in done.stdout
+    assert programs.calls() == []
+
+
+def test_bad_options(programs, folder):
+    done = job(programs, folder, arguments=('--config=configs/1b.py',))
+    assert done.returncode == 2
+    assert '--workdir is missing' in done.stderr
+    done = programs.run('bash', SCRIPT, *TRAIN, cwd='/')
+    assert done.returncode == 2
+    assert 'submit from the root of the repository' in done.stderr
+    assert programs.calls() == []

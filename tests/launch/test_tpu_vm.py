@@ -1,0 +1,333 @@
+"""launch/tpu_vm.sh with a stand-in for gcloud whose two workers are directories: their side really runs, in bash."""
+
+import shutil
+import tarfile
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.launch.programs import SECRET
+
+PLACE = ('--name', 'pod', '--zone=us-central2-b', '--poll', '0', '--backoff', '0')
+TYPE = ('--type', 'v4-16')
+TRAIN = ('--config=configs/tiny.py', '--workdir=gs://bucket/run')
+CAPACITY = 'There is no more capacity in the zone "us-central2-b"; you can try in another zone'
+QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A small copy of the repository, with things that must not leave this machine."""
+    root = tmp_path / 'repository'
+    (root / 'configs').mkdir(parents=True)
+    for name in ('pyproject.toml', 'configs/tiny.py'):
+        shutil.copy(ROOT / name, root / name)
+    (root / 'launch').mkdir()
+    for path in (ROOT / 'launch').glob('*.sh'):
+        shutil.copy(path, root / 'launch')
+    for name in ('.env', '.git/config', '.venv/token', 'runs/a/run.log', 'data/x', 'maxlm/__pycache__/x.pyc'):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(SECRET)
+    return root
+
+
+def tpu(programs, tree, command, *options, **environment):
+    return programs.run(tree / 'launch/tpu_vm.sh', command, *PLACE, *options, cwd='/', **environment)
+
+
+def verbs(programs):
+    """The calls of gcloud about TPUs as (kind, verb), looks left out."""
+    words = [call['arguments'] for call in programs.calls('gcloud')]
+    pairs = [tuple(line[2:4]) for line in words if line[:2] == ['compute', 'tpus']]
+    return [pair for pair in pairs if pair[1] != 'describe']
+
+
+def homes(programs):
+    return sorted((programs.folder / 'workers').iterdir())
+
+
+def arguments(programs, verb):
+    return next(call['arguments'] for call in programs.calls('gcloud') if call['arguments'][3] == verb)
+
+
+@pytest.mark.parametrize(
+    ('type_', 'accelerator', 'version'),
+    [
+        ('v3-8', 'v3-8', 'tpu-ubuntu2204-base'),
+        ('v4-32', 'v4-32', 'tpu-ubuntu2204-base'),
+        ('v5e-16', 'v5litepod-16', 'v2-alpha-tpuv5-lite'),
+        ('v5litepod-16', 'v5litepod-16', 'v2-alpha-tpuv5-lite'),
+        ('v5p-8', 'v5p-8', 'v2-alpha-tpuv5'),
+        ('v6e-64', 'v6e-64', 'v2-alpha-tpuv6e'),
+    ],
+)
+def test_create(programs, tree, type_, accelerator, version):
+    done = tpu(programs, tree, 'create', '--type', type_)
+    assert done.returncode == 0, done.stderr
+    made = arguments(programs, 'create')
+    assert made[:5] == ['compute', 'tpus', 'tpu-vm', 'create', 'pod']
+    assert set(made[5:]) == {
+        '--zone=us-central2-b',
+        '--quiet',
+        f'--accelerator-type={accelerator}',
+        f'--version={version}',
+    }
+
+
+def test_create_twice_makes_one(programs, tree):
+    for _ in range(2):
+        assert tpu(programs, tree, 'create', *TYPE, '--spot', '--project', 'mine').returncode == 0
+    assert verbs(programs) == [('tpu-vm', 'create')]
+    assert {'--spot', '--project=mine'} <= set(arguments(programs, 'create'))
+
+
+def test_create_in_the_queue(programs, tree):
+    for _ in range(2):
+        done = tpu(programs, tree, 'create', '--queued', '--spot', *TYPE)
+        assert done.returncode == 0, done.stderr
+    assert verbs(programs) == [('queued-resources', 'create')]
+    assert {'--node-id=pod', '--runtime-version=tpu-ubuntu2204-base', '--spot'} <= set(arguments(programs, 'create'))
+    # It has waited until the place in the queue had become machines.
+    assert (programs.folder / 'workers').is_dir()
+    assert tpu(programs, tree, 'delete', '--queued').returncode == 0
+    assert '--force' in arguments(programs, 'delete')
+
+
+@pytest.mark.parametrize(
+    ('message', 'code', 'words'),
+    [
+        (QUOTA, 2, 'no quota for v4-16 in us-central2-b'),
+        (CAPACITY, 75, 'no free v4-16 in us-central2-b'),
+        ('PERMISSION_DENIED: tpu.nodes.create', 1, 'error: (gcloud) PERMISSION_DENIED'),
+    ],
+)
+def test_faults_of_creating(programs, tree, message, code, words):
+    programs.plan(replies=[{'match': 'tpu-vm create', 'code': 1, 'stderr': message}])
+    done = tpu(programs, tree, 'create', *TYPE)
+    assert done.returncode == code
+    said = [line for line in (done.stdout + done.stderr).splitlines() if 'creating' not in line]
+    assert len(said) == 1
+    assert words in said[0]
+
+
+def test_install_once(programs, tree):
+    tpu(programs, tree, 'create', *TYPE)
+    for _ in range(2):
+        done = tpu(programs, tree, 'install')
+        assert done.returncode == 0, done.stderr
+    assert 'already installed' in done.stdout
+    assert verbs(programs).count(('tpu-vm', 'scp')) == 1
+    installs = [line for line in programs.lines('python') if 'pip install' in line]
+    # On each worker, with what is for TPUs and buckets.
+    assert len(installs) == 2
+    assert all(line.endswith('--editable .[tpu,gcs]') for line in installs)
+    for home in homes(programs):
+        with tarfile.open(home / 'maxlm.tar.gz') as package:
+            names = {name.removeprefix('./') for name in package.getnames()}
+        assert names >= {'pyproject.toml', 'configs/tiny.py', 'launch/worker.sh'}
+        assert not any(SECRET.encode() in path.read_bytes() for path in (home / 'maxlm').rglob('*') if path.is_file())
+
+    # A change goes there, and what was removed goes.
+    (tree / 'configs/tiny.py').rename(tree / 'configs/small.py')
+    assert tpu(programs, tree, 'install').returncode == 0
+    assert verbs(programs).count(('tpu-vm', 'scp')) == 2
+    for home in homes(programs):
+        assert [path.name for path in (home / 'maxlm/configs').iterdir()] == ['small.py']
+    # Nothing is fetched again for it.
+    assert [line for line in programs.lines('python') if 'pip install' in line] == installs
+    # Other extras do.
+    assert tpu(programs, tree, 'install', '--extra', 'tpu').returncode == 0
+    assert len([line for line in programs.lines('python') if 'pip install' in line]) == 4
+
+
+def test_install_takes_what_git_knows(programs, tree):
+    listing = 'pyproject.toml\nlaunch/commands.sh\nlaunch/venv.sh\nlaunch/worker.sh\n.env\nremoved.py\n'
+    programs.plan(
+        machines='READY',
+        replies=[{'match': 'git rev-parse', 'stdout': 'true\n'}, {'match': 'git ls-files', 'stdout': listing}],
+    )
+    for number in range(2):
+        (programs.folder / 'workers' / str(number)).mkdir(parents=True)
+    assert tpu(programs, tree, 'install').returncode == 0
+    with tarfile.open(homes(programs)[0] / 'maxlm.tar.gz') as package:
+        assert sorted(package.getnames()) == sorted(listing.splitlines()[:4])
+
+
+def test_install_with_an_old_python(programs, tree):
+    programs.plan(python_is_new=False)
+    tpu(programs, tree, 'create', *TYPE)
+    # PYTHON: no other that this machine may have.
+    assert tpu(programs, tree, 'install', PYTHON='python3').returncode == 0
+    made = [line for line in programs.lines('python3') if 'uv venv' in line]
+    assert len(made) == 2
+    assert all('--python 3.12' in line for line in made)
+
+
+def test_run_logs_stop(programs, tree):
+    tpu(programs, tree, 'create', *TYPE)
+    tpu(programs, tree, 'install')
+    programs.plan(machines='READY', lives=[{'seconds': 60}, {'seconds': 60}])
+    override = "--config.data.sources=(('a b', 0.5), ('c', 0.5))"
+    for _ in range(2):
+        done = tpu(programs, tree, 'run', *TRAIN, override, '--config.train.num_steps=3')
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.count('already running') == 2
+    trainings = programs.wait_for(2, ready=True)
+    # The words arrive as they were given.
+    expected = ['-m', 'maxlm.train', *TRAIN, override, '--config.train.num_steps=3']
+    assert [call['arguments'] for call in trainings] == [expected] * 2
+    done = tpu(programs, tree, 'stop')
+    assert done.stdout.count('stopped') == 2
+    assert len(programs.calls('python', signal='SIGTERM')) == 2
+    done = tpu(programs, tree, 'logs')
+    assert done.returncode == 0
+    assert done.stdout.count('training --config=configs/tiny.py') == 1
+    # Stopped, it can be started again.
+    programs.plan(machines='READY')
+    assert 'started' in tpu(programs, tree, 'run', *TRAIN).stdout
+    assert len(programs.wait_for(4, ready=True)) == 4
+
+
+def test_delete_twice(programs, tree):
+    tpu(programs, tree, 'create', *TYPE)
+    assert tpu(programs, tree, 'delete').returncode == 0
+    done = tpu(programs, tree, 'delete')
+    assert done.returncode == 0
+    assert 'pod is not there' in done.stdout
+    assert verbs(programs) == [('tpu-vm', 'create'), ('tpu-vm', 'delete')]
+
+
+CREATE, DELETE = ('tpu-vm', 'create'), ('tpu-vm', 'delete')
+
+
+def made_and_deleted(programs):
+    return [pair for pair in verbs(programs) if pair[1] in ('create', 'delete')]
+
+
+@pytest.mark.parametrize('codes', [(0, 0), (2, 2), (0, 2)])
+def test_up_until_training_ends(programs, tree, codes):
+    programs.plan(lives=[{'code': code} for code in codes])
+    done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
+    assert done.returncode == max(codes), done.stdout + done.stderr
+    assert made_and_deleted(programs) == [CREATE]
+    assert 'still there and still costs' in done.stdout
+    assert 'training --config=configs/tiny.py' in done.stdout
+    # Again: the machines are there, and so are the packages.
+    programs.forget()
+    programs.plan(machines='READY')
+    assert tpu(programs, tree, 'up', *TYPE, *TRAIN).returncode == 0
+    assert made_and_deleted(programs) == []
+    assert ('tpu-vm', 'scp') not in verbs(programs)
+
+
+@pytest.mark.parametrize('state', ['PREEMPTED', 'TERMINATED', 'SUSPENDED'])
+def test_up_after_a_preemption(programs, tree, state):
+    # While its log is followed the machines are taken away; the other life is done.
+    gone = {'match': 'worker.sh follow', 'code': 255, 'then': {'machines': state}}
+    programs.plan(replies=[gone])
+    done = tpu(programs, tree, 'up', *TYPE, *TRAIN, '--spot')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert made_and_deleted(programs) == [CREATE, DELETE, CREATE]
+    assert verbs(programs).count(('tpu-vm', 'scp')) == 2
+    # Control: the connection alone was lost. Nothing is made again, nor started again while it runs.
+    programs.forget()
+    programs.plan(machines='READY', replies=[{'match': 'worker.sh follow', 'code': 255, 'times': 2}])
+    assert tpu(programs, tree, 'up', *TYPE, *TRAIN, '--spot').returncode == 0
+    assert made_and_deleted(programs) == []
+
+
+def test_up_in_the_queue_after_a_preemption(programs, tree):
+    gone = {'match': 'worker.sh follow', 'code': 255, 'then': {'machines': None, 'queue': 'SUSPENDED'}}
+    programs.plan(replies=[gone])
+    # The stand-in's workers of the first life go when the request is deleted.
+    done = tpu(programs, tree, 'up', '--queued', *TYPE, *TRAIN, '--spot')
+    assert done.returncode == 0, done.stdout + done.stderr
+    queue = [('queued-resources', verb) for verb in ('create', 'delete', 'create')]
+    assert made_and_deleted(programs) == queue
+
+
+def test_up_waits_for_capacity_and_not_for_quota(programs, tree):
+    full = {'match': 'tpu-vm create', 'code': 1, 'stderr': CAPACITY, 'times': 3}
+    programs.plan(replies=[full])
+    done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
+    assert done.returncode == 0, done.stderr
+    assert made_and_deleted(programs) == [CREATE] * 4
+    assert done.stdout.count('no free v4-16') == 3
+    tpu(programs, tree, 'delete')
+    programs.forget()
+    programs.plan(replies=[full, {**full, 'stderr': QUOTA}])
+    done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
+    assert done.returncode == 2
+    assert made_and_deleted(programs) == [CREATE] * 4
+
+
+def test_up_with_a_request_that_failed(programs, tree):
+    refused = {'match': 'value(state)', 'code': 0, 'stdout': f'FAILED {QUOTA}', 'times': 2}
+    programs.plan(queue='FAILED', replies=[refused])
+    done = tpu(programs, tree, 'up', '--queued', *TYPE, *TRAIN)
+    assert done.returncode == 2
+    assert 'no quota' in done.stderr
+    # For want of machines another request is made.
+    programs.plan(queue='FAILED', replies=[{**refused, 'stdout': f'FAILED {CAPACITY}'}])
+    assert tpu(programs, tree, 'up', '--queued', *TYPE, *TRAIN).returncode == 0
+
+
+def test_up_gives_up_on_what_does_not_pass(programs, tree):
+    programs.plan(replies=[{'match': 'worker.sh install ', 'code': 1, 'times': -1}])
+    done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith('failed, 5 times in a row')
+    # gcloud cannot be asked.
+    programs.plan(replies=[{'match': 'describe', 'code': 1, 'stderr': 'invalid_grant', 'times': -1}])
+    done = tpu(programs, tree, 'up', *TYPE, *TRAIN)
+    assert done.returncode == 1
+    assert 'invalid_grant' in done.stderr
+    # Control: what passes is waited for.
+    programs.plan(machines='READY', replies=[{'match': 'describe', 'code': 1, 'times': 4}])
+    assert tpu(programs, tree, 'up', *TYPE, *TRAIN).returncode == 0
+
+
+def test_up_ends_when_another_stops_it(programs, tree):
+    programs.plan(lives=[{'seconds': 60}, {'seconds': 60}])
+    process = programs.start(tree / 'launch/tpu_vm.sh', 'up', *PLACE, *TYPE, *TRAIN, cwd='/')
+    programs.wait_for(2, ready=True)
+    assert tpu(programs, tree, 'stop').returncode == 0
+    assert programs.finish(process).returncode == 75
+
+
+@pytest.mark.parametrize('command', ['create', 'install', 'run', 'logs', 'stop', 'delete', 'up'])
+def test_dry_run(programs, tree, command):
+    options = {'create': TYPE, 'run': TRAIN, 'up': (*TYPE, *TRAIN)}.get(command, ())
+    done = tpu(programs, tree, command, *options, '--dry-run')
+    assert done.returncode == 0, done.stderr
+    assert 'would run: gcloud compute tpus tpu-vm' in done.stdout
+    assert programs.calls('gcloud') == []
+
+
+@pytest.mark.parametrize(
+    ('options', 'words'),
+    [
+        (['fetch'], 'unknown command fetch'),
+        ([], 'unknown command (none)'),
+        (['create', '--zone=z', '--type=v4-8'], '--name is missing'),
+        (['create', '--name=n', '--type=v4-8'], '--zone is missing'),
+        (['create', '--name=n', '--zone=z'], '--type is missing'),
+        (['create', '--name=n', '--zone=z', '--type=v9-8'], '--type=v9-8'),
+        (['run', '--name=n', '--zone=z', '--workdir=gs://b/r'], '--config is missing'),
+        (['run', '--name=n', '--zone=z', '--config=c'], '--workdir is missing'),
+        (['run', '--name=n', '--zone=z', '--cofnig=c'], 'unknown option --cofnig'),
+        (['create', '--name'], '--name needs a value'),
+    ],
+)
+def test_bad_options(programs, options, words):
+    done = programs.run('launch/tpu_vm.sh', *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith('error: ')
+    assert done.stderr.count('\n') == 1
+    assert words in done.stderr
+    assert programs.calls() == []
+
+
+def test_a_workdir_that_would_be_lost_is_warned_of(programs, tree):
+    assert 'goes when the machines go' in tpu(programs, tree, 'run', *TRAIN[:1], '--workdir=runs/a', '--dry-run').stderr
+    assert tpu(programs, tree, 'run', *TRAIN, '--dry-run').stderr == ''

@@ -1,0 +1,319 @@
+"""The pipeline: equal to the plain loop over layers, and what it moves and keeps.
+
+Shapes: S stages, R repeats, P layers of a chunk, L layers, M micro-batches, B batch, T length, D dim, F feed-forward.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from maxlm.model import pipeline
+from maxlm.model.pipeline import bubble_fraction, run_pipeline
+
+B, T, D = 4, 4, 8
+MESH_AXIS = {'stage': 'stage', 'batch': 'data'}
+# Programs run once: what LLVM would gain is less than it takes.
+QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+
+
+class Case:
+    """A pipeline on a mesh of its stages and of `data` devices that share the batch (None: of all), with inputs."""
+
+    def __init__(self, stages, repeats, micro_batches, *, layers_per_chunk=1, data=None, B=B, T=T, D=D):
+        self.stages, self.repeats, M = stages, repeats, micro_batches
+        shape = (stages, 8 // stages if data is None else data)
+        devices = jax.devices()[: shape[0] * shape[1]]
+        self.mesh = jax.make_mesh(shape, ('stage', 'data'), axis_types=(AxisType.Auto,) * 2, devices=devices)
+        L, F = stages * repeats * layers_per_chunk, 2 * D
+        rng = np.random.default_rng(0)
+
+        def normal(*shape):
+            return rng.standard_normal(shape, np.float32)
+
+        self.params = {'up': normal(L, D, F) / D**0.5, 'down': normal(L, F, D) / F**0.5}
+        self.x = normal(M, B, T, D)
+        self.side = {'segments': rng.integers(3, size=(M, B, T)), 'dropout': rng.integers(100, size=M)}
+        # Of a loss that is a sum over the outputs, each with a weight of its own.
+        self.weights = normal(M, B, T, D) / self.x.size**0.5
+
+    def place(self, x, *mesh_axes):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*mesh_axes)))
+
+    def constrain(self, x, axes):
+        assert len(axes) == x.ndim
+        return self.place(x, *map(MESH_AXIS.get, axes))
+
+    def place_params(self, params_RSP):
+        return jax.tree.map(lambda leaf: self.place(leaf, None, 'stage'), params_RSP)
+
+    def run_layer(self, x_BTD, inputs, side):
+        params, layer = inputs
+        # Without an epsilon: of zeros the gradient is NaN, so that a pipeline that computes on zeros is found out.
+        normal_BTD = x_BTD / jnp.sqrt(jnp.square(x_BTD).mean(axis=-1, keepdims=True))
+        normal_BTD += side['segments'][..., None]
+        y_BTD = jnp.tanh(normal_BTD @ params['up']) @ params['down']
+        # A quarter of the width, another for each micro-batch and layer; JAX's random bits take long to compile.
+        keep_D = (jnp.arange(x_BTD.shape[-1]) + side['dropout'] + 2 * layer) % 4 > 0
+        return x_BTD + jnp.where(keep_D, y_BTD, 0), None
+
+    def run(self, params_P, x_BTD, side, first_layer):
+        num_layers = params_P['up'].shape[0]
+        layer = functools.partial(self.run_layer, side=side)
+        return jax.lax.scan(layer, x_BTD, (params_P, first_layer + jnp.arange(num_layers)))[0]
+
+    def run_placed(self, params_P, x_BTD, side, first_layer):
+        axes = ('batch', 'length', 'activation')
+        return self.constrain(self.run(params_P, self.constrain(x_BTD, axes), side, first_layer), axes)
+
+    def pipelined(self, params, x, side, **overrides):
+        options = {'constrain': self.constrain, 'place_params': self.place_params, **overrides}
+        return run_pipeline(self.run_placed, params, x, side, stages=self.stages, repeats=self.repeats, **options)
+
+    def plain(self, params, x, side):
+        return jax.lax.map(lambda inputs: self.run(params, *inputs, 0), (x, side))
+
+    def values(self, function, params=None, side=None):
+        given = (params or self.params, self.x, self.side if side is None else side)
+        return jax.jit(function, compiler_options=QUICKLY)(*given)
+
+    def gradients(self, function, **placement):
+        """(params, x) → (the result, the gradients of both)."""
+
+        def loss(params, x):
+            y = function(params, x, self.side)
+            return (y * self.weights).sum(), y
+
+        def gradients(params, x):
+            (_, y), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+            return y, gradients
+
+        return jax.jit(gradients, compiler_options=QUICKLY, **placement)
+
+    def pipelined_gradients(self, **overrides):
+        """With parameters that are sharded over stages by layer."""
+        by_layer, whole = (NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in (['stage'], []))
+        function = functools.partial(self.pipelined, **overrides)
+        return self.gradients(function, in_shardings=(by_layer, whole), out_shardings=(whole, (by_layer, whole)))
+
+    def program(self, **overrides):
+        return self.pipelined_gradients(**overrides).lower(self.params, self.x).compile()
+
+
+def largest_difference(a, b):
+    """In any of the arrays, as a share of its largest value."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(np.abs(x - y).max() / np.abs(y).max() for x, y in pairs)
+
+
+SCHEDULES = [
+    (stages, repeats, micro_batches)
+    for stages in (2, 4, 8)
+    for repeats in (1, 2)
+    for micro_batches in (stages, 2 * stages, *([3] if repeats == 1 else []))
+]
+
+
+@pytest.mark.parametrize(('stages', 'repeats', 'micro_batches'), [*SCHEDULES, (2, 4, 3), (4, 3, 6)])
+def test_values_and_gradients_are_those_of_the_plain_loop(stages, repeats, micro_batches):
+    case = Case(stages, repeats, micro_batches, layers_per_chunk=2 if stages == 2 else 1)
+    expected = jax.device_get(case.gradients(case.plain)(case.params, case.x))
+    found = jax.device_get(case.pipelined_gradients()(case.params, case.x))
+    assert largest_difference(found, expected) <= 2e-6
+    # Control: in each of them a neighbour's place would be seen.
+    for leaf, same in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert largest_difference(np.roll(leaf, 1, axis=0), same) > 0.1
+
+
+def test_chunks_go_round_the_stages():
+    case = Case(2, 4, 5, layers_per_chunk=2)
+    R, S, P = 4, 2, 2
+
+    def stage_by_stage(leaf):
+        return leaf.reshape(R, S, P, *leaf.shape[1:]).swapaxes(0, 1).reshape(leaf.shape)
+
+    y = case.values(case.pipelined)
+    assert largest_difference(y, case.values(case.plain)) <= 2e-6
+    swapped = jax.tree.map(stage_by_stage, case.params)
+    assert largest_difference(y, case.values(case.plain, params=swapped)) > 0.1
+
+
+@pytest.mark.parametrize('name', ['segments', 'dropout'])
+def test_every_micro_batch_brings_its_own_along(name):
+    case = Case(4, 2, 5)
+    other = {**case.side, name: case.side[name].copy()}
+    other[name][3] += 1
+    before, after = case.values(case.pipelined), case.values(case.pipelined, side=other)
+    changed = np.abs(before - after).max(axis=(1, 2, 3))
+    assert changed[3] > 0.1
+    assert np.all(np.delete(changed, 3) == 0)
+    assert largest_difference(after, case.values(case.plain, side=other)) <= 2e-6
+
+
+def test_dropout_is_that_of_the_keys():
+    case = Case(2, 2, 3)
+    case.side = jax.random.split(jax.random.key(1), 3)
+
+    def run(params_P, x_BTD, key, first_layer):
+        return x_BTD * jax.random.bernoulli(jax.random.fold_in(key, first_layer), 0.9, x_BTD.shape)
+
+    case.run = run
+    y = case.values(case.pipelined)
+    expected = case.x.copy()
+    for micro_batch, key in enumerate(case.side):
+        for layer in range(4):
+            expected[micro_batch] = run(None, expected[micro_batch], key, layer)
+    np.testing.assert_array_equal(y, expected)
+    assert not np.array_equal(y, case.values(case.pipelined, side=case.side[::-1]))
+
+
+def test_the_layers_have_their_numbers():
+    case = Case(4, 2, 5)
+
+    def run(params_P, x_BTD, side, first_layer):
+        # At a place of the stream for each layer, what the layer's parameters say.
+        return x_BTD.at[..., first_layer].add(params_P[0])
+
+    def result(params_L):
+        options = {'stages': 4, 'repeats': 2, 'constrain': case.constrain, 'place_params': case.place_params}
+        return jax.jit(lambda: run_pipeline(run, params_L, jnp.zeros_like(case.x), None, **options))()
+
+    numbers_L = np.arange(8.0)
+    np.testing.assert_array_equal(result(numbers_L), np.broadcast_to(numbers_L, case.x.shape))
+    assert not np.array_equal(result(numbers_L[::-1]), np.broadcast_to(numbers_L, case.x.shape))
+
+
+def test_the_result_keeps_its_type():
+    case = Case(2, 1, 2)
+    case.params, case.x = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), (case.params, case.x))
+    y = case.values(case.pipelined)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, case.values(case.plain))
+
+
+COLLECTIVE = re.compile(
+    r'= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(-start)?\('
+)
+
+
+def collectives(compiled):
+    """Kinds and shapes of a program's collectives: those within loops, and those outside."""
+    within, outside = [], []
+    for computation in re.split(r'\n(?=\S)', compiled.as_text()):
+        found = [(kind, re.findall(r'\w+\[[\d,]*\]', shape)) for shape, kind, _ in COLLECTIVE.findall(computation)]
+        (outside if computation.startswith('ENTRY') else within).extend(found)
+    return within, outside
+
+
+def kinds(found):
+    return [kind for kind, _ in found]
+
+
+@pytest.mark.parametrize('repeats', [1, 2, 4])
+def test_a_loop_only_hands_on(repeats):
+    case = Case(4, repeats, 8, data=1)
+    within, outside = collectives(case.program())
+    # One forward and one backward.
+    assert kinds(within) == ['collective-permute'] * 2
+    assert all(shapes == [f'f32[1,{B},{T},{D}]'] for _, shapes in within)
+    summed = {shape for kind, shapes in outside for shape in shapes if kind == 'all-reduce'}
+    assert summed <= {f'f32[8,{B},{T},{D}]', 'f32[]'}
+    # Parameters move with repeats only, and are never gathered.
+    assert ('all-to-all' in kinds(outside)) == (repeats > 1)
+    assert set(kinds(outside)) <= (
+        {'all-reduce'} if repeats == 1 else {'all-reduce', 'all-to-all', 'collective-permute'}
+    )
+
+
+def test_parameters_in_another_place_would_travel_in_the_loop():
+    case = Case(4, 2, 8, data=1)
+
+    def by_width(params_RSP):
+        return jax.tree.map(lambda leaf: case.place(leaf, None, None, None, 'stage'), params_RSP)
+
+    within, _ = collectives(case.program(place_params=by_width))
+    assert set(kinds(within)) > {'collective-permute'}
+
+
+def test_what_devices_do_by_themselves_within_a_layer_stays_on_its_stage():
+    case = Case(4, 1, 4, data=2)
+    rows, whole = PartitionSpec('data'), PartitionSpec()
+
+    def feed_forward(x_BTD, params):
+        return jnp.tanh(x_BTD @ params['up']) @ params['down']
+
+    def run_layer(x_BTD, inputs, side):
+        per_device = jax.shard_map(feed_forward, mesh=case.mesh, in_specs=(rows, whole), out_specs=rows)
+        return x_BTD + per_device(x_BTD, inputs[0]), None
+
+    case.run_layer = run_layer
+    expected = case.gradients(case.plain)(case.params, case.x)
+    assert largest_difference(case.pipelined_gradients()(case.params, case.x), expected) <= 2e-6
+    within, _ = collectives(case.program())
+    assert 'all-gather' not in kinds(within)
+    # Control: without its name the axis of stages is gathered.
+    within, _ = collectives(case.program(spmd_axis=None))
+    assert 'all-gather' in kinds(within)
+
+
+def kept_per_micro_batch(repeats, micro_batches):
+    """How much memory grows per micro-batch from M to 2 M of them, in streams [B, T, D]."""
+    B, T, D = 2, 32, 32
+    sizes = []
+    for M in (micro_batches, 2 * micro_batches):
+        case = Case(4, repeats, M, data=1, layers_per_chunk=2, B=B, T=T, D=D)
+        sizes.append(case.program().memory_analysis().temp_size_in_bytes)
+    return (sizes[1] - sizes[0]) / micro_batches / (B * T * D * 4)
+
+
+@pytest.mark.parametrize(('repeats', 'micro_batches'), [(1, 8), (2, 32)])
+def test_an_iteration_keeps_its_input_alone(repeats, micro_batches):
+    # Besides, there is a slot for each micro-batch; if an iteration kept those, the growth would grow.
+    assert kept_per_micro_batch(repeats, micro_batches) == pytest.approx(repeats + 1, abs=0.1)
+
+
+def test_without_checkpoints_it_would_keep_more(monkeypatch):
+    monkeypatch.setattr(pipeline.jax, 'checkpoint', lambda function, **_: function)
+    assert kept_per_micro_batch(1, 8) > 10
+
+
+def simulated_idle_share(stages, repeats, micro_batches):
+    """By the rules alone: a stage does one piece of work at a time, in the order of repeats, when it has come to it."""
+    done = {}
+    for repeat in range(repeats):
+        for micro_batch in range(micro_batches):
+            for stage in range(stages):
+                index = repeat * micro_batches + micro_batch
+                came = done.get((index, stage - 1), 0) if stage else done.get((index - micro_batches, stages - 1), 0)
+                done[index, stage] = max(came, done.get((index - 1, stage), 0)) + 1
+    return 1 - repeats * micro_batches / max(done.values())
+
+
+@pytest.mark.parametrize(('stages', 'repeats', 'micro_batches'), [(1, 1, 1), *SCHEDULES, (4, 3, 5)])
+def test_the_share_of_idle_time(stages, repeats, micro_batches):
+    share = simulated_idle_share(stages, repeats, micro_batches)
+    assert bubble_fraction(stages, repeats, micro_batches) == pytest.approx(share, abs=1e-12)
+    assert bubble_fraction(stages + 1, repeats, micro_batches) > share
+
+
+def test_the_loop_is_as_long_as_that():
+    case = Case(4, 2, 5)
+    program = str(jax.make_jaxpr(case.pipelined)(case.params, case.x, case.side))
+    lengths = {int(length) for length in re.findall(r'length=(\d+)', program)}
+    assert lengths == {1, 13}
+    assert bubble_fraction(4, 2, 5) == pytest.approx(1 - 2 * 5 / 13, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ('stages', 'repeats', 'micro_batches', 'complaint'),
+    [(4, 2, 3, '3 micro-batches leave'), (4, 3, 4, '8 layers are not 3 repeats of 4 stages')],
+)
+def test_schedules_that_cannot_be(stages, repeats, micro_batches, complaint):
+    case = Case(4, 2, micro_batches)
+    case.repeats = repeats
+    with pytest.raises(AssertionError, match=complaint):
+        case.pipelined(case.params, case.x, case.side)

@@ -1,0 +1,80 @@
+"""Processes meet at a port: all come, some do not, and some contradict each other."""
+
+import concurrent.futures
+import socket
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.runtime.rendezvous import NotTogetherError, meet
+from tests.processes import free_port
+
+
+def outcomes(members, seconds=30.0):
+    """What `meet` ends with for each (number of processes, own number), as a list in their order."""
+    coordinator = f'127.0.0.1:{free_port()}'
+    with concurrent.futures.ThreadPoolExecutor(len(members)) as pool:
+        ends = [pool.submit(meet, coordinator, *member, seconds=seconds) for member in members]
+        return [end.exception() for end in ends], coordinator
+
+
+def test_all_come_and_the_port_is_free_again():
+    ends, coordinator = outcomes([(3, 0), (3, 2), (3, 1)])
+    assert ends == [None] * 3
+    socket.create_server(('127.0.0.1', int(coordinator.rpartition(':')[2]))).close()
+
+
+def test_who_is_missing_is_told_to_all():
+    ends, coordinator = outcomes([(4, 0), (4, 2)], seconds=1.0)
+    for end in ends:
+        assert isinstance(end, NotTogetherError)
+        assert f'2 of 4 processes came to {coordinator} within 1 s; missing: 1, 3' in str(end)
+
+
+def test_nobody_is_there():
+    coordinator = f'127.0.0.1:{free_port()}'
+    with pytest.raises(NotTogetherError, match=f'process 0 did not answer at {coordinator}'):
+        meet(coordinator, 2, 1, seconds=0.5)
+
+
+def test_a_host_that_is_not_found_is_bad_input():
+    with pytest.raises(InputError, match=r'MAXLM_COORDINATOR=nowhere.invalid:80: the host cannot be found'):
+        meet('nowhere.invalid:80', 2, 1, seconds=0.5)
+
+
+def test_a_port_in_use_is_bad_input():
+    with socket.create_server(('127.0.0.1', 0)) as taken:
+        coordinator = f'127.0.0.1:{taken.getsockname()[1]}'
+        with pytest.raises(InputError, match=f'{coordinator}: process 0 cannot listen there'):
+            meet(coordinator, 2, 0, seconds=0.5)
+
+
+@pytest.mark.parametrize(
+    ('members', 'words'),
+    [
+        ([(2, 0), (3, 1)], 'MAXLM_NUM_PROCESSES=2 in process 0 and 3 in process 1'),
+        ([(3, 0), (3, 1), (3, 1)], 'MAXLM_PROCESS_ID=1 in two processes'),
+    ],
+)
+def test_contradictions_are_told_to_all(members, words):
+    ends, _ = outcomes(members)
+    for end in ends:
+        assert isinstance(end, InputError)
+        assert words in str(end)
+
+
+def test_others_that_come_to_the_port_are_sent_away():
+    coordinator = f'127.0.0.1:{free_port()}'
+    address = ('127.0.0.1', int(coordinator.rpartition(':')[2]))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, coordinator, 2, 0, seconds=30.0)
+        stranger = None
+        while stranger is None:
+            try:
+                stranger = socket.create_connection(address)
+            except ConnectionRefusedError:
+                continue
+        with stranger:
+            stranger.sendall(b'GET / HTTP/1.1\n')
+            second = pool.submit(meet, coordinator, 2, 1, seconds=30.0)
+            assert (first.exception(), second.exception()) == (None, None)

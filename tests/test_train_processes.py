@@ -1,0 +1,211 @@
+"""Runs of several processes: the same numbers as one process, and all end together, whatever happens to one of them."""
+
+import shutil
+import signal
+import time
+
+import pytest
+
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
+from maxlm.runtime.metrics import read_metrics
+from maxlm.train import main
+from tests.processes import Processes
+from tests.test_train import arguments, curve, params_of, run, same
+
+# A constant rate, so that a step is the same in runs of all lengths.
+SETTINGS = {
+    'optimizer__schedule': 'constant',
+    'checkpoint__every_steps': 3,
+    'checkpoint__keep_last': 100,
+    'eval__every': 3,
+    'train__stuck_seconds': 60,
+}
+ENDLESS = {**SETTINGS, 'train__num_steps': 1_000_000, 'checkpoint__every_steps': 0, 'eval__every': 0}
+# With hardly a rate step 7 changes nothing: what it saves is what was restored.
+STILL = {
+    **SETTINGS,
+    'optimizer__learning_rate': 1e-30,
+    'optimizer__min_learning_rate': 0,
+    'optimizer__weight_decay': 0,
+    'train__num_steps': 7,
+    'eval__every': 0,
+}
+# Seconds in which the others must have ended. Linger, heartbeat and polls make about 10.
+END_SECONDS = 15
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp('programs')
+
+
+@pytest.fixture
+def start(dataset, tmp_path, cache):
+    """Starts processes on a workdir of the test's directory: (count, devices each, name of the workdir, settings)."""
+
+    def start(count, devices, name, settings=SETTINGS, **more):
+        words = arguments(dataset, tmp_path / name, **{**settings, **{k: v for k, v in more.items() if '__' in k}})
+        others = {k: v for k, v in more.items() if '__' not in k}
+        if 'fault' in others:
+            words, others = [others['fault'], *words], {'module': 'tests.processes'}
+        return Processes(count, devices, words, logs=tmp_path / f'logs_{name}', cache=cache, **others)
+
+    return start
+
+
+def train_together(start, count, devices, name, **more):
+    with start(count, devices, name, **more) as processes:
+        codes = processes.wait()
+        assert codes == [EXIT_DONE] * count, processes.output(0) + processes.output(count - 1)
+        return processes
+
+
+def wait_for_lines(processes, workdir, number):
+    deadline = time.monotonic() + 120
+    while not (workdir / 'metrics.jsonl').exists() or len(read_metrics(workdir)) < number:
+        assert time.monotonic() < deadline, processes.output(0) + processes.output(1)
+        assert all(process.poll() is None for process in processes.all), processes.output(0) + processes.output(1)
+        time.sleep(0.05)
+
+
+def steps_of(workdir):
+    return sorted(int(entry.name) for entry in (workdir / 'checkpoints').iterdir() if entry.name.isdigit())
+
+
+def losses(workdir):
+    return {step: line['train/loss'] for step, line in curve(workdir).items()}
+
+
+@pytest.fixture(scope='module')
+def whole(dataset, tmp_path_factory, cache):
+    """Seven steps of two processes with four devices each."""
+    directory = tmp_path_factory.mktemp('whole')
+    words = arguments(dataset, directory / 'run', **SETTINGS, train__num_steps=7)
+    with Processes(2, 4, words, logs=directory / 'logs', cache=cache) as processes:
+        codes = processes.wait()
+        assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
+        return directory / 'run', processes
+
+
+def test_two_processes_compute_what_one_does(dataset, whole, tmp_path, compile_once):
+    workdir, _ = whole
+    assert run(dataset, tmp_path / 'one', **SETTINGS, train__num_steps=7) == EXIT_DONE
+    assert run(dataset, tmp_path / 'other', **SETTINGS, train__num_steps=7, train__seed=1) == EXIT_DONE
+    wanted = losses(tmp_path / 'one')
+    assert sorted(wanted) == [1, 2, 3, 4, 5, 6, 7]
+    assert losses(workdir) == pytest.approx(wanted, rel=1e-6)
+    assert losses(tmp_path / 'other') != pytest.approx(wanted, rel=1e-6)
+    # Evaluation too, whose sums every process reads.
+    for step in (3, 6, 7):
+        assert curve(workdir)[step]['eval/loss'] == pytest.approx(curve(tmp_path / 'one')[step]['eval/loss'], rel=1e-6)
+
+
+def test_the_first_process_speaks_for_all(whole):
+    workdir, processes = whole
+    assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
+    names = {entry.name for entry in workdir.iterdir()}
+    assert names == {'checkpoints', 'config.json', 'metrics.jsonl', 'run.log', 'tokenizer.json'}
+    assert (workdir / 'run.log').read_text().count('done: 7 steps') == 1
+    assert 'done: 7 steps' in processes.output(0)
+    for words in ('done', 'step ', 'parameters on'):
+        assert words not in processes.output(1)
+
+
+@pytest.mark.parametrize(('count', 'devices'), [(1, 4), (1, 1), (2, 2)])
+def test_a_checkpoint_of_two_processes_is_restored_in_other_numbers(start, whole, tmp_path, count, devices):
+    workdir, _ = whole
+    shutil.copytree(workdir, tmp_path / 'run')
+    shutil.rmtree(tmp_path / 'run/checkpoints/7')
+    train_together(start, count, devices, 'run', settings=STILL)
+    assert same(params_of(tmp_path / 'run', 7), params_of(workdir, 6))
+    assert not same(params_of(workdir, 7), params_of(workdir, 6))
+    assert losses(tmp_path / 'run')[7] == pytest.approx(losses(workdir)[7], rel=1e-6)
+    assert losses(tmp_path / 'run')[7] != pytest.approx(losses(workdir)[6], rel=1e-6)
+
+
+def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, tmp_path, compile_once):
+    assert run(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=6) == EXIT_DONE
+    before = params_of(tmp_path / 'run', 6)
+    train_together(start, 2, 4, 'run', settings=STILL)
+    assert same(params_of(tmp_path / 'run', 7), before)
+    assert losses(tmp_path / 'run')[7] == pytest.approx(losses(whole[0])[7], rel=1e-6)
+
+
+def test_processes_that_hold_the_same_rows(start, tmp_path):
+    # Each sequence is split over both processes, so both read all rows.
+    mesh = {'mesh__fsdp': 1, 'mesh__context': 2, 'train__num_steps': 3}
+    train_together(start, 2, 1, 'run', **mesh)
+    train_together(start, 1, 2, 'one', **mesh)
+    train_together(start, 1, 2, 'other', **mesh, train__seed=1)
+    assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-6)
+    assert losses(tmp_path / 'run') != pytest.approx(losses(tmp_path / 'other'), rel=1e-6)
+
+
+def test_sigterm_to_one_process_saves_the_same_step_in_all(start, tmp_path):
+    with start(2, 4, 'stopped', ENDLESS) as processes:
+        wait_for_lines(processes, tmp_path / 'stopped', 3)
+        processes.all[1].send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        assert processes.wait(END_SECONDS) == [EXIT_PREEMPTED] * 2, processes.output(0) + processes.output(1)
+        assert time.monotonic() - told < END_SECONDS
+        assert 'SIGTERM' in processes.output(0)
+    (stopped,) = steps_of(tmp_path / 'stopped')
+    assert stopped == read_metrics(tmp_path / 'stopped')[-1]['step'] >= 3
+    more = {**ENDLESS, 'train__num_steps': stopped + 2}
+    train_together(start, 2, 4, 'stopped', settings=more)
+    train_together(start, 2, 4, 'uninterrupted', settings=more)
+    assert curve(tmp_path / 'stopped') == curve(tmp_path / 'uninterrupted')
+    resumed, wanted = (params_of(tmp_path / name, stopped + 2) for name in ('stopped', 'uninterrupted'))
+    assert same(resumed, wanted)
+    assert not same(params_of(tmp_path / 'stopped', stopped), wanted)
+
+
+@pytest.mark.parametrize('victim', [0, 1])
+def test_the_others_follow_a_killed_process(start, tmp_path, victim):
+    with start(2, 4, 'run', ENDLESS) as processes:
+        wait_for_lines(processes, tmp_path / 'run', 3)
+        processes.all[victim].kill()
+        killed = time.monotonic()
+        survivor = 1 - victim
+        assert processes.all[survivor].wait(END_SECONDS) == EXIT_PREEMPTED, processes.output(survivor)
+        assert time.monotonic() - killed < END_SECONDS
+        assert f'process {victim} is gone; start again' in processes.output(survivor)
+
+
+def test_a_stuck_process_tells_where_and_all_end(start, tmp_path):
+    with start(2, 4, 'run', ENDLESS, fault='hang', train__stuck_seconds=5) as processes:
+        wait_for_lines(processes, tmp_path / 'run', 1)
+        stuck = time.monotonic()
+        assert processes.wait(5 + END_SECONDS) == [EXIT_PREEMPTED] * 2
+        assert time.monotonic() - stuck < 5 + END_SECONDS
+        culprit, other = processes.output(1), processes.output(0)
+    assert 'stuck: no step for 5 s (train.stuck_seconds)' in culprit
+    assert 'in faulty' in culprit
+    # The one that only waited for it was left alone until then.
+    assert 'ending with the others: process 1: stuck' in other
+    assert 'Current thread' not in other
+
+
+def test_bad_input_of_one_process_ends_all(start, tmp_path):
+    with start(2, 4, 'run', ENDLESS, fault='bad_input') as processes:
+        assert processes.wait() == [EXIT_BAD_INPUT] * 2
+        assert 'error: train-00000: damaged' in processes.output(1)
+        assert 'ending with the others: process 1: train-00000: damaged' in processes.output(0)
+
+
+@pytest.mark.parametrize(
+    ('variables', 'words'),
+    [
+        ({'COORDINATOR': 'localhost:1234'}, 'without MAXLM_NUM_PROCESSES, MAXLM_PROCESS_ID'),
+        ({'COORDINATOR': 'localhost:1234', 'NUM_PROCESSES': '2', 'PROCESS_ID': '2'}, 'MAXLM_PROCESS_ID=2'),
+        ({'COORDINATOR': 'localhost:1234', 'NUM_PROCESSES': 'two', 'PROCESS_ID': '0'}, 'MAXLM_NUM_PROCESSES=two'),
+    ],
+)
+def test_variables_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, variables, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(f'MAXLM_{name}', value)
+    assert exit_code(main, arguments(dataset, tmp_path / 'run')) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count('\n') == 1
+    assert not (tmp_path / 'run').exists()

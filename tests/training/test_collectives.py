@@ -1,0 +1,96 @@
+"""What a layout promises, read in the program for sixteen TPU v4 chips: which collectives there are, and how much lies
+on a chip.
+
+Slow: the compiler for TPUs takes 15 seconds of a core for each program.
+"""
+
+import re
+from collections import Counter
+
+import jax
+import pytest
+
+from maxlm.planning.compile import BATCH_TYPES, compile_train_step
+from maxlm.training.sharding import make_layout
+from maxlm.training.step import abstract_state
+from tests.small import small_config
+from tests.topologies import tpu_devices
+
+CHIPS = 16
+DIM, WINDOW, GLOBAL_BATCH = 1024, 512, 32
+MODEL = {
+    'model__family': 'llama',
+    'model__num_layers': 4,
+    'model__dim': DIM,
+    'model__num_heads': 8,
+    'model__vocab_size': 1024,
+    'model__dtype': 'bfloat16',
+    'data__window': WINDOW,
+    'data__isolate_documents': False,
+    'train__global_batch': GLOBAL_BATCH,
+}
+# Of a block of Llama: query, key, value, out, gate, up, down.
+MATRICES = 7
+
+
+class Program:
+    """A step compiled for the chips."""
+
+    def __init__(self, **settings):
+        config = small_config(num_devices=CHIPS, **{**MODEL, **settings})
+        layout = make_layout(config.mesh, tpu_devices('v4:2x2x4'))
+        self.state = abstract_state(config, layout)
+        compiled = compile_train_step(config, layout, self.state)
+        self.memory = compiled.memory_bytes()
+        self.lines = re.findall(
+            r'= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(',
+            compiled.step.as_text(),
+        )
+
+    def count(self, kind, shape=''):
+        return sum(found == kind and shape in shapes for shapes, found in self.lines)
+
+
+@pytest.fixture(scope='module')
+def sharded():
+    return Program(model__remat='full')
+
+
+def size(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+BATCH = len(BATCH_TYPES) * 4 * GLOBAL_BATCH * WINDOW // CHIPS
+
+
+def test_zero_3_gathers_each_matrix_when_it_is_used(sharded):
+    # Forward and backward, in the loops over layers; table and head once.
+    assert sharded.count('all-gather') == 2 * MATRICES + 2
+    # No activation travels.
+    assert Counter(kind for _, kind in sharded.lines).keys() == {'all-gather', 'all-reduce'}
+    assert sharded.count('all-reduce', f'{WINDOW},{DIM}]') == 0
+
+
+def test_zero_3_keeps_no_whole_parameters(sharded):
+    assert sharded.memory['state'] == pytest.approx(size(sharded.state) / CHIPS + BATCH, rel=0.02)
+    # A tenth of the parameters in bfloat16: about the matrices of one layer.
+    assert sharded.memory['temporary'] < 0.25 * size(sharded.state.params) / 2
+
+
+def test_zero_1_shards_the_optimizer_alone(sharded):
+    program = Program(model__remat='full', mesh__zero=1)
+    params, moments = size(program.state.params), size(program.state.opt_state)
+    assert program.memory['state'] == pytest.approx(params + moments / CHIPS + BATCH, rel=0.02)
+    # New parameters are brought together after the update, none while a layer is at work.
+    assert program.count('all-gather') < sharded.count('all-gather')
+    assert program.memory['temporary'] > 4 * sharded.memory['temporary']
+
+
+def test_tensor_parallel_blocks_have_two_sums_each_way():
+    program = Program(mesh__tensor=4, mesh__data=4, mesh__fsdp=1)
+    rows = GLOBAL_BATCH // 4
+    stream = f'bf16[{rows},{WINDOW},{DIM}]'
+    # After attention and after the feed-forward, forward and backward; one more for the rows of the table, which is
+    # split by its vocabulary.
+    assert program.count('all-reduce', stream) == 2 + 2 + 1
+    assert program.count('all-gather') == 0

@@ -1,0 +1,126 @@
+"""Every layout computes what one device computes: loss, gradients, and steps of training.
+
+Slow for its number of programs: each layout is compiled for eight devices.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from maxlm.model.ring import zigzag
+from maxlm.planning.compile import compile_train_step
+from maxlm.training import sharding
+from maxlm.training.step import abstract_state, init_state, make_train_step
+from tests.small import small_batch, small_config, small_layout
+
+STEPS = 10
+# Compiling is most of the time that this takes.
+QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+LLAMA = {'model__family': 'llama', 'model__num_kv_heads': 2}
+# Four layers, four heads, a vocabulary that divides, and 16 rows of two or three documents.
+COMMON = {'model__vocab_size': 64, 'model__num_layers': 4, 'train__global_batch': 16, 'train__z_loss': 0.01}
+LAYOUTS = [
+    {'mesh__data': 8, 'mesh__fsdp': 1},
+    {'mesh__fsdp': 8},
+    {'mesh__fsdp': 8, 'mesh__zero': 1},
+    {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__zero': 2, 'train__micro_batch': 1},
+    {'mesh__tensor': 4, 'mesh__fsdp': 2, 'model__scan_layers': False},
+    {'mesh__replica': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 1},
+    {'mesh__replica': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'train__micro_batch': 1, 'model__remat': 'full'},
+    {'mesh__fsdp': 4, 'mesh__data': 2, **LLAMA},
+    {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', 'model__family': 'nanochat'},
+    {'mesh__context': 8},
+    {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, **LLAMA, 'model__remat': 'dots'},
+    {
+        'mesh__context': 4,
+        'mesh__data': 2,
+        'mesh__fsdp': 1,
+        'train__micro_batch': 2,
+        'model__attention_pattern': 'SL',
+        'model__sliding_window': 5,
+    },
+    {'mesh__stage': 2, 'mesh__fsdp': 4, 'train__micro_batch': 1},
+    {'mesh__stage': 2, 'mesh__stage_repeats': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'train__micro_batch': 1},
+    {'mesh__stage': 4, 'mesh__data': 2, 'mesh__fsdp': 1, 'train__micro_batch': 2},
+    {'mesh__stage': 2, 'mesh__context': 2, 'mesh__fsdp': 2, 'train__micro_batch': 2, **LLAMA, 'model__remat': 'full'},
+    {'mesh__stage': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'mesh__zero': 2, 'train__micro_batch': 4},
+    {'mesh__fsdp': 8, 'mesh__offload': 'optimizer', 'model__remat': 'offload'},
+    {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__offload': 'all', 'train__micro_batch': 1},
+]
+
+
+def name_of(layout):
+    return ','.join(f'{key.split("__")[1]}={value}' for key, value in layout.items())
+
+
+@functools.cache
+def on_one_device(settings):
+    config = small_config(**COMMON, **dict(settings))
+    return train(config)
+
+
+def train(config):
+    """The first moments after one step, and losses and gradient norms of all steps."""
+    layout = small_layout(config)
+    step = compile_train_step(config, layout, abstract_state(config, layout), options=QUICK).step
+    state, history, moments = init_state(config, layout), [], {}
+    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        history.append([float(metrics[name]) for name in ('loss', 'grad_norm', 'param_norm')])
+        # A tenth of the clipped gradient, or of Muon a twentieth.
+        moments = moments or {
+            name: jax.device_get(optax.tree.get(state.opt_state, name)) for name in ('mu', 'momentum')
+        }
+    return moments, np.array(history)
+
+
+@pytest.mark.parametrize('layout', LAYOUTS, ids=name_of)
+def test_every_layout_computes_what_one_device_computes(layout):
+    model = {
+        key: value
+        for key, value in layout.items()
+        if key.startswith(('model', 'optimizer')) and key not in ('model__remat', 'model__scan_layers')
+    }
+    moments, history = on_one_device(tuple(model.items()))
+    config = small_config(num_devices=8, **{**COMMON, **layout})
+    other_moments, other_history = train(config)
+    # Relative to the largest of each array: single elements of a gradient can be arbitrarily small.
+    for moment, other in zip(jax.tree.leaves(moments), jax.tree.leaves(other_moments), strict=True):
+        np.testing.assert_allclose(other, moment, rtol=0, atol=2e-6 * max(np.abs(moment).max(), 1e-3))
+    np.testing.assert_allclose(other_history[0], history[0], rtol=2e-6)
+    np.testing.assert_allclose(other_history, history, rtol=1e-4)
+    # Control: training moved by far more than that.
+    assert history[-1, 0] < 0.95 * history[0, 0]
+
+
+def test_a_ring_in_the_order_of_the_sequence_computes_something_else(monkeypatch):
+    monkeypatch.setattr('maxlm.training.step.zigzag', lambda length, devices: np.arange(length))
+    _, history = on_one_device(())
+    _, other_history = train(small_config(num_devices=8, **COMMON, mesh__context=2))
+    assert abs(other_history[0, 1] / history[0, 1] - 1) > 1e-3
+    assert not np.array_equal(zigzag(16, 2), np.arange(16))
+
+
+@pytest.mark.parametrize(
+    ('axis', 'mesh_axes', 'mesh'),
+    [
+        ('ffn', ('fsdp',), {}),
+        ('length', ('fsdp',), {}),
+        ('heads', ('context',), {'mesh__context': 2}),
+        ('vocab', ('fsdp',), {}),
+    ],
+)
+def test_a_table_that_splits_two_axes_over_one_mesh_axis_is_refused(monkeypatch, axis, mesh_axes, mesh):
+    config = small_config(num_devices=8, **COMMON, **mesh)
+    monkeypatch.setitem(sharding.TABLE, axis, mesh_axes)
+    layout = small_layout(config)
+    with pytest.raises(AssertionError, match='two axes over one mesh axis'):
+        jax.eval_shape(
+            make_train_step(config, layout),
+            abstract_state(config, layout),
+            layout.put_batch(small_batch(config), config.train.global_batch),
+        )
