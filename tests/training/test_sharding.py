@@ -112,6 +112,11 @@ def test_hosts_of_one_slice_are_no_border():
         make_layout(resolved(tensor=16), gpu_nodes(2))
 
 
+def test_a_process_for_each_gpu_makes_no_islands_of_a_node():
+    node = [StandIn(n, n, 'gpu', 'NVIDIA H100', slice_index=0) for n in range(8)]
+    assert make_layout(resolved(fsdp=4, tensor=2), node).mesh.shape['tensor'] == 2
+
+
 def test_a_mesh_without_outer_axes_is_refused_on_islands():
     with pytest.raises(InputError) as error:
         make_layout(resolved(data=2, tensor=16), tpu_slices(4)[::2] + tpu_slices(4)[1::2])
