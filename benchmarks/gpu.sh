@@ -26,4 +26,9 @@ measure 1b_batch8 configs/1b.py "$short" --config.train.micro_batch=8
 measure 1b_batch8_remat_none configs/1b.py "$short" --config.train.micro_batch=8 --config.model.remat=none
 measure 1b_batch16_remat_full configs/1b.py "$short" --config.train.micro_batch=16 --config.model.remat=full
 measure 1b_unrolled configs/1b.py "$short" --config.model.scan_layers=false
+# The same in float16, with small moments, and with state in host memory.
+measure 1b_float16 configs/1b.py "$short" --config.model.dtype=float16
+measure 1b_moments_int8 configs/1b.py "$short" --config.optimizer.moments=int8
+measure 1b_offload_optimizer configs/1b.py "$short" --config.mesh.offload=optimizer
+measure 1b_offload_all configs/1b.py "$short" --config.mesh.offload=all
 exit "$failed"

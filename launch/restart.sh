@@ -113,6 +113,8 @@ while :; do
     say "exit code $code at step $newest, $failures of $max_failures without a new checkpoint: again in $pause s"
     sleep "$pause" &
     child=$!
+    # As above.
+    [ -z "$signal" ] || kill -s TERM "$child" 2>/dev/null || true
     await_child
     child=
     pause=$((pause * 2 > 300 ? 300 : pause * 2))

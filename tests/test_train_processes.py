@@ -1,7 +1,10 @@
 """Runs of several processes: the same numbers as one process, and all end together, whatever happens to one of them."""
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.runtime.metrics import read_metrics
 from maxlm.train import main
-from tests.processes import Processes
+from tests.processes import ROOT, Processes, free_port
 from tests.test_train import arguments, curve, params_of, run, same
 
 # A constant rate, so that a step is the same in runs of all lengths.
@@ -209,3 +212,27 @@ def test_variables_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, variab
     assert words in error
     assert error.count('\n') == 1
     assert not (tmp_path / 'run').exists()
+
+
+def test_the_launcher_of_a_node_starts_them(dataset, whole, tmp_path, cache):
+    words = arguments(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=7)
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'},
+        'PYTHON': sys.executable,
+        'JAX_COMPILATION_CACHE_DIR': str(cache),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    }
+    options = ['--once', '--platform', 'cpu', '--devices', '4', '--per_gpu', '--gpus', '2']
+    done = subprocess.run(
+        ['bash', 'launch/gpu_node.sh', *options, '--coordinator', f'127.0.0.1:{free_port()}', '--', *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == EXIT_DONE, done.stdout + done.stderr
+    workdir, _ = whole
+    assert losses(tmp_path / 'run') == losses(workdir)
+    assert (tmp_path / 'run' / 'logs' / 'process-1.log').exists()
