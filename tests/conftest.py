@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+from tests.cpu import cpu_flags
+
 os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
+os.environ['XLA_FLAGS'] = cpu_flags(8)
 
 import jax
 import pytest

@@ -16,6 +16,7 @@ from typing import Any
 
 from maxlm import train
 from maxlm.errors import InputError, exit_code
+from tests.cpu import cpu_flags
 
 # Not that of tests.conftest, which sets the number of devices.
 ROOT = Path(__file__).parent.parent
@@ -50,7 +51,7 @@ class Processes:
             environment = {
                 **os.environ,
                 'JAX_PLATFORMS': 'cpu',
-                'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+                'XLA_FLAGS': cpu_flags(devices),
                 'JAX_COMPILATION_CACHE_DIR': str(cache),
                 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
                 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',

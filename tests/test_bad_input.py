@@ -12,6 +12,7 @@ from maxlm import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.runtime.metrics import read_metrics
 from tests.conftest import ROOT
+from tests.cpu import cpu_flags
 from tests.test_train import arguments
 
 pytestmark = pytest.mark.usefixtures('compile_once')
@@ -227,7 +228,7 @@ def test_a_damaged_checkpoint(dataset, workdir, item):
     largest = max((step / item).rglob('*'), key=lambda path: path.stat().st_size * ('/d/' in str(path)))
     largest.write_bytes(b'no array')
     # A process of its own: what libraries complain about in the background would come after the error.
-    environment = {**os.environ, 'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}
+    environment = {**os.environ, 'XLA_FLAGS': cpu_flags(8)}
     argv = [str(word) for word in command(dataset, workdir, train__num_steps=4)]
     argv = [sys.executable, '-m', 'maxlm.train', *argv]
     process = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -25,6 +25,7 @@ from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.workdir import read_config
 from maxlm.training.step import abstract_state
 from tests.conftest import ROOT
+from tests.cpu import cpu_flags
 from tests.golden.curve import FILE, golden_run
 from tests.small import small_layout
 
@@ -210,7 +211,7 @@ def test_tensorboard_gets_the_same_numbers(dataset, tmp_path, compile_once):
 
 
 def start_process(command):
-    environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
+    environment = {**os.environ, 'XLA_FLAGS': cpu_flags(1)}
     return subprocess.Popen(
         [sys.executable, '-m', 'maxlm.train', *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     )

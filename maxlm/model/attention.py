@@ -106,7 +106,9 @@ class Attention(nnx.Module):
             cache = LayerCache(k_BSKH, v_BSKH)
         # Cached calls look at slots by position, for which the fused kernel has no mask of its own.
         kernel = self.kernel if cache is None else 'xla'
-        o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, window=window, kernel=kernel)
+        # JAX's rule for a vmap over the fused kernel, which a pipeline is, takes a mask for every head only.
+        mask_heads = q_BTNH.shape[2] if self.placement.parts('layers') > 1 else 1
+        o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, window=window, kernel=kernel, mask_heads=mask_heads)
         return self.out(o_BTNH), cache
 
     def _attend_in_ring(
@@ -133,6 +135,7 @@ def attend(
     *,
     window: int,
     kernel: str,
+    mask_heads: int = 1,
 ) -> jax.Array:
     """softmax(q·k / sqrt(H)) · v, by the kernel asked for.
 
@@ -141,17 +144,21 @@ def attend(
         mask_BTS: True where a query may look; None: causal, T = S.
         window: where `mask_BTS` is None, the number of last tokens that a query sees, its own included; 0: all.
         kernel: `xla` or `cudnn`, as `model.attention` was resolved.
+        mask_heads: 1, or N if cudnn is to be given the mask once for each head.
 
     Returns:
         [B, T, N, H] in q's type.
     """
     if kernel == 'cudnn':
-        mask_B1TS = None if mask_BTS is None else mask_BTS[:, None]
+        mask = None
+        if mask_BTS is not None:
+            B, T, S = mask_BTS.shape
+            mask = jnp.broadcast_to(mask_BTS[:, None], (B, mask_heads, T, S))
         return jax.nn.dot_product_attention(
             q_BTNH,
             k_BSKH,
             v_BSKH,
-            mask=mask_B1TS,
+            mask=mask,
             is_causal=mask_BTS is None,
             local_window_size=(window - 1, 0) if window and mask_BTS is None else None,
             implementation='cudnn',

@@ -20,11 +20,11 @@ def cudnn_9_13(monkeypatch):
     monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda *_: 91300)
 
 
-def lowered(platform, backend, *overrides, spec='1b.py'):
+def lowered(platform, backend, *overrides, spec='1b.py', devices=1):
     config = load(f'{ROOT}/configs/{spec}', ['train.global_batch=32', *overrides])
-    config = resolve(config, platform=backend, num_devices=1, vocab_size=32, windows=100)
-    # One device: with several the kernel hides in a partitioning call until the devices are known.
-    layout = make_layout(config.mesh, jax.devices()[:1])
+    config = resolve(config, platform=backend, num_devices=devices, vocab_size=32, windows=100)
+    # With several devices the kernel hides in a partitioning call until they are known.
+    layout = make_layout(config.mesh, jax.devices()[:devices])
     batch = {name: jax.ShapeDtypeStruct((32, 2048), kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
     step = jax.jit(make_train_step(config, layout))
     return step.trace(abstract_state(config, layout), batch).lower(lowering_platforms=(platform,)).as_text()
@@ -41,6 +41,13 @@ def test_gpu_runs_fused_attention_with_documents_masked(cudnn_9_13):
     plain = {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'}
     assert fused_calls(lowered('cuda', 'gpu', 'data.isolate_documents=false')) == plain
     assert fused_calls(lowered('cuda', 'gpu', 'model.attention=xla')) == set()
+
+
+def test_stages_run_fused_attention_with_documents_masked(cudnn_9_13):
+    pipeline = ['mesh.stage=2', 'mesh.fsdp=1', 'model.num_layers=4']
+    text = lowered('cuda', 'gpu', *pipeline, devices=2)
+    assert 'CustomSPMDPartitioning' in text
+    assert 'dot_product_attention' not in lowered('cuda', 'gpu', *pipeline, 'model.attention=xla', devices=2)
 
 
 def test_tpu_step_lowers():

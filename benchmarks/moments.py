@@ -1,0 +1,79 @@
+"""How well small moments learn: configs/tiny.py, trained with each type of `optimizer.moments`, and with other seeds.
+
+    python -m benchmarks.moments --data=DIR [--seeds=2] [--steps=400] [--output=FILE]
+
+DIR is a data set of `maxlm.prepare`, e.g. what launch/demo.sh leaves in data/. Prints the validation loss at the end of
+each run, its difference from float32 moments with the same seed, and how far seeds are apart, which is what a
+difference has to be seen against.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.step import machine
+from maxlm import train
+from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.runtime.metrics import read_metrics
+
+CONFIG = Path(__file__).parent.parent / 'configs' / 'tiny.py'
+MOMENTS = ('float32', 'bfloat16', 'int8')
+
+
+def main(argv: list[str]) -> int:
+    """Trains, compares and writes."""
+    parser = ArgumentParser(prog='benchmarks.moments', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--data', type=Path, required=True, help='data set to train on')
+    parser.add_argument('--seeds', type=int, default=2, help='runs of each type (default 2)')
+    parser.add_argument('--steps', type=int, default=400, help='steps of each run (default 400)')
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(argv)
+
+    losses: dict[str, list[float]] = {moments: [] for moments in MOMENTS}
+    for seed in range(options.seeds):
+        for moments, of_seeds in losses.items():
+            of_seeds.append(final_loss(options.data, moments=moments, seed=seed, steps=options.steps))
+            print(f'{moments} seed {seed}: {of_seeds[-1]:.5f}', flush=True)
+    gaps = {
+        moments: [loss / exact - 1 for loss, exact in zip(of_seeds, losses['float32'], strict=True)]
+        for moments, of_seeds in losses.items()
+    }
+    spread = max(losses['float32']) / min(losses['float32']) - 1
+    for moments in MOMENTS[1:]:
+        print(f'{moments}: {", ".join(f"{gap:+.3%}" for gap in gaps[moments])} against float32')
+    print(f'seeds of float32 are {spread:.3%} apart')
+    result = {'steps': options.steps, 'validation_loss': losses, 'gap': gaps, 'seeds_apart': spread}
+    if options.output:
+        options.output.write_text(json.dumps({'name': 'moments', **result, 'machine': machine()}, indent=1) + '\n')
+    return EXIT_DONE
+
+
+def final_loss(data: Path, *, moments: str, seed: int, steps: int) -> float:
+    """Validation loss in nats per token after the last step of a run."""
+    overrides = {
+        'data.path': data.resolve(),
+        'train.num_steps': steps,
+        'train.seed': seed,
+        'optimizer.moments': moments,
+        'eval.every': steps,
+        'eval.num_batches': 0,
+        'checkpoint.every_steps': 0,
+        'metrics.tensorboard': 'false',
+        'metrics.peak_tflops': 1,
+    }
+    with tempfile.TemporaryDirectory() as workdir:
+        words = [f'--config.{key}={value}' for key, value in overrides.items()]
+        assert train.main([f'--config={CONFIG}', f'--workdir={workdir}', *words]) == EXIT_DONE
+        return next(line['eval/loss'] for line in read_metrics(Path(workdir)) if 'eval/loss' in line)
+
+
+def run() -> None:
+    """Entry of `python -m benchmarks.moments`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()
