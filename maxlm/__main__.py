@@ -11,6 +11,7 @@ from maxlm.errors import EXIT_BAD_INPUT
 VERBS = {
     'prepare': 'text → tokens → records that training reads',
     'fetch': 'files and prepared data sets from a bucket to a local directory',
+    'plan': 'memory, time and cost of a run on hardware that is not here; what fits; scaling',
     'train': 'train a model, or go on with a run',
     'evaluate': 'loss, perplexity and bits per byte of a checkpoint on held-out data',
     'generate': 'continue a prompt with a checkpoint',

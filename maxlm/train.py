@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from maxlm.data.batches import iterate
 from maxlm.data.corpus import Corpus, open_corpus
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ArgumentParser, exit_code
 from maxlm.planning.chips import Peak, find_peak
-from maxlm.planning.compile import CompiledStep, compile_train_step
+from maxlm.planning.compile import compile_train_step
 from maxlm.planning.flops import training_flops
-from maxlm.runtime.checkpoint import Checkpoints
+from maxlm.planning.forecast import Forecast
+from maxlm.planning.plan_report import before_a_run
+from maxlm.runtime.checkpoint import Checkpoints, saved_steps
 from maxlm.runtime.console import Console, logger, progress_bar
 from maxlm.runtime.distributed import join
 from maxlm.runtime.evaluation import Evaluation, evaluate
@@ -35,14 +38,15 @@ from maxlm.runtime.metrics import MetricWriter, lowest_loss
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.peers import Peers
 from maxlm.runtime.preemption import StopRequest
+from maxlm.runtime.preflight import Ready, prepare_step
 from maxlm.runtime.rendezvous import NotTogetherError
 from maxlm.runtime.reporter import Reporter
 from maxlm.runtime.sources import SourceReport
 from maxlm.runtime.start import check_init_from, start_state
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.runtime.workdir import describe_run, local_path, open_workdir
-from maxlm.training.sharding import Layout, make_layout
-from maxlm.training.step import TrainState, abstract_state, evaluated_params, make_eval_step
+from maxlm.training.sharding import Layout
+from maxlm.training.step import TrainState, evaluated_params, make_eval_step
 
 
 def main(argv: list[str]) -> int:
@@ -66,25 +70,27 @@ def main(argv: list[str]) -> int:
 def _prepare(path: str, overrides: list[str], workdir: Path, peers: Peers) -> int:
     config = load(path, overrides)
     corpus = open_corpus(config.data, tell_sources=config.metrics.by_source)
-    config = resolve(
-        config,
+    resolver = partial(
+        resolve,
         platform=jax.default_backend(),
         num_devices=jax.device_count(),
         vocab_size=corpus.first.vocab_size,
         windows=corpus.training_windows,
     )
-    layout = make_layout(config.mesh)
-    abstract = abstract_state(config, layout)
-    check_init_from(config, abstract.params, workdir)
+    with Console(process=jax.process_index()):
+        first_step = max(saved_steps(workdir), default=0)
+        ready = prepare_step(config, resolver, num_sources=len(corpus.names), first_step=first_step)
+    check_init_from(ready.config, ready.abstract.params, workdir)
     if jax.process_index() == 0:
-        open_workdir(workdir, config)
+        open_workdir(workdir, ready.config)
     with Console(workdir, process=jax.process_index()):
-        return train(config, corpus, layout, abstract, workdir, peers)
+        return train(ready, corpus, workdir, peers)
 
 
-def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, workdir: Path, peers: Peers) -> int:
-    """Runs a resolved config from its newest checkpoint, or from the start, to its last step; returns the exit code."""
+def train(ready: Ready, corpus: Corpus, workdir: Path, peers: Peers) -> int:
+    """Runs a config from its newest checkpoint, or from the start, to its last step; returns the exit code."""
     started = time.perf_counter()
+    config, layout, abstract, forecast = ready
     num_steps = config.train.num_steps
     facts = corpus.fingerprint(config.train.global_batch)
     with contextlib.ExitStack() as stack:
@@ -111,11 +117,13 @@ def train(config: Config, corpus: Corpus, layout: Layout, abstract: TrainState, 
         fetcher = stack.enter_context(corpus.fetcher(training_data, start, logger.warning))
         validate_on = _make_validation(config, corpus, layout, rows) if config.eval.every else None
         current = config.at_context(config.context_at(start))
-        compiled = compile_train_step(current, layout, abstract, len(corpus.names))
+        compiled = forecast.compiled
+        if compiled is None or forecast.config.data.window != current.data.window:
+            compiled = compile_train_step(current, layout, abstract, len(corpus.names))
         pace = Pace(
             tokens_per_step=config.train.global_batch * config.data.window,
             flops=training_flops(config.model, current.data.window),
-            peak=_log_start(current, abstract, compiled),
+            peak=_log_start(current, abstract, forecast),
             num_devices=jax.device_count(),
         )
         sources = SourceReport(corpus)
@@ -216,7 +224,7 @@ def _make_validation(config: Config, corpus: Corpus, layout: Layout, rows: slice
     return validate_on
 
 
-def _log_start(config: Config, abstract: TrainState, compiled: CompiledStep) -> Peak:
+def _log_start(config: Config, abstract: TrainState, forecast: Forecast) -> Peak:
     """Says what is about to run; returns the peak that MFU is divided by."""
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
     mesh = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'
@@ -226,10 +234,8 @@ def _log_start(config: Config, abstract: TrainState, compiled: CompiledStep) -> 
         f'step of {config.train.global_batch} × {config.data.window} tokens in {config.accumulation} micro-batch(es) '
         f'of {config.train.micro_batch} per device; attention kernel {config.model.attention}'
     )
-    memory = compiled.memory_bytes()
-    if memory is not None:
-        kinds = ', '.join(f'{size / 2**30:.2f} GiB {kind}' for kind, size in memory.items())
-        logger.info(f'compiled in {compiled.seconds:.1f} s; memory per device: {kinds}')
+    for line in before_a_run(forecast):
+        logger.info(line)
     if 0 < config.train.num_steps <= config.optimizer.warmup_steps:
         logger.warning(
             f'the warm-up ({config.optimizer.warmup_steps} steps) is as long as the run or longer '

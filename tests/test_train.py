@@ -25,7 +25,7 @@ from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.workdir import read_config
 from maxlm.training.step import abstract_state
 from tests.conftest import ROOT
-from tests.cpu import cpu_flags
+from tests.cpu import cpu_flags, fast_environment
 from tests.golden.curve import FILE, golden_run
 from tests.small import small_layout
 
@@ -82,28 +82,30 @@ def same(tree, other):
 
 def test_resume_at_every_step_is_exact(dataset, tmp_path, compile_once):
     whole = tmp_path / 'whole'
-    settings = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 20, 'optimizer__ema_decay': 0.9}
+    last = 8
+    settings = {'train__num_steps': last, 'checkpoint__every_steps': 1, 'checkpoint__keep_last': last}
+    settings |= {'optimizer__ema_decay': 0.9}
     assert run(dataset, whole, **settings) == EXIT_DONE
-    wanted_curve, wanted_params, wanted_average = curve(whole), params_of(whole, 20), params_of(whole, 20, 'ema')
+    wanted_curve, wanted_params, wanted_average = curve(whole), params_of(whole, last), params_of(whole, last, 'ema')
     assert not same(wanted_average, wanted_params)
-    assert len(wanted_curve) == 20
-    for step in range(1, 20):
+    assert len(wanted_curve) == last
+    for step in range(1, last):
         # What a run leaves that was killed after it had saved `step` and gone on a little: later lines, no later save.
         resumed = tmp_path / f'from_{step}'
         shutil.copytree(whole, resumed)
-        for later in range(step + 1, 21):
+        for later in range(step + 1, last + 1):
             shutil.rmtree(resumed / 'checkpoints' / str(later))
         assert run(dataset, resumed, **settings) == EXIT_DONE
         assert curve(resumed) == wanted_curve, step
-        assert same(params_of(resumed, 20), wanted_params), step
-        assert same(params_of(resumed, 20, 'ema'), wanted_average), step
+        assert same(params_of(resumed, last), wanted_params), step
+        assert same(params_of(resumed, last, 'ema'), wanted_average), step
     other = tmp_path / 'other'
     assert run(dataset, other, **settings, train__seed=1) == EXIT_DONE
-    assert curve(other)[20]['train/loss'] != wanted_curve[20]['train/loss']
+    assert curve(other)[last]['train/loss'] != wanted_curve[last]['train/loss']
     reordered = tmp_path / 'reordered'
     assert run(dataset, reordered, **settings, data__seed=1) == EXIT_DONE
     assert curve(reordered)[1]['train/loss'] != wanted_curve[1]['train/loss']
-    assert not same(params_of(reordered, 20), wanted_params)
+    assert not same(params_of(reordered, last), wanted_params)
 
 
 def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path, compile_once, capsys):
@@ -179,7 +181,7 @@ def test_lines_of_the_log_and_what_stands_in_the_workdir(dataset, tmp_path, comp
     out = capsys.readouterr().out
     for words in (
         'parameters on 8 × cpu',
-        'memory per device',
+        'memory      fits: ',
         'step       2  loss',
         'validation loss',
         'MFU',
@@ -267,14 +269,15 @@ def test_the_real_1b_configuration_shortened(dataset, tmp_path):
         'metrics.peak_tflops': 1,
     }
     command = [f'--config={ROOT}/configs/1b.py', f'--workdir={tmp_path}/run']
-    assert train.main([*command, *(f'--config.{key}={value}' for key, value in shortened.items())]) == EXIT_DONE
+    command += [f'--config.{key}={value}' for key, value in shortened.items()]
+    subprocess.run([sys.executable, '-m', 'maxlm.train', *command], check=True, cwd=ROOT, env=fast_environment())
     model = read_config(tmp_path / 'run').model
     assert (model.dim, model.num_heads, model.vocab_size, model.max_positions) == (1536, 24, 50_000, 2048)
     losses = [line['train/loss'] for line in read_metrics(tmp_path / 'run') if 'train/loss' in line]
     assert np.all(np.abs(np.array(losses) - np.log(50_000)) < 0.5)
 
 
-def test_golden_curve(dataset, tmp_path, compile_once):
+def test_golden_curve(dataset, tmp_path):
     golden = json.loads(FILE.read_text())
     assert golden_run(dataset, tmp_path / 'same') == pytest.approx(golden, rel=1e-2)
     # Control: the tolerance tells runs apart.

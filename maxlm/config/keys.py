@@ -8,6 +8,8 @@ from typing import Any
 
 # The default of a switch that the model's family sets, unless the config does.
 FAMILY: Any = None
+# What a key that may be 'auto' has then, as long as it is not decided.
+AUTO = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ class TrainConfig:
     global_batch: int = 0
     global_batch_tokens: int = 0
     # Sequences that one device works on at a time; gradients are accumulated until the global batch is full.
-    # 0 = no accumulation.
+    # 0 = no accumulation; 'auto' (AUTO) = as many as fit its memory.
     micro_batch: int = 0
     # Steps between two log lines.
     log_every: int = 10

@@ -17,13 +17,15 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from maxlm.config.keys import FAMILY, SECTIONS, Config, ModelConfig
+from maxlm.config.keys import AUTO, FAMILY, SECTIONS, Config, ModelConfig
 from maxlm.config.rules import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.errors import InputError, os_message
 from maxlm.model.families import FAMILIES
 
 # Of each group, one key says the same as another would.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
+# Whole numbers that may also be 'auto'.
+MAY_BE_AUTO = ('train.micro_batch',)
 EXAMPLES: dict[type, str] = {
     bool: 'true or false',
     int: 'a whole number',
@@ -41,6 +43,9 @@ def default() -> ConfigDict:
             name: config_dict.placeholder(kind) if value is None else value
             for (name, kind), value in zip(_fields(cls).items(), dataclasses.asdict(cls()).values(), strict=True)
         }
+    for key in MAY_BE_AUTO:
+        section, _, name = key.partition('.')
+        sections[section][name] = config_dict.FieldReference(sections[section][name], field_type=object)
     return ConfigDict(sections).lock()
 
 
@@ -109,8 +114,15 @@ def _freeze(values: ConfigDict) -> Config:
         unknown = [key for key in values[section] if key not in _fields(SECTIONS[section])]
         if unknown:
             raise InputError(_unknown_key(section, unknown[0]))
-        sections[section] = SECTIONS[section](**values[section].to_dict())
-    return _fill_family(Config(**sections))
+        sections[section] = values[section].to_dict()
+    for key in MAY_BE_AUTO:
+        section, _, name = key.partition('.')
+        value = sections.get(section, {}).get(name, 0)
+        if value != 'auto' and type(value) is not int:
+            raise InputError(f"{key}={value!r}: needs {EXAMPLES[int]}, or 'auto'")
+        if value == 'auto':
+            sections[section][name] = AUTO
+    return _fill_family(Config(**{section: SECTIONS[section](**keys) for section, keys in sections.items()}))
 
 
 def _fields(cls: type) -> dict[str, type]:
@@ -237,6 +249,8 @@ def _clear(values: ConfigDict, key: str) -> None:
 
 
 def _parse(key: str, text: str, kind: type) -> Any:
+    if text == 'auto' and key in MAY_BE_AUTO:
+        return text
     words = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
     try:
         if kind is bool:
@@ -253,7 +267,8 @@ def _parse(key: str, text: str, kind: type) -> Any:
             return int(number)
         return kind(text)
     except (ValueError, KeyError, OverflowError, SyntaxError, TypeError):
-        raise InputError(f'{key}={text!r}: needs {EXAMPLES[kind]}') from None
+        auto = ', or auto' if key in MAY_BE_AUTO else ''
+        raise InputError(f'{key}={text!r}: needs {EXAMPLES[kind]}{auto}') from None
 
 
 def _unknown_key(section: str, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from maxlm.config.keys import Config, MeshConfig, ModelConfig
+from maxlm.config.keys import AUTO, Config, MeshConfig, ModelConfig
 from maxlm.config.layouts import check_layout, resolve_mesh
 from maxlm.config.rules import divides
 from maxlm.errors import InputError
@@ -14,7 +14,7 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
     """Fills in what depends on the machine and on the data set; afterwards no key means "derived".
 
     Args:
-        config: as `build` returned it.
+        config: as `build` returned it; train.micro_batch is a number (`maxlm.planning.fit` finds one for auto).
         platform: of the devices: cpu, gpu or tpu.
         num_devices: devices in the whole run.
         vocab_size: token ids of the data set.
@@ -33,6 +33,7 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
             f'train.global_batch={global_batch} cannot be split over {shards} devices (mesh replica·data·fsdp); '
             f'nearest: {max(1, round(global_batch / shards)) * shards}'
         )
+    assert train.micro_batch != AUTO, 'a size for train.micro_batch=auto comes from planning'
     micro_batch = train.micro_batch or global_batch // shards
     if (global_batch // shards) % micro_batch:
         divides('train.micro_batch', micro_batch, 'the sequences per device', global_batch // shards)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.keys import MESH_AXES, Config, DataConfig, ModelConfig
+from maxlm.config.keys import AUTO, MESH_AXES, Config, DataConfig, ModelConfig
 from maxlm.errors import InputError
 from maxlm.model.families import FAMILIES
 
@@ -55,7 +55,8 @@ BOUNDS: dict[str, tuple[float, bool]] = {
     **{f'data.{key}': (1, True) for key in ('fetch_threads', 'warn_epochs')},
     'data.window': (2, True),
     **{f'train.{key}': (0, True) for key in ('num_steps', 'num_tokens', 'num_epochs', 'global_batch')},
-    **{f'train.{key}': (0, True) for key in ('global_batch_tokens', 'micro_batch', 'seed', 'z_loss')},
+    **{f'train.{key}': (0, True) for key in ('global_batch_tokens', 'seed', 'z_loss')},
+    'train.micro_batch': (AUTO, True),
     **{f'train.{key}': (1, True) for key in ('log_every', 'loss_chunk', 'max_skipped_steps')},
     **{f'eval.{key}': (0, True) for key in ('every', 'num_batches')},
     **{

@@ -1,39 +1,85 @@
-"""What a device can do: datasheet peaks, and what a CPU reaches in fact."""
+"""What a device can do: datasheet figures, and what a CPU reaches in fact."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# Part of `device_kind` → dense bfloat16 TFLOP/s by the vendor's datasheet; the first that matches counts, so longer
-# names stand before their beginnings. JAX shows TPU v2 and v3 as half chips, later generations as whole ones, and
-# v5e and v6e as "lite".
-DATASHEET_TFLOPS: tuple[tuple[str, float], ...] = (
-    ('H100 PCIe', 756.0),
-    ('H100 NVL', 835.0),
-    ('H100', 989.4),
-    ('H200', 989.4),
-    ('GH200', 989.4),
-    ('B200', 2250.0),
-    ('A100', 312.0),
-    ('A10G', 125.0),
-    ('L40S', 362.0),
-    ('L40', 181.0),
-    ('L4', 121.0),
-    ('V100', 125.0),
-    ('RTX 4090', 165.2),
-    ('TPU v2', 22.5),
-    ('TPU v3', 61.5),
-    ('TPU v4 lite', 138.0),
-    ('TPU v4', 275.0),
-    ('TPU v5 lite', 197.0),
-    ('TPU v5e', 197.0),
-    ('TPU v5', 459.0),
-    ('TPU v6', 918.0),
-    ('TPU7x', 2307.0),
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device, by its vendor's datasheet. Bandwidths are bytes/s of one device."""
+
+    # As in `--target=NAME:…`.
+    name: str
+    # gpu | tpu | cpu.
+    platform: str
+    # Part of JAX's `device_kind`.
+    kind: str
+    # Dense bfloat16.
+    tflops: float
+    # Bytes of device memory, and how fast they are read.
+    memory: int
+    memory_bandwidth: float
+    # Devices with fast links among them: a node of GPUs; of TPUs the chips of one host.
+    per_node: int
+    # Out of a device to the others of its node (NVLink, PCIe), in one direction; of a TPU along one axis of its torus,
+    # in both.
+    link_bandwidth: float
+    # Out of a device to other nodes or slices.
+    network_bandwidth: float
+    # Between a device and its host's memory, in one direction.
+    host_bandwidth: float
+    # Of the target, where one compiles for it: dimensions of a TPU's torus; 0 = a GPU or CPU.
+    torus: int = 0
+
+
+def _gpu(name: str, kind: str, tflops: float, gb: float, tb_s: float, link_gb_s: float, **others: float) -> Chip:
+    network, host = others.get('network_gb_s', 12.5), others.get('host_gb_s', 25.0)
+    return Chip(name, 'gpu', kind, tflops, int(gb * 1e9), tb_s * 1e12, 8, link_gb_s * 1e9, network * 1e9, host * 1e9)
+
+
+def _tpu(name: str, kind: str, tflops: float, gib: int, tb_s: float, link_gb_s: float, **others: float) -> Chip:
+    network, host = others.get('network_gb_s', 6.25), others.get('host_gb_s', 16.0)
+    torus = 2 if name in ('v5e', 'v6e') else 3
+    return Chip(name, 'tpu', kind, tflops, gib * GIB, tb_s * 1e12, 4, link_gb_s * 1e9, network * 1e9, host * 1e9, torus)
+
+
+# The first whose kind is part of a device's kind counts, so longer ones stand before their beginnings. JAX shows TPU v2
+# and v3 as half chips, later generations as whole ones, and v5e and v6e as "lite".
+# Sources: NVIDIA's datasheets (a link is NVLink or PCIe in one direction, a network 400, 200 or 100 Gb/s a GPU); Google
+# Cloud's pages on the architecture of TPUs and Austin et al. 2025, "How to Scale Your Model", chapter 2.
+CHIPS: tuple[Chip, ...] = (
+    _gpu('h100-pcie', 'H100 PCIe', 756.0, 80, 2.0, 64, host_gb_s=50),
+    _gpu('h100-nvl', 'H100 NVL', 835.0, 94, 3.9, 64, host_gb_s=50),
+    _gpu('h100', 'H100', 989.4, 84.9, 3.35, 450, network_gb_s=50, host_gb_s=50),
+    _gpu('gh200', 'GH200', 989.4, 96, 4.0, 450, network_gb_s=50, host_gb_s=400),
+    _gpu('h200', 'H200', 989.4, 150.1, 4.8, 450, network_gb_s=50, host_gb_s=50),
+    _gpu('b200', 'B200', 2250.0, 191.5, 7.7, 900, network_gb_s=50, host_gb_s=50),
+    _gpu('a100-40', 'A100-SXM4-40GB', 312.0, 42.4, 1.555, 300, network_gb_s=25),
+    _gpu('a100', 'A100', 312.0, 85.0, 2.039, 300, network_gb_s=25),
+    _gpu('a10g', 'A10G', 125.0, 24, 0.6, 25),
+    _gpu('l40s', 'L40S', 362.0, 48, 0.864, 25),
+    _gpu('l40', 'L40', 181.0, 48, 0.864, 25),
+    _gpu('l4', 'L4', 121.0, 24, 0.3, 25),
+    _gpu('v100', 'V100', 125.0, 16, 0.9, 150),
+    _gpu('rtx4090', 'RTX 4090', 165.2, 24, 1.008, 25),
+    _tpu('v2', 'TPU v2', 22.5, 8, 0.35, 62.5),
+    _tpu('v3', 'TPU v3', 61.5, 16, 0.45, 82),
+    _tpu('v4lite', 'TPU v4 lite', 138.0, 8, 0.615, 90),
+    _tpu('v4', 'TPU v4', 275.0, 32, 1.23, 90),
+    _tpu('v5e', 'TPU v5 lite', 197.0, 16, 0.82, 90, network_gb_s=3.1),
+    _tpu('v5e', 'TPU v5e', 197.0, 16, 0.82, 90, network_gb_s=3.1),
+    _tpu('v5p', 'TPU v5', 459.0, 95, 2.77, 180),
+    _tpu('v6e', 'TPU v6', 918.0, 32, 1.64, 180, network_gb_s=12.5, host_gb_s=32),
+    _tpu('v7x', 'TPU7x', 2307.0, 192, 7.4, 200, network_gb_s=12.5, host_gb_s=32),
 )
 
 
@@ -46,6 +92,11 @@ class Peak(NamedTuple):
     source: str
 
 
+def find_chip(device_kind: str) -> Chip | None:
+    """The chip of a device as JAX names it, if it is known."""
+    return next((chip for chip in CHIPS if chip.kind in device_kind), None)
+
+
 def find_peak(configured_tflops: float) -> Peak:
     """The peak of this machine's devices: the configured one, else the datasheet's, else measured on a CPU."""
     device = jax.local_devices()[0]
@@ -54,10 +105,15 @@ def find_peak(configured_tflops: float) -> Peak:
     if device.platform == 'cpu':
         # Virtual devices share the cores, so each has its part of what they reach together.
         return Peak(measure_matmul_tflops() / jax.local_device_count(), 'measured: 1024³ float32 products on this CPU')
-    for kind, tflops in DATASHEET_TFLOPS:
-        if kind in device.device_kind:
-            return Peak(tflops, f'{device.device_kind}, bfloat16 datasheet')
+    chip = find_chip(device.device_kind)
+    if chip:
+        return Peak(chip.tflops, f'{device.device_kind}, bfloat16 datasheet')
     return Peak(0.0, f'unknown for {device.device_kind}; set metrics.peak_tflops')
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def measure_matmul_tflops(size: int = 1024, rounds: int = 7, products: int = 4) -> float:

@@ -41,14 +41,36 @@ class CompiledStep(NamedTuple):
     seconds: float
 
     def memory_bytes(self) -> dict[str, int] | None:
-        """Per device, by kind: `state` (what lives from step to step, and the batch) and `temporary`.
+        """Per device, by kind: `state` (what lives from step to step, and the batch), `temporary`, and `host` if any.
 
-        None where the backend does not tell.
+        What the step returns takes the place of what it was given. None where the backend does not tell.
         """
         analysis = self.step.memory_analysis()
         if analysis is None:
             return None
-        return {'state': analysis.argument_size_in_bytes, 'temporary': analysis.temp_size_in_bytes}
+        memory = {'state': analysis.argument_size_in_bytes, 'temporary': analysis.temp_size_in_bytes}
+        host = analysis.host_argument_size_in_bytes + analysis.host_temp_size_in_bytes
+        return {**memory, 'host': host} if host else memory
+
+    def total_bytes(self) -> int | None:
+        """What a device must have for the step; None where the backend does not tell.
+
+        GPUs and CPUs allocate all that is temporary as one block of the size that is told. Of a TPU that size is up to
+        a third more than ever lives, and it is the peak, arguments included, that has to fit.
+        """
+        memory = self.memory_bytes()
+        if memory is None:
+            return None
+        total = memory['state'] + memory['temporary']
+        analysis = self.step.memory_analysis()
+        assert analysis is not None
+        return analysis.peak_memory_in_bytes or total if self.platform == 'tpu' else total
+
+    @property
+    def platform(self) -> str:
+        """Of the devices: cpu, gpu or tpu."""
+        sharding: Any = jax.tree.leaves(self.step.input_shardings)[0]
+        return next(iter(sharding.device_set)).platform
 
 
 def compile_train_step(

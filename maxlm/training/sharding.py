@@ -202,7 +202,7 @@ def make_layout(config: MeshConfig, devices: Sequence[Any] | None = None) -> Lay
     sizes = tuple(config.sizes.values())
     devices = jax.devices() if devices is None else devices
     kinds = (AxisType.Auto,) * len(MESH_AXES)
-    islands = {_island(device) for device in devices}
+    islands = {island_of(device) for device in devices}
     if len(islands) == 1:
         mesh = jax.make_mesh(sizes, MESH_AXES, axis_types=kinds, devices=devices)
     else:
@@ -239,7 +239,7 @@ def split_across_islands(sizes: dict[str, int], num_islands: int) -> tuple[int, 
     return tuple(across)
 
 
-def _island(device: Any) -> int:
+def island_of(device: Any) -> int:
     """The number of the group of devices with fast links among them that a device is in."""
     # Of GPUs the slice is the node, with one process on it or one for each GPU.
     island = getattr(device, 'slice_index', None)

@@ -186,6 +186,7 @@ def make_loss_sums(
 
     def loss_sums(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> LossSums:
         blocks_slots = None
+        assert slots is None or any(map(on_host, jax.tree.leaves(params))), 'slots stand in for parameters on the host'
         if any(map(on_host, jax.tree.leaves(params))):
             # The blocks come a layer at a time.
             blocks_slots = None if slots is None else slots[BLOCKS]

@@ -1,0 +1,261 @@
+"""What a run will need, take and cost on hardware that is not here.
+
+    python -m maxlm.plan --config=FILE[:variant] --target=h100:8 [--config.section.key=value …] [--fit] [--json]
+
+The training step itself is compiled for the target: `h100:8`, `h100:8x4` (four nodes), `h200:1`, `a100:8`, `b200:8`,
+`v4:2x2x4`, `v5e:4x4`, `v5p:2x2x2`, `v6e:2x4`, `cpu`. Where the target's compiler is not installed, and with --estimate,
+all is estimated, and the output says so. Exit codes: 0 it fits; 1 it does not; 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from maxlm.config.keys import AUTO, Config
+from maxlm.config.load import load, split_overrides
+from maxlm.config.resolve import resolve
+from maxlm.data.corpus import open_corpus
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.planning import plots, tables
+from maxlm.planning.budget import BudgetPlan, plan_budget
+from maxlm.planning.chinchilla import BESIROGLU, read_runs, refit
+from maxlm.planning.chips import Chip
+from maxlm.planning.cost import Terms
+from maxlm.planning.fit import Candidate, choose_micro_batch, confirm, search
+from maxlm.planning.forecast import Forecast, compile_ahead, estimate
+from maxlm.planning.machine import Machine, machine_of, usable_memory
+from maxlm.planning.plan_report import advice_text, as_json, as_text, cost_of, size_text, what_a_budget_buys
+from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
+from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
+from maxlm.runtime.console import Console, logger
+
+# Where neither config nor data set tells: that of GPT-2.
+USUAL_VOCABULARY = 50_257
+# Of a sweep: as many devices as the target, and twice as many again and again, up to so many.
+LARGEST_SWEEP = 4096
+
+
+def main(argv: list[str]) -> int:
+    """Plans one config on one target, or sweeps over sizes and numbers of devices."""
+    overrides, rest = split_overrides(argv)
+    options = _parser().parse_args(rest)
+    terms = _terms(options)
+    # Nothing runs on an accelerator, and asking for one takes long or takes it from someone.
+    jax.config.update('jax_platforms', 'cpu')
+    # JSON stands alone on stdout; warnings go to stderr then.
+    with contextlib.nullcontext() if options.json else Console():
+        config = load(options.config, overrides)
+        target = parse_target(options.target)
+        data = _data(config, options.vocab_size)
+        if options.sweep is not None:
+            return _sweep(config, target, data, terms, options)
+        return _plan(config, target, data, terms, options)
+
+
+def _plan(config: Config, target: Target, data: Data, terms: Terms, options: argparse.Namespace) -> int:
+    resolver = partial(_resolve, target=target, data=data)
+    missing = _missing_compiler(target, options)
+    machine = _machine(config, target, resolver)
+    forecaster = partial(estimate if missing else compile_ahead, machine=machine)
+    if config.train.micro_batch == AUTO:
+        config = choose_micro_batch(config, machine, resolver, forecaster)
+    shown = forecaster(resolver(config))
+    advice: Candidate | None = None
+    if options.fit or not shown.fits:
+        advice = confirm(search(config, machine, resolver), forecaster)
+    if options.fit and advice:
+        shown = advice.forecast
+    cost = cost_of(shown, terms)
+    if options.json:
+        told = as_json(shown, cost, None if advice is None else advice.changes)
+        print(json.dumps({**told, 'why_estimated': missing or None}, indent=1))
+        return EXIT_DONE if shown.fits else EXIT_FAILED
+    print(as_text(shown, cost))
+    if missing:
+        print(f'All figures are estimates: {missing}')
+    if options.dollars or options.hours:
+        print(what_a_budget_buys(shown, terms, dollars=options.dollars, hours=options.hours))
+    if options.fit or not shown.fits:
+        print(_advice(shown, advice, asked=options.fit))
+    return EXIT_DONE if shown.fits else EXIT_FAILED
+
+
+def _advice(shown: Forecast, advice: Candidate | None, *, asked: bool) -> str:
+    if advice is None:
+        return (
+            f'nothing that was tried fits {shown.target.spec}: other meshes, micro-batches, model.remat, state in host '
+            f'memory; take more devices or a smaller model'
+        )
+    if not advice.changes:
+        return 'the config as it is is the fastest that fits'
+    begin = 'fastest of those that fit' if asked else 'this fits'
+    forecast = advice.forecast
+    return (
+        f'{begin}, {size_text(forecast.needed)}, {forecast.time.total:.3g} s a step, '
+        f'{forecast.tokens_per_second:,.0f} tokens/s:\n  {advice_text(advice.changes)}'
+    )
+
+
+def _sweep(config: Config, target: Target, data: Data, terms: Terms, options: argparse.Namespace) -> int:
+    budget = options.dollars or options.hours
+    chip, price = target.chip, terms.price
+    if config.train.micro_batch == AUTO:
+        raise InputError('train.micro_batch=auto: a sweep needs the number of sequences; set it, e.g. to 4')
+    law = BESIROGLU
+    notes = [
+        f'Estimates of maxlm.plan for {chip.name}: no program was compiled.',
+        'Strong: the same batch on more devices. Weak: the batch grows with them.',
+    ]
+    if options.refit:
+        fit = refit(read_runs(options.refit))
+        law = fit.law
+        held_out = '' if fit.held_out_error is None else f', of runs that were left out {fit.held_out_error:.2%}'
+        notes.append(f'Law of the loss from {fit.runs} runs, error {fit.error:.2%}{held_out}')
+    rows = sweep(config, chip, _counts(options.sweep, target), _predict, data, price=price)
+    points = sweep_sizes(config, chip, target.num_devices, _predict, data, price=price)
+    plan = None
+    if budget:
+        plan = plan_budget(points, chip, dollars=options.dollars, hours=options.hours, law=law, terms=terms)
+    title = f'{options.config} on {chip.name}'
+    sizes = [point.row for point in points]
+    if options.output:
+        _write(options.output, title, rows, sizes, plan, notes)
+    if options.json:
+        told = {'notes': notes, 'scaling': tables.as_json(rows), 'sizes': tables.as_json(sizes)}
+        print(json.dumps({**told, 'budget': plan and tables.as_json(plan)}, indent=1))
+        return EXIT_DONE
+    print('\n'.join(notes))
+    print(f'\n{tables.scaling_table(rows)}\n\nsizes on {target.spec}\n{tables.scaling_table(sizes)}')
+    if plan:
+        print(f'\n{tables.budget_table(plan)}')
+    return EXIT_DONE
+
+
+def _write(path: Path, title: str, rows: list, sizes: list, plan: BudgetPlan | None, notes: list[str]) -> None:
+    if path.suffix == '.html':
+        plots.write_html(path, title, rows=[*rows, *sizes], plan=plan, notes=notes)
+    else:
+        plots.write_png(plots.scaling_figure(rows, title), path)
+    logger.info(f'{path} is written')
+
+
+def _counts(given: str, target: Target) -> list[int]:
+    if given:
+        try:
+            return [int(number) for number in given.split(',')]
+        except ValueError:
+            raise InputError(f'--sweep={given}: needs numbers of devices, e.g. --sweep=8,64,512') from None
+    doublings = max(1, math.ceil(math.log2(LARGEST_SWEEP / target.num_devices)) + 1)
+    return [target.num_devices * 2**doubling for doubling in range(doublings)]
+
+
+def _predict(config: Config, chip: Chip, num_devices: int) -> Prediction:
+    nodes = max(1, num_devices // chip.per_node) if chip.platform == 'gpu' else 1
+    target = Target(f'{chip.name}:{num_devices}', chip, num_devices, nodes, (num_devices // nodes, nodes))
+    forecast = estimate(config, Machine(target, usable_memory(chip)))
+    return Prediction(forecast.time.total, forecast.needed, forecast.fits)
+
+
+def _resolve(config: Config, target: Target, data: Data) -> Config:
+    return resolve(config, platform=target.chip.platform, num_devices=target.num_devices, **data._asdict())
+
+
+def _machine(config: Config, target: Target, resolver: Callable[[Config], Config]) -> Machine:
+    # Only a CPU is measured, and with sizes of which the micro-batch is one.
+    train = dataclasses.replace(config.train, micro_batch=1) if config.train.micro_batch == AUTO else config.train
+    return machine_of(target, resolver(dataclasses.replace(config, train=train)))
+
+
+def _missing_compiler(target: Target, options: argparse.Namespace) -> str:
+    """Why there can only be an estimate; empty where the step can be compiled."""
+    if options.estimate:
+        return '--estimate'
+    try:
+        check_compiler(target)
+    except CompilerMissingError as error:
+        return str(error)
+    return ''
+
+
+def _data(config: Config, vocab_size: int) -> Data:
+    """What a config takes from its data set, if that is there."""
+    vocabulary = vocab_size or config.model.vocab_size
+    if vocabulary and not config.train.num_epochs:
+        return Data(vocabulary, windows=1)
+    try:
+        corpus = open_corpus(config.data, tell_sources=False)
+    except InputError as error:
+        if config.train.num_epochs:
+            raise InputError(f'train.num_epochs={config.train.num_epochs:g} needs the data set: {error}') from error
+        logger.warning(
+            f'no data set yet, so the vocabulary is taken to have {USUAL_VOCABULARY} ids; --vocab_size sets it'
+        )
+        return Data(USUAL_VOCABULARY, windows=1)
+    return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows)
+
+
+def _terms(options: argparse.Namespace) -> Terms:
+    for name in ('price_per_hour', 'spot_price_per_hour', 'dollars', 'hours'):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise InputError(f'--{name.replace("_", "-")}={value:g}: needs a number above 0')
+    if not 0 <= options.spot_share <= 1:
+        raise InputError(f'--spot-share={options.spot_share:g}: needs a number from 0 to 1')
+    return Terms(price=options.price_per_hour, spot_price=options.spot_price_per_hour, spot_share=options.spot_share)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog='maxlm.plan',
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        '--config', required=True, help='configs/x.py, with a variant as configs/x.py:big, or a config.json'
+    )
+    parser.add_argument('--target', required=True, help='hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')
+    parser.add_argument(
+        '--fit', action='store_true', help='look for the fastest mesh, micro-batch and model.remat that fit'
+    )
+    parser.add_argument('--estimate', action='store_true', help='do not compile: faster, and less exact')
+    parser.add_argument(
+        '--sweep',
+        nargs='?',
+        const='',
+        metavar='8,16,…',
+        help='estimate over numbers of devices and sizes of the model (default: doublings of the target up to 4096)',
+    )
+    parser.add_argument('--dollars', type=float, help='a budget: what it buys; with --sweep, the best size for it')
+    parser.add_argument('--hours', type=float, help='likewise, in hours on the whole target')
+    parser.add_argument(
+        '--refit', nargs='+', type=Path, metavar='WORKDIR', help='--sweep: the law of the loss from own runs'
+    )
+    parser.add_argument(
+        '--price-per-hour', type=float, help="dollars for one device for one hour (default: the table's)"
+    )
+    parser.add_argument('--spot-price-per-hour', type=float, help='likewise of spot devices')
+    parser.add_argument('--spot-share', type=float, default=1.0, help='share of the steps on spot devices (default 1)')
+    parser.add_argument('--vocab_size', type=int, default=0, help="token ids, where the config takes the data set's")
+    parser.add_argument('--output', type=Path, help='--sweep: picture to write, FILE.png or FILE.html')
+    parser.add_argument('--json', action='store_true', help='print one JSON object')
+    return parser
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.plan` and `maxlm plan`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

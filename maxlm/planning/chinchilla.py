@@ -1,0 +1,297 @@
+"""How loss falls with parameters and tokens, and which of both a budget of operations should go into.
+
+L(N, D) = E + A / N^α + B / D^β, for N parameters and D tokens, where training takes C = 6 · N · D operations (Hoffmann
+et al. 2022, "Training Compute-Optimal Large Language Models", approach 3).
+
+Its loss is that of one data set and tokenizer. What carries over to other text is how N and D share a budget; for
+losses refit it from own runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlm.errors import InputError
+from maxlm.planning.weights import count_parameters
+from maxlm.runtime.metrics import read_metrics
+from maxlm.runtime.workdir import read_config
+
+FLOPS_PER_PARAMETER_TOKEN = 6
+MIN_RUNS = 5
+# Largest over smallest, of sizes and of lengths: a law that is drawn through less says nothing of larger models.
+MIN_SPAN = 3.0
+# Standard deviation of the logarithms across the line along which N and D of the runs lie: with D = 20 · N in all of
+# them, what N and what D does cannot be told apart.
+MIN_SCATTER = 0.2
+# Of the logarithm of the loss: Hoffmann et al. 2022, appendix D.3.
+HUBER_DELTA = 1e-3
+# Smallest singular value of the residuals' normed derivatives by the coefficients: below, they are not independent.
+MIN_STRENGTH = 1e-6
+# Bounds of the fit: of exponents, and of the logarithms of the three parts of the loss at the runs' middle. A fit that
+# lies on one of them has found nothing.
+EXPONENTS = (0.02, 2.0)
+SMALLEST, LARGEST = -6.0, 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """L(N, D) = E + A / N^alpha + B / D^beta, in nats per token."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+    source: str
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
+
+
+# With the exponents of its source text; the paper rounds them to 0.34 and 0.28, which shifts large models by much.
+HOFFMANN = Law(
+    1.69, 406.4, 410.7, 0.3392, 0.2849, 'Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models"'
+)
+# The default. It was fitted again to runs read off the paper's plots, since the first fit had not converged: it leaves
+# smaller residuals, and agrees with the paper's two other approaches and with the model that was trained by them, about
+# 20 tokens per parameter.
+BESIROGLU = Law(
+    1.8172, 482.01, 2085.43, 0.3478, 0.3658, 'Besiroglu et al. 2024, "Chinchilla Scaling: A Replication Attempt"'
+)
+
+
+class Allocation(NamedTuple):
+    """Where a budget of operations goes."""
+
+    parameters: float
+    tokens: float
+    loss: float
+
+
+class Run(NamedTuple):
+    """What a finished run says about the law."""
+
+    name: str
+    parameters: float
+    tokens: float
+    loss: float
+
+
+class Fit(NamedTuple):
+    """A law from own runs."""
+
+    law: Law
+    runs: int
+    # Root mean square of log(predicted loss / loss): of the runs, and of each run by the law of the others (None where
+    # there are too few).
+    error: float
+    held_out_error: float | None
+    # The size of a budget's best model grows as its operations to the power of `size_exponent`; the standard error is
+    # the jackknife's.
+    size_exponent: float
+    size_exponent_error: float | None
+
+
+def compute_optimal(flops: float, law: Law = BESIROGLU) -> Allocation:
+    """The size and length of least loss for so many operations; in closed form (Hoffmann et al. 2022, equation 4)."""
+    if not flops > 0:
+        raise InputError(f'a budget of {flops:g} operations trains nothing; give a number above 0')
+    total = law.alpha + law.beta
+    scale = (law.alpha * law.A / (law.beta * law.B)) ** (1 / total)
+    product = flops / FLOPS_PER_PARAMETER_TOKEN
+    parameters, tokens = scale * product ** (law.beta / total), product ** (law.alpha / total) / scale
+    return Allocation(parameters, tokens, law.loss(parameters, tokens))
+
+
+def read_runs(workdirs: Sequence[Path]) -> list[Run]:
+    """The runs in these workdirs: their last eval/loss, or where not all have one, train/loss at their end.
+
+    Raises:
+        InputError: a run is not finished, or they are not about the same text.
+    """
+    lines = {path: read_metrics(path) for path in workdirs}
+    configs = {path: read_config(path) for path in workdirs}
+    for path in workdirs:
+        if not any('train/loss' in line for line in lines[path]):
+            raise InputError(f'{path}: no train/loss in its metrics.jsonl; give workdirs of finished runs')
+        done, num_steps = lines[path][-1]['step'], configs[path].train.num_steps
+        if done < num_steps:
+            # Its learning rate has not come down, and its loss is above that of a run of this length.
+            raise InputError(f'{path}: stopped at step {done} of {num_steps}; finish it, or leave it out')
+    compared: dict[str, dict[Path, object]] = {
+        'model.vocab_size': {path: configs[path].model.vocab_size for path in workdirs},
+        'data': {path: configs[path].data.sources or configs[path].data.path for path in workdirs},
+    }
+    for key, values in compared.items():
+        if len(set(values.values())) > 1:
+            first, other = workdirs[0], next(path for path in workdirs if values[path] != values[workdirs[0]])
+            raise InputError(
+                f'{first} has {key}={values[first]} and {other} {values[other]}; losses can be compared only on the '
+                f'same text in the same tokens'
+            )
+    evaluated = all(any(line.get('eval/loss') is not None for line in lines[path]) for path in workdirs)
+    runs = []
+    for path in workdirs:
+        train = configs[path].train
+        tokens = train.num_steps * train.global_batch * configs[path].data.window
+        loss = _last(lines[path], 'eval/loss') if evaluated else _end(lines[path], train.num_steps)
+        if loss is None:
+            raise InputError(f'{path}: its last losses are not finite; leave it out')
+        runs.append(Run(str(path), count_parameters(configs[path].model), tokens, loss))
+    return runs
+
+
+def refit(runs: Sequence[Run]) -> Fit:
+    """The law that own runs follow: least Huber loss of log L, as in Hoffmann et al. 2022, appendix D.3.
+
+    Raises:
+        InputError: there are too few runs, or they are too much alike to tell size and length apart.
+    """
+    _check_spread(runs)
+    law = _fit(runs)
+    error = _rms([_log_ratio(law, run) for run in runs])
+    if len(runs) == MIN_RUNS:
+        return Fit(law, len(runs), error, None, _size_exponent(law), None)
+    others = [_fit([other for other in runs if other is not run], near=law) for run in runs]
+    held_out = _rms([_log_ratio(other, run) for other, run in zip(others, runs, strict=True)])
+    spread = float(np.std([_size_exponent(other) for other in others])) * math.sqrt(len(runs) - 1)
+    return Fit(law, len(runs), error, held_out, _size_exponent(law), spread)
+
+
+def _size_exponent(law: Law) -> float:
+    return law.beta / (law.alpha + law.beta)
+
+
+def _last(lines: list[dict], name: str) -> float | None:
+    return next(line[name] for line in reversed(lines) if line.get(name) is not None)
+
+
+def _end(lines: list[dict], num_steps: int) -> float | None:
+    """Mean of train/loss over the last twentieth of the run: a single batch's is too noisy."""
+    losses = [line['train/loss'] for line in lines if line.get('train/loss') is not None]
+    late = [
+        line['train/loss'] for line in lines if line.get('train/loss') is not None and line['step'] > 0.95 * num_steps
+    ]
+    return float(np.mean(late)) if late else (losses[-1] if losses else None)
+
+
+def _check_spread(runs: Sequence[Run]) -> None:
+    if len(runs) < MIN_RUNS:
+        raise InputError(f'{len(runs)} runs cannot determine five coefficients; give at least {MIN_RUNS}')
+    for name, values in {
+        'parameters': [run.parameters for run in runs],
+        'tokens': [run.tokens for run in runs],
+    }.items():
+        span = max(values) / min(values)
+        if span < MIN_SPAN or len({round(math.log(value), 1) for value in values}) < 3:
+            raise InputError(
+                f'the runs have {min(values):.3g} to {max(values):.3g} {name}; give runs of three or more numbers of '
+                f'{name} that span a factor of {MIN_SPAN:g}'
+            )
+    logs = np.log([[run.parameters, run.tokens] for run in runs])
+    scatter = np.linalg.svd(logs - logs.mean(0), compute_uv=False)[-1] / math.sqrt(len(runs))
+    if scatter < MIN_SCATTER:
+        raise InputError(
+            'tokens grow with parameters in the same way in all runs, so that their effects cannot be told apart; add '
+            'runs of the same size and another length'
+        )
+
+
+def _fit(runs: Sequence[Run], near: Law | None = None) -> Law:
+    """The law of least Huber loss; with `near`, from there alone.
+
+    The objective is the paper's. Its minimum is found by least squares that follow the curvature, in tens of
+    steps: L-BFGS needs thousands in this narrow valley, and where it stopped early lay the error of the first fit.
+    """
+    # SciPy comes with JAX; its optimizers take a while to import.
+    from scipy import optimize
+
+    logs_N, logs_D, logs_L = np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
+    # Powers of N and D relative to a middle: the coefficients are then of the size of the loss.
+    middle_N, middle_D = logs_N.mean(), logs_D.mean()
+    x_N, x_D = logs_N - middle_N, logs_D - middle_D
+
+    def parts(coefficients: np.ndarray) -> np.ndarray:
+        a, b, e, alpha, beta = coefficients
+        return np.exp(np.stack([a - alpha * x_N, b - beta * x_D, np.full_like(x_N, e)]))
+
+    def residuals(coefficients: np.ndarray) -> np.ndarray:
+        return np.log(parts(coefficients).sum(0)) - logs_L
+
+    def slopes(coefficients: np.ndarray) -> np.ndarray:
+        losses = parts(coefficients)
+        shares = losses / losses.sum(0)
+        return np.stack([*shares, -shares[0] * x_N, -shares[1] * x_D], axis=1)
+
+    if near is None:
+        starts = _starts(x_N, x_D, np.exp(-logs_L))
+    else:
+        a, b = math.log(near.A) - near.alpha * middle_N, math.log(near.B) - near.beta * middle_D
+        starts = [[a, b, math.log(near.E), near.alpha, near.beta]]
+    lower, upper = [SMALLEST] * 3 + [EXPONENTS[0]] * 2, [LARGEST] * 3 + [EXPONENTS[1]] * 2
+    fits = [
+        optimize.least_squares(
+            residuals, np.clip(start, lower, upper), slopes, (lower, upper), loss='huber', f_scale=HUBER_DELTA,
+            x_scale='jac', ftol=1e-12, xtol=1e-10, gtol=1e-14, max_nfev=300,
+        )
+        for start in starts
+    ]  # fmt: skip
+    best = min(fits, key=lambda fit: fit.cost)
+    a, b, e, alpha, beta = best.x
+    if near is None:
+        _check_determined(slopes(best.x))
+    # Without one run the others may say less; that shows in the held-out error.
+    if near is None and _on_bound(best.x):
+        raise InputError(
+            f'{len(runs)} runs do not show how loss falls with size and length (the best law has exponents {alpha:.2f} '
+            f'and {beta:.2f} and a floor of {math.exp(e):.2g}); add runs further apart, each with its own best '
+            f'learning rate'
+        )
+    A, B = math.exp(a + alpha * middle_N), math.exp(b + beta * middle_D)
+    return Law(math.exp(e), A, B, float(alpha), float(beta), f'fitted to {len(runs)} runs')
+
+
+def _check_determined(slopes: np.ndarray) -> None:
+    """Refuses runs through which many laws go, e.g. two sizes crossed with two lengths and one run more."""
+    strengths = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
+    if strengths[-1] < MIN_STRENGTH:
+        raise InputError(
+            'several laws go through these runs alike; add runs whose size and length differ from those of all others'
+        )
+
+
+def _on_bound(coefficients: np.ndarray, margin: float = 0.01) -> bool:
+    parts, exponents = coefficients[:3], coefficients[3:]
+    return (
+        min(parts) < SMALLEST + margin
+        or max(parts) > LARGEST - margin
+        or min(exponents) < EXPONENTS[0] + margin
+        or max(exponents) > EXPONENTS[1] - margin
+    )
+
+
+def _starts(x_N: np.ndarray, x_D: np.ndarray, weights: np.ndarray) -> list[list[float]]:
+    """The best of a grid of exponents, for each of which the law is linear; in place of the paper's 4 500 starts."""
+    from scipy import optimize
+
+    found = []
+    for alpha in np.linspace(0.1, 1.0, 7):
+        for beta in np.linspace(0.1, 1.0, 7):
+            columns = np.stack([np.exp(-alpha * x_N), np.exp(-beta * x_D), np.ones_like(x_N)], axis=1)
+            solution, distance = optimize.nnls(columns * weights[:, None], np.ones_like(x_N))
+            found.append((distance, [*np.log(np.maximum(solution, 1e-2)), alpha, beta]))
+    return [start for _, start in sorted(found)[:4]]
+
+
+def _log_ratio(law: Law, run: Run) -> float:
+    return math.log(law.loss(run.parameters, run.tokens) / run.loss)
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values) / len(values))

@@ -1,0 +1,124 @@
+"""What the step of a config will need and take on a target: by formulas, or with its program from the compiler."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import jax
+
+from maxlm.config.keys import Config
+from maxlm.errors import InputError
+from maxlm.planning.compile import CompiledStep, compile_train_step
+from maxlm.planning.machine import Machine
+from maxlm.planning.memory import Memory, estimate_memory, memory_of, overflow_of
+from maxlm.planning.program import Program, read_program
+from maxlm.planning.roofline import StepTime, step_time
+from maxlm.planning.targets import Target, compiling_for, target_layout
+from maxlm.planning.work import Work, estimate_work
+from maxlm.training.sharding import Layout
+from maxlm.training.step import abstract_state
+
+
+class Forecast(NamedTuple):
+    """One step of a resolved config on a target, per device."""
+
+    config: Config
+    target: Target
+    memory: Memory
+    # Bytes that a program may have.
+    available: int
+    work: Work
+    time: StepTime
+    # What the compiler made of it; of a CPU's program nothing is read, as its devices share a memory.
+    program: Program | None = None
+    compiled: CompiledStep | None = None
+
+    @property
+    def needed(self) -> int:
+        return self.memory.total
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.config.train.global_batch * self.config.data.window / self.time.total
+
+
+def estimate(config: Config, machine: Machine) -> Forecast:
+    """By formulas alone, in a few milliseconds."""
+    work = estimate_work(config)
+    memory = estimate_memory(config, machine.target.chip.platform)
+    return Forecast(config, machine.target, memory, machine.available, work, _time(config, machine, work))
+
+
+def compile_ahead(config: Config, machine: Machine) -> Forecast:
+    """With the step compiled for a target that need not be here; see `compile_for`.
+
+    State in the host memory of GPUs cannot be compiled so; then it is the estimate.
+
+    Raises:
+        CompilerMissingError: what compiles for the target is not installed.
+        InputError: as `compile_for`.
+    """
+    if machine.target.chip.platform == 'gpu' and config.mesh.offload != 'none':
+        # GPUs that are not here have one memory only: the program would be another one.
+        return estimate(config, machine)
+    layout = target_layout(machine.target, config.mesh)
+    with compiling_for(machine.target):
+        return compile_for(config, machine, layout)
+
+
+def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: int = 0) -> Forecast:
+    """With memory and transfers of the compiled step; its operations are counted by formula.
+
+    A program that the compiler refuses for its memory has the memory that the compiler names, and the rest estimated.
+
+    Raises:
+        InputError: the compiler refuses the program for another reason.
+    """
+    abstract = abstract_state(config, layout)
+    estimated = estimate(config, machine)
+    try:
+        compiled = compile_train_step(config, layout, abstract, num_sources)
+    except jax.errors.JaxRuntimeError as error:
+        overflow = overflow_of(error)
+        if overflow is None:
+            reason = str(error).strip().partition('\n')[0]
+            raise InputError(f'the compiler for {machine.target.spec} refuses the step: {reason}') from error
+        return _overflowing(estimated, overflow.needed, overflow.available)
+    program = None
+    work = estimated.work
+    if machine.target.chip.platform != 'cpu':
+        program = read_program(compiled.step.as_text() or '', config.mesh.sizes)
+        if program.unknown_loops:
+            warnings.warn(f'loops of unknown length count as one round: {program.unknown_loops}', stacklevel=2)
+        work = work._replace(transfers=program.transfers)
+    return estimated._replace(
+        memory=memory_of(compiled, config, abstract),
+        work=work,
+        time=_time(config, machine, work),
+        program=program,
+        compiled=compiled,
+    )
+
+
+def _overflowing(estimated: Forecast, needed: int, available: int) -> Forecast:
+    """The estimate, with the compiler's total: what it is above the estimate is temporary."""
+    rest = needed - (estimated.memory.total - estimated.memory.temporary)
+    memory = estimated.memory._replace(temporary=max(0, rest), is_estimate=False)
+    return estimated._replace(memory=memory, available=min(estimated.available, available))
+
+
+def _time(config: Config, machine: Machine, work: Work) -> StepTime:
+    target = machine.target
+    return step_time(
+        work,
+        target.chip,
+        num_devices=target.num_devices,
+        num_islands=target.num_islands,
+        mesh_sizes=config.mesh.sizes,
+        efficiency=machine.efficiency,
+    )

@@ -1,0 +1,103 @@
+"""How many bytes of training state a device holds, from a config's shapes alone or from abstract arrays: exact.
+
+A search over many layouts takes the first way, which needs no tracing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from maxlm.config.keys import Config
+from maxlm.model.host_memory import HOST
+from maxlm.planning.weights import Weight, weights
+from maxlm.training.moments import MIN_SIZE, num_blocks
+from maxlm.training.sharding import SAVING, TABLE
+from maxlm.training.step import TrainState
+
+
+class StateBytes(NamedTuple):
+    """Bytes per device; what lies in host memory stands under `host` alone."""
+
+    parameters: int
+    # Optimizer state.
+    moments: int
+    # Moving average of the parameters.
+    average: int
+    host: int
+
+
+def state_bytes(abstract: TrainState) -> StateBytes:
+    """Of a state whose leaves have shapes, types and shardings."""
+    device, host = {'parameters': 0, 'moments': 0, 'average': 0}, 0
+    for name, tree in (('parameters', abstract.params), ('moments', abstract.opt_state), ('average', abstract.ema)):
+        for leaf in jax.tree.leaves(tree):
+            size = _shard_bytes(leaf)
+            if leaf.sharding.memory_kind == HOST:
+                host += size
+            else:
+                device[name] += size
+    return StateBytes(**device, host=host)
+
+
+def planned_state_bytes(config: Config) -> StateBytes:
+    """The same of a resolved config, from its shapes; counters, some bytes, are left out."""
+    params = moments = 0
+    for weight in weights(config.model):
+        params += 4 * shard_size(config, weight, zero=config.mesh.zero)
+        moments += moment_bytes(config, weight)
+    average = params if config.optimizer.ema_decay else 0
+    offload = config.mesh.offload
+    if offload == 'all':
+        return StateBytes(0, 0, 0, params + moments + average)
+    if offload == 'optimizer':
+        return StateBytes(params, 0, average, moments)
+    return StateBytes(params, moments, average, 0)
+
+
+def shard_size(config: Config, weight: Weight, *, zero: int) -> int:
+    """Elements of a weight that one device holds, where `zero` says what is split to save memory."""
+    return math.prod(shard_shape(config, weight, zero=zero))
+
+
+def shard_shape(config: Config, weight: Weight, *, zero: int) -> tuple[int, ...]:
+    """The part of a weight that one device holds."""
+    return tuple(size // _parts(config, axis, zero) for size, axis in zip(weight.shape, weight.axes, strict=True))
+
+
+def _parts(config: Config, axis: str, zero: int) -> int:
+    if axis in SAVING and zero < 3:
+        return 1
+    sizes = config.mesh.sizes
+    return math.prod(sizes[mesh_axis] for mesh_axis in TABLE[axis])
+
+
+def moment_bytes(config: Config, weight: Weight) -> int:
+    """Of a weight's optimizer state, on one device."""
+    optimizer = config.optimizer
+    # Muon has one moment of the matrices of the blocks, Adam two of everything.
+    by_muon = optimizer.name == 'muon' and weight.kind == 'matrix'
+    stored = optimizer.moments
+    if weight.size < MIN_SIZE or (weight.kind == 'vector' and not by_muon):
+        stored = 'float32'
+    one = shard_size(config, weight, zero=3)
+    if stored == 'int8':
+        each = one + _scale_bytes(config, weight)
+    else:
+        each = one * (4 if stored == 'float32' else 2)
+    return each if by_muon else 2 * each
+
+
+def _scale_bytes(config: Config, weight: Weight) -> int:
+    """Of the blocks' scales, placed as `maxlm.training.moments.place_moment` places them."""
+    *rest, last = (_parts(config, axis, 3) for axis in weight.axes)
+    number = num_blocks(weight.shape[-1])
+    whole = any(parts == 1 and size % last == 0 for size, parts in zip(weight.shape[:-1], rest, strict=True))
+    parts = math.prod(rest) * (last if number % last == 0 or whole else 1)
+    return 4 * math.prod(weight.shape[:-1]) * number // parts
+
+
+def _shard_bytes(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -1,0 +1,100 @@
+"""The figures of sweeps and budgets as people and programs read them: text in columns, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from maxlm.planning.budget import BudgetPlan, BudgetRow
+from maxlm.planning.chips import GIB
+from maxlm.planning.scaling import ScalingRow
+
+
+def table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first left and the others right."""
+    widths = [max(len(line[column]) for line in [header, *cells]) for column in range(len(header))]
+    lines = []
+    for line in [header, *cells]:
+        first, *rest = line
+        padded = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append('  '.join([first.ljust(widths[0]), *padded]).rstrip())
+    return '\n'.join(lines)
+
+
+SCALING_HEADER = (
+    *('scaling', 'devices', 'parameters', 'batch', 'mesh', 'tokens/s'),
+    *('s/step', 'MFU', 'efficiency', 'GiB', 'hours', '$'),
+)
+
+
+def scaling_cells(row: ScalingRow) -> list[str]:
+    """A row as it is shown."""
+    start = [row.kind, f'{row.num_devices}', short(row.parameters), f'{row.global_batch}']
+    if row.refusal:
+        return [*start, *'-' * 8]
+    memory = f'{row.memory_bytes / GIB:.1f}' + ('' if row.fits else ' too much')
+    return [
+        *start,
+        row.mesh,
+        short(row.tokens_per_second),
+        f'{row.step_seconds:.3g}',
+        f'{row.mfu:.0%}',
+        f'{row.efficiency:.0%}',
+        memory,
+        f'{row.hours:,.1f}',
+        '-' if row.dollars is None else f'{row.dollars:,.0f}',
+    ]
+
+
+def scaling_table(rows: Sequence[ScalingRow]) -> str:
+    """The rows as text, with the reasons of those that have no figures below."""
+    lines = [table(SCALING_HEADER, [scaling_cells(row) for row in rows])]
+    lines += [f'{row.kind} on {row.num_devices}: {row.refusal}' for row in rows if row.refusal]
+    return '\n'.join(lines)
+
+
+BUDGET_HEADER = ('parameters', 'tokens', 'per parameter', 'MFU', 'loss', '')
+
+
+def budget_cells(row: BudgetRow, plan: BudgetPlan) -> list[str]:
+    """A row as it is shown."""
+    note = 'best' if row is plan.best else '' if row.fits else 'does not fit'
+    ratio = f'{row.tokens / row.parameters:,.1f}'
+    return [short(row.parameters), short(row.tokens), ratio, f'{row.mfu:.0%}', f'{row.loss:.3f}', note]
+
+
+def budget_table(plan: BudgetPlan) -> str:
+    """The rows as text, and what follows from them."""
+    optimum, by_law = plan.optimum, plan.by_law
+    return '\n'.join(
+        [
+            table(BUDGET_HEADER, [budget_cells(row, plan) for row in plan.rows]),
+            f'best between these: {short(optimum.parameters)} parameters on {short(optimum.tokens)} tokens, loss '
+            f'{optimum.loss:.3f}',
+            f'by the law alone, at equal speed: {short(by_law.parameters)} on {short(by_law.tokens)}',
+            f'law: {plan.law.source}',
+        ]
+    )
+
+
+def as_json(rows: Sequence[ScalingRow] | BudgetPlan) -> Any:
+    """What `json.dumps` takes."""
+    if isinstance(rows, BudgetPlan):
+        return {
+            'rows': [row._asdict() for row in rows.rows],
+            'best': rows.best._asdict(),
+            'optimum': rows.optimum._asdict(),
+            'by_law': rows.by_law._asdict(),
+            'law': dataclasses.asdict(rows.law),
+        }
+    return [row._asdict() for row in rows]
+
+
+def short(number: float) -> str:
+    """Three digits and a unit: 1.35B, 84.2M, 512."""
+    for unit, size in (('T', 1e12), ('B', 1e9), ('M', 1e6), ('k', 1e3)):
+        # What rounds up to the next unit belongs there.
+        if number >= 0.9995 * size:
+            return f'{number / size:.3g}{unit}' if number < 999.5 * size else f'{number / size:.0f}{unit}'
+    return f'{number:.3g}'

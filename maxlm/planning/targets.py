@@ -1,0 +1,297 @@
+"""Hardware that one compiles for without having it: its name on the command line, and its devices as JAX shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import re
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from maxlm.config.keys import MeshConfig
+from maxlm.config.rules import nearest
+from maxlm.errors import InputError
+from maxlm.planning.chips import CHIPS, Chip, host_memory
+from maxlm.planning.gpu_targets import GPU_TARGETS, answering_for, describe_gpu
+from maxlm.training.sharding import Layout, make_layout, split_across_islands
+
+# More than any cluster or pod of today; a mistyped number must not fill the memory.
+MAX_DEVICES = 2**16
+
+
+class CompilerMissingError(Exception):
+    """Nothing that is installed compiles for a target, so there can only be an estimate; one line that says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Devices of one kind, in islands: groups with fast links within, which are nodes of GPUs or slices of TPUs."""
+
+    # As given.
+    spec: str
+    # Of a CPU only its memory; what it reaches must be measured.
+    chip: Chip
+    num_devices: int
+    num_islands: int
+    # A TPU slice's torus; otherwise (devices of a node, nodes).
+    shape: tuple[int, ...]
+
+
+def _cubes(*pod: int) -> tuple[tuple[int, ...], ...]:
+    """Slices of three dimensions within a pod: parts of a cube of 4×4×4 chips, or whole such cubes."""
+    sides = (range(4, side + 1, 4) for side in pod)
+    whole = (shape for shape in itertools.product(*sides) if sorted(shape) == list(shape))
+    return ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *whole)
+
+
+_RECTANGLES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+# The slices that exist, by chip (Google Cloud's pages on each TPU). libtpu would also make others, e.g. v5e:32x32, and
+# ends the process on some that are none, so it is asked only for these. It has no megacore for TPU7x, and v2 and v3 are
+# too small for what is trained today.
+SLICES: dict[str, tuple[tuple[int, ...], ...]] = {
+    'v4': _cubes(16, 16, 16),
+    'v5e': _RECTANGLES,
+    'v5p': _cubes(16, 20, 28),
+    'v6e': _RECTANGLES,
+}
+# Two cores of these are one device to JAX on the real machine, and two to libtpu unless it is told so.
+_MEGACORE = ('v4', 'v5p')
+# What Google Cloud counts in its names of slices, as v4-32: cores of these, chips of the others.
+_COUNTED_IN_CORES = ('v4', 'v5p')
+
+# Of chips with one name the first counts.
+_NAMES: dict[str, Chip] = {}
+for _chip in CHIPS:
+    if _chip.platform == 'gpu' or _chip.name in SLICES:
+        _NAMES.setdefault(_chip.name, _chip)
+_ALIASES = {'a100-80': 'a100', 'h100-sxm': 'h100'}
+
+
+def parse_target(spec: str) -> Target:
+    """The target that a text names.
+
+    `h100:8` is GPUs of one node, `h100:8x4` four such nodes; `v4:2x2x4` is a slice of TPUs, `v5e:16x16*2` two slices;
+    `cpu` is all virtual CPU devices of this process, `cpu:8` eight. Case does not matter.
+
+    Raises:
+        InputError: there is no such chip, or not in this number or shape; near ones that there are, are named.
+    """
+    name, colon, rest = spec.strip().lower().partition(':')
+    name = _ALIASES.get(name, name)
+    if name == 'cpu':
+        return _parse_cpu(spec, rest if colon else str(len(jax.devices('cpu'))))
+    if name not in _NAMES:
+        raise InputError(f'target {spec!r}: {_near_chip(name, rest)} (chips: {", ".join([*_NAMES, "cpu"])})')
+    chip = _NAMES[name]
+    return _parse_gpu(spec, chip, rest) if chip.platform == 'gpu' else _parse_tpu(spec, chip, rest)
+
+
+def _parse_cpu(spec: str, rest: str) -> Target:
+    count = int(rest) if re.fullmatch(r'\d{1,6}', rest, re.ASCII) else 0
+    if not 1 <= count <= MAX_DEVICES:
+        raise InputError(f'target {spec!r}: needs a number of virtual devices, e.g. cpu:8, or cpu for those of now')
+    chip = Chip('cpu', 'cpu', 'cpu', 0.0, host_memory() // count, 0.0, count, 0.0, 0.0, 0.0)
+    return Target(spec, chip, count, 1, (count, 1))
+
+
+def _parse_gpu(spec: str, chip: Chip, rest: str) -> Target:
+    found = re.fullmatch(r'(\d{1,6})(?:x(\d{1,6}))?', rest, re.ASCII)
+    count, nodes = (int(found[1]), int(found[2] or 1)) if found else (0, 0)
+    whole = chip.per_node
+    if count * nodes == 0:
+        raise InputError(
+            f'target {spec!r}: needs the number of GPUs, e.g. {chip.name}:{whole}, or of those in a node and of nodes, '
+            f'e.g. {chip.name}:{whole}x4'
+        )
+    if count * nodes > MAX_DEVICES:
+        raise InputError(
+            f'target {spec!r}: {count * nodes} GPUs are too many; at most {MAX_DEVICES}, {chip.name}:{whole}x'
+            f'{MAX_DEVICES // whole}'
+        )
+    if count > whole:
+        wanted = count * nodes
+        fewer, more = wanted // whole, -(-wanted // whole)
+        near = ' or '.join(_gpu_spec(chip, number) for number in dict.fromkeys((fewer, more)))
+        raise InputError(f'target {spec!r}: a node has {whole} GPUs; did you mean {near}?')
+    return Target(spec, chip, count * nodes, nodes, (count, nodes))
+
+
+def _gpu_spec(chip: Chip, nodes: int) -> str:
+    return f'{chip.name}:{chip.per_node}' + (f'x{nodes}' if nodes > 1 else '')
+
+
+def _parse_tpu(spec: str, chip: Chip, rest: str) -> Target:
+    found = re.fullmatch(r'(\d{1,6}(?:x\d{1,6})*)(?:\*(\d{1,6}))?', rest, re.ASCII)
+    shape = tuple(map(int, found[1].split('x'))) if found else ()
+    slices = int(found[2] or 1) if found else 1
+    if shape not in SLICES[chip.name]:
+        chips = math.prod(shape) if shape else 8
+        near = ', '.join(_near_slices(chip.name, chips))
+        if not shape:
+            raise InputError(f'target {spec!r}: needs the shape of a slice, e.g. {near}')
+        raise InputError(f'target {spec!r}: {chip.name} has no slice of this shape; near: {near}')
+    chips, text = math.prod(shape), f'{chip.name}:{"x".join(map(str, shape))}'
+    if slices == 0:
+        raise InputError(f'target {spec!r}: needs a number of slices, e.g. {text} or {text}*2')
+    if slices > 1 and chips == 1:
+        raise InputError(f'target {spec!r}: slices of one chip have no network; near: {chip.name}:2x2*{slices}')
+    if chips * slices > MAX_DEVICES:
+        raise InputError(f'target {spec!r}: {chips * slices} TPUs are too many; near: {text}*{MAX_DEVICES // chips}')
+    return Target(spec, chip, chips * slices, slices, shape)
+
+
+def _near_slices(name: str, chips: int, number: int = 3) -> list[str]:
+    """Slices with about so many chips, the most compact first among those of one size."""
+    by_distance = sorted(
+        SLICES[name], key=lambda shape: (abs(math.log(math.prod(shape) / max(chips, 1))), max(shape), shape)
+    )
+    return [f'{name}:{"x".join(map(str, shape))}' for shape in by_distance[:number]]
+
+
+def _near_chip(name: str, rest: str) -> str:
+    """What may have been meant by the name of a chip that there is not."""
+    slice_name = re.fullmatch(r'(v4|v5p|v5litepod|v5e|v6e)-(\d{1,6})', name, re.ASCII)
+    if slice_name:
+        tpu, count = slice_name[1].replace('v5litepod', 'v5e'), int(slice_name[2])
+        chips = count // 2 if tpu in _COUNTED_IN_CORES else count
+        (near,) = _near_slices(tpu, chips, number=1)
+        return f'TPUs are named by the shape of a slice; did you mean {near}?'
+    guess = nearest(name, [*_NAMES, 'cpu'])
+    if not guess.startswith('did you mean'):
+        return 'there is no such chip'
+    near = guess.split("'")[1]
+    if near == 'cpu':
+        return 'did you mean cpu?'
+    try:
+        return f'did you mean {parse_target(f"{near}:{rest}").spec}?'
+    except InputError:
+        chip = _NAMES[near]
+        example = _gpu_spec(chip, 1) if chip.platform == 'gpu' else _near_slices(near, 8, number=1)[0]
+        return f'did you mean {near}, e.g. {example}?'
+
+
+def target_devices(target: Target) -> list[Any]:
+    """Devices as those of the target, for `maxlm.training.sharding.make_layout`; none of them need be there.
+
+    JAX itself should be on the CPU (`jax_platforms`), as it asks other platforms for devices when it starts. GPUs of
+    several nodes come node after node and show their node as `process_index` alone, not as `slice_index` like real
+    ones, so `make_layout` takes them for one island: use `target_layout`.
+
+    Raises:
+        CompilerMissingError: what compiles for the target is not installed.
+        InputError: it is, but refuses the target; or there are fewer CPU devices.
+    """
+    if target.chip.platform == 'cpu':
+        devices = jax.devices('cpu')
+        if len(devices) < target.num_devices:
+            raise InputError(
+                f'target {target.spec!r}: this process has {len(devices)} CPU devices; start it with '
+                f'XLA_FLAGS=--xla_force_host_platform_device_count={target.num_devices}'
+            )
+        return devices[: target.num_devices]
+    check_compiler(target)
+    try:
+        return list(_topology_devices(target))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition('\n')[0] or type(error).__name__
+        raise InputError(f'target {target.spec!r}: its compiler is installed, but failed: {reason}') from error
+
+
+def check_compiler(target: Target) -> None:
+    """Checks, without starting it, that what compiles for the target is installed.
+
+    Raises:
+        CompilerMissingError: what compiles for the target is not installed, or does not know the chip.
+    """
+    name, platform = target.chip.name, target.chip.platform
+    # The variable is how a TPU machine names a libtpu that came without pip.
+    if platform == 'tpu' and not os.environ.get('TPU_LIBRARY_PATH') and not _is_installed('libtpu'):
+        raise CompilerMissingError(f"no compiler for {name} is installed (libtpu): pip install 'maxlm[tpu]'")
+    if platform == 'gpu':
+        if name not in GPU_TARGETS:
+            raise CompilerMissingError(f'{name} is not described to the compiler; there are {", ".join(GPU_TARGETS)}')
+        if not _is_installed('jax_cuda12_plugin') and not _is_installed('jax_cuda13_plugin'):
+            raise CompilerMissingError(
+                f"no compiler for {name} is installed (JAX's CUDA plugin): pip install 'maxlm[cuda12]'"
+            )
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@functools.cache
+def _topology_devices(target: Target) -> tuple[Any, ...]:
+    if target.chip.platform == 'gpu':
+        per_node, nodes = target.shape
+        return tuple(
+            topologies.get_topology_desc(
+                topology_name=target.chip.name,
+                platform='cuda',
+                target_config=describe_gpu(target.chip),
+                # Slices, nodes of a slice, GPUs of a node.
+                topology=f'1x{nodes}x{per_node}',
+            ).devices
+        )
+    # There is no metadata server to ask, and other processes of this machine may hold libtpu.
+    os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+    os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', 'true')
+    options: dict[str, Any] = {'chip_config_name': 'megacore'} if target.chip.name in _MEGACORE else {}
+    if target.num_devices == 1:
+        # libtpu before 0.0.50 takes any slice for one of whole hosts of four chips.
+        options['chips_per_host_bounds'] = (1, 1, 1)
+    if target.num_islands > 1:
+        options['num_slices'] = target.num_islands
+    name = f'{target.chip.name}:{"x".join(map(str, target.shape))}'
+    return tuple(topologies.get_topology_desc(topology_name=name, platform='tpu', **options).devices)
+
+
+def target_layout(target: Target, mesh: MeshConfig) -> Layout:
+    """The layout of resolved sizes on the target's devices, as `make_layout` makes it on the real machine.
+
+    Raises:
+        CompilerMissingError, InputError: as `target_devices` and `check_islands`.
+    """
+    check_islands(target, mesh)
+    layout = make_layout(mesh, target_devices(target))
+    if target.chip.platform != 'gpu' or target.num_islands == 1:
+        return layout
+    # `make_layout` took the nodes for one island and put the GPUs in the order of their numbers.
+    grid = layout.mesh.devices.flatten()[_positions_over_nodes(target, mesh)].reshape(layout.mesh.devices.shape)
+    over_nodes = Mesh(grid, layout.mesh.axis_names, axis_types=layout.mesh.axis_types)
+    return dataclasses.replace(layout, mesh=over_nodes)
+
+
+def check_islands(target: Target, mesh: MeshConfig) -> None:
+    """Refuses axes that the real machine would refuse to lay over links between nodes or slices.
+
+    Raises:
+        InputError: as `split_across_islands`.
+    """
+    split_across_islands(mesh.sizes, target.num_islands)
+
+
+def _positions_over_nodes(target: Target, mesh: MeshConfig) -> np.ndarray:
+    """Numbers of the GPUs in the order of the mesh; each axis goes over nodes with the outer part of its index."""
+    across = split_across_islands(mesh.sizes, target.num_islands)
+    within = [size // factor for size, factor in zip(mesh.sizes.values(), across, strict=True)]
+    numbers = np.arange(target.num_devices).reshape(*across, *within)
+    # Node parts of the axes, parts within → for each axis both.
+    axes = [axis for pair in zip(range(len(across)), range(len(across), numbers.ndim), strict=True) for axis in pair]
+    return numbers.transpose(axes).flatten()
+
+
+def compiling_for(target: Target) -> AbstractContextManager[None]:
+    """Within it, JAX lowers and compiles cuDNN attention for the target, whatever devices are there."""
+    gpu = GPU_TARGETS.get(target.chip.name)
+    return answering_for(gpu) if gpu else contextlib.nullcontext()

@@ -1,0 +1,70 @@
+"""Before a run touches data: its step is compiled for the devices that are here, and refused if it cannot fit them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from maxlm.config.keys import AUTO, Config
+from maxlm.errors import InputError
+from maxlm.planning.fit import choose_micro_batch, confirm, search
+from maxlm.planning.forecast import Forecast, compile_for
+from maxlm.planning.machine import present_machine
+from maxlm.planning.plan_report import advice_text, size_text
+from maxlm.runtime.console import logger
+from maxlm.training.sharding import Layout, make_layout
+from maxlm.training.step import TrainState, abstract_state
+
+Resolve = Callable[[Config], Config]
+
+
+class Ready(NamedTuple):
+    """A run whose first step fits."""
+
+    config: Config
+    layout: Layout
+    abstract: TrainState
+    # Compiled, at the length of the sequences that the run starts or goes on with.
+    forecast: Forecast
+
+
+def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_step: int) -> Ready:
+    """Compiles the step that a run starts or goes on with.
+
+    Args:
+        config: not resolved.
+        resolve: of a config for the devices of this run.
+        num_sources: as `make_train_step` takes them.
+        first_step: from which the run will go on.
+
+    Raises:
+        InputError: the step does not fit; the message says by how much, and what would fit.
+    """
+    train = config.train
+    sample = dataclasses.replace(train, micro_batch=1) if train.micro_batch == AUTO else train
+    machine = present_machine(resolve(dataclasses.replace(config, train=sample)))
+
+    def compiled(resolved: Config) -> Forecast:
+        step = min(first_step, resolved.train.num_steps - 1)
+        at_first = resolved.at_context(resolved.context_at(step))
+        return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
+
+    if train.micro_batch == AUTO:
+        config = choose_micro_batch(config, machine, resolve, compiled)
+        logger.info(f'train.micro_batch=auto: {config.train.micro_batch} fit')
+    resolved = resolve(config)
+    layout = make_layout(resolved.mesh)
+    abstract = abstract_state(resolved, layout)
+    forecast = compiled(resolved)
+    if not forecast.fits:
+        logger.info('the step does not fit; looking for what would')
+        advice = confirm(search(config, machine, resolve), compiled)
+        would = 'nothing that was tried would fit; take more devices or a smaller model'
+        if advice:
+            would = f'this would fit: {advice_text(advice.changes)}'
+        raise InputError(
+            f'the step needs {size_text(forecast.needed)} of each device and may have {size_text(forecast.available)}, '
+            f'{size_text(forecast.needed - forecast.available)} too few; {would}'
+        )
+    return Ready(resolved, layout, abstract, forecast)

@@ -1,0 +1,178 @@
+"""What a run costs: by hand, against simulated preemptions, and backwards from a budget."""
+
+import math
+
+import numpy as np
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.planning.chips import CHIPS, GIB
+from maxlm.planning.cost import Terms, best_interval, estimate_cost, find_pace, num_saves, slowdown, tokens_for
+from tests.small import small_config
+
+H100 = next(chip for chip in CHIPS if chip.name == 'h100')
+V5E = next(chip for chip in CHIPS if chip.name == 'v5e')
+
+
+def config(**overrides):
+    settings = {'train__num_steps': 1000, 'checkpoint__every_steps': 100, 'checkpoint__keep_last': 3, **overrides}
+    return small_config(**settings)
+
+
+def cost(step_seconds=2.0, chip=V5E, num_devices=16, *, state_bytes=0, terms=Terms(), **overrides):  # noqa: B008
+    return estimate_cost(config(**overrides), step_seconds, chip, num_devices, state_bytes=state_bytes, terms=terms)
+
+
+def test_hours_and_dollars_by_hand():
+    run = cost()
+    assert run.steps == 1000
+    assert run.tokens == 1000 * 8 * 16
+    assert run.hours == pytest.approx(2000 / 3600)
+    # 16 chips at 1.20 dollars.
+    assert run.dollars == pytest.approx(2000 / 3600 * 16 * 1.20)
+    assert cost(4.0).dollars == pytest.approx(2 * run.dollars)
+    assert cost(terms=Terms(price=3.0)).dollars == pytest.approx(2000 / 3600 * 16 * 3.0)
+
+
+def test_evaluation_takes_a_third_of_a_step_per_batch():
+    # 20 evaluations of 6 batches, each a third of 2 seconds.
+    assert cost(eval__every=50, eval__num_batches=6).hours == pytest.approx((2000 + 20 * 6 * 2 / 3) / 3600)
+
+
+def test_a_checkpoint_by_hand():
+    # 16 chips on 4 hosts of 4: the stop copies 1/16 at 16 GB/s, the writing takes a quarter at 1 GB/s.
+    run = cost(state_bytes=64 * GIB)
+    assert run.checkpoint_bytes == 64 * GIB
+    assert run.checkpoint_seconds == pytest.approx(16 * GIB / 1e9)
+    assert run.hours == pytest.approx((2000 + 10 * 4 * GIB / 16e9) / 3600)
+    assert run.checkpoints_kept == 3
+    assert run.storage_dollars_per_month == pytest.approx(3 * 64 * 0.020)
+    # Twice the bandwidth, half the time.
+    assert cost(state_bytes=64 * GIB, terms=Terms(write_bandwidth=2e9)).checkpoint_seconds == pytest.approx(
+        8 * GIB / 1e9
+    )
+
+
+def test_writing_that_takes_longer_than_the_work_between_stops_the_run():
+    slow = cost(state_bytes=64 * GIB, terms=Terms(write_bandwidth=1e7))
+    # Ten times the 16 GiB of a host at 10 MB/s, the work going on meanwhile, and the copies.
+    assert slow.hours == pytest.approx(10 * (16 * GIB / 1e7 + 4 * GIB / 16e9) / 3600)
+
+
+@pytest.mark.parametrize(('steps', 'every', 'saves'), [(1000, 100, 10), (1050, 100, 11), (50, 100, 1), (1000, 0, 1)])
+def test_saves(steps, every, saves):
+    resolved = config(train__num_steps=steps, checkpoint__every_steps=every)
+    assert num_saves(resolved) == saves
+    kept = estimate_cost(resolved, 1.0, V5E, 4, state_bytes=GIB).checkpoints_kept
+    assert kept == min(3, saves)
+
+
+def simulate(work, stop, between, restart, *, cycles, seed):
+    """Mean wall time over useful time of `cycles` stretches of work, each repeated until it is saved."""
+    random = np.random.default_rng(seed)
+    wall, left = 0.0, random.exponential(between)
+    for _ in range(cycles):
+        needed = work + stop
+        while left < needed:
+            wall += left
+            left = random.exponential(between)
+            # A restart can be interrupted too.
+            while left < restart:
+                wall += left
+                left = random.exponential(between)
+            wall += restart
+            left -= restart
+        wall += needed
+        left -= needed
+    return wall / (cycles * work)
+
+
+@pytest.mark.parametrize(
+    ('work', 'stop', 'between', 'restart'), [(600, 20, 3600, 300), (3600, 60, 3600, 600), (300, 100, 2000, 0)]
+)
+def test_slowdown_is_that_of_simulated_interruptions(work, stop, between, restart):
+    expected = simulate(work, stop, between, restart, cycles=20_000, seed=1)
+    assert slowdown(work, stop, between, restart) == pytest.approx(expected, rel=0.02)
+    # Controls: what is left out shows.
+    assert slowdown(work, stop, 2 * between, restart) < 0.97 * expected
+    assert (work + stop) / work < 0.97 * expected
+
+
+def test_without_interruptions_only_the_stops_cost():
+    assert slowdown(100, 5, math.inf, 600) == 1.05
+    assert slowdown(100, 5, 1e9, 600) == pytest.approx(1.05, rel=1e-5)
+
+
+@pytest.mark.parametrize(('stop', 'between'), [(10, 86_400), (60, 7200), (120, 1800)])
+def test_the_best_interval_loses_least(stop, between):
+    best = best_interval(stop, between)
+    intervals = np.geomspace(0.05 * best, 20 * best, 4001)
+    least = min(slowdown(work, stop, between, 300) for work in intervals)
+    assert slowdown(best, stop, between, 300) == pytest.approx(least, rel=1e-4)
+    assert slowdown(3 * best, stop, between, 300) > 1.003 * least
+    # Young's first order, where stops are short.
+    if stop * 1000 < between:
+        assert best == pytest.approx(math.sqrt(2 * stop * between), rel=0.02)
+
+
+def test_spot_devices_cost_less_and_take_longer():
+    run = cost(state_bytes=64 * GIB)
+    assert run.hours_spot > run.hours
+    assert run.dollars_spot < run.dollars
+    assert run.dollars_spot == pytest.approx(run.hours_spot * 16 * run.spot_price.dollars)
+    often = cost(state_bytes=64 * GIB, terms=Terms(preemption_hours=1.0))
+    assert often.hours_spot > 1.1 * run.hours_spot
+    assert often.hours == run.hours
+    assert often.best_every_steps < run.best_every_steps
+
+
+def test_a_share_on_spot_devices():
+    parts = [cost(state_bytes=GIB, terms=Terms(spot_share=share)) for share in (0.0, 0.5, 1.0)]
+    assert parts[0].dollars_spot == pytest.approx(parts[0].dollars)
+    assert parts[1].dollars_spot == pytest.approx((parts[0].dollars_spot + parts[2].dollars_spot) / 2)
+    assert parts[2].dollars_spot < parts[1].dollars_spot
+
+
+def test_nodes_of_gpus_are_taken_away_one_by_one():
+    terms = Terms(spot_price=1.0, preemption_hours=4.0)
+    node, nodes = (cost(chip=H100, num_devices=count, terms=terms) for count in (8, 64))
+    assert nodes.hours_spot / nodes.hours > node.hours_spot / node.hours
+    slice_of_8, slice_of_64 = (cost(num_devices=count, terms=terms) for count in (8, 64))
+    assert slice_of_64.hours_spot == pytest.approx(slice_of_8.hours_spot)
+
+
+def test_an_unknown_price_is_none():
+    run = cost(chip=H100, num_devices=8)
+    assert run.dollars > 0
+    assert run.dollars_spot is None
+    assert run.hours_spot is None
+    assert cost(chip=H100, num_devices=8, terms=Terms(spot_price=2.0)).dollars_spot > 0
+
+
+@pytest.mark.parametrize('spot', [False, True])
+def test_a_budget_of_what_a_run_costs_buys_its_tokens(spot):
+    resolved = config(eval__every=50, eval__num_batches=6)
+    run = estimate_cost(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
+    pace = find_pace(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
+    price = (run.spot_price if spot else run.price).dollars
+    dollars, hours = (run.dollars_spot, run.hours_spot) if spot else (run.dollars, run.hours)
+    assert tokens_for(resolved, pace, 16, dollars=dollars, price=price, spot=spot) == pytest.approx(run.tokens)
+    assert tokens_for(resolved, pace, 16, hours=hours, spot=spot) == pytest.approx(run.tokens)
+    assert tokens_for(resolved, pace, 16, hours=hours, spot=not spot) != pytest.approx(run.tokens, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ('budget', 'message'),
+    [
+        ({}, 'exactly one'),
+        ({'dollars': 1.0, 'hours': 1.0}, 'exactly one'),
+        ({'dollars': 0.0}, 'a budget of 0 dollars buys nothing'),
+        ({'hours': -1.0}, 'a budget of -1 hours buys nothing'),
+        ({'hours': math.nan}, 'a budget of nan hours buys nothing'),
+        ({'dollars': 5.0}, 'needs a price; give --price-per-hour'),
+    ],
+)
+def test_a_budget_that_is_none(budget, message):
+    pace = find_pace(config(), 2.0, V5E, 16, state_bytes=0)
+    with pytest.raises(InputError, match=message):
+        tokens_for(config(), pace, 16, **budget)

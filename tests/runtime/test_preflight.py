@@ -1,0 +1,100 @@
+"""Before a run: what fits is compiled, what does not is refused with advice, and the micro-batch that fits is found."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import pytest
+
+from maxlm import train
+from maxlm.config.keys import AUTO
+from maxlm.config.load import load
+from maxlm.config.resolve import resolve
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.planning import machine
+from maxlm.runtime import preflight
+from maxlm.runtime.preflight import prepare_step
+from maxlm.runtime.workdir import read_config
+from tests.conftest import ROOT
+from tests.test_train import arguments
+
+SMALL = ('model.num_layers=4', 'model.dim=64', 'data.window=64', 'train.global_batch=64', 'metrics.peak_tflops=1')
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets the bytes of a device."""
+
+    def set_memory(size):
+        monkeypatch.setattr(machine, 'usable_memory', lambda chip: size)
+
+    return set_memory
+
+
+def ready(*overrides, first_step=0):
+    config = load(f'{ROOT}/configs/tiny.py', [*SMALL, *overrides])
+    resolver = partial(resolve, platform='cpu', num_devices=jax.device_count(), vocab_size=256, windows=100)
+    return prepare_step(config, resolver, num_sources=0, first_step=first_step)
+
+
+def test_what_fits_is_compiled():
+    found = ready('train.micro_batch=2')
+    assert found.forecast.fits
+    assert not found.forecast.memory.is_estimate
+    assert found.forecast.compiled is not None
+    assert found.config.train.micro_batch == 2
+    assert found.layout.mesh.size == jax.device_count()
+
+
+def test_the_length_that_a_run_goes_on_with_is_compiled():
+    growing = 'data.context_schedule=((32,0.5),)'
+    assert ready(growing).forecast.config.data.window == 32
+    assert ready(growing, first_step=399).forecast.config.data.window == 64
+
+
+def test_what_does_not_fit_is_refused_and_the_advice_fits(memory):
+    needed = ready('train.micro_batch=8').forecast.needed
+    memory(int(0.6 * needed))
+    with pytest.raises(InputError, match=r'MiB too few; this would fit: --config\.') as info:
+        ready('train.micro_batch=8')
+    advice = str(info.value).partition('this would fit: ')[2].replace('--config.', '').split()
+    found = ready('train.micro_batch=8', *advice)
+    assert found.forecast.needed <= 0.6 * needed
+    memory(1000)
+    with pytest.raises(InputError, match='nothing that was tried would fit'):
+        ready('train.micro_batch=8')
+
+
+def test_auto_takes_as_much_as_fits(memory):
+    assert ready('train.micro_batch=auto').config.train.micro_batch == 8
+    memory(int(1.02 * ready('train.micro_batch=2').forecast.needed))
+    assert ready('train.micro_batch=auto').config.train.micro_batch in (1, 2)
+
+
+def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, capsys, compile_once):
+    workdir = tmp_path / 'run'
+    settings = {'train__num_steps': 2, 'train__micro_batch': 'auto'}
+    assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_DONE
+    assert read_config(workdir).train.micro_batch != AUTO
+    assert 'train.micro_batch=auto: ' in capsys.readouterr().out
+
+    memory(1000)
+    refused = tmp_path / 'refused'
+    assert exit_code(train.main, arguments(dataset, refused, train__num_steps=2)) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert 'may have' in error
+    assert not refused.exists()
+
+
+def test_a_kind_of_device_that_is_not_known_has_no_times(monkeypatch):
+    config = ready('train.micro_batch=2').config
+    here = machine.present_machine(config)
+    # A peak that is given is not measured.
+    assert here.target.chip.tflops != here.target.chip.tflops
+    assert here.available > 0
+    measured = machine.present_machine(
+        dataclasses.replace(config, metrics=dataclasses.replace(config.metrics, peak_tflops=0.0))
+    )
+    assert measured.target.chip.tflops > 0
+    assert preflight.present_machine is machine.present_machine

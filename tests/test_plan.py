@@ -1,0 +1,201 @@
+"""`maxlm.plan`: what it says of a run, what it advises, and what it refuses. Mostly by estimate; see also
+tests/test_plan_compiled.py."""
+
+import json
+import re
+
+import pytest
+
+from maxlm import plan
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
+from maxlm.planning.targets import CompilerMissingError
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def run(capfd):
+    """Exit code, stdout and stderr of the verb."""
+
+    def run(config, target, *options):
+        capfd.readouterr()
+        code = exit_code(plan.main, [f'--config={ROOT}/configs/{config}', f'--target={target}', *options])
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def figures(run):
+    """What --json prints."""
+
+    def figures(*arguments):
+        code, out, _ = run(*arguments, '--json')
+        told = json.loads(out)
+        assert code == (EXIT_DONE if told['fits'] else EXIT_FAILED)
+        return told
+
+    return figures
+
+
+def test_a_page_for_a_person(run):
+    code, out, err = run('1b.py', 'h100:8', '--estimate')
+    assert code == EXIT_DONE
+    assert err == ''
+    for words in (
+        '8 × h100',
+        '759,905,280 parameters, mesh fsdp=8; 512 × 2048 tokens a step in 16 micro-batch(es) of 4 per device',
+        'memory      fits: ',
+        'activations ',
+        'all-gather along fsdp',
+        's a step (estimated)',
+        'MFU ',
+        '100,000 steps, 105B tokens',
+        'per device-hour',
+        'checkpoint  8.49 GiB',
+        'All figures are estimates: --estimate',
+    ):
+        assert words in out
+    assert '--config.' not in out
+
+
+def test_figures_for_a_script(figures):
+    told = figures('1b.py', 'h100:8', '--estimate')
+    assert told['fits']
+    assert told['is_estimate']
+    memory = told['memory']
+    kinds = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch')
+    assert sum(memory[kind] for kind in kinds) == memory['total'] <= memory['available'] < memory['chip']
+    # Twelve bytes for each parameter, over eight devices.
+    assert memory['parameters'] + memory['moments'] == pytest.approx(12 * 759_905_280 / 8, rel=0.01)
+    assert told['tokens_per_second'] == pytest.approx(512 * 2048 / told['step_seconds'])
+    assert told['hours'] == pytest.approx(100_000 * told['step_seconds'] / 3600, rel=0.05)
+    assert told['dollars'] == pytest.approx(told['hours'] * 8 * told['cost']['price']['dollars'])
+    assert 0.2 < told['mfu'] < told['mfu_full'] < 0.8
+    assert told['advice'] is None
+    # Controls: another chip, a shorter run, another price.
+    assert figures('1b.py', 'a100:8', '--estimate')['step_seconds'] > told['step_seconds']
+    half = figures('1b.py', 'h100:8', '--estimate', '--config.train.num_steps=50000', '--price-per-hour=1')
+    assert half['hours'] == pytest.approx(told['hours'] / 2, rel=0.01)
+    assert half['dollars'] == pytest.approx(half['hours'] * 8)
+
+
+def test_what_does_not_fit_is_told_by_how_much_and_the_advice_fits(run, figures):
+    arguments = ('depth.py:64', 'h100:8', '--estimate', '--config.model.remat=none', '--vocab_size=32')
+    code, out, _ = run(*arguments)
+    assert code == EXIT_FAILED
+    told = figures(*arguments)
+    over = (told['memory']['total'] - told['memory']['available']) / 2**30
+    (shown,) = re.findall(r'DOES NOT FIT: ([\d.]+) GiB too much', out)
+    assert float(shown) == pytest.approx(over, rel=0.01)
+    advice = out.splitlines()[-1].split()
+    assert advice == told['advice']
+    assert any('model.remat' in override or 'micro_batch' in override for override in advice)
+    code, out, _ = run(*arguments, *advice)
+    assert code == EXIT_DONE
+    assert 'fits: ' in out
+
+
+def test_where_nothing_fits_it_says_so(run):
+    code, out, _ = run('code.py:70b', 'l4:1', '--estimate')
+    assert code == EXIT_FAILED
+    assert 'nothing that was tried fits l4:1' in out
+
+
+def test_fit_looks_for_the_fastest(figures):
+    plain = figures('code.py:7b', 'h100:8', '--estimate')
+    fitted = figures('code.py:7b', 'h100:8', '--estimate', '--fit')
+    assert fitted['fits']
+    assert fitted['step_seconds'] < plain['step_seconds']
+    pasted = figures('code.py:7b', 'h100:8', '--estimate', *fitted['advice'])
+    assert pasted['step_seconds'] == fitted['step_seconds']
+    assert pasted['memory'] == fitted['memory']
+
+
+def test_auto_micro_batch(run):
+    code, out, _ = run('1b.py', 'h100:8', '--estimate', '--config.train.micro_batch=auto')
+    assert code == EXIT_DONE
+    assert ' micro-batch(es) of 8 per device' in out
+
+
+def test_a_target_without_its_compiler_is_estimated_and_says_what_to_install(run, figures, monkeypatch):
+    def missing(target):
+        raise CompilerMissingError("no compiler for v4 is installed (libtpu): pip install 'maxlm[tpu]'")
+
+    monkeypatch.setattr(plan, 'check_compiler', missing)
+    code, out, _ = run('1b.py', 'v4:2x2x4', '--config.model.remat=full')
+    assert code == EXIT_DONE
+    assert "estimates: no compiler for v4 is installed (libtpu): pip install 'maxlm[tpu]'" in out
+    told = figures('1b.py', 'v4:2x2x4', '--config.model.remat=full')
+    assert told['is_estimate']
+    assert 'maxlm[tpu]' in told['why_estimated']
+
+
+def test_the_cpu_that_is_here(figures):
+    told = figures('tiny.py', 'cpu:2', '--vocab_size=512', '--config.model.num_layers=2', '--config.data.window=64')
+    assert told['fits']
+    assert not told['is_estimate']
+    assert told['why_estimated'] is None
+    assert told['step_seconds'] > 0
+    assert told['dollars'] == 0
+
+
+def test_what_a_budget_buys(run):
+    code, out, _ = run('depth.py:24', 'h100:8', '--estimate', '--hours=4')
+    assert code == EXIT_DONE
+    (steps,) = re.findall(r'4 h buy .* tokens: --config\.train\.num_steps=(\d+)', out)
+    _, out, _ = run('depth.py:24', 'h100:8', '--estimate', f'--config.train.num_steps={steps}')
+    assert re.search(r': (3\.9|4\.0) h, ', out)
+    _, dollars, _ = run('depth.py:24', 'h100:8', '--estimate', '--dollars=64', '--price-per-hour=2')
+    assert '$64 buy' in dollars
+    assert f'num_steps={steps}' in dollars
+
+
+def test_sweep(run, tmp_path):
+    options = ('--sweep=8,64,512', '--dollars=100000', f'--output={tmp_path}/sweep.html')
+    code, out, err = run('1b.py', 'h100:8', *options)
+    assert code == EXIT_DONE, err
+    assert 'strong' in out
+    assert 'weak' in out
+    assert 'sizes on h100:8' in out
+    page = (tmp_path / 'sweep.html').read_text()
+    assert '<svg' in page
+    assert run('1b.py', 'h100:8', '--sweep=8,16', f'--output={tmp_path}/sweep.png')[0] == EXIT_DONE
+    assert (tmp_path / 'sweep.png').read_bytes().startswith(b'\x89PNG')
+
+    code, out, _ = run('1b.py', 'h100:8', *options, '--json')
+    told = json.loads(out)
+    rows = told['scaling']
+    strong = {row['num_devices']: row for row in rows if row['kind'] == 'strong' and not row['refusal']}
+    assert set(strong) == {8, 64, 512}
+    assert strong[8]['tokens_per_second'] < strong[64]['tokens_per_second'] < 8 * strong[8]['tokens_per_second']
+    assert len(told['sizes']) > 5
+    assert told['budget']['best']['parameters'] > 1e8
+
+
+@pytest.mark.parametrize(
+    ('config', 'target', 'options', 'words'),
+    [
+        ('1b.py', 'h10:8', (), ['h10', 'did you mean h100:8']),
+        ('1b.py', 'h100:16', (), ['h100:8x2']),
+        ('1b.py', 'v4:3x3', (), ['v4:3x3', 'v4:2x2x2']),
+        ('1b.py', 'v4:2x2', (), ['v4:2x2x1']),
+        ('1c.py', 'h100:8', (), ['1c.py', '1b.py']),
+        ('mix.py:huge', 'h100:8', (), ['huge', 'xlarge']),
+        ('1b.py', 'h100:8', ('--config.model.dims=3',), ['model.dims', 'model.dim']),
+        ('1b.py', 'h100:8', ('--config.mesh.tensor=5',), ['tensor=5', '1, 2, 4, 8']),
+        ('1b.py', 'h100:8', ('--price-per-hour=-1',), ['--price-per-hour=-1']),
+        ('1b.py', 'h100:8', ('--spot-share=2',), ['--spot-share=2']),
+        ('1b.py', 'h100:8', ('--hours=0',), ['--hours=0']),
+        ('1b.py', 'h100:8', ('--sweep=8,many',), ['--sweep=8,many']),
+        ('1b.py', 'h100:8', ('--config.train.num_epochs=2', '--config.data.path=nowhere'), ['num_epochs', 'nowhere']),
+        ('1b.py', 'h100:8', ('--fits',), ['--fits']),
+        ('code.py:7b', 'h100:8x4', ('--config.mesh.tensor=32', '--config.mesh.fsdp=1'), ['4 nodes', 'mesh.tensor']),
+    ],
+)
+def test_bad_input(run, config, target, options, words):
+    code, _, err = run(config, target, *options)
+    assert code == EXIT_BAD_INPUT
+    assert err.count('\n') == 1
+    assert err.startswith('error: ')
+    for word in words:
+        assert word in err
