@@ -1,6 +1,6 @@
 """How well small moments learn: configs/tiny.py, trained with each type of `optimizer.moments`, and with other seeds.
 
-    python -m benchmarks.moments --data=DIR [--seeds=2] [--steps=400] [--output=FILE]
+    python -m benchmarks.moments --data=DIR [--seeds=2] [--steps=400] [--config.section.key=value …] [--output=FILE]
 
 DIR is a data set of `maxlm.prepare`, e.g. what launch/demo.sh leaves in data/. Prints the validation loss at the end of
 each run, its difference from float32 moments with the same seed, and how far seeds are apart, which is what a
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.step import machine
 from maxlm import train
+from maxlm.config.load import split_overrides
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.runtime.metrics import read_metrics
 
@@ -25,17 +26,19 @@ MOMENTS = ('float32', 'bfloat16', 'int8')
 
 def main(argv: list[str]) -> int:
     """Trains, compares and writes."""
+    overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog='benchmarks.moments', allow_abbrev=False, description=__doc__)
     parser.add_argument('--data', type=Path, required=True, help='data set to train on')
     parser.add_argument('--seeds', type=int, default=2, help='runs of each type (default 2)')
     parser.add_argument('--steps', type=int, default=400, help='steps of each run (default 400)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
-    options = parser.parse_args(argv)
+    options = parser.parse_args(rest)
 
     losses: dict[str, list[float]] = {moments: [] for moments in MOMENTS}
     for seed in range(options.seeds):
         for moments, of_seeds in losses.items():
-            of_seeds.append(final_loss(options.data, moments=moments, seed=seed, steps=options.steps))
+            loss = final_loss(options.data, overrides, moments=moments, seed=seed, steps=options.steps)
+            of_seeds.append(loss)
             print(f'{moments} seed {seed}: {of_seeds[-1]:.5f}', flush=True)
     gaps = {
         moments: [loss / exact - 1 for loss, exact in zip(of_seeds, losses['float32'], strict=True)]
@@ -45,13 +48,19 @@ def main(argv: list[str]) -> int:
     for moments in MOMENTS[1:]:
         print(f'{moments}: {", ".join(f"{gap:+.3%}" for gap in gaps[moments])} against float32')
     print(f'seeds of float32 are {spread:.3%} apart')
-    result = {'steps': options.steps, 'validation_loss': losses, 'gap': gaps, 'seeds_apart': spread}
+    result = {
+        'steps': options.steps,
+        'overrides': overrides,
+        'validation_loss': losses,
+        'gap': gaps,
+        'seeds_apart': spread,
+    }
     if options.output:
         options.output.write_text(json.dumps({'name': 'moments', **result, 'machine': machine()}, indent=1) + '\n')
     return EXIT_DONE
 
 
-def final_loss(data: Path, *, moments: str, seed: int, steps: int) -> float:
+def final_loss(data: Path, more: list[str], *, moments: str, seed: int, steps: int) -> float:
     """Validation loss in nats per token after the last step of a run."""
     overrides = {
         'data.path': data.resolve(),
@@ -66,6 +75,7 @@ def final_loss(data: Path, *, moments: str, seed: int, steps: int) -> float:
     }
     with tempfile.TemporaryDirectory() as workdir:
         words = [f'--config.{key}={value}' for key, value in overrides.items()]
+        words += [f'--config.{override}' for override in more]
         assert train.main([f'--config={CONFIG}', f'--workdir={workdir}', *words]) == EXIT_DONE
         return next(line['eval/loss'] for line in read_metrics(Path(workdir)) if 'eval/loss' in line)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import statistics
 import sys
@@ -26,8 +27,10 @@ from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.planning.chips import find_peak
-from maxlm.planning.compile import compile_train_step
 from maxlm.planning.flops import training_flops
+from maxlm.planning.forecast import compile_for
+from maxlm.planning.machine import present_machine
+from maxlm.planning.memory import estimate_memory
 from maxlm.training.sharding import make_layout
 from maxlm.training.step import abstract_state, init_state
 
@@ -72,7 +75,9 @@ def measure(config: Config, *, steps: int, warmup: int, document: int) -> dict[s
     """Median step time of a resolved config and what follows from it."""
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
-    compiled = compile_train_step(config, layout, abstract)
+    forecast = compile_for(config, present_machine(config), layout)
+    compiled = forecast.compiled
+    assert compiled is not None, 'the step does not fit'
     state = init_state(config, layout)
     global_batch, window = config.train.global_batch, config.data.window
     rng = np.random.default_rng(0)
@@ -97,6 +102,7 @@ def measure(config: Config, *, steps: int, warmup: int, document: int) -> dict[s
     flops = training_flops(config.model, window)
     tokens_per_second = global_batch * window / median
     memory = jax.local_devices()[0].memory_stats() or {}
+    predicted = forecast.time.total
     return {
         'parameters': sum(leaf.size for leaf in jax.tree.leaves(abstract.params)),
         'global_batch': global_batch,
@@ -116,6 +122,10 @@ def measure(config: Config, *, steps: int, warmup: int, document: int) -> dict[s
         'peak_memory_bytes': memory.get('peak_bytes_in_use'),
         'compiled_memory_bytes': compiled.memory_bytes(),
         'compile_seconds': compiled.seconds,
+        # What maxlm.plan says of this machine; null where it knows none.
+        'predicted_seconds': predicted if math.isfinite(predicted) else None,
+        'predicted_memory_bytes': forecast.needed,
+        'estimated_memory_bytes': estimate_memory(config, jax.default_backend()).total,
         'loss': loss,
     }
 
@@ -167,6 +177,13 @@ def _print(result: dict[str, Any]) -> None:
         f'{result["tokens_per_second"]:,.0f} tokens/s, {mfu} of {result["peak_tflops"]:,.3g} TFLOP/s, '
         f'peak memory {f"{memory / 2**30:.1f} GiB" if memory else "unknown"}'
     )
+    if result['predicted_seconds'] is not None:
+        print(
+            f'predicted: step {result["predicted_seconds"] * 1e3:,.1f} ms, '
+            f'{result["predicted_seconds"] / result["step_seconds"]:.2f} of measured; memory '
+            f'{result["predicted_memory_bytes"] / 2**30:.1f} GiB as compiled, '
+            f'{result["estimated_memory_bytes"] / 2**30:.1f} estimated'
+        )
 
 
 if __name__ == '__main__':

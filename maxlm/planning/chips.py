@@ -48,12 +48,12 @@ def _gpu(name: str, kind: str, tflops: float, gb: float, tb_s: float, link_gb_s:
 
 def _tpu(name: str, kind: str, tflops: float, gib: int, tb_s: float, link_gb_s: float, **others: float) -> Chip:
     network, host = others.get('network_gb_s', 6.25), others.get('host_gb_s', 16.0)
-    torus = 2 if name in ('v5e', 'v6e') else 3
+    torus = 2 if name in ('v2', 'v3', 'v5e', 'v6e') else 3
     return Chip(name, 'tpu', kind, tflops, gib * GIB, tb_s * 1e12, 4, link_gb_s * 1e9, network * 1e9, host * 1e9, torus)
 
 
-# The first whose kind is part of a device's kind counts, so longer ones stand before their beginnings. JAX shows TPU v2
-# and v3 as half chips, later generations as whole ones, and v5e and v6e as "lite".
+# The first whose kind is part of a device's kind counts, so longer ones stand before their beginnings. TPU v2, v3 and
+# 7x are shown as half chips, the others as whole ones; v5e and v6e are "lite".
 # Sources: NVIDIA's datasheets (a link is NVLink or PCIe in one direction, a network 400, 200 or 100 Gb/s a GPU); Google
 # Cloud's pages on the architecture of TPUs and Austin et al. 2025, "How to Scale Your Model", chapter 2.
 CHIPS: tuple[Chip, ...] = (
@@ -79,7 +79,7 @@ CHIPS: tuple[Chip, ...] = (
     _tpu('v5e', 'TPU v5e', 197.0, 16, 0.82, 90, network_gb_s=3.1),
     _tpu('v5p', 'TPU v5', 459.0, 95, 2.77, 180),
     _tpu('v6e', 'TPU v6', 918.0, 32, 1.64, 180, network_gb_s=12.5, host_gb_s=32),
-    _tpu('v7x', 'TPU7x', 2307.0, 192, 7.4, 200, network_gb_s=12.5, host_gb_s=32),
+    _tpu('v7x', 'TPU7x', 1153.5, 96, 3.7, 200, network_gb_s=6.25, host_gb_s=16),
 )
 
 

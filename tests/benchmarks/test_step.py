@@ -14,7 +14,18 @@ from maxlm.planning.flops import training_flops
 from tests.conftest import ROOT
 
 # On a bare GPU machine these cannot be imported.
-ABSENT = ('grain', 'clu', 'tensorflow', 'array_record', 'tensorflow_datasets', 'tokenizers', 'orbax', 'tqdm')
+ABSENT = (
+    'grain',
+    'clu',
+    'tensorflow',
+    'array_record',
+    'tensorflow_datasets',
+    'tokenizers',
+    'orbax',
+    'tqdm',
+    'scipy',
+    'matplotlib',
+)
 RUN_WITHOUT = f"""
 import sys
 for name in {ABSENT}:

@@ -1,0 +1,98 @@
+"""A config, a machine and a compiler together: what is told of programs that fit, do not fit, or cannot be had."""
+
+import jax
+import pytest
+
+from maxlm.config.load import load
+from maxlm.config.resolve import resolve
+from maxlm.errors import InputError
+from maxlm.planning import forecast
+from maxlm.planning.forecast import compile_ahead, compile_for, estimate
+from maxlm.planning.machine import Machine, machine_of, present_machine, usable_memory
+from maxlm.planning.targets import parse_target
+from tests.conftest import ROOT
+from tests.small import small_config, small_layout
+
+
+def machine(spec):
+    target = parse_target(spec)
+    return Machine(target, usable_memory(target.chip))
+
+
+def resolved(spec, on, *overrides):
+    target = on.target
+    config = load(f'{ROOT}/configs/{spec}', list(overrides))
+    return resolve(config, platform=target.chip.platform, num_devices=target.num_devices, vocab_size=50, windows=1)
+
+
+def test_a_program_of_this_machine():
+    config = small_config(num_devices=8, metrics__peak_tflops=1.0)
+    here = present_machine(config)
+    found = compile_for(config, here, small_layout(config))
+    assert found.fits
+    assert found.compiled is not None
+    assert found.needed == found.compiled.total_bytes()
+    # Control: the estimate is another figure, and marked as such.
+    guessed = estimate(config, here)
+    assert guessed.memory.is_estimate
+    assert not found.memory.is_estimate
+    assert guessed.memory.parameters == found.memory.parameters
+
+
+OVERFLOW = (
+    'RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO '
+    'temporaries (81.26G) exceeds available HBM (30.75G). HLO module: jit_train_step.'
+)
+
+
+def test_what_a_compiler_refuses_for_its_memory(monkeypatch):
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError(OVERFLOW)
+
+    config = small_config(num_devices=8, metrics__peak_tflops=1.0)
+    here = present_machine(config)
+    monkeypatch.setattr(forecast, 'compile_train_step', refuse)
+    found = compile_for(config, here, small_layout(config))
+    assert not found.fits
+    assert found.compiled is None
+    assert found.needed == pytest.approx(81.26 * 2**30)
+    assert found.available <= 30.75 * 2**30
+    assert found.memory.parameters == estimate(config, here).memory.parameters
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError('INTERNAL: no such thing\nand more')
+
+    monkeypatch.setattr(forecast, 'compile_train_step', fail)
+    with pytest.raises(InputError, match=r'refuses the step: INTERNAL: no such thing$'):
+        compile_for(config, here, small_layout(config))
+
+
+def test_the_host_memory_of_gpus_is_estimated(monkeypatch):
+    def never(*_):
+        raise AssertionError('compiled')
+
+    monkeypatch.setattr(forecast, 'target_layout', never)
+    gpus = machine('h100:8')
+    for offload in ('optimizer', 'all'):
+        found = compile_ahead(resolved('1b.py', gpus, f'mesh.offload={offload}'), gpus)
+        assert found.memory.is_estimate
+        assert found.memory.host > 0
+    with pytest.raises(AssertionError, match='compiled'):
+        compile_ahead(resolved('1b.py', gpus), gpus)
+
+
+def test_more_of_everything_is_slower():
+    eight, nodes = machine('h100:8'), machine('h100:8x4')
+    base = estimate(resolved('code.py:7b', eight), eight)
+    assert estimate(resolved('code.py:13b', eight), eight).time.total > base.time.total
+    more = estimate(resolved('code.py:7b', nodes), nodes)
+    # The update is of fewer parameters on each device, so that four nodes can be a little more than four times as fast.
+    assert base.time.total / 4.2 < more.time.total < base.time.total / 2
+
+
+def test_a_cpu_is_shared_by_its_devices():
+    config = small_config()
+    two, four = (machine_of(parse_target(f'cpu:{count}'), config) for count in (2, 4))
+    assert two.available == pytest.approx(2 * four.available, rel=0.01)
+    assert two.efficiency is not None
+    assert two.target.chip.tflops > 0
