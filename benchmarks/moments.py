@@ -44,10 +44,11 @@ def main(argv: list[str]) -> int:
         moments: [loss / exact - 1 for loss, exact in zip(of_seeds, losses['float32'], strict=True)]
         for moments, of_seeds in losses.items()
     }
-    spread = max(losses['float32']) / min(losses['float32']) - 1
+    spread = max(losses['float32']) / min(losses['float32']) - 1 if options.seeds > 1 else None
     for moments in MOMENTS[1:]:
         print(f'{moments}: {", ".join(f"{gap:+.3%}" for gap in gaps[moments])} against float32')
-    print(f'seeds of float32 are {spread:.3%} apart')
+    if spread is not None:
+        print(f'seeds of float32 are {spread:.3%} apart')
     result = {
         'steps': options.steps,
         'overrides': overrides,

@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/venv.sh
 maxlm_venv dev
+maxlm_gpu_compiler
 ruff check .
 ruff format --check .
 mypy

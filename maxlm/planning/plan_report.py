@@ -139,6 +139,10 @@ def size_text(size: float) -> str:
     return f'{size / GIB:.2f} GiB' if size < 10 * GIB else f'{size / GIB:.1f} GiB'
 
 
+def _operations(number: float) -> str:
+    return f'{number / 1e12:.3g} TFLOP'
+
+
 def _run(forecast: Forecast) -> list[tuple[str, str]]:
     config, target = forecast.config, forecast.target
     islands = ''
@@ -182,10 +186,12 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
 
 def _work(forecast: Forecast) -> list[tuple[str, str]]:
     work = forecast.work
-    counted = f'{short(work.all_flops)}FLOP in products'
+    counted = f'{_operations(work.all_flops)} in products'
     if forecast.program is not None:
-        counted += f' by formula ({short(forecast.program.flops)}FLOP in the program, without fused kernels)'
-    lines = [('work', f'a device does {counted} in a step and moves {short(work.memory_bytes)}B besides')]
+        counted += f' by formula ({_operations(forecast.program.flops)} in the program, without fused kernels)'
+    lines = [
+        ('work', f'a device does {counted} in a step and moves {work.memory_bytes / 1e9:,.0f} GB of its memory besides')
+    ]
     sums: dict[tuple[str, tuple[str, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for transfer in work.transfers:
         total = sums[transfer.kind, transfer.axes, transfer.is_async]
@@ -196,7 +202,7 @@ def _work(forecast: Forecast) -> list[tuple[str, str]]:
             continue
         along = ' · '.join(axes) or 'groups of their own'
         waits = 'while it computes' if is_async else 'while it waits'
-        lines.append(('', f'sends {short(sent)}B by {count:,.0f} × {kind} along {along}, {waits}'))
+        lines.append(('', f'sends {sent / 1e9:.3g} GB by {count:,.0f} × {kind} along {along}, {waits}'))
     return lines
 
 
