@@ -1,4 +1,4 @@
-"""`maxlm.plan` with real compilers: configs of all five kinds for a slice of TPU v4 and for their own GPUs.
+"""`maxlm.plan` with real compilers: for slices of four kinds of TPUs, and configs of all five kinds for their own GPUs.
 
 Slow, up to a minute each: it is the compilers that work, on steps of real size. For every config of every kind see
 tests/planning/test_memory.py, which holds estimates to recorded programs.
@@ -16,13 +16,10 @@ from maxlm.errors import EXIT_DONE, EXIT_FAILED, exit_code
 from tests.conftest import ROOT
 
 FULL = '--config.model.remat=full'
-# Config, target, overrides, whether it fits.
+# Config, target, overrides, whether it fits. A program for TPUs takes minutes of a slow machine, so these are few: the
+# other configs' programs for v4 are recorded, and tests/planning/test_memory.py holds the estimates to them.
 ON_TPU = [
     ('1b.py', 'v4:8x8x8', ('--config.train.micro_batch=1',), True),
-    ('1b.py', 'v4:2x2x4', (), False),
-    ('neox.py:production_8gpu', 'v4:2x2x4', (), True),
-    ('depth.py:64', 'v4:2x2x4', ('--vocab_size=32',), True),
-    ('mix.py:xlarge', 'v4:2x2x4', (), True),
     ('code.py:7b', 'v4:2x2x4', (), True),
     ('mix.py:tiny', 'v5e:2x2', (FULL, '--config.train.micro_batch=1'), True),
     ('mix.py:tiny', 'v5p:2x2x1', (FULL, '--config.train.micro_batch=1'), True),
@@ -81,11 +78,6 @@ def check(told, estimated, fits):
 def test_tpu(capfd, config, target, options, fits):
     told, estimated = (figures(capfd, config, target, *options, *more) for more in ((), ('--estimate',)))
     check(told, estimated, fits)
-    if not fits:
-        # The advice has been compiled, or it would not be there. Pasted, it fits; a compiler's minute less by estimate.
-        assert told['advice']
-        assert figures(capfd, config, target, *options, *told['advice'], '--estimate')['fits']
-        return
     # Several devices have sent each other something, and the program is of as many products as the formula says.
     assert told['transfers']
     assert told['flops']['compiled'] == pytest.approx(estimated['flops']['executed'], rel=0.1)
