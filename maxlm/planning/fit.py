@@ -1,7 +1,7 @@
 """The fastest way to run a config on a target that its memory allows: micro-batch, rematerialisation, mesh.
 
 None of these changes what a run computes. What does a little, or costs much time, comes only where nothing else fits:
-state in host memory, moments in 8 bits.
+moments in bfloat16, state in host memory.
 """
 
 from __future__ import annotations
@@ -48,16 +48,15 @@ class Candidate(NamedTuple):
     forecast: Forecast
 
 
-def search(config: Config, machine: Machine, resolve: Resolve, *, keep_mesh: bool = False) -> list[Candidate]:
+def search(config: Config, machine: Machine, resolve: Resolve) -> list[Candidate]:
     """The ways whose estimate fits, the fastest first; ways that leave the run as it is come before those that do not.
 
     Args:
         config: not resolved; its own mesh, batch and policy are among the ways.
         machine: where it is to run.
         resolve: of a config for its target.
-        keep_mesh: only micro-batch and rematerialisation change.
     """
-    meshes = [config.mesh] if keep_mesh else list(sensible_meshes(config, machine.target))
+    meshes = list(sensible_meshes(config, machine.target))
     for last_resort in _last_resorts(config):
         ways = [
             (*_mesh_changes(config.mesh, mesh), *changes, *last_resort)

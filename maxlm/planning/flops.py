@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.blocks import layer_windows
+from maxlm.planning.matrices import block_parameters
 
 
 class TokenFlops(NamedTuple):
@@ -24,9 +25,7 @@ class TokenFlops(NamedTuple):
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Parameters of a resolved model that every token is multiplied with, the output projection included."""
-    attention = model.dim * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    feedforward = model.dim * model.ffn_dim * (3 if model.activation == 'swiglu' else 2)
-    return model.num_layers * (attention + feedforward) + model.dim * model.vocab_size
+    return model.num_layers * block_parameters(model) + model.dim * model.vocab_size
 
 
 def training_flops(model: ModelConfig, window: int) -> TokenFlops:

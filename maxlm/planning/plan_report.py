@@ -209,9 +209,7 @@ def _work(forecast: Forecast) -> list[tuple[str, str]]:
 def _time(forecast: Forecast) -> list[tuple[str, str]]:
     time, (causal, full) = forecast.time, _mfu(forecast)
     parts = ', '.join(
-        f'{name} {seconds:.3g}'
-        for name, seconds in time._asdict().items()
-        if name != 'total' and isinstance(seconds, float) and seconds > 0.0005 * time.total
+        f'{name} {seconds:.3g}' for name, seconds in time._asdict().items() if seconds > 0.0005 * time.total
     )
     share = f'; MFU {causal:.1%} counted causally, {full:.1%} in full' if causal else ''
     return [

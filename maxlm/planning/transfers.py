@@ -20,7 +20,7 @@ class Transfer(NamedTuple):
     # Of one execution, bytes of the whole array over a group: what a gather brings to each device, what a
     # reduce-scatter or an all-reduce sums. For all-to-all and collective-permute, of one device's own buffer.
     size: float
-    # Executions in a step.
+    # Executions in a step. The type checker minds that it hides `tuple.count`, which nobody needs here.
     count: float = 1  # type: ignore[assignment]
     # Started before it is needed, so that the device can compute meanwhile.
     is_async: bool = True

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from maxlm.config.keys import AUTO, Config
 from maxlm.errors import InputError
 from maxlm.planning.fit import choose_micro_batch, confirm, search
-from maxlm.planning.forecast import Forecast, compile_for
+from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine
 from maxlm.planning.plan_report import advice_text, size_text
 from maxlm.runtime.console import logger
@@ -25,7 +25,7 @@ class Ready(NamedTuple):
     config: Config
     layout: Layout
     abstract: TrainState
-    # Compiled, at the length of the sequences that the run starts or goes on with.
+    # Compiled, at the length of the sequences that the run starts or goes on with; of a run that is done, an estimate.
     forecast: Forecast
 
 
@@ -46,8 +46,7 @@ def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_st
     machine = present_machine(resolve(dataclasses.replace(config, train=sample)))
 
     def compiled(resolved: Config) -> Forecast:
-        step = min(first_step, resolved.train.num_steps - 1)
-        at_first = resolved.at_context(resolved.context_at(step))
+        at_first = resolved.at_context(resolved.context_at(min(first_step, resolved.train.num_steps - 1)))
         return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
 
     if train.micro_batch == AUTO:
@@ -56,6 +55,9 @@ def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_st
     resolved = resolve(config)
     layout = make_layout(resolved.mesh)
     abstract = abstract_state(resolved, layout)
+    if first_step >= resolved.train.num_steps:
+        # The run is done: there is nothing to compile for.
+        return Ready(resolved, layout, abstract, estimate(resolved, machine))
     forecast = compiled(resolved)
     if not forecast.fits:
         logger.info('the step does not fit; looking for what would')

@@ -7,7 +7,16 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.planning.chips import CHIPS, GIB
-from maxlm.planning.cost import Terms, best_interval, estimate_cost, find_pace, num_saves, slowdown, tokens_for
+from maxlm.planning.cost import (
+    USUAL_TERMS,
+    Terms,
+    best_interval,
+    estimate_cost,
+    find_pace,
+    num_saves,
+    slowdown,
+    tokens_for,
+)
 from tests.small import small_config
 
 H100 = next(chip for chip in CHIPS if chip.name == 'h100')
@@ -19,7 +28,7 @@ def config(**overrides):
     return small_config(**settings)
 
 
-def cost(step_seconds=2.0, chip=V5E, num_devices=16, *, state_bytes=0, terms=Terms(), **overrides):  # noqa: B008
+def cost(step_seconds=2.0, chip=V5E, num_devices=16, *, state_bytes=0, terms=USUAL_TERMS, **overrides):
     return estimate_cost(config(**overrides), step_seconds, chip, num_devices, state_bytes=state_bytes, terms=terms)
 
 
