@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import sys
@@ -38,6 +37,7 @@ from maxlm.planning.plan_report import advice_text, as_json, as_text, cost_of, s
 from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
 from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
 from maxlm.runtime.console import Console, logger
+from maxlm.runtime.preflight import sample_config
 
 # Where neither config nor data set tells: that of GPT-2.
 USUAL_VOCABULARY = 50_257
@@ -50,6 +50,9 @@ def main(argv: list[str]) -> int:
     overrides, rest = split_overrides(argv)
     options = _parser().parse_args(rest)
     terms = _terms(options)
+    for name in ('refit', 'output'):
+        if getattr(options, name) and options.sweep is None:
+            raise InputError(f'--{name} goes with --sweep; give that too')
     # Nothing runs on an accelerator, and asking for one takes long or takes it from someone.
     jax.config.update('jax_platforms', 'cpu')
     # JSON stands alone on stdout; warnings go to stderr then.
@@ -172,8 +175,7 @@ def _resolve(config: Config, target: Target, data: Data) -> Config:
 
 def _machine(config: Config, target: Target, resolver: Callable[[Config], Config]) -> Machine:
     # Only a CPU is measured, and with sizes of which the micro-batch is one.
-    train = dataclasses.replace(config.train, micro_batch=1) if config.train.micro_batch == AUTO else config.train
-    return machine_of(target, resolver(dataclasses.replace(config, train=train)))
+    return machine_of(target, sample_config(config, resolver))
 
 
 def _missing_compiler(target: Target, options: argparse.Namespace) -> str:

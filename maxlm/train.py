@@ -38,15 +38,15 @@ from maxlm.runtime.metrics import MetricWriter, lowest_loss
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.peers import Peers
 from maxlm.runtime.preemption import StopRequest
-from maxlm.runtime.preflight import Ready, prepare_step
+from maxlm.runtime.preflight import Ready, prepare_step, sample_config
 from maxlm.runtime.rendezvous import NotTogetherError
 from maxlm.runtime.reporter import Reporter
 from maxlm.runtime.sources import SourceReport
 from maxlm.runtime.start import check_init_from, start_state
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.runtime.workdir import describe_run, local_path, open_workdir
-from maxlm.training.sharding import Layout
-from maxlm.training.step import TrainState, evaluated_params, make_eval_step
+from maxlm.training.sharding import Layout, make_layout
+from maxlm.training.step import TrainState, abstract_state, evaluated_params, make_eval_step
 
 
 def main(argv: list[str]) -> int:
@@ -77,12 +77,14 @@ def _prepare(path: str, overrides: list[str], workdir: Path, peers: Peers) -> in
         vocab_size=corpus.first.vocab_size,
         windows=corpus.training_windows,
     )
+    # What is quickly refused, before anything is compiled.
+    sample = sample_config(config, resolver)
+    check_init_from(sample, abstract_state(sample, make_layout(sample.mesh)).params, workdir)
+    if jax.process_index() == 0:
+        open_workdir(workdir, sample)
     with Console(process=jax.process_index()):
         first_step = max(saved_steps(workdir), default=0)
         ready = prepare_step(config, resolver, num_sources=len(corpus.names), first_step=first_step)
-    check_init_from(ready.config, ready.abstract.params, workdir)
-    if jax.process_index() == 0:
-        open_workdir(workdir, ready.config)
     with Console(workdir, process=jax.process_index()):
         return train(ready, corpus, workdir, peers)
 

@@ -189,6 +189,8 @@ def test_sweep(run, tmp_path):
         ('1b.py', 'h100:8', ('--sweep=8,many',), ['--sweep=8,many']),
         ('1b.py', 'h100:8', ('--config.train.num_epochs=2', '--config.data.path=nowhere'), ['num_epochs', 'nowhere']),
         ('1b.py', 'h100:8', ('--fits',), ['--fits']),
+        ('1b.py', 'h100:8', ('--refit', 'run'), ['--refit', '--sweep']),
+        ('1b.py', 'h100:8', ('--output=sweep.png',), ['--output', '--sweep']),
         ('code.py:7b', 'h100:8x4', ('--config.mesh.tensor=32', '--config.mesh.fsdp=1'), ['4 nodes', 'mesh.tensor']),
     ],
 )

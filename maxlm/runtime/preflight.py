@@ -29,6 +29,13 @@ class Ready(NamedTuple):
     forecast: Forecast
 
 
+def sample_config(config: Config, resolve: Resolve) -> Config:
+    """A config resolved for these devices; where train.micro_batch=auto, with 1, before it is known how many fit."""
+    if config.train.micro_batch == AUTO:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=1))
+    return resolve(config)
+
+
 def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_step: int) -> Ready:
     """Compiles the step that a run starts or goes on with.
 
@@ -41,15 +48,13 @@ def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_st
     Raises:
         InputError: the step does not fit; the message says by how much, and what would fit.
     """
-    train = config.train
-    sample = dataclasses.replace(train, micro_batch=1) if train.micro_batch == AUTO else train
-    machine = present_machine(resolve(dataclasses.replace(config, train=sample)))
+    machine = present_machine(sample_config(config, resolve))
 
     def compiled(resolved: Config) -> Forecast:
         at_first = resolved.at_context(resolved.context_at(min(first_step, resolved.train.num_steps - 1)))
         return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
 
-    if train.micro_batch == AUTO:
+    if config.train.micro_batch == AUTO:
         config = choose_micro_batch(config, machine, resolve, compiled)
         logger.info(f'train.micro_batch=auto: {config.train.micro_batch} fit')
     resolved = resolve(config)

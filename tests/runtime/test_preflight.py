@@ -84,7 +84,23 @@ def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, ca
     error = capsys.readouterr().err
     assert error.count('\n') == 1
     assert 'may have' in error
-    assert not refused.exists()
+    assert not any(refused.iterdir())
+
+
+def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch, capsys):
+    def compiles(*arguments, **options):
+        raise AssertionError('compiled')
+
+    monkeypatch.setattr(train, 'prepare_step', compiles)
+    (tmp_path / 'file').write_text('')
+    for workdir, settings, words in (
+        (tmp_path / 'file', {}, f'--workdir={tmp_path}/file: '),
+        (tmp_path / 'run', {'train__init_from': tmp_path / 'gone'}, f'train.init_from={tmp_path}/gone: '),
+    ):
+        assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_BAD_INPUT
+        assert words in capsys.readouterr().err
+    with pytest.raises(AssertionError, match='compiled'):
+        train.main(arguments(dataset, tmp_path / 'run'))
 
 
 def test_a_kind_of_device_that_is_not_known_has_no_times(monkeypatch):
