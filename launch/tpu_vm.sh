@@ -93,7 +93,7 @@ esac
 case "$command" in
   run | up)
     [ -n "$config" ] || refuse '--config is missing: a config of maxlm.train'
-    [ -n "$workdir" ] || refuse '--workdir is missing: where the run is kept, such as /mnt/runs/RUN on a shared disk'
+    [ -n "$workdir" ] || refuse '--workdir is missing: where the run is kept, such as gs://BUCKET/RUN, or /mnt/runs/RUN on a shared disk'
     case "$workdir" in
       gs://* | /*) ;;
       *) echo "warning: --workdir=$workdir is a directory of each worker's own, and goes when the machines go" >&2 ;;

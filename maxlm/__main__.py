@@ -13,6 +13,8 @@ VERBS = {
     'fetch': 'files and prepared data sets from a bucket to a local directory',
     'plan': 'memory, time and cost of a run on hardware that is not here; what fits; scaling',
     'train': 'train a model, or go on with a run',
+    'supervise': 'start a training again, whatever ends it, as long as it gets ahead',
+    'checkpoints': 'list, verify, prune and fetch the checkpoints of runs',
     'evaluate': 'loss, perplexity and bits per byte of a checkpoint on held-out data',
     'generate': 'continue a prompt with a checkpoint',
     'hf': 'import models from, and export them to, the format of Hugging Face Transformers',

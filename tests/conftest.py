@@ -9,9 +9,12 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = cpu_flags(8)
 
 import jax
+import numpy as np
 import pytest
 
 from maxlm import prepare
+from maxlm.data.batches import Batches, TrainingRows
+from maxlm.data.skips import data_step
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,3 +50,23 @@ def compile_once(tmp_path_factory):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture
+def change_batches(monkeypatch):
+    """Has a run train on other batches: `poisoned` have weights that are not finite, `left_out` are not there."""
+    original = Batches.__getitem__
+
+    def change(*, poisoned=(), left_out=()):
+        def get(self, step):
+            if not isinstance(self.order, TrainingRows):
+                return original(self, step)
+            number = data_step(step, left_out)
+            batch = original(self, number)
+            if number in poisoned:
+                batch['weights'] = np.full_like(batch['weights'], np.nan)
+            return batch
+
+        monkeypatch.setattr(Batches, '__getitem__', get)
+
+    return change

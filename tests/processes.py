@@ -16,6 +16,7 @@ from typing import Any
 
 from maxlm import train
 from maxlm.errors import InputError, exit_code
+from maxlm.runtime import loop
 from tests.cpu import cpu_flags
 
 # Not that of tests.conftest, which sets the number of devices.
@@ -90,18 +91,19 @@ class Processes:
 
 def main(fault: str, arguments: list[str]) -> int:
     """Trains with a fault: `hang` = the main thread sleeps for ever, `bad_input` = a damaged shard."""
-    iterate = train.iterate
+    iterate = loop.iterate
 
     def faulty(*args: Any) -> Iterator[Any]:
         for number, batch in enumerate(iterate(*args), start=1):
             if number == 3 and os.environ['MAXLM_PROCESS_ID'] == '1':
                 if fault == 'bad_input':
                     raise InputError('train-00000: damaged')
+                print('hangs', flush=True)
                 while True:
                     time.sleep(1)
             yield batch
 
-    train.iterate = faulty
+    loop.iterate = faulty
     return exit_code(train.main, arguments)
 
 

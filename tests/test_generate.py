@@ -76,7 +76,7 @@ def test_which_step_is_continued(run, workdir):
 @pytest.mark.parametrize(
     ('options', 'words'),
     [
-        (['--checkpoint=nowhere'], '--checkpoint=nowhere: no checkpoint in nowhere'),
+        (['--checkpoint=nowhere'], '--checkpoint=nowhere: no checkpoint in '),
         (['--prompt='], 'the prompt is empty'),
         (['--max_tokens=0'], 'max_tokens=0: must be at least 1'),
         (['--max_tokens=1000'], 'max_tokens=1000: the prompt has'),

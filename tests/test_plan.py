@@ -150,6 +150,15 @@ def test_what_a_budget_buys(run):
     assert f'num_steps={steps}' in dollars
 
 
+def test_a_config_whose_length_is_a_budget(figures):
+    hours = figures('1b.py', 'h100:8', '--estimate', '--config.train.hours=24')
+    assert hours['hours'] == pytest.approx(24, rel=0.01)
+    assert hours['cost']['steps'] == pytest.approx(24 * 3600 / hours['step_seconds'], rel=0.05)
+    dollars = figures('1b.py', 'h100:8', '--estimate', '--config.train.dollars=500', '--config.train.price_per_hour=2')
+    assert dollars['dollars'] == pytest.approx(500, rel=0.01)
+    assert dollars['hours'] == pytest.approx(500 / 16, rel=0.01)
+
+
 def test_sweep(run, tmp_path):
     options = ('--sweep=8,64,512', '--dollars=100000', f'--output={tmp_path}/sweep.html')
     code, out, err = run('1b.py', 'h100:8', *options)
@@ -189,6 +198,7 @@ def test_sweep(run, tmp_path):
         ('1b.py', 'h100:8', ('--sweep=8,many',), ['--sweep=8,many']),
         ('1b.py', 'h100:8', ('--config.train.num_epochs=2', '--config.data.path=nowhere'), ['num_epochs', 'nowhere']),
         ('1b.py', 'h100:8', ('--fits',), ['--fits']),
+        ('1b.py', 'h100:8', ('--config.train.dollars=5',), ['train.dollars', 'train.price_per_hour']),
         ('1b.py', 'h100:8', ('--refit', 'run'), ['--refit', '--sweep']),
         ('1b.py', 'h100:8', ('--output=sweep.png',), ['--output', '--sweep']),
         ('code.py:7b', 'h100:8x4', ('--config.mesh.tensor=32', '--config.mesh.fsdp=1'), ['4 nodes', 'mesh.tensor']),

@@ -51,7 +51,7 @@ def test_commands_parse(monkeypatch):
         for config in configs:
             # The config.json of a run is what earlier commands of the README make.
             load('configs/tiny.py' if config.endswith('.json') else config, overrides)
-    verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'fetch', 'plan'}
+    verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'fetch', 'plan', 'checkpoints', 'supervise'}
     assert seen >= {f'maxlm.{verb}' for verb in verbs} | {'benchmarks.step'}
     # Control: an option that is not there does not pass.
     with pytest.raises(InputError, match='temprature'):

@@ -13,6 +13,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.runtime.metrics import read_metrics
 from maxlm.train import main
 from tests.cpu import CHEAP_COMPILER
+from tests.faults import measured
 from tests.processes import ROOT, Processes, free_port
 from tests.test_train import arguments, curve, params_of, run, same
 
@@ -116,7 +117,9 @@ def test_the_first_process_speaks_for_all(whole):
 
 
 @pytest.mark.parametrize(('count', 'devices'), [(1, 4), (1, 1), (2, 2)])
-def test_a_checkpoint_of_two_processes_is_restored_in_other_numbers(start, whole, tmp_path, count, devices):
+def test_a_checkpoint_of_two_processes_is_restored_in_other_numbers(
+    start, whole, tmp_path, record_property, count, devices
+):
     workdir, _ = whole
     shutil.copytree(workdir, tmp_path / 'run')
     shutil.rmtree(tmp_path / 'run/checkpoints/7')
@@ -125,14 +128,18 @@ def test_a_checkpoint_of_two_processes_is_restored_in_other_numbers(start, whole
     assert not same(params_of(workdir, 7), params_of(workdir, 6))
     assert losses(tmp_path / 'run')[7] == pytest.approx(losses(workdir)[7], rel=1e-6)
     assert losses(tmp_path / 'run')[7] != pytest.approx(losses(workdir)[6], rel=1e-6)
+    difference = abs(losses(tmp_path / 'run')[7] / losses(workdir)[7] - 1)
+    measured(record_property, 'other-mesh', f'2 × 4 → {count} × {devices}: loss {difference:.0e}')
 
 
-def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, tmp_path, compile_once):
+def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, tmp_path, record_property, compile_once):
     assert run(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=6) == EXIT_DONE
     before = params_of(tmp_path / 'run', 6)
     train_together(start, 2, 4, 'run', settings=STILL)
     assert same(params_of(tmp_path / 'run', 7), before)
     assert losses(tmp_path / 'run')[7] == pytest.approx(losses(whole[0])[7], rel=1e-6)
+    difference = abs(losses(tmp_path / 'run')[7] / losses(whole[0])[7] - 1)
+    measured(record_property, 'other-mesh', f'1 × 8 → 2 × 4: loss {difference:.0e}')
 
 
 def test_processes_that_hold_the_same_rows(start, tmp_path):
@@ -176,18 +183,25 @@ def test_the_others_follow_a_killed_process(start, tmp_path, victim):
         assert f'process {victim} is gone; start again' in processes.output(survivor)
 
 
-def test_a_stuck_process_tells_where_and_all_end(start, tmp_path):
+def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_property):
     with start(2, 4, 'run', ENDLESS, fault='hang', train__stuck_seconds=5) as processes:
         wait_for_lines(processes, tmp_path / 'run', 1)
+        while 'hangs' not in processes.output(1):
+            time.sleep(0.05)
         stuck = time.monotonic()
-        assert processes.wait(5 + END_SECONDS) == [EXIT_PREEMPTED] * 2
-        assert time.monotonic() - stuck < 5 + END_SECONDS
+        assert processes.all[1].wait(5 + END_SECONDS) == EXIT_PREEMPTED
+        itself = time.monotonic() - stuck
+        assert processes.wait(END_SECONDS) == [EXIT_PREEMPTED] * 2
+        everyone = time.monotonic() - stuck
+        assert everyone < 5 + END_SECONDS
         culprit, other = processes.output(1), processes.output(0)
     assert 'stuck: no step for 5 s (train.stuck_seconds)' in culprit
     assert 'in faulty' in culprit
     # The one that only waited for it was left alone until then.
     assert 'ending with the others: process 1: stuck' in other
     assert 'Current thread' not in other
+    times = f'it ended after {itself:.1f} s, the other after {everyone:.1f} s'
+    measured(record_property, 'stuck', f'a loader that hangs, with a deadline of 5 s: {times}')
 
 
 def test_bad_input_of_one_process_ends_all(start, tmp_path):

@@ -10,6 +10,8 @@ from typing import Any
 FAMILY: Any = None
 # What a key that may be 'auto' has then, as long as it is not decided.
 AUTO = -1
+# Length of a run whose budget decides on it, as long as its pace is not measured.
+UNDECIDED_STEPS = 10**7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +139,15 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    # Length of the run, given as exactly one of the three.
+    # Length of the run, given as exactly one of the five. One in hours or dollars becomes a number of steps once the
+    # pace is measured, so that the schedule ends with it; what is spent in earlier lives of the run counts.
     num_steps: int = 0
     num_tokens: int = 0
     num_epochs: float = 0.0
+    hours: float = 0.0
+    dollars: float = 0.0
+    # Dollars for one device for one hour, by which dollars are counted.
+    price_per_hour: float = 0.0
     # Sequences in one optimizer step over all devices, given here or in tokens (a multiple of data.window).
     global_batch: int = 0
     global_batch_tokens: int = 0
@@ -164,7 +171,8 @@ class TrainConfig:
     # Seconds without a step, outside of compiling, evaluating and saving, after which a process counts as stuck: it
     # tells where it stands and ends the run with exit code 75.
     stuck_seconds: float = 600.0
-    # Stop with exit code 1 after so many steps in a row whose loss or gradient is not finite (each is left out).
+    # Roll back (guard.max_rollbacks), then stop with exit code 1, after so many steps in a row whose loss or gradient
+    # spikes or is not finite (each is left out).
     max_skipped_steps: int = 20
 
 
@@ -254,8 +262,52 @@ class MeshConfig:
 class CheckpointConfig:
     # Steps between two checkpoints; 0 = the last step only.
     every_steps: int = 1000
+    # Minutes after which the next step is saved, whatever its number; 0 = by steps only.
+    every_minutes: float = 0.0
     # Newest checkpoints that are kept.
     keep_last: int = 5
+    # Checkpoints with the lowest validation loss that are kept too, of those that were saved at an evaluation.
+    keep_best: int = 1
+    # Every so many steps a checkpoint is saved and never deleted; 0 = none.
+    permanent_every: int = 0
+    # gs://bucket/run or s3://bucket/run: a copy of the workdir there, uploaded in the background; '' = none.
+    mirror: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class AlertsConfig:
+    # Where alerts go besides the log (maxlm/runtime/alerts.py). A file that gets a line of JSON for each; a relative
+    # path is one in the workdir. '' = none, here and below.
+    file: str = ''
+    # A line of shell, e.g. 'mail -s "$MAXLM_ALERT_MESSAGE" me@example.org'. The alert comes as JSON on its input.
+    command: str = ''
+    # Name of the environment variable that holds a webhook's URL (Slack, Mattermost, Google Chat, Teams); never the URL
+    # itself, which is a secret.
+    webhook: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardConfig:
+    # Good steps by which spikes of loss and gradient norm are told; from when there are as many, steps that spike are
+    # left out. 0 = only those are that are not finite.
+    window: int = 128
+    # Robust standard deviations above the median from which on a step spikes.
+    spike_deviations: float = 10.0
+    # After train.max_skipped_steps go back to a checkpoint from before, without the batches that did it, at most so
+    # many times in a run; 0 = stop at once.
+    max_rollbacks: int = 2
+    # Steps before the first bad one whose batches are left out then too.
+    rollback_margin: int = 20
+    # What a rollback multiplies learning rates by; 1 = they stay.
+    rollback_rate_factor: float = 1.0
+    # Evaluations without a lower validation loss after which the run ends (exit code 0); 0 = it does not.
+    patience: int = 0
+    # How much lower a validation loss must be to count.
+    min_delta: float = 0.0
+    # What the run may cost in all of its lives; then it ends, whatever its length, with the state saved (exit code 0).
+    # 0 = no bound.
+    max_hours: float = 0.0
+    max_dollars: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,6 +333,8 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
+    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
 
     @property

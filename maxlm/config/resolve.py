@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from maxlm.config.keys import AUTO, Config, MeshConfig, ModelConfig
+from maxlm.config.keys import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig
 from maxlm.config.layouts import check_layout, resolve_mesh
 from maxlm.config.rules import divides
 from maxlm.errors import InputError
@@ -41,6 +41,8 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
     tokens_per_step = global_batch * window
     if train.num_steps:
         num_steps = train.num_steps
+    elif train.hours or train.dollars:
+        num_steps = UNDECIDED_STEPS
     elif train.num_tokens:
         num_steps = -(-train.num_tokens // tokens_per_step)
     else:

@@ -14,7 +14,8 @@ from maxlm.model.families import FAMILIES
 
 # Of each group exactly one key is set.
 EXCLUSIVE = (
-    ('train.num_steps', 'train.num_tokens', 'train.num_epochs'),
+    # A budget first: on another machine the same budget is another number of steps.
+    ('train.hours', 'train.dollars', 'train.num_steps', 'train.num_tokens', 'train.num_epochs'),
     ('train.global_batch', 'train.global_batch_tokens'),
 )
 
@@ -35,6 +36,9 @@ CHOICES = {
     'mesh.zero': (1, 2, 3),
     'mesh.offload': ('none', 'optimizer', 'all'),
 }
+
+# Of fewer steps median and deviation are too uncertain.
+MIN_SPIKE_WINDOW = 16
 
 # key → (smallest allowed, whether that bound itself is allowed)
 BOUNDS: dict[str, tuple[float, bool]] = {
@@ -72,7 +76,11 @@ BOUNDS: dict[str, tuple[float, bool]] = {
     'train.loss_scale': (1, True),
     'train.loss_scale_steps': (1, True),
     'train.stuck_seconds': (0, False),
-    'checkpoint.every_steps': (0, True),
+    **{f'train.{key}': (0, True) for key in ('hours', 'dollars', 'price_per_hour')},
+    **{f'guard.{key}': (0, True) for key in ('window', 'max_rollbacks', 'rollback_margin', 'patience', 'min_delta')},
+    **{f'guard.{key}': (0, True) for key in ('max_hours', 'max_dollars')},
+    **{f'guard.{key}': (0, False) for key in ('spike_deviations', 'rollback_rate_factor')},
+    **{f'checkpoint.{key}': (0, True) for key in ('every_steps', 'every_minutes', 'keep_best', 'permanent_every')},
     'checkpoint.keep_last': (1, True),
     'metrics.peak_tflops': (0, True),
 }
@@ -134,8 +142,10 @@ def validate(config: Config) -> None:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
     _check_rotary(model)
     _check_attention_pattern(model)
+    _check_webhook(config.alerts.webhook)
     check_sources(data.sources)
     _check_context_schedule(data)
+    _check_guard(config)
     if model.position == 'learned' and model.max_positions and model.max_positions < data.window:
         raise InputError(
             f'model.max_positions={model.max_positions} is below data.window={data.window}: '
@@ -168,6 +178,15 @@ def check_sources(sources: Any) -> None:
         raise InputError(f'data.sources: {repeated[0]} is there twice; give it once, with the sum of the weights')
 
 
+def _check_webhook(variable: str) -> None:
+    # The value is not shown: it may be the secret itself.
+    if variable and not variable.isidentifier():
+        raise InputError(
+            'alerts.webhook: needs the name of an environment variable that holds the URL, e.g. ALERTS_URL; what is '
+            'there is no such name, and a URL would be seen in config.json'
+        )
+
+
 def _check_context_schedule(data: DataConfig) -> None:
     example = 'needs ((tokens, share of the steps at which it ends), …), e.g. ((1024, 0.5), (2048, 0.8))'
     last_share = 0.0
@@ -182,6 +201,27 @@ def _check_context_schedule(data: DataConfig) -> None:
         if not last_share < share < 1:
             raise InputError(f'data.context_schedule: shares must rise, from above 0 to below 1; {entry!r} does not')
         last_share = share
+
+
+def _check_guard(config: Config) -> None:
+    guard, train = config.guard, config.train
+    if 0 < guard.window < MIN_SPIKE_WINDOW:
+        raise InputError(
+            f'guard.window={guard.window}: too few steps to tell a spike by; at least {MIN_SPIKE_WINDOW}, or 0 for none'
+        )
+    if guard.rollback_rate_factor > 1:
+        raise InputError(f'guard.rollback_rate_factor={guard.rollback_rate_factor}: must be at most 1, a share')
+    if guard.patience and not config.eval.every:
+        raise InputError(f'guard.patience={guard.patience}: nothing is evaluated; set eval.every')
+    for key in ('train.dollars', 'guard.max_dollars'):
+        if _value(config, key) and not train.price_per_hour:
+            raise InputError(f'{key}={_value(config, key)}: dollars are counted by train.price_per_hour; set it')
+    for key in ('train.hours', 'train.dollars'):
+        if _value(config, key) and config.data.context_schedule:
+            raise InputError(
+                f'{key}={_value(config, key)} with data.context_schedule: steps of different lengths differ in pace; '
+                f'set train.num_steps or train.num_tokens, perhaps with guard.max_{key.removeprefix("train.")}'
+            )
 
 
 def _check_rotary(model: ModelConfig) -> None:

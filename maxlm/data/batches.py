@@ -139,8 +139,16 @@ class Batches:
         return cut
 
 
+class ByStep(Protocol):
+    """Batches by step, as `Batches` are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int) -> Batch: ...
+
+
 def iterate(
-    batches: Batches, start_step: int, data: DataConfig, stop_step: int | None = None
+    batches: ByStep, start_step: int, data: DataConfig, stop_step: int | None = None
 ) -> Generator[Batch, None, None]:
     """The batches of steps [start_step, stop_step), read ahead by `data.threads` or by `data.workers` processes.
 

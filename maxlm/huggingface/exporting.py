@@ -18,8 +18,9 @@ from maxlm.huggingface.directory import Entry, entry_bytes, write_tensors
 from maxlm.huggingface.output import check_new, check_space, new_directory
 from maxlm.huggingface.tensors import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import files_for_export
-from maxlm.runtime.checkpoint import find_step, params_item
 from maxlm.runtime.console import progress_bar
+from maxlm.runtime.fetching import find_step_here
+from maxlm.runtime.items import params_item
 from maxlm.runtime.layers import ParamsReader
 from maxlm.runtime.workdir import CONFIG, read_config
 
@@ -41,7 +42,7 @@ def export_model(
     What is held at a time is one parameter of one layer, or the embedding. The same checkpoint gives the same bytes.
 
     Args:
-        checkpoint: as `find_step` takes it.
+        checkpoint: as `find_step_here` takes it.
         output: a directory to be made.
         architecture: a model_type, or `auto`.
         dtype: of the tensors: float32, bfloat16 or float16.
@@ -53,7 +54,7 @@ def export_model(
             the range of `dtype`, or the output cannot be written. Nothing is left behind.
     """
     directory = check_new('--output', output)
-    step_directory = find_step(checkpoint)
+    step_directory = find_step_here(checkpoint)
     workdir = step_directory.parent.parent
     config = read_config(workdir)
     row = choose(config.model, architecture)

@@ -11,7 +11,8 @@ from maxlm.config.keys import Config
 from maxlm.config.resolve import resolve_on
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.runtime.checkpoint import find_step, params_item, restore_params
+from maxlm.runtime.fetching import find_step_here
+from maxlm.runtime.items import params_item, restore_params
 from maxlm.runtime.workdir import TOKENIZER, read_config
 from maxlm.training.sharding import Layout, make_layout
 from maxlm.training.step import abstract_state
@@ -30,14 +31,15 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(checkpoint: str, *, num_devices: int) -> LoadedModel:
-    """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, or one step's directory.
+    """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory; a
+    workdir may be in a bucket.
 
     The parameters are their moving average where the run kept one.
 
     Raises:
         InputError: it is not there, cannot be read, or has no tokenizer.
     """
-    step_directory = find_step(checkpoint)
+    step_directory = find_step_here(checkpoint)
     workdir = step_directory.parent.parent
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():

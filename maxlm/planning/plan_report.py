@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from maxlm.config.keys import Config, MeshConfig
+from maxlm.config.keys import UNDECIDED_STEPS, Config, MeshConfig
 from maxlm.planning.chips import GIB
 from maxlm.planning.cost import USUAL_TERMS, Cost, Terms, estimate_cost, find_pace, tokens_for
 from maxlm.planning.fit import Change
@@ -23,10 +23,18 @@ KINDS = ('parameters', 'moments', 'average', 'gradients', 'activations', 'tempor
 
 
 def cost_of(forecast: Forecast, terms: Terms) -> Cost:
-    """The whole run's."""
+    """The whole run's, for the price that the config has if `terms` has none."""
     target = forecast.target
+    config = forecast.config
+    train = config.train
+    if terms.price is None and train.price_per_hour:
+        terms = dataclasses.replace(terms, price=train.price_per_hour)
+    if train.num_steps == UNDECIDED_STEPS:
+        tokens = _tokens_for(forecast, terms, dollars=train.dollars or None, hours=train.hours or None)
+        num_steps = max(1, int(tokens // (train.global_batch * config.data.window)))
+        config = dataclasses.replace(config, train=dataclasses.replace(train, num_steps=num_steps))
     return estimate_cost(
-        forecast.config,
+        config,
         forecast.time.total,
         target.chip,
         target.num_devices,
@@ -38,6 +46,15 @@ def cost_of(forecast: Forecast, terms: Terms) -> Cost:
 
 def what_a_budget_buys(forecast: Forecast, terms: Terms, *, dollars: float | None, hours: float | None) -> str:
     """Tokens, and how to ask for them."""
+    config = forecast.config
+    tokens = _tokens_for(forecast, terms, dollars=dollars, hours=hours)
+    per_step = config.train.global_batch * config.data.window
+    steps = int(tokens // per_step)
+    budget = f'${dollars:,.0f}' if dollars else f'{hours:,.3g} h'
+    return f'{budget} buy {short(steps * per_step)} tokens: --config.train.num_steps={steps}'
+
+
+def _tokens_for(forecast: Forecast, terms: Terms, *, dollars: float | None, hours: float | None) -> float:
     config, target = forecast.config, forecast.target
     pace = find_pace(
         config,
@@ -49,11 +66,7 @@ def what_a_budget_buys(forecast: Forecast, terms: Terms, *, dollars: float | Non
         terms=terms,
     )
     price = terms.price or (price_per_hour(target.chip).dollars if dollars and has_price(target.chip) else 0.0)
-    tokens = tokens_for(config, pace, target.num_devices, dollars=dollars, hours=hours, price=price)
-    per_step = config.train.global_batch * config.data.window
-    steps = int(tokens // per_step)
-    budget = f'${dollars:,.0f}' if dollars else f'{hours:,.3g} h'
-    return f'{budget} buy {short(steps * per_step)} tokens: --config.train.num_steps={steps}'
+    return tokens_for(config, pace, target.num_devices, dollars=dollars, hours=hours, price=price)
 
 
 def _checkpoint_bytes(config: Config) -> int:

@@ -1,303 +1,390 @@
 """Checkpoints with Orbax: parameters, optimizer state, progress and data fingerprint as separate items of a step.
 
-    WORKDIR/checkpoints/<step>/{params, ema, optimizer, progress, data}
+    WORKDIR/checkpoints/<step>/{params, ema, optimizer, progress, data, checksums}
 
 Parameters stand alone, so that sampling, evaluation and download need not touch the optimizer state; `ema`, their
-moving average, is there where the run kept one. A step becomes visible under its number only when all of it is written.
+moving average, is there where the run kept one. The workdir may be gs://bucket/run: see `step_folder` for how steps lie
+there, and when one is complete. What is restored is compared with its checksums. A step that fails is set aside once an
+older one was found to be whole, and stays there until a person removes it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import shutil
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+import json
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath  # type: ignore[import-untyped]
 
 from maxlm.errors import InputError
+from maxlm.runtime import integrity
 from maxlm.runtime.console import logger
-from maxlm.training.loss_scale import LossScale
-from maxlm.training.step import Params, TrainState
+from maxlm.runtime.items import by_layer
+from maxlm.runtime.restoring import Restored, holds_only_params, items_of, restore_step
+from maxlm.runtime.save import Save, why
+from maxlm.runtime.step_folder import FOLDER, StepFolder, to_path
+from maxlm.runtime.stored import REMEDY, DamagedError, read_json
+from maxlm.runtime.together import Together
+from maxlm.training.guards import window_to_json
+from maxlm.training.retention import SavedStep, best_step, reasons_to_keep
+from maxlm.training.step import TrainState
 
-FOLDER = 'checkpoints'
-TRASH = '_trash'
-# In the path of every array that is stacked over layers: [L, …].
-STACK = 'blocks'
-
-T = TypeVar('T')
-
-
-class Restored(NamedTuple):
-    """A state and the facts on which the order of its data depends."""
-
-    state: TrainState
-    fingerprint: dict[str, Any]
+# `WORKDIR@best`: the step with the lowest validation loss.
+BEST = 'best'
+# A client of a bucket tries for a quarter of an hour to write into one that does not answer, and says nothing. The
+# question whether it answers takes half a minute itself.
+PROBE_SECONDS = 20.0
+# How long the next step waits for the one before to be written.
+PATIENCE_SECONDS = 10.0
+# Key of `progress`.
+VALIDATION_LOSS = 'validation_loss'
 
 
 class Checkpoints:
-    """The checkpoints of one workdir. Saves run in the background; leaving the context waits for the last."""
+    """The checkpoints of one workdir. Saves run in the background; leaving the context waits for the last.
 
-    def __init__(self, workdir: Path, *, keep_last: int):
-        self.directory = workdir.resolve() / FOLDER
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep_last,
-            # A step that goes is renamed first. Deleted in place, a kill would leave a visible half of it. Orbax leaves
-            # it at that, so the emptying is ours.
-            todelete_subdir=TRASH,
-            cleanup_tmp_directories=True,
-        )
-        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=_handlers())
-        # In the background: a large step takes long to delete on some file systems.
-        self._cleaner = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='empty-trash')
-        self._cleaner.submit(self._empty_trash)
+    Of several processes all call its methods together, but `check` and `latest_step`.
+    """
 
-    def latest_step(self) -> int | None:
-        """Newest complete step."""
-        return self._manager.latest_step()
-
-    def save(self, step: int, state: TrainState, fingerprint: dict[str, Any]) -> None:
-        """Copies the state off the device and writes it in the background."""
-        trees = {'params': state.params, 'optimizer': state.opt_state}
-        if state.ema is not None:
-            trees['ema'] = state.ema
-        progress: dict[str, float] = {'step': step, 'skipped': int(state.skipped)}
-        if state.loss_scale is not None:
-            progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                **{name: ocp.args.StandardSave(tree, save_args=by_layer(tree)) for name, tree in trees.items()},
-                progress=ocp.args.JsonSave(progress),
-                data=ocp.args.JsonSave(fingerprint),
-            ),
-        )
-        self._cleaner.submit(self._empty_trash)
-
-    def holds_only_params(self, step: int) -> bool:
-        """Whether a step has parameters and no optimizer state, as an import leaves it."""
-        path = self.directory / str(step)
-        return (path / 'params').is_dir() and not (path / 'optimizer').is_dir()
-
-    def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored:
-        """The state of a step, placed as `abstract` says. `loss_scale` is that of a step which has none.
-
-        A moving average that `abstract` has and the step has not starts at the parameters; one that only the step has
-        is left there.
+    def __init__(
+        self,
+        workdir: Any,
+        *,
+        keep_last: int,
+        keep_best: int = 0,
+        permanent_every: int = 0,
+        may_delete: Callable[[int], bool] = lambda step: True,
+        on_failure: Callable[[str], None] = logger.error,
+    ):
+        """
+        Args:
+            workdir: of the run: a directory, or gs://bucket/run.
+            keep_last, keep_best, permanent_every: see `reasons_to_keep`; what has no reason to stay is deleted.
+            may_delete: asked of a step before that, from a thread; it is asked again after the next save.
+            on_failure: told, from a thread, one line about each save that failed. The run can go on: what was saved
+                before is as it was, and the next save starts afresh.
 
         Raises:
-            InputError: the step cannot be read, or was made by another model or optimizer.
+            InputError: the bucket cannot be read.
         """
-        path = self.directory / str(step)
-        if self.holds_only_params(step):
-            raise InputError(
-                f'{path / "optimizer"}: missing in the checkpoint; remove {path} to go on from the one before, or '
-                f'start a new run from its parameters with another --workdir and --config.train.init_from={path}'
-            )
-        trees = {'params': abstract.params, 'optimizer': abstract.opt_state}
-        if abstract.ema is not None and (path / 'ema').is_dir():
-            trees['ema'] = abstract.ema
-        for name, tree in trees.items():
-            _check_tree(path / name, tree)
-        arguments = ocp.args.Composite(
-            **{name: ocp.args.StandardRestore(tree) for name, tree in trees.items()},
-            progress=ocp.args.JsonRestore(),
-            data=ocp.args.JsonRestore(),
+        self._folder = StepFolder(workdir)
+        self.directory = self._folder.path
+        self._rules = {'keep_last': keep_last, 'keep_best': keep_best, 'permanent_every': permanent_every}
+        self._may_delete = may_delete
+        self._on_failure = on_failure
+        self._together = Together()
+        self._first = jax.process_index() == 0
+        # What is complete, for the threads too.
+        self._lock = threading.Lock()
+        self._complete = set(self._folder.complete())
+        # The first process alone deletes.
+        self._losses = {one.step: one.validation_loss for one in saved_losses(workdir)} if self._first else {}
+        self._save: Save | None = None
+        self._failed = False
+        # Whether something lies there that is to be deleted.
+        self._unclean = False
+        # In the background: a large step takes long to delete on some file systems.
+        self._cleaner = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='delete-steps')
+        self._clearing = self._clean(self._folder.clear)
+
+    def latest_step(self) -> int | None:
+        """Newest step that is known to be complete."""
+        with self._lock:
+            return max(self._complete, default=None)
+
+    def steps(self) -> list[int]:
+        """The complete steps, oldest first, after a save that is under way."""
+        self._settle()
+        text = ''
+        if self._first:
+            try:
+                found = self._folder.complete()
+            except InputError:
+                # Of a bucket that does not answer what was seen last is told.
+                found = sorted(self._complete)
+            text = json.dumps(found)
+        steps = json.loads(self._together.from_first(text))
+        with self._lock:
+            self._complete = set(steps)
+        return steps
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        fingerprint: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        history: Mapping[str, Any] | None = None,
+        must: bool = True,
+    ) -> None:
+        """Copies the state off the device and writes it in the background, unless it is there already.
+
+        That it cannot be written ends nothing: `on_failure` is told.
+
+        Args:
+            step: its number.
+            state: after that step.
+            fingerprint: the facts on which the order of its data depends.
+            validation_loss: of this state, where it was evaluated.
+            history: what else the run is to remember, as JSON; it comes back as {} where there is none.
+            must: wait for the step before to be written, however long that takes. Otherwise, if that takes longer than
+                a moment, this one is not saved and `on_failure` is told.
+        """
+        if not must and self._is_busy():
+            self._on_failure(f'step {step} is not saved: the one before is still being written; the run goes on')
+            return
+        self._settle_save()
+        if step in self._complete:
+            return
+        trees = items_of(state)
+        started = integrity.start_checksums(trees)
+        progress: dict[str, Any] = {'step': step, 'skipped': int(state.skipped), integrity.ITEM: integrity.VERSION}
+        if state.loss_scale is not None:
+            progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
+        if state.window is not None:
+            progress['window'] = window_to_json(state.window)
+        # JSON has no infinity, and a loss that is not finite says nothing.
+        if validation_loss is not None and np.isfinite(validation_loss):
+            progress[VALIDATION_LOSS] = validation_loss
+        if history:
+            progress['history'] = dict(history)
+        sums = integrity.finish_checksums(trees, started)
+        sums |= {'progress': integrity.json_checksum(progress), 'data': integrity.json_checksum(fingerprint)}
+        items = ocp.args.Composite(
+            **{name: ocp.args.StandardSave(tree, save_args=by_layer(tree)) for name, tree in trees.items()},
+            progress=ocp.args.JsonSave(progress),
+            data=ocp.args.JsonSave(fingerprint),
+            checksums=ocp.args.JsonSave({'version': integrity.VERSION, **sums}),
         )
+        if problem := self._cannot_write():
+            self._ended(step, problem)
+            return
+        loss = progress.get(VALIDATION_LOSS)
+        self._save = Save(self._together.begin(), lambda reason: self._ended(step, reason, loss))
+        self._save.begin(self.directory / str(step), items)
+        if self._first and self._folder.in_bucket:
+            threading.Thread(target=self._look_after, args=(self._save, step), daemon=True, name='look-after').start()
 
-        def read() -> tuple[Any, tuple[Any, ...]]:
-            items = self._manager.restore(step, args=arguments)
-            if not isinstance(items.data, dict):
-                raise TypeError(f'data holds {items.data!r}')
-            counters = tuple(jnp.int32(int(items.progress[name])) for name in ('step', 'skipped'))
-            scale = None
-            if abstract.loss_scale is not None:
-                # A run that went on in another type before has none: it starts anew.
-                first = float(items.progress.get('loss_scale', loss_scale))
-                scale = LossScale(jnp.float32(first), jnp.int32(int(items.progress.get('good_steps', 0))))
-            return items, jax.device_put((*counters, scale), abstract.step.sharding)
+    def check(self) -> bool:
+        """Whether the last save that has ended has not failed; waits for nothing."""
+        return not self._failed
 
-        items, (step_counter, skipped, scale) = reading(path, read)
-        ema = items.ema if 'ema' in trees else None
-        if abstract.ema is not None and ema is None:
-            logger.info(f'step {step} was saved without a moving average of the parameters: it starts at their values')
-            ema = copy_params(items.params)
-        return Restored(TrainState(step_counter, skipped, items.params, items.optimizer, ema, scale), items.data)
+    def wait(self) -> int | None:
+        """Waits for what is under way; returns the newest step that is complete then, None where there is none."""
+        return max(self.steps(), default=None)
+
+    def remove_after(self, step: int) -> None:
+        """Removes all steps that are newer than `step`; the same numbers can be saved again.
+
+        Raises:
+            InputError: that cannot be done.
+        """
+        going = [one for one in self.steps() if one > step]
+        if self._first:
+            for one in reversed(going):
+                self._folder.delete(one)
+        self._together.meet()
+        with self._lock:
+            self._complete -= set(going)
+        for one in going:
+            self._losses.pop(one, None)
+
+    def holds_only_params(self, step: int) -> bool:
+        """Whether a step was written with parameters and no optimizer state, as an import leaves it."""
+        return holds_only_params(self.directory / str(step))
+
+    def restore_newest(self, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored | None:
+        """The state of the newest step that is whole, with a warning about each newer one, which is set aside.
+
+        Returns:
+            None where there is no step, or the newest that can be used is an import: step 0 with parameters only.
+
+        Raises:
+            InputError: no step is whole, and all are left as they are; or the newest is of another model or optimizer.
+        """
+        failures: dict[int, str] = {}
+        restored = None
+        for step in reversed(self.steps()):
+            imported = step == 0 and self.holds_only_params(0)
+            try:
+                if not imported:
+                    restored = self.restore(step, abstract, loss_scale=loss_scale)
+            except DamagedError as error:
+                failures[step] = str(error)
+                continue
+            for damaged, message in failures.items():
+                logger.warning(
+                    f'step {damaged} is damaged and not used: {message.removesuffix(f"; {REMEDY}")}; '
+                    f'{self._set_aside(damaged)}; going back to step {step}'
+                )
+            if failures:
+                # Until here no process may look for steps anew.
+                self._together.meet()
+                with self._lock:
+                    self._complete -= failures.keys()
+            return restored
+        if failures:
+            newest = failures[max(failures)]
+            others = f'; of the {len(failures)} steps none is whole' if len(failures) > 1 else ''
+            raise InputError(newest + others)
+        return None
+
+    def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored:
+        """As `restore_step`, after a save that is under way."""
+        self._settle_save()
+        return restore_step(self.directory / str(step), abstract, loss_scale=loss_scale)
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._manager.wait_until_finished()
-        self._manager.close()
-        self._cleaner.submit(self._empty_trash)
+        self._settle_save()
         self._cleaner.shutdown()
 
-    def _empty_trash(self) -> None:
-        if jax.process_index() == 0:
-            # The folder itself stays: Orbax may be about to move something into it.
-            for step in (self.directory / TRASH).glob('*'):
-                shutil.rmtree(step, ignore_errors=True)
+    def _settle_save(self) -> None:
+        if self._save:
+            self._save.finish()
+
+    def _is_busy(self) -> bool:
+        over = self._save is None or self._save.finish(PATIENCE_SECONDS)
+        return bool(self._together.from_first('' if over else 'busy'))
+
+    def _settle(self) -> None:
+        self._settle_save()
+        # One after the other: when this comes, all is done.
+        self._cleaner.submit(lambda: None).result()
+
+    def _cannot_write(self) -> str:
+        """Makes room; why nothing can be written, '' if it can. In all processes the same."""
+        # Nobody writes any more.
+        self._together.meet()
+        if self._unclean:
+            self._unclean = False
+            self._clearing = self._clean(self._folder.clear)
+        self._clearing.result()
+        problem = ''
+        if self._together.count > 1 and self._first:
+            try:
+                self._folder.try_to_write()
+            except Exception as error:
+                problem = why(error)
+        return self._together.from_first(problem)
+
+    def _ended(self, step: int, reason: str, loss: float | None = None) -> None:
+        """A save is over, for good or not."""
+        self._failed = bool(reason)
+        if reason:
+            with self._lock:
+                newest = max(self._complete, default=None)
+            instead = 'there is none before' if newest is None else f'the newest is step {newest}'
+            # A disk that is full gets room at once.
+            self._clearing = self._clean(self._folder.clear)
+            # Other processes may still be writing.
+            self._unclean = True
+            self._on_failure(f'step {step} is not saved: {reason}; {instead}; the run goes on')
+            return
+        with self._lock:
+            self._complete.add(step)
+            self._losses[step] = loss
+        self._clean(self._delete_old)
+
+    def _look_after(self, save: Save, step: int) -> None:
+        if save.finish(PROBE_SECONDS):
+            return
+        try:
+            self._folder.try_to_write()
+        except Exception as error:
+            if not save.finish(0):
+                self._on_failure(f'step {step} is not saved yet: {why(error)}; the run goes on')
+
+    def _clean(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
+        return self._cleaner.submit(self._clean_now, work)
+
+    def _clean_now(self, work: Callable[[], None]) -> None:
+        try:
+            if self._first:
+                work()
+        except Exception as error:
+            self._unclean = True
+            logger.warning(f'{self.directory}: what is not needed any more cannot be deleted yet: {error}')
+
+    def _delete_old(self) -> None:
+        with self._lock:
+            saved = [SavedStep(step, self._losses.get(step)) for step in self._complete]
+        problem = None
+        for step, reasons in reasons_to_keep(saved, **self._rules).items():
+            if not reasons and self._may_delete(step):
+                try:
+                    self._folder.delete(step)
+                except InputError as error:
+                    problem = error
+                else:
+                    with self._lock:
+                        self._complete.discard(step)
+        if problem:
+            raise problem
+
+    def _set_aside(self, step: int) -> str:
+        return f'kept in {self._folder.set_aside(step)}' if self._first else 'set aside'
 
 
-def restore_params(step_directory: Path, abstract: Params, *, item: str = 'params') -> Params:
-    """The parameters alone of one step's directory, placed as `abstract` says; `item` as `params_item` returns it.
+def saved_steps(workdir: Any) -> list[int]:
+    """The complete steps of a workdir, a directory or gs://bucket/run, oldest first.
 
     Raises:
-        InputError: they cannot be read, or are those of another model.
+        InputError: it cannot be read.
     """
-    path = step_directory.resolve() / item
-    _check_tree(path, abstract)
-    with ocp.StandardCheckpointer() as checkpointer:
-        return reading(path, lambda: checkpointer.restore(path, abstract))
+    return StepFolder(workdir).complete()
 
 
-def params_item(step_directory: Path) -> str:
-    """The parameters of a step that are used: `ema`, their moving average, where the run kept one; else `params`."""
-    return 'ema' if (step_directory / 'ema').is_dir() else 'params'
+def saved_losses(workdir: Any) -> list[SavedStep]:
+    """The complete steps of a workdir with their validation losses, oldest first. What cannot be read has none."""
+    found = []
+    for step in saved_steps(workdir):
+        try:
+            loss = read_json(to_path(workdir) / FOLDER / str(step) / 'progress').get(VALIDATION_LOSS)
+        except DamagedError:
+            loss = None
+        found.append(SavedStep(step, loss if isinstance(loss, float) else None))
+    return found
 
 
-def check_params(step_directory: Path, abstract: Params, *, key: str) -> None:
-    """Compares what `params_item` names in a step with what is wanted, without reading the arrays.
-
-    Raises:
-        InputError: it is missing, or of another model. The message begins with `key`, which asked for this step.
-    """
-    advice = 'choose a checkpoint of this model, or the model of the checkpoint'
-    try:
-        _check_tree(step_directory.resolve() / params_item(step_directory), abstract, advice)
-    except InputError as error:
-        raise InputError(f'{key}: {error}') from None
-
-
-def copy_params(params: Params) -> Params:
-    """The same values in arrays of their own: the memory of an array that a state holds twice cannot be reused."""
-    return jax.tree.map(jnp.copy, params)
-
-
-def by_layer(tree: Any) -> Any:
-    """What has Orbax store stacked arrays in pieces of one layer, so that a layer can be read without the others."""
-
-    def arguments(path: tuple[Any, ...], leaf: Any) -> ocp.SaveArgs:
-        stacked = leaf.shape and STACK in map(_key, path)
-        return ocp.SaveArgs(shard_axes=(0,) if stacked else ())
-
-    return jax.tree_util.tree_map_with_path(arguments, tree)
-
-
-def saved_steps(workdir: Path) -> list[int]:
-    """The complete steps of a workdir, oldest first."""
-    folder = workdir / FOLDER
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()) if folder.is_dir() else []
-
-
-def find_step(checkpoint: str, *, key: str = '--checkpoint') -> Path:
+def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
     """The directory of one step: from a workdir (its newest), `WORKDIR@STEP`, or the step's directory itself.
+
+    `WORKDIR@best` is the step with the lowest validation loss. Each may be in a bucket, gs://….
 
     Raises:
         InputError: there is no such checkpoint; the message names `key`, which has it, and lists the steps there are.
     """
-    directory, wanted = Path(checkpoint), ''
+    directory, wanted = to_path(checkpoint), ''
     # A directory may have an @ in its name, so what is there as it stands comes first.
     if not directory.exists() and '@' in checkpoint:
         path, _, wanted = checkpoint.rpartition('@')
-        directory = Path(path)
-    if not wanted and directory.name.isdigit() and directory.parent.name == FOLDER and directory.is_dir():
-        return directory
+        directory = to_path(path)
+    if not wanted and directory.name.isdigit() and directory.parent.name == FOLDER:
+        parent = StepFolder(directory.parent.parent)
+        if parent.is_complete(directory.name):
+            return directory
     folder, steps = directory / FOLDER, saved_steps(directory)
     if not steps:
         raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; give a workdir of maxlm.train')
     if not wanted:
         return folder / str(steps[-1])
+    if wanted == BEST:
+        best = best_step(saved_losses(directory))
+        if best is None:
+            raise InputError(
+                f'{key}={checkpoint}: no step there was saved with a validation loss (eval.every); '
+                f'steps: {", ".join(map(str, steps))}'
+            )
+        return folder / str(best)
     if not (wanted.isdigit() and int(wanted) in steps):
         raise InputError(f'{key}={checkpoint}: no step {wanted!r} there; steps: {", ".join(map(str, steps))}')
     return folder / wanted
-
-
-def reading(path: Path, read: Callable[[], T]) -> T:
-    """`read()`; its failure becomes one line, since Orbax, TensorStore and JSON each have errors of their own."""
-    hooks = sys.excepthook, sys.unraisablehook
-    sys.excepthook, sys.unraisablehook = _without_echoes(*hooks)
-    try:
-        result = read()
-    except Exception as error:
-        # The hooks stay: echoes can come as late as the end of the process.
-        reason = (str(error).strip().splitlines() or ['no message'])[0][:100]
-        raise InputError(
-            f'{path}: checkpoint cannot be read ({type(error).__name__}: {reason}); '
-            f'remove this step to go on from the one before'
-        ) from None
-    sys.excepthook, sys.unraisablehook = hooks
-    return result
-
-
-def stored_tree(path: Path) -> Any:
-    """What an item of a step consists of: a tree of descriptions, each with name, shape and dtype.
-
-    Raises:
-        InputError: it is missing or cannot be read.
-    """
-    with ocp.StandardCheckpointer() as checkpointer:
-        tree = reading(path, lambda: checkpointer.metadata(path).item_metadata)
-    if tree is None:
-        # Orbax does not say which.
-        raise InputError(
-            f'{path}: missing in the checkpoint, or damaged; remove {path.parent} to go on from the one before'
-        )
-    return tree
-
-
-def _handlers() -> dict[str, Any]:
-    return {
-        'params': ocp.StandardCheckpointHandler(),
-        'ema': ocp.StandardCheckpointHandler(),
-        'optimizer': ocp.StandardCheckpointHandler(),
-        'progress': ocp.JsonCheckpointHandler(),
-        'data': ocp.JsonCheckpointHandler(),
-    }
-
-
-def _without_echoes(excepthook: Callable, unraisablehook: Callable) -> tuple[Callable, Callable]:
-    """Hooks that drop what Orbax lets its other threads print when one of many arrays cannot be read."""
-
-    def is_echo(error: BaseException | None) -> bool:
-        return any(words in str(error) for words in ('Event loop is closed', 'TensorStore'))
-
-    def on_exception(kind: type, error: BaseException, trace: Any) -> None:
-        if not is_echo(error):
-            excepthook(kind, error, trace)
-
-    def on_unraisable(unraisable: Any) -> None:
-        if not is_echo(unraisable.exc_value):
-            unraisablehook(unraisable)
-
-    return on_exception, on_unraisable
-
-
-def _check_tree(
-    path: Path, abstract: Any, advice: str = 'choose another --workdir or the config it was trained with'
-) -> None:
-    """Compares names, shapes and types of what is stored with what is wanted: Orbax would cast types in silence."""
-    stored, wanted = _leaves(stored_tree(path)), _leaves(abstract)
-    for name in sorted(stored.keys() | wanted.keys()):
-        if stored.get(name) != wanted.get(name):
-            has = stored.get(name, 'nothing of that name')
-            wants = wanted.get(name, 'nothing of that name')
-            raise InputError(
-                f'{path}: checkpoint of another model: {name} is {has} there, and {wants} in the config; {advice}'
-            )
-
-
-def _leaves(tree: Any) -> dict[str, str]:
-    """Path → `shape type` of every array of a tree."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    names = (('.'.join(map(_key, path)), leaf) for path, leaf in leaves)
-    return {name: f'{tuple(leaf.shape)} {jnp.dtype(leaf.dtype).name}' for name, leaf in names}
-
-
-def _key(entry: Any) -> str:
-    return str(getattr(entry, 'key', getattr(entry, 'name', getattr(entry, 'idx', entry))))

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from maxlm.config.keys import Config
+from maxlm.data.corpus import Corpus
 from maxlm.training.sharding import Layout
-from maxlm.training.step import LossSums
+from maxlm.training.step import LossSums, make_eval_step
 
 
 class Evaluation(NamedTuple):
@@ -22,6 +24,29 @@ class Evaluation(NamedTuple):
     loss: float
     tokens: int
     source_losses: list[float]
+
+
+class Validation:
+    """The validation loss of a run, on always the same batches."""
+
+    def __init__(self, config: Config, corpus: Corpus, layout: Layout):
+        """
+        Raises:
+            InputError: there is nothing to validate on.
+        """
+        self._layout, self._global_batch = layout, config.train.global_batch
+        rows = layout.local_rows(self._global_batch)
+        self._batches = corpus.validation_batches(self._global_batch, config.eval.num_batches, rows)
+        # Every process reads all of the sums.
+        self._step = jax.jit(make_eval_step(config, layout, len(corpus.names)), out_shardings=layout.named())
+
+    def __len__(self) -> int:
+        """Batches."""
+        return len(self._batches)
+
+    def __call__(self, params: Any) -> Evaluation:
+        in_order = (self._batches[index] for index in range(len(self._batches)))
+        return evaluate(self._step, params, in_order, layout=self._layout, global_batch=self._global_batch)
 
 
 def evaluate(

@@ -22,7 +22,9 @@ import tensorstore
 from orbax.checkpoint import type_handlers
 
 from maxlm.errors import InputError, os_message
-from maxlm.runtime.checkpoint import FOLDER, reading, stored_tree
+from maxlm.runtime.integrity import array_checksum, check_sums, read_checksums
+from maxlm.runtime.step_folder import FOLDER, to_path
+from maxlm.runtime.stored import reading, stored_tree
 
 # Bytes of the pieces that arrays are written in. A device that wants a part of a piece decodes all of it; each piece is
 # an entry in the checkpoint's index, which grows with every write.
@@ -36,6 +38,9 @@ class ParamsReader:
 
     Whole arrays come from any checkpoint at the cost of their size. A layer costs its own size where the checkpoint is
     stored by layers, as `Checkpoints.save` and `write_step` do, and that of its stack where it is not.
+
+    What was read is compared with the checksum of its array, where the step has some, as soon as all of it was read: an
+    array at once, a stack with its last layer. Before that, a layer may be damaged.
 
     Attributes:
         shapes: dotted path → stored shape, that of the whole stack for arrays below `blocks`.
@@ -51,7 +56,7 @@ class ParamsReader:
         Raises:
             InputError: the item is missing, cannot be read, or is not of float32.
         """
-        self._path = step_directory.resolve() / item
+        self._path = to_path(step_directory) / item
         tree = stored_tree(self._path)
         described = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
         for name, leaf in described.items():
@@ -60,6 +65,10 @@ class ParamsReader:
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(leaf.shape) for name, leaf in described.items()}
         self._pieces = {name: tuple(leaf.storage.chunk_shape) for name, leaf in described.items()}
         self._use_zarr3 = tree.use_zarr3
+        checksums = read_checksums(self._path.parent)
+        self._checksums = (checksums or {}).get(item)
+        # By array: layer → its part of the checksum, until all are known.
+        self._parts: dict[str, dict[int, int]] = {}
         self._context = type_handlers.get_ts_context()
 
     def read(self, path: str, layer: int | None = None) -> np.ndarray:
@@ -73,11 +82,28 @@ class ParamsReader:
             float32, of `shapes[path]`, without its first axis when `layer` is given.
 
         Raises:
-            InputError: it cannot be read.
+            InputError: it cannot be read, or its array is not what was saved.
         """
         assert path in self.shapes, path
         assert layer is None or 0 <= layer < self.shapes[path][0], (path, layer)
-        return reading(self._path, lambda: self._read(path, layer))
+        values = reading(self._path, lambda: self._read(path, layer))
+        if self._checksums is not None:
+            self._check(path, layer, values)
+        return values
+
+    def _check(self, path: str, layer: int | None, values: np.ndarray) -> None:
+        total = 0
+        if layer is None:
+            total = array_checksum(values)
+        else:
+            parts = self._parts.setdefault(path, {})
+            parts[layer] = array_checksum(values, layer * math.prod(self.shapes[path][1:]))
+            if len(parts) < self.shapes[path][0]:
+                return
+            total = sum(self._parts.pop(path).values()) % 2**32
+        found = {path: f'{self.shapes[path]} float32 {total:08x}'}
+        wanted = {name: text for name, text in (self._checksums or {}).items() if name == path}
+        check_sums(self._path, {self._path.name: wanted}, found)
 
     def _read(self, path: str, layer: int | None) -> np.ndarray:
         info = type_handlers.ParamInfo(

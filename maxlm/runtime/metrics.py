@@ -32,7 +32,7 @@ METRICS: dict[str, Metric] = {
     'train/param_norm': Metric('', 'global norm of the parameters after the step'),
     'train/tokens': Metric('tokens', 'positions of all batches so far'),
     'train/epoch': Metric('epochs', 'passes over the training split so far'),
-    'train/skipped': Metric('steps', 'steps so far that changed nothing, since loss or gradient was not finite'),
+    'train/skipped': Metric('steps', 'steps so far that changed nothing: loss or gradient spiked or was not finite'),
     'eval/loss': Metric('nats/token', 'cross-entropy on the validation split, mean over predicted tokens'),
     'eval/perplexity': Metric('', 'exp(eval/loss)'),
     # By source; * is its name.
@@ -102,9 +102,9 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def lowest_loss(workdir: Path) -> float:
-    """The lowest training loss that stands in metrics.jsonl; infinity where there is none."""
-    losses = (line.get('train/loss') for line in read_metrics(workdir))
+def lowest_loss(workdir: Path, *, up_to: int) -> float:
+    """The lowest training loss that stands in metrics.jsonl up to a step; infinity where there is none."""
+    losses = (line.get('train/loss') for line in read_metrics(workdir) if line['step'] <= up_to)
     return min((loss for loss in losses if loss is not None), default=math.inf)
 
 

@@ -50,6 +50,16 @@ class Pace:
         yield
         self._mark += time.perf_counter() - start
 
+    @property
+    def steps(self) -> int:
+        """That were done in this process."""
+        return self._total.steps
+
+    @property
+    def seconds(self) -> float:
+        """That they took."""
+        return self._total.seconds
+
     def read_interval(self) -> dict[str, float]:
         """The `perf/…` metrics of the steps since the last call."""
         sums, self._interval = self._interval, _Sums()

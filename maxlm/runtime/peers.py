@@ -35,6 +35,8 @@ LINGER_SECONDS = 3.0
 VERDICT_SECONDS = 12.0
 # All processes reach the end of a run at about the same time.
 END_SECONDS = 600
+# One of them may be fetching a checkpoint, while the others wait. Those that are lost are noticed long before.
+MEET_SECONDS = 6 * 3600
 
 LINES, VERDICT, END = 'maxlm/lines', 'maxlm/verdict', 'maxlm/end'
 
@@ -75,6 +77,11 @@ class Peers:
     def set_overdue(self, yes: bool) -> None:
         """Says whether this process has waited too long for the others."""
         self._status = 'overdue' if yes else 'busy'
+
+    def meet(self, name: str) -> None:
+        """Waits for all processes to come here; `name` tells this place from others."""
+        if self._count > 1:
+            _state().client.wait_at_barrier(f'maxlm/{name}', MEET_SECONDS * 1000)
 
     def leave(self, code: int, reason: str) -> NoReturn:
         """Ends this process, from any of its threads, and the others, who print the reason."""

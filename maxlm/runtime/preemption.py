@@ -19,11 +19,13 @@ class StopRequest:
     Of several processes one may be told and the others not, and their loops are not at the same step. Then JAX's
     preemption service finds a step that none of them has passed. It works in threads of its own: a step asks it for a
     number in memory, while a flag that all agree on by a collective would cost every step a round trip. It listens to
-    SIGTERM only, and by its own handler, so SIGINT is passed on as one.
+    SIGTERM only, and by its own handler, so SIGINT and notices are passed on as one.
     """
 
     def __init__(self) -> None:
-        self.requested = ''  # the signal's name
+        self.requested = ''  # the signal's name, or what a notice said
+        self._signalled = False
+        self._asked = 0
         self._together = jax.process_count() > 1
         # Signal number → handler before; Python types a handler in several ways.
         self._previous: dict[int, Any] = {}
@@ -37,18 +39,39 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def reached(self, step: int) -> bool:
-        """Whether this is the step to stop after; all processes ask once for every step, and all hear the same."""
+    def request(self, reason: str) -> None:
+        """Asks for the stop in words, from any thread: what came over the network instead of as a signal."""
+        if self.requested:
+            return
+        self.requested = reason
+        if self._together:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def reached(self) -> bool:
+        """Whether to stop now; all processes ask once after every step, and all hear the same."""
         if not self._together:
             return bool(self.requested)
-        if not multihost_utils.reached_preemption_sync_point(step):
+        # Not the number of the step: a run that goes back would ask for the same again.
+        self._asked += 1
+        if not multihost_utils.reached_preemption_sync_point(self._asked):
             return False
         self.requested = self.requested or 'SIGTERM in one of the processes'
         return True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.requested:
+        # After a notice the first Ctrl-C is still a first one.
+        if number == signal.SIGINT and self._signalled:
             raise KeyboardInterrupt
-        self.requested = signal.Signals(number).name
+        self._signalled = True
+        self.requested = self.requested or signal.Signals(number).name
         if self._together:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ignore_sigterm() -> None:
+    """For a process that has saved and is about to end with its exit code.
+
+    To take down JAX lasts a second or two. A second SIGTERM would make a death by signal of it, which whoever started
+    the run takes for a crash.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -13,15 +13,18 @@ from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine
 from maxlm.planning.plan_report import advice_text, size_text
 from maxlm.runtime.console import logger
+from maxlm.training.decisions import Decisions, decided, ended
 from maxlm.training.sharding import Layout, make_layout
 from maxlm.training.step import TrainState, abstract_state
 
 Resolve = Callable[[Config], Config]
+FIRST_DECISIONS = Decisions()
 
 
 class Ready(NamedTuple):
     """A run whose first step fits."""
 
+    # Without what the run has decided on its way.
     config: Config
     layout: Layout
     abstract: TrainState
@@ -36,7 +39,9 @@ def sample_config(config: Config, resolve: Resolve) -> Config:
     return resolve(config)
 
 
-def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_step: int) -> Ready:
+def prepare_step(
+    config: Config, resolve: Resolve, *, num_sources: int, first_step: int = 0, decisions: Decisions = FIRST_DECISIONS
+) -> Ready:
     """Compiles the step that a run starts or goes on with.
 
     Args:
@@ -44,6 +49,7 @@ def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_st
         resolve: of a config for the devices of this run.
         num_sources: as `make_train_step` takes them.
         first_step: from which the run will go on.
+        decisions: of the run so far.
 
     Raises:
         InputError: the step does not fit; the message says by how much, and what would fit.
@@ -51,7 +57,8 @@ def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_st
     machine = present_machine(sample_config(config, resolve))
 
     def compiled(resolved: Config) -> Forecast:
-        at_first = resolved.at_context(resolved.context_at(min(first_step, resolved.train.num_steps - 1)))
+        now = decided(resolved, decisions)
+        at_first = now.at_context(now.context_at(min(first_step, now.train.num_steps - 1)))
         return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
 
     if config.train.micro_batch == AUTO:
@@ -60,8 +67,8 @@ def prepare_step(config: Config, resolve: Resolve, *, num_sources: int, first_st
     resolved = resolve(config)
     layout = make_layout(resolved.mesh)
     abstract = abstract_state(resolved, layout)
-    if first_step >= resolved.train.num_steps:
-        # The run is done: there is nothing to compile for.
+    if ended(resolved, decisions, first_step):
+        # There is nothing to compile for.
         return Ready(resolved, layout, abstract, estimate(resolved, machine))
     forecast = compiled(resolved)
     if not forecast.fits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from maxlm.runtime.evaluation import Evaluation
 from maxlm.runtime.metrics import MetricWriter, perplexity
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.sources import SourceReport
+from maxlm.training.decisions import BadSteps
 
 
 class _Pending(NamedTuple):
@@ -33,25 +35,24 @@ class Reporter:
         self,
         config: Config,
         *,
-        writer: MetricWriter | None,
         pace: Pace,
         bar: tqdm,
         windows_per_epoch: int,
         sources: SourceReport,
-        skipped: int,
-        best_loss: float,
+        warn: Callable[[str], None] = logger.warning,
     ):
-        """`skipped` and `best_loss` are those of the run's earlier lives; `writer` is None on all processes but one."""
+        """`warn` is told of steps that were left out."""
         self._config = config
-        self._writer = writer
+        self._writer: MetricWriter | None = None
         self._pace = pace
         self._bar = bar
         self._windows_per_epoch = windows_per_epoch
         self._sources = sources
+        self._warn = warn
         self._pending: _Pending | None = None
-        self._skipped = skipped
-        self._best_loss = best_loss
-        self.skipped_in_a_row = 0
+        self._skipped = 0
+        self.best_loss = math.inf
+        self.bad_steps = BadSteps()
         self.last_loss = math.nan
         self.validation_loss: float | None = None
 
@@ -69,7 +70,7 @@ class Reporter:
         values: dict[str, Any] = jax.device_get(device_metrics)
         self._pace.step_done(data_wait)
         self._bar.update()
-        self._count_skips(step, bool(values['skipped']), overflow=bool(values.get('overflow', False)))
+        self._count_skips(step, values)
         self.last_loss = float(values['loss'])
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
             self._report(step, values)
@@ -81,23 +82,52 @@ class Reporter:
         self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity(loss), **by_source})
         logger.info(f'step {step:>7}  validation loss {loss:.4f}  perplexity {perplexity(loss):.2f}')
 
-    def _count_skips(self, step: int, skipped: bool, *, overflow: bool) -> None:
-        if overflow:
+    def change_config(self, config: Config) -> None:
+        """The run has decided on another length or other learning rates."""
+        self._config = config
+        self._bar.total = config.train.num_steps
+        self._bar.refresh()
+
+    def begin(self, step: int, *, writer: MetricWriter | None, skipped: int, best_loss: float) -> None:
+        """The run goes on from `step`. What was dispatched before is not reported on any more.
+
+        Args:
+            step: number of the last step that is done.
+            writer: of metrics; None on all processes but one.
+            skipped: steps until then that were left out.
+            best_loss: of the training until then.
+        """
+        self._pending = None
+        self._writer = writer
+        self._skipped = skipped
+        self.best_loss = best_loss
+        self.bad_steps = BadSteps()
+        self._bar.n = step
+        self._bar.refresh()
+
+    def _count_skips(self, step: int, values: dict[str, Any]) -> None:
+        if values.get('overflow', False):
             # The next one has a lower scale: no sign that the run diverges.
             self._skipped += 1
             logger.info(f'step {step:>7}  left out: its gradient overflowed, the loss scale is halved')
             return
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        if skipped:
-            self._skipped += 1
-            logger.warning(f'step {step:>7}  left out: its loss or gradient is not finite ({self._skipped} so far)')
+        if not values['skipped']:
+            self.bad_steps = BadSteps()
+            return
+        first, _, in_a_row = self.bad_steps
+        self.bad_steps = BadSteps(first or step, step, in_a_row + 1)
+        self._skipped += 1
+        why = 'its loss or gradient is not finite'
+        if values.get('spike', False):
+            why = f'loss {values["loss"]:.4f} or gradient norm {values["grad_norm"]:.3f} is far above those before'
+        self._warn(f'step {step:>7}  left out: {why} ({self._skipped} so far)')
 
     def _report(self, step: int, values: dict[str, Any]) -> None:
         sequences = step * self._config.train.global_batch
         perf = self._pace.read_interval()
         loss = float(values['loss'])
         # A NaN is never the lower one.
-        self._best_loss = min(self._best_loss, loss)
+        self.best_loss = min(self.best_loss, loss)
         memory = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
         if memory:
             perf['perf/device_memory_gib'] = memory / 2**30
@@ -108,7 +138,7 @@ class Reporter:
             step,
             {
                 'train/loss': loss,
-                'train/best_loss': self._best_loss,
+                'train/best_loss': self.best_loss,
                 'train/perplexity': perplexity(loss),
                 **({'train/z_loss': float(values['z_loss'])} if 'z_loss' in values else {}),
                 **({'train/loss_scale': float(values['loss_scale'])} if 'loss_scale' in values else {}),
@@ -125,7 +155,7 @@ class Reporter:
         )
         mfu = f'  MFU {perf["perf/mfu"]:.1%}' if 'perf/mfu' in perf else ''
         logger.info(
-            f'step {step:>7}  loss {loss:.4f}  best {self._best_loss:.4f}  lr {values["learning_rate"]:.2e}  '
+            f'step {step:>7}  loss {loss:.4f}  best {self.best_loss:.4f}  lr {values["learning_rate"]:.2e}  '
             f'grad norm {values["grad_norm"]:.3f}  {1 / perf["perf/step_seconds"]:.3g} steps/s  '
             f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}  '
             f'data wait {perf["perf/data_wait_seconds"] * 1e3:.1f} ms'

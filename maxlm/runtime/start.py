@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,30 @@ from maxlm.data.batches import fingerprint_changes
 from maxlm.data.records import Dataset
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.runtime.checkpoint import (
-    Checkpoints,
-    check_params,
-    copy_params,
-    find_step,
-    params_item,
-    restore_params,
-    saved_steps,
-)
+from maxlm.runtime.checkpoint import Checkpoints, find_step, saved_steps
 from maxlm.runtime.console import logger
+from maxlm.runtime.items import check_params, copy_params, params_item, restore_params
+from maxlm.runtime.step_folder import FOLDER
+from maxlm.runtime.stored import DamagedError, read_json
 from maxlm.runtime.workdir import TOKENIZER
+from maxlm.training.decisions import Decisions, from_json
 from maxlm.training.sharding import Layout
 from maxlm.training.step import Params, TrainState, init_state
 
 INIT_FROM = 'train.init_from'
+
+
+def newest_decisions(workdir: Any) -> tuple[int, Decisions]:
+    """The step that a run will go on from and what it has decided, as far as can be told without reading its state."""
+    steps = saved_steps(workdir)
+    if not steps:
+        return 0, Decisions()
+    try:
+        history = read_json(workdir / FOLDER / str(steps[-1]) / 'progress').get('history', {})
+    except DamagedError:
+        # An older one will be used, or an import has none.
+        history = {}
+    return steps[-1], from_json(history.get('decisions'))
 
 
 def check_init_from(config: Config, abstract: Params, workdir: Path) -> None:
@@ -51,28 +61,42 @@ def start_state(
     abstract: TrainState,
     checkpoints: Checkpoints,
     facts: dict[str, Any],
-) -> TrainState:
-    """The state before the next step.
+) -> tuple[TrainState, Mapping[str, Any]]:
+    """The state before the next step, and the history that was saved with it.
 
     Args:
         config: resolved.
         dataset: what the run trains on.
         layout: where the state is placed.
         abstract: as `abstract_state` returns it.
-        checkpoints: those of the run's workdir. A step 0 that holds parameters only, as an import leaves it, is where
-            the run starts; it goes on from any other.
+        checkpoints: those of the run's workdir. It goes on from the newest that is whole.
         facts: `Corpus.fingerprint` of the data, which must be the same as that of the run so far.
 
     Raises:
         InputError: the checkpoint cannot be read, or is of another model, optimizer, order of data or tokenizer.
     """
-    newest = checkpoints.latest_step()
-    imported = newest == 0 and checkpoints.holds_only_params(0)
-    if newest is not None and not imported:
-        state, stored_facts = checkpoints.restore(newest, abstract, loss_scale=config.train.loss_scale)
-        _check_same_data(stored_facts, facts, allow_change=config.data.allow_change)
-        logger.info(f'going on from step {newest}')
-        return state
+    restored = checkpoints.restore_newest(abstract, loss_scale=config.train.loss_scale)
+    if restored is None:
+        return first_state(config, dataset=dataset, layout=layout, abstract=abstract, checkpoints=checkpoints), {}
+    _check_same_data(restored.fingerprint, facts, allow_change=config.data.allow_change)
+    logger.info(f'going on from step {int(restored.state.step)}')
+    return restored.state, restored.history
+
+
+def first_state(
+    config: Config, *, dataset: Dataset, layout: Layout, abstract: TrainState, checkpoints: Checkpoints
+) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        config, dataset, layout, abstract: as for `start_state`.
+        checkpoints: those of the run's workdir. A step 0 that holds parameters only, as an import leaves it, is where
+            the run starts.
+
+    Raises:
+        InputError: the checkpoint to start with cannot be read, or is of another model or tokenizer.
+    """
+    imported = checkpoints.holds_only_params(0)
     state = init_state(config, layout)
     if not (imported or config.train.init_from):
         return state

@@ -19,32 +19,39 @@ CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
 
 
-def local_path(given: str) -> Path:
-    """A workdir as it is given; a URL, which would become a directory of that name, is refused."""
-    if '://' in given:
-        raise InputError(
-            f'--workdir={given}: a run is kept in a directory; give one that all machines reach, such as a shared disk '
-            f'or a bucket that is mounted as a directory'
-        )
-    return Path(given)
-
-
-def open_workdir(workdir: Path, config: Config) -> None:
-    """Makes the directory if need be and checks that the run can go on in it.
+def open_workdir(workdir: Path) -> None:
+    """Makes the directory if need be.
 
     Raises:
-        InputError: it cannot be written to, or holds a run of another model.
+        InputError: it cannot be written to.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         # Whether a directory is writable shows by writing: permission bits say nothing of quotas or read-only mounts.
         with tempfile.TemporaryFile(dir=workdir):
             pass
-        has_run = (workdir / CONFIG).exists()
     except OSError as error:
         raise _unusable(workdir, error) from error
-    if has_run:
-        _check_same_model(workdir, config)
+
+
+def check_same_model(workdir: Path, config: Config) -> None:
+    """Checks that the run that a workdir holds, if any, can go on with a config.
+
+    Raises:
+        InputError: it is one of another model.
+    """
+    if not (workdir / CONFIG).exists():
+        return
+    old, new = read_config(workdir).model, config.model
+    # How the same function of the same parameters is computed may change between two lives of a run.
+    free = {'family', 'remat', 'scan_layers', 'attention', 'dtype', 'dropout', 'init', 'init_std'}
+    for field in dataclasses.fields(new):
+        before, now = getattr(old, field.name), getattr(new, field.name)
+        if field.name not in free and before != now:
+            raise InputError(
+                f'--workdir={workdir} holds a run with model.{field.name}={before}, the config has {now}; '
+                f'choose another --workdir or set model.{field.name}={before}'
+            )
 
 
 def describe_run(workdir: Path, config: Config, tokenizer: Path) -> None:
@@ -73,19 +80,6 @@ def read_config(workdir: Path) -> Config:
 
 def _unusable(workdir: Path, error: OSError) -> InputError:
     return InputError(f'--workdir={workdir}: {os_message(error)}; choose a directory that can be written to')
-
-
-def _check_same_model(workdir: Path, config: Config) -> None:
-    old, new = read_config(workdir).model, config.model
-    # How the same function of the same parameters is computed may change between two lives of a run.
-    free = {'family', 'remat', 'scan_layers', 'attention', 'dtype', 'dropout', 'init', 'init_std'}
-    for field in dataclasses.fields(new):
-        before, now = getattr(old, field.name), getattr(new, field.name)
-        if field.name not in free and before != now:
-            raise InputError(
-                f'--workdir={workdir} holds a run with model.{field.name}={before}, the config has {now}; '
-                f'choose another --workdir or set model.{field.name}={before}'
-            )
 
 
 def _write_atomically(path: Path, text: str) -> None:

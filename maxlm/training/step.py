@@ -20,6 +20,7 @@ from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
 from maxlm.model.host_memory import HOST, fetch, on_host
 from maxlm.model.ring import zigzag
+from maxlm.training.guards import SpikeWindow, first_window, judge
 from maxlm.training.loss import cross_entropy_sum
 from maxlm.training.loss_scale import LossScale, first_loss_scale, next_loss_scale
 from maxlm.training.moments import Blocks, place_moment
@@ -38,7 +39,7 @@ class TrainState(NamedTuple):
 
     # Batches seen, skipped ones included: the position in the data.
     step: jax.Array
-    # Batches whose gradient was not finite and which therefore changed nothing else.
+    # Batches that spiked or were not finite and therefore changed nothing else.
     skipped: jax.Array
     params: Params
     opt_state: optax.OptState
@@ -46,6 +47,8 @@ class TrainState(NamedTuple):
     ema: Params | None = None
     # Where model.dtype is float16.
     loss_scale: LossScale | None = None
+    # Where guard.window is set.
+    window: SpikeWindow | None = None
 
 
 class LossSums(NamedTuple):
@@ -121,6 +124,7 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g * jnp.minimum(1, clip_norm / jnp.maximum(grad_norm, 1e-12)), grads)
         num_updates = state.step - state.skipped
         finite = jnp.isfinite(means.loss) & jnp.isfinite(grad_norm)
+        ok, window = judge(state.window, means.loss, grad_norm, config.guard)
 
         def update(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:
             old = params, opt_state, ema
@@ -128,7 +132,7 @@ def make_train_step(
             params = optax.apply_updates(params, updates)
             ema = _average(ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)
             # A selection, not a product with 0: NaN times 0 is NaN.
-            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (params, opt_state, ema), old)
+            return jax.tree.map(lambda new, old: jnp.where(ok, new, old), (params, opt_state, ema), old)
 
         if config.mesh.offload != 'none':
             update = layer_by_layer(update)
@@ -138,19 +142,21 @@ def make_train_step(
             # A loss that is not finite itself, or a gradient that is not without a scale, is no matter of the scale.
             overflow = ~finite & jnp.isfinite(means.loss) & (loss_scale.scale > 1)
             scaling = {'loss_scale': loss_scale.scale, 'overflow': overflow}
-            loss_scale = next_loss_scale(loss_scale, overflow, config.train)
+            after = next_loss_scale(loss_scale, overflow, config.train)
+            loss_scale = jax.tree.map(lambda new, old: jnp.where(ok | overflow, new, old), after, loss_scale)
         metrics = {
             'loss': means.loss,
             'tokens': sums.tokens,
             'grad_norm': grad_norm,
             'param_norm': norm(params) if config.mesh.offload == 'all' else optax.tree.norm(params),
             'learning_rate': schedule(num_updates),
-            'skipped': ~finite,
+            'skipped': ~ok,
+            'spike': finite & ~ok,
             **scaling,
             **({'z_loss': z_loss * means.log_z_squared} if z_loss else {}),
             **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
-        return TrainState(state.step + 1, state.skipped + ~finite, params, opt_state, ema, loss_scale), metrics
+        return TrainState(state.step + 1, state.skipped + ~ok, params, opt_state, ema, loss_scale, window), metrics
 
     return train_step
 
@@ -301,7 +307,8 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
         scale = jax.tree.map(
             lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_loss_scale(config.train))
         )
-    return TrainState(counter, counter, params, opt_state, ema, scale)
+    window = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_window(config.guard)))
+    return TrainState(counter, counter, params, opt_state, ema, scale, window)
 
 
 def init_state(config: Config, layout: Layout) -> TrainState:
@@ -313,7 +320,7 @@ def init_state(config: Config, layout: Layout) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
         ema = params if config.optimizer.ema_decay else None
         scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
-        return TrainState(zero, zero, params, optimizer.init(params), ema, scale)
+        return TrainState(zero, zero, params, optimizer.init(params), ema, scale, first_window(config.guard))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, layout))
     return jax.jit(init, out_shardings=shardings)()

@@ -91,6 +91,8 @@ class Fault:
 class GcsServer:
     """The server. Its fields may be read and changed by the test at any time."""
 
+    handler = Handler
+
     def __init__(self):
         self.lock = threading.RLock()
         self.buckets: set[str] = set()
@@ -140,7 +142,7 @@ class GcsServer:
 
     def appear(self):
         """Listens, on the same port as before."""
-        self._http = Listener(('127.0.0.1', self.port), type('BoundHandler', (Handler,), {'store': self}))
+        self._http = Listener(('127.0.0.1', self.port), type('BoundHandler', (self.handler,), {'store': self}))
         self.port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, kwargs={'poll_interval': 0.01}, daemon=True).start()
 
@@ -172,7 +174,7 @@ def environment(server: GcsServer) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running(monkeypatch) -> Iterator[GcsServer]:
+def running(monkeypatch, kind=GcsServer) -> Iterator[GcsServer]:
     """The server, which this process takes for Google's; gcsfs tries again without sleeping."""
     import asyncio
 
@@ -181,7 +183,7 @@ def running(monkeypatch) -> Iterator[GcsServer]:
 
     from maxlm.data import buckets
 
-    server = GcsServer()
+    server = kind()
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     # The variable is read when fsspec is imported.

@@ -6,8 +6,8 @@ import pytest
 from maxlm.data.records import load_manifest
 from maxlm.errors import InputError
 from maxlm.inference.load import load_model
-from maxlm.runtime.checkpoint import FOLDER
 from maxlm.runtime.layers import write_step
+from maxlm.runtime.step_folder import FOLDER
 from maxlm.runtime.workdir import TOKENIZER, describe_run
 from tests.runtime.test_checkpoint import abstract_on, config_on, random_state, same, save
 from tests.runtime.test_layers import flatten, streamed

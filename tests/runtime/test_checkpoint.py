@@ -9,8 +9,11 @@ import optax
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.runtime.checkpoint import FOLDER, TRASH, Checkpoints, find_step, params_item, restore_params
+from maxlm.runtime.checkpoint import Checkpoints, find_step
 from maxlm.runtime.console import Console
+from maxlm.runtime.items import params_item, restore_params
+from maxlm.runtime.step_folder import FOLDER, TRASH
+from maxlm.training.guards import SpikeWindow
 from maxlm.training.step import TrainState, abstract_state
 from tests.small import small_config, small_layout
 
@@ -40,7 +43,13 @@ def random_state(abstract, *, step, skipped, seed=0):
 
     counters = (jax.device_put(jnp.int32(number), abstract.step.sharding) for number in (step, skipped))
     params, opt_state = jax.tree.map(fill, (abstract.params, abstract.opt_state))
-    return TrainState(*counters, params, opt_state)
+    window = abstract.window
+    if window is not None:
+        good_QW = np.asarray(rng.normal(size=window.good_QW.shape), np.float32)
+        filled = min(step, good_QW.shape[1])
+        good_QW[:, : good_QW.shape[1] - filled] = 0
+        window = jax.device_put(SpikeWindow(good_QW, np.int32(filled)), abstract.step.sharding)
+    return TrainState(*counters, params, opt_state, window=window)
 
 
 def same(tree, other):
@@ -82,7 +91,7 @@ def copy(saved, tmp_path):
 
 def test_a_sharded_state_comes_back_bit_for_bit(saved, eight):
     abstract = abstract_on(8)
-    state, facts = restore(saved, abstract)
+    state, facts, _ = restore(saved, abstract)
     assert same(state, eight)
     assert facts == FACTS
     assert (int(state.step), int(state.skipped)) == (7, 2)
@@ -91,13 +100,13 @@ def test_a_sharded_state_comes_back_bit_for_bit(saved, eight):
     kernel = state.params['blocks']['attention']['query']['kernel']
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
     # Control: the other step holds other numbers, everywhere.
-    earlier, _ = restore(saved, abstract, step=3)
+    earlier, *_ = restore(saved, abstract, step=3)
     assert not any(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(earlier), jax.tree.leaves(eight), strict=True))
 
 
 @pytest.mark.parametrize('num_devices', [1, 2, 4])
 def test_it_comes_back_on_another_mesh(saved, eight, num_devices):
-    state, _ = restore(saved, abstract_on(num_devices))
+    state, *_ = restore(saved, abstract_on(num_devices))
     assert same(jax.device_get(state), jax.device_get(eight))
     assert len(state.params['embedding'].devices()) == num_devices
 
@@ -126,7 +135,7 @@ def averaged(tmp_path_factory, eight):
 def test_an_average_is_an_item_of_its_own(saved, eight, averaged):
     workdir, state = averaged
     for num_devices in (8, 2):
-        restored, _ = restore(workdir, abstract_on(num_devices, **EMA))
+        restored, *_ = restore(workdir, abstract_on(num_devices, **EMA))
         assert same(jax.device_get(restored), jax.device_get(state))
         assert len(restored.ema['embedding'].devices()) == num_devices
     assert params_item(workdir / FOLDER / '7') == 'ema'
@@ -141,7 +150,7 @@ def test_an_average_is_an_item_of_its_own(saved, eight, averaged):
 
 def test_an_average_that_is_switched_on_starts_at_the_parameters(saved, eight, capsys):
     with Console():
-        state, _ = restore(saved, abstract_on(8, **EMA))
+        state, *_ = restore(saved, abstract_on(8, **EMA))
     assert same(state, eight._replace(ema=eight.params))
     out = capsys.readouterr().out
     assert out.count('\n') == 1
@@ -149,7 +158,7 @@ def test_an_average_that_is_switched_on_starts_at_the_parameters(saved, eight, c
 
 
 def test_an_average_that_is_switched_off_stays_where_it_is(averaged, eight, tmp_path):
-    state, _ = restore(averaged[0], abstract_on(8))
+    state, *_ = restore(averaged[0], abstract_on(8))
     assert same(state, eight)
     save(tmp_path, [state])
     assert params_item(tmp_path / FOLDER / '7') == 'params'
@@ -203,7 +212,7 @@ def test_a_workdir_may_have_an_at_sign_in_its_name(saved, tmp_path):
     assert find_step(f'{workdir}@3') == workdir / FOLDER / '3'
 
 
-@pytest.mark.parametrize('wanted', ['5', 'best', '-3', '3.0'])
+@pytest.mark.parametrize('wanted', ['5', 'worst', '-3', '3.0'])
 def test_a_step_that_is_not_there(saved, wanted):
     with pytest.raises(InputError, match=rf"no step '{wanted}' there; steps: 3, 7"):
         find_step(f'{saved}@{wanted}')
@@ -315,7 +324,7 @@ def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         try:
-            state, facts = restore(copy, abstract_on(8))
+            state, facts, _ = restore(copy, abstract_on(8))
         except InputError as error:
             refusals.append(str(error))
         else:

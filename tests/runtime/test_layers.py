@@ -1,5 +1,6 @@
 """Parameters layer by layer: exact in both directions, no more read or held than asked for, nothing half-written."""
 
+import json
 import math
 import resource
 import shutil
@@ -13,8 +14,11 @@ import tensorstore
 
 from maxlm.errors import InputError
 from maxlm.runtime import layers
-from maxlm.runtime.checkpoint import FOLDER, STACK, Checkpoints, by_layer, find_step, restore_params, stored_tree
+from maxlm.runtime.checkpoint import Checkpoints, find_step
+from maxlm.runtime.items import STACK, by_layer, restore_params
 from maxlm.runtime.layers import ParamsReader, StreamedArray, write_step
+from maxlm.runtime.step_folder import FOLDER
+from maxlm.runtime.stored import DamagedError, stored_tree
 from tests.runtime.test_checkpoint import abstract_on, random_state, same, save
 
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
@@ -118,6 +122,33 @@ def cost(reader, path, layer):
     before = bytes_read()
     reader.read(path, layer)
     return bytes_read() - before
+
+
+def test_what_was_read_is_compared_with_its_checksums(saved, tmp_path, arrays):
+    shutil.copytree(saved, tmp_path / 'run')
+    step = find_step(str(tmp_path / 'run'))
+    last = arrays[KERNEL].shape[0] - 1
+
+    def read():
+        reader = ParamsReader(step)
+        for layer in reversed(range(last + 1)):
+            yield reader.read(KERNEL, layer)
+        yield reader.read(KERNEL)
+        yield reader.read('embedding')
+
+    # Control: whole ones are read, in whatever order.
+    assert len(list(read())) == last + 3
+    path = step / 'checksums' / 'metadata'
+    content = json.loads(path.read_text())
+    content['params'][KERNEL] = content['params']['embedding'] = '(1,) float32 00000000'
+    path.write_text(json.dumps(content))
+    with pytest.raises(DamagedError, match=rf'params: damaged: {KERNEL} is '):
+        list(read())
+    for name in (KERNEL, 'embedding'):
+        with pytest.raises(DamagedError, match=f'damaged: {name} is'):
+            ParamsReader(step).read(name)
+    # Other arrays are what they were.
+    ParamsReader(step).read(next(name for name in arrays if name not in (KERNEL, 'embedding')))
 
 
 def test_a_layer_costs_its_own_size_on_disk(tmp_path):

@@ -2,10 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
+from maxlm.errors import EXIT_PREEMPTED
 from maxlm.runtime.preemption import StopRequest
+from tests.processes import ROOT
 
 
 def send(number):
@@ -57,9 +61,9 @@ def test_a_second_sigterm_lets_the_save_go_on():
 
 def test_a_process_that_is_alone_stops_after_the_step_it_is_at():
     with StopRequest() as stop:
-        assert not stop.reached(1)
+        assert not stop.reached()
         send(signal.SIGTERM)
-        assert stop.reached(2)
+        assert stop.reached()
 
 
 def test_several_processes_stop_where_jax_says(monkeypatch):
@@ -72,10 +76,70 @@ def test_several_processes_stop_where_jax_says(monkeypatch):
             # What JAX listens to is left to it, and told of Ctrl-C too.
             send(signal.SIGINT)
             assert told == [signal.SIGTERM]
-            assert [step for step in range(1, 8) if stop.reached(step)] == [5]
+            assert [step for step in range(1, 8) if stop.reached()] == [5]
             assert stop.requested == 'SIGINT'
         with StopRequest() as stop:
-            assert stop.reached(5)
+            assert any(stop.reached() for _ in range(5))
             assert 'in one of the processes' in stop.requested
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_notice_asks_in_words_and_what_came_first_stays():
+    with StopRequest() as stop:
+        stop.request('notice of preemption')
+        assert stop.reached()
+        stop.request('notice of maintenance')
+        send(signal.SIGTERM)
+        assert stop.requested == 'notice of preemption'
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_after_a_notice_the_first_ctrl_c_does_not_interrupt():
+    with StopRequest() as stop:
+        stop.request('notice of preemption')
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_notice_reaches_the_other_processes_as_sigterm(monkeypatch):
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    monkeypatch.setattr('jax.process_count', lambda: 2)
+    try:
+        with StopRequest() as stop:
+            stop.request('notice of preemption')
+            stop.request('notice of maintenance')
+        assert (stop.requested, told) == ('notice of preemption', [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# What `maxlm.train` does with signals, its second SIGTERM while it saves and the third when it has ended its loop.
+PROGRAM = """
+import atexit, os, signal, sys
+from maxlm.errors import EXIT_PREEMPTED
+from maxlm.runtime.preemption import StopRequest, ignore_sigterm
+
+def tell():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+with StopRequest() as stop:
+    tell()
+    assert stop.reached()
+    tell()
+    print('saved')
+{ending}
+atexit.register(tell)
+sys.exit(EXIT_PREEMPTED)
+"""
+
+
+@pytest.mark.parametrize(('ending', 'code'), [('ignore_sigterm()', EXIT_PREEMPTED), ('', -signal.SIGTERM)])
+def test_signals_while_the_process_ends(ending, code):
+    program = PROGRAM.format(ending=ending)
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == code
+    assert done.stdout == 'saved\n'

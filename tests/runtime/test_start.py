@@ -11,10 +11,11 @@ import pytest
 
 from maxlm.data.records import load_manifest
 from maxlm.errors import InputError
-from maxlm.runtime.checkpoint import FOLDER, Checkpoints
+from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import Console
 from maxlm.runtime.layers import write_step
 from maxlm.runtime.start import check_init_from, start_state
+from maxlm.runtime.step_folder import FOLDER
 from maxlm.runtime.workdir import TOKENIZER
 from maxlm.training.step import abstract_state, init_state
 from tests.runtime.test_checkpoint import FACTS, abstract_on, config_on, random_state, same, save
@@ -67,7 +68,7 @@ def start(data, capsys):
         check_init_from(config, abstract.params, workdir)
         capsys.readouterr()
         with Console(), Checkpoints(workdir, keep_last=3) as checkpoints:
-            state = start_state(
+            state, _ = start_state(
                 config, dataset=data, layout=layout, abstract=abstract, checkpoints=checkpoints, facts=FACTS
             )
         placed = jax.tree.map(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.runtime.workdir import CONFIG, TOKENIZER, describe_run, local_path, open_workdir, read_config
+from maxlm.runtime.workdir import CONFIG, TOKENIZER, check_same_model, describe_run, open_workdir, read_config
 from tests.small import small_config
 
 
@@ -22,7 +22,8 @@ def tokenizer(tmp_path):
 
 def start(workdir, config, tokenizer):
     """What training does with a workdir before its first step."""
-    open_workdir(workdir, config)
+    open_workdir(workdir)
+    check_same_model(workdir, config)
     describe_run(workdir, config, tokenizer)
 
 
@@ -141,9 +142,3 @@ def test_a_garbled_config_is_named(tmp_path, tokenizer, content):
 def test_no_config(tmp_path):
     with pytest.raises(InputError, match=r'config\.json: No such file .*give a workdir of maxlm\.train'):
         read_config(tmp_path)
-
-
-def test_a_url_is_no_workdir(tmp_path):
-    with pytest.raises(InputError, match=r'^--workdir=gs://bucket/run: .*shared disk'):
-        local_path('gs://bucket/run')
-    assert local_path(str(tmp_path)) == tmp_path

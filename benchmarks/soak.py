@@ -1,0 +1,327 @@
+"""What a run gets through: tries every fault, by the tests that do so, and writes docs/faults.md from what they found.
+
+    python -m benchmarks.soak [--full] [--faults=NAME,…] [--results=FILE] [--docs=FILE]
+
+With --full the tests try each fault as often as the table promises instead of a sample; that takes hours on two CPU
+cores. Results of faults that are not tried now stay as they are in FILE. Exit code 1: a test has failed. With
+`--faults=` nothing is tried and the table is only written anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / 'benchmarks' / 'results' / 'soak_cpu2.json'
+DOCS = ROOT / 'docs' / 'faults.md'
+NOT_MEASURED = 'not measured'
+# In the environment of tests (tests/faults.py): the full count.
+FULL = 'MAXLM_SOAK_FULL'
+
+
+class Fault(NamedTuple):
+    """A row of the table. `tests` are pytest's names of those that try it: a file, or FILE::TEST."""
+
+    name: str
+    fault: str
+    promise: str
+    tests: tuple[str, ...]
+
+
+TRAIN, PROCESSES, KILLED = (
+    'tests/test_train.py::',
+    'tests/test_train_processes.py::',
+    'tests/test_train_processes_killed.py::',
+)
+ENDINGS, BUCKETS = 'tests/test_train_guards.py::', 'tests/test_train_buckets.py::'
+STOP, MIRROR = 'tests/runtime/test_preemption.py::', 'tests/runtime/storage/test_mirror.py::'
+BUCKET, FAILURES = 'tests/runtime/test_checkpoint_bucket.py::', 'tests/runtime/test_checkpoint_failures.py::'
+FAULTS = (
+    Fault(
+        'kill',
+        'kill -9 at a random moment of a run, saves included',
+        'started again, it ends with the losses and parameters of the run without, bit for bit',
+        ('tests/test_train_killed.py',),
+    ),
+    Fault(
+        'kill-save',
+        'kill -9 during a save, on a disk and into a bucket',
+        'no committed step is lost; what shows can be restored',
+        ('tests/runtime/test_checkpoint_killed.py', f'{BUCKET}test_a_step_that_is_half_deleted_is_not_seen'),
+    ),
+    Fault(
+        'resume',
+        'stopped after any step, and what a kill leaves behind',
+        'goes on bit for bit as if it had never stopped, on another machine too',
+        (
+            f'{TRAIN}test_resume_at_every_step_is_exact',
+            f'{BUCKETS}test_a_run_in_a_bucket_goes_on_elsewhere',
+            f'{BUCKETS}test_a_run_with_a_copy_goes_on_elsewhere',
+        ),
+    ),
+    Fault(
+        'kill-one',
+        'kill -9 of one of two processes',
+        'the other ends with 75 within 15 s; the run goes on bit for bit',
+        (f'{KILLED}test_one_is_killed', f'{PROCESSES}test_the_others_follow_a_killed_process'),
+    ),
+    Fault(
+        'sigterm',
+        'SIGTERM to one of two processes, and again to any while they save',
+        'all save the same step and end with 75 within 5 s; the run goes on bit for bit',
+        (
+            f'{KILLED}test_one_is_told_to_stop',
+            f'{PROCESSES}test_sigterm_to_one_process_saves_the_same_step_in_all',
+            f'{TRAIN}test_sigterm_saves_and_the_next_start_goes_on_exactly',
+            f'{STOP}test_a_second_sigterm_lets_the_save_go_on',
+            f'{STOP}test_signals_while_the_process_ends',
+        ),
+    ),
+    Fault(
+        'stopped',
+        'SIGSTOP of one of two processes',
+        'the other ends with 75 within 15 s, and so does the stopped one when it goes on',
+        (f'{KILLED}test_one_is_stopped',),
+    ),
+    Fault(
+        'stuck',
+        'a process that is stuck, in its data loader or elsewhere',
+        'ends with 75 within 2 s of the deadline of train.stuck_seconds, with all stacks in the log; the others follow',
+        ('tests/runtime/test_watchdog.py', f'{PROCESSES}test_a_stuck_process_tells_where_and_all_end'),
+    ),
+    Fault(
+        'notice',
+        'notice of preemption or maintenance by the metadata server, which may itself fail',
+        'saved and ended with 75; faults of the server do no harm',
+        ('tests/runtime/test_notices.py', f'{STOP}test_a_notice_reaches_the_other_processes_as_sigterm'),
+    ),
+    Fault(
+        'other-mesh',
+        'another mesh, other numbers of processes and devices at the next start',
+        'the state is the same bit for bit, the next loss within 1e-6 (processes × devices: how far it is off), '
+        'the order of the data the same',
+        (
+            f'{PROCESSES}test_a_checkpoint_of_two_processes_is_restored_in_other_numbers',
+            f'{PROCESSES}test_a_checkpoint_of_one_process_is_restored_in_two',
+            'tests/runtime/test_checkpoint_layouts.py',
+        ),
+    ),
+    Fault(
+        'damage',
+        'bit flip, truncation, deleted file in a checkpoint',
+        'found and named; the newest older step that is whole is used',
+        (
+            'tests/runtime/test_checkpoint_damage.py',
+            'tests/runtime/test_checkpoint_processes.py',
+            f'{BUCKET}test_a_damaged_step_is_set_aside_and_an_outage_is_no_damage',
+        ),
+    ),
+    Fault(
+        'bucket-faults',
+        '503, 429, dropped connections, delays while a step is saved into a bucket',
+        'all steps are committed, and no step of the training waits',
+        (
+            f'{BUCKET}test_faults_that_pass_delay_no_step',
+            'tests/runtime/storage/test_run.py',
+            'tests/runtime/storage/test_steps.py',
+        ),
+    ),
+    Fault(
+        'outage',
+        'the storage is away, or refuses (403)',
+        'training goes on, an alarm within 60 s; a step that is due meanwhile is left out, the next save works',
+        (
+            f'{BUCKET}test_a_bucket_that_does_not_answer_while_it_is_written_is_told',
+            f'{BUCKET}test_what_a_bucket_refuses_is_told_and_the_run_goes_on',
+            f'{MIRROR}test_training_goes_on_through_an_outage',
+            f'{MIRROR}test_silence_is_said',
+            f'{BUCKETS}test_a_bucket_that_does_not_answer_is_no_new_run',
+        ),
+    ),
+    Fault(
+        'kill-upload',
+        'kill -9 of an upload',
+        'resumed; nothing half visible',
+        (f'{MIRROR}test_a_killed_upload_is_resumed',),
+    ),
+    Fault(
+        'full-disk',
+        'the disk is full, of one process or of several in turn',
+        'a clear line, older steps as they were; the next save works when there is room',
+        (f'{FAILURES}test_a_full_disk', f'{FAILURES}test_no_process_waits_for_one_that_failed'),
+    ),
+    Fault(
+        'bad-batch',
+        'a gradient that is not finite, a batch that explodes',
+        'the state is bit for bit as if the batch had never come',
+        ('tests/training/test_guards.py::test_a_bad_batch_leaves_no_trace',),
+    ),
+    Fault(
+        'rollback',
+        'bad batches one after the other',
+        'back to a checkpoint from before, and to the end of a run that never saw them; given up after some times',
+        (
+            f'{ENDINGS}test_a_rollback_ends_as_if_the_window_had_never_been_there',
+            f'{ENDINGS}test_a_run_that_diverges_gives_up_and_keeps_what_it_had',
+        ),
+    ),
+    Fault(
+        'data',
+        'a shard of the data that is damaged, cut short or gone',
+        'named; nothing of it is trained on; what was done before it is saved',
+        (
+            'tests/data/test_damaged_shards.py',
+            f'{ENDINGS}test_what_was_done_before_damaged_data_is_saved',
+            f'{PROCESSES}test_bad_input_of_one_process_ends_all',
+        ),
+    ),
+    Fault(
+        'end',
+        'the last step, early stopping, a budget that is used up',
+        'the state is committed before the run ends; started again, the run says that it is over',
+        (
+            f'{TRAIN}test_a_finished_run_has_nothing_to_do_and_can_be_extended',
+            f'{ENDINGS}test_early_stopping_saves_and_stays_stopped',
+            f'{ENDINGS}test_a_budget_stops_a_run_with_its_state_saved',
+            f'{ENDINGS}test_the_schedule_ends_with_the_budget',
+        ),
+    ),
+    Fault(
+        'two-runs',
+        'a second run on the same workdir',
+        'refused with one line that names the first; the lock of a run that is gone is taken over by exactly one',
+        ('tests/runtime/test_lock.py',),
+    ),
+    Fault(
+        'crash-loop',
+        'a run that ends over and over',
+        'started again as long as it gets ahead, given up otherwise',
+        ('tests/runtime/test_supervision.py', 'tests/test_supervise.py', 'tests/launch/test_restart.py'),
+    ),
+    Fault(
+        'alerts',
+        'a webhook or command for alerts that fails or hangs',
+        'training is neither stopped nor delayed',
+        ('tests/runtime/test_alerts.py',),
+    ),
+    Fault(
+        'secrets',
+        'tokens, keys and credentials in the environment',
+        'in no log, config.json, checkpoint, metric or error',
+        ('tests/test_secrets.py', 'tests/runtime/storage/test_run.py::test_secrets_are_not_told'),
+    ),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Tries faults, and writes results and table."""
+    parser = ArgumentParser(prog='benchmarks.soak', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--full', action='store_true', help='the full count of each fault instead of a sample')
+    parser.add_argument('--faults', help='names, with commas (default: all)')
+    parser.add_argument('--results', type=Path, default=RESULTS, help='JSON file, read and written')
+    parser.add_argument('--docs', type=Path, default=DOCS, help='table to write')
+    options = parser.parse_args(argv)
+    names = [fault.name for fault in FAULTS]
+    wanted = names if options.faults is None else [name for name in options.faults.split(',') if name]
+    for name in wanted:
+        if name not in names:
+            raise InputError(f'--faults: there is no {name!r}; one of {", ".join(names)}')
+
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    for fault in FAULTS:
+        if fault.name in wanted:
+            results[fault.name] = try_fault(fault, full=options.full)
+            print(f'{fault.name}: {figure(results[fault.name])}', flush=True)
+            options.results.write_text(json.dumps(results, indent=1) + '\n')
+    options.docs.write_text(render(results))
+    return EXIT_DONE if all(not results[name]['failed'] for name in wanted) else EXIT_FAILED
+
+
+def try_fault(fault: Fault, *, full: bool) -> dict[str, Any]:
+    """Runs the tests of a fault; returns how many passed and failed, what they measured, where and when."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / 'report.xml'
+        command = [sys.executable, '-m', 'pytest', '-q', f'--junitxml={report}', *fault.tests]
+        environment = {**os.environ, **({FULL: '1'} if full else {})}
+        load, began = os.getloadavg()[0], time.monotonic()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        seconds = time.monotonic() - began
+        if not report.exists():
+            raise InputError(
+                f'{fault.name}: pytest has not run: {" ".join((done.stdout + done.stderr).split())[-200:]}'
+            )
+        found = read_report(report.read_text(), fault.name)
+    if not found['passed'] + len(found['failed']):
+        raise InputError(f'{fault.name}: none of its tests is there')
+    return {
+        **found,
+        'full': full,
+        'seconds': round(seconds),
+        'date': time.strftime('%Y-%m-%d'),
+        'cpus': os.cpu_count(),
+        # What else this machine did: times grow with it.
+        'load': [round(load, 1), round(os.getloadavg()[0], 1)],
+    }
+
+
+def read_report(text: str, name: str) -> dict[str, Any]:
+    """What pytest's report in the format of JUnit says of the tests of a fault."""
+    cases = list(ElementTree.fromstring(text).iter('testcase'))
+    # A test that is left out has shown nothing.
+    bad = [case for case in cases if any(case.find(kind) is not None for kind in ('failure', 'error', 'skipped'))]
+    properties = [item for case in cases if case not in bad for item in case.iter('property')]
+    return {
+        'passed': len(cases) - len(bad),
+        'failed': [f'{case.get("classname")}.{case.get("name")}' for case in bad],
+        'figures': [item.get('value') for item in properties if item.get('name') == f'fault:{name}'],
+    }
+
+
+def figure(result: dict[str, Any] | None) -> str:
+    """A result in a cell."""
+    if result is None:
+        return NOT_MEASURED
+    total = result['passed'] + len(result['failed'])
+    count = f'{result["passed"]} of {total} tests passed'
+    if result['failed']:
+        return f'**failed**: {count}'
+    return '; '.join([*result['figures'], f'{count}{"" if result["full"] else " (sample)"}, {result["date"]}'])
+
+
+def render(results: dict[str, Any]) -> str:
+    """docs/faults.md."""
+    rows = []
+    for fault in FAULTS:
+        tests = '<br>'.join(f'`{test.removeprefix("tests/")}`' for test in fault.tests)
+        rows.append(f'| {fault.fault} | {fault.promise} | {tests} | {figure(results.get(fault.name))} |')
+    table = '\n'.join(rows)
+    return f"""# Faults: what a run gets through
+
+Written by `python -m benchmarks.soak` from the results of the tests named here; edit that, not this. "sample": the
+tests as CI runs them; `--full` tries as often as is promised. Times are the longest, on CPU cores that had other work
+too: `benchmarks/results/soak_cpu2.json` has the load. Exit codes and what starts again: [launch.md](launch.md); what
+decides and where it is kept: [reliability.md](reliability.md).
+
+| fault | promise | tests (below `tests/`) | measured |
+|---|---|---|---|
+{table}
+"""
+
+
+def run() -> None:
+    """Entry of `python -m benchmarks.soak`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

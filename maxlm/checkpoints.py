@@ -1,0 +1,205 @@
+"""The checkpoints of runs: what there is, whether it is whole, what may go, and bringing one here.
+
+    python -m maxlm.checkpoints list WORKDIR… [--json]
+    python -m maxlm.checkpoints verify WORKDIR…
+    python -m maxlm.checkpoints prune WORKDIR… [--keep_last=N] [--keep_best=K] [--permanent_every=M] [--dry_run]
+    python -m maxlm.checkpoints fetch WORKDIR --output=DIR [--weights_only]
+
+For one step in place of all, or of the newest, give WORKDIR@STEP or WORKDIR@best, the one with the lowest validation
+loss. list and fetch take URLs too (gs://…, s3://…). Exit codes: 0 done; 1 a step is damaged; 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from maxlm.config.keys import CheckpointConfig
+from maxlm.data.storage import shown
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.runtime.console import Console
+from maxlm.runtime.fetching import fetch_step
+from maxlm.runtime.integrity import damages
+from maxlm.runtime.inventory import StoredStep, checkpoint_config, damaged_steps, inventory, select
+from maxlm.runtime.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
+from maxlm.runtime.step_folder import FOLDER, StepFolder
+from maxlm.training.retention import SavedStep, reasons_to_keep
+
+RULES = ('keep_last', 'keep_best', 'permanent_every')
+
+
+def main(argv: list[str]) -> int:
+    """Does what the first word says."""
+    options = _parse(argv)
+    commands = {'list': _list, 'verify': _verify, 'prune': _prune, 'fetch': _fetch}
+    with Console():
+        return commands[options.command](options)
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.checkpoints` and `maxlm checkpoints`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog='maxlm.checkpoints',
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest='command', required=True, metavar='list|verify|prune|fetch')
+    helps = {
+        'list': 'names, sizes, validation losses, and why a step is kept',
+        'verify': 'read all, and compare with the checksums; writes nothing',
+        'prune': 'delete the steps that no rule keeps',
+    }
+    made = {name: commands.add_parser(name, allow_abbrev=False, help=text) for name, text in helps.items()}
+    for one in made.values():
+        one.add_argument('workdirs', nargs='+', metavar='WORKDIR', help='directory of a run, or WORKDIR@STEP')
+    made['list'].add_argument('--json', action='store_true', help='a line of JSON for each step')
+    for name in ('list', 'prune'):
+        add = made[name].add_argument
+        add('--keep_last', type=int, metavar='N', help="so many of the newest stay (default: as the run's config says)")
+        add('--keep_best', type=int, metavar='K', help='so many with the lowest validation loss stay')
+        add('--permanent_every', type=int, metavar='M', help='multiples of it stay; 0 = none')
+    made['prune'].add_argument('--dry_run', '--dry-run', action='store_true', help='tell, and delete nothing')
+    fetcher = commands.add_parser('fetch', allow_abbrev=False, help='copy one step, with config and tokenizer')
+    fetcher.add_argument('workdir', metavar='WORKDIR', help='directory or URL of a run, or WORKDIR@STEP')
+    fetcher.add_argument('--output', required=True, type=Path, metavar='DIR', help='workdir to put it into')
+    fetcher.add_argument('--weights_only', action='store_true', help='parameters without the optimizer state')
+    fetcher.add_argument('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')
+    options = parser.parse_args(argv)
+    for name, smallest in {'keep_last': 1, 'keep_best': 0, 'permanent_every': 0, 'threads': 1}.items():
+        value = getattr(options, name, None)
+        if value is not None and value < smallest:
+            raise InputError(f'--{name}={value}: needs {smallest} or more')
+    return options
+
+
+def _list(options: argparse.Namespace) -> int:
+    rows = []
+    for given in options.workdirs:
+        chosen = select(given)
+        # The rules see all steps, also when one is asked for.
+        reasons = _reasons(chosen.workdir, inventory(chosen.workdir), options, need_config=False)
+        for one in chosen.steps:
+            kept = ', '.join(reasons[one.step]) or 'nothing'
+            rows.append((f'{shown(chosen.workdir)}@{one.step}', one, kept))
+    if options.json:
+        for name, one, kept in rows:
+            facts = {'step': one.step, 'bytes': one.bytes, 'validation_loss': one.validation_loss, 'kept': kept}
+            print(json.dumps({'name': name, **facts}))
+        return EXIT_DONE
+    width = max(len(name) for name, *_ in rows)
+    print(f'{"checkpoint":<{width}}  {"size":>9}  {"validation loss":>15}  kept as')
+    for name, one, kept in rows:
+        loss = '-' if one.validation_loss is None else f'{one.validation_loss:.4f}'
+        print(f'{name:<{width}}  {_size(one.bytes):>9}  {loss:>15}  {kept}')
+    for workdir in dict.fromkeys(select(given).workdir for given in options.workdirs):
+        if names := damaged_steps(workdir):
+            print(f'{shown(workdir)}: set aside as damaged, never used: {", ".join(names)}')
+    return EXIT_DONE
+
+
+def _verify(options: argparse.Namespace) -> int:
+    num_damaged = 0
+    for given in options.workdirs:
+        chosen = select(given)
+        workdir = _local(chosen.workdir)
+        for one in chosen.steps:
+            found, num_sums = damages(workdir / FOLDER / str(one.step))
+            num_damaged += bool(found)
+            for line in found:
+                print(f'damaged   {line}')
+            if not found:
+                told = f'whole     {{}}: {num_sums} checksums' if num_sums else 'unknown   {}: saved without checksums'
+                print(told.format(f'{workdir}@{one.step}'))
+    return EXIT_FAILED if num_damaged else EXIT_DONE
+
+
+def _prune(options: argparse.Namespace) -> int:
+    for given in options.workdirs:
+        chosen = select(given)
+        workdir, everything = _local(chosen.workdir), inventory(chosen.workdir)
+        reasons = _reasons(chosen.workdir, everything, options, need_config=True)
+        going = [one for one in chosen.steps if not reasons[one.step]]
+        if going and not options.dry_run:
+            _check_free(workdir)
+            # A run that starts now is refused.
+            with WorkdirLock(workdir):
+                for one in going:
+                    StepFolder(workdir).delete(one.step)
+        for one in going:
+            told = 'would be deleted' if options.dry_run else 'deleted'
+            print(f'{workdir}@{one.step}: {told}, {_size(one.bytes)}')
+        size = _size(sum(one.bytes for one in going))
+        print(f'{workdir}: {len(everything) - len(going)} of {len(everything)} steps stay; {size} less')
+    return EXIT_DONE
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    found = fetch_step(
+        options.workdir, options.output, weights_only=options.weights_only, threads=options.threads, show=True
+    )
+    for line in found.damages:
+        print(f'damaged   {line}')
+    if found.damages:
+        return EXIT_FAILED
+    print(f'{found.directory}: {_size(found.bytes)}, {found.num_checksums} checksums compared')
+    return EXIT_DONE
+
+
+def _reasons(
+    workdir: str, steps: list[StoredStep], options: argparse.Namespace, *, need_config: bool
+) -> dict[int, tuple[str, ...]]:
+    given = {rule: getattr(options, rule) for rule in RULES if getattr(options, rule) is not None}
+    config = CheckpointConfig()
+    if len(given) < len(RULES):
+        try:
+            config = checkpoint_config(workdir)
+        except InputError:
+            if need_config:
+                raise
+    rules = {rule: given.get(rule, getattr(config, rule)) for rule in RULES}
+    return reasons_to_keep([SavedStep(one.step, one.validation_loss) for one in steps], **rules)
+
+
+def _local(workdir: str) -> Path:
+    if '://' in workdir:
+        raise InputError(f'{shown(workdir)}: only a local directory can be verified or pruned; fetch it first')
+    return Path(workdir)
+
+
+def _check_free(workdir: Path) -> None:
+    """Refuses a workdir in which a run runs, or ran a minute ago on another machine, which cannot be asked."""
+    path = workdir / LOCK
+    holder = None
+    try:
+        age = time.time() - path.stat().st_mtime
+        holder = Owner(**json.loads(path.read_text(encoding='utf-8')))
+    except FileNotFoundError:
+        return
+    except (ValueError, TypeError):
+        # Somebody's, who cannot be made out.
+        pass
+    alive = is_alive(holder) if holder else None
+    if alive or (alive is None and age <= STALE_SECONDS):
+        whose = holder or 'a run that cannot be named'
+        raise InputError(f'{workdir}: in use by {whose}, which deletes by its own rules; prune it when it has ended')
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ('B', 'KiB', 'MiB', 'GiB'):
+        if size < 1000:
+            return f'{size:.0f} B' if unit == 'B' else f'{size:.1f} {unit}'
+        size /= 1024
+    return f'{size:.1f} TiB'
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,130 @@
+"""The items of a step that are arrays: how they are cut, read and compared with what is wanted; parameters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath  # type: ignore[import-untyped]
+
+from maxlm.errors import InputError
+from maxlm.runtime import integrity
+from maxlm.runtime.step_folder import to_path
+from maxlm.runtime.stored import descriptions, key_name, reading, stored_tree
+from maxlm.training.step import Params
+
+# In the path of every array that is stacked over layers: [L, …].
+STACK = 'blocks'
+
+
+def restore_params(step_directory: epath.Path, abstract: Params, *, item: str = 'params') -> Params:
+    """The parameters alone of one step's directory, placed as `abstract` says; `item` as `params_item` returns it.
+
+    Raises:
+        DamagedError: they cannot be read, or are not what was saved.
+        InputError: they are those of another model.
+    """
+    path = to_path(step_directory) / item
+    stored = integrity.read_checksums(path.parent)
+    check_tree(path, abstract, stored=stored)
+    params = read_arrays(path, abstract)
+    if stored is not None:
+        check_items_sums(path.parent, {item: params}, stored)
+    return params
+
+
+def params_item(step_directory: epath.Path) -> str:
+    """The parameters of a step that are used: `ema`, their moving average, where the run kept one; else `params`."""
+    return 'ema' if (step_directory / 'ema').is_dir() else 'params'
+
+
+def check_params(step_directory: epath.Path, abstract: Params, *, key: str) -> None:
+    """Compares what `params_item` names in a step with what is wanted, without reading the arrays.
+
+    Raises:
+        InputError: it is missing, or of another model. The message begins with `key`, which asked for this step.
+    """
+    advice = 'choose a checkpoint of this model, or the model of the checkpoint'
+    try:
+        path = to_path(step_directory) / params_item(step_directory)
+        check_tree(path, abstract, advice, stored=integrity.read_checksums(path.parent))
+    except InputError as error:
+        raise InputError(f'{key}: {error}') from None
+
+
+def copy_params(params: Params) -> Params:
+    """The same values in arrays of their own: the memory of an array that a state holds twice cannot be reused."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def by_layer(tree: Any) -> Any:
+    """What has Orbax store stacked arrays in pieces of one layer, so that a layer can be read without the others."""
+
+    def arguments(path: tuple[Any, ...], leaf: Any) -> ocp.SaveArgs:
+        stacked = leaf.shape and STACK in map(key_name, path)
+        return ocp.SaveArgs(shard_axes=(0,) if stacked else ())
+
+    return jax.tree_util.tree_map_with_path(arguments, tree)
+
+
+def read_arrays(path: epath.Path, abstract: Any) -> Any:
+    """An item of arrays, placed as `abstract` says; by each process alone, so that it can fail in one of them.
+
+    Raises:
+        DamagedError: it cannot be read.
+    """
+    handler = ocp.StandardCheckpointHandler()
+    try:
+        return reading(path, lambda: handler.restore(path, args=ocp.args.StandardRestore(abstract)))
+    finally:
+        handler.close()
+
+
+def check_items_sums(path: epath.Path, trees: Mapping[str, Any], stored: Mapping[str, integrity.Sums]) -> None:
+    """Compares what was restored with the checksums of its step; all processes together.
+
+    Args:
+        path: directory of the step.
+        trees: item → its arrays.
+        stored: as `read_checksums` returns them.
+
+    Raises:
+        DamagedError: an item is not what was saved.
+    """
+    found = integrity.finish_checksums(trees, integrity.start_checksums(trees))
+    for item, sums in found.items():
+        integrity.check_sums(path / item, stored, sums)
+
+
+def check_tree(
+    path: epath.Path,
+    abstract: Any,
+    advice: str = 'choose another --workdir or the config it was trained with',
+    *,
+    stored: Mapping[str, integrity.Sums] | None,
+) -> None:
+    """Compares names, shapes and types of what is stored with what is wanted: Orbax would cast types in silence.
+
+    Args:
+        path: of an item of arrays.
+        abstract: what is wanted.
+        advice: the end of the message.
+        stored: checksums of the step, where it has some: they tell damage from another model.
+
+    Raises:
+        DamagedError: the item is missing, or does not describe what was saved.
+        InputError: it is of another model.
+    """
+    has, wants = descriptions(stored_tree(path)), descriptions(abstract)
+    if stored is not None:
+        integrity.check_descriptions(path, stored, has)
+    for name in sorted(has.keys() | wants.keys()):
+        if has.get(name) != wants.get(name):
+            there = has.get(name, 'nothing of that name')
+            wanted = wants.get(name, 'nothing of that name')
+            raise InputError(
+                f'{path}: checkpoint of another model: {name} is {there} there, and {wanted} in the config; {advice}'
+            )

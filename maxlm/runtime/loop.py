@@ -1,0 +1,356 @@
+"""The loop over the steps of a run. It computes and decides nothing itself: it asks, and carries out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+from maxlm.config.keys import UNDECIDED_STEPS
+from maxlm.data.batches import iterate
+from maxlm.data.corpus import Corpus
+from maxlm.data.skips import RemainingBatches, data_step, skip_steps
+from maxlm.data.windows import Batch
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
+from maxlm.planning.compile import compile_train_step
+from maxlm.planning.flops import training_flops
+from maxlm.runtime.checkpoint import Checkpoints
+from maxlm.runtime.console import logger, progress_bar
+from maxlm.runtime.evaluation import Validation
+from maxlm.runtime.home import Home
+from maxlm.runtime.metrics import MetricWriter, lowest_loss
+from maxlm.runtime.notices import Notices
+from maxlm.runtime.pace import Pace
+from maxlm.runtime.peers import Peers
+from maxlm.runtime.preemption import StopRequest
+from maxlm.runtime.preflight import Ready
+from maxlm.runtime.reporter import Reporter
+from maxlm.runtime.save_times import SaveTimes
+from maxlm.runtime.sources import SourceReport
+from maxlm.runtime.spending import Spending
+from maxlm.runtime.start import start_state
+from maxlm.runtime.summary import log_end, log_start
+from maxlm.runtime.watchdog import Watchdog
+from maxlm.runtime.workdir import describe_run
+from maxlm.training.decisions import (
+    Decisions,
+    Rollback,
+    Stop,
+    after_bad_steps,
+    after_evaluation,
+    budget_spent,
+    decided,
+    ended,
+    from_json,
+    rolled_back,
+    to_json,
+)
+from maxlm.training.step import TrainState, evaluated_params
+
+# A forward pass is a third of a training step's work.
+FORWARD_SHARE = 1 / 3
+
+
+class Leg(NamedTuple):
+    """Steps one after the other, and what they came to: a verdict on bad steps, an end, or being told to stop."""
+
+    step: int
+    decisions: Decisions
+    verdict: Rollback | Stop | None
+    # Why the run is over; '' = it is not.
+    ended: str
+
+
+class Loop:
+    """What stays the same from the first step of a process to its last, and the loop over steps."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, ready: Ready, corpus: Corpus, home: Home, peers: Peers, began: float
+    ):
+        """Enters what a run needs into `stack`."""
+        self._config, self._layout, self._abstract, self._forecast = ready
+        self._corpus, self._home = corpus, home
+        config, self._began = self._config, began
+        self._first = jax.process_index() == 0
+        self._watchdog = stack.enter_context(
+            Watchdog(config.train.stuck_seconds, peers, home.workdir if self._first else None)
+        )
+        self._stop = stack.enter_context(StopRequest())
+        stack.enter_context(Notices(self._stop.request, tell=partial(home.alerts.send, 'machine')))
+        # Leaving the stack, after an error too, brings to disk what was saved.
+        self._checkpoints = stack.enter_context(
+            Checkpoints(
+                home.checkpoints,
+                keep_last=config.checkpoint.keep_last,
+                keep_best=config.checkpoint.keep_best,
+                permanent_every=config.checkpoint.permanent_every,
+                on_failure=partial(home.alerts.send, 'checkpoint'),
+            )
+        )
+        self._facts = corpus.fingerprint(config.train.global_batch)
+        self._stack = stack
+
+    def start(self) -> tuple[TrainState, Decisions]:
+        """Where the run stands."""
+        state, history = start_state(
+            self._config,
+            dataset=self._corpus.first,
+            layout=self._layout,
+            abstract=self._abstract,
+            checkpoints=self._checkpoints,
+            facts=self._facts,
+        )
+        # Should metrics.jsonl be lost.
+        self._best_loss = float(history.get('best_loss', math.inf))
+        return state, from_json(history.get('decisions'))
+
+    def tell(self, start: int, decisions: Decisions) -> None:
+        """Says what is about to happen, and makes ready to tell what does."""
+        config, corpus, train = decided(self._config, decisions), self._corpus, self._config.train
+        self._describe(decisions)
+        self._validation = Validation(config, corpus, self._layout) if config.eval.every else None
+        self._program = self._forecast.config, self._forecast.compiled
+        peak = log_start(config, self._abstract, self._forecast)
+        self._pace = Pace(
+            tokens_per_step=train.global_batch * config.data.window,
+            flops=training_flops(config.model, config.context_at(start)),
+            peak=peak,
+            num_devices=jax.device_count(),
+        )
+        self._sources = SourceReport(corpus)
+        if config.train.num_steps != UNDECIDED_STEPS:
+            self._sources.log_start(config.train.num_steps * train.global_batch)
+        show_bar = config.metrics.progress and self._first
+        bar = progress_bar(total=config.train.num_steps, initial=start, unit='step', show=show_bar)
+        self._reporter = Reporter(
+            config,
+            pace=self._pace,
+            bar=self._stack.enter_context(bar),
+            windows_per_epoch=corpus.training_windows,
+            sources=self._sources,
+            warn=partial(self._home.alerts.send, 'skipped'),
+        )
+        evaluation = FORWARD_SHARE * len(self._validation) / config.eval.every if self._validation else 0.0
+        self._spending = Spending(
+            self._config,
+            began=self._began,
+            pace=self._pace,
+            num_devices=jax.device_count(),
+            evaluation_share=evaluation,
+        )
+
+    def leg(self, state: TrainState, decisions: Decisions) -> Leg:
+        """Trains until the run is over, is told to stop, or has met too many bad steps."""
+        config, reporter, watchdog = self._config, self._reporter, self._watchdog
+        start = int(state.step)
+        with contextlib.ExitStack() as stack:
+            batches = self._read_from(start, decisions, stack)
+            self._report_from(start, int(state.skipped), stack)
+            times = SaveTimes(config.checkpoint, start=start)
+            owed = False
+            for step in itertools.count(start + 1):
+                try:
+                    state = self._take_step(step, state, batches, decisions, connects=step == start + 1)
+                except InputError:
+                    # Of the data. Of several processes the others wait for this one, and cannot save.
+                    if jax.process_count() == 1 and step > start + 1:
+                        reporter.flush()
+                        self._save(step - 1, state, decisions)
+                    raise
+
+                told = self._stop.reached()
+                num_steps = decided(config, decisions).train.num_steps
+                # While steps are bad none is saved: there is nothing new in it, and older ones would go for it.
+                owed |= times.due(step, num_steps=num_steps)
+                # Who is told to stop has little time: then the state is saved and nothing else is done.
+                validate = _due(step, config.eval.every, num_steps) and (not told or step == num_steps)
+                if told or owed or validate or step == num_steps:
+                    # Waits for the step here, where the wait still counts as the step's own time.
+                    with watchdog.waiting():
+                        reporter.flush()
+                verdict = None if told else self._judge(decisions)
+                if verdict:
+                    watchdog.finish()
+                    return Leg(step, decisions, verdict, '')
+                loss = None
+                with self._pace.paused(), watchdog.phase():
+                    if validate and self._validation:
+                        result = self._validation(evaluated_params(state))
+                        reporter.evaluated(step, result)
+                        loss = result.loss
+                        decisions = after_evaluation(decisions, loss, config.guard)
+                    decisions = self._spend(step, decisions, look=owed or told or validate)
+                    why = ended(config, decisions, step)
+                    if why or told or (owed and not reporter.bad_steps.in_a_row):
+                        self._save(step, state, decisions, loss, must=bool(why or told))
+                        times.saved(step)
+                        owed = False
+                if why or told:
+                    watchdog.finish()
+                    return Leg(step, decisions, None, why)
+        raise AssertionError('a leg ends by its return')
+
+    def go_back(self, plan: Rollback, decisions: Decisions) -> tuple[TrainState, Decisions]:
+        """The state of an older checkpoint, and the decisions with what is left out from there."""
+        skips = skip_steps(decisions.skips, plan.skip_from, plan.skip_to)
+        self._home.alerts.send(
+            'rollback',
+            f'steps up to {plan.skip_to} spike or are not finite: back to step {plan.step} and on without the batches '
+            f'of steps {plan.skip_from + 1} to {plan.skip_to} '
+            f'({decisions.rollbacks + 1} of {self._config.guard.max_rollbacks} times)',
+        )
+        with self._watchdog.phase():
+            self._checkpoints.remove_after(plan.step)
+            state, then = self.start()
+        return state, rolled_back(decisions, then, skips, self._config.guard)
+
+    def end(self, leg: Leg) -> int:
+        """Waits for the last checkpoint and says what became of the run; returns the exit code."""
+        saved = self._checkpoints.wait()
+        if isinstance(leg.verdict, Stop):
+            text = f'stopped at step {leg.step}: {leg.verdict.reason}; the newest checkpoint is of step {saved}'
+            self._home.alerts.send('diverged', text)
+            return EXIT_FAILED
+        if saved != leg.step:
+            self._home.alerts.send('checkpoint', f'step {leg.step} could not be saved; the newest is step {saved}')
+            return EXIT_FAILED
+        if not leg.ended:
+            num_steps = decided(self._config, leg.decisions).train.num_steps
+            logger.info(f'{self._stop.requested}: step {leg.step} of {num_steps} is saved; start again to go on')
+            return EXIT_PREEMPTED
+        log_end(
+            leg.step,
+            leg.ended,
+            corpus=self._corpus,
+            reporter=self._reporter,
+            pace=self._pace,
+            decisions=leg.decisions,
+            seconds=time.monotonic() - self._began,
+        )
+        return EXIT_DONE
+
+    def _read_from(self, start: int, decisions: Decisions, stack: contextlib.ExitStack) -> Iterator[Batch]:
+        """The batches of the steps after `start`, read ahead; `stack` ends that."""
+        config, corpus, skips = self._config, self._corpus, decisions.skips
+        global_batch = config.train.global_batch
+        cuts = tuple((data_step(first, skips), config.data.window // window) for first, window in config.contexts)
+        training_data = corpus.train_batches(global_batch, self._layout.local_rows(global_batch), cuts)
+        alarm = partial(self._home.alerts.send, 'data')
+        fetcher = stack.enter_context(corpus.fetcher(training_data, data_step(start, skips), alarm))
+        num_steps = decided(config, decisions).train.num_steps
+        batches = iterate(RemainingBatches(training_data, skips), start, config.data, num_steps)
+        stack.enter_context(contextlib.closing(batches))
+        if fetcher is None:
+            return batches
+
+        def make_room() -> Iterator[Batch]:
+            for step, batch in enumerate(batches, start):
+                # Of what earlier steps read.
+                fetcher.advance(data_step(step, skips))
+                yield batch
+
+        return make_room()
+
+    def _report_from(self, start: int, skipped: int, stack: contextlib.ExitStack) -> None:
+        writer, best_loss = None, math.inf
+        if self._first:
+            # The file is about to be written anew.
+            best_loss = min(self._best_loss, lowest_loss(self._home.workdir, up_to=start))
+            writer = MetricWriter(self._home.workdir, after_step=start, tensorboard=self._config.metrics.tensorboard)
+            stack.callback(writer.close)
+        self._reporter.begin(start, writer=writer, skipped=skipped, best_loss=best_loss)
+        self._spending.begin(start)
+        self._pace.start()
+        self._watchdog.start()
+
+    def _take_step(
+        self, step: int, state: TrainState, batches: Iterator[Batch], decisions: Decisions, *, connects: bool
+    ) -> TrainState:
+        """The state after the next batch; the first step connects processes, which may take long."""
+        compiled = self._compiled_for(step, decisions)
+        asked = time.perf_counter()
+        batch = next(batches)
+        data_wait = time.perf_counter() - asked
+        # Dispatch may wait for other processes too.
+        with self._watchdog.phase() if connects else self._watchdog.waiting():
+            # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
+            with jax.transfer_guard('disallow'):
+                state, metrics = compiled(state, self._layout.put_batch(batch, self._config.train.global_batch))
+            if connects:
+                jax.block_until_ready(metrics)
+        with self._watchdog.waiting():
+            self._reporter.submit(step, metrics, data_wait)
+        self._watchdog.step_done()
+        return state
+
+    def _compiled_for(self, step: int, decisions: Decisions) -> jax.stages.Compiled:
+        """The program of a step: another one after a change of the sequences' length or of the schedule."""
+        now = decided(self._config, decisions)
+        wanted = now.at_context(now.context_at(step - 1))
+        before, compiled = self._program
+        if compiled is None or wanted != before:
+            # What was dispatched is still of the old one.
+            with self._watchdog.waiting():
+                self._reporter.flush()
+            with self._pace.paused(), self._watchdog.phase():
+                compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._corpus.names))
+            self._pace.change_flops(training_flops(now.model, wanted.data.window))
+            self._reporter.change_config(now)
+            if wanted.data.window != before.data.window:
+                logger.info(f'step {step:>7}  sequences of {wanted.data.window} tokens from here on')
+            self._program = wanted, compiled
+        return compiled.step
+
+    def _save(
+        self,
+        step: int,
+        state: TrainState,
+        decisions: Decisions,
+        validation_loss: float | None = None,
+        *,
+        must: bool = True,
+    ) -> None:
+        best = self._reporter.best_loss
+        # JSON has no infinity.
+        history = {'decisions': to_json(decisions), **({'best_loss': best} if math.isfinite(best) else {})}
+        self._checkpoints.save(step, state, self._facts, validation_loss=validation_loss, history=history, must=must)
+
+    def _describe(self, decisions: Decisions) -> None:
+        """Writes config.json with the length that was decided on, and without other rates, which the state knows."""
+        train = self._config.train
+        if decisions.num_steps:
+            train = dataclasses.replace(train, num_steps=decisions.num_steps)
+        if self._first:
+            config = dataclasses.replace(self._config, train=train)
+            describe_run(self._home.workdir, config, self._corpus.first.tokenizer_path)
+
+    def _judge(self, decisions: Decisions) -> Rollback | Stop | None:
+        bad = self._reporter.bad_steps
+        if bad.in_a_row < self._config.train.max_skipped_steps:
+            return None
+        # A run can always start anew.
+        saved = sorted({0, *self._checkpoints.steps()})
+        return after_bad_steps(decisions, bad, saved, self._config)
+
+    def _spend(self, step: int, decisions: Decisions, *, look: bool) -> Decisions:
+        before = budget_spent(decisions, self._config)
+        after = self._spending.after(step, decisions, look=look)
+        budget = budget_spent(after, self._config)
+        if budget and budget.alert and not (before and before.alert):
+            self._home.alerts.send('budget', f'{budget.share:.0%} of {budget.name} is spent')
+        if after.num_steps != decisions.num_steps:
+            self._describe(after)
+            logger.info(f'step {step:>7}  at this pace the budget is {after.num_steps} steps, where the schedule ends')
+            self._sources.log_start(after.num_steps * self._config.train.global_batch)
+        return after
+
+
+def _due(step: int, every: int, num_steps: int) -> bool:
+    return every > 0 and (step % every == 0 or step == num_steps)

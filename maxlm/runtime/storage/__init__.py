@@ -1,0 +1,1 @@
+"""What a run has, in a bucket: uploaded in the background, fetched by whoever goes on elsewhere."""

@@ -1,0 +1,114 @@
+"""What the processes of a run agree on around a save: where all wait, what the first says, whether all could write.
+
+It goes over the store of JAX's coordination service and not over the devices: a background thread may use it while the
+devices compute, and a process whose save has failed can tell the others, who would wait for it in a barrier.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+# A peer that is lost is noticed long before, by `Peers`.
+TIMEOUT_SECONDS = 6 * 3600
+SHORTEST_POLL, LONGEST_POLL = 0.02, 1.0
+
+ROOT, SAVES = 'maxlm/checkpoints', 'maxlm/saves'
+
+
+class PeerError(Exception):
+    """Another process could not write its part of a step."""
+
+
+class Together:
+    """The processes of a run; all call the same methods in the same order. One that is alone waits for nobody."""
+
+    # For all objects of a process: a key of the store is never used twice.
+    _number = 0
+    # Of the newest save. All may meet for other things while it is under way.
+    _save_number = 0
+
+    def __init__(self) -> None:
+        self.process, self.count = jax.process_index(), jax.process_count()
+
+    def meet(self) -> None:
+        """Waits for all."""
+        if self.count > 1:
+            self._arrive()
+
+    def from_first(self, text: str) -> str:
+        """What the first process gave here, in all; the others' `text` is ignored."""
+        if self.count == 1:
+            return text
+        key = f'{self._arrive()}/said'
+        if self.process == 0:
+            _client().key_value_set(key, text)
+            return text
+        return str(_client().blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
+
+    def begin(self) -> Joint:
+        """Makes ready for one save; the one before must be over in all."""
+        if self.count == 1:
+            return Joint('', self.process, self.count)
+        self._arrive()
+        if self.process == 0:
+            _client().key_value_delete(f'{SAVES}/{Together._save_number}/')
+        Together._save_number += 1
+        return Joint(f'{SAVES}/{Together._save_number}', self.process, self.count)
+
+    def _arrive(self) -> str:
+        Together._number += 1
+        folder = f'{ROOT}/{Together._number}'
+        _client().wait_at_barrier(f'{folder}/met', TIMEOUT_SECONDS * 1000)
+        if self.process == 0 and Together._number > 1:
+            # All have left it behind.
+            _client().key_value_delete(f'{ROOT}/{Together._number - 1}/')
+        return folder
+
+
+class Joint:
+    """One save: all processes commit it, or none."""
+
+    def __init__(self, folder: str, process: int, count: int):
+        self._folder, self._process, self._count = folder, process, count
+        self._phase = 0
+
+    def barrier(self, *, key: str, timeout_ms: int) -> None:
+        """What Orbax calls, in a thread of its own, after writing and after committing.
+
+        Raises:
+            PeerError: a process has failed, or did not come in time.
+        """
+        del key
+        self._phase += 1
+        place = f'{self._folder}/{self._phase}'
+        deadline = time.monotonic() + timeout_ms / 1000
+        if self._process == 0:
+            self._wait(f'{place}/written/', self._count - 1, deadline)
+            _client().key_value_set(f'{place}/all/go', '')
+        else:
+            _client().key_value_set(f'{place}/written/{self._process}', '')
+            self._wait(f'{place}/all/', 1, deadline)
+
+    def fail(self, reason: str) -> None:
+        """Tells the others that this process could not write its part."""
+        if self._count > 1:
+            _client().key_value_set(f'{self._folder}/failed/{self._process}', f'process {self._process}: {reason}')
+
+    def _wait(self, folder: str, wanted: int, deadline: float) -> None:
+        poll = SHORTEST_POLL
+        while len(_client().key_value_dir_get(folder)) < wanted:
+            failed = _client().key_value_dir_get(f'{self._folder}/failed/')
+            if failed:
+                raise PeerError(min(failed)[1])
+            if time.monotonic() > deadline:
+                raise PeerError('the other processes did not finish in time')
+            time.sleep(poll)
+            poll = min(poll * 1.5, LONGEST_POLL)
+
+
+def _client() -> Any:
+    return distributed.global_state.client

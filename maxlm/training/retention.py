@@ -1,0 +1,78 @@
+"""When a step is saved, and which of the saved ones stay: decisions from numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LAST, BEST, PERMANENT = 'last', 'best', 'permanent'
+
+
+class SavedStep(NamedTuple):
+    """A checkpoint; `validation_loss` None = there was no evaluation at this step."""
+
+    step: int
+    validation_loss: float | None = None
+
+
+def save_due(
+    step: int, *, num_steps: int, every_steps: int, permanent_every: int, seconds: float, every_minutes: float
+) -> bool:
+    """Whether a step is to be saved.
+
+    Args:
+        step: number of the step that was just done, from 1.
+        num_steps: of the run; its last one is always saved.
+        every_steps: 0 = never by steps.
+        permanent_every: steps that stay for good are saved whatever else is asked for; 0 = none.
+        seconds: since the last save, or since the start.
+        every_minutes: 0 = never by time.
+    """
+    by_number = any(every and step % every == 0 for every in (every_steps, permanent_every))
+    return step == num_steps or by_number or bool(every_minutes and seconds >= 60 * every_minutes)
+
+
+def next_look(step: int, *, seconds_left: float, step_seconds: float) -> int:
+    """The step after which the clock is to be looked at again, when every look costs something.
+
+    Half of the steps that fit into the time left, at least one: a pace that doubles is still seen in time, and the
+    number of looks grows with the logarithm of the time between two saves.
+    """
+    fit = seconds_left / step_seconds if step_seconds > 0 else 0.0
+    return step + max(1, int(fit / 2))
+
+
+def best_step(saved: Iterable[SavedStep]) -> int | None:
+    """The step with the lowest validation loss, of equal ones the newest; None where no loss is known."""
+    best = _by_loss(saved)
+    return best[0].step if best else None
+
+
+def reasons_to_keep(
+    saved: Iterable[SavedStep], *, keep_last: int, keep_best: int, permanent_every: int
+) -> dict[int, tuple[str, ...]]:
+    """Why each of the saved steps stays, in their order; those that may go have no reason.
+
+    Args:
+        saved: the checkpoints there are.
+        keep_last: so many of the newest stay; at least 1.
+        keep_best: so many with the lowest validation loss stay.
+        permanent_every: multiples of it stay for good; 0 = none. Step 0, where an import starts, is none of them.
+    """
+    assert keep_last >= 1, keep_last
+    saved = sorted(saved)
+    last = {one.step for one in saved[-keep_last:]}
+    best = {one.step for one in _by_loss(saved)[:keep_best]}
+    reasons = {}
+    for one in saved:
+        permanent = permanent_every > 0 and one.step > 0 and one.step % permanent_every == 0
+        holds = {LAST: one.step in last, BEST: one.step in best, PERMANENT: permanent}
+        reasons[one.step] = tuple(reason for reason, holds_here in holds.items() if holds_here)
+    return reasons
+
+
+def _by_loss(saved: Iterable[SavedStep]) -> list[SavedStep]:
+    """Those with a finite loss, the best first."""
+    known = [(one.validation_loss, -one.step, one) for one in saved if one.validation_loss is not None]
+    return [one for loss, _, one in sorted(known) if math.isfinite(loss)]

@@ -1,0 +1,91 @@
+"""Kills `maxlm.train` again and again until it is done: `python -m tests.killing_training DIR SEED KILLS ARGUMENTS…`.
+
+Makes DIR/whole, the run without kills, and DIR/0, 1, …, each the end of a run with kills. ARGUMENTS are those of
+`maxlm.train` without --workdir. Runs are forked from one process that has imported everything and asked nothing of JAX:
+most of the time of a fresh one is its imports, where there is nothing to kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from maxlm import train
+from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.runtime.checkpoint import saved_steps
+
+
+def start(workdir: Path, arguments: list[str]) -> int:
+    """Forks a run; returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        code = exit_code(train.main, [*arguments, f'--workdir={workdir}'])
+        sys.stdout.flush()
+        os._exit(code)
+    return pid
+
+
+def live(workdir: Path, arguments: list[str], seconds: float) -> float | None:
+    """One life of a run, killed so many seconds after its first step; how long it trained if it came to its end."""
+    before = written(workdir)
+    pid = start(workdir, arguments)
+    began = None
+    while began is None or time.monotonic() < began + seconds:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            code = os.waitstatus_to_exitcode(status)
+            assert code == EXIT_DONE, f'exit code {code}'
+            return time.monotonic() - (began or time.monotonic())
+        if began is None and written(workdir) != before:
+            began = time.monotonic()
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def written(workdir: Path) -> list[str]:
+    """What changes with the first save of a life; most of a life is its start, where there is nothing to lose."""
+    return sorted(path.name for path in (workdir / 'checkpoints').glob('[0-9]*'))
+
+
+def stage(workdir: Path) -> str:
+    """What a kill has met."""
+    names = [path.name for path in (workdir / 'checkpoints').glob('*')]
+    if any('tmp' in name for name in names):
+        return 'save'
+    return 'training' if saved_steps(workdir) else 'start'
+
+
+def main(directory: Path, seed: int, kills: int, arguments: list[str]) -> None:
+    """Prints what the kills met as JSON, as the last line."""
+    rng = random.Random(seed)
+    # The first compiles; the second tells how long a run trains.
+    live(directory / 'warm', arguments, 600)
+    duration = live(directory / 'whole', arguments, 600)
+    assert duration
+    met: Counter[str] = Counter()
+    finished = 0
+    lost = []
+    while met.total() < kills or (directory / str(finished)).exists():
+        workdir = directory / str(finished)
+        before = max(saved_steps(workdir), default=0)
+        # The last run comes to its end.
+        seconds = rng.uniform(0, 0.8 * duration) if met.total() < kills else 600
+        if live(workdir, arguments, seconds) is not None:
+            finished += 1
+            continue
+        met[stage(workdir)] += 1
+        if max(saved_steps(workdir), default=0) < before:
+            lost.append(before)
+    print(json.dumps({'met': met, 'finished': finished, 'lost': lost}))
+
+
+if __name__ == '__main__':
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,243 @@
+"""`maxlm.checkpoints`: what it lists, finds damaged, deletes and fetches."""
+
+import dataclasses
+import json
+import os
+import shutil
+
+import fsspec
+import jax
+import pytest
+
+from maxlm import checkpoints
+from maxlm.config.load import to_json
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from maxlm.runtime.checkpoint import Checkpoints
+from maxlm.runtime.items import restore_params
+from maxlm.runtime.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
+from maxlm.runtime.metrics import FILE as METRICS
+from maxlm.runtime.step_folder import FOLDER
+from maxlm.runtime.workdir import CONFIG
+from tests.runtime.test_checkpoint import FACTS, abstract_on, config_on, random_state, restore, same
+
+LOSSES = {2: 3.0, 4: 1.5, 6: 2.0, 8: None}
+RULES = {'checkpoint__keep_last': 1, 'checkpoint__keep_best': 1, 'checkpoint__permanent_every': 6}
+
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+
+
+@pytest.fixture(scope='module')
+def states():
+    return {step: random_state(abstract_on(1), step=step, skipped=0, seed=step) for step in LOSSES}
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory, states):
+    """A workdir with the steps 2 to 8; not to be changed."""
+    workdir = tmp_path_factory.mktemp('saved') / 'run'
+    with Checkpoints(workdir, keep_last=10) as written:
+        for step, state in states.items():
+            written.save(step, state, FACTS, validation_loss=LOSSES[step])
+    (workdir / CONFIG).write_text(to_json(config_on(1, **RULES)))
+    (workdir / METRICS).write_text('{"step": 8}\n')
+    return workdir
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / 'run')
+    return tmp_path / 'run'
+
+
+@pytest.fixture
+def verb(capfd):
+    """Exit code, stdout and stderr of the verb."""
+
+    def verb(*words):
+        capfd.readouterr()
+        code = exit_code(checkpoints.main, [str(word) for word in words])
+        return (code, *capfd.readouterr())
+
+    return verb
+
+
+def steps(workdir):
+    return sorted(int(entry.name) for entry in (workdir / FOLDER).iterdir() if entry.name.isdigit())
+
+
+def size_of(directory):
+    return sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())
+
+
+def flip(step, item='params'):
+    """Changes bytes all over an item's arrays: some of what its files hold says nothing."""
+    for path in (step / item).rglob('d/*'):
+        content = bytearray(path.read_bytes())
+        content[::97] = bytes(byte ^ 4 for byte in content[::97])
+        path.write_bytes(content)
+
+
+def test_the_list(saved, verb):
+    code, out, err = verb('list', saved, '--json')
+    assert (code, err) == (EXIT_DONE, '')
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {
+            'name': f'{saved}@{step}',
+            'step': step,
+            'bytes': size_of(saved / FOLDER / str(step)),
+            'validation_loss': LOSSES[step],
+            'kept': kept,
+        }
+        for step, kept in {2: 'nothing', 4: 'best', 6: 'permanent', 8: 'last'}.items()
+    ]
+    code, out, _ = verb('list', f'{saved}@best')
+    assert code == EXIT_DONE
+    assert [line.split()[0] for line in out.splitlines()] == ['checkpoint', f'{saved}@4']
+    assert '1.5000' in out
+    # Other rules, other reasons.
+    assert json.loads(verb('list', f'{saved}@2', '--json', '--keep_last=4')[1])['kept'] == 'last'
+
+
+def test_whole_ones_verify(saved, verb):
+    code, out, err = verb('verify', saved)
+    assert (code, err) == (EXIT_DONE, '')
+    assert [line.split()[:2] for line in out.splitlines()] == [['whole', f'{saved}@{step}:'] for step in LOSSES]
+
+
+@pytest.mark.parametrize('item', ['params', 'optimizer'])
+def test_a_damaged_one_is_named(copy, verb, item):
+    flip(copy / FOLDER / '6', item)
+    code, out, _ = verb('verify', copy)
+    assert code == EXIT_FAILED
+    lines = [line.split()[0] for line in out.splitlines()]
+    assert lines == ['whole', 'whole', 'damaged', 'whole']
+    assert str(copy / FOLDER / '6' / item) in out
+    assert verb('verify', f'{copy}@6')[0] == EXIT_FAILED
+    # Nothing is moved, and what is whole verifies alone.
+    assert steps(copy) == list(LOSSES)
+    assert verb('verify', f'{copy}@4')[0] == EXIT_DONE
+
+
+def test_pruning(copy, verb):
+    code, out, _ = verb('prune', copy, '--dry_run')
+    assert code == EXIT_DONE
+    assert out.splitlines()[0].startswith(f'{copy}@2: would be deleted')
+    assert f'{copy}: 3 of 4 steps stay' in out
+    assert steps(copy) == [2, 4, 6, 8]
+    assert verb('prune', copy)[0] == EXIT_DONE
+    assert steps(copy) == [4, 6, 8]
+    assert verb('prune', copy, '--keep_last=2', '--keep_best=0', '--permanent_every=0')[0] == EXIT_DONE
+    assert steps(copy) == [6, 8]
+    assert list((copy / FOLDER / '_trash').iterdir()) == []
+    # Without a config the rules have to be given.
+    (copy / CONFIG).unlink()
+    code, _, err = verb('prune', copy)
+    assert code == EXIT_BAD_INPUT
+    assert str(copy / CONFIG) in err
+    assert steps(copy) == [6, 8]
+
+
+def test_nothing_is_pruned_under_a_run(copy, verb):
+    with WorkdirLock(copy):
+        code, _, err = verb('prune', copy)
+        assert code == EXIT_BAD_INPUT
+        assert f'{copy}: in use by process {os.getpid()}' in err
+        assert verb('prune', copy, '--dry_run')[0] == EXIT_DONE
+    # Of another machine, which cannot be asked: it is not waited for.
+    path = copy / LOCK
+    path.write_text(json.dumps({**dataclasses.asdict(this_process()), 'kernel': 'another'}))
+    assert verb('prune', copy)[0] == EXIT_BAD_INPUT
+    assert steps(copy) == [2, 4, 6, 8]
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 2 * STALE_SECONDS))
+    assert verb('prune', copy)[0] == EXIT_DONE
+    assert steps(copy) == [4, 6, 8]
+    assert not path.exists()
+
+
+def test_fetching_a_step(saved, states, tmp_path, verb):
+    code, out, err = verb('fetch', saved, '--output', tmp_path / 'here')
+    assert (code, err) == (EXIT_DONE, '')
+    assert steps(tmp_path / 'here') == [8]
+    assert f'{tmp_path}/here/checkpoints/8' in out
+    assert same(restore(tmp_path / 'here', abstract_on(1), step=8).state, states[8])
+    assert (tmp_path / 'here' / CONFIG).read_text() == (saved / CONFIG).read_text()
+    # What a run that goes on from it writes on.
+    assert (tmp_path / 'here' / METRICS).read_text() == (saved / METRICS).read_text()
+    # Another one beside it.
+    assert verb('fetch', f'{saved}@2', '--output', tmp_path / 'here')[0] == EXIT_DONE
+    assert steps(tmp_path / 'here') == [2, 8]
+    code, _, err = verb('fetch', saved, '--output', tmp_path / 'here')
+    assert code == EXIT_BAD_INPUT
+    assert 'there is a checkpoint already' in err
+
+
+def test_a_bucket(saved, states, tmp_path, verb):
+    # A bucket of fsspec in memory. A step is there once it is marked as complete.
+    bucket = fsspec.filesystem('memory')
+    bucket.put(str(saved), '/bucket/run', recursive=True)
+    bucket.rm('/bucket/run/checkpoints/8/commit_success.txt')
+    url = 'memory://bucket/run'
+    code, out, _ = verb('list', url, '--json')
+    assert code == EXIT_DONE
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [(one['name'], one['validation_loss']) for one in found] == [(f'{url}@{n}', LOSSES[n]) for n in (2, 4, 6)]
+    assert verb('fetch', f'{url}@best', '--output', tmp_path)[0] == EXIT_DONE
+    assert same(restore(tmp_path, abstract_on(1), step=4).state, states[4])
+    code, _, err = verb('verify', url)
+    assert code == EXIT_BAD_INPUT
+    assert 'only a local directory can be verified' in err
+
+
+def test_fetching_parameters_alone(saved, states, tmp_path, verb):
+    assert verb('fetch', f'{saved}@best', '--output', tmp_path, '--weights_only')[0] == EXIT_DONE
+    step = tmp_path / FOLDER / '4'
+    assert not (step / 'optimizer').exists()
+    assert not (tmp_path / METRICS).exists()
+    assert size_of(step) < 0.6 * size_of(saved / FOLDER / '4')
+    assert same(restore_params(step, abstract_on(8).params), jax.device_get(states[4].params))
+    assert not same(restore_params(step, abstract_on(8).params), jax.device_get(states[8].params))
+    # They are checked as before, and no run goes on from them by mistake.
+    assert verb('verify', tmp_path)[0] == EXIT_DONE
+    with pytest.raises(InputError, match='init_from'):
+        restore(tmp_path, abstract_on(1), step=4)
+    flip(step)
+    assert verb('verify', tmp_path)[0] == EXIT_FAILED
+
+
+def test_an_interrupted_fetch_goes_on(saved, states, tmp_path, verb):
+    unfinished = tmp_path / FOLDER / '_fetching' / '8'
+    shutil.copytree(saved / FOLDER / '8', unfinished)
+    files = sorted(path for path in unfinished.rglob('d/*'))
+    kept = files[0].stat().st_ino
+    for path in files[1:]:
+        path.unlink()
+    assert steps(tmp_path) == []
+    assert verb('fetch', saved, '--output', tmp_path)[0] == EXIT_DONE
+    assert same(restore(tmp_path, abstract_on(1), step=8).state, states[8])
+    # What was there is not fetched again.
+    assert (tmp_path / FOLDER / '8' / files[0].relative_to(unfinished)).stat().st_ino == kept
+
+
+def test_a_damaged_step_is_not_fetched(copy, tmp_path, verb):
+    flip(copy / FOLDER / '8')
+    code, out, _ = verb('fetch', copy, '--output', tmp_path / 'here')
+    assert code == EXIT_FAILED
+    assert f'{copy}/checkpoints/8/params' in out
+    assert steps(tmp_path / 'here') == []
+    assert verb('fetch', f'{copy}@6', '--output', tmp_path / 'here')[0] == EXIT_DONE
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['list', '{}/nothing'], 'no checkpoint in'),
+        (['verify', '{}@5'], "no step '5' there; steps: 2, 4, 6, 8"),
+        (['prune', '{}', '--keep_last=0'], '--keep_last=0: needs 1 or more'),
+        (['fetch', '{}@3', '--output=x'], "no step '3' there"),
+    ],
+)
+def test_bad_input(saved, verb, words, message):
+    code, out, err = verb(*(word.format(saved) for word in words))
+    assert (code, out) == (EXIT_BAD_INPUT, '')
+    assert message in err
+    assert err.count('\n') == 1

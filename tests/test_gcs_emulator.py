@@ -1,0 +1,84 @@
+"""The storage that is a process of its own fails as it is told, and by nothing else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from tests.gcs_emulator import running
+
+PLACE = 'upload/storage/v1/b/bucket/o?uploadType=media&name='
+# What a broken connection may look like.
+BROKEN = (ConnectionError, http.client.HTTPException, urllib.error.URLError)
+
+
+@pytest.fixture(scope='module')
+def process():
+    with running('bucket') as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def emulator(process):
+    process.clear()
+    yield process
+    process.clear()
+
+
+def write(emulator, name, content=b'content'):
+    """The status of the answer."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f'{emulator.url}/{PLACE}{name}', content)) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_it_keeps_and_tells(emulator):
+    assert write(emulator, 'kept') == 200
+    assert emulator.objects['bucket/kept'] == len(b'content')
+    assert [one for one in emulator.log if one['name'] == 'kept'] == [
+        {'method': 'POST', 'kind': 'upload', 'name': 'kept', 'status': 200, 'start': 0, 'stop': 0}
+    ]
+    assert write(emulator, 'x', b'') == 200
+    with pytest.raises(urllib.error.HTTPError, match='404'):
+        emulator._call('GET', '_nothing')
+
+
+@pytest.mark.parametrize('status', [403, 429, 503])
+def test_statuses(emulator, status):
+    emulator.fault('name=status', times=2, status=status)
+    assert [write(emulator, f'status{status}') for _ in range(3)] == [status, status, 200]
+    emulator.fault('name=status', status=status)
+    assert write(emulator, 'another') == 200
+    assert write(emulator, 'status') == status
+    emulator.clear()
+    assert write(emulator, 'status') == 200
+
+
+def test_connections_that_break_before_and_after(emulator):
+    for when, is_there in (('before', False), ('after', True)):
+        emulator.fault('^POST', times=1, drop=when)
+        with pytest.raises(BROKEN):
+            write(emulator, when)
+        assert (f'bucket/{when}' in emulator.objects) == is_there
+        assert write(emulator, when) == 200
+
+
+def test_delays(emulator):
+    """A server that does not wait would answer sooner; nothing is asserted of how much later."""
+    emulator.fault('name=late', times=1, delay=0.5)
+    started = time.monotonic()
+    assert write(emulator, 'late') == 200
+    assert time.monotonic() - started >= 0.5
+
+
+def test_what_the_environment_says(emulator):
+    assert emulator.environment['STORAGE_EMULATOR_HOST'] == emulator.environment['TENSORSTORE_GCS_HTTP_URL']
+    assert json.loads(emulator.environment['FSSPEC_GCS'])['use_listings_cache'] is False

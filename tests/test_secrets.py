@@ -1,0 +1,122 @@
+"""What is secret in the environment of a run appears in nothing that it writes or says."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import zstandard
+
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE
+from maxlm.runtime.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.cpu import cpu_flags
+from tests.faults import measured
+from tests.test_train import arguments, run
+
+# Each ends in a mark of its own, so that a part of one is found too.
+MARK = 'not-a-real-secret'
+VARIABLES = {
+    'HF_TOKEN': f'hf_{MARK}-1',
+    'AWS_ACCESS_KEY_ID': f'AKIA{MARK}-2',
+    'AWS_SECRET_ACCESS_KEY': f'{MARK}-3',
+    'AWS_SESSION_TOKEN': f'{MARK}-4',
+    'GOOGLE_AUTH_TOKEN_FOR_TESTING': f'ya29.{MARK}-5',
+    'WANDB_API_KEY': f'{MARK}-6',
+    # Nobody listens there.
+    'ALERTS_URL': f'http://127.0.0.1:9/{MARK}-7',
+}
+FILES = {
+    'GOOGLE_APPLICATION_CREDENTIALS': f'{{"type": "service_account", "private_key": "{MARK}-8"}}',
+    'AWS_SHARED_CREDENTIALS_FILE': f'[default]\naws_secret_access_key = {MARK}-9\n',
+    'NETRC': f'machine example.org login me password {MARK}-10\n',
+}
+ZSTANDARD_FRAME = re.escape(b'\x28\xb5\x2f\xfd')
+
+
+@pytest.fixture
+def environment(tmp_path):
+    credentials = tmp_path / 'credentials'
+    credentials.mkdir()
+    files = {}
+    for name, text in FILES.items():
+        files[name] = str(credentials / name)
+        (credentials / name).write_text(text)
+    # The second life has nothing to compile.
+    cache = {
+        'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'programs'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    }
+    return {**os.environ, 'XLA_FLAGS': cpu_flags(1), **cache, **VARIABLES, **files}
+
+
+def contents(data):
+    """Bytes as they stand, and what is compressed in them."""
+    yield data
+    for match in re.finditer(ZSTANDARD_FRAME, data):
+        try:
+            yield zstandard.ZstdDecompressor().decompressobj().decompress(data[match.start() :])
+        except zstandard.ZstdError:
+            # Four bytes of an array that only look like it.
+            continue
+
+
+def leaks(directory):
+    """The files below a directory that hold something secret."""
+    files = sorted(path for path in directory.rglob('*') if path.is_file())
+    return [
+        str(path.relative_to(directory))
+        for path in files
+        if any(MARK.encode() in text for text in contents(path.read_bytes()))
+    ]
+
+
+def train(environment, *words):
+    command = [sys.executable, '-m', 'maxlm.train', *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_nothing_that_a_run_leaves_holds_a_secret(dataset, tmp_path, environment, record_property):
+    workdir = tmp_path / 'run'
+    settings = {
+        'alerts__webhook': 'ALERTS_URL',
+        'alerts__file': 'alerts.jsonl',
+        'checkpoint__every_steps': 1,
+        'metrics__tensorboard': 'true',
+    }
+    # A second life reads what the first has written.
+    for steps in (2, 3):
+        done = train(environment, *arguments(dataset, workdir, train__num_steps=steps, **settings))
+        assert done.returncode == EXIT_DONE, done.stderr
+        assert MARK not in done.stdout + done.stderr
+    assert [line['step'] for line in read_metrics(workdir) if 'train/loss' in line] == [1, 2, 3]
+    assert 'ALERTS_URL' in (workdir / 'config.json').read_text()
+    names = {path.name for path in workdir.iterdir()}
+    assert {'checkpoints', 'config.json', 'metrics.jsonl', 'run.log', 'tensorboard'} <= names
+    assert leaks(workdir) == []
+    searched = sum(path.is_file() for path in workdir.rglob('*'))
+    # Control: it would be found, compressed too.
+    files = (workdir / 'checkpoints' / 'planted', workdir / 'plain')
+    files[0].write_bytes(b'before' + zstandard.compress(VARIABLES['HF_TOKEN'].encode()))
+    files[1].write_text(FILES['NETRC'])
+    assert leaks(workdir) == ['checkpoints/planted', 'plain']
+    planted = len(VARIABLES) + len(FILES)
+    measured(record_property, 'secrets', f'{planted} planted: 0 found in {searched} files and what two lives printed')
+
+
+@pytest.mark.parametrize(
+    ('key', 'value'),
+    [
+        ('alerts__webhook', VARIABLES['ALERTS_URL']),
+        ('data__path', f'http://me:{MARK}@127.0.0.1:9/data?token={MARK}'),
+    ],
+)
+def test_a_secret_in_the_wrong_place_is_not_repeated(dataset, tmp_path, capfd, key, value):
+    assert run(dataset, tmp_path / 'run', **{key: value}) == EXIT_BAD_INPUT
+    out, err = capfd.readouterr()
+    assert err.count('\n') == 1
+    assert err.startswith('error: ')
+    assert MARK not in out + err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,193 @@
+"""Runs that live in a bucket, or have a copy there: moved from machine to machine, through refusals."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from maxlm import train
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
+from maxlm.runtime.metrics import read_metrics
+from maxlm.runtime.storage.run import RunStorage
+from tests.buckets import s3 as s3_buckets
+from tests.cpu import cpu_flags
+from tests.gcs_emulator import running
+from tests.processes import Processes
+from tests.test_train import arguments, curve, params_of, run, same
+
+SETTINGS = {
+    'checkpoint__every_steps': 2,
+    'checkpoint__keep_last': 8,
+    'eval__every': 4,
+    'optimizer__schedule': 'constant',
+}
+
+
+@pytest.fixture(scope='module')
+def whole(dataset, tmp_path_factory, compile_once):
+    """Eight steps in one go, in a directory."""
+    workdir = tmp_path_factory.mktemp('whole') / 'run'
+    assert run(dataset, workdir, **SETTINGS, train__num_steps=8) == EXIT_DONE
+    return workdir
+
+
+def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole, compile_once):
+    """Slow: TensorStore reads its environment once, so each life is a process."""
+    url = 'gs://bucket/runs/one'
+    with running('bucket') as emulator:
+        environment = {**os.environ, **emulator.environment, 'XLA_FLAGS': cpu_flags(8), 'HOME': str(tmp_path)}
+
+        def maxlm(verb, *words):
+            command = [sys.executable, '-m', f'maxlm.{verb}', *words]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+        def life(machine, num_steps, **settings):
+            settings = {**SETTINGS, 'data__cache': tmp_path / machine, 'train__num_steps': num_steps, **settings}
+            return maxlm('train', *arguments(dataset, url, **settings))
+
+        first = life('first', 4)
+        assert first.returncode == EXIT_DONE, first.stderr
+        shutil.rmtree(tmp_path / 'first')
+        # The sixth step is refused, and that is all that happens.
+        emulator.fault('checkpoints/6', status=403)
+        second = life('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
+        assert second.returncode == EXIT_DONE, second.stderr
+        assert 'going on from step 4' in second.stdout
+        (alert,) = map(json.loads, (tmp_path / 'alerts.jsonl').read_text().splitlines())
+        assert re.search('step 6 is not saved: the bucket answers with status 403; .*the run goes on', alert['message'])
+        emulator.clear()
+        steps = {name.split('/')[4] for name in emulator.objects if name.endswith('/_CHECKPOINT_METADATA')}
+        assert {'2', '4', '8'} <= steps
+        assert '6' not in steps
+
+        (there,) = (tmp_path / 'second' / 'runs').iterdir()
+        assert curve(there) == curve(whole)
+        evaluated = maxlm('evaluate', f'--checkpoint={url}@best', f'--data={dataset}')
+        assert evaluated.returncode == EXIT_DONE, evaluated.stderr
+        assert 'step 8: loss' in evaluated.stdout
+        # Another run goes on from it, with all of the state.
+        (tmp_path / 'new').mkdir()
+        new = maxlm(
+            'train',
+            *arguments(dataset, tmp_path / 'new', **SETTINGS, train__num_steps=8),
+            f'--resume={url}@4',
+        )
+        assert new.returncode == EXIT_DONE, new.stderr
+        assert curve(tmp_path / 'new') == curve(whole)
+        assert same(params_of(tmp_path / 'new', 8), params_of(whole, 8))
+
+
+def test_processes_that_share_nothing_but_a_bucket(dataset, tmp_path, whole, monkeypatch):
+    """Slow: processes. As on the machines of a TPU pod, each has a directory of its own."""
+    url = 'gs://bucket/runs/two'
+    with running('bucket') as emulator:
+        for name, value in emulator.environment.items():
+            monkeypatch.setenv(name, value)
+
+        def life(machine, count, devices, num_steps):
+            words = arguments(dataset, url, **SETTINGS, data__cache=tmp_path / machine, train__num_steps=num_steps)
+            with Processes(
+                count, devices, words, logs=tmp_path / f'{machine}-logs', cache=tmp_path / 'programs'
+            ) as all_:
+                assert all_.wait() == [EXIT_DONE] * count, all_.output(0) + all_.output(count - 1)
+                return all_.output(0)
+
+        # Refused at the first save, for all of them.
+        emulator.fault('checkpoints/_probe', status=403, times=1)
+        output = life('first', 2, 4, 4)
+        assert 'step 2 is not saved' in output
+        shutil.rmtree(tmp_path / 'first')
+        assert 'going on from step 4' in life('second', 2, 4, 6)
+        assert 'going on from step 6' in life('third', 1, 8, 8)
+        (there,) = (tmp_path / 'third' / 'runs').iterdir()
+        found, wanted = curve(there), curve(whole)
+        assert sorted(found) == sorted(wanted)
+        for step in wanted:
+            assert math.isclose(found[step]['train/loss'], wanted[step]['train/loss'], rel_tol=1e-6)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    with s3_buckets.running(monkeypatch) as client:
+        client.create_bucket(Bucket='bucket')
+        yield client
+
+
+@pytest.mark.parametrize('as_workdir', [True, False])
+def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, compile_once, capsys, as_workdir):
+    url = f's3://bucket/{as_workdir}'
+
+    def life(machine, num_steps, **more):
+        settings = SETTINGS | {'train__num_steps': num_steps} | more
+        if as_workdir:
+            return run(dataset, url, **settings, data__cache=tmp_path / machine)
+        return run(dataset, tmp_path / machine, **settings, checkpoint__mirror=url)
+
+    assert life('first', 4) == EXIT_DONE
+    names = {one['Key'] for one in s3.list_objects_v2(Bucket='bucket', Prefix=str(as_workdir))['Contents']}
+    assert {f'{as_workdir}/{name}' for name in ('config.json', 'metrics.jsonl', 'checkpoints/4/mirror.json')} <= names
+    shutil.rmtree(tmp_path / 'first')
+    assert life('second', 8) == EXIT_DONE
+    assert 'going on from step 4' in capsys.readouterr().out
+    there = next((tmp_path / 'second' / 'runs').iterdir()) if as_workdir else tmp_path / 'second'
+    assert curve(there) == curve(whole)
+
+    def complete():
+        names = [
+            one['Key'].split('/') for one in s3.list_objects_v2(Bucket='bucket', Prefix=str(as_workdir))['Contents']
+        ]
+        return {int(name[2]) for name in names if name[1] == 'checkpoints' and name[3:] == ['commit_success.txt']}
+
+    assert complete() == {2, 4, 6, 8}
+    # What lives on other machines have left there goes by the same rules.
+    assert life('third', 10, checkpoint__keep_last=1) == EXIT_DONE
+    losses = {line['step']: line['eval/loss'] for line in read_metrics(there) if 'eval/loss' in line}
+    assert complete() <= {10, min(losses, key=losses.get)}
+    assert 10 in complete()
+
+
+def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monkeypatch, capsys):
+    monkeypatch.setitem(RunStorage.fetch.__kwdefaults__, 'patience_seconds', 0.0)
+    monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')
+    assert run(dataset, tmp_path / 'run', checkpoint__mirror='s3://bucket/run') == EXIT_PREEMPTED
+    assert 'start again when it answers' in capsys.readouterr().err
+    assert not (tmp_path / 'run' / 'checkpoints').exists()
+
+
+@pytest.mark.parametrize(
+    ('workdir', 'settings', 'words'),
+    [
+        ('http://example.org/run', {}, '--workdir=http://example.org/run: needs the form gs://bucket/run'),
+        ('run', {'checkpoint__mirror': 'bucket/run'}, 'checkpoint.mirror=bucket/run: needs the form gs://bucket/run'),
+        ('gs://bucket/run', {'checkpoint__mirror': 's3://bucket/run'}, 'is in a bucket already'),
+    ],
+)
+def test_places_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, workdir, settings, words):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count('\n') == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_resumed(dataset, tmp_path, whole, compile_once, capsys):
+    def resumed(name, origin):
+        command = arguments(dataset, tmp_path / name, **SETTINGS, train__num_steps=8)
+        return exit_code(train.main, [*command, f'--resume={origin}'])
+
+    assert resumed('a', tmp_path / 'nowhere') == EXIT_BAD_INPUT
+    assert f'{tmp_path}/nowhere: no checkpoint' in capsys.readouterr().err
+    assert resumed('b', f'{whole}@5') == EXIT_BAD_INPUT
+    assert 'steps: ' in capsys.readouterr().err
+    assert not list(tmp_path.glob('*/checkpoints/*'))
+    # The past of the workdir itself comes first: the same command is started again and again.
+    assert resumed('c', f'{whole}@4') == EXIT_DONE
+    assert resumed('c', f'{whole}@2') == EXIT_DONE
+    assert 'has checkpoints of its own' in capsys.readouterr().out
+    assert curve(tmp_path / 'c') == curve(whole)

@@ -1,0 +1,147 @@
+"""Whole runs that go wrong or come to an end before their length: rollbacks, early stopping, budgets."""
+
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm.data.batches import Batches, TrainingRows
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
+from maxlm.runtime import loop
+from maxlm.runtime.metrics import read_metrics
+from maxlm.runtime.pace import Pace
+from maxlm.runtime.spending import Spending
+from maxlm.runtime.workdir import read_config
+from tests.test_train import curve, params_of, run, same
+
+# Steps that are saved: 4, 8, 12, …; one evaluation at the end.
+SETTINGS = {
+    'model__dropout': 0,
+    'train__num_steps': 16,
+    'train__max_skipped_steps': 3,
+    'checkpoint__every_steps': 4,
+    'eval__every': 16,
+    'guard__rollback_margin': 2,
+}
+
+
+def steps_in(workdir):
+    return sorted(int(path.name) for path in (workdir / 'checkpoints').iterdir() if path.name.isdigit())
+
+
+def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path, change_batches, compile_once, capsys):
+    # Batches 9, 10 and 11 are those of steps 10 to 12; with the two before the first, 7 to 11 are left out.
+    change_batches(poisoned={9, 10, 11})
+    alerts = tmp_path / 'alerts.jsonl'
+    assert run(dataset, tmp_path / 'run', **SETTINGS, alerts__file=alerts) == EXIT_DONE
+    out = capsys.readouterr().out
+    # Step 8 has seen batch 7 already.
+    assert 'back to step 4 and on without the batches of steps 8 to 12' in out
+    told = [json.loads(line) for line in alerts.read_text().splitlines()]
+    assert [one['kind'] for one in told if one['kind'] != 'skipped'] == ['rollback']
+    # Of one kind at most one goes out a minute; the rest comes with the last.
+    assert sum(1 + one['held_back'] for one in told if one['kind'] == 'skipped') == 3
+    change_batches(left_out=((7, 12),))
+    assert run(dataset, tmp_path / 'never', **SETTINGS) == EXIT_DONE
+    assert curve(tmp_path / 'run') == curve(tmp_path / 'never')
+    assert same(params_of(tmp_path / 'run', 16), params_of(tmp_path / 'never', 16))
+    # Controls: what was left out matters, and a run that goes on later remembers it.
+    change_batches()
+    assert run(dataset, tmp_path / 'plain', **SETTINGS) == EXIT_DONE
+    assert curve(tmp_path / 'plain')[16]['train/loss'] != curve(tmp_path / 'run')[16]['train/loss']
+    change_batches(poisoned={9, 10, 11})
+    assert run(dataset, tmp_path / 'run', **SETTINGS | {'train__num_steps': 18}) == EXIT_DONE
+    assert curve(tmp_path / 'run')[18]['train/skipped'] == 0
+
+
+def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, change_batches, compile_once, capsys):
+    workdir = tmp_path / 'run'
+    change_batches(poisoned=range(9, 10_000))
+    assert run(dataset, workdir, **SETTINGS, guard__max_rollbacks=1) == EXIT_FAILED
+    out = capsys.readouterr().out
+    assert out.count('rollback: ') == 1
+    assert 'after 1 rollback(s) (guard.max_rollbacks)' in out
+    assert 'the newest checkpoint is of step 4' in out
+    assert steps_in(workdir) == [4]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params_of(workdir, 4)))
+
+
+def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, compile_once, capsys):
+    workdir = tmp_path / 'run'
+    settings = SETTINGS | {'eval__every': 2, 'guard__patience': 2, 'guard__min_delta': 100}
+    assert run(dataset, workdir, **settings) == EXIT_DONE
+    # The first is progress, two are not.
+    assert 'guard.patience' in capsys.readouterr().out
+    assert steps_in(workdir) == [4, 6]
+    assert read_metrics(workdir)[-1]['step'] == 6
+    assert run(dataset, workdir, **settings) == EXIT_DONE
+    assert 'nothing to do: the validation loss has not gone below' in capsys.readouterr().out
+    assert run(dataset, workdir, **settings | {'guard__patience': 0}) == EXIT_DONE
+    assert steps_in(workdir)[-1] == 16
+
+
+@pytest.fixture
+def slow_clock(monkeypatch):
+    """A clock by which every step takes a minute, and what comes before the first nothing."""
+
+    class Clocked(Spending):
+        def __init__(self, *arguments, began, pace, **more):
+            super().__init__(*arguments, began=0.0, pace=pace, clock=lambda: 60.0 * pace.steps, **more)
+
+    monkeypatch.setattr(loop, 'Spending', Clocked)
+    monkeypatch.setattr(Pace, 'seconds', property(lambda pace: 60.0 * pace.steps))
+
+
+def test_a_budget_stops_a_run_with_its_state_saved(dataset, tmp_path, slow_clock, compile_once, capsys):
+    workdir = tmp_path / 'run'
+    settings = SETTINGS | {'guard__max_dollars': 9, 'train__price_per_hour': 7.5}
+    assert run(dataset, workdir, **settings) == EXIT_DONE
+    out = capsys.readouterr().out
+    # Eight devices of 7.50 $/h cost a dollar a minute; metrics are read a step late.
+    assert re.search(r'budget: (8[0-9])% of guard.max_dollars=9 is spent', out)
+    assert 'guard.max_dollars=9 is used up' in out
+    (last,) = [step for step in steps_in(workdir) if step % 4]
+    assert last in (9, 10)
+    assert run(dataset, workdir, **settings) == EXIT_DONE
+    assert 'nothing to do: guard.max_dollars=9 is used up' in capsys.readouterr().out
+
+
+def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, compile_once, capsys):
+    workdir = tmp_path / 'run'
+    settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__min_learning_rate': 0}
+    assert run(dataset, workdir, **settings) == EXIT_DONE
+    out = capsys.readouterr().out
+    (num_steps,) = map(int, re.findall(r'at this pace the budget is (\d+) steps', out))
+    # An hour of minutes, without what is kept for evaluating and saving.
+    assert 56 <= num_steps <= 60
+    assert steps_in(workdir)[-1] == num_steps == read_config(workdir).train.num_steps
+    rates = {line['step']: line['train/learning_rate'] for line in read_metrics(workdir) if 'train/loss' in line}
+    # Level while the length is not known, then down to the end.
+    assert math.isclose(rates[10], rates[25], rel_tol=1e-4)
+    assert rates[num_steps] < 0.1 * rates[25]
+    # Who goes on later knows the length from the start.
+    assert run(dataset, workdir, **settings) == EXIT_DONE
+    assert f'nothing to do: step {num_steps} of {num_steps} is done' in capsys.readouterr().out
+
+
+def test_what_was_done_before_damaged_data_is_saved(dataset, tmp_path, monkeypatch, compile_once, capsys):
+    original = Batches.__getitem__
+
+    def damaged(self, step):
+        if isinstance(self.order, TrainingRows) and step == 6:
+            raise InputError('train-00000: damaged')
+        return original(self, step)
+
+    monkeypatch.setattr(Batches, '__getitem__', damaged)
+    alerts = tmp_path / 'alerts.jsonl'
+    assert run(dataset, tmp_path / 'run', **SETTINGS, alerts__file=alerts) == EXIT_BAD_INPUT
+    assert [json.loads(line)['kind'] for line in alerts.read_text().splitlines()] == ['failed']
+    assert 'error: train-00000: damaged' in capsys.readouterr().err
+    assert steps_in(tmp_path / 'run') == [4, 6]
+    monkeypatch.setattr(Batches, '__getitem__', original)
+    assert run(dataset, tmp_path / 'run', **SETTINGS) == EXIT_DONE
+    assert run(dataset, tmp_path / 'whole', **SETTINGS) == EXIT_DONE
+    assert curve(tmp_path / 'run') == curve(tmp_path / 'whole')

@@ -1,0 +1,54 @@
+"""A run that is killed at random moments ends like one that was not: the same losses, the same parameters."""
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.conftest import ROOT
+from tests.cpu import cpu_flags
+from tests.faults import how_many, measured
+from tests.test_train import arguments, curve, params_of, run, same
+
+LAST = 20
+SETTINGS = {
+    'train__num_steps': LAST,
+    'checkpoint__every_steps': 2,
+    'checkpoint__keep_last': 2,
+    'optimizer__ema_decay': 0.9,
+}
+
+
+def test_kills_at_random_moments(dataset, tmp_path, record_property):
+    kills = how_many(3, 200)
+    environment = {
+        **os.environ,
+        'XLA_FLAGS': cpu_flags(1),
+        'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'programs'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    }
+    config, _, *words = arguments(dataset, 'none', **SETTINGS)
+    command = [sys.executable, '-m', 'tests.killing_training', str(tmp_path), '0', str(kills), config, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert sum(report['met'].values()) == kills
+    # Kills before there is anything to lose would show nothing.
+    assert report['met'].get('start', 0) < kills
+    assert report['lost'] == []
+    assert report['finished'] >= 1
+    wanted_curve, wanted_params = curve(tmp_path / 'whole'), params_of(tmp_path / 'whole', LAST)
+    assert sorted(wanted_curve) == list(range(1, LAST + 1))
+    for number in range(report['finished']):
+        assert curve(tmp_path / str(number)) == wanted_curve
+        for item in ('params', 'ema'):
+            assert same(params_of(tmp_path / str(number), LAST, item), params_of(tmp_path / 'whole', LAST, item))
+    # Control: another run ends otherwise.
+    assert run(dataset, tmp_path / 'other', **SETTINGS, train__seed=1) == 0
+    assert curve(tmp_path / 'other')[LAST] != wanted_curve[LAST]
+    assert not same(params_of(tmp_path / 'other', LAST), wanted_params)
+    met = ', '.join(f'{count} during {stage}' for stage, count in sorted(report['met'].items()))
+    measured(
+        record_property, 'kill', f'{kills} kills ({met}); runs that differ: 0 of {report["finished"]}; no step lost'
+    )

@@ -1,0 +1,108 @@
+"""Two processes of which one is killed, stopped or told to stop at random moments: both end soon, and go on exactly."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.cpu import cpu_flags
+from tests.faults import how_many, measured
+from tests.test_train import arguments, curve, params_of, same
+
+# Long enough to be caught in its middle, and with several lives.
+LAST = how_many(24, 60)
+SETTINGS = {
+    'train__num_steps': LAST,
+    'checkpoint__every_steps': 3,
+    'checkpoint__keep_last': 2,
+    'eval__every': 0,
+    'train__stuck_seconds': 60,
+}
+# Seconds in which the others must have ended. Linger, heartbeat and polls make about 10.
+END_SECONDS = 15
+SIGNALS = ('SIGTERM', 'SIGKILL', 'SIGSTOP')
+
+
+@pytest.fixture(scope='module')
+def end_one(dataset, tmp_path_factory):
+    """Ends one of the processes by each signal in turn; returns the longest seconds, and what to say of the runs."""
+    cache = tmp_path_factory.mktemp('programs')
+
+    def end_one(*names):
+        directory = tmp_path_factory.mktemp('runs')
+        environment = {
+            **os.environ,
+            'XLA_FLAGS': cpu_flags(1),
+            'JAX_COMPILATION_CACHE_DIR': str(cache),
+            'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+            'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+        }
+        config, _, *words = arguments(dataset, 'none', **SETTINGS)
+        command = [
+            sys.executable,
+            '-m',
+            'tests.killing_processes',
+            str(directory),
+            '0',
+            ','.join(names),
+            config,
+            *words,
+        ]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert (report['met'], report['lost']) == (len(names), [])
+        assert report['finished'] >= 1
+        wanted_curve, wanted_params = curve(directory / 'whole'), params_of(directory / 'whole', LAST)
+        assert sorted(wanted_curve) == list(range(1, LAST + 1))
+        for number in range(report['finished']):
+            assert curve(directory / str(number)) == wanted_curve
+            assert same(params_of(directory / str(number), LAST), wanted_params)
+        # Control: steps differ.
+        assert wanted_curve[LAST]['train/loss'] != wanted_curve[LAST - 3]['train/loss']
+        assert not same(params_of(directory / 'whole', LAST - 3), wanted_params)
+        return report['longest'], f'runs that differ: 0 of {report["finished"]}'
+
+    return end_one
+
+
+@pytest.fixture(scope='module')
+def once_each(end_one):
+    return end_one(*SIGNALS)
+
+
+@pytest.fixture
+def found(request):
+    """What is asked for of one signal alone, and of a sample what all had in common."""
+
+    def found(name, full):
+        times = how_many(1, full)
+        if times > 1:
+            longest, runs = request.getfixturevalue('end_one')(*[name] * times)
+        else:
+            longest, runs = request.getfixturevalue('once_each')
+        assert max(longest[name].values()) < END_SECONDS
+        return times, longest[name], runs
+
+    return found
+
+
+def test_one_is_killed(found, record_property):
+    times, longest, runs = found('SIGKILL', 50)
+    figure = f'the other ends with 75 within {longest["others"]:.1f} s'
+    measured(record_property, 'kill-one', f'{times} kills: {figure}; {runs}')
+
+
+def test_one_is_told_to_stop(found, record_property):
+    times, longest, runs = found('SIGTERM', 20)
+    measured(record_property, 'sigterm', f'{times} of {times}: both end with 75 within {longest["all"]:.1f} s; {runs}')
+
+
+def test_one_is_stopped(found, record_property):
+    times, longest, runs = found('SIGSTOP', 6)
+    others, itself = longest['others'], longest['itself']
+    figure = f'the other ends with 75 within {others:.1f} s, the one that was stopped {itself:.1f} s after it goes on'
+    measured(record_property, 'stopped', f'{times} times: {figure}; {runs}')

@@ -1,0 +1,68 @@
+"""When to save and what to keep, as tables of numbers."""
+
+import pytest
+
+from maxlm.training.retention import SavedStep, best_step, next_look, reasons_to_keep, save_due
+
+NEVER = {'num_steps': 100, 'every_steps': 0, 'permanent_every': 0, 'seconds': 1e9, 'every_minutes': 0.0}
+
+
+@pytest.mark.parametrize(
+    ('step', 'changes', 'due'),
+    [
+        (99, {}, False),
+        (100, {}, True),
+        (20, {'every_steps': 10}, True),
+        (21, {'every_steps': 10}, False),
+        (21, {'permanent_every': 7}, True),
+        (22, {'permanent_every': 7}, False),
+        (3, {'every_minutes': 1.0, 'seconds': 60.0}, True),
+        (3, {'every_minutes': 1.0, 'seconds': 59.9}, False),
+        (3, {'every_minutes': 0.5, 'seconds': 30.0}, True),
+        # One rule does not silence another.
+        (20, {'every_steps': 10, 'every_minutes': 1.0, 'seconds': 0.0}, True),
+        (21, {'every_steps': 10, 'every_minutes': 1.0, 'seconds': 61.0}, True),
+    ],
+)
+def test_when_a_step_is_saved(step, changes, due):
+    assert save_due(step, **{**NEVER, **changes}) is due
+
+
+@pytest.mark.parametrize(
+    ('seconds_left', 'step_seconds', 'look'),
+    [(100.0, 1.0, 57), (3.0, 1.0, 8), (1.0, 1.0, 8), (-5.0, 1.0, 8), (100.0, 0.0, 8)],
+)
+def test_when_the_clock_is_looked_at_again(seconds_left, step_seconds, look):
+    assert next_look(7, seconds_left=seconds_left, step_seconds=step_seconds) == look
+
+
+LOSSES = {0: None, 10: 3.0, 20: 2.0, 30: 2.5, 40: None, 50: 2.0, 60: float('nan'), 70: 4.0}
+SAVED = [SavedStep(step, loss) for step, loss in LOSSES.items()]
+
+
+@pytest.mark.parametrize(
+    ('rules', 'kept'),
+    [
+        ((1, 0, 0), {70: ('last',)}),
+        ((2, 0, 0), {60: ('last',), 70: ('last',)}),
+        # Of equal losses the newest, and one that is not finite is never the best.
+        ((1, 1, 0), {50: ('best',), 70: ('last',)}),
+        ((1, 3, 0), {20: ('best',), 30: ('best',), 50: ('best',), 70: ('last',)}),
+        ((1, 0, 30), {30: ('permanent',), 60: ('permanent',), 70: ('last',)}),
+        ((1, 5, 35), {10: ('best',), 20: ('best',), 30: ('best',), 50: ('best',), 70: ('last', 'best', 'permanent')}),
+        ((99, 0, 0), {step: ('last',) for step in LOSSES}),
+    ],
+)
+def test_what_is_kept(rules, kept):
+    keep_last, keep_best, permanent_every = rules
+    reasons = reasons_to_keep(
+        reversed(SAVED), keep_last=keep_last, keep_best=keep_best, permanent_every=permanent_every
+    )
+    assert list(reasons) == list(LOSSES)
+    assert {step: why for step, why in reasons.items() if why} == kept
+
+
+def test_the_best_step():
+    assert best_step(SAVED) == 50
+    assert best_step(SAVED[:5]) == 20
+    assert best_step([SavedStep(3), SavedStep(4, float('inf'))]) is None
