@@ -275,6 +275,8 @@ class Loop:
     ) -> TrainState:
         """The state after the next batch; the first step connects processes, which may take long."""
         compiled = self._compiled_for(step, decisions)
+        # Shorter sequences are more of them.
+        rows = self._program[0].train.global_batch
         asked = time.perf_counter()
         batch = next(batches)
         data_wait = time.perf_counter() - asked
@@ -282,7 +284,7 @@ class Loop:
         with self._watchdog.phase() if connects else self._watchdog.waiting():
             # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
             with jax.transfer_guard('disallow'):
-                state, metrics = compiled(state, self._layout.put_batch(batch, self._config.train.global_batch))
+                state, metrics = compiled(state, self._layout.put_batch(batch, rows))
             if connects:
                 jax.block_until_ready(metrics)
         with self._watchdog.waiting():

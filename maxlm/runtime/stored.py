@@ -111,13 +111,12 @@ _MAIN_THREAD = threading.main_thread().ident
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    # What ends the program itself is always told.
-    elsewhere = threading.get_ident() != _MAIN_THREAD
-    return elsewhere and any(words in str(error) for words in ('Event loop is closed', 'TensorStore'))
+    return any(words in str(error) for words in ('Event loop is closed', 'TensorStore'))
 
 
 def _on_exception(kind: type, error: BaseException, trace: Any) -> None:
-    if not _is_echo(error):
+    # What ends the program itself is always told.
+    if threading.get_ident() == _MAIN_THREAD or not _is_echo(error):
         sys.__excepthook__(kind, error, trace)
 
 
