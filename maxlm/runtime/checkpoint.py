@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath  # type: ignore[import-untyped]
+from etils import epath
 
 from maxlm.errors import InputError
 from maxlm.runtime import integrity

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from etils import epath  # type: ignore[import-untyped]
+from etils import epath
 
 from maxlm.data.storage import StorageError, is_url, read_bytes, shown, stat
 from maxlm.data.transfer import RemoteFile, write_whole

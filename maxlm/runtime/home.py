@@ -20,7 +20,7 @@ from maxlm.runtime.fetching import THREADS, fetch_step
 from maxlm.runtime.inventory import inventory
 from maxlm.runtime.lock import WorkdirLock
 from maxlm.runtime.peers import Peers
-from maxlm.runtime.storage.run import MIRRORED, RunStorage, open_run_storage
+from maxlm.runtime.storage.run import MIRRORED, open_run_storage
 from maxlm.runtime.workdir import check_same_model, open_workdir
 from maxlm.training.retention import SavedStep, reasons_to_keep
 
@@ -31,13 +31,11 @@ class Home(NamedTuple):
     Attributes:
         workdir: the local directory: config, metrics, log.
         checkpoints: what `Checkpoints` takes as workdir: the same, or a bucket's.
-        storage: the copy in a bucket, if there is one.
         alerts: for people.
     """
 
     workdir: Path
     checkpoints: Any
-    storage: RunStorage
     alerts: Alerts
 
 
@@ -81,7 +79,7 @@ def open_home(given: str, config: Config, peers: Peers, *, resume: str = '') -> 
             lock = WorkdirLock(storage.workdir, on_lost=lambda reason: peers.leave(EXIT_FAILED, reason))
             stack.enter_context(lock)
         stack.enter_context(Console(storage.workdir, process=process))
-        home = Home(storage.workdir, storage.checkpoint_directory.parent, storage, alerts)
+        home = Home(storage.workdir, storage.checkpoint_directory.parent, alerts)
         if process == 0:
             storage.fetch()
             if resume:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorstore
-from etils import epath  # type: ignore[import-untyped]
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import type_handlers
 

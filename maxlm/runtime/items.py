@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from etils import epath  # type: ignore[import-untyped]
+from etils import epath
 
 from maxlm.errors import InputError
 from maxlm.runtime import integrity

@@ -20,6 +20,7 @@ from maxlm.data.skips import RemainingBatches, data_step, skip_steps
 from maxlm.data.windows import Batch
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
 from maxlm.planning.compile import compile_train_step
+from maxlm.planning.cost import FORWARD_SHARE
 from maxlm.planning.flops import training_flops
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import logger, progress_bar
@@ -53,9 +54,6 @@ from maxlm.training.decisions import (
     to_json,
 )
 from maxlm.training.step import TrainState, evaluated_params
-
-# A forward pass is a third of a training step's work.
-FORWARD_SHARE = 1 / 3
 
 
 class Leg(NamedTuple):

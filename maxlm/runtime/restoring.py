@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath  # type: ignore[import-untyped]
+from etils import epath
 from jax.experimental import multihost_utils
 
 from maxlm.config.keys import GuardConfig

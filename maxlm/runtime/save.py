@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath  # type: ignore[import-untyped]
+from etils import epath
 
 from maxlm.data.outage import redact
 from maxlm.errors import os_message

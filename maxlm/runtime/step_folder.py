@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from etils import epath  # type: ignore[import-untyped]
+from etils import epath
 
 from maxlm.data.outage import fault
 from maxlm.errors import InputError, os_message

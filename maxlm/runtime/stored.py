@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from etils import epath  # type: ignore[import-untyped]
+from etils import epath
 
 from maxlm.data.outage import UnreachableError, fault, redact
 from maxlm.errors import InputError

@@ -8,24 +8,10 @@ import pytest
 from maxlm.data.records import load_manifest, verify
 from maxlm.data.windows import Windows
 from maxlm.errors import InputError
+from tests.damage import cut, flip, remove
 from tests.faults import how_many, measured
 
 WIDTH = 64
-
-
-def flip(path, rng):
-    content = bytearray(path.read_bytes())
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
-
-
-def cut(path, rng):
-    content = path.read_bytes()
-    path.write_bytes(content[: rng.randrange(len(content))])
-
-
-def remove(path, rng):
-    path.unlink()
 
 
 def read(path):

@@ -18,6 +18,7 @@ from maxlm.runtime.items import restore_params
 from maxlm.runtime.restoring import _same_everywhere
 from maxlm.runtime.step_folder import DAMAGED, FOLDER
 from maxlm.runtime.stored import DamagedError
+from tests.damage import cut, flip, remove
 from tests.faults import how_many, measured
 from tests.runtime.test_checkpoint import FACTS, abstract_on, random_state, same, save
 
@@ -86,21 +87,6 @@ def test_an_untouched_one_is_used(copy, states, newest):
 
 def files_of(step):
     return sorted(path for path in step.rglob('*') if path.is_file() and path.name not in UNREAD)
-
-
-def flip(path, rng):
-    content = bytearray(path.read_bytes())
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
-
-
-def cut(path, rng):
-    content = path.read_bytes()
-    path.write_bytes(content[: rng.randrange(len(content))])
-
-
-def remove(path, rng):
-    path.unlink()
 
 
 # What nobody misses is told first.

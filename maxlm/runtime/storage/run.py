@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from maxlm.data.outage import Outage, UnreachableError, redact
 from maxlm.data.storage import is_url
@@ -221,7 +222,7 @@ class RunStorage:
 
 
 def open_run_storage(
-    workdir: str, *, mirror: str = '', cache: str = '~/.cache/maxlm', process: int = 0, **options: object
+    workdir: str, *, mirror: str = '', cache: str = '~/.cache/maxlm', process: int = 0, **options: Any
 ) -> RunStorage:
     """The storage of a run, of which nothing is read or written yet.
 
@@ -242,12 +243,12 @@ def open_run_storage(
                 f'checkpoint.mirror={redact(mirror)}: --workdir={redact(workdir)} is in a bucket already; '
                 f'give a directory, or no mirror'
             )
-        return RunStorage(Path(workdir), mirror, process=process, **options)  # type: ignore[arg-type]
+        return RunStorage(Path(workdir), mirror, process=process, **options)
     if not is_url(workdir):
         return RunStorage(Path(workdir))
     check_url('--workdir', workdir)
     direct = workdir.startswith(f'{DIRECT}://')
-    return RunStorage(cache_directory(workdir, cache), workdir, direct=direct, process=process, **options)  # type: ignore[arg-type]
+    return RunStorage(cache_directory(workdir, cache), workdir, direct=direct, process=process, **options)
 
 
 def check_url(key: str, url: str) -> None:
