@@ -13,10 +13,8 @@ from types import FrameType
 from typing import NamedTuple
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
+from maxlm.runtime.step_folder import FOLDER, MARKER
 
-FOLDER = 'checkpoints'
-# In a bucket a step appears under its number at once; this file, which says that it is complete, comes last.
-COMPLETE = 'commit_success.txt'
 LONGEST_PAUSE_SECONDS = 300.0
 # How long a signal may go unnoticed in a pause.
 TICK_SECONDS = 0.1
@@ -106,7 +104,7 @@ def _steps_in_bucket(workdir: str) -> list[str]:
     filesystem, root = fsspec.core.url_to_fs(workdir)
     filesystem.invalidate_cache()
     folder = f'{root.rstrip("/")}/{FOLDER}'
-    complete = [path.split('/')[-2] for path in filesystem.glob(f'{folder}/*/{COMPLETE}')]
+    complete = [path.split('/')[-2] for path in filesystem.glob(f'{folder}/*/{MARKER}')]
     # Buckets with real directories have no such file: their steps are renamed when they are complete.
     return complete or [path.rstrip('/').rpartition('/')[2] for path in filesystem.ls(folder, detail=False)]
 
