@@ -27,15 +27,13 @@ from maxlm.runtime.console import logger
 from maxlm.runtime.items import by_layer
 from maxlm.runtime.restoring import Restored, holds_only_params, items_of, restore_step
 from maxlm.runtime.save import Save, why
-from maxlm.runtime.step_folder import FOLDER, StepFolder, to_path
+from maxlm.runtime.step_folder import BEST, FOLDER, StepFolder, split_name, to_path
 from maxlm.runtime.stored import REMEDY, DamagedError, read_json
 from maxlm.runtime.together import Together
 from maxlm.training.guards import window_to_json
 from maxlm.training.retention import SavedStep, best_step, reasons_to_keep
 from maxlm.training.step import TrainState
 
-# `WORKDIR@best`: the step with the lowest validation loss.
-BEST = 'best'
 # A client of a bucket tries for a quarter of an hour to write into one that does not answer, and says nothing. The
 # question whether it answers takes half a minute itself.
 PROBE_SECONDS = 20.0
@@ -48,7 +46,7 @@ VALIDATION_LOSS = 'validation_loss'
 class Checkpoints:
     """The checkpoints of one workdir. Saves run in the background; leaving the context waits for the last.
 
-    Of several processes all call its methods together, but `check` and `latest_step`.
+    Of several processes all call its methods together, but `latest_step`.
     """
 
     def __init__(
@@ -58,14 +56,12 @@ class Checkpoints:
         keep_last: int,
         keep_best: int = 0,
         permanent_every: int = 0,
-        may_delete: Callable[[int], bool] = lambda step: True,
         on_failure: Callable[[str], None] = logger.error,
     ):
         """
         Args:
             workdir: of the run: a directory, or gs://bucket/run.
             keep_last, keep_best, permanent_every: see `reasons_to_keep`; what has no reason to stay is deleted.
-            may_delete: asked of a step before that, from a thread; it is asked again after the next save.
             on_failure: told, from a thread, one line about each save that failed. The run can go on: what was saved
                 before is as it was, and the next save starts afresh.
 
@@ -75,7 +71,6 @@ class Checkpoints:
         self._folder = StepFolder(workdir)
         self.directory = self._folder.path
         self._rules = {'keep_last': keep_last, 'keep_best': keep_best, 'permanent_every': permanent_every}
-        self._may_delete = may_delete
         self._on_failure = on_failure
         self._together = Together()
         self._first = jax.process_index() == 0
@@ -85,7 +80,6 @@ class Checkpoints:
         # The first process alone deletes.
         self._losses = {one.step: one.validation_loss for one in saved_losses(workdir)} if self._first else {}
         self._save: Save | None = None
-        self._failed = False
         # Whether something lies there that is to be deleted.
         self._unclean = False
         # In the background: a large step takes long to delete on some file systems.
@@ -170,10 +164,6 @@ class Checkpoints:
         self._save.begin(self.directory / str(step), items)
         if self._first and self._folder.in_bucket:
             threading.Thread(target=self._look_after, args=(self._save, step), daemon=True, name='look-after').start()
-
-    def check(self) -> bool:
-        """Whether the last save that has ended has not failed; waits for nothing."""
-        return not self._failed
 
     def wait(self) -> int | None:
         """Waits for what is under way; returns the newest step that is complete then, None where there is none."""
@@ -278,7 +268,6 @@ class Checkpoints:
 
     def _ended(self, step: int, reason: str, loss: float | None = None) -> None:
         """A save is over, for good or not."""
-        self._failed = bool(reason)
         if reason:
             with self._lock:
                 newest = max(self._complete, default=None)
@@ -319,7 +308,7 @@ class Checkpoints:
             saved = [SavedStep(step, self._losses.get(step)) for step in self._complete]
         problem = None
         for step, reasons in reasons_to_keep(saved, **self._rules).items():
-            if not reasons and self._may_delete(step):
+            if not reasons:
                 try:
                     self._folder.delete(step)
                 except InputError as error:
@@ -363,11 +352,8 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
     Raises:
         InputError: there is no such checkpoint; the message names `key`, which has it, and lists the steps there are.
     """
-    directory, wanted = to_path(checkpoint), ''
-    # A directory may have an @ in its name, so what is there as it stands comes first.
-    if not directory.exists() and '@' in checkpoint:
-        path, _, wanted = checkpoint.rpartition('@')
-        directory = to_path(path)
+    workdir, wanted = split_name(checkpoint)
+    directory = to_path(workdir)
     if not wanted and directory.name.isdigit() and directory.parent.name == FOLDER:
         parent = StepFolder(directory.parent.parent)
         if parent.is_complete(directory.name):
@@ -385,6 +371,6 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
                 f'steps: {", ".join(map(str, steps))}'
             )
         return folder / str(best)
-    if not (wanted.isdigit() and int(wanted) in steps):
+    if wanted not in map(str, steps):
         raise InputError(f'{key}={checkpoint}: no step {wanted!r} there; steps: {", ".join(map(str, steps))}')
     return folder / wanted

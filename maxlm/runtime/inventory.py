@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 from maxlm.config.keys import CheckpointConfig
 from maxlm.config.load import from_json
 from maxlm.data.storage import StorageError, is_url, list_directory, read_bytes, shown, walk
 from maxlm.errors import InputError
-from maxlm.runtime.checkpoint import BEST, VALIDATION_LOSS
-from maxlm.runtime.step_folder import ASIDE, DAMAGED, FOLDER, MARKER
+from maxlm.runtime.checkpoint import VALIDATION_LOSS
+from maxlm.runtime.step_folder import ASIDE, BEST, DAMAGED, FOLDER, MARKER, split_name
 from maxlm.runtime.stored import JSON_FILE
 from maxlm.runtime.workdir import CONFIG
 from maxlm.training.retention import SavedStep, best_step
@@ -44,22 +43,13 @@ def select(given: str) -> Selection:
         raise InputError(f'{shown(given)}: no checkpoint in {shown(workdir)}/{FOLDER}; give a workdir of maxlm.train')
     if not wanted:
         return Selection(workdir, steps)
-    number = best_step(SavedStep(one.step, one.validation_loss) for one in steps) if wanted == BEST else int(wanted)
-    chosen = [one for one in steps if one.step == number]
+    best = best_step(SavedStep(one.step, one.validation_loss) for one in steps)
+    chosen = [one for one in steps if (one.step == best if wanted == BEST else str(one.step) == wanted)]
     if not chosen:
         known = ', '.join(str(one.step) for one in steps)
         reason = 'no step was saved with a validation loss' if wanted == BEST else f'no step {wanted!r} there'
         raise InputError(f'{shown(given)}: {reason}; steps: {known}')
     return Selection(workdir, chosen)
-
-
-def split_name(given: str) -> tuple[str, str]:
-    """Workdir and what stands behind its last @, where that can be a step; '' otherwise."""
-    workdir, _, wanted = given.rpartition('@')
-    # A directory may have an @ in its name, and so may a URL.
-    if workdir and (wanted.isdigit() or wanted == BEST) and (is_url(given) or not Path(given).exists()):
-        return workdir.rstrip('/'), wanted
-    return given.rstrip('/'), ''
 
 
 def inventory(workdir: str) -> list[StoredStep]:

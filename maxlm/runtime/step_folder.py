@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from etils import epath
 
 from maxlm.data.outage import fault
+from maxlm.data.storage import is_url
 from maxlm.errors import InputError, os_message
 
 FOLDER = 'checkpoints'
@@ -25,6 +27,8 @@ DAMAGED = '_damaged'
 MARKER = 'commit_success.txt'
 # In a bucket, a step with this stays, although it is not complete any more, until one of its number is saved.
 ASIDE = 'damaged.txt'
+# `WORKDIR@best`: the step with the lowest validation loss.
+BEST = 'best'
 # In the name of what is being written on a disk.
 UNFINISHED = '.orbax-checkpoint-tmp'
 
@@ -44,6 +48,16 @@ def to_path(given: Any) -> epath.Path:
         # Listings that are kept hide what other processes wrote.
         fsspec.config.conf.setdefault(protocol, {}).setdefault('use_listings_cache', False)
     return epath.Path(given)
+
+
+def split_name(given: str) -> tuple[str, str]:
+    """`WORKDIR@STEP` or `WORKDIR@best`, local or a URL: the workdir and what stands behind the @, '' for nothing.
+
+    Of a directory that is not there as it stands anything behind the @ is a step, of a URL what can be one.
+    """
+    workdir, _, wanted = given.rpartition('@')
+    can_be = wanted.isdigit() or wanted == BEST if is_url(given) else not Path(given).exists()
+    return (workdir.rstrip('/'), wanted) if workdir and can_be else (given.rstrip('/'), '')
 
 
 class StepFolder:

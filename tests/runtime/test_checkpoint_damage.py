@@ -254,19 +254,6 @@ def test_best_and_permanent_ones_are_kept(tmp_path):
     assert find_step(f'{tmp_path}@best').name == '7'
 
 
-def test_what_may_not_go_yet_stays(tmp_path):
-    small = abstract_on(1)
-    copied = {1}
-    with Checkpoints(tmp_path, keep_last=1, may_delete=copied.__contains__) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(step, random_state(small, step=step, skipped=0), FACTS)
-        checkpoints.wait()
-        assert steps(tmp_path) == [2, 3]
-        copied |= {2, 3}
-        checkpoints.save(4, random_state(small, step=4, skipped=0), FACTS)
-    assert steps(tmp_path) == [4]
-
-
 def test_there_is_no_best_without_losses(saved):
     with pytest.raises(InputError, match=r'no step there was saved with a validation loss .*; steps: 3, 5, 7'):
         find_step(f'{saved}@best')

@@ -45,11 +45,11 @@ def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
     told = []
     with Checkpoints(tmp_path, keep_last=1, on_failure=told.append) as checkpoints:
         checkpoints.save(1, state(1), FACTS)
-        assert (checkpoints.wait(), checkpoints.check()) == (1, True)
+        assert checkpoints.wait() == 1
         full_disk()
         for step in steps:
             checkpoints.save(step, state(step), FACTS)
-            assert (checkpoints.wait(), checkpoints.check()) == (1, False)
+            assert checkpoints.wait() == 1
         # What they began is not in the way of what has more right to the room.
         assert [name for name in entries(tmp_path) if UNFINISHED in name] == []
         full_disk(room=True)
@@ -57,7 +57,7 @@ def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
         # Nor is it lost for good: the step that failed can be saved.
         last = steps[-1]
         checkpoints.save(last, state(last), FACTS)
-        assert (checkpoints.wait(), checkpoints.check()) == (last, True)
+        assert checkpoints.wait() == last
         assert same(checkpoints.restore_newest(ABSTRACT).state, state(last))
     assert told == [
         f'step {step} is not saved: File too large; the newest is step 1; the run goes on' for step in steps
@@ -78,10 +78,10 @@ def test_the_first_save_may_fail_too(tmp_path):
         # A file where the folder of checkpoints was.
         (tmp_path / FOLDER).write_text('')
         checkpoints.save(1, state(1), FACTS)
-        assert (checkpoints.wait(), checkpoints.check()) == (None, False)
+        assert checkpoints.wait() is None
         (tmp_path / FOLDER).unlink()
         checkpoints.save(2, state(2), FACTS)
-        assert (checkpoints.wait(), checkpoints.check()) == (2, True)
+        assert checkpoints.wait() == 2
     assert told == ['step 1 is not saved: Not a directory; there is none before; the run goes on']
 
 
