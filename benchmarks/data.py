@@ -60,9 +60,9 @@ def main(argv: list[str]) -> int:
         at = Path(directory)
         # Each shard has only full windows, so that every loader gives batches of the same size.
         per_shard = int(options.tokens) // (options.shards * WINDOW) * WINDOW + 1
-        tokens = _tokens(options.shards * per_shard)
+        tokens = random_tokens(options.shards * per_shard)
         tokens.tofile(at / 'tokens.bin')
-        dataset = _write(tokens, at / 'data', options.shards)
+        dataset = write_dataset(tokens, at / 'data', options.shards)
         turns = _own_loaders(at, dataset, options.batches)
         peers = [_Peer(options.peer_python, name, at, options.batches) for name in PEERS]
         for peer in peers:
@@ -172,14 +172,15 @@ class _Peer:
         self._process.wait()
 
 
-def _tokens(count: int) -> np.ndarray:
+def random_tokens(count: int) -> np.ndarray:
+    """Random bytes in documents of MEAN_DOCUMENT tokens."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, count).astype('<u2')
     tokens[rng.integers(0, count, count // MEAN_DOCUMENT)] = 256
     return tokens
 
 
-def _write(tokens: np.ndarray, path: Path, num_shards: int) -> Dataset:
+def write_dataset(tokens: np.ndarray, path: Path, num_shards: int) -> Dataset:
     """The tokens as a prepared data set."""
     path.mkdir()
     tokenizer = bytes_tokenizer()

@@ -11,7 +11,9 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import load_model
 from maxlm.inference.sampling import Sampling
+from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import Console
+from maxlm.runtime.freed_memory import keep_freed_memory
 
 
 def main(argv: list[str]) -> int:
@@ -32,8 +34,10 @@ def main(argv: list[str]) -> int:
         raise InputError(f'--seed={options.seed}: must be at least 0 and below 2³² = {2**32}')
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
 
+    keep_freed_memory()
     with Console():
         model = load_model(options.checkpoint, num_devices=1)
+    keep_programs(model.config.train.compile_cache)
     texts = [prompt for prompt in options.prompt for _ in range(options.num_samples)]
     prompts = [ids.tolist() for ids in model.tokenizer.encode_batch(texts)]
     rows = Engine(model).generate(prompts, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed)

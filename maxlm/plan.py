@@ -36,6 +36,7 @@ from maxlm.planning.machine import Machine, machine_of, usable_memory
 from maxlm.planning.plan_report import advice_text, as_json, as_text, cost_of, size_text, what_a_budget_buys
 from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
 from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
+from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import Console, logger
 from maxlm.runtime.preflight import sample_config
 
@@ -59,6 +60,9 @@ def main(argv: list[str]) -> int:
     with contextlib.nullcontext() if options.json else Console():
         config = load(options.config, overrides)
         target = parse_target(options.target)
+        if target.chip.platform == 'cpu':
+            # A program for devices that are not here could be kept, and not read.
+            keep_programs(config.train.compile_cache)
         data = _data(config, options.vocab_size)
         if options.sweep is not None:
             return _sweep(config, target, data, terms, options)

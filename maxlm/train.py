@@ -22,8 +22,10 @@ from maxlm.config.resolve import resolve
 from maxlm.data.corpus import Corpus, open_corpus
 from maxlm.data.outage import UnreachableError
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
+from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import logger
 from maxlm.runtime.distributed import join
+from maxlm.runtime.freed_memory import keep_freed_memory
 from maxlm.runtime.home import Home, open_home
 from maxlm.runtime.loop import Loop
 from maxlm.runtime.peers import Peers
@@ -53,6 +55,7 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(rest)
 
+    keep_freed_memory()
     try:
         join()
     except NotTogetherError as error:
@@ -63,6 +66,7 @@ def main(argv: list[str]) -> int:
 
 def _prepare(options: argparse.Namespace, overrides: list[str], peers: Peers, began: float) -> int:
     config = load(options.config, overrides)
+    keep_programs(config.train.compile_cache)
     corpus = open_corpus(config.data, tell_sources=config.metrics.by_source)
     resolver = partial(
         resolve,

@@ -7,6 +7,8 @@ from tests.cpu import cpu_flags
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = cpu_flags(8)
+# Neither here nor in the processes of tests anything is kept for later, in the home directory above all.
+os.environ['JAX_COMPILATION_CACHE_DIR'] = ''
 
 import jax
 import numpy as np

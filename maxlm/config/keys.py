@@ -168,6 +168,10 @@ class TrainConfig:
     # leaves the step out; so many steps without one double it.
     loss_scale: float = 32768.0
     loss_scale_steps: int = 2000
+    # Directory for compiled programs, so that a run that starts again does not compile again; evaluation and sampling
+    # use it too. It must be yours alone, since what lies there is run, and the same for all processes. '' = none. Where
+    # JAX_COMPILATION_CACHE_DIR is set, that counts.
+    compile_cache: str = '~/.cache/maxlm/programs'
     # Seconds without a step, outside of compiling, evaluating and saving, after which a process counts as stuck: it
     # tells where it stands and ends the run with exit code 75.
     stuck_seconds: float = 600.0

@@ -178,16 +178,18 @@ class Loop:
                     watchdog.finish()
                     return Leg(step, decisions, verdict, '')
                 loss = None
-                with self._pace.paused(), watchdog.phase():
+                with watchdog.phase():
                     if validate and self._validation:
-                        result = self._validation(evaluated_params(state))
-                        reporter.evaluated(step, result)
+                        with self._pace.paused('eval'):
+                            result = self._validation(evaluated_params(state))
+                            reporter.evaluated(step, result)
                         loss = result.loss
                         decisions = after_evaluation(decisions, loss, config.guard)
                     decisions = self._spend(step, decisions, look=owed or told or validate)
                     why = ended(config, decisions, step)
                     if why or told or (owed and not reporter.bad_steps.in_a_row):
-                        self._save(step, state, decisions, loss, must=bool(why or told))
+                        with self._pace.paused('save'):
+                            self._save(step, state, decisions, loss, must=bool(why or told))
                         times.saved(step)
                         owed = False
                 if why or told:
@@ -299,7 +301,7 @@ class Loop:
             # What was dispatched is still of the old one.
             with self._watchdog.waiting():
                 self._reporter.flush()
-            with self._pace.paused(), self._watchdog.phase():
+            with self._pace.paused('compile'), self._watchdog.phase():
                 compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._corpus.names))
             self._pace.change_flops(training_flops(now.model, wanted.data.window))
             self._reporter.change_config(now)

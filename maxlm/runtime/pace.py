@@ -44,11 +44,14 @@ class Pace:
         self._mark = now
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens inside does not count."""
+    def paused(self, what: str) -> Iterator[None]:
+        """What happens inside does not count as time of a step; it is told as `perf/WHAT_seconds`."""
         start = time.perf_counter()
         yield
-        self._mark += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._mark += seconds
+        for sums in (self._interval, self._total):
+            sums.pauses[what] = sums.pauses.get(what, 0.0) + seconds
 
     @property
     def steps(self) -> int:
@@ -77,6 +80,7 @@ class Pace:
             'perf/tokens_per_second': tokens_per_second,
             'perf/step_seconds': sums.seconds / sums.steps,
             'perf/data_wait_seconds': sums.data_wait / sums.steps,
+            **{f'perf/{what}_seconds': seconds for what, seconds in sums.pauses.items()},
         }
         if self._peak_flops:
             metrics['perf/mfu'] = sums.causal_flops / sums.seconds / self._peak_flops
@@ -91,3 +95,4 @@ class _Sums:
         self.data_wait = 0.0
         self.causal_flops = 0.0
         self.full_flops = 0.0
+        self.pauses: dict[str, float] = {}

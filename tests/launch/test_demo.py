@@ -33,6 +33,8 @@ def run(folder, *command):
         for key, value in os.environ.items()
         if not key.startswith(('JAX_', 'XLA_', 'VIRTUAL_ENV', 'PYTHONPATH'))
     }
+    # Nothing goes into the home of who tests.
+    kept['JAX_COMPILATION_CACHE_DIR'] = ''
     kept['PATH'] = os.pathsep.join(part for part in kept['PATH'].split(os.pathsep) if '.venv' not in part)
     return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True)
 

@@ -73,14 +73,23 @@ def test_pauses_do_not_count(clock):
     pace.start()
     step(pace, clock, 0.5)
     clock.now += 0.125
-    with pace.paused():
+    with pace.paused('eval'):
         clock.now += 1000
+    for seconds in (1, 2):
+        with pace.paused('save'):
+            clock.now += seconds
     step(pace, clock, 0.375)
-    assert pace.read_interval()['perf/step_seconds'] == 0.5
+    metrics = pace.read_interval()
+    assert metrics['perf/step_seconds'] == 0.5
+    assert metrics['perf/eval_seconds'] == 1000
+    assert metrics['perf/save_seconds'] == 3
     # Control: the same time outside of a pause counts.
     clock.now += 1000
     step(pace, clock, 0.5)
-    assert pace.read_interval()['perf/step_seconds'] == 1000.5
+    metrics = pace.read_interval()
+    assert metrics['perf/step_seconds'] == 1000.5
+    assert 'perf/eval_seconds' not in metrics
+    assert pace.read_total()['perf/save_seconds'] == 3
 
 
 def test_intervals_and_the_total(clock):

@@ -1,0 +1,187 @@
+"""The training data over its size, the number of shards and sources, and the place in it that a run goes on from."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.data import random_tokens, write_dataset
+from benchmarks.growth_curves import Curve
+from maxlm.config.keys import DataConfig
+from maxlm.data.batches import Batches, Part, TrainingRows
+from maxlm.data.corpus import open_corpus
+from maxlm.data.mixture import PERIOD, ROWS_KEPT, Mixture
+from maxlm.data.order import Order
+from maxlm.data.records import Dataset, Shard, SourceCounts, Split
+from maxlm.data.windows import Windows
+
+BATCH = 32
+# Short, so that a million windows are few files.
+WINDOW = 16
+# Of the data sets that are written.
+NUM_SHARDS = 16
+WINDOWS = (10**3, 10**4, 10**5, 10**6)
+SHARDS = (16, 64, 256, 1024, 4096)
+# Of the data sets that are described only.
+WINDOWS_PER_SHARD = 10**5
+STEPS = (1, 10**2, 10**4, 10**6, 10**8)
+SOURCES = (4, 16, 64, 128, 256)
+# Bytes of one number in a table of all windows.
+NUMBER = 8
+PLACES = 2000
+
+
+def measure_windows(rounds: int, sizes: Sequence[int] = WINDOWS) -> list[Curve]:
+    """Over windows of a data set on disk: what opening it takes and keeps, its first batch, its order."""
+    with tempfile.TemporaryDirectory() as directory:
+        figures = [_of_windows(size, Path(directory) / str(size), rounds) for size in sizes]
+    x, (kept, opening, first, place) = tuple(map(float, sizes)), zip(*figures, strict=True)
+    table = 'a table of windows', x, tuple(NUMBER * size for size in x)
+    return [
+        Curve('memory of the index', 'B', x, kept, 0.0, 'shards are listed, windows are computed', table),
+        Curve('time to open', 's', x, opening, 0.0, f'the manifest of {NUM_SHARDS} shards'),
+        Curve('time of the first batch', 's', x, first, 0.0, 'files are opened, whose own index is of records'),
+        Curve('time of a place of the order', 's', x, place, 0.0, 'a cipher computes it'),
+    ]
+
+
+def measure_shards(rounds: int, sizes: Sequence[int] = SHARDS) -> list[Curve]:
+    """Over shards: the index, and the order's first place, for which all shards are looked at."""
+    firsts = [partial(_first_place, [WINDOWS_PER_SHARD] * size) for size in sizes]
+    x = tuple(map(float, sizes))
+    kept, seconds = tuple(map(bytes_kept, firsts)), tuple(_least(rounds, first) for first in firsts)
+    table = 'a table of windows', x, tuple(NUMBER * WINDOWS_PER_SHARD * size for size in x)
+    return [
+        Curve('memory of the index', 'B', x, kept, 1.0, 'a list of shards', table),
+        Curve('time to the first place', 's', x, seconds, 1.0, 'sums over the shards, once in an epoch'),
+    ]
+
+
+def measure_places(rounds: int, sizes: Sequence[int] = STEPS) -> list[Curve]:
+    """Over the step that a run goes on from: the time to where its rows are, of one source and of several."""
+    curves = []
+    for num_sources in (1, 4):
+        shard_windows = [[WINDOWS_PER_SHARD] * NUM_SHARDS] * num_sources
+        seconds = tuple(_least(rounds, partial(_rows_of_step, step, *shard_windows)) for step in sizes)
+        name, why = f'time to its rows, sources: {num_sources}', 'computed from its number, nothing is replayed'
+        curves.append(Curve(name, 's', tuple(map(float, sizes)), seconds, 0.0, why))
+    return curves
+
+
+def measure_sources(rounds: int, sizes: Sequence[int] = SOURCES) -> list[Curve]:
+    """Over weighted sources: the time of a row, that of arranging a period of rows, and what is kept of them."""
+    x, (row, arranging, kept) = tuple(map(float, sizes)), zip(*(_of_sources(s, rounds) for s in sizes), strict=True)
+    return [
+        Curve('time of a row', 's', x, row, 0.0, 'it is looked up in its period'),
+        Curve('time to arrange, a row', 's', x, arranging, 0.0, 'one sort of a period'),
+        Curve('memory of the mixture', 'B', x, kept, 0.0, 'a number of rows, or two periods of sources²'),
+    ]
+
+
+def described_dataset(shard_windows: Sequence[int]) -> Dataset:
+    """A data set of so many windows in each shard of which no file is there."""
+    shards = tuple(
+        Shard(f'train-{number:05}.arrayrecord', 'described', windows * WINDOW + 1, 1, 0, f'{number:064x}')
+        for number, windows in enumerate(shard_windows)
+    )
+    tokens = sum(shard.tokens for shard in shards)
+    counts = {'described': SourceCounts(len(shards), tokens, tokens, 1.0)}
+    splits = {
+        'train': Split(len(shards), tokens, tokens, 0.0, counts, shards),
+        'validation': Split(0, 0, 0, 0.0, {}, ()),
+    }
+    return Dataset(
+        path=Path('nowhere'),
+        tokenizer='bytes',
+        tokenizer_file='tokenizer.json',
+        tokenizer_sha256='',
+        vocab_size=257,
+        end_of_document=256,
+        dtype='uint16',
+        block=2048,
+        splits=splits,
+        left_out=(),
+        made_from={},
+        fingerprint='',
+    )
+
+
+def described_batches(*shard_windows: Sequence[int]) -> Batches:
+    """Training batches of such data sets, one for each source, as `Corpus.train_batches` makes them."""
+    parts = [Part(Windows(described_dataset(sizes), 'train', WINDOW), [0] * len(sizes)) for sizes in shard_windows]
+    orders = [Order(part.windows.shard_windows, seed=number) for number, part in enumerate(parts)]
+    return Batches(parts, TrainingRows(Mixture([1.0] * len(parts), seed=0), orders), global_batch=BATCH)
+
+
+def bytes_kept(make: Callable[[], object]) -> float:
+    """Memory of what `make` returns, in Python's objects and NumPy's arrays."""
+    make()
+    gc.collect()
+    tracemalloc.start()
+    made = make()
+    gc.collect()
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    del made
+    return float(size)
+
+
+def _of_windows(size: int, path: Path, rounds: int) -> tuple[float, float, float, float]:
+    # A shard of n tokens has (n - 1) / WINDOW windows.
+    dataset = write_dataset(random_tokens(size // NUM_SHARDS * NUM_SHARDS * WINDOW + NUM_SHARDS), path, NUM_SHARDS)
+    data = DataConfig(path=str(dataset.path), window=WINDOW)
+
+    def open_batches() -> Batches:
+        return open_corpus(data).train_batches(BATCH)
+
+    def first_batch() -> Batches:
+        batches = open_batches()
+        batches[0]
+        return batches
+
+    opening, first = _least(rounds, open_batches), _least(rounds, first_batch)
+    order = open_batches().order
+    place = _least(rounds, lambda: [order.locate(place) for place in range(PLACES)]) / PLACES
+    return bytes_kept(first_batch), opening, first, place
+
+
+def _first_place(shard_windows: Sequence[int]) -> Batches:
+    batches = described_batches(shard_windows)
+    batches.order.locate(0)
+    return batches
+
+
+def _rows_of_step(step: int, *shard_windows: Sequence[int]) -> list[tuple[int, int] | None]:
+    order = described_batches(*shard_windows).order
+    return [order.locate(step * BATCH + row) for row in range(BATCH)]
+
+
+def _of_sources(size: int, rounds: int) -> tuple[float, float, float]:
+    period = max(PERIOD, size**2)
+
+    def read_on() -> Mixture:
+        mixture = Mixture([1.0] * size, seed=0)
+        for number in range(ROWS_KEPT // PERIOD + 1):
+            mixture[number * period]
+        return mixture
+
+    mixture, firsts = Mixture([1.0] * size, seed=0), itertools.count(0, period)
+    arranging = _least(rounds, lambda: mixture[next(firsts)]) / period
+    row = _least(rounds, lambda: [mixture[place] for place in range(PLACES)]) / PLACES
+    return row, arranging, bytes_kept(read_on)
+
+
+def _least(rounds: int, action: Callable[[], object]) -> float:
+    """Seconds of the fastest of so many times: what others do on the machine only adds to it."""
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -1,0 +1,219 @@
+"""What a step costs the process, over its devices: Python of the loop, placing of the batch, compiling, what is sent.
+
+    python -m benchmarks.growth_devices DATASET STEPS FILE
+
+trains on all devices and writes figures of the loop's steps to FILE. `measure` starts it on virtual CPU devices, whose
+number is fixed when a process starts. Times are of the main thread's own CPU: waiting for devices is not in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+from benchmarks.data import random_tokens, write_dataset
+from benchmarks.growth_curves import Curve
+from benchmarks.growth_steps import count_instructions
+from maxlm import train
+from maxlm.config.load import load
+from maxlm.config.resolve import resolve
+from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.planning.memory import estimate_memory
+from maxlm.planning.program import read_program
+from maxlm.planning.work import estimate_work
+from maxlm.runtime.loop import Loop
+from maxlm.training.sharding import Layout
+
+ROOT = Path(__file__).parent.parent
+DEVICES = (1, 2, 4, 8, 16, 32)
+PLANNED = (8, 64, 512, 4096, 32768)
+STEPS = 40
+# One process for so many rounds.
+STARTS = 4
+# First steps, in which JAX fills its caches.
+WARMUP = 4
+SETTINGS: dict[str, Any] = {
+    'model.num_layers': 2,
+    'model.dim': 64,
+    'model.num_heads': 2,
+    'model.ffn_dim': 128,
+    'data.window': 64,
+    'train.global_batch': 32,
+    'train.log_every': 10**6,
+    'train.compile_cache': '',
+    'optimizer.warmup_steps': 0,
+    'eval.every': 0,
+    'checkpoint.every_steps': 0,
+    'metrics.tensorboard': 'false',
+    'metrics.peak_tflops': 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One step of the loop, its batch's placing, and how many functions both called; the thread's own time."""
+
+    step_seconds: float
+    step_calls: int
+    placing_seconds: float
+    placing_calls: int
+
+
+class Probe:
+    """Measures the steps of the runs of this process while it is entered; it sees their functions from outside."""
+
+    def __init__(self) -> None:
+        self.samples: list[Sample] = []
+        self.last_loop: Loop | None = None
+        self._calls = 0
+        self._placing = 0.0, 0
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Probe:
+        take_step, put_batch = Loop._take_step, Layout.put_batch
+
+        def measured_put(layout: Layout, *arguments: Any) -> Any:
+            batch, seconds, calls = self._measure(partial(put_batch, layout, *arguments))
+            self._placing = seconds, calls
+            return batch
+
+        def measured_take(loop: Loop, *arguments: Any, **options: Any) -> Any:
+            self.last_loop = loop
+            # Counting is slow: every second step is timed without.
+            counts = len(self.samples) % 2 == 1
+            if counts:
+                sys.setprofile(self._count)
+            try:
+                state, seconds, calls = self._measure(partial(take_step, loop, *arguments, **options))
+            finally:
+                sys.setprofile(None)
+            self.samples.append(Sample(seconds, calls, *self._placing))
+            return state
+
+        self._patches.enter_context(mock.patch.object(Loop, '_take_step', measured_take))
+        self._patches.enter_context(mock.patch.object(Layout, 'put_batch', measured_put))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def figures(self) -> dict[str, float]:
+        """Medians of times, least numbers of calls: collecting of garbage, and a batch that is late, add some."""
+        timed, counted = self.samples[WARMUP::2], self.samples[WARMUP + 1 :: 2]
+        return {
+            'placing_seconds': statistics.median(sample.placing_seconds for sample in timed),
+            'rest_seconds': statistics.median(sample.step_seconds - sample.placing_seconds for sample in timed),
+            'placing_calls': min(sample.placing_calls for sample in counted),
+            'rest_calls': min(sample.step_calls - sample.placing_calls for sample in counted),
+        }
+
+    def _measure(self, action: Any) -> tuple[Any, float, int]:
+        start, before = time.thread_time(), self._calls
+        done = action()
+        return done, time.thread_time() - start, self._calls - before
+
+    def _count(self, _: Any, event: str, __: Any) -> None:
+        self._calls += event in ('call', 'c_call')
+
+
+def main(argv: list[str]) -> int:
+    """Trains for some steps and writes down what they took."""
+    dataset, steps, output = argv
+    with tempfile.TemporaryDirectory() as workdir, Probe() as probe:
+        settings = {**SETTINGS, 'data.path': dataset, 'train.num_steps': steps}
+        overrides = [f'--config.{key}={value}' for key, value in settings.items()]
+        code = train.main([f'--config={ROOT}/configs/tiny.py', f'--workdir={workdir}/run', *overrides])
+        if code != EXIT_DONE:
+            return code
+        assert probe.last_loop is not None
+        config, compiled = probe.last_loop._program
+        assert compiled is not None
+        text = compiled.step.as_text() or ''
+        program = read_program(text, config.mesh.sizes)
+        figures = {
+            **probe.figures(),
+            'devices': jax.device_count(),
+            'compile_seconds': compiled.seconds,
+            'instructions': count_instructions(text),
+            'sent_bytes': sum(transfer.sent for transfer in program.transfers),
+            'memory_bytes': compiled.total_bytes(),
+        }
+    Path(output).write_text(json.dumps(figures) + '\n')
+    return EXIT_DONE
+
+
+def run_on(devices: int, dataset: Path, steps: int = STEPS) -> dict[str, float]:
+    """Figures of a process with so many virtual CPU devices."""
+    flags = [flag for flag in os.environ.get('XLA_FLAGS', '').split() if 'device_count' not in flag]
+    flags.append(f'--xla_force_host_platform_device_count={devices}')
+    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ' '.join(flags)}
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / 'figures.json'
+        command = [sys.executable, '-m', 'benchmarks.growth_devices', str(dataset), str(steps), str(output)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == EXIT_DONE, done.stderr
+        return json.loads(output.read_text())
+
+
+def measure(rounds: int, sizes: Sequence[int] = DEVICES) -> list[Curve]:
+    """Over devices of one process, which share its cores and the same batch; the processes take turns."""
+    results: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
+    with tempfile.TemporaryDirectory() as directory:
+        dataset = write_dataset(random_tokens(200_000), Path(directory) / 'data', 2)
+        # A process is many steps, and takes its time to start.
+        for _ in range(-(-rounds // STARTS)):
+            for size, of_size in results.items():
+                of_size.append(run_on(size, dataset.path))
+
+    def curve(name: str, unit: str, key: str, expected: float, why: str, first: int = 0) -> Curve:
+        values = tuple(statistics.median(result[key] for result in of_size) for of_size in results.values())
+        return Curve(name, unit, tuple(map(float, sizes))[first:], values[first:], expected, why)
+
+    place = 'an array of each device; the call for all of them is one'
+    return [
+        curve('time to place a batch', 's', 'placing_seconds', 1.0, f'at most: {place}'),
+        curve('time of the rest of the loop', 's', 'rest_seconds', 1.0, 'at most: the runtime starts each device'),
+        curve('calls to place a batch', '', 'placing_calls', 1.0, f'at most: {place}'),
+        curve('calls of the rest of the loop', '', 'rest_calls', 0.0, 'arrays of all devices are one object'),
+        curve('time to compile', 's', 'compile_seconds', 0.0, 'one program for all devices'),
+        curve('instructions', '', 'instructions', 0.0, 'one program for all devices'),
+        curve('memory of a device', 'B', 'memory_bytes', -1.0, 'its part of the state and of the batch'),
+        # One device sends nothing.
+        curve('sent by a device', 'B', 'sent_bytes', 0.0, 'parameters and gradients, less the own part', first=1),
+    ]
+
+
+def measure_planned(rounds: int, sizes: Sequence[int] = PLANNED) -> list[Curve]:
+    """Over devices that are not here: reading and resolving a config, and estimating its memory and work."""
+    seconds = {size: [_planning_seconds(size) for _ in range(rounds + 1)] for size in sizes}
+    values = tuple(statistics.median(of_size[1:]) for of_size in seconds.values())
+    why = 'sizes of axes are multiplied, devices are not listed'
+    return [Curve('time to plan', 's', tuple(map(float, sizes)), values, 0.0, why)]
+
+
+def _planning_seconds(devices: int) -> float:
+    start = time.perf_counter()
+    overrides = ['mesh.fsdp=8', 'mesh.data=-1', f'train.global_batch={devices}', 'train.micro_batch=1']
+    config = load(f'{ROOT}/configs/1b.py', overrides)
+    config = resolve(config, platform='gpu', num_devices=devices, vocab_size=config.model.vocab_size, windows=1)
+    estimate_memory(config, 'gpu')
+    estimate_work(config)
+    return time.perf_counter() - start
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -1,0 +1,177 @@
+"""The compiled step over the size of the model and of the batch: its time, memory, compiling and program."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.growth_curves import Curve
+from benchmarks.step import random_batch
+from maxlm.config.keys import Config
+from maxlm.config.load import build, default
+from maxlm.config.resolve import resolve
+from maxlm.planning.compile import compile_train_step
+from maxlm.planning.hlo import read_hlo
+from maxlm.training.sharding import make_layout
+from maxlm.training.step import abstract_state, init_state
+
+# Small enough for a step of milliseconds, large enough that its products are most of it.
+BASE: dict[str, Any] = {
+    'model.family': 'llama',
+    'model.num_layers': 2,
+    'model.dim': 128,
+    'model.num_heads': 2,
+    'model.ffn_dim': 384,
+    'model.vocab_size': 256,
+    'model.dtype': 'float32',
+    'data.window': 128,
+    'train.num_steps': 100,
+    'train.global_batch': 4,
+    'optimizer.learning_rate': 1e-3,
+}
+HEAD_DIM = 64
+SAME_PROGRAM = 'shapes differ, instructions do not'
+
+
+class Axis(NamedTuple):
+    """Sizes, what they set, and the exponents that large ones should have, with the reason."""
+
+    label: str
+    sizes: tuple[int, ...]
+    settings: Callable[[int], dict[str, Any]]
+    time: tuple[float, str]
+    memory: tuple[float, str]
+    program: tuple[float, str] = (0.0, SAME_PROGRAM)
+    # Of a way to do it whose program grows: its name, its settings, and the sizes to show it at.
+    control: tuple[str, dict[str, Any], tuple[int, ...]] | None = None
+
+
+AXES: dict[str, Axis] = {
+    'depth': Axis(
+        'layers',
+        (1, 2, 4, 8, 16, 32),
+        lambda size: {'model.num_layers': size},
+        time=(1.0, 'every layer is the same work'),
+        memory=(1.0, 'state and kept activations of each layer'),
+        program=(0.0, 'one layer is compiled, in a loop'),
+        control=('every layer written out', {'model.scan_layers': False}, (1, 2, 4, 8)),
+    ),
+    'width': Axis(
+        'width',
+        (64, 128, 256, 512, 1024),
+        lambda size: {'model.dim': size, 'model.num_heads': size // HEAD_DIM, 'model.ffn_dim': 3 * size},
+        time=(2.0, 'matrices are square in the width'),
+        memory=(2.0, 'matrices and their moments'),
+    ),
+    'context': Axis(
+        'tokens in a sequence',
+        (128, 256, 512, 1024, 2048, 4096),
+        lambda size: {'data.window': size, 'train.global_batch': 1},
+        time=(2.0, 'every token looks at all before it; below the crossing, products of each token: 1'),
+        memory=(1.0, 'kept activations of each token; scores of all pairs never exist at once'),
+    ),
+    'vocabulary': Axis(
+        'token ids',
+        (1024, 2048, 4096, 8192, 16384, 32768),
+        lambda size: {'model.vocab_size': size, 'model.num_layers': 1},
+        time=(1.0, 'a logit for each id'),
+        memory=(1.0, 'embedding, head, their moments, and the logits of one chunk'),
+    ),
+    'batch': Axis(
+        'sequences in a batch',
+        (1, 2, 4, 8, 16, 32),
+        lambda size: {'train.global_batch': size},
+        time=(1.0, 'every sequence is the same work'),
+        memory=(1.0, 'kept activations of each sequence'),
+    ),
+    'accumulation': Axis(
+        'micro-batches of 2 sequences',
+        (1, 2, 4, 8, 16, 32),
+        lambda size: {'train.global_batch': 2 * size, 'train.micro_batch': 2},
+        time=(1.0, 'one micro-batch after the other'),
+        memory=(0.0, 'activations of one micro-batch at a time'),
+    ),
+}
+
+
+class Case:
+    """A config ready to be stepped."""
+
+    def __init__(self, settings: dict[str, Any]):
+        self.config = make_config(settings)
+        layout = make_layout(self.config.mesh, jax.devices()[:1])
+        self.compiled = compile_train_step(self.config, layout, abstract_state(self.config, layout))
+        rows, window = self.config.train.global_batch, self.config.data.window
+        batch = random_batch(np.random.default_rng(0), rows, window, self.config.model.vocab_size, window)
+        self._batch = layout.put_batch(batch, rows)
+        self._state = init_state(self.config, layout)
+        self.seconds: list[float] = []
+
+    def run(self) -> float:
+        """Seconds of one step."""
+        start = time.perf_counter()
+        self._state, metrics = self.compiled.step(self._state, self._batch)
+        jax.block_until_ready((self._state, metrics))
+        return time.perf_counter() - start
+
+    @property
+    def memory(self) -> int:
+        """Bytes that live from step to step, and those that a step needs besides."""
+        return sum((self.compiled.memory_bytes() or {}).values())
+
+    @property
+    def instructions(self) -> int:
+        """Of the compiled program."""
+        return count_instructions(self.compiled.step.as_text() or '')
+
+
+def make_config(settings: dict[str, Any]) -> Config:
+    """BASE with some settings changed, resolved for one device."""
+    values = default()
+    for key, value in {**BASE, **settings}.items():
+        section, name = key.split('.')
+        values[section][name] = value
+    return resolve(build(values), platform='cpu', num_devices=1, vocab_size=BASE['model.vocab_size'], windows=100)
+
+
+def count_instructions(text: str) -> int:
+    """Instructions of a compiled program, those of all its computations."""
+    return sum(len(computation) for computation in read_hlo(text).computations.values())
+
+
+def measure(axis: Axis, rounds: int, sizes: Sequence[int] = ()) -> list[Curve]:
+    """Time, memory, seconds of compiling and instructions of the step over the sizes of an axis.
+
+    The sizes take turns, so that all see the same machine.
+    """
+    sizes = tuple(sizes or axis.sizes)
+    cases = {size: Case(axis.settings(size)) for size in sizes}
+    for number in range(rounds + 1):
+        for case in cases.values():
+            seconds = case.run()
+            if number:  # The first round fills caches.
+                case.seconds.append(seconds)
+    unrolled = None
+    if axis.control:
+        name, settings, shown = axis.control
+        shown = tuple(size for size in shown if size in sizes)
+        unrolled = name, shown, [Case({**axis.settings(size), **settings}) for size in shown]
+
+    def curve(name: str, unit: str, figure: Callable[[Case], float], expected: tuple[float, str]) -> Curve:
+        values = tuple(map(figure, cases.values()))
+        control = None
+        if unrolled and expected is axis.program:
+            control = unrolled[0], tuple(map(float, unrolled[1])), tuple(map(figure, unrolled[2]))
+        return Curve(name, unit, tuple(map(float, sizes)), values, *expected, control)
+
+    return [
+        curve('step time', 's', lambda case: statistics.median(case.seconds), axis.time),
+        curve('memory of the step', 'B', lambda case: float(case.memory), axis.memory),
+        curve('time to compile', 's', lambda case: case.compiled.seconds, axis.program),
+        curve('instructions', '', lambda case: float(case.instructions), axis.program),
+    ]

@@ -1,0 +1,73 @@
+"""The bare step of a config, for `benchmarks.loop`: with batches that are on the device, and nothing around it.
+
+    python -m benchmarks.loop_worker --config=FILE [--config.section.key=value …] --vocab_size=N --steps=N --warmup=N
+
+Prints one JSON object: when the first step was done (seconds since 1970), seconds of a step after the warm-up, machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import jax
+import numpy as np
+
+from benchmarks.step import machine, random_batch
+from maxlm.config.load import load, split_overrides
+from maxlm.config.resolve import resolve
+from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.planning.compile import compile_train_step
+from maxlm.training.sharding import make_layout
+from maxlm.training.step import abstract_state, init_state
+
+MEAN_DOCUMENT = 1000
+
+
+def main(argv: list[str]) -> int:
+    """Measures one config."""
+    overrides, rest = split_overrides(argv)
+    parser = ArgumentParser(prog='benchmarks.loop_worker', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--config', required=True)
+    parser.add_argument('--vocab_size', type=int, required=True)
+    parser.add_argument('--steps', type=int, required=True)
+    parser.add_argument('--warmup', type=int, required=True)
+    options = parser.parse_args(rest)
+    config = resolve(
+        load(options.config, overrides),
+        platform=jax.default_backend(),
+        num_devices=jax.device_count(),
+        vocab_size=options.vocab_size,
+        windows=1,
+    )
+    layout = make_layout(config.mesh)
+    step = compile_train_step(config, layout, abstract_state(config, layout)).step
+    state = init_state(config, layout)
+    rng = np.random.default_rng(0)
+    rows, window = config.train.global_batch, config.data.window
+    batches = [
+        layout.put_batch(random_batch(rng, rows, window, config.model.vocab_size, MEAN_DOCUMENT), rows)
+        for _ in range(4)
+    ]
+    state, metrics = step(state, batches[0])
+    jax.block_until_ready(metrics)
+    first_step_at = time.time()
+    start = time.perf_counter()
+    for number in range(options.warmup + options.steps):
+        if number == options.warmup:
+            jax.block_until_ready(metrics)
+            start = time.perf_counter()
+        before = metrics
+        state, metrics = step(state, batches[number % len(batches)])
+        # One step is under way and one in the queue, as in the loop of a run.
+        jax.block_until_ready(before)
+    jax.block_until_ready((state, metrics))
+    seconds = (time.perf_counter() - start) / max(options.steps, 1)
+    assert np.isfinite(float(metrics['loss'])), 'a step without a finite loss may have been faster than a real one'
+    print(json.dumps({'first_step_at': first_step_at, 'step_seconds': seconds, 'machine': machine()}))
+    return EXIT_DONE
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""One side of a side-by-side timing, in a process of its own: `python -m benchmarks.peer_worker PEER SIZES THREADS`.
+
+Reads numbers of steps from standard input, one on a line, does as many and answers with their seconds as JSON. The
+first answer, before any number, has the losses of the first steps, which must be the same for all sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.step import random_batch
+from maxlm.config.keys import Config
+from maxlm.config.load import build, default
+from maxlm.config.resolve import resolve
+from maxlm.huggingface.architectures import to_config
+from maxlm.huggingface.tensors import tensors
+from maxlm.planning.compile import compile_train_step
+from maxlm.runtime.freed_memory import keep_freed_memory
+from maxlm.training.sharding import make_layout
+from maxlm.training.step import abstract_state, init_state
+
+# Steps that are compared.
+FIRST = 3
+# Batches in turn, so that none is in a cache because it was just there.
+BATCHES = 4
+
+Run = Callable[[int], float]  # index of a batch → the step's loss, after it was done
+
+
+def make_config(sizes: dict[str, int]) -> Config:
+    """The GPT-2 of given sizes, resolved for this machine."""
+    config = default()
+    config.model.family = 'gpt2'
+    # The usual GELU of GPT-2 is the approximation by a tanh.
+    config.model.activation = 'gelu_tanh'
+    config.model.dtype = 'float32'
+    config.data.window = sizes['window']
+    # PyTorch's side has no documents.
+    config.data.isolate_documents = False
+    config.train.global_batch = sizes['batch']
+    config.train.num_steps = 10_000
+    config.optimizer.warmup_steps = 100
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.min_learning_rate = 1e-4
+    for name, value in sizes.items():
+        config.model[name] = value
+    return resolve(build(config), platform='cpu', num_devices=1, vocab_size=config.model.vocab_size, windows=10**6)
+
+
+def make_batches(config: Config) -> list[dict[str, np.ndarray]]:
+    """Random tokens, the same for all sides; every token counts."""
+    rng = np.random.default_rng(0)
+    rows, window, vocab_size = config.train.global_batch, config.data.window, config.model.vocab_size
+    return [random_batch(rng, rows, window, vocab_size, document=10**9) for _ in range(BATCHES)]
+
+
+def maxlm(config: Config) -> Run:
+    """The very step that `maxlm.train` compiles."""
+    layout = make_layout(config.mesh, jax.devices()[:1])
+    step = compile_train_step(config, layout, abstract_state(config, layout)).step
+    state = init_state(config, layout)
+    batches = [layout.put_batch(batch, config.train.global_batch) for batch in make_batches(config)]
+
+    def run(index: int) -> float:
+        nonlocal state
+        state, metrics = step(state, batches[index])
+        jax.block_until_ready(state)
+        return float(metrics['loss'])
+
+    return run
+
+
+def torch_gpt(config: Config, *, compiled: bool) -> Run:
+    """The benchmark's own GPT."""
+    from benchmarks.torch_gpt import GPT
+
+    model = GPT(config)
+    return _torch_run(config, model, model, compiled=compiled)
+
+
+def transformers_gpt2(config: Config, *, compiled: bool) -> Run:
+    """Transformers' GPT-2, its loss computed outside, as its own shifts targets."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings = {**to_config(config.model), 'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**settings, use_cache=False))
+
+    def loss_of(tokens: Any, targets: Any) -> Any:
+        logits = model(tokens).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    return _torch_run(config, model, loss_of, compiled=compiled)
+
+
+def _torch_run(config: Config, model: Any, loss_of: Any, *, compiled: bool) -> Run:
+    import torch
+
+    from benchmarks.torch_gpt import load_weights, make_step
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    params = jax.tree.map(np.asarray, init_state(config, make_layout(config.mesh, jax.devices()[:1])).params)
+    flat = {'.'.join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    def source(path: str, layer: int | None) -> np.ndarray:
+        return flat[path] if layer is None else flat[path][layer]
+
+    rows = tensors('gpt2', config.model)
+    load_weights(model, {row.name: row.to_hf([source(path, row.layer) for path in row.sources]) for row in rows})
+    model.train()
+    step = make_step(torch.compile(loss_of) if compiled else loss_of, model, config)
+    batches = [
+        tuple(torch.from_numpy(np.ascontiguousarray(batch[name])).long() for name in ('tokens', 'targets'))
+        for batch in make_batches(config)
+    ]
+    return lambda index: float(step(*batches[index]))
+
+
+PEERS: dict[str, Callable[[Config], Run]] = {
+    'maxlm': maxlm,
+    'torch': lambda config: torch_gpt(config, compiled=False),
+    'torch, compiled': lambda config: torch_gpt(config, compiled=True),
+    'transformers': lambda config: transformers_gpt2(config, compiled=False),
+    'transformers, compiled': lambda config: transformers_gpt2(config, compiled=True),
+}
+
+
+def main(peer: str, sizes: str, threads: str) -> None:
+    """Serves until standard input ends."""
+    # Before any library counts the cores.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
+    keep_freed_memory()
+    run = PEERS[peer](make_config(json.loads(sizes)))
+    print(json.dumps([run(index) for index in range(FIRST)]), flush=True)
+    for line in sys.stdin:
+        seconds = []
+        for index in range(int(line)):
+            start = time.perf_counter()
+            run(index % BATCHES)
+            seconds.append(time.perf_counter() - start)
+        print(json.dumps(seconds), flush=True)
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

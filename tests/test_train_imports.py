@@ -1,0 +1,45 @@
+"""What starting a run does not import: each of these would take up to seconds, of every process of every life."""
+
+import subprocess
+import sys
+
+from tests.conftest import ROOT
+
+HEAVY = (
+    'tensorflow',
+    'tensorboard',
+    'clu',
+    'torch',
+    'transformers',
+    'tensorflow_datasets',
+    'datasets',
+    'huggingface_hub',
+    'matplotlib',
+    'scipy',
+    'sklearn',
+    'pandas',
+    'pyarrow',
+    'tiktoken',
+    'rensa',
+    'ray',
+    'fsspec',
+    'gcsfs',
+    's3fs',
+    'google.cloud.storage',
+    'google.auth',
+    'aiohttp',
+    'boto3',
+    'botocore',
+    'aiobotocore',
+)
+
+
+def imported_by(statement, names):
+    program = f'import sys\n{statement}\nprint(*[name for name in {names} if name in sys.modules])'
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_starting_a_run_imports_nothing_heavy():
+    # Control, in the same process: what is imported is seen.
+    assert imported_by('import maxlm.train', (*HEAVY, 'jax', 'grain')) == ['jax', 'grain']
