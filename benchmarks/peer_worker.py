@@ -50,9 +50,9 @@ def make_config(sizes: dict[str, int]) -> Config:
     config.optimizer.warmup_steps = 100
     config.optimizer.learning_rate = 1e-3
     config.optimizer.min_learning_rate = 1e-4
-    for name, value in sizes.items():
-        config.model[name] = value
-    return resolve(build(config), platform='cpu', num_devices=1, vocab_size=config.model.vocab_size, windows=10**6)
+    for name in sizes.keys() - {'window', 'batch'}:
+        config.model[name] = sizes[name]
+    return resolve(build(config), platform='cpu', num_devices=1, vocab_size=sizes['vocab_size'], windows=10**6)
 
 
 def make_batches(config: Config) -> list[dict[str, np.ndarray]]:
