@@ -81,7 +81,6 @@ FAULTS = (
         'all save the same step and end with 75 within 5 s; the run goes on bit for bit',
         (
             f'{KILLED}test_one_is_told_to_stop',
-            f'{PROCESSES}test_sigterm_to_one_process_saves_the_same_step_in_all',
             f'{TRAIN}test_sigterm_saves_and_the_next_start_goes_on_exactly',
             f'{STOP}test_a_second_sigterm_lets_the_save_go_on',
             f'{STOP}test_signals_while_the_process_ends',

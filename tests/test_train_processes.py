@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -150,25 +149,6 @@ def test_processes_that_hold_the_same_rows(start, tmp_path):
     train_together(start, 1, 2, 'other', **mesh, train__seed=1)
     assert losses(tmp_path / 'run') == pytest.approx(losses(tmp_path / 'one'), rel=1e-6)
     assert losses(tmp_path / 'run') != pytest.approx(losses(tmp_path / 'other'), rel=1e-6)
-
-
-def test_sigterm_to_one_process_saves_the_same_step_in_all(start, tmp_path):
-    with start(2, 4, 'stopped', ENDLESS) as processes:
-        wait_for_lines(processes, tmp_path / 'stopped', 3)
-        processes.all[1].send_signal(signal.SIGTERM)
-        told = time.monotonic()
-        assert processes.wait(END_SECONDS) == [EXIT_PREEMPTED] * 2, processes.output(0) + processes.output(1)
-        assert time.monotonic() - told < END_SECONDS
-        assert 'SIGTERM' in processes.output(0)
-    (stopped,) = steps_of(tmp_path / 'stopped')
-    assert stopped == read_metrics(tmp_path / 'stopped')[-1]['step'] >= 3
-    more = {**ENDLESS, 'train__num_steps': stopped + 2}
-    train_together(start, 2, 4, 'stopped', settings=more)
-    train_together(start, 2, 4, 'uninterrupted', settings=more)
-    assert curve(tmp_path / 'stopped') == curve(tmp_path / 'uninterrupted')
-    resumed, wanted = (params_of(tmp_path / name, stopped + 2) for name in ('stopped', 'uninterrupted'))
-    assert same(resumed, wanted)
-    assert not same(params_of(tmp_path / 'stopped', stopped), wanted)
 
 
 @pytest.mark.parametrize('victim', [0, 1])
