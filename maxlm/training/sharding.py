@@ -178,19 +178,16 @@ class Layout:
 
         def put(rows: np.ndarray) -> jax.Array:
             shape, sharding = (global_batch, *rows.shape[1:]), self.named(*('batch', 'length')[: rows.ndim])
-
-            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            parts = []
+            for device, index in sharding.addressable_devices_indices_map(shape).items():
                 assert index is not None
                 of_rows, *rest = index
                 start, stop, _ = of_rows.indices(global_batch)
-                return rows[(slice(start - first, stop - first), *rest)]
+                # An explicit transfer: the loop forbids all others.
+                parts.append(jax.device_put(rows[(slice(start - first, stop - first), *rest)], device))
+            return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-            # One call for all devices: a `device_put` for each would be the most Python of a step.
-            return jax.make_array_from_callback(shape, sharding, part)
-
-        # The only transfer that the loop means; it forbids all others, and would take this one for one of them.
-        with jax.transfer_guard_host_to_device('allow'):
-            return {name: put(rows) for name, rows in batch.items()}
+        return {name: put(rows) for name, rows in batch.items()}
 
     def _mesh_axes(self, axis: str) -> tuple[str, ...]:
         return () if axis in SAVING and self.zero < 3 else TABLE[axis]
