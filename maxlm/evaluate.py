@@ -19,7 +19,6 @@ from maxlm.inference.load import load_model
 from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import Console, progress_bar
 from maxlm.runtime.evaluation import evaluate
-from maxlm.runtime.freed_memory import keep_freed_memory
 from maxlm.runtime.metrics import perplexity
 from maxlm.training.step import make_eval_step
 
@@ -35,7 +34,6 @@ def main(argv: list[str]) -> int:
     if options.num_batches < 0:
         raise InputError(f'--num_batches={options.num_batches}: must be at least 0 (0 = the whole split)')
 
-    keep_freed_memory()
     with Console():
         model = load_model(options.checkpoint, num_devices=jax.device_count())
     config = model.config

@@ -13,7 +13,6 @@ from maxlm.inference.load import load_model
 from maxlm.inference.sampling import Sampling
 from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import Console
-from maxlm.runtime.freed_memory import keep_freed_memory
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +33,6 @@ def main(argv: list[str]) -> int:
         raise InputError(f'--seed={options.seed}: must be at least 0 and below 2³² = {2**32}')
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
 
-    keep_freed_memory()
     with Console():
         model = load_model(options.checkpoint, num_devices=1)
     keep_programs(model.config.train.compile_cache)

@@ -55,7 +55,6 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(rest)
 
-    keep_freed_memory()
     try:
         join()
     except NotTogetherError as error:
@@ -118,6 +117,8 @@ def train(ready: Ready, corpus: Corpus, home: Home, peers: Peers, began: float) 
 
 def run() -> None:
     """Entry of `python -m maxlm.train` and `maxlm train`."""
+    # Of the whole process, and before JAX starts.
+    keep_freed_memory()
     code = exit_code(main, sys.argv[1:])
     if code == EXIT_PREEMPTED:
         ignore_sigterm()
