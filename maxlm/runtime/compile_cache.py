@@ -198,6 +198,8 @@ def _install(directory: Path) -> None:
         _refuse(f'jax {jax.__version__} has no place to put them')
         return
     programs = Programs(directory, host=_host())
+    # JAX has no public place for a cache of one's own: this is what it asks where programs are. Of the answer it uses
+    # `get`, `put` and `_path`; its type is an abstract class of JAX's that is not public either.
     compilation_cache.get_file_cache = lambda path: (programs, path)  # type: ignore[assignment, return-value]
     compilation_cache.reset_cache()
     jax.config.update('jax_compilation_cache_dir', str(directory))
