@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,16 +32,19 @@ FIRST = 3
 # Batches in turn, so that none is in a cache because it was just there.
 BATCHES = 4
 
-Run = Callable[[int], float]  # index of a batch → the step's loss, after it was done
+# Index of a batch → what waits until the step is done, and gives its loss.
+Run = Callable[[int], Callable[[], float]]
 
 
-def make_config(sizes: dict[str, int]) -> Config:
-    """The GPT-2 of given sizes, resolved for this machine."""
+def make_config(sizes: Mapping[str, int], platform: str = 'cpu', overrides: Mapping[str, Any] | None = None) -> Config:
+    """The GPT-2 of given sizes, resolved for one device; `overrides` are by `section.key`."""
     config = default()
     config.model.family = 'gpt2'
     # The usual GELU of GPT-2 is the approximation by a tanh.
     config.model.activation = 'gelu_tanh'
     config.model.dtype = 'float32'
+    # As a small model is run on a CPU: a loop over layers copies their parameters out of the stack.
+    config.model.scan_layers = False
     config.data.window = sizes['window']
     # PyTorch's side has no documents.
     config.data.isolate_documents = False
@@ -52,7 +55,10 @@ def make_config(sizes: dict[str, int]) -> Config:
     config.optimizer.min_learning_rate = 1e-4
     for name in sizes.keys() - {'window', 'batch'}:
         config.model[name] = sizes[name]
-    return resolve(build(config), platform='cpu', num_devices=1, vocab_size=sizes['vocab_size'], windows=10**6)
+    for key, value in (overrides or {}).items():
+        section, _, name = key.partition('.')
+        config[section][name] = value
+    return resolve(build(config), platform=platform, num_devices=1, vocab_size=sizes['vocab_size'], windows=10**6)
 
 
 def make_batches(config: Config) -> list[dict[str, np.ndarray]]:
@@ -69,11 +75,16 @@ def maxlm(config: Config) -> Run:
     state = init_state(config, layout)
     batches = [layout.put_batch(batch, config.train.global_batch) for batch in make_batches(config)]
 
-    def run(index: int) -> float:
+    def run(index: int) -> Callable[[], float]:
         nonlocal state
         state, metrics = step(state, batches[index])
-        jax.block_until_ready(state)
-        return float(metrics['loss'])
+
+        def wait() -> float:
+            # The newest: those before were given away to the steps that followed.
+            jax.block_until_ready(state)
+            return float(metrics['loss'])
+
+        return wait
 
     return run
 
@@ -101,27 +112,41 @@ def transformers_gpt2(config: Config, *, compiled: bool) -> Run:
     return _torch_run(config, model, loss_of, compiled=compiled)
 
 
-def _torch_run(config: Config, model: Any, loss_of: Any, *, compiled: bool) -> Run:
-    import torch
-
-    from benchmarks.torch_gpt import load_weights, make_step
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    params = jax.tree.map(np.asarray, init_state(config, make_layout(config.mesh, jax.devices()[:1])).params)
+def torch_weights(config: Config) -> dict[str, np.ndarray]:
+    """What maxlm starts from, by the names of Transformers' GPT-2."""
+    layout = make_layout(config.mesh, jax.devices()[:1])
+    # Within a program of its own, so that there are no moments.
+    params = jax.tree.map(np.asarray, jax.jit(lambda: init_state(config, layout).params)())
     flat = {'.'.join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def source(path: str, layer: int | None) -> np.ndarray:
         return flat[path] if layer is None else flat[path][layer]
 
     rows = tensors('gpt2', config.model)
-    load_weights(model, {row.name: row.to_hf([source(path, row.layer) for path in row.sources]) for row in rows})
-    model.train()
-    step = make_step(torch.compile(loss_of) if compiled else loss_of, model, config)
-    batches = [
-        tuple(torch.from_numpy(np.ascontiguousarray(batch[name])).long() for name in ('tokens', 'targets'))
+    return {row.name: row.to_hf([source(path, row.layer) for path in row.sources]) for row in rows}
+
+
+def torch_batches(config: Config, device: str) -> list[tuple[Any, ...]]:
+    """Tokens and targets of `make_batches`, on the device."""
+    import torch
+
+    return [
+        tuple(torch.from_numpy(np.ascontiguousarray(batch[name])).long().to(device) for name in ('tokens', 'targets'))
         for batch in make_batches(config)
     ]
-    return lambda index: float(step(*batches[index]))
+
+
+def _torch_run(config: Config, model: Any, loss_of: Any, *, compiled: bool) -> Run:
+    import torch
+
+    from benchmarks.torch_gpt import load_weights, make_step
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    load_weights(model, torch_weights(config))
+    model.train()
+    step = make_step(torch.compile(loss_of) if compiled else loss_of, model, config)
+    batches = torch_batches(config, 'cpu')
+    return lambda index: step(*batches[index]).item
 
 
 PEERS: dict[str, Callable[[Config], Run]] = {
@@ -139,12 +164,12 @@ def main(peer: str, sizes: str, threads: str) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
     keep_freed_memory()
     run = PEERS[peer](make_config(json.loads(sizes)))
-    print(json.dumps([run(index) for index in range(FIRST)]), flush=True)
+    print(json.dumps([run(index)() for index in range(FIRST)]), flush=True)
     for line in sys.stdin:
         seconds = []
         for index in range(int(line)):
             start = time.perf_counter()
-            run(index % BATCHES)
+            run(index % BATCHES)()
             seconds.append(time.perf_counter() - start)
         print(json.dumps(seconds), flush=True)
 

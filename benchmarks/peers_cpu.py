@@ -3,7 +3,8 @@
 Three GPT-2s, each trained by maxlm, by a plain PyTorch GPT and by Transformers' GPT-2, eager and under `torch.compile`:
 the same weights, tokens, optimizer and threads, in float32. Each side is a process of its own that idles while another
 one works; they take turns, in an order that changes, and what is told is the ratio of medians over all turns. Before,
-the losses of the first three steps are compared. Needs maxlm's `dev` extra and a C++ compiler.
+the losses of the first three steps are compared. The peak is what a large product reaches on the same threads. Needs
+maxlm's `dev` extra and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Side:
 def measure(sizes: dict[str, int], threads: int, rounds: int, advance: Any) -> dict[str, Any]:
     """All peers on one size, in turns."""
     sides = [Side(peer, sizes, threads) for peer in PEERS]
+    peaks = [product_rate(threads)]
     try:
         for side in sides:
             if not np.allclose(side.losses, sides[0].losses, rtol=TOLERANCE):
@@ -90,10 +92,12 @@ def measure(sizes: dict[str, int], threads: int, rounds: int, advance: Any) -> d
     finally:
         for side in sides:
             side.end()
+    peaks.append(product_rate(threads))
     medians = {side.peer: statistics.median(side.seconds) for side in sides}
     config = make_config(sizes)
     tokens = config.train.global_batch * config.data.window
     fastest = min(value for peer, value in medians.items() if peer != 'maxlm')
+    tflops = training_flops(config.model, config.data.window).causal * tokens / medians['maxlm'] / 1e12
     return {
         'threads': threads,
         'seconds': medians,
@@ -101,8 +105,16 @@ def measure(sizes: dict[str, int], threads: int, rounds: int, advance: Any) -> d
         'steps': {side.peer: len(side.seconds) for side in sides},
         'losses': {side.peer: side.losses for side in sides},
         'ratio': fastest / medians['maxlm'],
-        'tflops': training_flops(config.model, config.data.window).causal * tokens / medians['maxlm'] / 1e12,
+        'tflops': tflops,
+        'share_of_peak': tflops / max(peaks),
     }
+
+
+def product_rate(threads: int) -> float:
+    """TFLOP/s of a large product on so many threads, in a process of its own."""
+    command = [sys.executable, '-m', 'benchmarks.product_rate', str(threads)]
+    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout)
 
 
 def main(argv: list[str]) -> int:
@@ -120,15 +132,18 @@ def main(argv: list[str]) -> int:
         for name in names:
             for number in threads:
                 results.append({'size': name, **measure(SIZES[name], number, options.rounds, bar.update)})
-    print('| size | threads | ' + ' | '.join(f'{peer}, ms' for peer in PEERS) + ' | fastest peer / maxlm |')
-    print('|---|---:|' + '---:|' * (len(PEERS) + 1))
+    sides = ' | '.join(f'{peer}, ms' for peer in PEERS)
+    print(f'| size | threads | {sides} | fastest peer / maxlm | share of peak |')
+    print('|---|---:|' + '---:|' * (len(PEERS) + 2))
     for result in results:
         times = ' | '.join(f'{result["seconds"][peer] * 1e3:.1f}' for peer in PEERS)
-        print(f'| {result["size"]} | {result["threads"]} | {times} | {result["ratio"]:.2f} |')
+        ratio, share = f'{result["ratio"]:.2f}', f'{result["share_of_peak"]:.0%}'
+        print(f'| {result["size"]} | {result["threads"]} | {times} | {ratio} | {share} |')
     if options.output:
         versions = {package: version(package) for package in ('torch', 'transformers')}
         report = {'results': results, 'machine': {**machine(), **versions}}
         options.output.write_text(json.dumps(report, indent=1) + '\n')
+    print(f'worst ratio: {min(result["ratio"] for result in results):.2f}')
     return EXIT_DONE
 
 

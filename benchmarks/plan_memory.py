@@ -57,7 +57,12 @@ def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any
     loaded = load(config, overrides)
     vocab_size = loaded.model.vocab_size or VOCAB_SIZE
     resolved = resolve(
-        loaded, platform=target.chip.platform, num_devices=target.num_devices, vocab_size=vocab_size, windows=10**7
+        loaded,
+        platform=target.chip.platform,
+        num_devices=target.num_devices,
+        vocab_size=vocab_size,
+        windows=10**7,
+        capability=target.chip.capability,
     )
     entry: dict[str, Any] = {
         'target': target.spec,
@@ -68,7 +73,7 @@ def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any
         'vocab_size': vocab_size,
     }
     layout = target_layout(target, resolved.mesh)
-    estimate = estimate_memory(resolved, target.chip.platform)
+    estimate = estimate_memory(resolved, target.chip.platform, target.chip.capability)
     try:
         with compiling_for(target):
             compiled = compile_train_step(resolved, layout, abstract_state(resolved, layout))

@@ -4,6 +4,9 @@
 
 Steps run on random tokens packed into documents, one after the other, each waited for on the device. Prints the median
 over steps after the warm-up and writes JSON with machine and versions. Needs jax, flax, optax and ml_collections only.
+
+Two ways to compute are put side by side by two calls: the second is given the first one's JSON with --beside. With
+--tokens=text both learn the bytes of this repository, so that their losses tell something.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import platform
 import statistics
 import sys
@@ -25,8 +29,8 @@ import numpy as np
 from maxlm.config.keys import Config
 from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.planning.chips import find_peak
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.planning.chips import capability_of, find_peak
 from maxlm.planning.flops import training_flops
 from maxlm.planning.forecast import compile_for
 from maxlm.planning.machine import present_machine
@@ -35,6 +39,11 @@ from maxlm.training.sharding import make_layout
 from maxlm.training.step import abstract_state, init_state
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
+ROOT = Path(__file__).parent.parent
+# Batches in turn, so that none is in a cache because it was just there.
+BATCHES = 4
+# Last steps whose mean loss is compared, and the share by which it may differ.
+LAST, SAME_LOSS = 10, 0.05
 
 
 def main(argv: list[str]) -> int:
@@ -47,8 +56,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--warmup', type=int, default=3, help='steps before them (default 3)')
     parser.add_argument('--vocab_size', type=int, default=50_257, help='for configs that take it from the data set')
     parser.add_argument('--document', type=int, default=1000, help='mean tokens of a document (default 1000)')
+    parser.add_argument('--tokens', choices=('random', 'text'), default='random', help='text: of this repository')
+    parser.add_argument(
+        '--xla', action='append', default=[], metavar='NAME=VALUE', help="an option of XLA's; repeatable"
+    )
+    parser.add_argument('--beside', type=Path, help='JSON file of another call, to compare speed and loss with')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(rest)
+    _set_xla(options.xla)
+    other = _read_other(options.beside)
 
     config = load(options.config, overrides)
     config = resolve(
@@ -61,17 +77,21 @@ def main(argv: list[str]) -> int:
     result = {
         'name': options.name or options.config,
         'overrides': overrides,
-        **measure(config, steps=options.steps, warmup=options.warmup, document=options.document),
+        'xla': options.xla,
+        'tokens': options.tokens,
+        **measure(config, steps=options.steps, warmup=options.warmup, document=options.document, tokens=options.tokens),
         'machine': machine(),
     }
+    if other:
+        result['beside'] = compare(result, other)
     _print(result)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + '\n')
-    return EXIT_DONE
+    return EXIT_FAILED if other and not result['beside']['same_loss'] else EXIT_DONE
 
 
-def measure(config: Config, *, steps: int, warmup: int, document: int) -> dict[str, Any]:
+def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: str) -> dict[str, Any]:
     """Median step time of a resolved config and what follows from it."""
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
@@ -81,19 +101,22 @@ def measure(config: Config, *, steps: int, warmup: int, document: int) -> dict[s
     state = init_state(config, layout)
     global_batch, window = config.train.global_batch, config.data.window
     rng = np.random.default_rng(0)
-    # Several batches in turn, so that none is in a cache because it was just there.
-    batches = [
-        layout.put_batch(random_batch(rng, global_batch, window, config.model.vocab_size, document), global_batch)
-        for _ in range(4)
-    ]
-    seconds = []
+    text = repository_text() if tokens == 'text' else None
+    batches = []
+    # What is learned should be the language, not the batch.
+    for _ in range(BATCHES if text is None else warmup + steps):
+        batch = random_batch(rng, global_batch, window, config.model.vocab_size, document)
+        if text is not None:
+            batch |= text_tokens(rng, text, global_batch, window)
+        batches.append(layout.put_batch(batch, global_batch))
+    seconds, losses = [], []
     for index in range(warmup + steps):
         start = time.perf_counter()
         state, metrics = compiled.step(state, batches[index % len(batches)])
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - start)
-    loss = float(metrics['loss'])
-    assert np.isfinite(loss), 'a step without a finite loss may have been faster than a real one'
+        losses.append(float(metrics['loss']))
+    assert np.isfinite(losses[-1]), 'a step without a finite loss may have been faster than a real one'
 
     counted = seconds[warmup:]
     median = statistics.median(counted)
@@ -101,7 +124,8 @@ def measure(config: Config, *, steps: int, warmup: int, document: int) -> dict[s
     peak = find_peak(config.metrics.peak_tflops)
     flops = training_flops(config.model, window)
     tokens_per_second = global_batch * window / median
-    memory = jax.local_devices()[0].memory_stats() or {}
+    device = jax.local_devices()[0]
+    memory, capability = device.memory_stats() or {}, capability_of(device)
     predicted = forecast.time.total
     return {
         'parameters': sum(leaf.size for leaf in jax.tree.leaves(abstract.params)),
@@ -110,6 +134,8 @@ def measure(config: Config, *, steps: int, warmup: int, document: int) -> dict[s
         'window': window,
         'remat': config.model.remat,
         'attention': config.model.attention,
+        'matmul': config.model.matmul,
+        'optimizer': config.optimizer.name,
         'step_seconds': median,
         'step_seconds_min': min(counted),
         'step_seconds_max': max(counted),
@@ -125,9 +151,42 @@ def measure(config: Config, *, steps: int, warmup: int, document: int) -> dict[s
         # What maxlm.plan says of this machine; null where it knows none.
         'predicted_seconds': predicted if math.isfinite(predicted) else None,
         'predicted_memory_bytes': forecast.needed,
-        'estimated_memory_bytes': estimate_memory(config, jax.default_backend()).total,
-        'loss': loss,
+        'estimated_memory_bytes': estimate_memory(config, jax.default_backend(), capability).total,
+        'loss': losses[-1],
+        'losses': losses,
     }
+
+
+def compare(result: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """A result beside that of another call.
+
+    Raises:
+        InputError: the other one is of other tokens.
+    """
+    for key in ('tokens', 'global_batch', 'window', 'steps'):
+        if result[key] != other[key]:
+            raise InputError(f'--beside: {other["name"]} has {key}={other[key]}, not {result[key]}')
+    mine, its = (float(np.mean(each['losses'][-LAST:])) for each in (result, other))
+    return {
+        'name': other['name'],
+        'speed': other['step_seconds'] / result['step_seconds'],
+        'loss': mine,
+        'other_loss': its,
+        'same_loss': abs(mine - its) <= SAME_LOSS * its,
+    }
+
+
+def repository_text() -> np.ndarray:
+    """The bytes of documentation and source, as token ids."""
+    files = sorted([*ROOT.glob('docs/*.md'), *ROOT.glob('*.md'), *ROOT.glob('maxlm/**/*.py')])
+    return np.frombuffer(b''.join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
+
+
+def text_tokens(rng: np.random.Generator, text: np.ndarray, rows: int, window: int) -> dict[str, np.ndarray]:
+    """Tokens and targets [rows, window], from anywhere in a text."""
+    starts = rng.integers(0, len(text) - window, rows)
+    cut = np.stack([text[start : start + window + 1] for start in starts])
+    return {'tokens': cut[:, :-1], 'targets': cut[:, 1:]}
 
 
 def random_batch(
@@ -161,6 +220,25 @@ def machine() -> dict[str, Any]:
     }
 
 
+def _set_xla(options: list[str]) -> None:
+    """Before a device is asked for, which is when XLA reads them; it ends the process at one that it does not know."""
+    for option in options:
+        if '=' not in option:
+            raise InputError(f'--xla={option}: needs NAME=VALUE, e.g. --xla=xla_gpu_enable_triton_gemm=false')
+    flags = [os.environ.get('XLA_FLAGS', ''), *(f'--{option}' for option in options)]
+    os.environ['XLA_FLAGS'] = ' '.join(flags).strip()
+
+
+def _read_other(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        other: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f'--beside={path}: needs a JSON file that benchmarks.step wrote: {error}') from error
+    return other
+
+
 def _share(flops_per_second: float, peak_tflops: float) -> float | None:
     return flops_per_second / (peak_tflops * 1e12) if peak_tflops else None
 
@@ -177,6 +255,12 @@ def _print(result: dict[str, Any]) -> None:
         f'{result["tokens_per_second"]:,.0f} tokens/s, {mfu} of {result["peak_tflops"]:,.3g} TFLOP/s, '
         f'peak memory {f"{memory / 2**30:.1f} GiB" if memory else "unknown"}'
     )
+    if 'beside' in result:
+        beside = result['beside']
+        print(
+            f'beside {beside["name"]}: {beside["speed"]:.3f} × its speed, loss {beside["loss"]:.4f} where it has '
+            f'{beside["other_loss"]:.4f}{"" if beside["same_loss"] else ": NOT THE SAME"}'
+        )
     if result['predicted_seconds'] is not None:
         print(
             f'predicted: step {result["predicted_seconds"] * 1e3:,.1f} ms, '

@@ -9,6 +9,7 @@ Shapes: B batch, T length, D dim, N heads, H head dim, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from maxlm.config.keys import Config, OptimizerConfig
 
@@ -91,6 +93,9 @@ class Body(nn.Module):
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.wte(tokens_BT) + self.wpe(positions)
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            # Autocast alone would leave the stream in float32: twice the memory traffic.
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         for block in self.h:
             x_BTD = block(x_BTD)
         return self.ln_f(x_BTD)
@@ -123,6 +128,7 @@ def make_step(
     config: Config,
     *,
     autocast: torch.dtype | None = None,
+    attention: SDPBackend | None = None,
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """One update: loss, gradients, clip, AdamW; returns the loss, still on the device.
 
@@ -131,6 +137,7 @@ def make_step(
         model: whose parameters it uses.
         config: the learning rates and the rest are those of its optimizer.
         autocast: type of the computation; None is that of the parameters.
+        attention: the kernel that must do it, or it is an error; None leaves the choice to PyTorch.
     """
     optimizer = config.optimizer
     decayed = [param for param in model.parameters() if param.ndim >= 2]
@@ -150,7 +157,8 @@ def make_step(
     device = next(model.parameters()).device.type
 
     def step(tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        only = sdpa_kernel(attention) if attention is not None else contextlib.nullcontext()
+        with torch.autocast(device, dtype=autocast or torch.bfloat16, enabled=autocast is not None), only:
             loss = loss_of(tokens_BT, targets_BT)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_norm)

@@ -22,6 +22,7 @@ def get_config() -> ConfigDict:
     config.model.num_heads = 4
     config.model.ffn_dim = 704
     config.model.dtype = 'float32'  # two CPU cores are slower in bfloat16
+    config.model.scan_layers = False  # a loop would copy each layer's parameters out of the stack
     config.model.tie_embeddings = True
 
     config.data.window = 256

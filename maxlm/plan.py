@@ -174,7 +174,14 @@ def _predict(config: Config, chip: Chip, num_devices: int) -> Prediction:
 
 
 def _resolve(config: Config, target: Target, data: Data) -> Config:
-    return resolve(config, platform=target.chip.platform, num_devices=target.num_devices, **data._asdict())
+    chip = target.chip
+    return resolve(
+        config,
+        platform=chip.platform,
+        num_devices=target.num_devices,
+        capability=chip.capability,
+        **data._asdict(),
+    )
 
 
 def _machine(config: Config, target: Target, resolver: Callable[[Config], Config]) -> Machine:

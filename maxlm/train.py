@@ -22,6 +22,7 @@ from maxlm.config.resolve import resolve
 from maxlm.data.corpus import Corpus, open_corpus
 from maxlm.data.outage import UnreachableError
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
+from maxlm.planning.chips import capability_of
 from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import logger
 from maxlm.runtime.distributed import join
@@ -73,6 +74,7 @@ def _prepare(options: argparse.Namespace, overrides: list[str], peers: Peers, be
         num_devices=jax.device_count(),
         vocab_size=corpus.first.vocab_size,
         windows=corpus.training_windows,
+        capability=capability_of(jax.local_devices()[0]),
     )
     sample = sample_config(config, resolver)
     with contextlib.ExitStack() as stack:

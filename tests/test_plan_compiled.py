@@ -78,9 +78,12 @@ def check(told, estimated, fits):
 def test_tpu(capfd, config, target, options, fits):
     told, estimated = (figures(capfd, config, target, *options, *more) for more in ((), ('--estimate',)))
     check(told, estimated, fits)
-    # Several devices have sent each other something, and the program is of as many products as the formula says.
+    # Several devices have sent each other something, and the program has as many products as the formula, but for
+    # those of attention, which is a kernel of its own.
     assert told['transfers']
-    assert told['flops']['compiled'] == pytest.approx(estimated['flops']['executed'], rel=0.1)
+    products = estimated['flops']['executed'] - estimated['flops']['attention']
+    assert told['flops']['compiled'] == pytest.approx(products, rel=0.1)
+    assert estimated['flops']['attention'] > 0
 
 
 @pytest.mark.parametrize(('config', 'target', 'options', 'fits'), ON_GPU)
@@ -92,7 +95,9 @@ def test_gpu(capfd, config, target, options, fits):
         assert told['memory'] == estimated['memory']
         return
     check(told, estimated, fits)
-    assert told['flops']['compiled'] < estimated['flops']['executed'], 'attention is in a kernel of its own'
-    if not fits:
+    if fits:
+        assert told['flops']['compiled'] < estimated['flops']['executed'], 'attention is in a kernel of its own'
+    else:
+        # XLA has computed things again to save memory, in vain.
         assert told['memory']['total'] - told['memory']['available'] > 2**30
         assert told['advice']

@@ -91,12 +91,15 @@ class ModelConfig:
     dropout: float = 0.0
     # Type of the computation: bfloat16 | float16 (with a loss scale) | float32. Parameters are always float32.
     dtype: str = 'bfloat16'
+    # Products of the blocks' projections: default (in that type) | fp8 (8-bit floats, in both passes:
+    # maxlm/model/fp8.py). For GPUs from Ada and Hopper on; a CPU computes the same, slowly.
+    matmul: str = 'default'
     # What the backward pass keeps of a block: none (keep all) | dots | dots_no_batch | full (keep the inputs only) |
     # offload (the inputs only, in host memory).
     remat: str = 'none'
     # One compiled block in a loop (compile time independent of depth), or every block written out.
     scan_layers: bool = True
-    # Attention kernel: auto | xla | cudnn (GPU). auto = cudnn where it applies, otherwise xla.
+    # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash where it applies, otherwise xla.
     attention: str = 'auto'
 
 

@@ -9,8 +9,23 @@ from maxlm.config.layouts import check_layout, resolve_mesh
 from maxlm.config.rules import divides
 from maxlm.errors import InputError
 
+# Smallest compute capability of a GPU that multiplies 8-bit floats (Ada; Hopper has 9.0), and what the sizes of such a
+# product have to be multiples of.
+FP8_CAPABILITY = (8, 9)
+FP8_MULTIPLE = 16
+# What lengths of sequences have to be multiples of for splash attention: the width of a TPU's vector unit.
+SPLASH_MULTIPLE = 128
 
-def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int, windows: int) -> Config:
+
+def resolve(
+    config: Config,
+    *,
+    platform: str,
+    num_devices: int,
+    vocab_size: int,
+    windows: int,
+    capability: tuple[int, int] | None = None,
+) -> Config:
     """Fills in what depends on the machine and on the data set; afterwards no key means "derived".
 
     Args:
@@ -19,6 +34,7 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
         num_devices: devices in the whole run.
         vocab_size: token ids of the data set.
         windows: training windows in one epoch of the data set.
+        capability: compute capability of the GPUs, major and minor; None if that is not known.
 
     Raises:
         InputError: the numbers do not fit together; the message says which would.
@@ -65,7 +81,7 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
     )
     model = dataclasses.replace(
         model,
-        attention=_attention_kernel(model, platform),
+        attention=_attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform),
         rotary_original_positions=model.rotary_original_positions or round(model.max_positions / model.rotary_factor),
     )
     optimizer = config.optimizer
@@ -78,37 +94,99 @@ def resolve(config: Config, *, platform: str, num_devices: int, vocab_size: int,
         optimizer=dataclasses.replace(optimizer, warmup_steps=warmup_steps),
     )
     check_layout(config)
+    _check_matmul(config, platform, capability)
     return config
 
 
-def resolve_on(config: Config, *, platform: str, num_devices: int) -> Config:
+def resolve_on(config: Config, *, platform: str, num_devices: int, capability: tuple[int, int] | None = None) -> Config:
     """A resolved config of a finished run for the devices that are here, without gradient accumulation.
 
     Parameters are sharded over all of them; the batch is `train.micro_batch` per device, as it fitted in training, or
-    one sequence where there was none.
+    one sequence where there was none. Products of 8-bit floats stay, so that a model does what it did in training, but
+    where the devices have none.
     """
+    mesh = MeshConfig(fsdp=num_devices)
     model = dataclasses.replace(config.model, attention='auto')
-    model = dataclasses.replace(model, attention=_attention_kernel(model, platform))
+    kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform)
+    model = dataclasses.replace(model, attention=kernel)
+    if not _multiplies_fp8(platform, capability):
+        model = dataclasses.replace(model, matmul='default')
     micro_batch = max(1, config.train.micro_batch)
     return dataclasses.replace(
         config,
         model=model,
-        mesh=MeshConfig(fsdp=num_devices),
+        mesh=mesh,
         train=dataclasses.replace(config.train, global_batch=micro_batch * num_devices, micro_batch=micro_batch),
     )
 
 
-def _attention_kernel(model: ModelConfig, platform: str) -> str:
-    """`model.attention` with auto decided. Takes a model whose head_dim is resolved."""
-    # Limits of cuDNN's fused attention on all supported GPUs.
-    fits = model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128
-    if model.attention == 'auto':
-        return 'cudnn' if platform == 'gpu' and fits else 'xla'
-    if model.attention == 'cudnn' and platform != 'gpu':
-        raise InputError(f'model.attention=cudnn: the devices here are of kind {platform}; set it to auto')
-    if model.attention == 'cudnn' and not fits:
+def _multiplies_fp8(platform: str, capability: tuple[int, int] | None) -> bool:
+    """Whether devices have products of 8-bit floats, or are a CPU, which computes them slowly."""
+    return platform == 'cpu' or (platform == 'gpu' and (capability is None or capability >= FP8_CAPABILITY))
+
+
+def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | None) -> None:
+    """Refuses `model.matmul=fp8` where devices or sizes do not go with it. Takes a config that is resolved."""
+    model, parts = config.model, config.mesh.tensor
+    if model.matmul != 'fp8':
+        return
+    if not _multiplies_fp8(platform, capability):
+        here = f'of kind {platform}' if capability is None else 'of compute capability {}.{}'.format(*capability)
         raise InputError(
-            f'model.attention=cudnn: needs model.dtype=bfloat16 or float16, and a head_dim that is a multiple of 8, at '
-            f'most 128; here they are {model.dtype} and {model.head_dim}; set it to auto'
+            f'model.matmul=fp8: the devices here are {here}; GPUs have it from compute capability '
+            f'{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} on (Ada, Hopper); set it to default'
         )
-    return model.attention
+    sizes = {
+        'model.dim': model.dim,
+        'model.num_heads · model.head_dim': model.num_heads * model.head_dim // parts,
+        'model.num_kv_heads · model.head_dim': model.num_kv_heads * model.head_dim // parts,
+        'model.ffn_dim': model.ffn_dim // parts,
+    }
+    for key, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            below = size // FP8_MULTIPLE * FP8_MULTIPLE
+            near = f'{below} or {below + FP8_MULTIPLE}' if below else str(FP8_MULTIPLE)
+            each = f' on each of mesh.tensor={parts} devices' if parts > 1 and key != 'model.dim' else ''
+            raise InputError(
+                f'model.matmul=fp8: {key} is {size}{each} and has to be a multiple of {FP8_MULTIPLE}; nearest: {near}'
+            )
+
+
+def _attention_kernel(config: Config, platform: str) -> str:
+    """`model.attention` with auto decided. Takes a config whose mesh and head_dim are resolved."""
+    asked = config.model.attention
+    kernel, needs = {'gpu': ('cudnn', _cudnn_needs(config.model)), 'tpu': ('splash', _splash_needs(config))}.get(
+        platform, ('xla', '')
+    )
+    if asked == 'auto':
+        return 'xla' if needs else kernel
+    if asked not in ('xla', kernel):
+        raise InputError(f'model.attention={asked}: the devices here are of kind {platform}; set it to auto')
+    if asked == kernel and needs:
+        raise InputError(f'model.attention={asked}: needs {needs}; set it to auto')
+    return asked
+
+
+def _cudnn_needs(model: ModelConfig) -> str:
+    """What keeps a GPU from fused attention, as the end of a message; nothing: ''."""
+    # Limits of cuDNN's on all supported GPUs.
+    if model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128:
+        return ''
+    return (
+        'model.dtype=bfloat16 or float16, and a head_dim that is a multiple of 8, at most 128; here they are '
+        f'{model.dtype} and {model.head_dim}'
+    )
+
+
+def _splash_needs(config: Config) -> str:
+    """What keeps a TPU from fused attention, as the end of a message; nothing: ''."""
+    mesh, window = config.mesh, config.data.window
+    if config.model.dtype == 'float16':
+        return 'model.dtype=bfloat16 or float32; here it is float16'
+    if mesh.context > 1 or mesh.stage > 1:
+        return f'mesh.context=1 and mesh.stage=1; here they are {mesh.context} and {mesh.stage}'
+    if window % SPLASH_MULTIPLE:
+        below = window // SPLASH_MULTIPLE * SPLASH_MULTIPLE
+        near = f'{below} or {below + SPLASH_MULTIPLE}' if below else str(SPLASH_MULTIPLE)
+        return f'a data.window that is a multiple of {SPLASH_MULTIPLE}; here it is {window}; nearest: {near}'
+    return ''

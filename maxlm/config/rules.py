@@ -27,8 +27,9 @@ CHOICES = {
     'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'relu2'),
     'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float16', 'float32'),
+    'model.matmul': ('default', 'fp8'),
     'model.remat': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
-    'model.attention': ('auto', 'xla', 'cudnn'),
+    'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
     'optimizer.name': ('adamw', 'muon'),
     'optimizer.moments': ('float32', 'bfloat16', 'int8'),
     'optimizer.schedule': ('cosine', 'linear', 'wsd', 'constant'),
@@ -140,6 +141,10 @@ def validate(config: Config) -> None:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
     if model.num_kv_heads:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
+    if model.matmul == 'fp8' and model.dtype == 'float16':
+        raise InputError(
+            'model.matmul=fp8 with model.dtype=float16: results would leave its range; set model.dtype to bfloat16'
+        )
     _check_rotary(model)
     _check_attention_pattern(model)
     _check_webhook(config.alerts.webhook)

@@ -11,6 +11,7 @@ from maxlm.config.keys import Config
 from maxlm.config.resolve import resolve_on
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.planning.chips import capability_of
 from maxlm.runtime.fetching import find_step_here
 from maxlm.runtime.items import params_item, restore_params
 from maxlm.runtime.workdir import TOKENIZER, read_config
@@ -47,8 +48,14 @@ def load_model(checkpoint: str, *, num_devices: int) -> LoadedModel:
             f'--checkpoint={checkpoint} has no {TOKENIZER}, without which it can take no text; '
             f'put the one of the model at {tokenizer_path}'
         )
-    config = resolve_on(read_config(workdir), platform=jax.default_backend(), num_devices=num_devices)
-    layout = make_layout(config.mesh, jax.devices()[:num_devices])
+    devices = jax.devices()[:num_devices]
+    config = resolve_on(
+        read_config(workdir),
+        platform=jax.default_backend(),
+        num_devices=num_devices,
+        capability=capability_of(devices[0]),
+    )
+    layout = make_layout(config.mesh, devices)
     abstract = abstract_state(config, layout).params
     params = restore_params(step_directory, abstract, item=params_item(step_directory))
     tokenizer = Tokenizer.load(tokenizer_path)

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.keys import ModelConfig
+from maxlm.model.blockwise import QUERY_BLOCK, attend_blockwise
+from maxlm.model.cudnn import attend_documents, takes_documents
 from maxlm.model.initializers import initializers
-from maxlm.model.linear import Linear
+from maxlm.model.linear import Linear, apply_together
 from maxlm.model.norm import Norm
 from maxlm.model.placement import Axes, Placement
 from maxlm.model.positions import Rotary, rotate
 from maxlm.model.ring import ring_attention
-
-# Queries whose scores exist at the same time, where the kernel is ours.
-QUERY_BLOCK = 256
+from maxlm.model.splash import attend_splash, takes_length
 
 
 class LayerCache(NamedTuple):
@@ -48,6 +48,7 @@ class Attention(nnx.Module):
                 out_axes=(axis, 'head_dim'),
                 init=init.projection,
                 use_bias=use_bias,
+                matmul=config.matmul,
                 placement=placement,
                 rngs=rngs,
             )
@@ -62,6 +63,7 @@ class Attention(nnx.Module):
             out_axes=('embed',),
             init=init.residual,
             use_bias=use_bias,
+            matmul=config.matmul,
             placement=placement,
             rngs=rngs,
         )
@@ -88,7 +90,7 @@ class Attention(nnx.Module):
         a query sees the last `window` (0: all). With a cache, S is its number of slots, and the mask must allow filled
         slots only. Where the length is split over devices, it is in zigzag, and `segments_BT` takes the mask's place.
         """
-        q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        q_BTNH, k_BTKH, v_BTKH = apply_together((self.query, self.key, self.value), x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if rotary is not None:
@@ -106,6 +108,14 @@ class Attention(nnx.Module):
             cache = LayerCache(k_BSKH, v_BSKH)
         # Cached calls look at slots by position, for which the fused kernel has no mask of its own.
         kernel = self.kernel if cache is None else 'xla'
+        if kernel == 'splash' and takes_length(q_BTNH.shape[1]):
+            o_BTNH = attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
+            return self.out(o_BTNH), None
+        if kernel in ('xla', 'splash') and cache is None:
+            return self.out(attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)), None
+        if kernel == 'cudnn' and segments_BT is not None and takes_documents(q_BTNH, self.placement):
+            o_BTNH = attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
+            return self.out(o_BTNH), None
         # JAX's rule for a vmap over the fused kernel, which a pipeline is, takes a mask for every head only.
         mask_heads = q_BTNH.shape[2] if self.placement.parts('layers') > 1 else 1
         o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, window=window, kernel=kernel, mask_heads=mask_heads)
@@ -164,9 +174,8 @@ def attend(
             implementation='cudnn',
         )
     if mask_BTS is None:
-        T = q_BTNH.shape[1]
-        mask_BTS = causal_mask(jnp.arange(T)[None, :], T, window)
-    return _attend_xla(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+        return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, None, window=window)
+    return _attend_slots(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
 
 def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Array:
@@ -178,19 +187,17 @@ def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Arra
     return (behind_BTS >= 0) & (behind_BTS < window) if window else behind_BTS >= 0
 
 
-def _attend_xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
-    """A block of queries at a time for long sequences (Rabe & Staats 2021): no scores of T × S are ever kept."""
+def _attend_slots(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    """With a mask of its own for every query and slot, a block of queries at a time (Rabe & Staats 2021)."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    # Heads before positions: products over the last two axes are what XLA has fast kernels for on a CPU.
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
     k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
 
     def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BKGTH, mask_BTS = block
-        # Scores and softmax stay float32: bfloat16 keeps 8 bits, too few for a sum over thousands of keys.
         scores_BKGTS = jnp.einsum('BKGTH,BKSH->BKGTS', q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
-        # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite, and so does its gradient.
+        # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite.
         scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
         weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BKSH.dtype)
         return jnp.einsum('BKGTS,BKSH->BKGTH', weights_BKGTS, v_BKSH)
@@ -198,8 +205,7 @@ def _attend_xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BT
     if T <= QUERY_BLOCK or T % QUERY_BLOCK:
         o_BKGTH = attend_block((q_BKGTH, mask_BTS))
     else:
-        blocks = (_blocks(q_BKGTH, axis=3), _blocks(mask_BTS, axis=1))
-        o_XBKGTH = jax.lax.map(jax.checkpoint(attend_block), blocks)
+        o_XBKGTH = jax.lax.map(attend_block, (_blocks(q_BKGTH, axis=3), _blocks(mask_BTS, axis=1)))
         o_BKGTH = jnp.moveaxis(o_XBKGTH, 0, 3).reshape(B, K, N // K, T, H)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 

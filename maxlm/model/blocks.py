@@ -16,8 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.attention import Attention, LayerCache
+from maxlm.model.blockwise import ATTENDED
 from maxlm.model.feedforward import FeedForward
-from maxlm.model.host_memory import fetch
+from maxlm.model.fp8 import SCALE
+from maxlm.model.host_memory import fetch, on_host
 from maxlm.model.norm import Norm
 from maxlm.model.placement import GATHERED, Placement
 from maxlm.model.positions import Rotary
@@ -97,9 +99,10 @@ def run_layers(
     """
     L = len(windows)
 
-    def make_layer(window: int, in_loop: bool) -> Callable[[jax.Array, Any], tuple[jax.Array, LayerCache | None]]:
+    def make_layer(window: int, index: int, in_loop: bool) -> Callable[[jax.Array, Any], Any]:
         def layer(x_BTD: jax.Array, inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-            block, slots, cache, key = inputs
+            # Taken apart in here: for the backward pass a loop has its inputs anyway, but would keep copies of parts.
+            block, slots, cache, key = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             return nnx.merge(graph, block)(x_BTD, context, window, cache, key)
@@ -107,10 +110,10 @@ def run_layers(
         return rematerialize(layer, config.remat, in_loop=in_loop, gathers=placement.parts('embed') > 1)
 
     def run_in_order(x_BTD: jax.Array, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[jax.Array, Any]:
-        layers = {window: make_layer(window, in_loop) for window in set(windows)}
         caches = []
+        parts = [inputs] * len(windows) if in_loop else _apart(inputs, len(windows))
         for index, window in enumerate(windows):
-            x_BTD, layer_cache = layers[window](x_BTD, jax.tree.map(lambda leaf, i=index: leaf[i], inputs))
+            x_BTD, layer_cache = make_layer(window, index if in_loop else 0, in_loop)(x_BTD, parts[index])
             caches.append(layer_cache)
         return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
 
@@ -129,6 +132,19 @@ def run_layers(
         x_BTD, last_caches = run_in_order(x_BTD, inputs, windows[looped:], in_loop=False)
         caches.append(last_caches)
     return x_BTD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *caches)
+
+
+def _apart(stacked: Any, num: int) -> list[Any]:
+    """`num` trees whose leaves are [1, …], of one whose leaves are [num, …]."""
+
+    def split(leaf: jax.Array) -> Any:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not on_host(leaf):
+            # The gradient of a split is one concatenation; that of slices a sum of as many padded stacks.
+            return jax.lax.split(leaf, [1] * num)
+        return [leaf[index : index + 1] for index in range(num)]
+
+    leaves, tree = jax.tree.flatten(stacked)
+    return [jax.tree.unflatten(tree, parts) for parts in zip(*map(split, leaves), strict=True)]
 
 
 def layer_windows(config: ModelConfig) -> list[int]:
@@ -153,17 +169,17 @@ def rematerialize(layer: Callable, policy: str, *, in_loop: bool, gathers: bool 
         return layer
     policies = jax.checkpoint_policies
 
-    def keep_attention(primitive: Any, *_: Any, **__: Any) -> bool:
-        # cuDNN's forward returns softmax statistics that carry no name; recomputing them means running it twice.
-        return 'dot_product_attention_fwd' in primitive.name
+    def keep_attention(primitive: Any, *_: Any, **parameters: Any) -> bool:
+        # Computing its statistics again means running it twice; those of cuDNN's forward carry no name.
+        return 'dot_product_attention_fwd' in primitive.name or parameters.get('name') in (SCALE, ATTENDED)
 
     keep = {
         'none': policies.save_anything_except_these_names(GATHERED),
         'dots': policies.save_from_both_policies(policies.dots_saveable, keep_attention),
         'dots_no_batch': policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, keep_attention),
-        'full': policies.nothing_saveable,
+        'full': policies.save_only_these_names(SCALE),
         'offload': policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=[SCALE],
             names_which_can_be_offloaded=[LAYER_INPUT],
             offload_src='device',
             offload_dst='pinned_host',

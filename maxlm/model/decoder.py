@@ -44,7 +44,9 @@ class Decoder(nnx.Module):
         self.blocks = _stacked(lambda rngs: Block(config, placement=placement, rngs=rngs), config.num_layers, rngs)
         self.final_norm = Norm(config, config.dim, rngs=rngs)
         axes = {'in_axes': ('embed',), 'out_axes': ('vocab',)}
-        untied = Linear((D,), (V,), **axes, init=init.head, use_bias=False, placement=placement, rngs=rngs)
+        untied = Linear(
+            (D,), (V,), **axes, init=init.head, use_bias=False, matmul='default', placement=placement, rngs=rngs
+        )
         self.head = None if config.tie_embeddings else untied
         self.config = config
         self.placement = placement
@@ -104,28 +106,15 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BTD), cache
 
     def output_kernel(self) -> jax.Array:
-        """What `logits` multiplies by, [D, V] in float32, so that its gradient over many calls is summed in that."""
-        gathered, dtype = self.placement.gathered, self.config.dtype
-        if self.head is None:
-            kernel_DV = gathered(self.embedding[...].astype(dtype), ('vocab', 'embed')).T
-        else:
-            kernel_DV = gathered(self.head.kernel[...].astype(dtype), self.head.axes)
-        return kernel_DV.astype(jnp.float32)
+        """What hidden states are multiplied by for logits: [D, V] in float32, as its parameter lies."""
+        kernel: jax.Array = self.embedding[...].T if self.head is None else self.head.kernel[...]
+        return kernel
 
-    def logits(self, hidden_BTD: jax.Array, kernel_DV: jax.Array | None = None) -> jax.Array:
-        """Scores of the next token [B, T, V] in float32. `kernel_DV` is `output_kernel()`, for who calls many times."""
-        kernel_DV = (self.output_kernel() if kernel_DV is None else kernel_DV).astype(hidden_BTD.dtype)
-        B, T, D = hidden_BTD.shape
-        if self.placement.parts('length') == 1:
-            # As in `Linear`.
-            logits_BTV = jnp.dot(hidden_BTD.reshape(B * T, D), kernel_DV, preferred_element_type=jnp.float32)
-            logits_BTV = logits_BTV.reshape(B, T, -1)
-        else:
-            logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
-        if self.config.logit_softcap:
-            # Gemma Team 2024, "Gemma 2".
-            logits_BTV = self.config.logit_softcap * jnp.tanh(logits_BTV / self.config.logit_softcap)
-        return self.placement.constrain(logits_BTV, ('rows', 'length', 'vocab'))
+    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
+        """Scores of the next token [B, T, V] in float32."""
+        kernel_DV = self.placement.gathered(self.output_kernel().astype(hidden_BTD.dtype), ('embed', 'vocab'))
+        logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
+        return self.placement.constrain(soft_capped(logits_BTV, self.config.logit_softcap), ('rows', 'length', 'vocab'))
 
     def _context(
         self, segments_BT: jax.Array | None, positions_BT: jax.Array, cache: Cache | None, length_B: jax.Array | None
@@ -180,6 +169,11 @@ class Decoder(nnx.Module):
             place_params=lambda blocks: jax.tree.map(place, blocks, is_leaf=lambda x: isinstance(x, nnx.Variable)),
         )
         return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape)
+
+
+def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
+    """Logits bent into ±cap by a tanh (Gemma Team 2024, "Gemma 2"); 0 leaves them."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def init_cache(config: ModelConfig, batch: int, slots: int) -> Cache:

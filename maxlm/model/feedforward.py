@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.initializers import initializers
-from maxlm.model.linear import Initializer, Linear
+from maxlm.model.linear import Initializer, Linear, apply_together
 from maxlm.model.placement import Placement
 
 
@@ -27,6 +27,7 @@ class FeedForward(nnx.Module):
                 out_axes=(out_axis,),
                 init=init,
                 use_bias=bool(config.use_bias),
+                matmul=config.matmul,
                 placement=placement,
                 rngs=rngs,
             )
@@ -40,10 +41,12 @@ class FeedForward(nnx.Module):
         self.placement = placement
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = self.up(x_BTD)
         if self.gate is not None:
-            h_BTF = jax.nn.silu(self.gate(x_BTD)) * h_BTF
-        elif self.activation == 'relu2':
+            gate_BTF, up_BTF = apply_together((self.gate, self.up), x_BTD)
+            h_BTF = jax.nn.silu(gate_BTF) * up_BTF
+            return self.down(self.placement.constrain(h_BTF, ('batch', 'length', 'ffn')))
+        h_BTF = self.up(x_BTD)
+        if self.activation == 'relu2':
             h_BTF = jnp.square(jax.nn.relu(h_BTF))
         else:
             h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation == 'gelu_tanh')

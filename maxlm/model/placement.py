@@ -31,6 +31,9 @@ class Placement(Protocol):
         `is_table` tells that rows of it are looked up.
         """
 
+    def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
+        """Places a parameter's gradient as its sum is kept."""
+
     def parts(self, axis: str) -> int:
         """Devices that an axis is split over."""
 
@@ -52,6 +55,10 @@ class OneDevice:
     def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
         del axes, is_table
         return x
+
+    def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
+        del axes
+        return gradient
 
     def parts(self, axis: str) -> int:
         del axis

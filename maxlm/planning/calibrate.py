@@ -102,7 +102,7 @@ def calibrate(points: Sequence[Published]) -> Calibration:
 
 def predict(point: Published, calibration: Calibration) -> float:
     """Seconds of a point's step: those of our model, with what its implementation does otherwise."""
-    work = estimate_work(point.config)
+    work = estimate_work(point.config, point.chip.capability)
     efficiency = calibration.efficiencies[_chip(point)]
     if not point.is_fused:
         work = work._replace(memory_bytes=work.memory_bytes * calibration.unfused)
@@ -182,7 +182,7 @@ def _chip(point: Published) -> str:
 
 
 def _parts(point: Published) -> _Parts:
-    work, chip = estimate_work(point.config), point.chip
+    work, chip = estimate_work(point.config, point.chip.capability), point.chip
     one = Efficiency(**{'products': 1.0, 'attention': 1.0, **FIXED[chip.platform]})
     times = transfer_times(work, chip, one, point.num_devices, point.num_islands, point.config.mesh.sizes)
     return _Parts(

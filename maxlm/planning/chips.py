@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from maxlm.config.resolve import FP8_CAPABILITY
 
 GIB = 2**30
 
@@ -39,11 +41,28 @@ class Chip:
     host_bandwidth: float
     # Of the target, where one compiles for it: dimensions of a TPU's torus; 0 = a GPU or CPU.
     torus: int = 0
+    # Of a GPU, its compute capability, major and minor; None = not known, or not a GPU.
+    capability: tuple[int, int] | None = None
+
+    @property
+    def fp8_tflops(self) -> float:
+        """Dense peak in 8-bit floats: twice that of bfloat16 on every GPU that has them, as its datasheet says."""
+        return self.tflops * (2 if self.capability is not None and self.capability >= FP8_CAPABILITY else 1)
 
 
-def _gpu(name: str, kind: str, tflops: float, gb: float, tb_s: float, link_gb_s: float, **others: float) -> Chip:
+def _gpu(
+    capability: tuple[int, int],
+    name: str,
+    kind: str,
+    tflops: float,
+    gb: float,
+    tb_s: float,
+    link_gb_s: float,
+    **others: float,
+) -> Chip:
     network, host = others.get('network_gb_s', 12.5), others.get('host_gb_s', 25.0)
-    return Chip(name, 'gpu', kind, tflops, int(gb * 1e9), tb_s * 1e12, 8, link_gb_s * 1e9, network * 1e9, host * 1e9)
+    chip = Chip(name, 'gpu', kind, tflops, int(gb * 1e9), tb_s * 1e12, 8, link_gb_s * 1e9, network * 1e9, host * 1e9)
+    return dataclasses.replace(chip, capability=capability)
 
 
 def _tpu(name: str, kind: str, tflops: float, gib: int, tb_s: float, link_gb_s: float, **others: float) -> Chip:
@@ -57,20 +76,20 @@ def _tpu(name: str, kind: str, tflops: float, gib: int, tb_s: float, link_gb_s: 
 # Sources: NVIDIA's datasheets (a link is NVLink or PCIe in one direction, a network 400, 200 or 100 Gb/s a GPU); Google
 # Cloud's pages on the architecture of TPUs and Austin et al. 2025, "How to Scale Your Model", chapter 2.
 CHIPS: tuple[Chip, ...] = (
-    _gpu('h100-pcie', 'H100 PCIe', 756.0, 80, 2.0, 64, host_gb_s=50),
-    _gpu('h100-nvl', 'H100 NVL', 835.0, 94, 3.9, 64, host_gb_s=50),
-    _gpu('h100', 'H100', 989.4, 84.9, 3.35, 450, network_gb_s=50, host_gb_s=50),
-    _gpu('gh200', 'GH200', 989.4, 96, 4.0, 450, network_gb_s=50, host_gb_s=400),
-    _gpu('h200', 'H200', 989.4, 150.1, 4.8, 450, network_gb_s=50, host_gb_s=50),
-    _gpu('b200', 'B200', 2250.0, 191.5, 7.7, 900, network_gb_s=50, host_gb_s=50),
-    _gpu('a100-40', 'A100-SXM4-40GB', 312.0, 42.4, 1.555, 300, network_gb_s=25),
-    _gpu('a100', 'A100', 312.0, 85.0, 2.039, 300, network_gb_s=25),
-    _gpu('a10g', 'A10G', 125.0, 24, 0.6, 25),
-    _gpu('l40s', 'L40S', 362.0, 48, 0.864, 25),
-    _gpu('l40', 'L40', 181.0, 48, 0.864, 25),
-    _gpu('l4', 'L4', 121.0, 24, 0.3, 25),
-    _gpu('v100', 'V100', 125.0, 16, 0.9, 150),
-    _gpu('rtx4090', 'RTX 4090', 165.2, 24, 1.008, 25),
+    _gpu((9, 0), 'h100-pcie', 'H100 PCIe', 756.0, 80, 2.0, 64, host_gb_s=50),
+    _gpu((9, 0), 'h100-nvl', 'H100 NVL', 835.0, 94, 3.9, 64, host_gb_s=50),
+    _gpu((9, 0), 'h100', 'H100', 989.4, 84.9, 3.35, 450, network_gb_s=50, host_gb_s=50),
+    _gpu((9, 0), 'gh200', 'GH200', 989.4, 96, 4.0, 450, network_gb_s=50, host_gb_s=400),
+    _gpu((9, 0), 'h200', 'H200', 989.4, 150.1, 4.8, 450, network_gb_s=50, host_gb_s=50),
+    _gpu((10, 0), 'b200', 'B200', 2250.0, 191.5, 7.7, 900, network_gb_s=50, host_gb_s=50),
+    _gpu((8, 0), 'a100-40', 'A100-SXM4-40GB', 312.0, 42.4, 1.555, 300, network_gb_s=25),
+    _gpu((8, 0), 'a100', 'A100', 312.0, 85.0, 2.039, 300, network_gb_s=25),
+    _gpu((8, 6), 'a10g', 'A10G', 125.0, 24, 0.6, 25),
+    _gpu((8, 9), 'l40s', 'L40S', 362.0, 48, 0.864, 25),
+    _gpu((8, 9), 'l40', 'L40', 181.0, 48, 0.864, 25),
+    _gpu((8, 9), 'l4', 'L4', 121.0, 24, 0.3, 25),
+    _gpu((7, 0), 'v100', 'V100', 125.0, 16, 0.9, 150),
+    _gpu((8, 9), 'rtx4090', 'RTX 4090', 165.2, 24, 1.008, 25),
     _tpu('v2', 'TPU v2', 22.5, 8, 0.35, 62.5),
     _tpu('v3', 'TPU v3', 61.5, 16, 0.45, 82),
     _tpu('v4lite', 'TPU v4 lite', 138.0, 8, 0.615, 90),
@@ -95,6 +114,15 @@ class Peak(NamedTuple):
 def find_chip(device_kind: str) -> Chip | None:
     """The chip of a device as JAX names it, if it is known."""
     return next((chip for chip in CHIPS if chip.kind in device_kind), None)
+
+
+def capability_of(device: Any) -> tuple[int, int] | None:
+    """Compute capability of a GPU that is here; None of another device."""
+    told = getattr(device, 'compute_capability', None)
+    if device.platform != 'gpu' or not told:
+        return None
+    major, minor = map(int, told.split('.'))
+    return major, minor
 
 
 def find_peak(configured_tflops: float) -> Peak:

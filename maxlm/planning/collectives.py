@@ -1,7 +1,8 @@
 """Which collectives a layout makes of one step, by formula; as they stand in programs that XLA compiled for GPUs.
 
-Sizes are those of the type that travels: parameters of blocks and their gradients in the type of the computation, the
-output projection and its gradient in float32, in which its sum over the chunks of the loss is kept.
+Sizes are those of the type that travels: parameters and their gradients in the type of the computation, parameters of
+blocks in 8 bits where these are multiplied, and the gradient of the output projection in float32, in which its sum over
+the chunks of the loss is kept.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def estimate_transfers(config: Config) -> list[Transfer]:
         *_gathers(config),
         *_gradients(config),
         *_tensor_sums(config),
+        *_scales(config),
         *_ring(config),
         *_pipeline(config),
         *_muon(config),
@@ -73,10 +75,10 @@ def _gathers(config: Config) -> list[Transfer]:
         return [_transfer(config, 'all-gather', SAVING_AXES, size, 1, is_async=False)]
     # With nothing computed again XLA keeps a block's parameters from forward to backward.
     directions = 1 if model.remat == 'none' and mesh.stage == 1 else 2
-    # A table that also is the output projection comes in float32 for both.
     of = tables(model)
-    whole = width * (of.positions + (of.tokens if of.head else 0)) + FLOAT32 * (of.head or of.tokens)
-    blocks = width * block_parameters(model) / mesh.tensor
+    # A table that also is the output projection comes twice.
+    whole = width * (of.positions + of.tokens + (of.head or of.tokens))
+    blocks = (1 if model.matmul == 'fp8' else width) * block_parameters(model) / mesh.tensor
     return [
         _transfer(config, 'all-gather', SAVING_AXES, blocks, directions * _layers(config)),
         _transfer(config, 'all-gather', SAVING_AXES, whole / mesh.tensor, config.rounds),
@@ -88,13 +90,9 @@ def _gradients(config: Config) -> list[Transfer]:
     model, mesh, width = config.model, config.mesh, _width(config)
     of, saved_over = tables(model), mesh.fsdp * mesh.context
     scatters = mesh.zero >= 2 and saved_over > 1
-    # Where the sum is cut, XLA also cuts it in the loop over the loss's chunks, and sums over devices in each.
-    length = config.data.window // mesh.context
-    groups = max(1, config.accumulation // config.rounds // mesh.stage)
-    chunks = math.ceil(length / config.train.loss_chunk) * groups if scatters else 1
     sums = [
         (width * block_parameters(model), _layers(config)),
-        (FLOAT32 * of.tokens, config.rounds * chunks),
+        (FLOAT32 * of.tokens, config.rounds),
         (width * (of.tokens + of.positions), config.rounds),
     ]
     transfers = []
@@ -122,11 +120,22 @@ def _tensor_sums(config: Config) -> list[Transfer]:
     tables_stream = stream * config.accumulation / config.rounds
     return [
         _transfer(config, 'all-reduce', ('tensor',), stream, (2 * halves + again) * _layers(config), is_async=False),
-        _transfer(config, 'all-reduce', ('tensor',), tables_stream, config.rounds, is_async=False),
-        _transfer(
-            config, 'all-reduce', ('tensor',), tables_stream * FLOAT32 / _width(config), config.rounds, is_async=False
-        ),
+        # What is looked up, and the gradient of the hidden states.
+        _transfer(config, 'all-reduce', ('tensor',), tables_stream, 2 * config.rounds, is_async=False),
     ]
+
+
+def _scales(config: Config) -> list[Transfer]:
+    """Largest elements of what is multiplied in 8 bits: inputs, kernels, and gradients of outputs.
+
+    A device waits for them, though not for many bytes. None is asked for twice: scales are kept.
+    """
+    if config.model.matmul != 'fp8':
+        return []
+    axes = (*BATCH_AXES, 'tensor')
+    # What several kernels multiply counts once.
+    inputs, kernels = 4, len(block_kernels(config.model))
+    return [_transfer(config, 'all-reduce', axes, FLOAT32, (inputs + 2 * kernels) * _layers(config), is_async=False)]
 
 
 def _ring(config: Config) -> list[Transfer]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxlm.config.keys import Config
-from maxlm.model.attention import QUERY_BLOCK, attend, causal_mask
+from maxlm.model.blocks import layer_windows
+from maxlm.model.blockwise import QUERY_BLOCK, attend_blockwise, query_ranges
 from maxlm.planning.chips import Chip, host_memory, measure_matmul_tflops
 from maxlm.planning.matrices import block_kernels, model_parameters
 from maxlm.planning.roofline import Efficiency
@@ -62,9 +65,12 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
             measured[size] = _product_seconds(size, dtype, rounds)
         seconds += count * measured[size]
         flops += count * 6 * math.prod(size)
-    queries = QUERY_BLOCK if window > QUERY_BLOCK and window % QUERY_BLOCK == 0 else window
+    ranges = list(query_ranges(window, 0))
+    # One with about the mean number of keys.
+    part = ranges[len(ranges) // 2]
+    queries = min(QUERY_BLOCK, part.last - part.first)
     heads = config.train.micro_batch * model.num_heads
-    attention = _batched_flops((heads, queries, window, model.head_dim), dtype, rounds)
+    attention = _batched_flops((heads, queries, part.last - part.start, model.head_dim), dtype, rounds)
     bandwidth = _copy_bytes(rounds)
     # With nothing computed again, and all of a device's sequences at once if they come at once.
     plain = dataclasses.replace(config, model=dataclasses.replace(model, remat='none'))
@@ -157,21 +163,23 @@ def _elementwise_seconds(config: Config, rounds: int) -> float:
 
 def _attention_seconds(config: Config, rounds: int) -> float:
     """Of attention in all layers of a step, forward and backward, by the kernel that the model uses."""
-    model, window, rows = config.model, config.data.window, config.train.micro_batch
+    model, length, rows = config.model, config.data.window, config.train.micro_batch
     dtype = jnp.dtype(model.dtype)
-    q_BTNH = jnp.ones((rows, window, model.num_heads, model.head_dim), dtype)
-    k_BSKH = jnp.ones((rows, window, model.num_kv_heads, model.head_dim), dtype)
-    mask_BTS = jnp.broadcast_to(causal_mask(jnp.arange(window)[None], window, 0), (rows, window, window))
+    q_BTNH = jnp.ones((rows, length, model.num_heads, model.head_dim), dtype)
+    k_BTKH = jnp.ones((rows, length, model.num_kv_heads, model.head_dim), dtype)
+    segments_BT = jnp.zeros((rows, length), jnp.int32)
 
-    def both(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array) -> Any:
-        def run(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-            return attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, window=0, kernel='xla')
+    def measured(window: int) -> float:
+        def both(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array) -> Any:
+            segments = segments_BT if config.data.isolate_documents else None
+            attend = partial(attend_blockwise, segments_BT=segments, window=window)
+            y, pull = jax.vjp(attend, q_BTNH, k_BTKH, v_BTKH)
+            return y, pull(y)
 
-        y, pull = jax.vjp(run, q_BTNH, k_BSKH, v_BSKH)
-        return y, pull(y)
+        return _best(both, (q_BTNH, k_BTKH, k_BTKH, segments_BT), rounds)
 
-    seconds = _best(both, (q_BTNH, k_BSKH, k_BSKH, mask_BTS), rounds)
-    return seconds * model.num_layers * config.accumulation
+    layers = collections.Counter(layer_windows(model))
+    return sum(measured(window) * number for window, number in layers.items()) * config.accumulation
 
 
 def _gradient_seconds(function: Callable[..., jax.Array], shape: tuple[int, ...], dtype: Any, rounds: int) -> float:

@@ -49,8 +49,9 @@ class Forecast(NamedTuple):
 
 def estimate(config: Config, machine: Machine) -> Forecast:
     """By formulas alone, in a few milliseconds."""
-    work = estimate_work(config)
-    memory = estimate_memory(config, machine.target.chip.platform)
+    chip = machine.target.chip
+    work = estimate_work(config, chip.capability)
+    memory = estimate_memory(config, chip.platform, chip.capability)
     return Forecast(config, machine.target, memory, machine.available, work, _time(config, machine, work))
 
 
@@ -97,7 +98,7 @@ def compile_for(config: Config, machine: Machine, layout: Layout, num_sources: i
             warnings.warn(f'loops of unknown length count as one round: {program.unknown_loops}', stacklevel=2)
         work = work._replace(transfers=program.transfers)
     return estimated._replace(
-        memory=memory_of(compiled, config, abstract),
+        memory=memory_of(compiled, config, abstract, machine.target.chip.capability),
         work=work,
         time=_time(config, machine, work),
         program=program,

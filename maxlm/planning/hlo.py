@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 # `%name (parameters) -> result {`.
 _COMPUTATION = re.compile(r'(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{')
+# What Pallas tells profilers of a kernel, over several lines.
+_KERNEL_METADATA = re.compile(r'kernel_metadata=\{\n.*?\n\}', re.DOTALL)
 _INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = ')
 _PARENTHESIS = re.compile(r'[()]')
 _ARRAY = re.compile(r'\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]')
@@ -123,7 +125,7 @@ def read_hlo(text: str) -> Module:
     """
     computations: dict[str, Computation] = {}
     entry = current = None
-    for line in text.splitlines():
+    for line in _KERNEL_METADATA.sub('kernel_metadata={}', text).splitlines():
         if current is None:
             found = _COMPUTATION.match(line) if line.endswith('{') else None
             if found:

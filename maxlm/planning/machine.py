@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from maxlm.config.keys import Config
-from maxlm.planning.chips import Chip, find_chip, host_memory
+from maxlm.planning.chips import Chip, capability_of, find_chip, host_memory
 from maxlm.planning.cpu import calibrate_cpu
 from maxlm.planning.roofline import Efficiency
 from maxlm.planning.targets import Target
@@ -75,7 +75,8 @@ def present_machine(config: Config) -> Machine:
 def _unknown(device: Any) -> Chip:
     memory = host_memory() // jax.local_device_count() if device.platform == 'cpu' else sys.maxsize
     nan = math.nan
-    return Chip(device.device_kind, device.platform, device.device_kind, nan, memory, nan, 1, nan, nan, nan)
+    chip = Chip(device.device_kind, device.platform, device.device_kind, nan, memory, nan, 1, nan, nan, nan)
+    return dataclasses.replace(chip, capability=capability_of(device))
 
 
 def usable_memory(chip: Chip) -> int:

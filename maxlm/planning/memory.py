@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.config.keys import Config
-from maxlm.model.attention import QUERY_BLOCK
+from maxlm.model.blocks import layer_windows
+from maxlm.model.blockwise import QUERY_BLOCK, query_ranges
+from maxlm.model.cudnn import documents_per_row
 from maxlm.planning.compile import BATCH_TYPES, CompiledStep
 from maxlm.planning.state_bytes import (
     StateBytes,
@@ -24,6 +26,7 @@ from maxlm.planning.state_bytes import (
     state_bytes,
 )
 from maxlm.planning.weights import Weight, weights
+from maxlm.planning.work import needs_mask
 from maxlm.training.step import TrainState
 
 # "the total memory required for HLO temporaries (81.26G) exceeds available HBM (30.75G)".
@@ -60,6 +63,8 @@ class Memory(NamedTuple):
 class Backend:
     """What a compiler keeps beside what the program asks for; numbers of copies, read off compiled programs."""
 
+    # Arrays [B, T, F] that the backward pass keeps of a gelu without a gate, if nothing is computed again.
+    gelu: float
     # In the backward pass of a layer: arrays [B, T, F] in the computation's type for an activation without a gate,
     # with one, and with one where gate and up are computed again, and arrays [B, T, D].
     ffn: float
@@ -68,10 +73,8 @@ class Backend:
     stream: float
     # The matrices of one layer whole, in the computation's type.
     layer: float
-    # Float32 scores [B, N, QUERY_BLOCK, T] of attention without a fused kernel, and of the whole [B, N, T, T] those
-    # that are kept by layer where the rule for that asks for all.
+    # Float32 scores of a block of queries, of attention without a fused kernel.
     scores: float
-    kept_scores: float
     # Bytes per element of the embedding while layers are worked on: once gathered for the lookup's gradient.
     table: float
     # Float32 logits [B, chunk, V] and their gradients.
@@ -88,9 +91,9 @@ SUBLANES = 8
 # Fitted to some of the programs of tests/planning/memory_analyses.json; that of CPUs to a few small programs.
 BACKENDS = {
     # The embedding is gathered and its gradient summed in float32.
-    'gpu': Backend(4.6, 5.6, 7.2, 1.5, 0.8, 0.0, 0.0, 4.0, 2.6, 1, False, True),
-    'tpu': Backend(4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 1.5, 2.0, 2.6, 128, True, False),
-    'cpu': Backend(9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 2.1, 4.0, 2.6, 1, False, False),
+    'gpu': Backend(4.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, True),
+    'tpu': Backend(5.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, True, False),
+    'cpu': Backend(4.0, 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, False),
 }
 
 
@@ -115,7 +118,9 @@ class _Sizes(NamedTuple):
     layers: int
 
 
-def estimate_memory(config: Config, platform: str, state: StateBytes | None = None) -> Memory:
+def estimate_memory(
+    config: Config, platform: str, capability: tuple[int, int] | None = None, state: StateBytes | None = None
+) -> Memory:
     """Memory of the step of a resolved config, without a compiler and without tracing.
 
     The fullest moment is one of three: the backward pass of a layer, when activations of all layers are still there and
@@ -124,6 +129,7 @@ def estimate_memory(config: Config, platform: str, state: StateBytes | None = No
     Args:
         config: of the run.
         platform: of the devices: cpu, gpu or tpu.
+        capability: compute capability of GPUs; None: of other devices, or not known.
         state: where it is known already.
     """
     backend, sizes = BACKENDS[platform], _sizes(config, BACKENDS[platform])
@@ -134,7 +140,7 @@ def estimate_memory(config: Config, platform: str, state: StateBytes | None = No
     activations, on_host = _kept(config, sizes, backend)
     copies = _copied_weights(config, sizes, backend)
     head = _vocabulary(config, sizes, backend)
-    at_layers = gradients + activations + copies + _layer_work(config, sizes, backend) + head.table
+    at_layers = gradients + activations + copies + _layer_work(config, sizes, backend, capability) + head.table
     at_head = gradient + activations + copies + head.work
     fullest = max(at_layers, at_head, gradient + _update(config, gradient))
     return Memory(
@@ -150,13 +156,16 @@ def estimate_memory(config: Config, platform: str, state: StateBytes | None = No
     )
 
 
-def memory_of(compiled: CompiledStep, config: Config, abstract: TrainState) -> Memory:
+def memory_of(
+    compiled: CompiledStep, config: Config, abstract: TrainState, capability: tuple[int, int] | None = None
+) -> Memory:
     """What the compiler tells, by kind; the estimate where it tells nothing.
 
-    The state is exact, by its shardings, and so is the total. What is temporary is divided as it is in the estimate.
+    The state is exact, by its shardings, and so is the total. What is temporary is divided as it is in the estimate,
+    for which `capability` is needed.
     """
     state = state_bytes(abstract)
-    estimate = estimate_memory(config, compiled.platform, state)
+    estimate = estimate_memory(config, compiled.platform, capability, state)
     told, total = compiled.memory_bytes(), compiled.total_bytes()
     if told is None or total is None:
         return estimate
@@ -264,37 +273,36 @@ def _kept(config: Config, sizes: _Sizes, backend: Backend) -> tuple[int, int]:
 
 def _kept_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> float:
     model = config.model
-    B, T, D, F, N, K, H, width = sizes.B, sizes.T, sizes.D, sizes.F, sizes.N, sizes.K, sizes.H, sizes.width
-    tokens = B * T
-    fused = model.attention == 'cudnn' and config.mesh.context == 1
+    D, F, N, K, H, width = sizes.D, sizes.F, sizes.N, sizes.K, sizes.H, sizes.width
+    tokens = sizes.B * sizes.T
     if model.remat == 'offload':
         return 0
     if model.remat == 'full':
         return tokens * D * width
     # Softmax statistics.
-    statistics = 4 * tokens * N if fused or config.mesh.context > 1 else 0
-    scores = 4 * B * N * T * T
+    statistics = 4 * tokens * N
     if model.remat in ('dots', 'dots_no_batch'):
         # The input; q, k, v; into the feed-forward; what attention adds to the stream, unless nothing reads it.
         elements = D + (N + 2 * K) * H + F * (2 if sizes.gated else 1) + (0 if sizes.parallel else D)
-        if fused:
-            return tokens * (elements + N * H) * width + statistics
-        # Without a kernel of its own, scores are a product too, which `dots` keeps.
-        by_dots = scores if model.remat == 'dots' and config.mesh.context == 1 else 0
-        return tokens * elements * width + by_dots
+        if config.mesh.context > 1:
+            # What a ring returns has no name by which it would be kept.
+            return tokens * elements * width
+        if config.mesh.stage > 1 and model.remat == 'dots_no_batch':
+            # The stages are a batch of every product.
+            elements = D
+        return tokens * (elements + N * H) * width + statistics
     # Of each norm what it got in float32 (unless that is the stream itself), twice that, and what a scale multiplies,
     # for the gradient of the scale.
     copies = 3 - (not model.norm_scale) - (model.norm == 'rmsnorm' and width == 4)
     norms = copies * 4 * tokens * (2 * D + ((N + K) * H if model.qk_norm else 0))
     heads = 2 * (N + K) * sizes.padded_H
-    # Of gelu and silu their inner values too; the last is the input of `down`.
-    ffn = {'swiglu': 6, 'gelu': 5, 'gelu_tanh': 5, 'relu2': 2.5}[model.activation] * F
-    kept = norms + tokens * (heads + 2 * D + N * H + ffn) * width + statistics
-    if not fused and config.mesh.context == 1 and (T <= QUERY_BLOCK or T % QUERY_BLOCK or _gathers(config)):
-        # The rule that leaves out gathered weights alone reaches into the blocks of queries.
-        kept += backend.kept_scores * scores
+    # Of gelu and silu their inner values too.
+    ffn = {'swiglu': 5, 'gelu': backend.gelu, 'gelu_tanh': backend.gelu, 'relu2': 1.5}[model.activation] * F
+    # What goes into products, in 8 bits where they are.
+    inputs = (2 * D + N * H + F) * (1 if model.matmul == 'fp8' else width)
+    kept = norms + tokens * ((heads + ffn) * width + inputs) + statistics
     # The matrices as they were used: the gathered ones are left out by name, but not what they were reshaped to.
-    return kept + _matrices(config, sizes) * width
+    return kept + _matrices(config, sizes) * (1 if model.matmul == 'fp8' else width)
 
 
 def _gathers(config: Config) -> bool:
@@ -303,20 +311,14 @@ def _gathers(config: Config) -> bool:
 
 def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
     """Parameters of blocks that stand a second time in other layouts or types, bytes."""
-    model = config.model
-    stacks = [weight for weight in weights(model) if weight.kind == 'matrix']
-    held = sum(shard_size(config, weight, zero=config.mesh.zero) for weight in stacks)
-    copies = 0.0
-    width = sizes.width if backend.casts_before_loop else 4
-    in_loop = model.scan_layers and model.num_layers > len(model.attention_pattern)
-    if in_loop and model.remat != 'none':
-        # The loop keeps the slice of every layer that it cut out of the stack for the backward pass.
-        copies += held * width
-    if backend.casts_before_loop and width < 4:
-        copies += held * width
+    stacks = [weight for weight in weights(config.model) if weight.kind == 'matrix']
+    copies = 0
+    if backend.casts_before_loop and sizes.width < 4:
+        copies += sizes.width * sum(shard_size(config, weight, zero=config.mesh.zero) for weight in stacks)
     if backend.turns_stacks and _gathers(config):
-        copies += 4 * sum(shard_size(config, weight, zero=3) for weight in weights(model) if _is_split_last(weight))
-    return int(copies)
+        split_last = (weight for weight in weights(config.model) if _is_split_last(weight))
+        copies += 4 * sum(shard_size(config, weight, zero=3) for weight in split_last)
+    return copies
 
 
 def _is_split_last(weight: Weight) -> bool:
@@ -341,21 +343,37 @@ def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
     return _Vocabulary(int(table), int(work))
 
 
-def _layer_work(config: Config, sizes: _Sizes, backend: Backend) -> int:
+def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tuple[int, int] | None) -> int:
     model = config.model
     tokens = sizes.B * sizes.T
     again = model.remat in ('full', 'offload')
     ffn = (backend.gated_again if again else backend.gated) if sizes.gated else backend.ffn
     work = tokens * sizes.width * (ffn * sizes.F + backend.stream * sizes.D)
     work += backend.layer * _matrices(config, sizes) * sizes.width
-    if config.mesh.context == 1:
-        if model.attention == 'cudnn':
-            # A mask as an addend, and as what it is made of.
-            work += (sizes.width + 1) * sizes.B * sizes.T**2 if config.data.isolate_documents else 0
-        else:
-            work += sizes.B * sizes.T**2 if config.data.isolate_documents else 0
-            work += backend.scores * 4 * sizes.B * sizes.N * min(QUERY_BLOCK, sizes.T) * sizes.T
+    if config.mesh.context > 1:
+        return int(work)
+    if needs_mask(config, capability):
+        # As an addend, and as what it is made of.
+        work += (sizes.width + 1) * sizes.B * sizes.T**2
+    elif model.attention == 'cudnn' and config.data.isolate_documents:
+        # Softmax statistics for every place in the list of documents.
+        work += 4 * tokens * sizes.N * documents_per_row(sizes.T)
+    elif model.attention == 'splash':
+        # Queries, keys, values and output as the kernels want them, and the gradient of each.
+        work += sizes.width * tokens * 4 * (sizes.N + sizes.K) * sizes.padded_H
+    elif model.attention == 'xla':
+        work += backend.scores * 4 * sizes.B * sizes.N * _scores_at_once(config)
+        # Gradients of keys and values are summed in float32.
+        work += 2 * 4 * tokens * sizes.K * sizes.padded_H
     return int(work)
+
+
+def _scores_at_once(config: Config) -> int:
+    """Of a row and head: queries × keys of the largest block."""
+    ranges = [part for window in set(layer_windows(config.model)) for part in query_ranges(config.data.window, window)]
+    queries = [part.last - part.first for part in ranges]
+    blocks = [number if number % QUERY_BLOCK else QUERY_BLOCK for number in queries]
+    return max(block * (part.last - part.start) for block, part in zip(blocks, ranges, strict=True))
 
 
 def _update(config: Config, gradient: int) -> int:

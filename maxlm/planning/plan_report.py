@@ -108,6 +108,7 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Change] | None) -> 
         'time': forecast.time._asdict(),
         'flops': {
             'executed': forecast.work.all_flops,
+            'attention': forecast.work.attention_flops,
             **({'compiled': forecast.program.flops} if forecast.program else {}),
         },
         'transfers': [transfer._asdict() for transfer in forecast.work.transfers],

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Mapping
 
+from maxlm.model.cudnn import MORE_LISTS
 from maxlm.planning.device_groups import find_groups, find_pairs
 from maxlm.planning.hlo import Array, Computation, Instruction, Module, read_hlo
 from maxlm.planning.products import is_library_product, product_flops
@@ -135,6 +136,9 @@ class _Reader:
         return total
 
     def _loop(self, loop: Instruction, scope: Scope) -> Program:
+        if MORE_LISTS in loop.attributes:
+            # Of more documents than a list has room for: nearly never entered.
+            return Program()
         rounds = trip_count(self.module, loop, scope)
         each = self.count(Scope(self.module.computations[loop.called['condition']], loop, scope))
         each.add(self.count(Scope(self.module.computations[loop.called['body']], loop, scope)))

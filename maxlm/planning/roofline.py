@@ -103,14 +103,14 @@ LIKE = {
     **dict.fromkeys(('v6e', 'v7x'), 'v5p'),
 }
 # Fitted to published figures; tests/planning/test_calibrate.py fits them again.
-_GPU = Efficiency(products=0.0, attention=0.456, memory=0.85, links=0.55, network=0.55, overlap=0.0, latency=20e-6)
-_TPU = Efficiency(products=0.0, attention=0.6, memory=0.7, links=0.8, network=0.8, overlap=0.442, latency=5e-6)
+_GPU = Efficiency(products=0.0, attention=0.377, memory=0.85, links=0.55, network=0.55, overlap=0.0, latency=20e-6)
+_TPU = Efficiency(products=0.0, attention=0.6, memory=0.7, links=0.8, network=0.8, overlap=0.449, latency=5e-6)
 EFFICIENCIES: dict[str, Efficiency] = {
-    'a100': _GPU._replace(products=0.815),
-    'h100': _GPU._replace(products=0.647),
-    'v4': _TPU._replace(products=0.751),
-    'v5e': _TPU._replace(products=0.915),
-    'v5p': _TPU._replace(products=0.877),
+    'a100': _GPU._replace(products=0.833),
+    'h100': _GPU._replace(products=0.656),
+    'v4': _TPU._replace(products=0.749),
+    'v5e': _TPU._replace(products=0.912),
+    'v5p': _TPU._replace(products=0.875),
 }
 
 
@@ -150,7 +150,9 @@ def step_time(
     """
     efficiency = efficiency or efficiency_of(chip)
     peak = chip.tflops * 1e12
-    compute = work.flops / (peak * efficiency.products) + work.attention_flops / (peak * efficiency.attention)
+    # Products of 8-bit floats are taken to reach the same share of their own peak.
+    products = (work.flops - work.fp8_flops) / peak + work.fp8_flops / (chip.fp8_tflops * 1e12)
+    compute = products / efficiency.products + work.attention_flops / (peak * efficiency.attention)
     memory = work.memory_bytes / (chip.memory_bandwidth * efficiency.memory)
 
     times = transfer_times(work, chip, efficiency, num_devices, num_islands, mesh_sizes)

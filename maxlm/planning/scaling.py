@@ -221,7 +221,9 @@ def _resolve(config: Config, chip: Chip, num_devices: int, data: Data) -> Config
     if limit and per_device:
         micro_batch = max(size for size in range(1, min(limit, per_device) + 1) if per_device % size == 0)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=micro_batch))
-    return resolve(config, platform=chip.platform, num_devices=num_devices, **data._asdict())
+    return resolve(
+        config, platform=chip.platform, num_devices=num_devices, capability=chip.capability, **data._asdict()
+    )
 
 
 def _point(

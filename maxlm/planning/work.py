@@ -13,9 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from maxlm.config.keys import Config
-from maxlm.model.attention import QUERY_BLOCK
 from maxlm.model.blocks import layer_windows
+from maxlm.model.blockwise import query_ranges
 from maxlm.model.pipeline import bubble_fraction
+from maxlm.model.splash import block_size, blocks_in_sight
 from maxlm.planning.collectives import estimate_transfers
 from maxlm.planning.matrices import block_kernels, block_parameters, model_parameters
 from maxlm.planning.transfers import Transfer
@@ -25,6 +26,8 @@ from maxlm.training.muon import ITERATIONS
 MOMENT_BYTES = {'float32': 4.0, 'bfloat16': 2.0, 'int8': 1.0}
 # Policies of model.remat under which a block is computed again from its input.
 RECOMPUTED = ('full', 'offload')
+# Smallest compute capability of GPUs whose cuDNN can be told where documents begin: Hopper.
+DOCUMENTS_CAPABILITY = (9, 0)
 
 
 class Work(NamedTuple):
@@ -32,6 +35,8 @@ class Work(NamedTuple):
 
     # In products of matrices outside of attention, what is computed again included.
     flops: float
+    # Of those, in products of 8-bit floats.
+    fp8_flops: float
     # In the two products of attention, and in their gradients.
     attention_flops: float
     # Read from and written to device memory by all that is no product.
@@ -47,22 +52,39 @@ class Work(NamedTuple):
         return self.flops + self.attention_flops
 
 
-def estimate_work(config: Config) -> Work:
-    """The work of a resolved config's step on each of its devices."""
+def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> Work:
+    """The work of a resolved config's step on each of its devices.
+
+    Args:
+        config: of the run.
+        capability: compute capability of the GPUs; None: of other devices, or not known.
+    """
     mesh, train = config.mesh, config.train
     tokens = train.global_batch * config.data.window / (config.batch_shards * mesh.context)
+    in_blocks = _block_flops(config, tokens)
     return Work(
-        flops=_product_flops(config, tokens) + _muon_flops(config),
-        attention_flops=_attention_flops(config, tokens),
-        memory_bytes=_activation_bytes(config, tokens) + _weight_bytes(config) + _update_bytes(config),
+        flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config),
+        fp8_flops=in_blocks if config.model.matmul == 'fp8' else 0.0,
+        attention_flops=_attention_flops(config, tokens, capability),
+        memory_bytes=_activation_bytes(config, tokens, capability) + _weight_bytes(config) + _update_bytes(config),
         host_bytes=_host_bytes(config, tokens),
         idle=bubble_fraction(mesh.stage, mesh.stage_repeats, config.accumulation) if mesh.stage > 1 else 0.0,
         transfers=estimate_transfers(config),
     )
 
 
-def attended_positions(config: Config) -> float:
-    """Scores that are computed for each query of a head: mean over layers and queries."""
+def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
+    """Whether a fused kernel is told by an array which tokens are of one document; see `maxlm.model.cudnn`."""
+    told = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
+    is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
+    return is_fused and config.data.isolate_documents and not told
+
+
+def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
+    """Scores that are computed for each query of a head: mean over layers and queries.
+
+    A kernel that knows of documents computes fewer, by how many of them there are.
+    """
     window, windows = config.data.window, layer_windows(config.model)
     reaches = [min(sliding or window, window) for sliding in windows]
     if config.mesh.context > 1:
@@ -74,29 +96,36 @@ def attended_positions(config: Config) -> float:
             for reach in reaches
         ]
         return sum(pairs) / len(pairs) * size**2 / window
-    if config.model.attention == 'cudnn' and not config.data.isolate_documents:
+    if needs_mask(config, capability):
+        # A mask is an array like any other: what it hides is computed all the same.
+        return window
+    if config.model.attention == 'cudnn':
         return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
-    # A mask is an array like any other: what it hides is computed all the same.
-    return window
+    if config.model.attention == 'splash':
+        blocks = sum(blocks_in_sight(window, sliding) for sliding in windows)
+        return blocks * block_size(window) ** 2 / window / len(windows)
+    scores = [
+        (part.last - part.first) * (part.last - part.start)
+        for sliding in windows
+        for part in query_ranges(window, sliding)
+    ]
+    return sum(scores) / window / len(windows)
+
+
+def attention_forwards(config: Config) -> int:
+    """How often attention is computed in the direction forward. Rules on what is kept know its results by name."""
+    # Of a ring nothing has a name.
+    again = ('dots_no_batch', *RECOMPUTED) if config.mesh.context > 1 else RECOMPUTED
+    return 1 + (config.model.remat in again) + (config.mesh.stage > 1)
 
 
 def attention_products(config: Config) -> int:
-    """Products of queries × positions × head dim that are computed for each head: 6 with nothing computed again."""
-    model, window = config.model, config.data.window
-    fused = config.mesh.context > 1 or model.attention == 'cudnn'
-    # Kernels that keep no scores make them again for the gradient; so do our blocks of queries.
-    in_blocks = window > QUERY_BLOCK and window % QUERY_BLOCK == 0
-    products = 7 if fused or in_blocks else 6
-    if config.mesh.context > 1:
-        again = model.remat in ('dots_no_batch', *RECOMPUTED)
-    elif model.attention == 'cudnn':
-        again = model.remat in RECOMPUTED
-    else:
-        if model.remat == 'dots':
-            # Scores are the output of a product.
-            products = 6
-        again = model.remat in ('dots_no_batch', *RECOMPUTED)
-    return products + 2 * again + 2 * (config.mesh.stage > 1)
+    """Products of queries × positions × head dim that are computed for each head: 7 with nothing computed again.
+
+    No kernel keeps scores: the backward pass makes them again for its 4 products. Splash has two kernels for it, and in
+    each makes scores and the gradients of weights.
+    """
+    return 2 * attention_forwards(config) + (7 if config.model.attention == 'splash' else 5)
 
 
 def forward_passes(config: Config) -> float:
@@ -104,8 +133,8 @@ def forward_passes(config: Config) -> float:
     return 1 + (config.model.remat != 'none') + (config.mesh.stage > 1)
 
 
-def _product_flops(config: Config, tokens: float) -> float:
-    """2 per parameter and token forward, 4 backward, and what is computed again."""
+def _block_flops(config: Config, tokens: float) -> float:
+    """2 per parameter of the blocks and token forward, 4 backward, and what is computed again."""
     model, mesh = config.model, config.mesh
     kernels = block_kernels(model)
     block = block_parameters(model)
@@ -118,14 +147,18 @@ def _product_flops(config: Config, tokens: float) -> float:
     if mesh.stage > 1:
         # A pipeline computes a whole chunk of layers again, from its input.
         per_token += 2 * block
-    # Logits are never kept (`cross_entropy_sum`). The stages of a pipeline share them.
-    head = 8 * model.dim * model.vocab_size
-    return tokens * (per_token * model.num_layers + head) / (mesh.stage * mesh.tensor)
+    return tokens * per_token * model.num_layers / (mesh.stage * mesh.tensor)
 
 
-def _attention_flops(config: Config, tokens: float) -> float:
+def _head_flops(config: Config, tokens: float) -> float:
+    """Logits and both of their gradients, once (`cross_entropy`). The stages of a pipeline share them."""
+    return 6 * tokens * config.model.dim * config.model.vocab_size / (config.mesh.stage * config.mesh.tensor)
+
+
+def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:
     model, mesh = config.model, config.mesh
-    per_layer = 2 * attention_products(config) * model.num_heads * model.head_dim * attended_positions(config)
+    per_position = 2 * attention_products(config) * model.num_heads * model.head_dim
+    per_layer = per_position * attended_positions(config, capability)
     return tokens * per_layer * model.num_layers / (mesh.stage * mesh.tensor)
 
 
@@ -142,7 +175,7 @@ def _muon_flops(config: Config) -> float:
     return flops * math.ceil(config.model.num_layers / parts)
 
 
-def _activation_bytes(config: Config, tokens: float) -> float:
+def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:
     """What is read and written between products, where each chain of elementwise operations is one kernel.
 
     Forward, in elements of a token and block: a norm reads the stream for its sums and again for its result, which it
@@ -159,28 +192,37 @@ def _activation_bytes(config: Config, tokens: float) -> float:
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
     activation = (3 if model.activation == 'swiglu' else 2) * model.ffn_dim / mesh.tensor
     forward = width * (stream + attention + rotation + head_norms + activation)
-    block = forward * (2 + forward_passes(config)) + _score_bytes(config)
-    # Logits: written in float32, read for their largest and for the sum, and once more for the gradient, which is
-    # written and read by two products.
-    logits = model.vocab_size / mesh.tensor * (2 * (4 + 8) + 3 * width) / mesh.stage
+    block = forward * (2 + forward_passes(config)) + _score_bytes(config, capability)
+    if model.matmul == 'fp8':
+        # What goes into a product, and the gradient of what comes out, is read for its largest element, read again and
+        # written in 8 bits.
+        gates = 2 if model.activation == 'swiglu' else 1
+        inputs = 2 * model.dim + heads + model.ffn_dim / mesh.tensor
+        outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / mesh.tensor
+        block += (2 * width + 1) * (inputs * forward_passes(config) + outputs)
+    # Logits: written in float32, read for their largest, for the sum and for the gradient, which is written and read by
+    # two products.
+    logits = model.vocab_size / mesh.tensor * (16 + 3 * width) / mesh.stage
     # The table: a row read and written; its gradient added to the table's in float32.
     lookup = model.dim * (2 * width + 12)
     return tokens * (block * model.num_layers / mesh.stage + logits + lookup)
 
 
-def _score_bytes(config: Config) -> float:
+def _score_bytes(config: Config, capability: tuple[int, int] | None) -> float:
     """Of a token and block: scores that pass through memory."""
     model, mesh = config.model, config.mesh
     width = jnp.dtype(model.dtype).itemsize
-    scores = model.num_heads / mesh.tensor * attended_positions(config)
+    scores = model.num_heads / mesh.tensor * attended_positions(config, capability)
+    if model.attention == 'splash':
+        return 0.0
     if mesh.context == 1 and model.attention == 'cudnn':
         # The mask, which is added to the scores of each head, forward and backward.
-        return 2 * width * scores if config.data.isolate_documents else 0.0
-    # Written in float32 and read for the largest and for the sum; the weights are written and read. Backward they are
-    # read twice, and their gradients pass the same way.
-    forward, backward = 12 + 2 * width, 12 + 5 * width
-    forwards = (attention_products(config) - 4) / 2
-    return scores * (forward * forwards + backward)
+        return 2 * width * scores if needs_mask(config, capability) else 0.0
+    # Written in float32 and read for the largest and for the sum; the weights are written and read. Backward scores and
+    # the gradients of weights are written in float32 and read; of them come weights, which one product reads, and the
+    # gradients of scores, which two read.
+    forward, backward = 12 + 2 * width, 16 + 5 * width
+    return scores * (forward * attention_forwards(config) + backward)
 
 
 def _weight_bytes(config: Config) -> float:
@@ -195,7 +237,10 @@ def _weight_bytes(config: Config) -> float:
     passes = 2 * (held * (4 + width) + whole * width * (saved_over > 1 and mesh.zero == 3))
     # A gradient is written whole, read to be summed over devices, written into its stack and added to the totals.
     gradients = whole * 2 * width + summed * (4 + 12)
-    return config.accumulation * (passes + gradients)
+    # The head's is added up in float32 over the chunks of the loss.
+    chunks = math.ceil(config.data.window / mesh.context / config.train.loss_chunk)
+    sums = (chunks - 1) * 8 * model.dim * model.vocab_size / (mesh.stage * mesh.tensor)
+    return config.accumulation * (passes + gradients + sums)
 
 
 def _update_bytes(config: Config) -> float:
@@ -204,8 +249,8 @@ def _update_bytes(config: Config) -> float:
     parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.context
     matrices = model.num_layers * block_parameters(model)
     moment = 2 * MOMENT_BYTES[optimizer.moments]
-    # The gradient: divided (read, written), squared for its norm, used. The parameter: used, written, and its norm.
-    per_parameter = 16 + 12 + (8 if optimizer.ema_decay else 0)
+    # The gradient: squared for its norm, and used. The parameter: used, written, and its norm.
+    per_parameter = 8 + 12 + (8 if optimizer.ema_decay else 0)
     moments = model_parameters(model) * 2 * moment
     orthogonal = 0.0
     if optimizer.name == 'muon':

@@ -44,7 +44,7 @@ def check_same_model(workdir: Path, config: Config) -> None:
         return
     old, new = read_config(workdir).model, config.model
     # How the same function of the same parameters is computed may change between two lives of a run.
-    free = {'family', 'remat', 'scan_layers', 'attention', 'dtype', 'dropout', 'init', 'init_std'}
+    free = {'family', 'remat', 'scan_layers', 'attention', 'matmul', 'dtype', 'dropout', 'init', 'init_std'}
     for field in dataclasses.fields(new):
         before, now = getattr(old, field.name), getattr(new, field.name)
         if field.name not in free and before != now:

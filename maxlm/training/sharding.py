@@ -93,6 +93,10 @@ class Layout:
         """Fixes the placement of an intermediate value."""
         return jax.lax.with_sharding_constraint(x, self.named(*axes))
 
+    def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
+        """See `Placement`."""
+        return self.of_gradients.constrain(gradient, axes)
+
     def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
         """See `Placement`. The gradient is summed over devices straight into its parts (a reduce-scatter)."""
         if not any(axis in SAVING and self.of_moments.parts(axis) > 1 for axis in axes):
@@ -111,7 +115,7 @@ class Layout:
                 # Each device adds up its own tokens first. To have the sum in parts at once, XLA would bring parts of
                 # all tokens to every device, and with a length that is split first all of all tokens.
                 gradient = self.constrain(gradient, whole)
-            return (self.of_gradients.constrain(gradient, axes),)
+            return (self.constrain_gradient(gradient, axes),)
 
         gather.defvjp(forward, backward)
         return gather(x)

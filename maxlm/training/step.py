@@ -6,7 +6,6 @@ Shapes: A micro-batches, B batch, T length, D dim, S sources.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from maxlm.model.decoder import Decoder
 from maxlm.model.host_memory import HOST, fetch, on_host
 from maxlm.model.ring import zigzag
 from maxlm.training.guards import SpikeWindow, first_window, judge
-from maxlm.training.loss import cross_entropy_sum
+from maxlm.training.loss import cross_entropy
 from maxlm.training.loss_scale import LossScale, first_loss_scale, next_loss_scale
 from maxlm.training.moments import Blocks, place_moment
 from maxlm.training.offload import layer_by_layer, norm
@@ -56,7 +55,7 @@ class LossSums(NamedTuple):
 
     # Cross-entropy in nats.
     loss: jax.Array
-    # log² Z, see `cross_entropy_sum`.
+    # log² Z, see `Losses`.
     log_z_squared: jax.Array
     # Their weights: how many there are.
     tokens: jax.Array
@@ -76,7 +75,7 @@ def make_train_step(
 
     With `num_sources` batches have `sources`, and metrics tell losses by source.
     """
-    loss_sums = make_loss_sums(config, layout, num_sources)
+    loss_sums = make_loss_sums(config, layout, num_sources, z_loss=config.train.z_loss)
     schedule = make_schedule(config.optimizer, config.train.num_steps)
     optimizer = _make_optimizer(config, layout)
     A, clip_norm, z_loss = config.rounds, config.optimizer.clip_norm, config.train.z_loss
@@ -88,8 +87,7 @@ def make_train_step(
     ) -> tuple[jax.Array, LossSums]:
         # Gradients of parameters in host memory are those of what stands in for them on the device.
         slots = wanted if config.mesh.offload == 'all' else None
-        sums = loss_sums(wanted if slots is None else params, slots, batch, dropout_key)
-        loss = sums.loss + z_loss * sums.log_z_squared if z_loss else sums.loss
+        loss, sums = loss_sums(wanted if slots is None else params, slots, batch, dropout_key)
         return (loss if factor is None else factor * loss), sums
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -115,13 +113,15 @@ def make_train_step(
         (sums, grads), _ = jax.lax.scan(add_micro_batch, zeros, (jnp.arange(A), micro_batches))
 
         # Sums until here, so that every token counts the same, wherever the micro-batches were cut.
-        means, grads = jax.tree.map(lambda x: x / jnp.maximum(sums.tokens, 1), (sums, grads))
+        tokens = jnp.maximum(sums.tokens, 1)
+        means = jax.tree.map(lambda x: x / tokens, sums)
         grads = jax.lax.with_sharding_constraint(grads, moment_shardings)
-        if factor is not None:
-            grads = jax.tree.map(lambda g: g / factor, grads)
-        grad_norm = optax.tree.norm(grads)
+        # One multiplication makes them means, takes out the loss scale, and clips.
+        scale = 1 / tokens if factor is None else 1 / (tokens * factor)
+        grad_norm = scale * optax.tree.norm(grads)
         if clip_norm:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1, clip_norm / jnp.maximum(grad_norm, 1e-12)), grads)
+            scale *= jnp.minimum(1, clip_norm / jnp.maximum(grad_norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * scale, grads)
         num_updates = state.step - state.skipped
         finite = jnp.isfinite(means.loss) & jnp.isfinite(grad_norm)
         ok, window = judge(state.window, means.loss, grad_norm, config.guard)
@@ -170,7 +170,7 @@ def make_eval_step(config: Config, layout: Layout, num_sources: int = 0) -> Call
         micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
 
         def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, loss_sums(params, None, micro_batch, None)), None
+            return jax.tree.map(jnp.add, sums, loss_sums(params, None, micro_batch, None)[1]), None
 
         sums, _ = jax.lax.scan(add_micro_batch, LossSums.zeros(num_sources), micro_batches)
         return sums
@@ -184,13 +184,18 @@ def evaluated_params(state: TrainState) -> Params:
 
 
 def make_loss_sums(
-    config: Config, layout: Layout, num_sources: int = 0
-) -> Callable[[Params, Params | None, Batch, jax.Array | None], LossSums]:
-    """(params, slots, batch, dropout key) → sums over the batch's predicted tokens; for slots see `fetch`."""
+    config: Config, layout: Layout, num_sources: int = 0, *, z_loss: float = 0.0
+) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, LossSums]]:
+    """(params, slots, batch, dropout key) → what is minimized, and sums over the predicted tokens; slots: see `fetch`.
+
+    Both are sums over the batch's predicted tokens; the first alone has a gradient.
+    """
     graph, _ = nnx.split(abstract_model(config, layout))
     pipelined = config.accumulation // config.rounds
 
-    def loss_sums(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> LossSums:
+    def loss_sums(
+        params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, LossSums]:
         blocks_slots = None
         assert slots is None or any(map(on_host, jax.tree.leaves(params))), 'slots stand in for parameters on the host'
         if any(map(on_host, jax.tree.leaves(params))):
@@ -208,13 +213,15 @@ def make_loss_sums(
             slots=blocks_slots,
         )
         targets_BT, weights_BT = (layout.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights'))
-        loss_B, log_z_squared_B = cross_entropy_sum(
+        objective, loss_B, log_z_squared_B = cross_entropy(
             layout.constrain(hidden_BTD, ('rows', 'length', 'activation')),
+            model.output_kernel(),
             targets_BT,
             weights_BT,
-            logits=partial(model.logits, kernel_DV=model.output_kernel()),
+            placement=layout,
             chunk=config.train.loss_chunk,
-            length_parts=layout.parts('length'),
+            z_loss=z_loss,
+            logit_softcap=config.model.logit_softcap,
             # As many rows at a time as a micro-batch has; the stages of a pipeline share them.
             row_groups=max(1, pipelined // layout.parts('layers')),
         )
@@ -224,7 +231,7 @@ def make_loss_sums(
             is_from_BS = batch['sources'][:, None] == jnp.arange(num_sources)
             # A selection: the loss of a row that is not finite stays with its own source.
             by_source = [jnp.where(is_from_BS, rows[:, None], 0).sum(axis=0) for rows in (loss_B, tokens_B)]
-        return LossSums(loss_B.sum(), log_z_squared_B.sum(), tokens_B.sum(), *by_source)
+        return objective, LossSums(loss_B.sum(), log_z_squared_B.sum(), tokens_B.sum(), *by_source)
 
     return loss_sums
 

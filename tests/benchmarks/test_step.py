@@ -8,8 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.step import random_batch
+from benchmarks import step
+from benchmarks.step import compare, random_batch, repository_text, text_tokens
 from maxlm.config.keys import ModelConfig
+from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from maxlm.planning.flops import training_flops
 from tests.conftest import ROOT
 
@@ -39,7 +41,8 @@ def test_runs_on_a_bare_machine_and_its_numbers_hang_together(tmp_path):
     output = tmp_path / 'result.json'
     overrides = ['model.num_layers=1', 'model.dim=32', 'data.window=16', 'metrics.peak_tflops=1']
     environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
-    command = [f'--config={ROOT}/configs/tiny.py', '--steps=3', '--vocab_size=64', f'--output={output}']
+    command = [f'--config={ROOT}/configs/tiny.py', '--steps=3', '--vocab_size=256', f'--output={output}']
+    command += ['--tokens=text', '--xla=xla_backend_optimization_level=0']
     done = subprocess.run(
         [sys.executable, '-c', RUN_WITHOUT, *command, *(f'--config.{override}' for override in overrides)],
         cwd=ROOT,
@@ -51,6 +54,9 @@ def test_runs_on_a_bare_machine_and_its_numbers_hang_together(tmp_path):
     assert 'tokens/s' in done.stdout
     result = json.loads(output.read_text())
     assert result['overrides'] == overrides
+    assert result['xla'] == ['xla_backend_optimization_level=0']
+    assert len(result['losses']) == 6
+    assert result['loss'] == result['losses'][-1]
     assert result['step_seconds_min'] <= result['step_seconds'] <= result['step_seconds_max']
     assert result['tokens_per_second'] == pytest.approx(8 * 16 / result['step_seconds'])
     model = ModelConfig(
@@ -61,7 +67,7 @@ def test_runs_on_a_bare_machine_and_its_numbers_hang_together(tmp_path):
         num_kv_heads=4,
         head_dim=8,
         ffn_dim=704,
-        vocab_size=64,
+        vocab_size=256,
         activation='swiglu',
     )
     flops = training_flops(model, 16)
@@ -83,9 +89,49 @@ def test_random_batches_are_packed_like_real_ones():
     np.testing.assert_array_equal(batch['tokens'][:, 1:], batch['targets'][:, :-1])
 
 
-def test_gpu_script_refuses_a_machine_without_one(tmp_path):
-    environment = {**os.environ, 'PYTHON': sys.executable, 'OUT': str(tmp_path)}
-    done = subprocess.run(['bash', f'{ROOT}/benchmarks/gpu.sh'], env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert 'no GPU' in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_text_is_what_stands_in_the_repository():
+    text = repository_text()
+    assert (ROOT / 'README.md').read_bytes() in text.astype(np.uint8).tobytes()
+    rows = text_tokens(np.random.default_rng(0), text, 5, 16)
+    assert rows['tokens'].shape == rows['targets'].shape == (5, 16)
+    np.testing.assert_array_equal(rows['tokens'][:, 1:], rows['targets'][:, :-1])
+    assert rows['tokens'][0].astype(np.uint8).tobytes() in text.astype(np.uint8).tobytes()
+    assert len(np.unique(rows['tokens'], axis=0)) == 5
+
+
+RESULT = {'name': 'one', 'tokens': 'text', 'global_batch': 8, 'window': 16, 'steps': 12, 'step_seconds': 0.3}
+
+
+@pytest.mark.parametrize(('by', 'same'), [(0.03, True), (-0.03, True), (0.2, False), (np.nan, False)])
+def test_two_results_side_by_side(by, same):
+    # What comes before the last ten does not count.
+    other = {**RESULT, 'losses': [9.0] * 5 + [2.0] * 10}
+    compared = compare({**RESULT, 'step_seconds': 0.2, 'losses': [8.0] * 5 + [2.0 + by] * 10}, other)
+    assert compared['speed'] == pytest.approx(1.5)
+    assert compared['other_loss'] == 2
+    assert compared['same_loss'] == same
+
+
+@pytest.mark.parametrize('key', ['tokens', 'global_batch', 'window', 'steps'])
+def test_results_of_other_work_are_not_compared(key):
+    with pytest.raises(InputError, match=key):
+        compare({**RESULT, 'losses': [1.0]}, {**RESULT, key: 'other', 'losses': [1.0]})
+
+
+def test_options_of_xla(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv('XLA_FLAGS', '--first=1')
+    step._set_xla(['second=2', 'third='])
+    assert os.environ['XLA_FLAGS'] == '--first=1 --second=2 --third='
+    monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])
+    for arguments, message in ((['--xla=second'], 'NAME=VALUE'), ([f'--beside={tmp_path}/none.json'], 'none.json')):
+        assert exit_code(step.main, ['--config=configs/tiny.py', *arguments]) == EXIT_BAD_INPUT
+        assert message in capsys.readouterr().err
+
+
+def test_xla_is_told(tmp_path):
+    """It ends the process at an option that it does not know; the control is the first test."""
+    command = [sys.executable, '-m', 'benchmarks.step', f'--config={ROOT}/configs/tiny.py', '--xla=no_such_option=1']
+    environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert 'no_such_option' in done.stderr

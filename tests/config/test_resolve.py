@@ -62,7 +62,14 @@ def test_vocabulary_and_widths():
     ('settings', 'kernel'),
     [
         ({'platform': 'gpu'}, 'cudnn'),
-        ({'platform': 'tpu'}, 'xla'),
+        ({'platform': 'tpu'}, 'splash'),
+        ({'platform': 'tpu', 'model__dtype': 'float32', 'model__head_dim': 20}, 'splash'),
+        ({'platform': 'tpu', 'model__attention': 'splash'}, 'splash'),
+        ({'platform': 'tpu', 'model__attention': 'xla'}, 'xla'),
+        ({'platform': 'tpu', 'model__dtype': 'float16'}, 'xla'),
+        ({'platform': 'tpu', 'data__window': 2000}, 'xla'),
+        ({'platform': 'tpu', 'mesh__context': 2}, 'xla'),
+        ({'platform': 'tpu', 'mesh__stage': 2, 'train__micro_batch': 1}, 'xla'),
         ({'platform': 'gpu', 'model__dtype': 'float32'}, 'xla'),
         ({'platform': 'gpu', 'model__head_dim': 256}, 'xla'),
         ({'platform': 'gpu', 'model__attention': 'xla'}, 'xla'),
@@ -82,6 +89,11 @@ def test_attention_kernel(settings, kernel):
         ({'model__vocab_size': 500}, ['model.vocab_size=500', '1000']),
         ({'model__attention': 'cudnn'}, ['cudnn', 'cpu']),
         ({'model__attention': 'cudnn', 'platform': 'gpu', 'model__head_dim': 20}, ['cudnn', '20']),
+        ({'model__attention': 'splash', 'platform': 'gpu'}, ['model.attention=splash', 'gpu', 'auto']),
+        ({'model__attention': 'cudnn', 'platform': 'tpu'}, ['model.attention=cudnn', 'tpu', 'auto']),
+        ({'model__attention': 'splash', 'platform': 'tpu', 'model__dtype': 'float16'}, ['splash', 'float16']),
+        ({'model__attention': 'splash', 'platform': 'tpu', 'data__window': 2000}, ['2000', '1920 or 2048']),
+        ({'model__attention': 'splash', 'platform': 'tpu', 'mesh__context': 2}, ['mesh.context=1', 'are 2 and 1']),
     ],
 )
 def test_what_does_not_fit_together_says_which_numbers_would(settings, words):
@@ -96,3 +108,4 @@ def test_a_finished_run_moves_to_other_devices():
     moved = resolve_on(config, platform='cpu', num_devices=2)
     assert (moved.model.attention, moved.mesh.fsdp) == ('xla', 2)
     assert (moved.train.global_batch, moved.accumulation) == (8, 1)
+    assert resolve_on(config, platform='tpu', num_devices=2).model.attention == 'splash'

@@ -13,7 +13,7 @@ from maxlm.huggingface.catalog import ARCHITECTURES
 from tests.small import small_config
 
 # What a config.json does not say: how a model is trained, and how the same function of the parameters is computed.
-FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention'}
+FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention', 'matmul'}
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
     'gpt2, other settings': {

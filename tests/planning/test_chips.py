@@ -6,6 +6,7 @@ import pytest
 
 from maxlm.planning import chips
 from maxlm.planning.chips import find_peak, measure_matmul_tflops
+from maxlm.planning.gpu_targets import GPU_TARGETS
 
 
 def peak_of(monkeypatch, kind, *, platform='gpu', configured=0.0):
@@ -70,3 +71,19 @@ def test_a_cpu_is_measured_and_shared_by_its_virtual_devices(monkeypatch):
 
 def test_the_measurement_is_of_a_plausible_size():
     assert 1e-4 < measure_matmul_tflops(size=128, rounds=2, products=2) < 1e3
+
+
+def test_compute_capability():
+    gpu = types.SimpleNamespace(platform='gpu', compute_capability='10.0')
+    assert chips.capability_of(gpu) == (10, 0)
+    assert chips.capability_of(types.SimpleNamespace(platform='gpu')) is None
+    assert chips.capability_of(types.SimpleNamespace(platform='tpu', compute_capability='9.0')) is None
+    known = {chip.name: chip for chip in chips.CHIPS}
+    # What programs are compiled for is what is planned with.
+    assert {name: known[name].capability for name in GPU_TARGETS} == {
+        n: gpu.capability for n, gpu in GPU_TARGETS.items()
+    }
+    # Ada and later multiply 8-bit floats, twice as fast; NVIDIA's datasheet of the H100 says 1979.
+    assert known['h100'].fp8_tflops == pytest.approx(1979, rel=1e-3)
+    assert known['a100'].fp8_tflops == known['a100'].tflops
+    assert {chip.capability is None for chip in chips.CHIPS if chip.platform == 'tpu'} == {True}

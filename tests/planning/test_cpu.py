@@ -41,7 +41,6 @@ def test_products_take_what_they_took_alone(steady):
     # Seven kernels in each of two layers, and the logits once: a millisecond each, longer in a program.
     of = machine.efficiency._replace(attention=1e9)
     time = timed(config, machine._replace(efficiency=of))
-    # Logits are computed a fourth time, for their gradient: 8 operations instead of 6.
     assert time.compute == pytest.approx(15e-3 / cpu.IN_PROGRAM, rel=0.15)
     assert [(128, 32), (32, 32), (128, 32)] in steady
     # Control: a machine with twice the peak has half the share of it, and the same time.

@@ -69,8 +69,8 @@ def test_less_memory_leaves_slower_ways():
 
 def test_a_run_is_changed_only_where_nothing_else_fits():
     changing = {'optimizer.moments', 'mesh.offload'}
-    config, machine = config_of(), machine_of('h200:1')
-    # 6.7 billion parameters take 108 GB with moments and a gradient, before the next is added to it.
+    config, machine = config_of(), machine_of('h200:1', share=0.95)
+    # 6.7 billion parameters take 108 GB with moments and a gradient, and another 27 GB for the next to be added to it.
     found = search(config, machine, resolver(machine))
     assert found
     assert all(changing & {change.key for change in candidate.changes} for candidate in found)

@@ -15,6 +15,7 @@ from maxlm.model.host_memory import HOST
 from maxlm.planning.compile import compile_train_step
 from maxlm.planning.memory import estimate_memory, memory_of, overflow_of
 from maxlm.planning.state_bytes import planned_state_bytes, state_bytes
+from maxlm.planning.targets import parse_target
 from maxlm.planning.weights import count_parameters, weights
 from maxlm.training.step import abstract_state
 from tests.conftest import ROOT
@@ -59,7 +60,7 @@ def estimate_of(entry, *more):
         vocab_size=entry['vocab_size'],
         windows=10**7,
     )
-    return config, estimate_memory(config, entry['platform'])
+    return config, estimate_memory(config, entry['platform'], parse_target(entry['target']).chip.capability)
 
 
 def bound(entry):

@@ -68,6 +68,20 @@ def test_more_efficiency_is_never_slower(field):
     )
 
 
+def test_products_of_8_bits_take_half_of_the_time():
+    work = estimate_work(planned('mesh.fsdp=1', devices=1))._replace(memory_bytes=0.0, attention_flops=0.0)
+
+    def compute(work, chip):
+        sizes = {axis: 1 for axis in planned().mesh.sizes}
+        return step_time(work, chip, num_devices=1, num_islands=1, mesh_sizes=sizes, efficiency=IDEAL).compute
+
+    whole = work._replace(fp8_flops=work.flops)
+    assert compute(whole, H100) == compute(work, H100) / 2
+    assert compute(work._replace(fp8_flops=work.flops / 2), H100) == pytest.approx(compute(work, H100) * 0.75)
+    # A GPU without them multiplies larger ones.
+    assert compute(whole, CHIP['a100']) == compute(work, CHIP['a100'])
+
+
 def test_twice_the_chips_take_about_half_of_the_time_at_best():
     for devices in (8, 16, 32, 64):
         once = timed(planned(devices=devices), devices=devices, islands=devices // 8).total

@@ -76,7 +76,7 @@ def test_products_of_a_pipeline(remat):
     work = estimate_work(config)
     # Stages work in idle rounds too, on values that nobody reads; the loss has none.
     tokens = config.train.global_batch * config.data.window / config.batch_shards
-    head = 8 * tokens * config.model.dim * VOCAB / 2
+    head = 6 * tokens * config.model.dim * VOCAB / 2
     rounds = (config.accumulation + 1) / config.accumulation
     assert 4 * ((work.all_flops - head) * rounds + head) == pytest.approx(traced_flops(config))
     assert work.idle == pytest.approx(1 - 1 / rounds)
@@ -89,18 +89,53 @@ def test_products_of_a_fused_kernel_by_hand():
     tokens = config.train.global_batch * config.data.window
     # A token sees (window + 1) / 2 others in the mean; scores are made again for the gradient: 2 + 5 products.
     assert estimate_work(fused).attention_flops == 7 * per_pair * tokens * 33 / 2
-    # Without, all of the window, 2 + 4 products. A mask makes the fused kernel compute everything too.
-    assert estimate_work(config).attention_flops == 6 * per_pair * tokens * 32
-    masked = dataclasses.replace(fused, data=dataclasses.replace(fused.data, isolate_documents=True))
-    assert estimate_work(masked).attention_flops == 7 * per_pair * tokens * 32
+    # Without, all of a window as short as that: one range of queries meets one of keys.
+    assert estimate_work(config).attention_flops == 7 * per_pair * tokens * 32
+
+
+def test_documents_take_a_mask_where_the_kernel_cannot_be_told_of_them():
+    config = small_config(data__window=32, **SHAPE)
+    fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
+    whole = dataclasses.replace(fused, data=dataclasses.replace(fused.data, isolate_documents=False))
+    causal, all_scores = (estimate_work(whole), estimate_work(fused))
+    # A mask makes the kernel compute everything, and is read: of Ampere, and where nothing is known of the GPU.
+    assert all_scores.attention_flops == causal.attention_flops * 64 / 33
+    assert all_scores.memory_bytes > causal.memory_bytes
+    assert estimate_work(fused, (8, 0)) == all_scores
+    # Hopper is told where documents begin, but not by a pipeline.
+    assert estimate_work(fused, (9, 0)) == estimate_work(whole, (9, 0)) == causal
+    staged = dataclasses.replace(fused, mesh=dataclasses.replace(fused.mesh, stage=2))
+    assert estimate_work(staged, (9, 0)) == estimate_work(staged)
+
+
+def test_ranges_of_queries_by_hand():
+    config = small_config(data__window=512, **SHAPE)
+    per_pair = 2 * 4 * config.model.num_heads * config.model.head_dim
+    tokens = config.train.global_batch * 512
+    # Ranges of 128 queries meet 128, 256, 384 and 512 keys.
+    assert estimate_work(config).attention_flops == 7 * per_pair * tokens * 320
+    narrow = small_config(data__window=512, model__attention_pattern='S', model__sliding_window=128, **SHAPE)
+    # Of a window of 128 the ranges behind the first meet 127 keys before their own 128.
+    assert estimate_work(narrow).attention_flops == 7 * per_pair * tokens * (128 + 3 * 255) / 4
+
+
+def test_products_of_8_bits_are_those_of_the_blocks():
+    config, plain = one_billion(), one_billion()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul='fp8'))
+    work, usual = estimate_work(config, (9, 0)), estimate_work(plain, (9, 0))
+    tokens = config.train.global_batch * config.data.window / 8
+    assert work.fp8_flops == work.flops - 6 * tokens * config.model.dim * config.model.vocab_size
+    assert (work.flops, usual.fp8_flops) == (usual.flops, 0)
+    # To be rounded, arrays are read twice more.
+    assert work.memory_bytes > usual.memory_bytes
 
 
 def test_a_ring_shares_the_causal_part():
     config = small_config(num_devices=4, mesh__context=4, mesh__fsdp=1, data__window=128, **SHAPE)
     alone = small_config(data__window=128, **SHAPE)
-    # 2 · 4 + 1 of 16 pairs of chunks on each of 4 devices, and 7 products instead of 6.
+    # 2 · 4 + 1 of 16 pairs of chunks on each of 4 devices.
     share = estimate_work(config).attention_flops / estimate_work(alone).attention_flops
-    assert share == pytest.approx(9 / 16 / 4 * 7 / 6)
+    assert share == pytest.approx(9 / 16 / 4)
 
 
 def one_billion(**mesh):

@@ -10,7 +10,9 @@ from collections import Counter
 import jax
 import pytest
 
-from maxlm.planning.compile import BATCH_TYPES, compile_train_step
+from maxlm.planning.compile import BATCH_TYPES, DEVICE_OPTIONS, compile_train_step
+from maxlm.planning.overlap import read_overlap
+from maxlm.planning.targets import parse_target
 from maxlm.training.sharding import make_layout
 from maxlm.training.step import abstract_state
 from tests.small import small_config
@@ -42,9 +44,10 @@ class Program:
         self.state = abstract_state(config, layout)
         compiled = compile_train_step(config, layout, self.state)
         self.memory = compiled.memory_bytes()
+        self.text, self.mesh_sizes = compiled.step.as_text(), config.mesh.sizes
         self.lines = re.findall(
             r'= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(',
-            compiled.step.as_text(),
+            self.text,
         )
 
     def count(self, kind, shape=''):
@@ -69,6 +72,22 @@ def test_zero_3_gathers_each_matrix_when_it_is_used(sharded):
     # No activation travels.
     assert Counter(kind for _, kind in sharded.lines).keys() == {'all-gather', 'all-reduce'}
     assert sharded.count('all-reduce', f'{WINDOW},{DIM}]') == 0
+
+
+def gathers(program):
+    chip = parse_target('v4:2x2x4').chip
+    return read_overlap(program.text, program.mesh_sizes, chip, num_devices=CHIPS)['all-gather']
+
+
+def test_gathers_are_started_before_they_are_waited_for(sharded, monkeypatch):
+    found = gathers(sharded)
+    assert found.count_async == found.count
+    # Of batches this small the computation hides little.
+    assert found.share > 0.05
+    # Control: without the options of the device.
+    monkeypatch.delitem(DEVICE_OPTIONS, 'TPU v4')
+    plain = gathers(Program(model__remat='full'))
+    assert (plain.count_async, plain.share) == (0, 0)
 
 
 def test_zero_3_keeps_no_whole_parameters(sharded):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.training.loss import cross_entropy_sum
+from maxlm.model.placement import ONE_DEVICE
+from maxlm.training.loss import cross_entropy
 
 B, T, D, V = 3, 12, 8, 29
 
@@ -35,7 +36,7 @@ def test_value_and_gradients_equal_the_plain_formula(chunk):
     hidden, kernel, targets, weights = inputs()
 
     def chunked(hidden, kernel):
-        return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)[0].sum()
+        return cross_entropy(hidden, kernel, targets, weights, placement=ONE_DEVICE, chunk=chunk).objective
 
     value, grads = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))(hidden, kernel)
     wanted, wanted_grads = jax.value_and_grad(plain, argnums=(0, 1))(hidden, kernel, targets, weights)
@@ -51,9 +52,8 @@ def test_z_loss_is_a_sum_of_its_own(chunk):
     hidden, kernel, targets, weights = inputs()
 
     def chunked(hidden, kernel):
-        loss_B, z_B = cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
-        loss, z = loss_B.sum(), z_B.sum()
-        return loss + 0.1 * z, (loss, z)
+        found = cross_entropy(hidden, kernel, targets, weights, placement=ONE_DEVICE, chunk=chunk, z_loss=0.1)
+        return found.objective, (found.loss_B.sum(), found.log_z_squared_B.sum())
 
     def wanted_sum(hidden, kernel):
         return plain(hidden, kernel, targets, weights) + 0.1 * plain_z(hidden, kernel, weights)
@@ -72,7 +72,7 @@ def test_z_loss_is_a_sum_of_its_own(chunk):
 @pytest.mark.parametrize('chunk', [5, 12])
 def test_each_row_has_its_own_sum(chunk):
     hidden, kernel, targets, weights = inputs()
-    loss_B, _ = cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)
+    loss_B = cross_entropy(hidden, kernel, targets, weights, placement=ONE_DEVICE, chunk=chunk).loss_B
     rows = [plain(hidden[i : i + 1], kernel, targets[i : i + 1], weights[i : i + 1]) for i in range(B)]
     np.testing.assert_allclose(loss_B, rows, rtol=1e-5)
     assert len(set(np.round(rows, 3))) == B
@@ -83,7 +83,7 @@ def test_no_array_of_all_logits_exists():
 
     def largest_with_vocabulary(chunk):
         def loss(hidden, kernel):
-            return cross_entropy_sum(hidden, targets, weights, logits=lambda h: h @ kernel, chunk=chunk)[0].sum()
+            return cross_entropy(hidden, kernel, targets, weights, placement=ONE_DEVICE, chunk=chunk).objective
 
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile().as_text()
         shapes = {

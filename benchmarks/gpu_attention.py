@@ -1,0 +1,208 @@
+"""Prove on a GPU that attention within packed documents is right there, and time it.
+
+    python -m benchmarks.gpu_attention [--output=FILE]
+
+Outputs and gradients are held against the formula in float32 over random packings, of one document a row up to more
+than the kernel's list has room for. Ignoring the documents must be seen as a mistake. Then the kernel is timed against
+the same one with a mask, and against one without documents. Prints tables, writes JSON; exits 1 on a mismatch. Needs
+jax and flax only, and a GPU of compute capability 9.0 or later.
+
+Shapes: B batch, T length, N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.model.attention import attend, causal_mask
+from maxlm.model.cudnn import attend_documents, documents_per_row, takes_documents
+from maxlm.model.placement import ONE_DEVICE
+
+# Largest error of a token's vector, relative to the vector's norm or to what is usual for the array. Of bfloat16's 8
+# bits scores, weights and results each lose one or two.
+TOLERANCE = 0.03
+# q, k, v, segments, window → output.
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, int], jax.Array]
+
+
+class Shape(NamedTuple):
+    """Of queries, keys and values; `window` 0 is none."""
+
+    B: int
+    T: int
+    N: int
+    K: int
+    H: int
+    window: int
+
+
+# Any two of the three choices meet in all ways.
+CHECKED = [Shape(4, 512, 8, K, H, window) for K, H, window in ((8, 64, 0), (8, 128, 100), (2, 64, 100), (2, 128, 0))]
+# The 1B model's, and one of a longer context with grouped heads.
+TIMED = [Shape(4, 2048, 24, 24, 64, 0), Shape(8, 2048, 16, 16, 128, 0), Shape(2, 8192, 32, 8, 128, 0)]
+
+
+def main(argv: list[str]) -> int:
+    """Checks, then times."""
+    parser = ArgumentParser(prog='benchmarks.gpu_attention', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(argv)
+    if not takes_documents(jnp.zeros((1, 1, 1, 1)), ONE_DEVICE):
+        device = jax.devices()[0].device_kind
+        raise InputError(f'device {device}: needs a GPU of compute capability 9.0 or later, such as an H100')
+    checks = check({'documents': documents, 'mask': masked}, causal, CHECKED)
+    mistakes = find_mistakes(checks)
+    print(*mistakes, sep='\n')
+    times = measure(TIMED)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        machine = {'device': jax.devices()[0].device_kind, 'jax': jax.__version__}
+        result = {'machine': machine, 'mistakes': mistakes, 'checks': checks, 'times': times}
+        options.output.write_text(json.dumps(result, indent=1) + '\n')
+    return EXIT_FAILED if mistakes else EXIT_DONE
+
+
+def documents(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
+    """The kernel that is told of documents."""
+    return attend_documents(q, k, v, segments, window=window, placement=ONE_DEVICE)
+
+
+def masked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
+    """cuDNN with documents as a mask."""
+    return attend(q, k, v, _mask(segments, window), window=window, kernel='cudnn')
+
+
+def causal(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
+    """cuDNN without documents: the leak."""
+    del segments
+    return attend(q, k, v, None, window=window, kernel='cudnn')
+
+
+def reference(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
+    """The formula, in float32."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    with jax.default_matmul_precision('float32'):
+        return attend(q, k, v, _mask(segments, window), window=window, kernel='xla')
+
+
+def check(kernels: dict[str, Kernel], leak: Kernel, shapes: list[Shape]) -> list[dict[str, Any]]:
+    """The largest error of each kernel over output and gradients, by shape and packing; `leak` ignores documents."""
+    rng = np.random.default_rng(0)
+    results = []
+    for shape in shapes:
+        arrays = _arrays(rng, shape)
+        expect = _value_and_gradients(reference, shape.window)
+        run = {name: _value_and_gradients(kernel, shape.window) for name, kernel in {**kernels, 'leak': leak}.items()}
+        for packing, segments in packings(rng, shape).items():
+            expected = expect(*arrays, segments)
+            errors = {name: largest_error(function(*arrays, segments), expected) for name, function in run.items()}
+            results.append({**shape._asdict(), 'packing': packing, 'errors': errors})
+            print(*shape, f'{packing:16}', *(f'{name} {error:.4f}' for name, error in errors.items()))
+    return results
+
+
+def find_mistakes(checks: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with the results of `check`, one line each."""
+    mistakes = []
+    for result in checks:
+        where = ' '.join(f'{name}={value}' for name, value in result.items() if name != 'errors')
+        errors = result['errors']
+        # Also where it is not a number.
+        if not errors['documents'] <= TOLERANCE:
+            mistakes.append(f'{where}: documents are off by {errors["documents"]:.4f}')
+        if result['packing'] != 'one' and not errors['leak'] > 10 * TOLERANCE:
+            mistakes.append(f'{where}: the leak was not seen, at {errors["leak"]:.4f}')
+    return mistakes
+
+
+def packings(rng: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
+    """Segments [B, T] by what is packed into them."""
+    B, T = shape.B, shape.T
+    room = B * documents_per_row(T)
+    return {
+        'one': np.ones((B, T), np.int32),
+        'few': random_segments(rng, B, T, 4 * B),
+        'few_and_padding': np.where(np.arange(T) < 0.8 * T, random_segments(rng, B, T, 4 * B), 0).astype(np.int32),
+        'full_list': random_segments(rng, B, T, room),
+        'one_more': random_segments(rng, B, T, room + 1),
+        'many_lists': random_segments(rng, B, T, 5 * room // 2),
+        'single_tokens': np.tile(np.arange(1, T + 1, dtype=np.int32), (B, 1)),
+    }
+
+
+def random_segments(rng: np.random.Generator, B: int, T: int, count: int) -> np.ndarray:
+    """[B, T] of `count` documents in all, which end anywhere."""
+    is_first = np.zeros((B, T), bool)
+    is_first[:, 0] = True
+    others = np.flatnonzero(~is_first)
+    is_first.reshape(-1)[rng.choice(others, count - B, replace=False)] = True
+    return np.cumsum(is_first, axis=1, dtype=np.int32)
+
+
+def largest_error(found: tuple[jax.Array, ...], expected: tuple[jax.Array, ...]) -> float:
+    """Over the vectors [H] of all tokens and heads; see TOLERANCE. NaN where anything is not finite."""
+    errors = []
+    usual = 0.0
+    for arrays in zip(found, expected, strict=True):
+        a, b = (np.asarray(array, np.float32) for array in arrays)
+        norms = np.linalg.norm(b, axis=-1)
+        # Some gradients are 0 on the whole, such as those of the queries of single tokens.
+        usual = max(float(np.sqrt(np.mean(norms**2))), 0.1 * usual)
+        errors.append(np.max(np.linalg.norm(a - b, axis=-1) / np.maximum(norms, usual)))
+    return float(np.max(errors))
+
+
+def measure(shapes: list[Shape], repeats: int = 20) -> list[dict[str, Any]]:
+    """Median milliseconds of a forward and a backward pass, by shape, mean tokens of a document, and kernel."""
+    rng = np.random.default_rng(1)
+    results = []
+    for shape in shapes:
+        arrays = _arrays(rng, shape)
+        for tokens in (1000, 100, 30):
+            segments = jnp.asarray(random_segments(rng, shape.B, shape.T, shape.B * max(1, shape.T // tokens)))
+            times = {}
+            for kernel in (documents, masked, causal):
+                run = _value_and_gradients(kernel, shape.window)
+                seconds = []
+                for _ in range(3 + repeats):
+                    start = time.perf_counter()
+                    jax.block_until_ready(run(*arrays, segments))
+                    seconds.append(time.perf_counter() - start)
+                times[kernel.__name__] = 1e3 * statistics.median(seconds[3:])
+            results.append({**shape._asdict(), 'tokens_per_document': tokens, 'milliseconds': times})
+            print(*shape, f'{tokens} tokens', *(f'{name} {value:.3f} ms' for name, value in times.items()))
+    return results
+
+
+def _arrays(rng: np.random.Generator, shape: Shape) -> tuple[jax.Array, ...]:
+    """q, k, v and the gradient of the output."""
+    heads = (shape.N, shape.K, shape.K, shape.N)
+    return tuple(jnp.asarray(rng.normal(size=(shape.B, shape.T, n, shape.H)), jnp.bfloat16) for n in heads)
+
+
+def _mask(segments: jax.Array, window: int) -> jax.Array:
+    T = segments.shape[1]
+    return (segments[:, :, None] == segments[:, None, :]) & causal_mask(jnp.arange(T)[None], T, window)
+
+
+def _value_and_gradients(kernel: Kernel, window: int) -> Callable[..., tuple[jax.Array, ...]]:
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, segments: jax.Array) -> tuple[jax.Array, ...]:
+        output, pull = jax.vjp(lambda q, k, v: kernel(q, k, v, segments, window), q, k, v)
+        return output, *pull(do.astype(output.dtype))
+
+    return jax.jit(run)
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -1,0 +1,216 @@
+"""Causal attention a block of queries at a time, for devices and cases without a fused kernel.
+
+No array of T × T scores ever exists, and most of what no query may see is not computed: each range of queries meets the
+keys up to its own end, within a window those from its own beginning. The backward pass computes probabilities again
+from the logarithm of their denominators (Dao et al. 2022, "FlashAttention").
+
+Shapes: B batch, T length, S keys, R queries of a range, N query heads, K key/value heads, G = N/K, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+# Ranges of queries, at most; more would compute less for nothing, and make the program longer.
+RANGES = 8
+# Queries of a range, at least: products of fewer rows are slow.
+MIN_RANGE = 128
+# Queries whose scores exist at the same time, of a longer range.
+QUERY_BLOCK = 256
+# What the backward pass needs of the forward one, for rules on what is kept.
+ATTENDED = 'attended'
+
+
+def attend_blockwise(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None, *, window: int
+) -> jax.Array:
+    """softmax(q·k / sqrt(H)) · v over the keys up to the query's position, of its own document.
+
+    Args:
+        q_BTNH: queries; k_BTKH, v_BTKH: keys and values, K dividing N.
+        segments_BT: number of the document that a token belongs to; None: each row is one.
+        window: how many last tokens a query sees, its own included; 0: all.
+
+    Returns:
+        [B, T, N, H] in q's type.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    # Heads before positions: products over the last two axes are what XLA has fast kernels for on a CPU.
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    o_BKGTH = _attend(q_BKGTH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segments_BT, window)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+class Range(NamedTuple):
+    """Queries `first` … `last` - 1, which meet the keys from `start` on."""
+
+    first: int
+    last: int
+    start: int
+
+
+class _Keys(NamedTuple):
+    """What a range of queries meets, the first key of which is number `start`."""
+
+    k_BKSH: jax.Array
+    v_BKSH: jax.Array
+    segments_BS: jax.Array | None
+
+
+class _Queries(NamedTuple):
+    """Some queries and what belongs to them; what only the backward pass has is None before."""
+
+    # Number of each.
+    position_R: jax.Array
+    q_BKGRH: jax.Array
+    segments_BR: jax.Array | None
+    log_z_BKGR: jax.Array | None = None
+    gradient_BKGRH: jax.Array | None = None
+    # Σ output · its gradient.
+    delta_BKGR: jax.Array | None = None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(
+    q_BKGTH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, segments_BT: jax.Array | None, window: int
+) -> jax.Array:
+    return _forward(q_BKGTH, k_BKTH, v_BKTH, segments_BT, window)[0]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, window: int) -> tuple[Any, Any]:
+    outputs = []
+    for part in query_ranges(q.shape[3], window):
+        keys = _keys(part, k, v, segments)
+        attend_block = partial(_block_forward, keys, part.start, window)
+        outputs.append(
+            _by_blocks(lambda _, queries, f=attend_block: (None, f(queries)), None, _queries(part, q, segments))[1]
+        )
+    o, log_z = (jnp.concatenate(parts, axis=3) for parts in zip(*outputs, strict=True))
+    o, log_z = checkpoint_name(o, ATTENDED), checkpoint_name(log_z, ATTENDED)
+    return o, (q, k, v, segments, o, log_z)
+
+
+def _backward(window: int, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    q, k, v, segments, o, log_z = residuals
+    delta = (o.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(-1)
+    q_gradients = []
+    of_keys, of_values = [], []
+    for part in query_ranges(q.shape[3], window):
+        keys = _keys(part, k, v, segments)
+        queries = _queries(part, q, segments, log_z, gradient, delta)
+        zeros = (jnp.zeros(keys.k_BKSH.shape, jnp.float32), jnp.zeros(keys.v_BKSH.shape, jnp.float32))
+        sums, q_gradient = _by_blocks(partial(_block_backward, keys, part.start, window), zeros, queries)
+        q_gradients.append(q_gradient)
+        # Sums of padded arrays are one loop; adding to a slice would be a scatter, which CPUs do number by number.
+        rest = [(0, 0), (0, 0), (part.start, k.shape[2] - part.last), (0, 0)]
+        of_keys.append(jnp.pad(sums[0], rest))
+        of_values.append(jnp.pad(sums[1], rest))
+    k_gradient, v_gradient = sum(of_keys[1:], of_keys[0]), sum(of_values[1:], of_values[0])
+    return jnp.concatenate(q_gradients, axis=3), k_gradient.astype(k.dtype), v_gradient.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def query_ranges(length: int, window: int) -> Iterator[Range]:
+    """The ranges of a sequence, from its beginning; `window` as in `attend_blockwise`."""
+    size = max(MIN_RANGE, -(-length // RANGES))
+    if size > QUERY_BLOCK:
+        size = -(-size // QUERY_BLOCK) * QUERY_BLOCK
+    for first in range(0, length, size):
+        yield Range(first, min(first + size, length), max(0, first - window + 1) if window else 0)
+
+
+def _keys(part: Range, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> _Keys:
+    seen = slice(part.start, part.last)
+    return _Keys(k[:, :, seen], v[:, :, seen], None if segments is None else segments[:, seen])
+
+
+def _queries(part: Range, q: jax.Array, segments: jax.Array | None, *of_backward: jax.Array) -> _Queries:
+    own = slice(part.first, part.last)
+    rest = (x[:, :, :, own] for x in of_backward)
+    return _Queries(
+        jnp.arange(part.first, part.last), q[:, :, :, own], None if segments is None else segments[:, own], *rest
+    )
+
+
+def _by_blocks(run: Any, carry: Any, queries: _Queries) -> tuple[Any, Any]:
+    """A scan of `run(carry, queries) → (carry, arrays [B, K, G, R, …])` over blocks; at once if they do not divide."""
+    R = len(queries.position_R)
+    if R <= QUERY_BLOCK or R % QUERY_BLOCK:
+        return run(carry, queries)
+
+    def split(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, QUERY_BLOCK, *x.shape[axis + 1 :]), axis, 0)
+
+    axes = _Queries(0, 3, 1, 3, 3, 3)  # type: ignore[arg-type]
+    blocks = _Queries(*(None if x is None else split(x, axis) for x, axis in zip(queries, axes, strict=True)))  # type: ignore[arg-type]
+    carry, outputs = jax.lax.scan(run, carry, blocks)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 3)
+        return x.reshape(*x.shape[:3], R, *x.shape[5:])
+
+    return carry, jax.tree.map(join, outputs)
+
+
+def _scores(queries: _Queries, keys: _Keys, start: int, window: int) -> jax.Array:
+    """q·k / sqrt(H), float32 [B, K, G, R, S]; the smallest finite value where a query may not look."""
+    # Scores and softmax are float32: bfloat16 keeps 8 bits, too few for a sum over thousands of keys.
+    scale = 1 / math.sqrt(queries.q_BKGRH.shape[-1])
+    q, k = queries.q_BKGRH, keys.k_BKSH
+    scores = scale * jnp.einsum('BKGRH,BKSH->BKGRS', q, k, preferred_element_type=jnp.float32)
+    behind_RS = queries.position_R[:, None] - (start + jnp.arange(k.shape[2]))
+    sees = (behind_RS >= 0) & (behind_RS < window) if window else behind_RS >= 0
+    if queries.segments_BR is not None and keys.segments_BS is not None:
+        sees = sees & (queries.segments_BR[:, :, None] == keys.segments_BS[:, None, :])
+        sees = sees[:, None, None]
+    return jnp.where(sees, scores, jnp.finfo(jnp.float32).min)
+
+
+def _block_forward(keys: _Keys, start: int, window: int, queries: _Queries) -> tuple[jax.Array, jax.Array]:
+    """Outputs, and the logarithm of the softmax's denominators."""
+    scores = _scores(queries, keys, start, window)
+    largest = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - largest)
+    z = weights.sum(-1, keepdims=True)
+    v = keys.v_BKSH
+    output = jnp.einsum('BKGRS,BKSH->BKGRH', weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return (output * (1 / z)).astype(v.dtype), (largest + jnp.log(z))[..., 0]
+
+
+def _block_backward(
+    keys: _Keys, start: int, window: int, sums: tuple[jax.Array, jax.Array], queries: _Queries
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    """Sums of the gradients by keys and values with this block's, and those by its queries."""
+    q, gradient = queries.q_BKGRH, queries.gradient_BKGRH
+    assert queries.log_z_BKGR is not None
+    assert queries.delta_BKGR is not None
+    assert gradient is not None
+    weights = jnp.exp(_scores(queries, keys, start, window) - queries.log_z_BKGR[..., None])
+    by_weight = jnp.einsum('BKGRH,BKSH->BKGRS', gradient, keys.v_BKSH, preferred_element_type=jnp.float32)
+    by_score = weights * (by_weight - queries.delta_BKGR[..., None]) * (1 / math.sqrt(q.shape[-1]))
+    weights, by_score = weights.astype(q.dtype), by_score.astype(q.dtype)
+    by_query = jnp.einsum('BKGRS,BKSH->BKGRH', by_score, keys.k_BKSH)
+
+    by_key, by_value = _over_queries(q, by_score), _over_queries(gradient, weights)
+    return (sums[0] + by_key, sums[1] + by_value), by_query
+
+
+def _over_queries(x_BKGRH: jax.Array, y_BKGRS: jax.Array) -> jax.Array:
+    """Σ over queries of the products of x and y: float32 [B, K, S, H]."""
+    x_BKHQ = x_BKGRH.reshape(*x_BKGRH.shape[:2], -1, x_BKGRH.shape[-1]).swapaxes(2, 3)
+    y_BKQS = y_BKGRS.reshape(*y_BKGRS.shape[:2], -1, y_BKGRS.shape[-1])
+    # Both barriers keep the transposes of what is small. Without them XLA takes those of the large one, and has no
+    # fast kernel for the product on a CPU.
+    x_BKHQ = jax.lax.optimization_barrier(x_BKHQ)
+    sum_BKHS = jax.lax.optimization_barrier(jnp.einsum('BKHQ,BKQS->BKHS', x_BKHQ, y_BKQS))
+    return sum_BKHS.swapaxes(2, 3).astype(jnp.float32)

@@ -1,0 +1,143 @@
+"""The script of GPU measurements, with a stand-in for Python that tells what it was asked for."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from maxlm.config.load import load, split_overrides
+from maxlm.config.resolve import resolve
+from tests.conftest import ROOT
+
+# Writes the output that it is asked for, but for measurements whose names are in FAILING, at the code that is there.
+STAND_IN = """#!/usr/bin/env bash
+case "$1" in -c) exit 0 ;; esac
+echo "$*" >>"$CALLS"
+for word in "$@"; do
+  case "$word" in --output=*) file="${word#--output=}" ;; esac
+done
+name="$(basename "$file" .json)"
+for failing in $FAILING; do
+  [ "${failing%:*}" = "$name" ] && exit "${failing#*:}"
+done
+echo '{}' >"$file"
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    stand_in, out = tmp_path / 'python3', tmp_path / 'out'
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+
+    def run(limit, failing=''):
+        """The process, the calls of Python by name, and the names of files written."""
+        calls = tmp_path / f'calls_{limit}'
+        environment = {
+            'PATH': f'{tmp_path}{os.pathsep}{os.environ["PATH"]}',
+            'OUT': str(out),
+            'CALLS': str(calls),
+            'LIMIT': str(limit),
+            'FAILING': failing,
+        }
+        done = subprocess.run(['bash', f'{ROOT}/benchmarks/gpu.sh'], env=environment, capture_output=True, text=True)
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        by_name = {re.search(r'--output=\S*/(\w+)\.json', line)[1]: line.split() for line in lines}
+        assert len(by_name) == len(lines)
+        return done, by_name, {file.stem for file in out.glob('*.json')}
+
+    return run
+
+
+# More seconds than it can ever need.
+ALWAYS = 10**6
+
+
+def test_runs_through(run):
+    done, calls, files = run(ALWAYS)
+    assert done.returncode == 0, done.stderr
+    assert 'left out' not in done.stdout
+    names = list(calls)
+    assert set(names) == files
+    # In the order of what they tell.
+    assert names[:8] == ['attention', '1b', 'peers', '1b_fp8', 'neox', 'xlarge', 'd24', '7b_8layers']
+    assert f'--beside={os.path.dirname(calls["1b"][2].removeprefix("--output="))}/1b.json' in calls['1b_fp8']
+    assert {words[1] for words in calls.values()} == {f'benchmarks.{m}' for m in ('gpu_attention', 'peers_gpu', 'step')}
+
+
+def test_measures_what_there_is(run):
+    """Every config and override of it is one of maxlm's, on a GPU of the kind it is for."""
+    for words in run(ALWAYS)[1].values():
+        if words[1] != 'benchmarks.step':
+            continue
+        overrides, rest = split_overrides(words)
+        (spec,) = (word.removeprefix('--config=') for word in rest if word.startswith('--config='))
+        config = load(str(ROOT / spec), overrides)
+        vocab_size = config.model.vocab_size or 50_257
+        resolved = resolve(config, platform='gpu', num_devices=1, vocab_size=vocab_size, windows=1, capability=(9, 0))
+        assert resolved.model.attention == 'cudnn'
+        assert resolved.train.global_batch <= 16
+
+
+def test_xla_knows_the_options(run):
+    options = [word.removeprefix('--xla=') for words in run(ALWAYS)[1].values() for word in words if '--xla=' in word]
+    assert len(options) > 3
+    program = "import jax; jax.devices('cpu')"
+    for more, is_known in (('', True), (' --xla_gpu_no_such_option=1', False)):
+        environment = {**os.environ, 'XLA_FLAGS': ' '.join(f'--{option}' for option in options) + more}
+        done = subprocess.run([sys.executable, '-c', program], env=environment, capture_output=True, text=True)
+        assert (done.returncode == 0) == is_known, done.stderr
+
+
+def test_starts_nothing_that_the_time_is_too_short_for(run):
+    done, calls, _ = run(0)
+    assert done.returncode == 0, done.stderr
+    assert calls == {}
+    (line,) = (line for line in done.stdout.splitlines() if 'left out' in line)
+    assert ' attention 1b peers 1b_fp8 neox ' in line
+    # Of those that need more than a second limit some are left out, and the rest is not.
+    done, calls, files = run(110)
+    assert done.returncode == 0, done.stderr
+    assert 'attention' in files
+    assert not {'peers', '1b_unrolled', 'peers_cudnn'} & set(calls)
+    (line,) = (line for line in done.stdout.splitlines() if 'left out' in line)
+    assert {'peers', '1b_unrolled', 'peers_cudnn'} <= set(line.split())
+    assert not set(calls) & set(line.split())
+
+
+def test_a_failure_is_told_and_stops_nothing(run):
+    done, calls, files = run(ALWAYS, failing='1b:1 xlarge:124')
+    assert done.returncode == 1
+    assert set(calls) - files == {'1b', 'xlarge'}
+    assert 'error: 1b: exit code 1' in done.stderr
+    assert 'error: xlarge: took too long' in done.stderr
+    assert done.stderr.splitlines()[-1] == 'error: failed: 1b xlarge'
+
+
+def test_a_limit_that_is_none(run):
+    done, calls, _ = run('soon')
+    assert done.returncode == 2
+    assert 'LIMIT=soon' in done.stderr
+    assert calls == {}
+
+
+def test_refuses_a_machine_without_a_gpu(tmp_path):
+    environment = {**os.environ, 'PYTHON': sys.executable, 'OUT': str(tmp_path)}
+    done = subprocess.run(['bash', f'{ROOT}/benchmarks/gpu.sh'], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert 'no GPU' in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_a_missing_package(tmp_path):
+    """One line that says how to get it; -S leaves out all that was installed."""
+    python = tmp_path / 'python'
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    environment = {'PATH': os.environ['PATH'], 'PYTHON': str(python), 'OUT': str(tmp_path / 'out')}
+    done = subprocess.run(['bash', f'{ROOT}/benchmarks/gpu.sh'], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count('\n') == 1
+    assert 'pip install jax flax optax ml_collections' in done.stderr

@@ -1,0 +1,113 @@
+"""Attention in ranges of queries against the whole array of scores, its gradients too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.model import blockwise
+from maxlm.model.attention import causal_mask
+from maxlm.model.blockwise import attend_blockwise
+from maxlm.planning.program import read_program
+
+H = 8
+
+
+def dense(q, k, v, segments, *, window):
+    T, N = q.shape[1:3]
+    mask = causal_mask(jnp.arange(T)[None], T, window)
+    if segments is not None:
+        mask = mask & (segments[:, :, None] == segments[:, None, :])
+    k, v = (jnp.repeat(x, N // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum('BTNH,BSNH->BNTS', q, k) / np.sqrt(H)
+    weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum('BNTS,BSNH->BTNH', weights, v)
+
+
+def inputs(B, T, N, K, documents):
+    rng = np.random.default_rng(T)
+    q, k, v, g = (jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.float32) for heads in (N, K, K, N))
+    segments = jnp.asarray(np.sort(rng.integers(0, documents, (B, T)), axis=1)) if documents else None
+    return (q, k, v), segments, g
+
+
+def with_gradients(attend, qkv, segments, g, window):
+    def total(q, k, v):
+        o = attend(q, k, v, segments, window=window)
+        return (o * g).sum(), o
+
+    (_, o), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*qkv)
+    return o, *gradients
+
+
+def difference(found, wanted):
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(found, wanted, strict=True))
+
+
+# 128, 130 and 700: one range, one and a bit, several of which the last is short. 4096: ranges of two blocks each.
+@pytest.mark.parametrize(
+    ('B', 'T', 'N', 'K', 'documents', 'window'),
+    [
+        (2, 7, 2, 2, 0, 0),
+        (2, 128, 2, 1, 3, 0),
+        (1, 130, 2, 2, 0, 5),
+        (2, 700, 4, 2, 4, 0),
+        (2, 700, 4, 2, 4, 150),
+        (1, 4096, 2, 1, 5, 0),
+        (1, 4096, 1, 1, 5, 700),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_all_scores(B, T, N, K, documents, window):
+    qkv, segments, g = inputs(B, T, N, K, documents)
+    found = with_gradients(attend_blockwise, qkv, segments, g, window)
+    wanted = with_gradients(dense, qkv, segments, g, window)
+    assert difference(found, wanted) < 2e-5
+    # Controls: another window, and without documents.
+    assert difference(found, with_gradients(dense, qkv, segments, g, 3)) > 1e-2
+    if documents:
+        assert difference(found, with_gradients(dense, qkv, None, g, window)) > 1e-2
+
+
+def test_bfloat16_is_near():
+    qkv, segments, g = inputs(2, 300, 4, 2, 3)
+    wanted = with_gradients(dense, qkv, segments, g, 0)
+    low = with_gradients(attend_blockwise, [x.astype(jnp.bfloat16) for x in qkv], segments, g.astype(jnp.bfloat16), 0)
+    assert all(x.dtype == jnp.bfloat16 for x in low)
+    assert 1e-3 < difference([x.astype(jnp.float32) for x in low], wanted) < 0.1
+
+
+def shapes_in(T):
+    qkv, _, g = inputs(1, T, 1, 1, 0)
+
+    def total(q, k, v):
+        return (attend_blockwise(q, k, v, None, window=0) * g).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(*qkv))
+    return {tuple(map(int, part.split(']')[0].split(','))) for part in text.split('f32[')[1:] if part[0].isdigit()}
+
+
+def test_no_array_of_all_scores_exists(monkeypatch):
+    def largest():
+        return max(np.prod(shape) for shape in shapes_in(4096))
+
+    assert largest() == blockwise.QUERY_BLOCK * 4096
+    # Control: in one range of one block it does.
+    monkeypatch.setattr(blockwise, 'RANGES', 1)
+    monkeypatch.setattr(blockwise, 'QUERY_BLOCK', 4096)
+    assert largest() == 4096 * 4096
+
+
+def test_most_of_what_no_query_may_see_is_not_computed():
+    def share(attend, window):
+        """Of the dense products."""
+        T = 1024
+        qkv, _, _ = inputs(1, T, 1, 1, 0)
+        compiled = jax.jit(lambda q, k, v: attend(q, k, v, None, window=window)).lower(*qkv).compile()
+        return read_program(compiled.as_text(), {'data': 1}).flops / (4 * T * T * H)
+
+    # Eight ranges: (1 + … + 8) / 64.
+    assert share(attend_blockwise, 0) == 36 / 64
+    # The first range, and seven of 128 + 127 keys.
+    assert share(attend_blockwise, 128) == (128 + 7 * 255) / (8 * 1024)
+    # Control.
+    assert share(dense, 0) == 1

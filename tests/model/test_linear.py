@@ -1,0 +1,75 @@
+"""Several projections of one input, applied together and one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.model.linear import Linear, apply_together
+from maxlm.model.placement import ONE_DEVICE, OneDevice
+from maxlm.planning.program import read_program
+
+D = 8
+OUTPUTS = {'heads': (4, 6), 'kv_heads': (2, 6), 'ffn': (10,)}
+
+
+class Split(OneDevice):
+    """Says that heads are split, as on a mesh."""
+
+    def parts(self, axis):
+        return 2 if axis == 'heads' else 1
+
+
+def make(placement):
+    rngs = nnx.Rngs(0)
+    init = jax.nn.initializers.normal(1.0)
+    made = [
+        Linear(
+            (D,),
+            shape,
+            in_axes=('embed',),
+            out_axes=(axis, 'head_dim')[: len(shape)],
+            init=init,
+            use_bias=axis != 'ffn',
+            matmul='default',
+            placement=placement,
+            rngs=rngs,
+        )
+        for axis, shape in OUTPUTS.items()
+    ]
+    for linear in made[:2]:
+        linear.bias[...] = jax.random.normal(rngs.params(), linear.bias.shape)
+    return made
+
+
+def outputs_and_gradients(apply, placement, x):
+    graph, params = nnx.split(make(placement))
+
+    def total(params, x):
+        outputs = apply(nnx.merge(graph, params), x)
+        return sum(((i + 1) * jnp.sin(y)).sum() for i, y in enumerate(outputs)), outputs
+
+    compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True)).lower(params, x).compile()
+    (_, outputs), gradients = compiled(params, x)
+    text = compiled.as_text()
+    return (
+        [*outputs, *jax.tree.leaves(gradients)],
+        text.count(' dot('),
+        read_program(text, {'data': 1}),
+    )
+
+
+@pytest.mark.parametrize(('placement', 'products'), [(ONE_DEVICE, 1), (Split(), 3)])
+def test_together_is_as_one_by_one(placement, products):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, D)), jnp.float32)
+    together, num_together, program = outputs_and_gradients(apply_together, placement, x)
+    alone, num_alone, wanted = outputs_and_gradients(lambda linears, x: [f(x) for f in linears], ONE_DEVICE, x)
+    assert [y.shape for y in together[:3]] == [(2, 5, *shape) for shape in OUTPUTS.values()]
+    for found, expected in zip(together, alone, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        # Control: they are not all alike.
+        assert np.abs(found - 1.01 * expected).max() > 1e-3
+    # Forward, and both products of the backward pass.
+    assert (num_together, num_alone) == (3 * products, 9)
+    assert program.flops == wanted.flops
