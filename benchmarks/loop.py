@@ -2,10 +2,11 @@
 
     python -m benchmarks.loop [--config=configs/tiny.py] [--config.section.key=value …] [--steps=N] [--output=FILE]
 
-`maxlm.train` runs with its data, metrics, TensorBoard, checkpoints and evaluation, on text of Python's standard
-library; the bare step is the same program in a process of its own, with batches that are on the device. They take
-turns; a figure is the median over the rounds. Where data or checkpoints cannot be had (no grain, no Orbax), only the
-bare step is measured.
+`maxlm.train` runs with its data, metrics, checkpoints and evaluation, on text of Python's standard library: once with
+everything that tells of a run (TensorBoard, W&B offline, readings of the machine every second, samples), and once with
+all of it off. The bare step is the same program in a process of its own, with batches that are on the device. They
+take turns; a figure is the median over the rounds. Where data or checkpoints cannot be had (no grain, no Orbax), only
+the bare step is measured.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from typing import Any, NamedTuple
 from maxlm.config.load import split_overrides
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 
-# What a run cannot be without, and what only TensorBoard needs.
+# What a run cannot be without, and what only telling of it needs.
 NEEDED = ('grain', 'array_record', 'orbax', 'tokenizers', 'tqdm', 'tensorstore')
 FOR_TENSORBOARD = ('clu', 'tensorflow')
+FOR_WANDB = ('wandb',)
 PACKAGES = ('asyncio', 'concurrent', 'email', 'http', 'importlib', 'json', 'logging', 'multiprocessing', 'unittest')
 VOCABULARY = 4096
 # Steps that do not count: the first are slower.
@@ -46,6 +48,8 @@ NOTHING = {
     'eval.every': 0,
     'checkpoint.every_steps': 0,
 }
+# Nothing tells of a run but its log and metrics.jsonl.
+OFF = {'metrics.tensorboard': False, 'metrics.wandb': '', 'metrics.devices_seconds': 0, 'eval.samples': 0}
 # Of a start: two steps, each with its line.
 START = {
     'train.num_steps': 2,
@@ -109,14 +113,14 @@ class Bench:
         self._directory = directory
         self._number = 0
         self.machine: dict[str, Any] = {}
-        self.missing = [name for name in (*NEEDED, *FOR_TENSORBOARD) if importlib.util.find_spec(name) is None]
+        self.missing = [name for name in (*NEEDED, *FOR_TENSORBOARD, *FOR_WANDB) if importlib.util.find_spec(name) is None]
         self._runs = not set(self.missing) & set(NEEDED)
         self._vocabulary = VOCABULARY
         if not self._runs:
             print(f'only the bare step is measured: {", ".join(self.missing)} cannot be imported')
             return
         if self.missing:
-            print(f'without TensorBoard: {", ".join(self.missing)} cannot be imported')
+            print(f'without a part of what tells of a run: {", ".join(self.missing)} cannot be imported')
         self._prepare()
 
     def import_seconds(self) -> float:
@@ -140,14 +144,17 @@ class Bench:
         return {kind: _spread(values) for kind, values in seconds.items()}
 
     def loop(self, rounds: int, steps: int) -> dict[str, Any]:
-        """The run and the bare step in turns."""
-        turns, bare = self._turns(rounds, steps, {})
+        """The run, with all that tells of it and with nothing, and the bare step in turns."""
+        turns, quiet, bare = self._turns(rounds, steps, {}, off=OFF)
         if not turns:
             return {'bare_step_seconds': _spread(bare)}
         # Neighbours in time are compared.
         pairs = list(zip(turns, bare, strict=True))
+        on_off = zip(turns, quiet, strict=True)
         return {
             'bare_step_seconds': _spread(bare),
+            'quiet_step_seconds': _spread([turn.step_seconds for turn in quiet]),
+            'share_of_quiet': _spread([off.step_seconds / on.step_seconds for on, off in on_off]),
             'step_seconds': _spread([turn.step_seconds for turn in turns]),
             'share_of_bare': _spread([seconds / turn.step_seconds for turn, seconds in pairs]),
             'share_of_bare_with_evaluation': _spread([seconds / turn.with_evaluation for turn, seconds in pairs]),
@@ -156,23 +163,30 @@ class Bench:
 
     def host(self, rounds: int, steps: int) -> dict[str, Any]:
         """What the loop adds to a step that takes no time."""
-        turns, bare = self._turns(rounds, steps, NOTHING)
+        turns, _, bare = self._turns(rounds, steps, {**NOTHING, **OFF})
         added = [(turn.step_seconds - seconds) * 1e6 for turn, seconds in zip(turns, bare, strict=False)]
         of_nothing = {'bare_step_of_no_size_microseconds': _spread([seconds * 1e6 for seconds in bare])}
         return {**of_nothing, 'host_microseconds': _spread(added)} if added else of_nothing
 
-    def _turns(self, rounds: int, steps: int, settings: dict[str, Any]) -> tuple[list[Turn], list[float]]:
+    def _turns(
+        self, rounds: int, steps: int, settings: dict[str, Any], off: dict[str, Any] | None = None
+    ) -> tuple[list[Turn], list[Turn], list[float]]:
+        """Runs, runs with the settings `off` if any, and seconds of bare steps."""
         programs = self._directory / 'programs'
-        turns, bare = [], []
+        length = {'train.num_steps': WARMUP + steps, 'optimizer.warmup_steps': 10}
+        bare: list[float] = []
+        runs: dict[str, list[Turn]] = {'run': [], 'quiet': []}
+        kinds = ['bare', *(['run'] if self._runs else []), *(['quiet'] if self._runs and off else [])]
         for number in range(rounds):
-            # Now one is the first and now the other.
-            for kind in ('run', 'bare') if number % 2 else ('bare', 'run'):
+            # Now one is the first and now another.
+            for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
                 if kind == 'bare':
-                    bare.append(self._bare(steps, programs / 'bare', settings)[0])
-                elif self._runs:
-                    length = {'train.num_steps': WARMUP + steps, 'optimizer.warmup_steps': 10}
-                    turns.append(_read(self._train(programs / 'train', {**settings, **length})))
-        return turns, bare
+                    known = {key: value for key, value in settings.items() if key not in OFF}
+                    bare.append(self._bare(steps, programs / 'bare', known)[0])
+                else:
+                    chosen = {**settings, **length, **(off or {} if kind == 'quiet' else {})}
+                    runs[kind].append(_read(self._train(programs / 'train', chosen)))
+        return runs['run'], runs['quiet'], bare
 
     def _bare(self, steps: int, programs: Path, settings: dict[str, Any] | None = None) -> tuple[float, float]:
         """Seconds of a step, and from the start of the process to the end of its first."""
@@ -196,7 +210,10 @@ class Bench:
         settings = {
             'data.path': self._directory / 'data',
             'train.compile_cache': programs,
-            'metrics.tensorboard': not self.missing,
+            'metrics.tensorboard': not set(self.missing) & set(FOR_TENSORBOARD),
+            'metrics.wandb': '' if set(self.missing) & set(FOR_WANDB) else 'offline',
+            'metrics.devices_seconds': 1,
+            'eval.samples': 2,
             **settings,
         }
         words = [f'--config={self._config}', f'--workdir={workdir}', *self._overrides, *_words(settings)]

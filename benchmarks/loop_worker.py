@@ -19,6 +19,7 @@ from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.planning.compile import compile_train_step
+from maxlm.runtime.freed_memory import keep_freed_memory
 from maxlm.training.sharding import make_layout
 from maxlm.training.step import abstract_state, init_state
 
@@ -70,4 +71,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
+    # As `maxlm.train` does.
+    keep_freed_memory()
     sys.exit(exit_code(main, sys.argv[1:]))

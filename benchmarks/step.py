@@ -35,6 +35,7 @@ from maxlm.planning.flops import training_flops
 from maxlm.planning.forecast import compile_for
 from maxlm.planning.machine import present_machine
 from maxlm.planning.memory import estimate_memory
+from maxlm.runtime.freed_memory import keep_freed_memory
 from maxlm.training.sharding import make_layout
 from maxlm.training.step import abstract_state, init_state
 
@@ -271,4 +272,6 @@ def _print(result: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
+    # As `maxlm.train` does.
+    keep_freed_memory()
     sys.exit(exit_code(main, sys.argv[1:]))

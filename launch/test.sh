@@ -10,4 +10,5 @@ maxlm_gpu_compiler
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest --numprocesses="${MAXLM_TEST_PROCESSES:-2}" --durations=10 "$@"
+# Each process takes half of the files, one after the other, so that what the tests of a file share is made once.
+exec python -m pytest --numprocesses="${MAXLM_TEST_PROCESSES:-2}" --dist=worksteal --durations=10 "$@"

@@ -5,6 +5,7 @@ Shapes: A micro-batches, B batch, T length, D dim, S sources.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -247,8 +248,12 @@ def split_micro_batches(rows: jax.Array, num: int, layout: Layout) -> jax.Array:
     return layout.constrain(rows.reshape(-1, num, *rows.shape[1:]).swapaxes(0, 1), axes)
 
 
+@functools.lru_cache(maxsize=16)
 def abstract_model(config: Config, layout: Layout) -> Decoder:
-    """The decoder with shapes in place of parameters."""
+    """The decoder with shapes in place of parameters; not to be changed, for it is the same at every call.
+
+    Before its first step a run asks for it twenty times, a tenth of a second each.
+    """
     return nnx.eval_shape(lambda: _make_model(config, layout))
 
 

@@ -14,12 +14,12 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIG = ROOT / 'configs' / 'tiny.py'
 
 
-def golden_run(dataset: Path, workdir: Path, *, seed: int = 0) -> dict[str, float]:
+def golden_run(dataset: Path, workdir: Path, *, seed: int = 0, num_steps: int = 100) -> dict[str, float]:
     """Name and step → loss, for training and evaluation."""
     overrides = {
         'data.path': dataset,
         'data.window': 128,
-        'train.num_steps': 100,
+        'train.num_steps': num_steps,
         'train.seed': seed,
         'metrics.tensorboard': 'false',
         'metrics.peak_tflops': 1,

@@ -35,6 +35,8 @@ def run(folder, *command):
     }
     # Nothing goes into the home of who tests.
     kept['JAX_COMPILATION_CACHE_DIR'] = ''
+    # Compiling all modules of all packages at once takes longer than those that are used do at their first import.
+    kept['PIP_NO_COMPILE'] = '1'
     kept['PATH'] = os.pathsep.join(part for part in kept['PATH'].split(os.pathsep) if '.venv' not in part)
     return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True)
 
