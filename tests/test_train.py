@@ -44,7 +44,9 @@ SMALL = {
     'optimizer.warmup_steps': 5,
     'eval.every': 10,
     'eval.num_batches': 1,
+    'eval.samples': 0,
     'metrics.tensorboard': 'false',
+    'metrics.devices_seconds': 0,
     'metrics.peak_tflops': 1,
 }
 
@@ -313,7 +315,12 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once, 
     # some choices of another key look at.
     by_family = {
         'llama': {'train__num_steps': 2, 'model__rotary_scaling': 'yarn', 'model__dtype': 'float16'},
-        'gpt2': {'train__num_tokens': 256, 'train__global_batch_tokens': 128, 'optimizer__warmup_tokens': 128},
+        'gpt2': {
+            'train__num_tokens': 256,
+            'train__global_batch_tokens': 128,
+            'optimizer__warmup_tokens': 128,
+            'metrics__wandb': 'offline',
+        },
         'qwen3': {'train__num_steps': 2, 'model__attention_pattern': 'S', 'model__sliding_window': 4},
         'gpt_neox': {'train__num_epochs': 0.025, 'model__rotary_scaling': 'llama3'},
         'nanochat': {
@@ -327,7 +334,13 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once, 
         },
     }
     for family, chosen in by_family.items():
-        settings = {'model__family': family, 'eval__every': 2, 'metrics__tensorboard': 'true', **chosen}
+        settings = {
+            'model__family': family,
+            'eval__every': 2,
+            'eval__samples': 1,
+            'metrics__tensorboard': 'true',
+            **chosen,
+        }
         command = arguments(dataset, tmp_path / family, **settings)
         command = [word for word in command if not word.endswith(('num_steps=20', 'warmup_steps=5'))]
         assert train.main([*command, '--config.optimizer.warmup_steps=0']) == EXIT_DONE

@@ -12,7 +12,19 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / 'maxlm'
 FILES = sorted(PACKAGE.rglob('*.py'))
-WINGS = ('data', 'model', 'training', 'runtime', 'planning', 'inference', 'huggingface', 'config')
+WINGS = (
+    'data',
+    'model',
+    'training',
+    'runtime',
+    'planning',
+    'inference',
+    'huggingface',
+    'monitoring',
+    'reporting',
+    'config',
+    'doctoring',
+)
 # What a wing must not know.
 FORBIDDEN = {
     **{wing: {*VERBS, '__main__'} for wing in WINGS},
@@ -20,6 +32,10 @@ FORBIDDEN = {
     'model': {*VERBS, '__main__', 'training', 'runtime', 'data', 'inference'},
     'training': {*VERBS, '__main__', 'runtime', 'data', 'inference'},
     'huggingface': {*VERBS, '__main__', 'inference'},
+    # It must start at once, so it leaves JAX alone.
+    'monitoring': {*VERBS, '__main__', 'model', 'training', 'planning', 'inference', 'huggingface'},
+    # Only files of a run, never the run itself.
+    'reporting': {*VERBS, '__main__', 'data', 'model', 'training', 'planning', 'inference', 'huggingface'},
 }
 # Formats are read and written without the libraries that they are from.
 FOREIGN = {'torch', 'transformers', 'huggingface_hub'}
