@@ -10,6 +10,7 @@ import pytest
 from maxlm.runtime.events import ENDS, read_events
 from maxlm.runtime.goodput import CATEGORIES, read_ledger
 from maxlm.runtime.lines import read_lines
+from maxlm.runtime.stored import read_json
 from tests import slow_training
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
@@ -112,6 +113,12 @@ def test_the_metrics_and_events_tell_the_same(held_up):
     assert last['cost/dollars'] == pytest.approx(last['cost/hours'] * 3.6, rel=1e-3)
     assert last['cost/seconds_left'] == 0
     assert last['goodput/share'] == pytest.approx(ledger.share, rel=0.3)
+    # Budgets count the same hours, with what the lives that were killed had not saved any more.
+    progress = read_json(directory / 'slow' / 'checkpoints' / str(slow_training.LAST) / 'progress')
+    seconds = 3600 * progress['history']['decisions']['hours']
+    assert seconds == pytest.approx(3600 * last['cost/hours'], abs=3)
+    # Control: these are far more.
+    assert ledger.totals['lost'] + ledger.lives[1].seconds['start'] > 3.5
     events = read_events(directory / 'slow').lines
     assert [event['life'] for event in events if event['kind'] == 'started'] == [1, 2, 3]
     assert [event['from_step'] for event in events if event['kind'] == 'resumed'] == [20, 20]

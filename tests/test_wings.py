@@ -22,6 +22,7 @@ WINGS = (
     'huggingface',
     'monitoring',
     'reporting',
+    'posttrain',
     'config',
     'doctoring',
 )
@@ -96,6 +97,7 @@ def test_a_wing_imports_only_what_it_may(wing):
         ('training', 'from maxlm.data.records import Dataset', {'data'}),
         ('training', 'import maxlm.runtime.console\nimport maxlm.inference.engine', {'runtime', 'inference'}),
         ('huggingface', 'from maxlm.inference.load import load_model', {'inference'}),
+        ('posttrain', 'from maxlm.train import main', {'train'}),
         # What is allowed, and what only looks alike.
         ('huggingface', 'from maxlm.runtime import layers\nfrom maxlm.data import tokenizer', set()),
         ('runtime', 'from maxlm.training.step import TrainState', set()),

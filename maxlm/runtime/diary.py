@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, os_message
 from maxlm.planning.prices import Price
 from maxlm.runtime import events
 from maxlm.runtime.console import logger
@@ -264,6 +264,9 @@ def _read(path: Path, check: Callable[[list[dict[str, Any]]], object]) -> list[d
         aside = path.with_name(f'{path.name}.damaged')
         path.replace(aside)
         logger.warning(f'{path.name} is damaged and put aside as {aside.name}: {error}; the run goes on without it')
+        return []
+    except OSError as error:
+        logger.warning(f'{path.name} cannot be read ({os_message(error)}); the run goes on without it')
         return []
     if torn:
         logger.info(torn_note(path.name))

@@ -31,7 +31,7 @@ def test_what_is_refused(override, words):
 
 def test_a_project_is_needed_only_where_there_is_one():
     load(TINY, ['metrics.wandb_project='])
-    with pytest.raises(InputError, match='metrics.wandb_project'):
+    with pytest.raises(InputError, match=r'metrics\.wandb_project'):
         load(TINY, ['metrics.wandb=offline', 'metrics.wandb_project='])
 
 
