@@ -8,9 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TypeVar
-
-import jax
+from typing import Any, TypeVar
 
 from maxlm.runtime.timeline import Timeline
 
@@ -19,6 +17,8 @@ _LATE_SECONDS = 1e-3
 _CLOSE_SECONDS = 5.0
 
 Batch = TypeVar('Batch')
+# A jax.Array, whose types leave out `is_ready`.
+Running = Any
 
 
 class DataWait:
@@ -31,9 +31,9 @@ class DataWait:
 
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
-        self._queue: queue.SimpleQueue[jax.Array | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
         # What became ready last, and when.
-        self._ready: tuple[jax.Array | None, float] = None, 0.0
+        self._ready: tuple[Running | None, float] = None, 0.0
         self._too_late = False
         self._asked: float | None = None
         # From one batch to the next, as long as they came in time.
@@ -51,7 +51,7 @@ class DataWait:
         # Python aborts when it ends while a thread is in JAX. A device that is stuck must not hold up the end for ever.
         self._thread.join(_CLOSE_SECONDS)
 
-    def take(self, batches: Iterator[Batch], running: jax.Array | None) -> tuple[Batch, float]:
+    def take(self, batches: Iterator[Batch], running: Running | None) -> tuple[Batch, float]:
         """The next batch, and the seconds that it took to come, in which the device may have been busy.
 
         Args:
@@ -76,7 +76,7 @@ class DataWait:
         self._too_late = came - idle_since > _LATE_SECONDS
         return batch, came - asked
 
-    def _idle_since(self, running: jax.Array, asked: float, came: float, *, watched: bool) -> float:
+    def _idle_since(self, running: Running, asked: float, came: float, *, watched: bool) -> float:
         """When a device that was busy had nothing to do any more, at the latest now."""
         if watched:
             array, ready = self._ready

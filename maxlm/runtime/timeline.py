@@ -75,9 +75,10 @@ class Timeline:
         """While entered, what this thread compiles counts as `compile`, in whatever phase that happens."""
         thread = threading.get_ident()
 
-        def listen(event: str, seconds: float, **_: object) -> None:
+        # The names are those that JAX calls by.
+        def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
             if event in _COMPILING and threading.get_ident() == thread:
-                self.move(seconds, self._category, 'compile')
+                self.move(duration_secs, self._category, 'compile')
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:
