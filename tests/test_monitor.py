@@ -19,7 +19,7 @@ from tests import workdirs
 from tests.conftest import ROOT
 from tests.workdirs import BUILDERS
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 ENTER_SCREEN, LEAVE_SCREEN, SHOW_CURSOR = '\x1b[?1049h', '\x1b[?1049l', '\x1b[?25h'
 STYLE = re.compile(r'\x1b\[[\d;]*m')
 
@@ -95,6 +95,8 @@ class Terminal:
         self.before = termios.tcgetattr(self.slave)
         self.text = self.raw = ''
         self._decoder = codecs.getincrementaldecoder('utf-8')()
+        # These would stand for the size of the terminal.
+        kept = {name: value for name, value in os.environ.items() if name not in ('COLUMNS', 'LINES')}
         self.process = subprocess.Popen(
             [sys.executable, '-m', 'maxlm.monitor', *arguments],
             cwd=ROOT,
@@ -102,7 +104,7 @@ class Terminal:
             stdout=self.slave,
             stderr=self.slave,
             start_new_session=True,
-            env={**os.environ, 'TERM': 'xterm-256color', **environment},
+            env={**kept, 'TERM': 'xterm-256color', **environment},
         )
 
     def wait_for(self, words, *, since=0):

@@ -52,6 +52,7 @@ class Diary:
         num_devices: int,
         price: Price | None = None,
         process: int = 0,
+        alone: bool = True,
         agree: Callable[[int], int] = lambda life: life,
     ):
         """
@@ -63,10 +64,12 @@ class Diary:
             num_devices: of the run.
             price: of one of them for an hour.
             process: its number.
+            alone: there is no other. Otherwise an error may come of a peer that is gone: `Peers` finds that out and has
+                `leave` called.
             agree: the life's number of this process → that of all.
         """
         self.timeline, self.price = timeline, price
-        self._process, self._beat_seconds = process, beat_seconds
+        self._process, self._alone, self._beat_seconds = process, alone, beat_seconds
         self._dollars_per_hour = None if price is None else price.dollars * num_devices
         path = workdir / ledger_name(process)
         self._lines = shorter(_read(path, account))
@@ -171,12 +174,14 @@ class Diary:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            if not self._alone and not isinstance(error, InputError | KeyboardInterrupt):
+                return
             self._fails(error)
         self._close()
 
     def leave(self, code: int, reason: str) -> None:
         """The process is about to end at once, by the word of one of its threads."""
-        self.ends('preempted' if code == EXIT_PREEMPTED else 'failed', reason, code)
+        self._end_with('preempted' if code == EXIT_PREEMPTED else 'failed', reason, code)
         # A disk that does not answer must not keep it from that.
         closing = threading.Thread(target=self._close, daemon=True, name='diary-close')
         closing.start()
@@ -188,12 +193,15 @@ class Diary:
             code = EXIT_BAD_INPUT
         elif isinstance(error, KeyboardInterrupt):
             code = EXIT_INTERRUPTED
-        if self._end and self._end[0] == 'failed':
-            # The alert about it does not know the exit code.
+        kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
+        self._end_with('failed', f'{kind}{error}', code)
+
+    def _end_with(self, kind: str, message: str, code: int) -> None:
+        """Whatever was said before, unless that was the alert about the same, which does not know the exit code."""
+        if self._end and self._end[0] == kind:
             self._end[2]['code'] = code
         else:
-            kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
-            self._end = 'failed', f'{kind}{error}'[:_LONGEST_MESSAGE], {'code': code}
+            self._end = kind, message[:_LONGEST_MESSAGE], {'code': code}
 
     def _close(self) -> None:
         if self._stop.is_set():

@@ -137,6 +137,7 @@ def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> Diary:
         num_devices=jax.device_count(),
         price=price_of(config, jax.local_devices()[0].device_kind),
         process=process,
+        alone=together.count == 1,
         agree=lambda life: int(together.from_first(str(life))),
     )
 

@@ -39,10 +39,12 @@ def test_the_index_grows_with_shards_at_most():
 
 def test_epochs_are_not_kept():
     of_an_epoch = 1000 * SHARDS // 32
+    # What only the first of a process keeps.
+    index(1000)
     few, many = (index(1000, steps=range(0, epochs * of_an_epoch, of_an_epoch)) for epochs in (6, 60))
     assert many < 1.1 * few
     # Control: the first epochs are.
-    assert few > 1.3 * index(1000)
+    assert few > 1.1 * index(1000)
 
 
 @pytest.mark.parametrize('num_sources', [2, 100])

@@ -62,10 +62,11 @@ def test_a_bucket_that_is_not_there(emulator):
 
 def test_amazons(monkeypatch):
     with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        config = small_config(checkpoint__mirror='s3://bucket/copy')
+        # Of its own: others of this process stay in the server's memory.
+        client.create_bucket(Bucket='doctored')
+        config = small_config(checkpoint__mirror='s3://doctored/copy')
         assert check_bucket(case_on(CPU, config=config, workdir='runs/x')).status is Status.OK
-        assert client.list_objects_v2(Bucket='bucket')['KeyCount'] == 0
+        assert client.list_objects_v2(Bucket='doctored')['KeyCount'] == 0
         assert try_bucket('s3://none/run').status is Status.FAILURE
 
 

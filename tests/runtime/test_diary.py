@@ -21,7 +21,7 @@ from maxlm.runtime.timeline import Timeline
 class Life:
     """A life on a clock that the test moves; one after the other in a workdir."""
 
-    def __init__(self, workdir, *, pause=0.0, process=0, price=None, beat_seconds=0.0):
+    def __init__(self, workdir, *, pause=0.0, process=0, price=None, beat_seconds=0.0, alone=True):
         self.now = 0.0
         ended = read_ledger(workdir, process).lives
         began = ended[-1].time + pause if ended else time.time() - 1e6
@@ -36,6 +36,7 @@ class Life:
             num_devices=4,
             price=price and Price(price, 'by hand'),
             process=process,
+            alone=alone,
         )
 
     def begin(self, step):
@@ -173,6 +174,27 @@ def test_alerts_are_events_and_one_that_diverges_is_the_last(tmp_path):
         ('storage', True, None),
         ('diverged', True, EXIT_FAILED),
     ]
+
+
+@pytest.mark.parametrize(
+    ('code', 'wanted'),
+    [
+        (EXIT_PREEMPTED, ('preempted', EXIT_PREEMPTED, 'process 1 is gone', None)),
+        (EXIT_FAILED, ('failed', EXIT_FAILED, 'a collective failed', True)),
+    ],
+)
+def test_what_an_error_among_several_processes_came_of_is_told_by_whoever_finds_out(tmp_path, code, wanted):
+    with contextlib.suppress(ValueError), Life(tmp_path, alone=False).diary as diary:
+        diary.alert('failed', 'a collective failed')
+        raise ValueError('a collective failed')
+    assert kinds(tmp_path) == []
+    diary.leave(code, 'process 1 is gone')
+    (last,) = read_events(tmp_path).lines
+    assert (last['kind'], last['code'], last['message'], last.get('alert')) == wanted
+    # Bad input is the process's own.
+    with contextlib.suppress(InputError), Life(tmp_path, alone=False).diary:
+        raise InputError('x.bin: is damaged')
+    assert kinds(tmp_path)[1:] == [(2, 'failed', EXIT_BAD_INPUT)]
 
 
 @pytest.mark.parametrize(('code', 'kind'), [(EXIT_PREEMPTED, 'preempted'), (EXIT_FAILED, 'failed')])
