@@ -6,12 +6,27 @@ that ends documents elsewhere, so that the ends of documents cannot be told by a
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 # The bits of a marked token, a uint32. Ids are below both.
 NOT_PREDICTED = np.uint32(1 << 31)
 FIRST = np.uint32(1 << 30)
 ID_BITS = np.uint32((1 << 30) - 1)
+
+
+class TokenDocument(NamedTuple):
+    """A document as it is written.
+
+    Attributes:
+        tokens: ids or marked tokens with the end of document, uint32 [number of tokens].
+        turn_ends: of a conversation, numbers of tokens up to and with the ends of the assistant's turns, ascending;
+            None for a text, which may be cut anywhere.
+    """
+
+    tokens: np.ndarray
+    turn_ends: tuple[int, ...] | None
 
 
 def mark(ids: np.ndarray, predicted: np.ndarray) -> np.ndarray:
