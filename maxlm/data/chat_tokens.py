@@ -22,10 +22,6 @@ from maxlm.data.stand_ins import spelling
 from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.errors import InputError, os_message
 
-TOKENIZER_CONFIG = 'tokenizer_config.json'
-# Special tokens that begin a text, where nothing else tells which does.
-BEGINNINGS = ('<|begin_of_text|>', '<s>', '<bos>', '<|bos|>')
-
 
 class _Piece(NamedTuple):
     """A special token by its id, or a text with which encoding of _ENCODINGS it gets its ids."""

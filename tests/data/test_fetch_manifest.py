@@ -127,6 +127,6 @@ def test_a_manifest_that_cannot_be_used_leaves_no_cache(gcs, tmp_path, alarms):
         fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
     put_dataset(gcs)
     gcs.put('bucket', 'data/tokenizer.json', b'{}')
-    with pytest.raises(InputError, match=r'gs://bucket/data/tokenizer.json is not the tokenizer of dataset.json'):
+    with pytest.raises(InputError, match=r'gs://bucket/data/tokenizer.json is not that of dataset.json'):
         fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
     assert not cache.exists()
