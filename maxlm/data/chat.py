@@ -55,17 +55,20 @@ class Conversation:
         return '\n\n'.join(message['content'] for message in self.messages)
 
 
+def has_format(entry: Any) -> bool:
+    """Whether a record has the keys of one of the formats."""
+    return isinstance(entry, dict) and any(all(key in entry for key in keys) for keys, _ in _PARSERS)
+
+
 def parse_conversation(entry: Any) -> Conversation | None:
     """The conversation that a record is; None where it is in none of the formats.
 
     Raises:
         ValueError: it is in one of them and not as it should be. The message is one line, without the record.
     """
-    if not isinstance(entry, dict):
+    if not has_format(entry):
         return None
-    parse = next((parse for keys, parse in _PARSERS if all(key in entry for key in keys)), None)
-    if parse is None:
-        return None
+    parse = next(parse for keys, parse in _PARSERS if all(key in entry for key in keys))
     messages = parse(entry)
     if entry.get('system') and parse is not _openai:
         messages = [{'role': 'system', 'content': _text(entry['system'], 'system')}, *messages]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from maxlm.data import storage
-from maxlm.data.chat import FORMATS, parse_conversation
+from maxlm.data.chat import FORMATS, has_format, parse_conversation
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
 from maxlm.data.readers.compression import decompressed, is_compressed
@@ -81,7 +81,7 @@ def begins_with_conversation(file: InputFile, options: ReadOptions) -> bool:
         for line in decompressed(content, file.name):
             if line.strip():
                 entry = parse(line.removeprefix(UTF8_MARK), options, 0)
-                return not _has_text(entry, options.text_key) and parse_conversation(entry) is not None
+                return not _has_text(entry, options.text_key) and has_format(entry)
     return False
 
 
@@ -95,7 +95,8 @@ def _document(name: str, source: str, entry: Any, options: ReadOptions) -> Docum
             raise ValueError(f'no conversation{no_text}: it needs {FORMATS}')
         return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
     if not has_text:
-        raise ValueError(f'no text at the key {options.text_key!r}; --text_key names the key')
+        hint = '--format=chat takes conversations' if has_format(entry) else '--text_key names the key'
+        raise ValueError(f'no text at the key {options.text_key!r}; {hint}')
     text = entry.pop(options.text_key)
     try:
         text.encode()

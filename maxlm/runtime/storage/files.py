@@ -13,9 +13,9 @@ from maxlm.runtime.console import RUN_LOG
 from maxlm.runtime.metrics import FILE as METRICS
 from maxlm.runtime.storage.bucket import Bucket
 from maxlm.runtime.storage.record import Record
-from maxlm.runtime.workdir import CONFIG, TOKENIZER
+from maxlm.runtime.workdir import CHAT_TEMPLATE, CONFIG, TOKENIZER
 
-NAMES = (CONFIG, TOKENIZER, METRICS, RUN_LOG)
+NAMES = (CONFIG, TOKENIZER, CHAT_TEMPLATE, METRICS, RUN_LOG)
 # These grow in the bucket only: every life of a run writes new ones.
 TENSORBOARD = 'tensorboard'
 # A local file that gave way to that of the bucket.
