@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from maxlm.data.chat import parse_conversation
@@ -64,7 +62,6 @@ def test_what_is_no_conversation(record):
         ({'messages': [HELLO[0], {'role': 'assistant'}]}, "the 'content' of message 1 of 'messages' is missing"),
         ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 'has parts that are not text'),
         ({'messages': [HELLO[0], {'role': 'assistant', 'content': '\ud800'}]}, 'half of a surrogate pair'),
-        ({'messages': HELLO, 'tools': {}}, None),
         ({'messages': HELLO, 'tools': 'f'}, "'tools' holds str, not a list"),
         ({'conversations': [{'from': 'me', 'value': 'Hi'}]}, "message 0 of 'conversations' is 'from' 'me'"),
         ({'conversations': [{'from': 'gpt', 'value': 3}]}, "the 'value' of message 0 .* is int, not text"),
@@ -72,10 +69,6 @@ def test_what_is_no_conversation(record):
     ],
 )
 def test_faults_are_named(record, reason):
-    if reason is None:
-        assert parse_conversation(record) is not None
-        return
-    with pytest.raises(ValueError, match='.') as info:
+    with pytest.raises(ValueError, match=reason) as info:
         parse_conversation(record)
-    assert re.search(reason, str(info.value))
     assert '\n' not in str(info.value)

@@ -8,8 +8,8 @@ from maxlm.errors import InputError
 
 # Templates as models have them, without `generation`.
 PLAIN_CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PLAIN_LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
@@ -25,7 +25,7 @@ MISTRAL = (
 )
 # Leaves out the thoughts of all turns but the last, as Qwen 3's does.
 FORGETFUL = (
-    "{%- set ns = namespace(last=messages | length - 1) %}{%- for message in messages %}"
+    '{%- set ns = namespace(last=messages | length - 1) %}{%- for message in messages %}'
     "{%- set content = message.content.split('</think>')[-1] if loop.index0 < ns.last else message.content %}"
     "{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -50,7 +50,12 @@ def assistant(text, **rest):
     return {'role': 'assistant', 'content': text, **rest}
 
 
-TURNS = [user('What is 1 + 1?\n'), assistant('Let me see.\n\n2'), user('<b>And</b> "2 + 2"? Größe 🙂'), assistant(' 4 ')]
+TURNS = [
+    user('What is 1 + 1?\n'),
+    assistant('Let me see.\n\n2'),
+    user('<b>And</b> "2 + 2"? Größe 🙂'),
+    assistant(' 4 '),
+]
 
 
 def bound(source):
@@ -69,7 +74,10 @@ def test_texts_are_those_of_transformers(source, prompt):
     for messages in (TURNS, TURNS[:3], TURNS[:1]):
         rendered = bound(source).render(messages, special=SPECIAL, add_generation_prompt=prompt)
         assert rendered.text == theirs(source, messages, add_generation_prompt=prompt)
-        assert bound(source).render(messages[:1] + messages[:1] if source != MISTRAL else [user('x')]).text != rendered.text
+        assert (
+            bound(source).render(messages[:1] + messages[:1] if source != MISTRAL else [user('x')]).text
+            != rendered.text
+        )
 
 
 def test_tools_are_those_of_transformers():
@@ -120,7 +128,7 @@ def test_turns_that_change_once_others_follow():
     assert [rendered.text[slice(*span)] for span in rendered.said] == ['b<|im_end|>', '<think>so</think>d<|im_end|>']
     # Where even their beginning changes nobody can tell.
     source = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
-    with pytest.raises(ChatError, match='put that between {% generation %}'):
+    with pytest.raises(ChatError, match='put that between'):
         bound(source).render_said(messages, special=SPECIAL)
 
 
@@ -179,7 +187,7 @@ def test_templates_are_found_by_name_and_file(tmp_path):
         ('{{ messages[0].content + 1 }}', 'str'),
         ("{{ ''.__class__.__mro__ }}", 'unsafe'),
         ('{{ messages.append(1) }}', 'unsafe'),
-        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "no name '_x'"),
+        ('{% set ns = namespace() %}{% set ns._x = 1 %}', "no name '_x'"),
         ("{{ namespace(**{'__call__': 1}) }}", "no name '__call__'"),
         ('{% for i in range(10 ** 9) %}{% endfor %}', 'Range too big'),
         ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
