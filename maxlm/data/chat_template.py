@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -112,7 +112,7 @@ class Rendered(NamedTuple):
 
     def spelled(self, start: int, stop: int) -> str:
         """The characters [start, stop) with those that belong in place of stand-ins."""
-        return self.text[start:stop].translate(str.maketrans(dict(self.stand_ins)))
+        return self.text[start:stop].translate({ord(stand_in): character for stand_in, character in self.stand_ins.items()})
 
 
 class ChatTemplate:
@@ -251,9 +251,9 @@ def load_template(given: str) -> ChatTemplate:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` … `{% endgeneration %}` around what the assistant says."""
 
-    tags: ClassVar[set[str]] = {'generation'}
+    tags = {'generation'}  # noqa: RUF012 (Jinja declares it so)
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method('_mark'), [], [], body).set_lineno(line)
@@ -313,7 +313,9 @@ def _hide(
 
 def _take_marks(text: str) -> tuple[str, list[Span]]:
     """The text without the marks, and what was between them."""
-    spans, parts, length = [], [], 0
+    spans: list[Span] = []
+    parts: list[str] = []
+    length = 0
     for before in text.split(_OPEN):
         said, closed, after = before.partition(_CLOSE) if parts else ('', '', before)
         if closed:

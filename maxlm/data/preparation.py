@@ -199,7 +199,7 @@ class _Stages:
         validation_below: int,
     ) -> list[WriteShards]:
         """Writes the shards; returns the tasks that are done."""
-        chat = self._recipe.chat and self._write_template(self._recipe.chat, tokenizer)
+        chat = None if self._recipe.chat is None else self._write_template(self._recipe.chat, tokenizer)
         tasks = [
             WriteShards(
                 output=self._output,

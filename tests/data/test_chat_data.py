@@ -105,17 +105,16 @@ def test_answers_are_learned_and_nothing_else(tmp_path, kinds):
         verify(dataset)
 
 
-@pytest.mark.parametrize('packing', [(), ('--pack_window', 128)])
-def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch, packing):
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 3000)
     write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80)
     for workers in (1, 4):
-        assert prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), *packing, '--workers', workers) == EXIT_DONE
+        assert prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), '--pack_window', 128, '--workers', workers) == EXIT_DONE
     one = contents(tmp_path / '1')
     assert len([name for name in one if name.startswith('train-')]) >= 4
     assert one == contents(tmp_path / '4')
     write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80, seed=5)
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', *packing) == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', '--pack_window', 128) == EXIT_DONE
     assert contents(tmp_path / 'other') != one
 
 
@@ -204,15 +203,15 @@ def test_windows_that_are_not_packed_cut_conversations_but_not_masks(tmp_path):
     cut = windows.batch([windows.stream(number) for number in range(len(windows))], parts=4)
     np.testing.assert_array_equal(cut['weights'].reshape(-1)[: shard.tokens - 1] > 0, is_predicted(stream)[1:])
     assert cut['positions'].max() < 16
-    whole = Windows(dataset, 'train', 64, isolate_documents=False)[0]
-    assert whole['segments'].max() == 1 < rows[0]['segments'].max()
-    np.testing.assert_array_equal(whole['weights'], rows[0]['weights'])
+    long, joined = (Windows(dataset, 'train', 512, isolate_documents=isolate)[0] for isolate in (True, False))
+    assert joined['segments'].max() == 1 < long['segments'].max()
+    np.testing.assert_array_equal(joined['weights'], long['weights'])
 
 
 def test_long_conversations_are_cut_counted_and_told(tmp_path, capsys):
     write(tmp_path / 'x.jsonl', ['openai'], longest=12)
     arguments = ['--input', tmp_path / 'x.jsonl', '--tokenizer', 'bytes', '--workers', 1, '--validation_share', 0.2]
-    assert run(*arguments, '--output', tmp_path / 'data', '--pack_window', 400) == EXIT_DONE
+    assert run(*arguments, '--output', tmp_path / 'data', '--pack_window', 200) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     counts = [dataset.chat[name] for name in ('train', 'validation')]
     assert min(counts[0].values()) > 0
