@@ -112,7 +112,9 @@ class Rendered(NamedTuple):
 
     def spelled(self, start: int, stop: int) -> str:
         """The characters [start, stop) with those that belong in place of stand-ins."""
-        return self.text[start:stop].translate({ord(stand_in): character for stand_in, character in self.stand_ins.items()})
+        return self.text[start:stop].translate(
+            {ord(stand_in): character for stand_in, character in self.stand_ins.items()}
+        )
 
 
 class ChatTemplate:
