@@ -72,15 +72,15 @@ def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
 
 
 def begins_with_conversation(file: InputFile, options: ReadOptions) -> bool:
-    """Whether the first record of a file is a conversation, and no text; False where it cannot be read, as is told later.
+    """Whether the first record of a file is a conversation, and no text; False where it is damaged, as is told later.
 
     Raises:
         StorageError: the storage has no such file, or does not answer.
     """
     with storage.open_file(file.path) as content:
         try:
-            first = next((line for line in decompressed(content, file.name) if line.strip()), b'null')
-            entry = parse(first.removeprefix(UTF8_MARK), options, 0)
+            lines = (line.removeprefix(UTF8_MARK).strip() for line in decompressed(content, file.name))
+            entry = parse(next(filter(None, lines), b'null'), options, 0)
         except (ValueError, EOFError, zlib.error, OSError):
             return False
     return not _has_text(entry, options.text_key) and has_format(entry)

@@ -168,7 +168,6 @@ def test_the_first_line_tells_what_a_file_holds(tmp_path, name, first, found):
     (file,) = find_inputs([tmp_path / name])
     assert jsonl.begins_with_conversation(file, ReadOptions()) == found
     assert formats.find_format('auto', [file], text_key='text') == ('auto' if found else 'text')
-    assert formats.find_format('auto', [file], text_key='id') == 'auto'
     assert formats.find_format('text', [file], text_key='text') == 'text'
 
 
@@ -179,7 +178,7 @@ def test_a_damaged_first_line_is_no_conversation(tmp_path, content):
     for file in find_inputs([tmp_path / 'x.jsonl', tmp_path / 'x.jsonl.gz']):
         assert not jsonl.begins_with_conversation(file, ReadOptions())
     (tmp_path / 'x.jsonl').unlink()
-    with pytest.raises(InputError, match=r'x\.jsonl: no such file'):
+    with pytest.raises(InputError, match=r'x\.jsonl: (?i:no such file)'):
         formats.find_format('auto', [dataclasses.replace(file, path=str(tmp_path / 'x.jsonl'))], text_key='text')
 
 
