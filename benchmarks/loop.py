@@ -113,7 +113,8 @@ class Bench:
         self._directory = directory
         self._number = 0
         self.machine: dict[str, Any] = {}
-        self.missing = [name for name in (*NEEDED, *FOR_TENSORBOARD, *FOR_WANDB) if importlib.util.find_spec(name) is None]
+        wanted = (*NEEDED, *FOR_TENSORBOARD, *FOR_WANDB)
+        self.missing = [name for name in wanted if importlib.util.find_spec(name) is None]
         self._runs = not set(self.missing) & set(NEEDED)
         self._vocabulary = VOCABULARY
         if not self._runs:

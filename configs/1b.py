@@ -35,6 +35,7 @@ def get_config() -> ConfigDict:
 
     config.eval.every = 1000
     config.eval.num_batches = 4
+    config.eval.samples = 4
 
     config.optimizer.learning_rate = 3e-4
     config.optimizer.min_learning_rate = 3e-5

@@ -49,6 +49,7 @@ def get_config(variant: str = '7b') -> ConfigDict:
 
     config.eval.every = 500
     config.eval.num_batches = 1
+    config.eval.samples = 4
 
     config.optimizer.learning_rate = learning_rate
     config.optimizer.min_learning_rate = learning_rate / 10

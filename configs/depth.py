@@ -46,6 +46,7 @@ def get_config(depth: str = '24') -> ConfigDict:
 
     config.eval.every = 250
     config.eval.num_batches = 4
+    config.eval.samples = 4
 
     config.optimizer.name = 'muon'
     config.optimizer.learning_rate = 0.02

@@ -52,6 +52,7 @@ def get_config(variant: str = 'xlarge') -> ConfigDict:
 
     config.eval.every = 500
     config.eval.num_batches = 4
+    config.eval.samples = 4
 
     config.optimizer.learning_rate = learning_rate
     config.optimizer.min_learning_rate = learning_rate / 10

@@ -56,6 +56,7 @@ def get_config(variant: str = 'production_8gpu') -> ConfigDict:
 
     config.eval.every = max(25, num_steps // 100)
     config.eval.num_batches = 4
+    config.eval.samples = 4
 
     config.optimizer.learning_rate = learning_rate
     config.optimizer.min_learning_rate = learning_rate / 10

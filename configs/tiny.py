@@ -33,6 +33,8 @@ def get_config() -> ConfigDict:
 
     config.eval.every = 100
     config.eval.num_batches = 16
+    config.eval.samples = 2
+    config.eval.sample_tokens = 48
 
     config.optimizer.learning_rate = 2e-3
     config.optimizer.min_learning_rate = 2e-4

@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 . launch/venv.sh
 maxlm_venv dev
 maxlm_gpu_compiler
+maxlm_browser
 ruff check .
 ruff format --check .
 mypy

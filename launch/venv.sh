@@ -45,3 +45,24 @@ maxlm_gpu_compiler() {
   fi
   export MAXLM_GPU_COMPILER="$folder"
 }
+
+# A browser that opens the pages that maxlm writes, for the tests. Sets MAXLM_BROWSER where there is one, or where root
+# can install one.
+maxlm_browser() {
+  local candidate
+  for candidate in "${MAXLM_BROWSER:-}" chromium-headless-shell chromium chromium-browser google-chrome; do
+    if [ -n "$candidate" ] && MAXLM_BROWSER="$(command -v "$candidate")"; then
+      export MAXLM_BROWSER
+      return 0
+    fi
+  done
+  unset MAXLM_BROWSER
+  if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    echo 'no Chromium: the tests of pages will fail; install chromium-headless-shell, or set MAXLM_BROWSER' >&2
+    return 0
+  fi
+  echo 'installing chromium-headless-shell …'
+  if apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium-headless-shell fonts-dejavu-core >/dev/null; then
+    MAXLM_BROWSER="$(command -v chromium-headless-shell)" && export MAXLM_BROWSER
+  fi
+}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import time
 from functools import partial
 
 import jax
@@ -23,6 +22,7 @@ from maxlm.data.corpus import Corpus, open_corpus
 from maxlm.data.outage import UnreachableError
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
 from maxlm.planning.chips import capability_of
+from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import logger
 from maxlm.runtime.distributed import join
@@ -34,14 +34,18 @@ from maxlm.runtime.preemption import ignore_sigterm
 from maxlm.runtime.preflight import Ready, prepare_step, sample_config
 from maxlm.runtime.rendezvous import NotTogetherError
 from maxlm.runtime.start import check_init_from, newest_decisions
+from maxlm.runtime.timeline import Timeline, process_began
 from maxlm.training.decisions import Rollback, ended
 from maxlm.training.sharding import make_layout
 from maxlm.training.step import abstract_state
 
 
-def main(argv: list[str]) -> int:
-    """Reads the command line, checks everything that can be checked without training, and trains."""
-    began = time.monotonic()
+def main(argv: list[str], *, began: float | None = None) -> int:
+    """Reads the command line, checks everything that can be checked without training, and trains.
+
+    `began` is when the process did, in seconds since 1970: what starting takes is paid for too. None = now.
+    """
+    timeline = Timeline(began)
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog='maxlm.train', allow_abbrev=False, description=__doc__)
     parser.add_argument(
@@ -60,11 +64,11 @@ def main(argv: list[str]) -> int:
         join()
     except NotTogetherError as error:
         error.leave()
-    with Peers() as peers:
-        return _prepare(options, overrides, peers, began)
+    with Peers() as peers, timeline.seeing_compilers():
+        return _prepare(options, overrides, peers, timeline)
 
 
-def _prepare(options: argparse.Namespace, overrides: list[str], peers: Peers, began: float) -> int:
+def _prepare(options: argparse.Namespace, overrides: list[str], peers: Peers, timeline: Timeline) -> int:
     config = load(options.config, overrides)
     keep_programs(config.train.compile_cache)
     corpus = open_corpus(config.data, tell_sources=config.metrics.by_source)
@@ -79,7 +83,9 @@ def _prepare(options: argparse.Namespace, overrides: list[str], peers: Peers, be
     sample = sample_config(config, resolver)
     with contextlib.ExitStack() as stack:
         try:
-            home = stack.enter_context(open_home(options.workdir, sample, peers, resume=options.resume))
+            home = stack.enter_context(
+                open_home(options.workdir, sample, peers, timeline, resume=options.resume, at_end=write_at_end)
+            )
         except UnreachableError as error:
             print(f'error: {error}', file=sys.stderr)
             if jax.process_count() > 1:
@@ -88,10 +94,15 @@ def _prepare(options: argparse.Namespace, overrides: list[str], peers: Peers, be
         check_init_from(sample, abstract_state(sample, make_layout(sample.mesh)).params, home.checkpoints)
         first_step, decisions = newest_decisions(home.checkpoints)
         ready = prepare_step(
-            config, resolver, num_sources=len(corpus.names), first_step=first_step, decisions=decisions
+            config,
+            resolver,
+            num_sources=len(corpus.names),
+            first_step=first_step,
+            decisions=decisions,
+            compiling=partial(timeline.phase, 'compile'),
         )
         try:
-            return train(ready, corpus, home, peers, began)
+            return train(ready, corpus, home, peers)
         except Exception as error:
             # Of memory that is too small, of damaged data: nobody may be looking.
             kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
@@ -99,16 +110,14 @@ def _prepare(options: argparse.Namespace, overrides: list[str], peers: Peers, be
             raise
 
 
-def train(ready: Ready, corpus: Corpus, home: Home, peers: Peers, began: float) -> int:
-    """Runs a config from its newest checkpoint, or from the start, to its end; returns the exit code.
-
-    `began` is when the process did, on the monotonic clock: what starting takes is paid for too.
-    """
+def train(ready: Ready, corpus: Corpus, home: Home, peers: Peers) -> int:
+    """Runs a config from its newest checkpoint, or from the start, to its end; returns the exit code."""
     with contextlib.ExitStack() as stack:
-        run = Loop(stack, ready, corpus, home, peers, began)
+        run = Loop(stack, ready, corpus, home, peers)
         state, decisions = run.start()
         if why := ended(ready.config, decisions, int(state.step)):
             logger.info(f'nothing to do: {why}')
+            home.diary.ends('finished', f'nothing to do: {why}', EXIT_DONE)
             return EXIT_DONE
         run.tell(int(state.step), decisions)
         leg = run.leg(state, decisions)
@@ -121,7 +130,7 @@ def run() -> None:
     """Entry of `python -m maxlm.train` and `maxlm train`."""
     # Of the whole process, and before JAX starts.
     keep_freed_memory()
-    code = exit_code(main, sys.argv[1:])
+    code = exit_code(partial(main, began=process_began()), sys.argv[1:])
     if code == EXIT_PREEMPTED:
         ignore_sigterm()
     sys.exit(code)

@@ -52,6 +52,7 @@ def test_commands_parse(monkeypatch):
             # The config.json of a run is what earlier commands of the README make.
             load('configs/tiny.py' if config.endswith('.json') else config, overrides)
     verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'fetch', 'plan', 'checkpoints', 'supervise'}
+    verbs |= {'doctor', 'monitor', 'report'}
     assert seen >= {f'maxlm.{verb}' for verb in verbs} | {'benchmarks.step'}
     # Control: an option that is not there does not pass.
     with pytest.raises(InputError, match='temprature'):

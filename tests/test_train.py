@@ -19,6 +19,8 @@ import pytest
 from maxlm import train
 from maxlm.config.keys import SECTIONS
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
+from maxlm.runtime.events import ENDS, read_events
+from maxlm.runtime.goodput import read_ledger
 from maxlm.runtime.items import restore_params
 from maxlm.runtime.layers import ParamsReader, StreamedArray, write_step
 from maxlm.runtime.metrics import read_metrics
@@ -44,7 +46,9 @@ SMALL = {
     'optimizer.warmup_steps': 5,
     'eval.every': 10,
     'eval.num_batches': 1,
+    'eval.samples': 0,
     'metrics.tensorboard': 'false',
+    'metrics.devices_seconds': 0,
     'metrics.peak_tflops': 1,
 }
 
@@ -78,6 +82,12 @@ def curve(workdir):
     for line in read_metrics(Path(workdir)):
         lines[line['step']] |= {k: v for k, v in line.items() if not k.startswith(CLOCKED)}
     return dict(lines)
+
+
+def ends(workdir):
+    """How the lives of a run ended."""
+    events = read_events(Path(workdir)).lines
+    return [(event['life'], event['kind'], event['code']) for event in events if event['kind'] in ENDS]
 
 
 def same(tree, other):
@@ -126,6 +136,15 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path,
     assert sorted(curve(workdir)) == [4, 5]
     assert curve(workdir)[4]['train/best_loss'] <= best
     assert (workdir / 'checkpoints' / '5').is_dir()
+    # Each start is a life, with its beginning and its end.
+    assert ends(workdir) == [(1, 'finished', EXIT_DONE), (2, 'finished', EXIT_DONE), (3, 'finished', EXIT_DONE)]
+    lives = read_ledger(workdir).lives
+    assert [(life.number, life.start_step, life.step, life.closed) for life in lives] == [
+        (1, 0, 3, True),
+        (2, None, None, True),
+        (3, 3, 5, True),
+    ]
+    assert lives[1].seconds['step'] == sum(life.seconds['lost'] for life in lives) == 0
 
 
 def test_a_run_starts_with_the_config_and_the_parameters_of_another(dataset, tmp_path, compile_once, capsys):
@@ -204,7 +223,8 @@ def test_lines_of_the_log_and_what_stands_in_the_workdir(dataset, tmp_path, comp
     assert last['train/best_loss'] == min(line['train/loss'] for line in read_metrics(workdir)[:2])
     assert last['perf/mfu'] < last['perf/mfu_full']
     names = {entry.name for entry in workdir.iterdir()}
-    assert names == {'checkpoints', 'config.json', 'metrics.jsonl', 'run.log', 'tokenizer.json'}
+    small = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'run.log', 'tokenizer.json'}
+    assert names == {'checkpoints', 'report.html', *small}
 
 
 def test_tensorboard_gets_the_same_numbers(dataset, tmp_path, compile_once):
@@ -248,6 +268,9 @@ def test_sigterm_saves_and_the_next_start_goes_on_exactly(dataset, tmp_path):
     assert again.wait(timeout=120) == EXIT_DONE
     assert whole.wait(timeout=120) == EXIT_DONE
     assert curve(tmp_path / 'stopped') == curve(tmp_path / 'whole')
+    assert ends(tmp_path / 'stopped') == [(1, 'preempted', EXIT_PREEMPTED), (2, 'finished', EXIT_DONE)]
+    events = read_events(tmp_path / 'stopped').lines
+    assert [event['from_step'] for event in events if event['kind'] == 'resumed'] == saved
 
 
 def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, compile_once, capsys):
@@ -313,7 +336,12 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once, 
     # some choices of another key look at.
     by_family = {
         'llama': {'train__num_steps': 2, 'model__rotary_scaling': 'yarn', 'model__dtype': 'float16'},
-        'gpt2': {'train__num_tokens': 256, 'train__global_batch_tokens': 128, 'optimizer__warmup_tokens': 128},
+        'gpt2': {
+            'train__num_tokens': 256,
+            'train__global_batch_tokens': 128,
+            'optimizer__warmup_tokens': 128,
+            'metrics__wandb': 'offline',
+        },
         'qwen3': {'train__num_steps': 2, 'model__attention_pattern': 'S', 'model__sliding_window': 4},
         'gpt_neox': {'train__num_epochs': 0.025, 'model__rotary_scaling': 'llama3'},
         'nanochat': {
@@ -327,7 +355,13 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once, 
         },
     }
     for family, chosen in by_family.items():
-        settings = {'model__family': family, 'eval__every': 2, 'metrics__tensorboard': 'true', **chosen}
+        settings = {
+            'model__family': family,
+            'eval__every': 2,
+            'eval__samples': 1,
+            'metrics__tensorboard': 'true',
+            **chosen,
+        }
         command = arguments(dataset, tmp_path / family, **settings)
         command = [word for word in command if not word.endswith(('num_steps=20', 'warmup_steps=5'))]
         assert train.main([*command, '--config.optimizer.warmup_steps=0']) == EXIT_DONE

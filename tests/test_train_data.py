@@ -17,6 +17,8 @@ from tests.buckets import gcs
 from tests.shards import write_dataset
 from tests.test_train import curve, params_of, run, same
 
+NAMES = ('numbers', 'letters')
+
 
 @pytest.fixture(scope='module')
 def two(tmp_path_factory):
@@ -31,6 +33,13 @@ def two(tmp_path_factory):
         arguments = ['--input', at / f'{name}.jsonl', '--output', at / name, '--tokenizer', 'bytes', '--workers', 1]
         assert prepare.main([*map(str, arguments), '--validation_share', '0.1', '--quiet']) == 0
     return at
+
+
+def sum_of_sources(line, part):
+    """The loss that those of the sources come to."""
+    tokens = [line[f'{part}/tokens/{name}'] for name in NAMES]
+    losses = [line[f'{part}/loss/{name}'] for name in NAMES]
+    return sum(count * loss for count, loss in zip(tokens, losses, strict=True)) / sum(tokens)
 
 
 def sources(two, numbers, letters):
@@ -59,6 +68,11 @@ def test_a_weighted_mixture_is_told_by_source(two, tmp_path, compile_once, capsy
     assert last['train/loss/numbers'] != last['train/loss/letters']
     low, high = sorted((last['eval/loss/numbers'], last['eval/loss/letters']))
     assert low < last['eval/loss'] < high
+    for part in ('train', 'eval'):
+        assert sum_of_sources(last, part) == pytest.approx(last[f'{part}/loss'], rel=1e-5)
+        # Control: with the losses of the sources exchanged it is another sum.
+        other = {**last, **{f'{part}/loss/{a}': last[f'{part}/loss/{b}'] for a, b in (NAMES, NAMES[::-1])}}
+        assert sum_of_sources(other, part) != pytest.approx(last[f'{part}/loss'], rel=1e-3)
     # The rarer source was learned less well than where it is most of the data.
     other = tmp_path / 'other'
     assert run('unused', other, data__sources=sources(two, 0.9, 0.1), **settings) == EXIT_DONE

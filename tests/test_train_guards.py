@@ -11,11 +11,13 @@ import pytest
 from maxlm.data.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.runtime import loop
+from maxlm.runtime.events import read_events
+from maxlm.runtime.goodput import read_ledger
 from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.spending import Spending
 from maxlm.runtime.workdir import read_config
-from tests.test_train import curve, params_of, run, same
+from tests.test_train import curve, ends, params_of, run, same
 
 # Steps that are saved: 4, 8, 12, …; one evaluation at the end.
 SETTINGS = {
@@ -44,9 +46,14 @@ def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path
     assert [one['kind'] for one in told if one['kind'] != 'skipped'] == ['rollback']
     # Of one kind at most one goes out a minute; the rest comes with the last.
     assert sum(1 + one['held_back'] for one in told if one['kind'] == 'skipped') == 3
+    # The run's own files have each of them, and that the steps after the fourth were in vain.
+    kinds = [event['kind'] for event in read_events(tmp_path / 'run').lines if event.get('alert')]
+    assert kinds == ['skipped', 'skipped', 'skipped', 'rollback']
+    assert read_ledger(tmp_path / 'run').totals['lost'] > 0
     change_batches(left_out=((7, 12),))
     assert run(dataset, tmp_path / 'never', **SETTINGS) == EXIT_DONE
     assert curve(tmp_path / 'run') == curve(tmp_path / 'never')
+    assert read_ledger(tmp_path / 'never').totals['lost'] == 0
     assert same(params_of(tmp_path / 'run', 16), params_of(tmp_path / 'never', 16))
     # Controls: what was left out matters, and a run that goes on later remembers it.
     change_batches()
@@ -67,6 +74,7 @@ def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, c
     assert 'the newest checkpoint is of step 4' in out
     assert steps_in(workdir) == [4]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params_of(workdir, 4)))
+    assert ends(workdir) == [(1, 'diverged', EXIT_FAILED)]
 
 
 def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, compile_once, capsys):

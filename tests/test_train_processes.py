@@ -9,7 +9,10 @@ import time
 import pytest
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
-from maxlm.runtime.metrics import read_metrics
+from maxlm.runtime.events import read_events
+from maxlm.runtime.goodput import read_ledger
+from maxlm.runtime.lines import read_lines
+from maxlm.runtime.metrics import SAMPLES, read_metrics
 from maxlm.train import main
 from tests.cpu import CHEAP_COMPILER
 from tests.faults import measured
@@ -80,11 +83,15 @@ def losses(workdir):
     return {step: line['train/loss'] for step, line in curve(workdir).items()}
 
 
+def samples(workdir):
+    return [(line['step'], line['prompt'], line['text']) for line in read_lines(workdir / SAMPLES).lines]
+
+
 @pytest.fixture(scope='module')
 def whole(dataset, tmp_path_factory, cache):
     """Seven steps of two processes with four devices each."""
     directory = tmp_path_factory.mktemp('whole')
-    words = arguments(dataset, directory / 'run', **SETTINGS, train__num_steps=7)
+    words = arguments(dataset, directory / 'run', **SETTINGS, train__num_steps=7, eval__samples=1)
     with Processes(2, 4, words, logs=directory / 'logs', cache=cache) as processes:
         codes = processes.wait()
         assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
@@ -93,8 +100,9 @@ def whole(dataset, tmp_path_factory, cache):
 
 def test_two_processes_compute_what_one_does(dataset, whole, tmp_path, compile_once):
     workdir, _ = whole
-    assert run(dataset, tmp_path / 'one', **SETTINGS, train__num_steps=7) == EXIT_DONE
-    assert run(dataset, tmp_path / 'other', **SETTINGS, train__num_steps=7, train__seed=1) == EXIT_DONE
+    assert run(dataset, tmp_path / 'one', **SETTINGS, train__num_steps=7, eval__samples=1) == EXIT_DONE
+    other = {'train__seed': 1, 'model__init_std': 0.5}
+    assert run(dataset, tmp_path / 'other', **SETTINGS, train__num_steps=7, eval__samples=1, **other) == EXIT_DONE
     wanted = losses(tmp_path / 'one')
     assert sorted(wanted) == [1, 2, 3, 4, 5, 6, 7]
     assert losses(workdir) == pytest.approx(wanted, rel=1e-6)
@@ -102,17 +110,33 @@ def test_two_processes_compute_what_one_does(dataset, whole, tmp_path, compile_o
     # Evaluation too, whose sums every process reads.
     for step in (3, 6, 7):
         assert curve(workdir)[step]['eval/loss'] == pytest.approx(curve(tmp_path / 'one')[step]['eval/loss'], rel=1e-6)
+    # And samples, in which all have a part.
+    assert samples(workdir) == samples(tmp_path / 'one')
+    assert samples(workdir) != samples(tmp_path / 'other')
 
 
 def test_the_first_process_speaks_for_all(whole):
     workdir, processes = whole
     assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
     names = {entry.name for entry in workdir.iterdir()}
-    assert names == {'checkpoints', 'config.json', 'metrics.jsonl', 'run.log', 'tokenizer.json'}
+    small = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'run.log', SAMPLES, 'tokenizer.json'}
+    # Each process has a ledger of its own.
+    assert names == {'checkpoints', 'goodput-1.jsonl', 'report.html', *small}
     assert (workdir / 'run.log').read_text().count('done: 7 steps') == 1
     assert 'done: 7 steps' in processes.output(0)
     for words in ('done', 'step ', 'parameters on'):
         assert words not in processes.output(1)
+
+
+def test_each_process_tells_where_its_time_went(whole):
+    workdir, _ = whole
+    ledgers = [read_ledger(workdir, process) for process in (0, 1)]
+    for ledger in ledgers:
+        assert [(life.number, life.start_step, life.step, life.closed) for life in ledger.lives] == [(1, 0, 7, True)]
+        assert min(ledger.totals[name] for name in ('start', 'compile', 'step', 'evaluation', 'checkpoint')) > 0
+    # Each has measured for itself.
+    assert ledgers[0].totals != ledgers[1].totals
+    assert {event['life'] for event in read_events(workdir).lines} == {1}
 
 
 @pytest.mark.parametrize(('count', 'devices'), [(1, 4), (1, 1), (2, 2)])
@@ -180,6 +204,11 @@ def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_propert
     # The one that only waited for it was left alone until then.
     assert 'ending with the others: process 1: stuck' in other
     assert 'Current thread' not in other
+    # Whoever ends at once still says so, and what its time was.
+    last = read_events(tmp_path / 'run').lines[-1]
+    assert (last['kind'], last['code']) == ('preempted', EXIT_PREEMPTED)
+    assert 'process 1: stuck' in last['message']
+    assert all(read_ledger(tmp_path / 'run', process).lives[0].closed for process in (0, 1))
     times = f'it ended after {itself:.1f} s, the other after {everyone:.1f} s'
     measured(record_property, 'stuck', f'a loader that hangs, with a deadline of 5 s: {times}')
 

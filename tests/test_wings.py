@@ -12,7 +12,20 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / 'maxlm'
 FILES = sorted(PACKAGE.rglob('*.py'))
-WINGS = ('data', 'model', 'training', 'runtime', 'planning', 'inference', 'huggingface', 'config')
+WINGS = (
+    'data',
+    'model',
+    'training',
+    'runtime',
+    'planning',
+    'inference',
+    'huggingface',
+    'monitoring',
+    'reporting',
+    'posttrain',
+    'config',
+    'doctoring',
+)
 # What a wing must not know.
 FORBIDDEN = {
     **{wing: {*VERBS, '__main__'} for wing in WINGS},
@@ -20,6 +33,10 @@ FORBIDDEN = {
     'model': {*VERBS, '__main__', 'training', 'runtime', 'data', 'inference'},
     'training': {*VERBS, '__main__', 'runtime', 'data', 'inference'},
     'huggingface': {*VERBS, '__main__', 'inference'},
+    # It must start at once, so it leaves JAX alone.
+    'monitoring': {*VERBS, '__main__', 'model', 'training', 'planning', 'inference', 'huggingface'},
+    # Only files of a run, never the run itself.
+    'reporting': {*VERBS, '__main__', 'data', 'model', 'training', 'planning', 'inference', 'huggingface'},
 }
 # Formats are read and written without the libraries that they are from.
 FOREIGN = {'torch', 'transformers', 'huggingface_hub'}
@@ -80,6 +97,7 @@ def test_a_wing_imports_only_what_it_may(wing):
         ('training', 'from maxlm.data.records import Dataset', {'data'}),
         ('training', 'import maxlm.runtime.console\nimport maxlm.inference.engine', {'runtime', 'inference'}),
         ('huggingface', 'from maxlm.inference.load import load_model', {'inference'}),
+        ('posttrain', 'from maxlm.train import main', {'train'}),
         # What is allowed, and what only looks alike.
         ('huggingface', 'from maxlm.runtime import layers\nfrom maxlm.data import tokenizer', set()),
         ('runtime', 'from maxlm.training.step import TrainState', set()),

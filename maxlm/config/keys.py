@@ -6,6 +6,8 @@ import dataclasses
 import typing
 from typing import Any
 
+from maxlm.config.reporting_keys import AlertsConfig, MetricsConfig, ProfileConfig
+
 # The default of a switch that the model's family sets, unless the config does.
 FAMILY: Any = None
 # What a key that may be 'auto' has then, as long as it is not decided.
@@ -189,6 +191,13 @@ class EvalConfig:
     every: int = 0
     # Batches of the global batch's size per evaluation; 0 = the whole split.
     num_batches: int = 0
+    # Beginnings of validation documents (chosen by data.seed) that the model continues at each evaluation, for
+    # samples.jsonl, the log and TensorBoard; 0 = none.
+    samples: int = 0
+    # Texts to continue instead: ('Once upon a time', 'def main(').
+    sample_prompts: tuple = ()
+    # Tokens of a continuation, at most.
+    sample_tokens: int = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,18 +291,6 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AlertsConfig:
-    # Where alerts go besides the log (maxlm/runtime/alerts.py). A file that gets a line of JSON for each; a relative
-    # path is one in the workdir. '' = none, here and below.
-    file: str = ''
-    # A line of shell, e.g. 'mail -s "$MAXLM_ALERT_MESSAGE" me@example.org'. The alert comes as JSON on its input.
-    command: str = ''
-    # Name of the environment variable that holds a webhook's URL (Slack, Mattermost, Google Chat, Teams); never the URL
-    # itself, which is a secret.
-    webhook: str = ''
-
-
-@dataclasses.dataclass(frozen=True)
 class GuardConfig:
     # Good steps by which spikes of loss and gradient norm are told; from when there are as many, steps that spike are
     # left out. 0 = only those are that are not finite.
@@ -318,18 +315,6 @@ class GuardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MetricsConfig:
-    # Tell loss and share of each source, where there are several.
-    by_source: bool = True
-    # Write TensorBoard event files next to metrics.jsonl.
-    tensorboard: bool = True
-    # Show a progress bar when standard error is a terminal.
-    progress: bool = True
-    # Peak TFLOP/s of one device, for MFU; 0 = the chip's datasheet, or on a CPU what a large product reaches here.
-    peak_tflops: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
 class Config:
     """One run. Sections as users write them: `--config.train.num_steps=100`."""
 
@@ -343,6 +328,7 @@ class Config:
     alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
 
     @property
     def batch_shards(self) -> int:

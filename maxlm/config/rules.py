@@ -36,6 +36,7 @@ CHOICES = {
     'optimizer.weight_decay_mask': ('matrices', 'projections', 'all'),
     'mesh.zero': (1, 2, 3),
     'mesh.offload': ('none', 'optimizer', 'all'),
+    'metrics.wandb': ('', 'online', 'offline'),
 }
 
 # Of fewer steps median and deviation are too uncertain.
@@ -63,7 +64,8 @@ BOUNDS: dict[str, tuple[float, bool]] = {
     **{f'train.{key}': (0, True) for key in ('global_batch_tokens', 'seed', 'z_loss')},
     'train.micro_batch': (AUTO, True),
     **{f'train.{key}': (1, True) for key in ('log_every', 'loss_chunk', 'max_skipped_steps')},
-    **{f'eval.{key}': (0, True) for key in ('every', 'num_batches')},
+    **{f'eval.{key}': (0, True) for key in ('every', 'num_batches', 'samples')},
+    'eval.sample_tokens': (1, True),
     **{
         f'optimizer.{key}': (0, True)
         for key in ('warmup_steps', 'warmup_tokens', 'min_learning_rate', 'beta1', 'beta2')
@@ -84,6 +86,10 @@ BOUNDS: dict[str, tuple[float, bool]] = {
     **{f'checkpoint.{key}': (0, True) for key in ('every_steps', 'every_minutes', 'keep_best', 'permanent_every')},
     'checkpoint.keep_last': (1, True),
     'metrics.peak_tflops': (0, True),
+    'metrics.devices_seconds': (0, True),
+    'metrics.ledger_seconds': (0, True),
+    'profile.start': (0, True),
+    'profile.num_steps': (1, True),
 }
 
 
@@ -95,7 +101,7 @@ def _value(config: Config, key: str) -> Any:
 def check_choice(config: Config, key: str) -> None:
     value, options = _value(config, key), CHOICES[key]
     if value not in options:
-        names = [str(option) for option in options]
+        names = [str(option) or "''" for option in options]
         raise InputError(f'{key}={value!r}: {nearest(str(value), names)} (one of {", ".join(names)})')
 
 
@@ -148,6 +154,7 @@ def validate(config: Config) -> None:
     _check_rotary(model)
     _check_attention_pattern(model)
     _check_webhook(config.alerts.webhook)
+    _check_reports(config)
     check_sources(data.sources)
     _check_context_schedule(data)
     _check_guard(config)
@@ -190,6 +197,16 @@ def _check_webhook(variable: str) -> None:
             'alerts.webhook: needs the name of an environment variable that holds the URL, e.g. ALERTS_URL; what is '
             'there is no such name, and a URL would be seen in config.json'
         )
+
+
+def _check_reports(config: Config) -> None:
+    for prompt in config.eval.sample_prompts:
+        if not isinstance(prompt, str) or not prompt:
+            raise InputError(
+                f"eval.sample_prompts: {prompt!r} is no text to continue; needs ('TEXT', …), e.g. ('Once upon a time',)"
+            )
+    if config.metrics.wandb and not config.metrics.wandb_project:
+        raise InputError("metrics.wandb_project='': name the project that the run is to be in, e.g. maxlm")
 
 
 def _check_context_schedule(data: DataConfig) -> None:

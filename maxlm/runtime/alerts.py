@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.keys import AlertsConfig
+from maxlm.config.reporting_keys import AlertsConfig
 from maxlm.errors import InputError
 from maxlm.runtime.console import logger
 
@@ -63,19 +63,27 @@ class Alerts:
     """While entered, sends what `send` is given. Of several processes each logs, and the first alone sends."""
 
     def __init__(
-        self, config: AlertsConfig, workdir: Path, *, process: int = 0, interval_seconds: float = INTERVAL_SECONDS
+        self,
+        config: AlertsConfig,
+        workdir: Path,
+        *,
+        process: int = 0,
+        record: Callable[[str, str], None] = lambda kind, message: None,
+        interval_seconds: float = INTERVAL_SECONDS,
     ):
         """
         Args:
             config: where they go.
             workdir: of the run, which is called after it.
             process: number of this process.
+            record: is told kind and message of each as well, from the thread that sends it. It must not raise.
             interval_seconds: between two alerts of one kind.
 
         Raises:
             InputError: the variable that is to hold the webhook's URL does not.
         """
         self._run, self._host = workdir.resolve().name, socket.gethostname()
+        self._record = record
         self._interval = interval_seconds
         # The name of a place, for messages → what brings an alert there.
         self._places: dict[str, Callable[[Alert], None]] = {}
@@ -112,6 +120,7 @@ class Alerts:
         """Logs a warning and has it sent; returns at once, and never raises."""
         message = ' '.join(message.split())
         logger.warning(f'{kind}: {message}')
+        self._record(kind, message)
         if not self._places:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')

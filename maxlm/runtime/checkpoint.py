@@ -116,7 +116,7 @@ class Checkpoints:
         validation_loss: float | None = None,
         history: Mapping[str, Any] | None = None,
         must: bool = True,
-    ) -> None:
+    ) -> bool:
         """Copies the state off the device and writes it in the background, unless it is there already.
 
         That it cannot be written ends nothing: `on_failure` is told.
@@ -129,13 +129,16 @@ class Checkpoints:
             history: what else the run is to remember, as JSON; it comes back as {} where there is none.
             must: wait for the step before to be written, however long that takes. Otherwise, if that takes longer than
                 a moment, this one is not saved and `on_failure` is told.
+
+        Returns:
+            Whether the step is there or on its way.
         """
         if not must and self._is_busy():
             self._on_failure(f'step {step} is not saved: the one before is still being written; the run goes on')
-            return
+            return False
         self._settle_save()
         if step in self._complete:
-            return
+            return True
         trees = items_of(state)
         started = integrity.start_checksums(trees)
         progress: dict[str, Any] = {'step': step, 'skipped': int(state.skipped), integrity.ITEM: integrity.VERSION}
@@ -158,12 +161,13 @@ class Checkpoints:
         )
         if problem := self._cannot_write():
             self._ended(step, problem)
-            return
+            return False
         loss = progress.get(VALIDATION_LOSS)
         self._save = Save(self._together.begin(), lambda reason: self._ended(step, reason, loss))
         self._save.begin(self.directory / str(step), items)
         if self._first and self._folder.in_bucket:
             threading.Thread(target=self._look_after, args=(self._save, step), daemon=True, name='look-after').start()
+        return True
 
     def wait(self) -> int | None:
         """Waits for what is under way; returns the newest step that is complete then, None where there is none."""

@@ -18,12 +18,14 @@ from maxlm.training.step import LossSums, make_eval_step
 class Evaluation(NamedTuple):
     """Cross-entropy in nats per predicted token, and how many tokens were predicted.
 
-    `source_losses` is the same by source, where the batches tell sources; NaN of one that had no token.
+    `source_losses` and `source_tokens` are the same by source, where the batches tell sources; the loss of one that had
+    no token is NaN.
     """
 
     loss: float
     tokens: int
     source_losses: list[float]
+    source_tokens: list[int]
 
 
 class Validation:
@@ -65,6 +67,7 @@ def evaluate(
         loss=float(total.loss) / max(float(total.tokens), 1.0),
         tokens=int(total.tokens),
         source_losses=means(total.source_loss, total.source_tokens),
+        source_tokens=[int(count) for count in total.source_tokens],
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -16,11 +16,15 @@ from maxlm.errors import EXIT_FAILED, InputError
 from maxlm.runtime.alerts import Alerts
 from maxlm.runtime.checkpoint import saved_steps
 from maxlm.runtime.console import Console, logger
+from maxlm.runtime.costs import price_of
+from maxlm.runtime.diary import Diary
 from maxlm.runtime.fetching import THREADS, fetch_step
 from maxlm.runtime.inventory import inventory
 from maxlm.runtime.lock import WorkdirLock
 from maxlm.runtime.peers import Peers
-from maxlm.runtime.storage.run import MIRRORED, open_run_storage
+from maxlm.runtime.storage.run import MIRRORED, RunStorage, open_run_storage
+from maxlm.runtime.timeline import Timeline
+from maxlm.runtime.together import Together
 from maxlm.runtime.workdir import check_same_model, open_workdir
 from maxlm.training.retention import SavedStep, reasons_to_keep
 
@@ -32,22 +36,35 @@ class Home(NamedTuple):
         workdir: the local directory: config, metrics, log.
         checkpoints: what `Checkpoints` takes as workdir: the same, or a bucket's.
         alerts: for people.
+        diary: what the run writes about itself.
     """
 
     workdir: Path
     checkpoints: Any
     alerts: Alerts
+    diary: Diary
 
 
 @contextlib.contextmanager
-def open_home(given: str, config: Config, peers: Peers, *, resume: str = '') -> Iterator[Home]:
+def open_home(
+    given: str,
+    config: Config,
+    peers: Peers,
+    timeline: Timeline,
+    *,
+    resume: str = '',
+    at_end: Callable[[Path], None] = lambda workdir: None,
+) -> Iterator[Home]:
     """Opens the workdir of a run; all processes together, of which the first does what is to be done once.
 
     Args:
         given: the workdir as the command has it: a directory or a URL.
         config: resolved.
         peers: the other processes.
+        timeline: of this process.
         resume: checkpoint to go on from where the workdir has none; '' = none.
+        at_end: is given the local directory when a run that has begun has written all that it writes. It must not
+            raise.
 
     Raises:
         InputError: the workdir cannot be used, is in use, or holds a run of another model; `resume` cannot be had.
@@ -60,8 +77,19 @@ def open_home(given: str, config: Config, peers: Peers, *, resume: str = '') -> 
             f'that all machines reach with --config.checkpoint.mirror={given}'
         )
 
+    diary: Diary | None = None
+
     def warn(line: str) -> None:
         alerts.send('storage', line)
+
+    def record(kind: str, message: str) -> None:
+        if diary:
+            diary.alert(kind, message)
+
+    def lost(reason: str) -> NoReturn:
+        # Who has lost the workdir must not write there any more.
+        peers.on_leave = lambda code, reason: None
+        peers.leave(EXIT_FAILED, reason)
 
     with contextlib.ExitStack() as stack:
         storage = open_run_storage(
@@ -72,23 +100,56 @@ def open_home(given: str, config: Config, peers: Peers, *, resume: str = '') -> 
             warn=warn,
             surplus=partial(_surplus, given if is_url(given) else config.checkpoint.mirror, config.checkpoint),
         )
-        alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process)
+        alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, record=record)
         if process == 0:
             open_workdir(storage.workdir)
-            # Who has lost it must not write any more.
-            lock = WorkdirLock(storage.workdir, on_lost=lambda reason: peers.leave(EXIT_FAILED, reason))
-            stack.enter_context(lock)
+            stack.enter_context(WorkdirLock(storage.workdir, on_lost=lost))
         stack.enter_context(Console(storage.workdir, process=process))
-        home = Home(storage.workdir, storage.checkpoint_directory.parent, alerts)
+        checkpoints = storage.checkpoint_directory.parent
         if process == 0:
-            storage.fetch()
-            if resume:
-                _resume(resume, home)
+            with timeline.phase('restore'):
+                storage.fetch()
+                if resume:
+                    _resume(resume, checkpoints, storage.workdir)
             check_same_model(storage.workdir, config)
         peers.meet('home')
+        diary = _open_diary(storage.workdir, config, timeline)
+        # The diary's last lines, and what is made of them, come after all else that is uploaded.
+        stack.callback(_finish, storage, diary, at_end if process == 0 else None)
+        stack.enter_context(diary)
+        peers.on_leave = diary.leave
         stack.enter_context(alerts)
-        stack.enter_context(storage)
-        yield home
+        storage.start()
+        stack.callback(_close, storage, timeline)
+        yield Home(storage.workdir, checkpoints, alerts, diary)
+
+
+def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> Diary:
+    process, together = jax.process_index(), Together()
+    if process:
+        # In the cache of another machine nobody has made it. What cannot be written is said later.
+        with contextlib.suppress(OSError):
+            workdir.mkdir(parents=True, exist_ok=True)
+    return Diary(
+        workdir,
+        timeline,
+        beat_seconds=config.metrics.ledger_seconds,
+        num_devices=jax.device_count(),
+        price=price_of(config, jax.local_devices()[0].device_kind),
+        process=process,
+        agree=lambda life: int(together.from_first(str(life))),
+    )
+
+
+def _finish(storage: RunStorage, diary: Diary, at_end: Callable[[Path], None] | None) -> None:
+    if at_end and diary.has_begun:
+        at_end(storage.workdir)
+    storage.upload_last_files()
+
+
+def _close(storage: RunStorage, timeline: Timeline) -> None:
+    with timeline.phase('checkpoint'):
+        storage.close()
 
 
 def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
@@ -101,15 +162,15 @@ def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
     return [step for step in steps if kept.get(step) == ()]
 
 
-def _resume(name: str, home: Home) -> None:
-    if saved_steps(home.checkpoints):
+def _resume(name: str, checkpoints: Any, workdir: Path) -> None:
+    if saved_steps(checkpoints):
         logger.info(f'--resume={name}: the workdir has checkpoints of its own, from which it goes on')
         return
-    if is_url(str(home.checkpoints)):
+    if is_url(str(checkpoints)):
         raise InputError(
             f'--resume={name}: only into a directory; give one as --workdir, and the bucket as checkpoint.mirror'
         )
-    found = fetch_step(name, home.workdir, weights_only=False, threads=THREADS, show=True)
+    found = fetch_step(name, workdir, weights_only=False, threads=THREADS, show=True)
     if found.damages:
         raise InputError(f'--resume={name}: {found.damages[0]}')
     logger.info(f'fetched {name}: {found.num_checksums} checksums compared')

@@ -7,37 +7,40 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import jax
 
 from maxlm.config.keys import UNDECIDED_STEPS
-from maxlm.data.batches import iterate
 from maxlm.data.corpus import Corpus
-from maxlm.data.skips import RemainingBatches, data_step, skip_steps
+from maxlm.data.skips import skip_steps
 from maxlm.data.windows import Batch
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
+from maxlm.planning.chips import find_peak
 from maxlm.planning.compile import compile_train_step
 from maxlm.planning.cost import FORWARD_SHARE
 from maxlm.planning.flops import training_flops
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import logger, progress_bar
+from maxlm.runtime.data_wait import DataWait
 from maxlm.runtime.evaluation import Validation
 from maxlm.runtime.home import Home
 from maxlm.runtime.metrics import MetricWriter, lowest_loss
 from maxlm.runtime.notices import Notices
+from maxlm.runtime.observers import Observers
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.peers import Peers
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.preflight import Ready
+from maxlm.runtime.reading import batches_after
 from maxlm.runtime.reporter import Reporter
 from maxlm.runtime.save_times import SaveTimes
 from maxlm.runtime.sources import SourceReport
 from maxlm.runtime.spending import Spending
 from maxlm.runtime.start import start_state
-from maxlm.runtime.summary import log_end, log_start
+from maxlm.runtime.summary import headline, log_end, log_start, start_facts
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.runtime.workdir import describe_run
 from maxlm.training.decisions import (
@@ -69,13 +72,17 @@ class Leg(NamedTuple):
 class Loop:
     """What stays the same from the first step of a process to its last, and the loop over steps."""
 
-    def __init__(
-        self, stack: contextlib.ExitStack, ready: Ready, corpus: Corpus, home: Home, peers: Peers, began: float
-    ):
+    def __init__(self, stack: contextlib.ExitStack, ready: Ready, corpus: Corpus, home: Home, peers: Peers):
         """Enters what a run needs into `stack`."""
         self._config, self._layout, self._abstract, self._forecast = ready
-        self._corpus, self._home = corpus, home
-        config, self._began = self._config, began
+        self._corpus, self._home, self._diary = corpus, home, home.diary
+        self._timeline = self._diary.timeline
+        config = self._config
+        self._peak = find_peak(config.metrics.peak_tflops)
+        facts = start_facts(ready, corpus, self._peak, self._diary.price)
+        self._diary.event('started', headline(config, self._abstract), **facts)
+        if compiled := self._forecast.compiled:
+            self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
         self._first = jax.process_index() == 0
         self._watchdog = stack.enter_context(
             Watchdog(config.train.stuck_seconds, peers, home.workdir if self._first else None)
@@ -92,19 +99,22 @@ class Loop:
                 on_failure=partial(home.alerts.send, 'checkpoint'),
             )
         )
+        self._data_wait = stack.enter_context(DataWait(self._timeline))
         self._facts = corpus.fingerprint(config.train.global_batch)
         self._stack = stack
 
     def start(self) -> tuple[TrainState, Decisions]:
         """Where the run stands."""
-        state, history = start_state(
-            self._config,
-            dataset=self._corpus.first,
-            layout=self._layout,
-            abstract=self._abstract,
-            checkpoints=self._checkpoints,
-            facts=self._facts,
-        )
+        reads = self._checkpoints.latest_step() is not None or self._config.train.init_from
+        with self._timeline.phase('restore') if reads else contextlib.nullcontext():
+            state, history = start_state(
+                self._config,
+                dataset=self._corpus.first,
+                layout=self._layout,
+                abstract=self._abstract,
+                checkpoints=self._checkpoints,
+                facts=self._facts,
+            )
         # Should metrics.jsonl be lost.
         self._best_loss = float(history.get('best_loss', math.inf))
         return state, from_json(history.get('decisions'))
@@ -113,13 +123,23 @@ class Loop:
         """Says what is about to happen, and makes ready to tell what does."""
         config, corpus, train = decided(self._config, decisions), self._corpus, self._config.train
         self._describe(decisions)
+        if start:
+            self._diary.event('resumed', f'going on from step {start}', step=start, from_step=start)
         self._validation = Validation(config, corpus, self._layout) if config.eval.every else None
+        self._observers = Observers(
+            self._stack,
+            config,
+            corpus=corpus,
+            layout=self._layout,
+            workdir=self._home.workdir,
+            life=self._diary.life,
+        )
         self._program = self._forecast.config, self._forecast.compiled
-        peak = log_start(config, self._abstract, self._forecast)
+        log_start(config, self._abstract, self._forecast, peak=self._peak, price=self._diary.price)
         self._pace = Pace(
             tokens_per_step=train.global_batch * config.data.window,
             flops=training_flops(config.model, config.context_at(start)),
-            peak=peak,
+            peak=self._peak,
             num_devices=jax.device_count(),
         )
         self._sources = SourceReport(corpus)
@@ -134,11 +154,15 @@ class Loop:
             windows_per_epoch=corpus.training_windows,
             sources=self._sources,
             warn=partial(self._home.alerts.send, 'skipped'),
+            costs=self._diary.metrics,
+            devices=self._observers.readings.metrics,
         )
         evaluation = FORWARD_SHARE * len(self._validation) / config.eval.every if self._validation else 0.0
+        # What lives that were killed had not saved any more was paid for as well.
+        untold = max(0.0, self._diary.earlier_seconds - 3600 * decisions.hours)
         self._spending = Spending(
             self._config,
-            began=self._began,
+            began=self._timeline.origin - untold,
             pace=self._pace,
             num_devices=jax.device_count(),
             evaluation_share=evaluation,
@@ -149,9 +173,13 @@ class Loop:
         config, reporter, watchdog = self._config, self._reporter, self._watchdog
         start = int(state.step)
         with contextlib.ExitStack() as stack:
-            batches = self._read_from(start, decisions, stack)
+            alarm = partial(self._home.alerts.send, 'data')
+            reading = batches_after(start, config, decisions, corpus=self._corpus, layout=self._layout, alarm=alarm)
+            batches = stack.enter_context(reading)
             self._report_from(start, int(state.skipped), stack)
             times = SaveTimes(config.checkpoint, start=start)
+            self._timeline.started()
+            stack.enter_context(self._timeline.phase('step'))
             owed = False
             for step in itertools.count(start + 1):
                 try:
@@ -180,10 +208,13 @@ class Loop:
                 loss = None
                 with watchdog.phase():
                     if validate and self._validation:
-                        with self._pace.paused('eval'):
+                        with self._pace.paused('eval'), self._timeline.phase('evaluation'):
                             result = self._validation(evaluated_params(state))
                             reporter.evaluated(step, result)
+                            if sample := self._observers.samples:
+                                reporter.sampled(step, sample(evaluated_params(state)))
                         loss = result.loss
+                        self._diary.event('evaluated', f'validation loss {loss:.4f}', step=step, loss=loss)
                         decisions = after_evaluation(decisions, loss, config.guard)
                     decisions = self._spend(step, decisions, look=owed or told or validate)
                     why = ended(config, decisions, step)
@@ -206,67 +237,52 @@ class Loop:
             f'of steps {plan.skip_from + 1} to {plan.skip_to} '
             f'({decisions.rollbacks + 1} of {self._config.guard.max_rollbacks} times)',
         )
-        with self._watchdog.phase():
+        with self._watchdog.phase(), self._timeline.phase('restore'):
             self._checkpoints.remove_after(plan.step)
             state, then = self.start()
+        self._diary.rolled_back(plan.step)
         return state, rolled_back(decisions, then, skips, self._config.guard)
 
     def end(self, leg: Leg) -> int:
         """Waits for the last checkpoint and says what became of the run; returns the exit code."""
-        saved = self._checkpoints.wait()
+        with self._timeline.phase('checkpoint'):
+            saved = self._checkpoints.wait()
         if isinstance(leg.verdict, Stop):
             text = f'stopped at step {leg.step}: {leg.verdict.reason}; the newest checkpoint is of step {saved}'
             self._home.alerts.send('diverged', text)
             return EXIT_FAILED
         if saved != leg.step:
-            self._home.alerts.send('checkpoint', f'step {leg.step} could not be saved; the newest is step {saved}')
+            text = f'step {leg.step} could not be saved; the newest is step {saved}'
+            self._home.alerts.send('checkpoint', text)
+            self._diary.ends('failed', text, EXIT_FAILED)
             return EXIT_FAILED
+        num_steps = decided(self._config, leg.decisions).train.num_steps
         if not leg.ended:
-            num_steps = decided(self._config, leg.decisions).train.num_steps
-            logger.info(f'{self._stop.requested}: step {leg.step} of {num_steps} is saved; start again to go on')
+            text = f'{self._stop.requested}: step {leg.step} of {num_steps} is saved; start again to go on'
+            logger.info(text)
+            self._diary.ends('preempted', text, EXIT_PREEMPTED)
             return EXIT_PREEMPTED
+        self._diary.ends('finished', leg.ended, EXIT_DONE)
         log_end(
             leg.step,
             leg.ended,
             corpus=self._corpus,
             reporter=self._reporter,
             pace=self._pace,
-            decisions=leg.decisions,
-            seconds=time.monotonic() - self._began,
+            spent=self._diary.metrics(leg.step, num_steps),
+            seconds=time.monotonic() - self._timeline.origin,
         )
         return EXIT_DONE
-
-    def _read_from(self, start: int, decisions: Decisions, stack: contextlib.ExitStack) -> Iterator[Batch]:
-        """The batches of the steps after `start`, read ahead; `stack` ends that."""
-        config, corpus, skips = self._config, self._corpus, decisions.skips
-        global_batch = config.train.global_batch
-        cuts = tuple((data_step(first, skips), config.data.window // window) for first, window in config.contexts)
-        training_data = corpus.train_batches(global_batch, self._layout.local_rows(global_batch), cuts)
-        alarm = partial(self._home.alerts.send, 'data')
-        fetcher = stack.enter_context(corpus.fetcher(training_data, data_step(start, skips), alarm))
-        num_steps = decided(config, decisions).train.num_steps
-        batches = iterate(RemainingBatches(training_data, skips), start, config.data, num_steps)
-        stack.enter_context(contextlib.closing(batches))
-        if fetcher is None:
-            return batches
-
-        def make_room() -> Iterator[Batch]:
-            for step, batch in enumerate(batches, start):
-                # Of what earlier steps read.
-                fetcher.advance(data_step(step, skips))
-                yield batch
-
-        return make_room()
 
     def _report_from(self, start: int, skipped: int, stack: contextlib.ExitStack) -> None:
         writer, best_loss = None, math.inf
         if self._first:
             # The file is about to be written anew.
             best_loss = min(self._best_loss, lowest_loss(self._home.workdir, up_to=start))
-            writer = MetricWriter(self._home.workdir, after_step=start, tensorboard=self._config.metrics.tensorboard)
-            stack.callback(writer.close)
+            writer = MetricWriter(self._home.workdir, after_step=start, trackers=self._observers.trackers)
         self._reporter.begin(start, writer=writer, skipped=skipped, best_loss=best_loss)
         self._spending.begin(start)
+        self._diary.begin(start, lambda: (self._reporter.step, self._checkpoints.latest_step()))
         self._pace.start()
         self._watchdog.start()
 
@@ -275,11 +291,12 @@ class Loop:
     ) -> TrainState:
         """The state after the next batch; the first step connects processes, which may take long."""
         compiled = self._compiled_for(step, decisions)
+        profile = self._observers.profile
+        if profile.begins(step):
+            self._at_rest(state, partial(profile.start, step))
         # Shorter sequences are more of them.
         rows = self._program[0].train.global_batch
-        asked = time.perf_counter()
-        batch = next(batches)
-        data_wait = time.perf_counter() - asked
+        batch, data_wait = self._data_wait.take(batches, self._reporter.running)
         # Dispatch may wait for other processes too.
         with self._watchdog.phase() if connects else self._watchdog.waiting():
             # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
@@ -289,8 +306,18 @@ class Loop:
                 jax.block_until_ready(metrics)
         with self._watchdog.waiting():
             self._reporter.submit(step, metrics, data_wait)
+        if profile.ends(step):
+            self._at_rest(state, partial(profile.stop, step))
         self._watchdog.step_done()
         return state
+
+    def _at_rest(self, state: TrainState, act: Callable[[], None]) -> None:
+        """Does something between two steps, when the devices have nothing to do; it counts as no time of a step."""
+        with self._watchdog.waiting():
+            self._reporter.flush()
+            jax.block_until_ready(state)
+        with self._pace.paused('profile'), self._timeline.phase('other'), self._watchdog.phase():
+            act()
 
     def _compiled_for(self, step: int, decisions: Decisions) -> jax.stages.Compiled:
         """The program of a step: another one after a change of the sequences' length or of the schedule."""
@@ -301,12 +328,15 @@ class Loop:
             # What was dispatched is still of the old one.
             with self._watchdog.waiting():
                 self._reporter.flush()
-            with self._pace.paused('compile'), self._watchdog.phase():
+            with self._pace.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
                 compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._corpus.names))
+            self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
             self._pace.change_flops(training_flops(now.model, wanted.data.window))
             self._reporter.change_config(now)
             if wanted.data.window != before.data.window:
-                logger.info(f'step {step:>7}  sequences of {wanted.data.window} tokens from here on')
+                text = f'sequences of {wanted.data.window} tokens from here on'
+                logger.info(f'step {step:>7}  {text}')
+                self._diary.event('context', text, window=wanted.data.window)
             self._program = wanted, compiled
         return compiled.step
 
@@ -322,7 +352,16 @@ class Loop:
         best = self._reporter.best_loss
         # JSON has no infinity.
         history = {'decisions': to_json(decisions), **({'best_loss': best} if math.isfinite(best) else {})}
-        self._checkpoints.save(step, state, self._facts, validation_loss=validation_loss, history=history, must=must)
+        began = time.monotonic()
+        with self._timeline.phase('checkpoint'):
+            taken = self._checkpoints.save(
+                step, state, self._facts, validation_loss=validation_loss, history=history, must=must
+            )
+        if taken:
+            loss = {} if validation_loss is None else {'loss': validation_loss}
+            seconds = round(time.monotonic() - began, 3)
+            self._diary.event('saved', f'held up the steps for {seconds:.2f} s', step=step, seconds=seconds, **loss)
+            self._diary.saved()
 
     def _describe(self, decisions: Decisions) -> None:
         """Writes config.json with the length that was decided on, and without other rates, which the state knows."""
@@ -349,7 +388,9 @@ class Loop:
             self._home.alerts.send('budget', f'{budget.share:.0%} of {budget.name} is spent')
         if after.num_steps != decisions.num_steps:
             self._describe(after)
-            logger.info(f'step {step:>7}  at this pace the budget is {after.num_steps} steps, where the schedule ends')
+            text = f'at this pace the budget is {after.num_steps} steps, where the schedule ends'
+            logger.info(f'step {step:>7}  {text}')
+            self._diary.event('length', text, step=step, num_steps=after.num_steps)
             self._sources.log_start(after.num_steps * self._config.train.global_batch)
         return after
 

@@ -1,17 +1,20 @@
-"""What a run reports: every metric's name and meaning in one table, and the files it goes to."""
+"""What a run reports: every metric's name, unit and meaning in one table, and the places it goes to."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from maxlm.errors import InputError
+from maxlm.runtime.console import logger
+from maxlm.runtime.lines import LineWriter, read_lines, torn_note
 
 FILE = 'metrics.jsonl'
+SAMPLES = 'samples.jsonl'
+# Between what the model was given and what it wrote, where both are one text.
+CURSOR = '▮'
 
 
 class Metric(NamedTuple):
@@ -33,11 +36,13 @@ METRICS: dict[str, Metric] = {
     'train/tokens': Metric('tokens', 'positions of all batches so far'),
     'train/epoch': Metric('epochs', 'passes over the training split so far'),
     'train/skipped': Metric('steps', 'steps so far that changed nothing: loss or gradient spiked or was not finite'),
-    'eval/loss': Metric('nats/token', 'cross-entropy on the validation split, mean over predicted tokens'),
-    'eval/perplexity': Metric('', 'exp(eval/loss)'),
     # By source; * is its name.
     'train/loss/*': Metric('nats/token', 'train/loss over the tokens of one source'),
+    'train/tokens/*': Metric('tokens', 'predicted tokens of one source in the step'),
+    'eval/loss': Metric('nats/token', 'cross-entropy on the validation split, mean over predicted tokens'),
+    'eval/perplexity': Metric('', 'exp(eval/loss)'),
     'eval/loss/*': Metric('nats/token', 'eval/loss over the tokens of one source'),
+    'eval/tokens/*': Metric('tokens', 'predicted tokens of one source in the evaluation'),
     'data/share/*': Metric('', 'share of one source in all windows so far'),
     'data/epoch/*': Metric('epochs', 'passes over one source so far'),
     'data/window': Metric('tokens', 'length of the sequences of the step'),
@@ -47,21 +52,59 @@ METRICS: dict[str, Metric] = {
     'perf/eval_seconds': Metric('s', 'time that evaluation took, since the last line'),
     'perf/save_seconds': Metric('s', 'time that saving held up the steps, since the last line'),
     'perf/compile_seconds': Metric('s', 'time that programs of later steps took to compile, since the last line'),
+    'perf/profile_seconds': Metric('s', 'time that tracing a few steps took besides them, since the last line'),
     'perf/mfu': Metric('', 'share of the peak, counting causal attention'),
     'perf/mfu_full': Metric('', 'share of the peak, counting attention over the whole window'),
     'perf/device_memory_gib': Metric('GiB', 'largest memory in use on the first device so far, where it tells'),
+    'cost/hours': Metric('h', 'duration of all lives of the run so far, without the time between them'),
+    'cost/dollars': Metric('$', 'what all devices cost in that time, where a price is known'),
+    'cost/dollars_at_end': Metric('$', 'what they will have cost at the last step, at the mean pace of this life'),
+    'cost/seconds_left': Metric('s', 'until the last step at that pace, with evaluations and saves'),
+    'goodput/share': Metric('', 'share of steps that count in the time since the first life of the run began'),
+    # Of process 0's machine; means of the readings since the last line (metrics.devices_seconds).
+    'device/use_percent': Metric('%', 'time in which a device worked, mean over devices'),
+    'device/memory_gib': Metric('GiB', 'memory taken from the driver, mean over devices; JAX takes its share at once'),
+    'device/temperature_c': Metric('°C', 'of the hottest device'),
+    'device/power_w': Metric('W', 'of all devices together'),
+    'device/throttled': Metric('devices', 'devices whose clock was held down, by heat or power'),
+    'device/ecc_errors': Metric('errors', 'memory errors of all devices since their driver was loaded, uncorrected'),
+    'host/cpu_percent': Metric('%', 'use of all cores of the machine'),
+    'host/ram_gib': Metric('GiB', 'memory of the machine in use'),
+    'host/disk_free_gib': Metric('GiB', 'room left on the disk of the workdir'),
+    'host/net_sent_mb': Metric('MB/s', 'sent by the machine to others'),
+    'host/net_received_mb': Metric('MB/s', 'received by the machine from others'),
 }
 
 
-class MetricWriter:
-    """Appends to WORKDIR/metrics.jsonl, and through CLU to WORKDIR/tensorboard."""
+class Tracker(Protocol):
+    """A place besides metrics.jsonl where a run is shown. What it raises ends the tracker, not the run."""
 
-    def __init__(self, workdir: Path, *, after_step: int, tensorboard: bool):
-        """Lines behind `after_step` are dropped: their steps are about to be done again."""
-        path = workdir / FILE
-        _drop_lines_after(path, after_step)
-        self._file = path.open('a', encoding='utf-8')
-        self._tensorboard = _tensorboard_writer(workdir / 'tensorboard') if tensorboard else None
+    def begin(self, after_step: int, newest_step: int) -> None:
+        """The run goes on from a step; metrics.jsonl had lines up to `newest_step`, whose steps are done again."""
+
+    def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """What `MetricWriter.write` was given."""
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Name → text."""
+
+    def close(self) -> None:
+        """Brings away what is left."""
+
+
+class MetricWriter:
+    """Appends to WORKDIR/metrics.jsonl and samples.jsonl, and hands on to the trackers, for one leg of a run."""
+
+    def __init__(self, workdir: Path, *, after_step: int, trackers: list[Tracker] | None = None):
+        """Lines behind `after_step` are dropped: their steps are about to be done again.
+
+        `trackers` stay open for another leg; one that fails leaves the list.
+        """
+        self._metrics, self._samples = LineWriter(workdir / FILE), LineWriter(workdir / SAMPLES)
+        newest_step = _drop_lines_after(workdir / FILE, after_step, self._metrics)
+        _drop_lines_after(workdir / SAMPLES, after_step, self._samples)
+        self._trackers = [] if trackers is None else trackers
+        self._tell(lambda tracker: tracker.begin(after_step, newest_step))
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """One line: `step`, `time` (seconds since 1970) and the values, of which those that are not finite are null.
@@ -70,17 +113,24 @@ class MetricWriter:
         """
         unknown = {name for name in values if name not in METRICS and _pattern(name) not in METRICS}
         assert not unknown, f'metrics without a row in METRICS: {unknown}'
-        # JSON has no NaN; null is what every reader of it takes.
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({'step': step, 'time': round(time, 3), **finite}) + '\n')
-        self._file.flush()
-        if self._tensorboard:
-            self._tensorboard.write_scalars(step, values)
+        time = round(time, 3)
+        self._metrics.write({'step': step, 'time': time, **values})
+        self._tell(lambda tracker: tracker.write(step, time, values))
 
-    def close(self) -> None:
-        self._file.close()
-        if self._tensorboard:
-            self._tensorboard.close()
+    def write_samples(self, step: int, time: float, samples: Sequence[tuple[str, str]]) -> None:
+        """Prompts, each with what the model made of it: a line of samples.jsonl each."""
+        for prompt, text in samples:
+            self._samples.write({'time': round(time, 3), 'step': step, 'prompt': prompt, 'text': text})
+        texts = {f'samples/{number}': f'{prompt}{CURSOR}{text}' for number, (prompt, text) in enumerate(samples)}
+        self._tell(lambda tracker: tracker.write_texts(step, texts))
+
+    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                tell(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                logger.warning(f'{type(tracker).__name__} is not written any more ({type(error).__name__}: {error})')
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
@@ -89,15 +139,36 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: another line is not JSON.
     """
-    path = workdir / FILE
-    if not path.exists():
-        return []
-    # A complete file ends with a newline, so the last piece is empty or torn; bytes, since it may end inside a letter.
-    lines = path.read_bytes().split(b'\n')[:-1]
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise InputError(f'{path}: a line is not JSON ({error}); mend or remove it') from error
+    return read_lines(workdir / FILE).lines
+
+
+SECTIONS = {
+    'train': 'Of the training step, every `train.log_every` steps',
+    'eval': 'Of an evaluation, every `eval.every` steps',
+    'data': 'Of the data, with those of the training step',
+    'perf': 'Of the pace, with those of the training step',
+    'cost': 'Of time and money, with those of the training step',
+    'goodput': 'Of where the time went, with those of the training step',
+    'device': 'Of the accelerators, every `metrics.devices_seconds`',
+    'host': 'Of the machine, every `metrics.devices_seconds`',
+}
+
+
+def metrics_page() -> str:
+    """METRICS as Markdown: docs/metrics.md."""
+    page = [
+        '# Metrics',
+        '',
+        'Made by `python docs/metrics.py` from the table in `maxlm/runtime/metrics.py`.',
+        '',
+        'A line of `metrics.jsonl` has `step`, `time` (seconds since 1970) and some of these; TensorBoard and W&B have',
+        'the same names. A value that is not finite is null. `*` is the name of a source, where there are several: the',
+        'losses of all, weighted by their tokens, add up to that of the whole.',
+    ]
+    for section, names in itertools.groupby(METRICS, lambda name: name.partition('/')[0]):
+        page += ['', f'## {section}', '', f'{SECTIONS[section]}.', '', '| name | unit | meaning |', '|---|---|---|']
+        page += [f'| `{name}` | {METRICS[name].unit} | {METRICS[name].meaning} |' for name in names]
+    return '\n'.join(page) + '\n'
 
 
 def perplexity(loss: float) -> float:
@@ -116,23 +187,12 @@ def _pattern(name: str) -> str:
     return '/'.join([*name.split('/')[:2], '*'])
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = [line for line in read_metrics(path.parent) if line['step'] <= step]
-    temporary = path.with_suffix('.tmp')
-    temporary.write_text(''.join(json.dumps(line) + '\n' for line in kept), encoding='utf-8')
-    temporary.replace(path)
-
-
-def _tensorboard_writer(directory: Path) -> Any:
-    # TensorFlow, which CLU writes with, greets on stderr at import unless told not to.
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
-    os.environ.setdefault('TF_ENABLE_ONEDNN_OPTS', '0')
-    try:
-        from clu import metric_writers
-    except ImportError as error:
-        raise InputError(
-            f'metrics.tensorboard=True needs clu and TensorFlow ({error}); install them, or set it to false'
-        ) from error
-    return metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(directory)))
+def _drop_lines_after(path: Path, step: int, writer: LineWriter) -> int:
+    """Returns the newest step that the file had; 0 if it had none."""
+    lines, torn = read_lines(path)
+    if torn:
+        logger.info(torn_note(path.name))
+    kept = [line for line in lines if line['step'] <= step]
+    if torn or len(kept) < len(lines):
+        writer.replace(kept)
+    return max((line['step'] for line in lines), default=0)

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -68,6 +69,8 @@ class Peers:
         self._lines = {number: ('', LOST_TICKS - FIRST_TICKS) for number in range(1, self._count)}
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        # Told the exit code and the reason before the process ends in the midst of its work, from whatever thread.
+        self.on_leave: Callable[[int, str], None] = lambda code, reason: None
 
     @property
     def all_overdue(self) -> bool:
@@ -93,6 +96,7 @@ class Peers:
                 self._exchange()
             if self._id == 0:
                 threading.Event().wait(LINGER_SECONDS)
+        self.on_leave(code, reason)
         _end(code)
 
     def __enter__(self) -> Peers:
@@ -148,6 +152,7 @@ class Peers:
 
     def _follow(self, reason: str, code: int = EXIT_PREEMPTED) -> NoReturn:
         print(f'[process {self._id}] ending with the others: {reason}', file=sys.stderr)
+        self.on_leave(code, reason)
         _end(code)
 
     def _exchange(self) -> Verdict:

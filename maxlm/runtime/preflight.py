@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
@@ -40,7 +41,13 @@ def sample_config(config: Config, resolve: Resolve) -> Config:
 
 
 def prepare_step(
-    config: Config, resolve: Resolve, *, num_sources: int, first_step: int = 0, decisions: Decisions = FIRST_DECISIONS
+    config: Config,
+    resolve: Resolve,
+    *,
+    num_sources: int,
+    first_step: int = 0,
+    decisions: Decisions = FIRST_DECISIONS,
+    compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Ready:
     """Compiles the step that a run starts or goes on with.
 
@@ -50,6 +57,7 @@ def prepare_step(
         num_sources: as `make_train_step` takes them.
         first_step: from which the run will go on.
         decisions: of the run so far.
+        compiling: entered while the compiler works.
 
     Raises:
         InputError: the step does not fit; the message says by how much, and what would fit.
@@ -59,7 +67,8 @@ def prepare_step(
     def compiled(resolved: Config) -> Forecast:
         now = decided(resolved, decisions)
         at_first = now.at_context(now.context_at(min(first_step, now.train.num_steps - 1)))
-        return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
+        with compiling():
+            return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
 
     if config.train.micro_batch == AUTO:
         config = choose_micro_batch(config, machine, resolve, compiled)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
 
-from maxlm.config.keys import Config
+from maxlm.config.keys import UNDECIDED_STEPS, Config
 from maxlm.runtime.console import logger
+from maxlm.runtime.costs import cost_text
 from maxlm.runtime.evaluation import Evaluation
 from maxlm.runtime.metrics import MetricWriter, perplexity
 from maxlm.runtime.pace import Pace
+from maxlm.runtime.samples import Sample
 from maxlm.runtime.sources import SourceReport
 from maxlm.training.decisions import BadSteps
 
@@ -40,21 +42,30 @@ class Reporter:
         windows_per_epoch: int,
         sources: SourceReport,
         warn: Callable[[str], None] = logger.warning,
+        costs: Callable[[int, int | None], dict[str, float]] = lambda step, num_steps: {},
+        devices: Callable[[], dict[str, float]] = dict,
     ):
-        """`warn` is told of steps that were left out."""
+        """`warn` is told of steps left out; `costs` is `Diary.metrics`, `devices` that of `DeviceReadings`."""
         self._config = config
         self._writer: MetricWriter | None = None
         self._pace = pace
         self._bar = bar
         self._windows_per_epoch = windows_per_epoch
         self._sources = sources
-        self._warn = warn
+        self._warn, self._costs, self._devices = warn, costs, devices
         self._pending: _Pending | None = None
         self._skipped = 0
+        # The last that is done.
+        self.step = 0
         self.best_loss = math.inf
         self.bad_steps = BadSteps()
         self.last_loss = math.nan
         self.validation_loss: float | None = None
+
+    @property
+    def running(self) -> jax.Array | None:
+        """A result of the step that was dispatched last; None if that is reported on already."""
+        return self._pending.metrics['loss'] if self._pending else None
 
     def submit(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> None:
         """Step number `step` (1 is the first) has been dispatched; reports on the one before."""
@@ -68,6 +79,7 @@ class Reporter:
         step, device_metrics, data_wait = self._pending
         self._pending = None
         values: dict[str, Any] = jax.device_get(device_metrics)
+        self.step = step
         self._pace.step_done(data_wait)
         self._bar.update()
         self._count_skips(step, values)
@@ -78,9 +90,16 @@ class Reporter:
     def evaluated(self, step: int, result: Evaluation) -> None:
         """The validation loss after `step`."""
         loss = self.validation_loss = result.loss
-        by_source = self._sources.evaluation_metrics(result.source_losses)
+        by_source = self._sources.evaluation_metrics(result.source_losses, result.source_tokens)
         self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity(loss), **by_source})
         logger.info(f'step {step:>7}  validation loss {loss:.4f}  perplexity {perplexity(loss):.2f}')
+
+    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
+        """What the model wrote after `step`."""
+        for sample in samples:
+            logger.info(f'step {step:>7}  {sample}')
+        if self._writer:
+            self._writer.write_samples(step, time.time(), samples)
 
     def change_config(self, config: Config) -> None:
         """The run has decided on another length or other learning rates."""
@@ -98,6 +117,7 @@ class Reporter:
             best_loss: of the training until then.
         """
         self._pending = None
+        self.step = step
         self._writer = writer
         self._skipped = skipped
         self.best_loss = best_loss
@@ -131,6 +151,8 @@ class Reporter:
         memory = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
         if memory:
             perf['perf/device_memory_gib'] = memory / 2**30
+        num_steps = self._config.train.num_steps
+        costs = self._costs(step, None if num_steps == UNDECIDED_STEPS else num_steps)
         by_source: dict[str, float] = {}
         if 'source_loss' in values:
             by_source = self._sources.training_metrics(sequences, values['source_loss'], values['source_tokens'])
@@ -151,14 +173,17 @@ class Reporter:
                 'data/window': float(self._config.context_at(step - 1)),
                 **by_source,
                 **perf,
+                **costs,
+                **self._devices(),
             },
         )
         mfu = f'  MFU {perf["perf/mfu"]:.1%}' if 'perf/mfu' in perf else ''
+        cost = f'  {text}' if (text := cost_text(costs)) else ''
         logger.info(
             f'step {step:>7}  loss {loss:.4f}  best {self.best_loss:.4f}  lr {values["learning_rate"]:.2e}  '
             f'grad norm {values["grad_norm"]:.3f}  {1 / perf["perf/step_seconds"]:.3g} steps/s  '
             f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}  '
-            f'data wait {perf["perf/data_wait_seconds"] * 1e3:.1f} ms'
+            f'data wait {perf["perf/data_wait_seconds"] * 1e3:.1f} ms{cost}'
         )
         self._bar.set_postfix_str(f'loss {loss:.3f}{mfu}')
 

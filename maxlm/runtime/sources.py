@@ -42,7 +42,7 @@ class SourceReport:
 
     def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
         """Metrics of a step by source, after `num_windows` windows in all; a source without a token has no loss."""
-        metrics = self._losses('train/loss', means(losses, tokens))
+        metrics = self._told('train', means(losses, tokens), tokens)
         if self._weighted:
             served = self._mixture.served(num_windows)
             for name, rows, windows in zip(self._names, served, self._windows, strict=True):
@@ -50,8 +50,13 @@ class SourceReport:
                 metrics[f'data/epoch/{name}'] = rows / windows
         return metrics
 
-    def evaluation_metrics(self, losses: Sequence[float]) -> dict[str, float]:
-        return self._losses('eval/loss', losses)
+    def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
+        """Metrics of an evaluation by source."""
+        return self._told('eval', losses, tokens)
 
-    def _losses(self, prefix: str, losses: Sequence[float]) -> dict[str, float]:
-        return {f'{prefix}/{name}': loss for name, loss in zip(self._names, losses, strict=True) if not np.isnan(loss)}
+    def _told(self, prefix: str, losses: Sequence[float], tokens: Sequence[float] | np.ndarray) -> dict[str, float]:
+        counted = [row for row in zip(self._names, losses, tokens, strict=True) if row[2]]
+        return {
+            **{f'{prefix}/loss/{name}': loss for name, loss, _ in counted},
+            **{f'{prefix}/tokens/{name}': float(count) for name, _, count in counted},
+        }

@@ -3,28 +3,83 @@
 from __future__ import annotations
 
 import datetime
+import math
+import os
+import socket
+from typing import Any
 
 import jax
 
-from maxlm.config.keys import Config
+from maxlm.config.keys import UNDECIDED_STEPS, Config
 from maxlm.data.corpus import Corpus
-from maxlm.planning.chips import Peak, find_peak
+from maxlm.planning.chips import Peak
+from maxlm.planning.cost import USUAL_TERMS
 from maxlm.planning.forecast import Forecast
-from maxlm.planning.plan_report import before_a_run
+from maxlm.planning.plan_report import before_a_run, cost_of
+from maxlm.planning.prices import Price
 from maxlm.runtime.console import logger
+from maxlm.runtime.costs import HOUR, duration
+from maxlm.runtime.environment import checkout, command, devices, versions
 from maxlm.runtime.pace import Pace
+from maxlm.runtime.preflight import Ready
 from maxlm.runtime.reporter import Reporter
-from maxlm.training.decisions import Decisions
 from maxlm.training.step import TrainState
 
 
-def log_start(config: Config, abstract: TrainState, forecast: Forecast) -> Peak:
-    """Says what is about to run; returns the peak that MFU is divided by."""
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
-    mesh = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'
-    device = jax.local_devices()[0]
+def headline(config: Config, abstract: TrainState) -> str:
+    """What is run on what."""
+    kind = jax.local_devices()[0].device_kind
+    return f'{_num_parameters(abstract):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
+
+
+def start_facts(ready: Ready, corpus: Corpus, peak: Peak, price: Price | None) -> dict[str, Any]:
+    """All that is known before the first step, as JSON: what the event `started` has besides its message."""
+    config, _, abstract, forecast = ready
+    target, train = forecast.target, config.train
+    planned = math.isfinite(forecast.time.total)
+    cost = cost_of(forecast, USUAL_TERMS) if planned else None
+    of_all = target.num_devices * price.dollars if price else None
+    return {
+        'host': socket.gethostname(),
+        'pid': os.getpid(),
+        'command': command(),
+        'versions': versions(),
+        'git': checkout(),
+        'devices': devices(),
+        'parameters': _num_parameters(abstract),
+        'mesh': _mesh(config),
+        'peak_tflops': peak.tflops or None,
+        'peak_source': peak.source,
+        'tokens_per_step': train.global_batch * config.data.window,
+        'num_steps': None if train.num_steps == UNDECIDED_STEPS else train.num_steps,
+        'price_per_hour': price.dollars if price else None,
+        'price_source': price.source if price else None,
+        'plan': {
+            'step_seconds': forecast.time.total if planned else None,
+            'tokens_per_second': forecast.tokens_per_second if planned else None,
+            'memory_bytes': forecast.needed,
+            'memory_available_bytes': forecast.available,
+            'hours': cost.hours if cost else None,
+            'dollars': cost.hours * of_all if cost and of_all is not None else None,
+        },
+        'dataset': {
+            **corpus.fingerprint(train.global_batch),
+            'sources': [
+                {
+                    'name': source.name or source.dataset.path.name,
+                    'tokens': sum(shard.tokens for shard in source.shards('train')),
+                    'weight': share,
+                }
+                for source, share in zip(corpus.sources, corpus.mixture.shares, strict=True)
+            ],
+        },
+    }
+
+
+def log_start(config: Config, abstract: TrainState, forecast: Forecast, *, peak: Peak, price: Price | None) -> None:
+    """Says what is about to run: `peak` is what MFU is divided by, `price` that of a device for an hour, if known."""
     logger.info(
-        f'{num_parameters:,} parameters on {jax.device_count()} × {device.device_kind} ({mesh}); '
+        f'{headline(config, abstract)}; '
         f'step of {config.train.global_batch} × {config.data.window} tokens in {config.accumulation} micro-batch(es) '
         f'of {config.train.micro_batch} per device; attention kernel {config.model.attention}'
     )
@@ -35,20 +90,24 @@ def log_start(config: Config, abstract: TrainState, forecast: Forecast) -> Peak:
             f'the warm-up ({config.optimizer.warmup_steps} steps) is as long as the run or longer '
             f'({config.train.num_steps}): the peak learning rate is never reached'
         )
-    peak = find_peak(config.metrics.peak_tflops)
     logger.info(f'MFU counts against {peak.tflops:,.3g} TFLOP/s per device ({peak.source})')
-    return peak
+    if price:
+        logger.info(
+            f'a device costs ${price.dollars:g} an hour ({price.source}), all of them '
+            f'${price.dollars * jax.device_count():,.2f}'
+        )
 
 
 def log_end(
-    step: int, why: str, *, corpus: Corpus, reporter: Reporter, pace: Pace, decisions: Decisions, seconds: float
+    step: int, why: str, *, corpus: Corpus, reporter: Reporter, pace: Pace, spent: dict[str, float], seconds: float
 ) -> None:
     """Says what became of a run.
 
     Args:
         step: its last.
         why: it is over.
-        corpus, reporter, pace, decisions: of the run.
+        corpus, reporter, pace: of the run.
+        spent: `Diary.metrics`.
         seconds: of this process.
     """
     logger.info(f'the run is over: {why}')
@@ -62,15 +121,22 @@ def log_end(
         f'done: {step} steps in {datetime.timedelta(seconds=round(seconds))}, '
         f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
     )
-    if decisions.hours:
-        spent = f', ${decisions.dollars:,.2f}' if decisions.dollars else ''
-        logger.info(
-            f'all lives of the run: {decisions.hours:.3g} h{spent}, {decisions.step_hours / decisions.hours:.1%} of it '
-            f'in steps that count'
-        )
+    dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
+    logger.info(
+        f'all lives of the run: {duration(spent["cost/hours"] * HOUR)}{dollars}; of the time since the first began '
+        f'{spent["goodput/share"]:.1%} in steps that count'
+    )
     validation = reporter.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'
     logger.info(
         f'training loss {reporter.last_loss:.3f}{validation_text} nats/token; '
         f'unigram entropy of the validation data {corpus.unigram_entropy:.3f}'
     )
+
+
+def _num_parameters(abstract: TrainState) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+
+
+def _mesh(config: Config) -> str:
+    return ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'

@@ -57,6 +57,8 @@ def test_demo_from_nothing(clean_copy):
     assert 'unigram entropy' in out
     assert out.count('--- ') == 3
     assert 'wall time' in out
+    assert 'runs/tiny/report.html' in out
+    assert '<!doctype html>' in (clean_copy / 'runs/tiny/report.html').read_text()
 
     # Started again it installs nothing, keeps the data, finds the run finished and shows the same summary.
     again = run(clean_copy, 'launch/demo.sh', '--steps', '12')

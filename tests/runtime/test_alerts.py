@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from maxlm.config.keys import AlertsConfig
 from maxlm.config.load import build, default
+from maxlm.config.reporting_keys import AlertsConfig
 from maxlm.errors import InputError
 from maxlm.runtime import alerts
 from maxlm.runtime.alerts import Alerts

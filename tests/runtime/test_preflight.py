@@ -84,7 +84,7 @@ def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, ca
     error = capsys.readouterr().err
     assert error.count('\n') == 1
     assert 'may have' in error
-    assert {path.name for path in refused.iterdir()} == {'run.log'}
+    assert {path.name for path in refused.iterdir()} == {'run.log', 'events.jsonl', 'goodput.jsonl'}
 
 
 def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch, capsys):

@@ -1,23 +1,31 @@
-"""The small files of a run in its bucket: its log, metrics, config and tokenizer, uploaded whole when they change."""
+"""The small files of a run in its bucket: its log, metrics, config and the like, uploaded whole when they change."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from maxlm.data.outage import UnreachableError
 from maxlm.data.transfer import RemoteFile, fetch_file
 from maxlm.runtime.console import RUN_LOG
+from maxlm.runtime.events import FILE as EVENTS
+from maxlm.runtime.goodput import ledger_name
 from maxlm.runtime.metrics import FILE as METRICS
+from maxlm.runtime.metrics import SAMPLES
 from maxlm.runtime.storage.bucket import Bucket
 from maxlm.runtime.storage.record import Record
+from maxlm.runtime.wandb_upload import ID as WANDB_ID
 from maxlm.runtime.workdir import CHAT_TEMPLATE, CONFIG, TOKENIZER
 
-NAMES = (CONFIG, TOKENIZER, CHAT_TEMPLATE, METRICS, RUN_LOG)
-# These grow in the bucket only: every life of a run writes new ones.
-TENSORBOARD = 'tensorboard'
+# A run that goes on elsewhere takes these with it.
+NAMES = (
+    *(CONFIG, TOKENIZER, CHAT_TEMPLATE),
+    *(METRICS, RUN_LOG, EVENTS, ledger_name(0), 'devices.jsonl', SAMPLES, WANDB_ID),
+)
+# These go to the bucket only: every life of a run writes new ones.
+OTHERS = ('report.html', 'tensorboard/**/*', 'profile/**/*', 'wandb/**/*')
 # A local file that gave way to that of the bucket.
 REPLACED = '.replaced'
 
@@ -25,18 +33,30 @@ REPLACED = '.replaced'
 class FileMirror:
     """Which files changed since they were uploaded."""
 
-    def __init__(self, bucket: Bucket, record: Record, *, on_bytes: Callable[..., None], seconds: float):
+    def __init__(
+        self,
+        bucket: Bucket,
+        record: Record,
+        *,
+        on_bytes: Callable[..., None],
+        seconds: float,
+        names: Sequence[str] = NAMES,
+        others: Sequence[str] = OTHERS,
+    ):
         """
         Args:
             bucket: of the run.
             record: of the run's directory.
             on_bytes: is told of progress.
             seconds: between two uploads, at least; ten times what an upload takes, if that is more.
+            names: of files that are compared with the bucket's when the run starts.
+            others: patterns of those that are not.
         """
         self._bucket = bucket
         self._record = record
         self._on_bytes = on_bytes
         self._seconds = seconds
+        self._names, self._others = names, others
         self._next = 0.0
         self._uploaded: dict[str, tuple[int, int]] = {}
         self.hurry = False
@@ -61,9 +81,10 @@ class FileMirror:
 
     def _present(self) -> list[str]:
         workdir = self._record.workdir
-        events = sorted(path for path in (workdir / TENSORBOARD).rglob('*') if path.is_file())
-        names = [name for name in NAMES if (workdir / name).is_file()]
-        return names + [path.relative_to(workdir).as_posix() for path in events]
+        names = [name for name in self._names if (workdir / name).is_file()]
+        # What links point to is there itself.
+        found = {path for pattern in self._others for path in workdir.glob(pattern) if not path.is_symlink()}
+        return names + [path.relative_to(workdir).as_posix() for path in sorted(found) if path.is_file()]
 
     def _upload(self, name: str) -> None:
         # A copy stays as it is while it is sent.
@@ -73,11 +94,11 @@ class FileMirror:
         digest = self._bucket.describe(copy).digest
         known = self._record.files.get(name, [])
         if known[-1:] != [digest]:
-            if name in NAMES:
+            if name in self._names:
                 # Before and after: killed in between, either may be there.
                 self._record.set_file(name, [*known[-1:], digest])
             self._bucket.put_file(name, copy, self._on_bytes)
-            if name in NAMES:
+            if name in self._names:
                 self._record.set_file(name, [digest])
         copy.unlink()
 

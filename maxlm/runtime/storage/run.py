@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from maxlm.data.outage import Outage, UnreachableError, redact
 from maxlm.data.storage import is_url
 from maxlm.errors import InputError
 from maxlm.runtime.console import logger
+from maxlm.runtime.goodput import ledger_name
 from maxlm.runtime.step_folder import FOLDER, MARKER, to_path
 from maxlm.runtime.storage.bucket import Bucket, RefusedError
 from maxlm.runtime.storage.files import FileMirror, fetch_files
@@ -67,7 +69,7 @@ class RunStorage:
             workdir: the local directory.
             url: of the bucket's copy.
             direct: checkpoints go there directly, by Orbax.
-            process: the first uploads; the others only know where things are.
+            process: the first uploads; of the others each only what it writes about itself.
             surplus: see `StepMirror`.
             poll_seconds: between two looks for new steps.
             files_seconds: between two uploads of files that grow.
@@ -81,12 +83,22 @@ class RunStorage:
         self._warn = warn
         self._workers: list[Worker] = []
         self._bucket: Bucket | None = None
-        if not url or process:
+        self._files: FileMirror | None = None
+        self._steps: StepMirror | None = None
+        self._abandoned = False
+        if not url:
             return
-        self._bucket = Bucket(self.url)
+        bucket = Bucket(self.url)
         self._record = Record(workdir, self.url)
         self._progress = Progress(self.url, stall_seconds, warn)
-        self._files = FileMirror(self._bucket, self._record, on_bytes=self._progress.made, seconds=files_seconds)
+        files = partial(FileMirror, bucket, self._record, on_bytes=self._progress.made, seconds=files_seconds)
+        if process:
+            own = (ledger_name(process), f'devices-{process}.jsonl')
+            self._files = files(names=(), others=own)
+            self._add('upload-files', own[0], self._files.work, poll_seconds)
+            return
+        self._bucket = bucket
+        self._files = files()
         self._steps = StepMirror(self._bucket, self._record, progress=self._progress, surplus=surplus)
         if not direct:
             self._add('upload-steps', FOLDER, self._steps.work, poll_seconds)
@@ -153,7 +165,7 @@ class RunStorage:
         """Whether a step is complete in the bucket, as far as is known here; False where there is none."""
         if self._direct:
             return bool((self.checkpoint_directory / str(step) / MARKER).exists())
-        return self._bucket is not None and step in self._record.steps and step not in self._steps.pending()
+        return self._steps is not None and step in self._record.steps and step not in self._steps.pending()
 
     def start(self) -> None:
         """Begins to upload."""
@@ -168,7 +180,7 @@ class RunStorage:
         Args:
             patience_seconds: without anything arriving, after which it says what is missing and returns.
         """
-        if self._workers:
+        if self._files:
             self._files.hurry = True
         # Steps first: what is said of them belongs to the log, which is a file.
         for worker in self._workers:
@@ -178,9 +190,19 @@ class RunStorage:
                 time.sleep(0.02)
             if worker.is_alive:
                 worker.abandon()
+                self._abandoned = True
                 self._say_what_is_missing()
         if self._workers:
             self._progress.stop()
+
+    def upload_last_files(self) -> None:
+        """After `close`, once: what has been written since, about the end itself. What fails is said."""
+        if self._files is None or self._abandoned:
+            return
+        try:
+            self._files.work()
+        except Exception as error:
+            logger.warning(f'{redact(self.url)}: the last lines of the run are only in {self.workdir}: {error}')
 
     def __enter__(self) -> RunStorage:
         self.start()
@@ -213,7 +235,7 @@ class RunStorage:
             self.fetch_step(there[-1])
 
     def _say_what_is_missing(self) -> None:
-        missing = [] if self._direct else self._steps.pending()
+        missing = self._steps.pending() if self._steps and not self._direct else []
         steps = f'steps {", ".join(map(str, missing))} are' if missing else 'the newest lines of log and metrics are'
         self._warn(
             f'{redact(self.url)} does not take anything any more: {steps} only in {self.workdir}; '

@@ -1,0 +1,91 @@
+"""Look at a machine before money is spent: `python -m maxlm.doctor [--config=FILE[:variant] --workdir=DIR …]`.
+
+Checks what is installed, drivers, memory, disk, buckets, data and clocks, measures devices and links, and tries two
+steps of the run. Without --config, the machine alone. Each check is bounded in time; one that hangs or fails itself is
+a failure with its name. Where a run has several processes, start it like the run, as all of them. Exit codes: 0 no
+failure (warnings there may be); 1 a failure; 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from maxlm.doctoring.case import Case
+from maxlm.doctoring.checks import CHECKS, choose
+from maxlm.doctoring.examination import examine, leave
+from maxlm.doctoring.findings import Status
+from maxlm.doctoring.table import as_json, as_lines, progress, show, worst
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+
+
+def main(argv: list[str]) -> int:
+    """Reads the command line, makes the checks and shows what they found."""
+    case, options = _read(argv)
+    chosen = choose(_names(options.only), _names(options.skip))
+    # Of several processes the first speaks for all; the others only say what is wrong on their machines.
+    speaks = case.process == 0
+    with progress(is_shown=speaks and not options.json) as tell:
+        results = list(examine(chosen, case, on_begin=lambda check: tell(f'{check.name}: {check.meaning}')))
+    if options.json:
+        print(json.dumps(as_json(results), indent=1))
+    elif speaks:
+        show(results)
+    else:
+        bad = [result for result in results if result.finding.remedy]
+        for line in as_lines(bad):
+            print(f'[process {case.process}] {line}', file=sys.stderr)
+    return EXIT_FAILED if worst(results) is Status.FAILURE else EXIT_DONE
+
+
+def _read(argv: list[str]) -> tuple[Case, argparse.Namespace]:
+    try:
+        from maxlm.config.load import load, split_overrides
+    except ImportError as error:
+        # A machine on which next to nothing is installed is one to look at.
+        options, _ = _parser().parse_known_args(argv)
+        if options.config:
+            raise InputError(
+                f'--config={options.config}: {error}; look at the machine without --config first'
+            ) from error
+        return Case(workdir=options.workdir), options
+    overrides, rest = split_overrides(argv)
+    options = _parser().parse_args(rest)
+    if overrides and not options.config:
+        raise InputError(f'--config.{overrides[0]}: overrides a config; give one with --config=FILE')
+    config = load(options.config, overrides) if options.config else None
+    return Case(spec=options.config, overrides=overrides, config=config, workdir=options.workdir), options
+
+
+def _names(given: str) -> list[str]:
+    return [name.strip() for name in given.split(',') if name.strip()]
+
+
+def _parser() -> ArgumentParser:
+    width = max(len(check.name) for check in CHECKS)
+    listed = '\n'.join(f'  {check.name:<{width}}  {check.meaning}' for check in CHECKS)
+    parser = ArgumentParser(
+        prog='maxlm.doctor',
+        allow_abbrev=False,
+        description=__doc__,
+        epilog=f'checks:\n{listed}',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        '--config', default='', help='the run to check for: configs/x.py, configs/x.py:big, or a config.json'
+    )
+    parser.add_argument('--workdir', default='', help='where the run will live: a directory or a URL')
+    parser.add_argument('--only', default='', metavar='NAME,…', help='make these checks alone')
+    parser.add_argument('--skip', default='', metavar='NAME,…', help='leave these checks out')
+    parser.add_argument('--json', action='store_true', help='print one JSON object')
+    return parser
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.doctor` and `maxlm doctor`."""
+    leave(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,82 @@
+"""Pieces of text that are never cut, and how they flow into the lines of a dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+BETWEEN = ' · '
+ELLIPSIS = '…'
+
+
+def field(label: str, value: str, style: str = 'bold') -> Text:
+    """A name and its value: `loss 2.3456`."""
+    return Text.assemble((f'{label} ', 'dim'), (value, style)) if label else Text(value, style=style)
+
+
+def flow(fields: Iterable[Text], width: int, *, between: str = BETWEEN) -> list[Text]:
+    """Lines of whole fields, as many on each as fit; a field that is wider than a line is cut between words."""
+    lines: list[Text] = []
+    for one in fields:
+        if lines and lines[-1].cell_len + cell_len(between) + one.cell_len <= width:
+            lines[-1] = Text.assemble(lines[-1], (between, 'dim'), one)
+        else:
+            lines.append(one if one.cell_len <= width else shortened(one.plain, width, one.style))
+    return lines
+
+
+def shortened(text: str, width: int, style: object = '') -> Text:
+    """One line of a message: cut between words where it is too wide, so that no number is cut into another."""
+    text = plain(text)
+    if cell_len(text) > width:
+        words, text = text.split(' '), ''
+        for word in words:
+            longer = f'{text} {word}' if text else word
+            if cell_len(longer) + 2 > width:
+                break
+            text = longer
+        text = f'{text} {ELLIPSIS}'.strip() if text else set_cell_size(words[0], max(width - 1, 0)) + ELLIPSIS
+    return Text(set_cell_size(text, width) if cell_len(text) > width else text, style=str(style))
+
+
+def plain(text: str) -> str:
+    """A text of a run on one line, without what a terminal would obey."""
+    return ''.join(letter if letter.isprintable() else ' ' for letter in ' '.join(text.split()))
+
+
+def columns(rows: Sequence[Sequence[Text]], width: int, *, between: str = '  ') -> list[Text]:
+    """A table without lines; columns that do not fit any more are left out from the right, numbers stand right.
+
+    The first column is of words. Rows are of one length; a cell may be empty.
+    """
+    if not rows:
+        return []
+    widths = [max(row[number].cell_len for row in rows) for number in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        line = Text()
+        for number, (cell, size) in enumerate(zip(row, widths, strict=True)):
+            if not size:
+                continue
+            gap = between if line.cell_len else ''
+            if line.cell_len + cell_len(gap) + size > width:
+                break
+            padding = ' ' * (size - cell.cell_len)
+            line = Text.assemble(line, gap, cell, padding) if not number else Text.assemble(line, gap, padding, cell)
+        lines.append(line)
+    return lines
+
+
+def bar(share: float, width: int, style: str, *, full: str = '━', rest: str = '─') -> Text:
+    """A bar of which a share, from 0 to 1, is full."""
+    filled = round(min(max(share, 0.0), 1.0) * width)
+    return Text.assemble((full * filled, style), (rest * (width - filled), 'dim'))
+
+
+def fitted(line: Text, width: int) -> Text:
+    """A line that is exactly so wide."""
+    line = line.copy()
+    line.truncate(width, pad=True)
+    return line

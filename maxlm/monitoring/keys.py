@@ -1,0 +1,67 @@
+"""Keys of a terminal, one at a time as they are pressed; the terminal is as before afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from types import FrameType
+
+# What ends the program with the terminal restored; Ctrl-C is one of them.
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Quit(Exception):  # noqa: N818 - not an error
+    """The user, or the system, wants the program to end."""
+
+
+class Keys:
+    """What is typed on a terminal; of anything else there are no keys."""
+
+    def __init__(self, terminal: int | None):
+        """`terminal` is a file descriptor; None = there is no terminal."""
+        self._terminal = terminal
+
+    def pressed(self, seconds: float) -> str:
+        """A key that is pressed within so many seconds; '' = none was. Longer sequences, as of arrows, are one key.
+
+        Raises:
+            Quit: the terminal is gone.
+        """
+        files = [] if self._terminal is None else [self._terminal]
+        ready, _, _ = select.select(files, [], [], seconds)
+        if not ready:
+            return ''
+        typed = os.read(ready[0], 16)
+        if not typed:
+            raise Quit
+        return typed.decode(errors='replace')
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Keys]:
+    """While entered, keys are not echoed and need no Enter, and signals that end the program raise `Quit`."""
+    terminal = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
+    settings = None if terminal is None else termios.tcgetattr(terminal)
+    before = {number: signal.signal(number, _quit) for number in _ENDS}
+    # Stopped, it would leave the terminal to the shell as it is.
+    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        if terminal is not None:
+            tty.setcbreak(terminal)
+        yield Keys(terminal)
+    finally:
+        if terminal is not None and settings is not None:
+            with contextlib.suppress(termios.error):
+                termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    raise Quit

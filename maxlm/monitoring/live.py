@@ -1,0 +1,127 @@
+"""A dashboard that is drawn again and again, until somebody quits it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from maxlm.errors import InputError
+from maxlm.monitoring.condensed import Curves
+from maxlm.monitoring.facts import DRAWN, Facts, facts_of
+from maxlm.monitoring.keys import Quit, keys
+from maxlm.monitoring.screen import page, screen, table
+from maxlm.runtime.history import History, HistoryReader
+
+# Between two looks at the keys and the size of the terminal.
+LOOK_SECONDS = 0.1
+NEXT_KEYS, BACK_KEYS = ('\t', 'n', '\x1b[C', '\x1b[B'), ('p', '\x1b[Z', '\x1b[D', '\x1b[A')
+
+
+class Watcher:
+    """Reads workdirs in a thread, so that a bucket which is slow to answer holds up neither keys nor drawing."""
+
+    def __init__(self, readers: Sequence[HistoryReader], every: float):
+        """
+        Args:
+            readers: one for each workdir.
+            every: seconds between the end of one reading and the begin of the next.
+
+        Raises:
+            InputError: see `read_history`.
+        """
+        self._readers, self._every = readers, every
+        self._histories = [reader.read() for reader in readers]
+        self._version = 0
+        self._hurry = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True, name='monitor')
+        self._thread.start()
+
+    def histories(self) -> tuple[int, list[History]]:
+        """How often they were read, and what came of it."""
+        return self._version, list(self._histories)
+
+    def hurry(self) -> None:
+        """Reads at once."""
+        self._hurry.set()
+
+    def _read(self) -> None:
+        while True:
+            self._hurry.wait(self._every)
+            self._hurry.clear()
+            for number, reader in enumerate(self._readers):
+                before = self._histories[number]
+                try:
+                    self._histories[number] = reader.read()
+                except InputError as error:
+                    # It was there, so this may pass; what was read last stays on the screen.
+                    note = f'cannot be read: {error}'
+                    if note not in before.notes:
+                        self._histories[number] = replace(before, notes=(*before.notes, note))
+            self._version += 1
+
+
+def watch(
+    readers: Sequence[HistoryReader], *, every: float, console: Console, clock: Callable[[], float] = time.time
+) -> None:
+    """Shows runs on the whole terminal until `q` or Ctrl-C.
+
+    Args:
+        readers: of their workdirs.
+        every: seconds between two readings.
+        console: of a terminal.
+        clock: seconds since 1970.
+
+    Raises:
+        InputError: a workdir cannot be read to begin with.
+    """
+    watcher = Watcher(readers, every)
+    selected, drawn, due = 0, None, 0.0
+    runs: list[Facts] = []
+    curves = [Curves(DRAWN) for _ in readers]
+    help_line = 'q quit · r read now' + (' · Tab or a number: another run' if len(readers) > 1 else '')
+    try:
+        with keys() as typed, Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                version, histories = watcher.histories()
+                wanted = version, selected, console.size
+                if wanted != drawn or time.monotonic() >= due:
+                    width, height = console.size
+                    runs = [facts_of(history, clock(), known) for history, known in zip(histories, curves, strict=True)]
+                    lines = screen(runs, selected, width, height, keys=help_line)
+                    live.update(Group(*lines), refresh=True)
+                    drawn, due = wanted, time.monotonic() + every
+                key = typed.pressed(LOOK_SECONDS)
+                if key in ('q', 'Q', '\x03', '\x04'):
+                    return
+                if key == 'r':
+                    watcher.hurry()
+                if key in NEXT_KEYS:
+                    selected = (selected + 1) % len(runs)
+                elif key in BACK_KEYS:
+                    selected = (selected - 1) % len(runs)
+                elif key.isdecimal() and 1 <= int(key) <= len(runs):
+                    selected = int(key) - 1
+    except Quit:
+        return
+
+
+def show_once(readers: Sequence[HistoryReader], console: Console, *, now: float) -> None:
+    """Prints runs, each whole.
+
+    Raises:
+        InputError: a workdir cannot be read.
+    """
+    runs = [facts_of(reader.read(), now) for reader in readers]
+    width = console.width
+    lines = table(runs, -1, width) if len(runs) > 1 else []
+    for number, facts in enumerate(runs):
+        if number:
+            console.print()
+        for line in [*(lines if not number else []), *page(facts, width)]:
+            line.rstrip()
+            console.print(line, soft_wrap=True, highlight=False)

@@ -1,0 +1,63 @@
+"""One page about a run: what was trained, how it went, what it cost. A single file that needs nothing beside itself.
+
+    python -m maxlm.report WORKDIR… [--output FILE]
+
+Several workdirs are compared on one page. WORKDIR may be a URL (gs://…, s3://…); --output is needed then. The page is
+WORKDIR/report.html of the first one otherwise. #dark or #light behind its address sets its colours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from maxlm.data.storage import is_url, shown
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
+from maxlm.reporting.page import NAME, write_page
+from maxlm.runtime.history import read_history
+
+
+def main(argv: list[str]) -> int:
+    """Writes the page and says where it lies."""
+    options = _parse(argv)
+    first = options.workdirs[0]
+    if options.output is None and is_url(first):
+        raise InputError(f'{shown(first)}: the page cannot be written there; give --output=FILE')
+    path = options.output or Path(first) / NAME
+    histories = [read_history(workdir) for workdir in options.workdirs]
+    if options.output is None and not histories[0].begun:
+        print(f'{first}: no run has begun here yet, so there is no page')
+        return EXIT_DONE
+    try:
+        write_page(path, histories)
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}; give --output=FILE that can be written') from error
+    for history in histories:
+        for note in history.notes:
+            print(f'{history.workdir}: {note}')
+    print(f'{path}: {path.stat().st_size / 1024:,.0f} KiB')
+    return EXIT_DONE
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.report` and `maxlm report`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog='maxlm.report',
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('workdirs', nargs='+', metavar='WORKDIR', help='directory or URL of a run')
+    parser.add_argument(
+        '--output', type=Path, metavar='FILE', help=f'where the page goes (default: {NAME} in the first WORKDIR)'
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,94 @@
+"""The report of a run, or of several side by side: one file of HTML that needs nothing beside itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import maxlm
+from maxlm.reporting import amounts
+from maxlm.reporting.markup import Markup, join, tag
+from maxlm.reporting.pointer import SCRIPT
+from maxlm.reporting.run import Run, make_runs
+from maxlm.reporting.sections.events import events
+from maxlm.reporting.sections.goodput import goodput
+from maxlm.reporting.sections.learning import learning
+from maxlm.reporting.sections.machines import machines
+from maxlm.reporting.sections.origin import origin
+from maxlm.reporting.sections.plan import plan
+from maxlm.reporting.sections.samples import samples
+from maxlm.reporting.sections.scaling import scaling
+from maxlm.reporting.sections.summary import headline, summary
+from maxlm.reporting.style import style
+from maxlm.runtime.console import logger
+from maxlm.runtime.history import History, read_history
+
+NAME = 'report.html'
+# Nothing is fetched from anywhere, whatever a run wrote into the page.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_SECTIONS = (summary, learning, goodput, plan, machines, events, samples, scaling, origin)
+_LINKS = {
+    'loss': 'Loss',
+    'sources': 'Sources',
+    'curves': 'Curves',
+    'time': 'Time',
+    'plan': 'Plan',
+    'machines': 'Devices',
+    'events': 'Events',
+    'samples': 'Samples',
+    'scaling': 'Scaling',
+    'origin': 'Reproduce',
+}
+
+
+def write_at_end(workdir: Path) -> None:
+    """Writes WORKDIR/report.html at the end of a training run; what goes wrong is a warning in its log."""
+    try:
+        write_page(workdir / NAME, [read_history(workdir)])
+    except Exception as error:
+        # The run is done, and its state saved: no fault of its report may change how it ends.
+        logger.warning(f'{NAME} could not be written: {type(error).__name__}: {" ".join(str(error).split())}')
+
+
+def write_page(path: Path, histories: list[History]) -> None:
+    """Writes the page of one run or several, in one piece: whoever reads sees the old or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = page(make_runs(histories, time.time())).encode()
+    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The page of at least one run."""
+    body = join(*(part(runs) for part in _SECTIONS))
+    names = ' and '.join([', '.join(run.name for run in runs[:-1]), runs[-1].name] if len(runs) > 1 else [runs[0].name])
+    lead = headline(runs[0]) if len(runs) == 1 else f'{len(runs)} runs side by side.'
+    links = [tag('a', words, href=f'#{name}') for name, words in _LINKS.items() if f'<section id="{name}"' in body]
+    made = f'Made by maxlm {maxlm.__version__} at {amounts.moment(runs[0].now)} from '
+    head = join(
+        tag('meta', charset='utf-8'),
+        tag('meta', http_equiv='Content-Security-Policy', content=POLICY),
+        tag('meta', name='viewport', content='width=device-width, initial-scale=1'),
+        tag('title', names),
+        # Made here, of constants: the only text that is not escaped.
+        tag('style', Markup(style())),
+    )
+    content = join(
+        # #light and #dark have the page so, whatever the reader's system is.
+        tag('i', id='light'),
+        tag('i', id='dark'),
+        tag('header', tag('h1', names), tag('p', lead, class_='lead'), tag('nav', *links) if links else ''),
+        tag('main', body),
+        tag('footer', tag('p', made, ', '.join(run.history.workdir for run in runs), '.', class_='note')),
+        tag('script', Markup(SCRIPT)),
+    )
+    return f'<!doctype html>\n<html lang="en">\n{tag("head", head)}\n{tag("body", content)}\n</html>\n'

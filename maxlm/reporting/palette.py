@@ -1,0 +1,74 @@
+"""Colours of the page, each for light and dark: told apart by everyone, readable on their ground.
+
+After Okabe and Ito 2008, "Color Universal Design", darkened for white and lightened for black.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Color(NamedTuple):
+    """The same thing on a light and on a dark page."""
+
+    light: str
+    dark: str
+
+
+GROUND = Color('#ffffff', '#14171b')
+# Of tiles, code and the heads of tables.
+PANEL = Color('#f3f5f7', '#1e2329')
+INK = Color('#1a1d21', '#e8eaed')
+# Of notes and labels.
+QUIET = Color('#565d66', '#a9b1ba')
+GRID = Color('#e1e5e9', '#2e353d')
+ALARM = Color('#b3261e', '#ff8a80')
+LINK = Color('#00589c', '#7cc4f5')
+
+# Of curves, in the order in which they are taken.
+CURVES = (
+    Color('#0072b2', '#56b4e9'),
+    Color('#d55e00', '#e8743b'),
+    Color('#08a967', '#26926a'),
+    Color('#c178a1', '#b352a0'),
+    Color('#645d26', '#fcd81c'),
+    Color('#2f3134', '#d0dce7'),
+)
+# Curves beyond their number have the same colours again, in other dashes.
+NUM_DASHES = 3
+
+# Of the categories of time, in the order of a bar. Lost and idle time are striped too.
+TIME = {
+    'step': Color('#0072b2', '#56b4e9'),
+    'evaluation': Color('#00805f', '#2bc4a0'),
+    'checkpoint': Color('#a8487f', '#f0a6d2'),
+    'data_wait': Color('#c79a00', '#f0e442'),
+    'compile': Color('#33393f', '#d6dade'),
+    'start': Color('#7d8791', '#8f99a3'),
+    'restore': Color('#5e3c99', '#b8a5f2'),
+    'other': Color('#a3acb5', '#5f6973'),
+    'lost': Color('#d55e00', '#f0883e'),
+    'idle': Color('#c9cfd5', '#3d454e'),
+}
+
+
+def variables() -> str:
+    """All of it as CSS variables; `color-scheme` decides which side counts."""
+    named = {
+        'ground': GROUND,
+        'panel': PANEL,
+        'ink': INK,
+        'quiet': QUIET,
+        'grid': GRID,
+        'alarm': ALARM,
+        'link': LINK,
+        **{f'c{number}': color for number, color in enumerate(CURVES)},
+        **{f't-{name}': color for name, color in TIME.items()},
+    }
+    return ' '.join(f'--{name}: light-dark({light}, {dark});' for name, (light, dark) in named.items())
+
+
+def curve_class(number: int) -> str:
+    """CSS classes of the curve with a number, from 0."""
+    rounds, color = divmod(number, len(CURVES))
+    return f'c{color} d{rounds % NUM_DASHES}'

@@ -1,0 +1,78 @@
+"""The page's own script: reads the values of all curves of a chart under the pointer, the finger or the arrow keys.
+
+Without it nothing is missing but that: the legends show the last values.
+"""
+
+SCRIPT = """
+'use strict';
+for (const plot of document.querySelectorAll('.plot')) {
+  const figure = plot.closest('figure');
+  const [low, high] = plot.dataset.x.split(' ').map(Number);
+  const at = figure.querySelector('.at');
+  const curves = [...plot.querySelectorAll('path[data-series]')].map((path) => ({
+    value: figure.querySelector(`b[data-series="${path.dataset.series}"]`),
+    points: path.getAttribute('d').slice(1).split(/[ML]/).map((pair) => pair.split(' ').map(Number)),
+  }));
+  for (const curve of curves) curve.last = curve.value.textContent;
+  const marks = [...plot.querySelectorAll('.mark')].map((path) => ({
+    x: low + (high - low) * parseFloat(path.getAttribute('d').slice(1)) / 1000,
+    words: path.textContent,
+  }));
+  const cursor = document.createElementNS('http://www.w3.org/2000/svg', 'path');
+  cursor.setAttribute('class', 'cursor');
+  let place = null;
+
+  const number = (value) => value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e9)
+    ? value.toExponential(3) : value.toLocaleString('en', { maximumSignificantDigits: 4 });
+  const two = (value) => String(Math.floor(value)).padStart(2, '0');
+  const words = (x) => plot.dataset.kind === 'step' ? `step ${Math.round(x).toLocaleString('en')}`
+    : `${Math.floor(x / 3600)}:${two(x / 60 % 60)}:${two(x % 60)} h`;
+  const nearest = (points, x) => {
+    let first = 0, last = points.length - 1;
+    while (last - first > 1) {
+      const middle = (first + last) >> 1;
+      if (points[middle][0] <= x) first = middle; else last = middle;
+    }
+    return x - points[first][0] < points[last][0] - x ? points[first] : points[last];
+  };
+
+  const read = (x) => {
+    let seen = null;
+    for (const { points, value } of curves) {
+      const point = nearest(points, x);
+      // A curve that ended long before has nothing to say here.
+      const near = Math.abs(point[0] - x) < (high - low) / 20;
+      value.textContent = near ? number(plot.dataset.log ? 10 ** point[1] : point[1]) : '–';
+      if (near && (seen === null || Math.abs(point[0] - x) < Math.abs(seen - x))) seen = point[0];
+    }
+    place = seen ?? x;
+    const close = marks.filter((mark) => Math.abs(mark.x - place) < (high - low) / 100).map((mark) => mark.words);
+    at.textContent = [words(place), ...close].join(' · ');
+    cursor.setAttribute('d', `M${1000 * (place - low) / (high - low)} 0v1000`);
+    plot.append(cursor);
+  };
+  const leave = () => {
+    for (const { value, last } of curves) value.textContent = last;
+    at.textContent = '';
+    place = null;
+    cursor.remove();
+  };
+  const point = (event) => {
+    const box = plot.getBoundingClientRect();
+    read(low + (high - low) * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)));
+  };
+  plot.addEventListener('pointermove', point);
+  plot.addEventListener('pointerdown', point);
+  plot.addEventListener('pointerleave', leave);
+  plot.addEventListener('blur', leave);
+  plot.addEventListener('keydown', (event) => {
+    const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!way) return;
+    event.preventDefault();
+    const points = curves.flatMap((curve) => curve.points.map((pair) => pair[0])).sort((a, b) => a - b);
+    const from = place ?? (way > 0 ? low - 1 : high + 1);
+    const next = way > 0 ? points.find((x) => x > from) : points.findLast((x) => x < from);
+    if (next !== undefined) read(next);
+  });
+}
+"""

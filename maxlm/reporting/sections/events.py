@@ -1,0 +1,51 @@
+"""What happened: starts, restarts, saves, alerts, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxlm.reporting import amounts
+from maxlm.reporting.fields import number, text
+from maxlm.reporting.markup import Markup, note, section, table, tag
+from maxlm.reporting.run import Run
+
+# What a run does all the time is left out first where there are too many rows.
+_ROUTINE = frozenset({'saved', 'evaluated', 'compiled'})
+_MAX_ROWS = 300
+_LONGEST = 500
+
+
+def events(runs: Sequence[Run]) -> Markup:
+    """A table of all events by time; '' where there are none."""
+    found = [(run, event) for run in runs for event in run.history.events]
+    found.sort(key=lambda pair: number(pair[1], 'time') or 0.0)
+    shown = _most_telling(found)
+    left_out = len(found) - len(shown)
+    several = len(runs) > 1
+    header = [*(['run'] if several else []), 'time', 'life', 'step', 'kind', 'message']
+    rows = [([run.name] if several else []) + _row(event) for run, event in shown]
+    first = int(several)
+    parts = [table(header, rows, texts=(0, first, first + 3, first + 4), class_='prose') if rows else Markup('')]
+    if left_out:
+        parts.append(note(f'{left_out:,} more events, routine ones first, are in events.jsonl only.'))
+    return section('events', 'Events', *parts)
+
+
+def _most_telling(found: list[tuple[Run, dict[str, Any]]]) -> list[tuple[Run, dict[str, Any]]]:
+    if len(found) > _MAX_ROWS:
+        found = [pair for pair in found if text(pair[1], 'kind') not in _ROUTINE]
+    if len(found) > _MAX_ROWS:
+        # How it began, and how it ended.
+        found = found[: _MAX_ROWS // 3] + found[-2 * _MAX_ROWS // 3 :]
+    return found
+
+
+def _row(event: Mapping[str, Any]) -> list[Markup | str]:
+    kind, message = text(event, 'kind'), text(event, 'message')
+    if len(message) > _LONGEST:
+        message = f'{message[:_LONGEST]} …'
+    is_alarm = event.get('alert') is True or kind in ('failed', 'diverged')
+    told: Markup | str = tag('span', kind, class_='alarm') if is_alarm else kind
+    life, step = amounts.whole(number(event, 'life')), amounts.whole(number(event, 'step'))
+    return [amounts.moment(number(event, 'time')), life, step, told, message]

@@ -1,0 +1,107 @@
+"""Where the time went: by category, for each life of a run and for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from maxlm.reporting import amounts
+from maxlm.reporting.bars import Bar, draw_bars, swatch
+from maxlm.reporting.markup import Markup, join, note, section, table, tag
+from maxlm.reporting.run import Run
+from maxlm.runtime.goodput import Life
+
+WORDS = {
+    'step': 'steps that count',
+    'evaluation': 'evaluation',
+    'checkpoint': 'saving',
+    'data_wait': 'waiting for data',
+    'compile': 'compiling',
+    'start': 'starting',
+    'restore': 'restoring',
+    'other': 'other',
+    'lost': 'lost: done again',
+    'idle': 'idle between lives',
+}
+# Newest lives, and hosts, that have a bar of their own.
+_MAX_LIVES, _MAX_HOSTS = 12, 16
+
+
+def goodput(runs: Sequence[Run]) -> Markup:
+    """Bars and tables; '' where no run has a ledger."""
+    if len(runs) > 1:
+        bars = [Bar(run.name, run.ledger.totals) for run in runs if run.ledger]
+        header = ['', *(bar.name for bar in bars)]
+        rows = _rows([bar.parts for bar in bars])
+        parts = [draw_bars(bars, title='All lives of each run', words=WORDS), table(header, rows) if bars else '']
+        return section('time', 'Where the time went', *parts)
+    run = runs[0]
+    if run.ledger is None or not run.ledger.lives:
+        return Markup('')
+    totals, lives = run.ledger.totals, run.ledger.lives[-_MAX_LIVES:]
+    words = note(
+        f'{amounts.percent(run.ledger.share)} of {amounts.duration(run.ledger.seconds)} went into steps that count'
+        f'{_money(run)}.'
+    )
+    several = len(run.ledger.lives) > 1
+    bars = [Bar('total', totals), *(_life_bar(life) for life in lives if several)]
+    parts = [words, draw_bars(bars, title='Process 0, which speaks for the run', words=WORDS)]
+    if len(run.ledger.lives) > len(lives):
+        parts.append(note(f'The {len(run.ledger.lives) - len(lives)} lives before these are in the total.'))
+    header = ['', 'time', 'share', *(f'life {life.number}' for life in lives if several)]
+    parts.append(table(header, _life_rows(totals, lives if several else [])))
+    return section('time', 'Where the time went', *parts, _hosts(run), _steps_of_lives(run, lives) if several else '')
+
+
+def _life_bar(life: Life) -> Bar:
+    return Bar(f'life {life.number}', life.seconds)
+
+
+def _life_rows(totals: dict[str, float], lives: Sequence[Life]) -> list[list[Markup | str]]:
+    whole = sum(totals.values()) or 1.0
+    rows = []
+    for category, words in WORDS.items():
+        name = join(swatch(category), words)
+        shares = [amounts.duration(totals[category]), amounts.percent(totals[category] / whole)]
+        rows.append([name, *shares, *(amounts.duration(life.seconds[category]) for life in lives)])
+    sums = [amounts.duration(sum(life.seconds.values())) for life in lives]
+    rows.append([tag('b', 'all'), amounts.duration(sum(totals.values())), amounts.percent(1.0), *sums])
+    return rows
+
+
+def _rows(columns: Sequence[Mapping[str, float]]) -> list[list[Markup | str]]:
+    rows = []
+    for category, words in WORDS.items():
+        cells = [
+            f'{amounts.duration(parts[category])} ({amounts.percent(parts[category] / (sum(parts.values()) or 1.0))})'
+            for parts in columns
+        ]
+        rows.append([join(swatch(category), words), *cells])
+    rows.append([tag('b', 'all'), *(amounts.duration(sum(parts.values())) for parts in columns)])
+    return rows
+
+
+def _hosts(run: Run) -> Markup:
+    ledgers = {process: ledger for process, ledger in run.history.ledgers.items() if ledger.lives}
+    if len(ledgers) < 2:
+        return Markup('')
+    shown = list(ledgers.items())[:_MAX_HOSTS]
+    bars = [Bar(f'process {process}, {ledger.lives[-1].host}', ledger.totals) for process, ledger in shown]
+    more = note(f'{len(ledgers) - len(shown)} more processes have ledgers.') if len(ledgers) > len(shown) else ''
+    return join(draw_bars(bars, title='Each process by itself', words=WORDS), more)
+
+
+def _steps_of_lives(run: Run, lives: Sequence[Life]) -> Markup:
+    rows = []
+    for life in lives:
+        steps = f'{amounts.whole(life.start_step)} to {amounts.whole(life.step)}'
+        how = 'ended by itself' if life.closed else 'no end was written: it was killed, or still runs'
+        money = amounts.dollars(life.dollars)
+        rows.append([f'life {life.number}', steps, amounts.moment(life.began), amounts.moment(life.time), money, how])
+    header = ['', 'steps', 'began', 'last sign', 'cost', 'end']
+    return table(header, rows, texts=(0, 2, 3, 5))
+
+
+def _money(run: Run) -> str:
+    if run.dollars is None or run.ledger is None:
+        return ''
+    return f', {amounts.dollars(run.dollars * run.ledger.share)} of {amounts.dollars(run.dollars)}'

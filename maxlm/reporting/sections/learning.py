@@ -1,0 +1,154 @@
+"""Curves over the steps: losses, learning rate, gradient, throughput, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from maxlm.reporting import amounts
+from maxlm.reporting.chart import Chart, Series, draw, lowered
+from maxlm.reporting.curves import scaled
+from maxlm.reporting.markup import Markup, join, note, section, table, tag
+from maxlm.reporting.overfitting import THRESHOLD
+from maxlm.reporting.run import Run
+
+
+class _Curve(NamedTuple):
+    """A chart of one metric."""
+
+    name: str
+    title: str
+    unit: str
+    factor: float = 1.0
+    scale: Literal['linear', 'auto', 'zero', 'loss'] = 'auto'
+    smooth: bool = True
+
+
+_CURVES = (
+    _Curve('train/learning_rate', 'Learning rate', '', scale='zero', smooth=False),
+    _Curve('train/grad_norm', 'Gradient norm', 'before clipping'),
+    _Curve('perf/tokens_per_second', 'Throughput', 'tokens/s', scale='zero'),
+    _Curve('perf/mfu', 'MFU', '% of the peak, causal attention', factor=100, scale='zero'),
+    _Curve('perf/device_memory_gib', 'Memory of a device', 'GiB, the most so far', scale='zero', smooth=False),
+    _Curve('perf/data_wait_seconds', 'Wait for data', 'ms per step', factor=1000, scale='zero'),
+)
+# A chart with more curves than these is a tangle; the table beside it has all.
+_MAX_SOURCES = 12
+
+
+def learning(runs: Sequence[Run]) -> Markup:
+    """The loss, large; whether the run overfits; sources; and the other curves."""
+    words = [_overfitting(run, len(runs) > 1) for run in runs]
+    return join(
+        section('loss', 'Loss', *words, draw(_loss(runs))),
+        section('sources', 'Loss by source', _by_source(runs), *(_source_table(run, len(runs) > 1) for run in runs)),
+        section('curves', 'Curves', _others(runs)),
+    )
+
+
+def _loss(runs: Sequence[Run]) -> Chart:
+    alone = len(runs) == 1
+    series = []
+    for run in runs:
+        of = '' if alone else f'{run.name}: '
+        series.append(Series(f'{of}training', run.training, run.color, smooth=True))
+        best = run.best
+        told = f'(best {amounts.loss(best[1])} at step {best[0]:,.0f}, ringed)' if best else ''
+        series.append(
+            Series(
+                f'{of}validation',
+                run.validation,
+                1 if alone else run.color,
+                dots=True,
+                best=best[0] if best else None,
+                legend=told,
+            )
+        )
+    over = runs[0].overfitting if alone else None
+    return Chart(
+        'Training and validation loss',
+        'nats/token',
+        series,
+        marks=runs[0].marks if alone else (),
+        shade=(over.since, over.until) if over else None,
+        scale='loss',
+        wide=True,
+    )
+
+
+def _overfitting(run: Run, named: bool) -> Markup:
+    of = f'{run.name}: ' if named else ''
+    if run.overfitting:
+        # In words it stands above all else; see the summary.
+        return Markup('') if named else note('Tinted: the stretch in which the run overfits.')
+    if run.best is None or len(run.validation) < 4:
+        return Markup('')
+    step, best = run.best
+    last = run.last('eval/loss')
+    if last is not None and last > best * (1 + THRESHOLD):
+        rose = f'The validation loss rose from {best:.3f} at step {step:,.0f} to {last:.3f}'
+        return note(of, f'{rose}, but not while the training loss fell: no sign of overfitting.')
+    return note(of, 'No overfitting: the validation loss did not rise while the training loss fell.')
+
+
+def _others(runs: Sequence[Run]) -> Markup:
+    drawn = [chart for one in _CURVES if (chart := _chart(runs, one))]
+    return tag('div', *drawn, class_='charts') if drawn else Markup('')
+
+
+def _chart(runs: Sequence[Run], one: _Curve) -> Markup:
+    alone = len(runs) == 1
+    series = [
+        Series(
+            lowered(one.title) if alone else run.name,
+            scaled(run.metric(one.name), one.factor),
+            run.color,
+            smooth=one.smooth,
+        )
+        for run in runs
+    ]
+    return draw(Chart(one.title, one.unit, series, marks=runs[0].marks if alone else (), scale=one.scale))
+
+
+def _by_source(runs: Sequence[Run]) -> Markup:
+    """One run: a curve for each source. Several: a chart for each source, with a curve for each run."""
+    charts = []
+    for prefix, title in (('train/loss', 'Training loss'), ('eval/loss', 'Validation loss')):
+        dots = prefix == 'eval/loss'
+        names = list(dict.fromkeys(name for run in runs for name in run.sources(prefix)))[:_MAX_SOURCES]
+        if len(runs) == 1:
+            run = runs[0]
+            series = [
+                Series(name, run.metric(f'{prefix}/{name}'), number, dots=dots, smooth=True)
+                for number, name in enumerate(names)
+            ]
+            charts.append(draw(Chart(f'{title} by source', 'nats/token', series, marks=run.marks, scale='loss')))
+            continue
+        for name in names:
+            series = [
+                Series(run.name, run.metric(f'{prefix}/{name}'), run.color, dots=dots, smooth=True) for run in runs
+            ]
+            charts.append(draw(Chart(f'{title}: {name}', 'nats/token', series, scale='loss')))
+    drawn = [chart for chart in charts if chart]
+    return tag('div', *drawn, class_='charts') if drawn else Markup('')
+
+
+def _source_table(run: Run, named: bool) -> Markup:
+    names = sorted({*run.sources('train/loss'), *run.sources('eval/loss')})
+    if not names:
+        return Markup('')
+    tokens = {name: count for name, count, _ in run.dataset}
+    rows = [
+        [
+            name,
+            amounts.short(tokens.get(name)),
+            amounts.percent(run.last(f'data/share/{name}')),
+            amounts.figure(run.last(f'data/epoch/{name}')),
+            amounts.loss(run.last(f'train/loss/{name}')),
+            amounts.loss(run.last(f'eval/loss/{name}')),
+        ]
+        for name in names
+    ]
+    heading = tag('h3', run.name) if named else Markup('')
+    header = ['source', 'tokens', 'share of windows', 'epochs', 'last training loss', 'last validation loss']
+    return join(heading, table(header, rows))

@@ -1,0 +1,50 @@
+"""What the model wrote at its evaluations, prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxlm.reporting import amounts
+from maxlm.reporting.fields import number, text
+from maxlm.reporting.markup import Markup, code, join, note, section, tag
+from maxlm.reporting.run import Run
+
+_MAX_PROMPTS, _MAX_STEPS, _LONGEST = 8, 12, 2000
+
+
+def samples(runs: Sequence[Run]) -> Markup:
+    """For each prompt the newest text, and those before it folded away; '' where no run wrote any."""
+    parts = []
+    for run in runs:
+        by_prompt: dict[str, list[Mapping[str, Any]]] = {}
+        for line in run.history.samples:
+            by_prompt.setdefault(text(line, 'prompt'), []).append(line)
+        of = f'{run.name}: ' if len(runs) > 1 else ''
+        parts += [_prompt(of, prompt, lines) for prompt, lines in list(by_prompt.items())[:_MAX_PROMPTS]]
+        if len(by_prompt) > _MAX_PROMPTS:
+            parts.append(note(f'{of}{len(by_prompt) - _MAX_PROMPTS} more prompts are in samples.jsonl only.'))
+    return section('samples', 'Samples', *parts)
+
+
+def _prompt(of: str, prompt: str, lines: Sequence[Mapping[str, Any]]) -> Markup:
+    heading = tag('h3', f'{of}“{" ".join(prompt.split())[:120]}”')
+    *earlier, newest = _evenly(lines)
+    parts = [heading, _sample(newest)]
+    if earlier:
+        told = f'{len(earlier)} earlier' + (f' of {len(lines) - 1}' if len(lines) - 1 > len(earlier) else '')
+        parts.append(tag('details', tag('summary', told), *map(_sample, reversed(earlier))))
+    return join(*parts)
+
+
+def _sample(line: Mapping[str, Any]) -> Markup:
+    words = text(line, 'text')
+    shown = words if len(words) <= _LONGEST else f'{words[:_LONGEST]} …'
+    return join(tag('div', f'step {amounts.whole(number(line, "step"))}', class_='unit'), code(shown))
+
+
+def _evenly(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """At most so many, the first and the last among them."""
+    if len(lines) <= _MAX_STEPS:
+        return list(lines)
+    return [lines[index * (len(lines) - 1) // (_MAX_STEPS - 1)] for index in range(_MAX_STEPS)]

@@ -1,0 +1,92 @@
+"""Scaling efficiency: the throughput of one device where a run had different numbers of them."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from maxlm.reporting import amounts
+from maxlm.reporting.fields import mapping, number, text
+from maxlm.reporting.markup import Markup, note, section, table
+from maxlm.reporting.run import Run
+
+
+class Throughput(NamedTuple):
+    """Of one life: median tokens/s of its lines, over all devices."""
+
+    run: str
+    life: int
+    kind: str
+    parameters: float | None
+    num_devices: int
+    tokens_per_second: float
+
+    @property
+    def per_device(self) -> float:
+        return self.tokens_per_second / self.num_devices
+
+
+def scaling(runs: Sequence[Run]) -> Markup:
+    """A table of lives by number of devices, or why there is none; '' where no throughput is known."""
+    found = [one for run in runs for one in throughputs(run)]
+    if not found:
+        return Markup('')
+    counts = {one.num_devices for one in found}
+    if len(counts) == 1:
+        devices = f'{found[0].num_devices} {"device" if counts == {1} else "devices"}'
+        rate = statistics.median(one.per_device for one in found)
+        told = f'All lives ran on {devices}, with {amounts.short(rate)} tokens/s per device; efficiency needs a second '
+        return section('scaling', 'Scaling', note(told, 'number of devices.'))
+    header = ['run', 'life', 'devices', 'tokens/s', 'per device', 'efficiency']
+    rows = [
+        [
+            one.run,
+            str(one.life),
+            f'{one.num_devices} × {one.kind}',
+            amounts.short(one.tokens_per_second),
+            amounts.short(one.per_device),
+            amounts.percent(efficiency(one, found)),
+        ]
+        for one in sorted(found, key=lambda one: (one.num_devices, one.run, one.life))
+    ]
+    words = (
+        'Efficiency: tokens/s per device, as a share of that on the fewest devices of the same kind with a model of '
+        'the same size.'
+    )
+    return section('scaling', 'Scaling', table(header, rows, texts=(0, 2)), note(words))
+
+
+def throughputs(run: Run) -> list[Throughput]:
+    """One for each life that has lines: a line belongs to the newest life that had begun by then."""
+    begins = [(time, event) for event in run.starts if (time := number(event, 'time')) is not None]
+    rates: dict[int, list[float]] = {}
+    for line in run.history.metrics:
+        time, rate = number(line, 'time'), number(line, 'perf/tokens_per_second')
+        if time is not None and rate is not None and begins:
+            at = bisect.bisect_right([begin for begin, _ in begins], time) - 1
+            rates.setdefault(max(0, at), []).append(rate)
+    found = []
+    for index, values in sorted(rates.items()):
+        event = begins[index][1]
+        devices = mapping(event, 'devices')
+        found.append(
+            Throughput(
+                run=run.name,
+                life=int(number(event, 'life') or index + 1),
+                kind=text(devices, 'kind'),
+                parameters=number(event, 'parameters'),
+                num_devices=max(1, int(number(devices, 'count') or 1)),
+                tokens_per_second=statistics.median(values),
+            )
+        )
+    return found
+
+
+def efficiency(one: Throughput, others: Sequence[Throughput]) -> float | None:
+    """Its tokens/s per device as a share of those of the fewest devices that can be compared with it."""
+    alike = [other for other in others if (other.kind, other.parameters) == (one.kind, one.parameters)]
+    fewest = min(other.num_devices for other in alike)
+    reference = statistics.median(other.per_device for other in alike if other.num_devices == fewest)
+    return one.per_device / reference if reference else None

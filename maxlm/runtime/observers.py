@@ -1,0 +1,75 @@
+"""What looks on while a run runs: trackers, readings of the machine, samples, a profile. None of it changes the run."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import jax
+
+from maxlm.config.keys import Config
+from maxlm.config.reporting_keys import ProfileConfig
+from maxlm.data.corpus import Corpus
+from maxlm.runtime.accelerators import Accelerators, local_devices
+from maxlm.runtime.console import logger
+from maxlm.runtime.devices import DeviceReadings
+from maxlm.runtime.metrics import Tracker
+from maxlm.runtime.profile import Profile
+from maxlm.runtime.samples import Samples
+from maxlm.runtime.tensorboard import TensorBoard
+from maxlm.runtime.wandb_upload import WeightsAndBiases
+from maxlm.training.sharding import Layout
+
+
+class Observers:
+    """Those that a config asks for, open until `stack` closes them.
+
+    Attributes:
+        trackers: of metrics; of several processes the first alone has any.
+        readings: of the machine of each process.
+        profile: by the first process.
+        samples: of all processes together; None = the config asks for none.
+    """
+
+    def __init__(
+        self, stack: contextlib.ExitStack, config: Config, *, corpus: Corpus, layout: Layout, workdir: Path, life: int
+    ):
+        """
+        Raises:
+            InputError: a package is missing that a tracker needs, or a prompt is too long.
+        """
+        process = jax.process_index()
+        self.samples = None
+        if config.eval.every and (config.eval.samples or config.eval.sample_prompts):
+            self.samples = Samples(config, corpus, layout)
+        self.trackers = [] if process else _open_trackers(config, workdir, stack)
+        self.readings = stack.enter_context(
+            DeviceReadings(
+                workdir,
+                seconds=config.metrics.devices_seconds,
+                life=life,
+                process=process,
+                accelerators=Accelerators(local_devices()).read,
+            )
+        )
+        # The others compute the same.
+        self.profile = Profile(ProfileConfig() if process else config.profile, workdir)
+        stack.callback(self.profile.close)
+
+
+def _open_trackers(config: Config, workdir: Path, stack: contextlib.ExitStack) -> list[Tracker]:
+    trackers: list[Tracker] = []
+    if config.metrics.tensorboard:
+        trackers.append(TensorBoard(workdir / 'tensorboard', config))
+    if config.metrics.wandb:
+        trackers.append(WeightsAndBiases(workdir, config))
+    for tracker in trackers:
+        stack.callback(_close, tracker)
+    return trackers
+
+
+def _close(tracker: Tracker) -> None:
+    try:
+        tracker.close()
+    except Exception as error:
+        logger.warning(f'{type(tracker).__name__}: its end could not be written ({type(error).__name__}: {error})')

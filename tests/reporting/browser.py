@@ -1,0 +1,114 @@
+"""A headless Chromium that opens a page and tells what it sees: what is drawn, what is asked for, what is too wide.
+
+It is driven by its command line alone: a script is put into a copy of the page, and what it finds is read from the DOM
+that the browser prints.
+"""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+CANDIDATES = ('chromium-headless-shell', 'chromium', 'chromium-browser', 'google-chrome')
+# Before all else of the page, so that nothing is missed.
+LISTEN = """<script>
+window.faults = [];
+addEventListener('error', (event) => faults.push(String(event.message || event.target.outerHTML)), true);
+addEventListener('securitypolicyviolation', (event) => faults.push(`policy: ${event.violatedDirective}`));
+</script>"""
+MEASURE = """<script>
+// A moment later, so that what the page is still refused is counted too.
+addEventListener('load', () => setTimeout(() => {
+  const length = (path) => path.getTotalLength();
+  const charts = [...document.querySelectorAll('figure')].map((figure) => {
+    const box = figure.querySelector('svg.plot, svg.bar').getBoundingClientRect();
+    const curves = [...figure.querySelectorAll('path[data-series], .bar path')];
+    return {
+      title: figure.querySelector('figcaption').firstChild.textContent.trim(),
+      width: box.width, height: box.height,
+      lengths: curves.map(length), shapes: curves.map((path) => path.getBoundingClientRect().width),
+      at: figure.querySelector('.at')?.textContent, labels: figure.querySelectorAll('.x span').length,
+    };
+  });
+  const read = (share) => {
+    const plot = document.querySelector('.plot');
+    if (!plot?.dataset.x) return null;
+    const box = plot.getBoundingClientRect();
+    const where = { clientX: box.left + share * box.width, clientY: box.top + 5, bubbles: true };
+    plot.dispatchEvent(new PointerEvent('pointermove', where));
+    const figure = plot.closest('figure');
+    const seen = [figure.querySelector('.at').textContent, figure.querySelector('.legend b').textContent];
+    plot.dispatchEvent(new PointerEvent('pointerleave'));
+    return [...seen, figure.querySelector('.at').textContent, figure.querySelector('.legend b').textContent];
+  };
+  const right = [...document.querySelectorAll('.frame span, .tile, h1, h2, .legend li')]
+    .map((element) => element.getBoundingClientRect().right);
+  const told = document.createElement('pre');
+  const answer = {
+    charts, faults, read: read(0.5),
+    viewport: innerWidth, page: document.documentElement.scrollWidth, right: Math.max(0, ...right),
+    ground: getComputedStyle(document.documentElement).backgroundColor,
+    requests: performance.getEntriesByType('resource').map((entry) => entry.name),
+  };
+  told.id = 'measured';
+  told.textContent = JSON.stringify(answer);
+  document.body.replaceChildren(told);
+}, 100));
+</script>"""
+
+
+def find_browser():
+    """The browser that MAXLM_BROWSER names, or one that is installed."""
+    for candidate in filter(None, (os.environ.get('MAXLM_BROWSER'), *CANDIDATES)):
+        if path := shutil.which(candidate):
+            return path
+    pytest.fail('no Chromium: launch/test.sh installs it; or set MAXLM_BROWSER')
+
+
+def look_at(page, folder, *, width, fragment=''):
+    """What a browser with a window of `width` pixels finds in the text of a page.
+
+    Besides the script's answer: `console`, what it complained of, and `hosts`, what it wanted to reach.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file, log = folder / 'page.html', folder / 'net.json'
+    file.write_text(page.replace('<head>', f'<head>{LISTEN}', 1).replace('</body>', f'{MEASURE}</body>', 1))
+    command = [
+        find_browser(),
+        *('--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', '--enable-logging=stderr'),
+        *('--disable-background-networking', '--disable-component-update', '--no-first-run', '--dump-dom'),
+        '--virtual-time-budget=2000',
+        *(f'--user-data-dir={folder / "profile"}', f'--log-net-log={log}', f'--window-size={width},900'),
+        f'{file.as_uri()}{fragment}',
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r'<pre id="measured">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, f'the page has not told: {done.stderr[-2000:]}'
+    told = json.loads(html.unescape(found[1]))
+    told['console'] = [line for line in done.stderr.splitlines() if ':CONSOLE' in line]
+    told['hosts'] = sorted(set(re.findall(r'"(https?://[^"]+)"', log.read_text())))
+    return told
+
+
+def undrawn(told):
+    """Titles of figures without room, or with a curve that is not there."""
+    return [
+        chart['title']
+        for chart in told['charts']
+        if not (
+            chart['width'] > 100
+            and chart['height'] > 10
+            and chart['lengths']
+            and all(length > 0 for length in chart['lengths'])
+            and all(width > 0 for width in chart['shapes'])
+        )
+    ]
+
+
+def page_of(body, policy=''):
+    """A page for negative controls."""
+    return f'<!doctype html><html><head>{policy}</head><body>{body}</body></html>'

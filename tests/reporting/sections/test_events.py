@@ -1,0 +1,50 @@
+import dataclasses
+import re
+
+from maxlm.reporting.run import make_runs
+from maxlm.reporting.sections.events import events
+from tests import workdirs
+
+
+def with_events(run, lines):
+    return make_runs([dataclasses.replace(run.history, events=lines)], workdirs.NOW)
+
+
+def test_alerts_stand_out(run_of):
+    text = events(run_of('diverged'))
+    assert '<span class="alarm">rollback</span>' in text
+    assert '<span class="alarm">saved</span>' not in text
+    assert '>saved<' in text
+
+
+def test_of_many_the_routine_goes_first_and_that_is_said(run_of):
+    (run,) = run_of('finished')
+    told = [{'time': float(n), 'kind': 'saved', 'message': ''} for n in range(1000)]
+    told += [{'time': 2000.0 + n, 'kind': 'rollback', 'message': f'number {n}'} for n in range(400)]
+    text = events(with_events(run, told))
+    assert text.count('<tr>') == 301
+    assert '>saved<' not in text
+    assert 'number 0<' in text
+    assert 'number 399<' in text
+    assert '1,100 more events' in text
+
+
+def test_foreign_lines_do_no_harm(run_of):
+    (run,) = run_of('finished')
+    text = events(
+        with_events(run, [{}, {'time': 'x', 'kind': None, 'message': '<b>' * 500}, {'life': [1], 'step': {}}])
+    )
+    assert text.count('<tr>') == 4
+    assert '<b>' not in text
+
+
+def test_several_runs_by_time(run_of):
+    text = events(run_of('finished', 'crashed'))
+    times = re.findall(r'data-head="time">([^<]*)<', text)
+    assert len(times) == sum(len(run.history.events) for run in run_of('finished', 'crashed'))
+    assert times == sorted(times)
+    assert '>finished</td>' in text
+
+
+def test_without_events(run_of):
+    assert events(run_of('empty')) == ''

@@ -1,0 +1,36 @@
+import re
+
+from maxlm.reporting import amounts
+from maxlm.reporting.sections.goodput import WORDS, goodput
+from maxlm.runtime.goodput import CATEGORIES
+
+
+def test_every_category_has_its_words():
+    assert sorted(WORDS) == sorted(CATEGORIES)
+
+
+def test_lives_and_their_total(run_of):
+    (run,) = run_of('crashed')
+    text = goodput([run])
+    assert re.findall(r'class="name">([^<]*)<', text) == ['total', 'life 1', 'life 2']
+    totals = run.ledger.totals
+    assert totals['lost'] > 10
+    for category, words in WORDS.items():
+        assert f'{words}</td><td>{amounts.duration(totals[category])}</td>' in text
+    assert f'<td>{amounts.duration(run.ledger.seconds)}</td><td>100.0%</td>' in text
+    assert 'it was killed' in text
+
+
+def test_each_host(run_of):
+    text = goodput(run_of('two_hosts'))
+    assert re.findall(r'class="name">([^<]*)<', text) == ['total', 'process 0, host0', 'process 1, host1']
+    assert 'Each process' not in goodput(run_of('running'))
+
+
+def test_several_runs(run_of):
+    text = goodput(run_of('finished', 'crashed'))
+    assert re.findall(r'class="name">([^<]*)<', text) == ['finished', 'crashed']
+
+
+def test_without_a_ledger(run_of):
+    assert goodput(run_of('empty')) == goodput(run_of('empty', 'empty')) == ''

@@ -1,0 +1,42 @@
+import dataclasses
+
+import pytest
+
+from maxlm.reporting.run import make_runs
+from maxlm.reporting.sections.scaling import efficiency, scaling, throughputs
+from tests import workdirs
+
+
+def on_devices(run, count, rate):
+    """The same run on other devices and with another throughput."""
+    events = [
+        {**event, 'devices': {**event['devices'], 'count': count}} if event['kind'] == 'started' else event
+        for event in run.history.events
+    ]
+    metrics = [{**line, 'perf/tokens_per_second': rate} for line in run.history.metrics]
+    history = dataclasses.replace(run.history, events=events, metrics=metrics)
+    return make_runs([history], workdirs.NOW)[0]
+
+
+def test_one_number_of_devices_is_said(run_of):
+    assert 'All lives ran on 1 device, with 4.0' in scaling(run_of('finished'))
+
+
+def test_efficiency_is_that_of_a_device(run_of):
+    (run,) = run_of('running')
+    runs = [on_devices(run, 1, 1000.0), on_devices(run, 4, 3000.0)]
+    found = [one for run in runs for one in throughputs(run)]
+    assert [efficiency(one, found) for one in found] == [1.0, pytest.approx(0.75)]
+    assert '<td>3k</td><td>750</td><td>75.0%</td>' in scaling(runs)
+    # Another model is not compared.
+    other = found[1]._replace(parameters=1.0)
+    assert efficiency(other, [found[0], other]) == 1.0
+
+
+def test_lines_belong_to_the_life_in_which_they_were_written(run_of):
+    (run,) = run_of('finished')
+    assert [one.life for one in throughputs(run)] == [1, 2]
+
+
+def test_without_lines(run_of):
+    assert scaling(run_of('fresh')) == scaling(run_of('empty')) == ''

@@ -1,0 +1,142 @@
+"""The page as a file: whole, safe, small, and written whatever a workdir holds."""
+
+import html.parser
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from maxlm.reporting.page import NAME, POLICY, page, write_at_end, write_page
+from maxlm.reporting.run import make_runs
+from maxlm.runtime.history import read_history
+from tests import workdirs
+from tests.conftest import ROOT
+
+VOID = {'meta', 'br'}
+
+
+class Parser(html.parser.HTMLParser):
+    """Fails on tags that are not closed in order; collects ids, links, scripts and addresses."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.links, self.tags, self.addresses = [], [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name == 'id':
+                self.ids.append(value)
+            elif name == 'href':
+                self.links.append(value)
+            elif name in ('src', 'srcset', 'action', 'xlink:href'):
+                self.addresses.append(value)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def parsed(text):
+    parser = Parser()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+@pytest.mark.parametrize('name', workdirs.BUILDERS)
+def test_every_state(run_of, name):
+    text = page(run_of(name))
+    found = parsed(text)
+    assert [link.removeprefix('#') for link in found.links if link.removeprefix('#') not in found.ids] == []
+    assert len(found.ids) == len(set(found.ids))
+    assert found.addresses == []
+    assert found.tags.count('script') == 1
+    assert f'content="{POLICY.replace(chr(39), "&#x27;")}"' in text
+    assert ('<path' in text) == (name != 'empty')
+
+
+def test_all_states_on_one_page(run_of):
+    names = tuple(workdirs.BUILDERS)
+    found = parsed(page(run_of(*names)))
+    assert len(found.ids) == len(set(found.ids))
+
+
+def test_what_a_run_wrote_is_never_a_tag(tmp_path):
+    evil = '</style><script>alert(1)</script><img src=x onerror=alert(1)>'
+    workdir = workdirs.finished(tmp_path / 'run')
+    for path in workdir.glob('*.jsonl'):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text(''.join(json.dumps(poisoned(line, evil)) + '\n' for line in lines))
+    found = parsed(page(make_runs([read_history(workdir)], workdirs.NOW)))
+    assert found.tags.count('script') == 1
+    assert 'img' not in found.tags
+    assert found.tags.count('style') == 1
+
+
+def poisoned(value, evil):
+    """Every text but those that say what a line is, and a name of a metric too."""
+    if isinstance(value, dict):
+        kept = {key: one if key in ('kind', 'why') else poisoned(one, evil) for key, one in value.items()}
+        return {**kept, f'train/loss/{evil}': 1.0} if 'train/loss' in value else kept
+    if isinstance(value, list):
+        return [poisoned(one, evil) for one in value]
+    return evil if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize(
+    'junk', ['{}\n', '[]\n', 'x\n', '{"time": "x", "step": [], "kind": {}, "life": null}\n', '\x00\n']
+)
+def test_files_full_of_junk(tmp_path, junk):
+    workdir = workdirs.finished(tmp_path)
+    for path in workdir.glob('*.jsonl'):
+        path.write_text(junk * 3)
+    parsed(page(make_runs([read_history(workdir)], workdirs.NOW)))
+
+
+def test_a_long_run_is_a_small_page(run_of):
+    (run,) = run_of('finished')
+    base = run.history.metrics[5]
+    run.history.metrics[:] = [
+        {**base, 'step': step, 'train/loss': step % 97 / 10, 'perf/mfu': step % 89 / 100} for step in range(1, 20_001)
+    ]
+    assert len(page(make_runs([run.history], workdirs.NOW)).encode()) < 500_000
+
+
+def test_it_is_written_in_one_piece(tmp_path):
+    workdir = workdirs.finished(tmp_path / 'run')
+    (workdir / NAME).write_text('old')
+    write_at_end(workdir)
+    text = (workdir / NAME).read_text()
+    assert text.startswith('<!doctype html>')
+    assert text.endswith('</html>\n')
+    assert not list(workdir.glob('*.tmp'))
+    # The page does not belong to what it tells of: the next one is the same but for its time.
+    write_page(tmp_path / 'again.html', [read_history(workdir)])
+    assert len((tmp_path / 'again.html').read_text()) == len(text)
+
+
+def test_at_the_end_of_a_run_a_fault_is_a_warning(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger('maxlm'), 'propagate', True)
+    write_at_end(tmp_path / 'none')
+    workdir = workdirs.finished(tmp_path / 'run')
+    (workdir / NAME).mkdir()
+    write_at_end(workdir)
+    assert [record.levelname for record in caplog.records] == ['WARNING', 'WARNING']
+    assert all(record.getMessage().startswith('report.html could not be written: ') for record in caplog.records)
+    assert not list(workdir.glob('*.tmp'))
+
+
+def test_it_needs_no_jax():
+    program = (
+        'import sys, maxlm.report; print([name for name in ("jax", "tensorflow", "matplotlib") if name in sys.modules])'
+    )
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == '[]\n'

@@ -1,0 +1,159 @@
+"""A run of `maxlm.train` that is held up in known ways: `python -m tests.slow_training DIR ARGUMENTS…`.
+
+Makes DIR/slow, with slow data, steps, saves and evaluations, killed twice with a pause after each. ARGUMENTS are those
+of `maxlm.train` without --workdir. Lives are forked from one process that has imported everything. Each notes in
+DIR/truth.jsonl what its parts took, measured from outside of them; the last line of output is JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlm import train
+from maxlm.data.batches import Batches, TrainingRows
+from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.runtime import loop
+from maxlm.runtime.checkpoint import Checkpoints
+from maxlm.runtime.evaluation import Validation
+from maxlm.runtime.goodput import ledger_name
+from maxlm.runtime.reporter import Reporter
+from maxlm.runtime.save import Save
+
+EVERY = 10
+LAST = 40
+# Steps, from 1, whose batch takes long to read; and those that take long themselves, where the kills fall.
+SLOW_BATCHES, BATCH_SECONDS = (5, 6, 36), 1.0
+SLOW_STEPS, STEP_SECONDS = range(EVERY + 1, 31), 0.15
+SAVE_SECONDS = 0.7
+EVALUATION_SECONDS = 1.5
+# By life: the step at which it is killed. The second comes before the first checkpoint of its life.
+KILLS = (27, 24)
+PAUSES = (2.0, 1.0)
+
+
+class Faults:
+    """Patches what is to be slow in this process, and notes what each part of its loop then took."""
+
+    def __init__(self, notes: Path, workdir: Path, life: int):
+        self._notes, self._workdir, self._life = notes, workdir, life
+        self._kill_at = KILLS[life] if life < len(KILLS) else None
+        # The end of the last step, and what came since: parts with notes of their own, and compiling outside of them.
+        self._mark = self._noted = self._compiled = 0.0
+
+    def install(self) -> None:
+        """To be called right before the life begins."""
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self._patch(Batches, '__getitem__', self._read)
+        self._patch(Save, 'begin', partial(self._slowly, SAVE_SECONDS))
+        self._patch(Validation, '__call__', partial(self._slowly, EVALUATION_SECONDS))
+        # What is slow above is part of what is measured here.
+        self._patch(Checkpoints, 'save', partial(self._measured, 'checkpoint'))
+        self._patch(Checkpoints, 'wait', partial(self._measured, 'checkpoint'))
+        self._patch(Validation, '__call__', partial(self._measured, 'evaluation'))
+        self._patch(loop, 'batches_after', self._open)
+        self._patch(Reporter, 'begin', self._begin)
+        self._patch(Reporter, 'submit', self._submit)
+        self._note('began', time.time())
+
+    def _patch(self, owner: Any, name: str, wrap: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *words, **more: wrap(original, *words, **more))
+
+    def _listen(self, event: str, seconds: float, **_: object) -> None:
+        if event.endswith(('jaxpr_to_mlir_module_duration', 'backend_compile_duration')):
+            self._compiled += seconds
+
+    def _read(self, original: Callable[..., Any], batches: Batches, index: int) -> Any:
+        if isinstance(batches.order, TrainingRows) and index + 1 in SLOW_BATCHES:
+            time.sleep(BATCH_SECONDS)
+        return original(batches, index)
+
+    def _slowly(self, seconds: float, original: Callable[..., Any], *words: Any) -> Any:
+        time.sleep(seconds)
+        return original(*words)
+
+    def _measured(self, category: str, original: Callable[..., Any], *words: Any, **more: Any) -> Any:
+        began, compiled = time.monotonic(), self._compiled
+        result = original(*words, **more)
+        seconds = time.monotonic() - began
+        self._noted += seconds
+        self._note(category, seconds - (self._compiled - compiled))
+        self._compiled = compiled
+        return result
+
+    @contextlib.contextmanager
+    def _open(self, original: Callable[..., Any], *words: Any, **more: Any) -> Iterator[Iterator[Any]]:
+        with original(*words, **more) as batches:
+            yield iter(partial(self._measured, 'data_wait', next, batches), None)
+
+    def _begin(self, original: Callable[..., Any], *words: Any, **more: Any) -> None:
+        original(*words, **more)
+        self._mark, self._noted, self._compiled = time.monotonic(), 0.0, 0.0
+
+    def _submit(self, original: Callable[..., Any], reporter: Reporter, step: int, *words: Any) -> None:
+        if step in SLOW_STEPS:
+            time.sleep(STEP_SECONDS)
+        if step == self._kill_at:
+            # Else the next life would begin still further back.
+            _wait_for((self._workdir / 'checkpoints' / '20').exists)
+            # What a life has not told when it is killed counts as idle.
+            ledger = self._workdir / ledger_name(0)
+            told = ledger.stat().st_size
+            _wait_for(lambda: ledger.stat().st_size > told)
+            # Steps before this one are done, this one is not.
+            self._end_step(step)
+            self._note('killed', time.time())
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(reporter, step, *words)
+        self._end_step(step)
+
+    def _end_step(self, step: int) -> None:
+        now = time.monotonic()
+        self._note('step', now - self._mark - self._noted - self._compiled, step)
+        self._mark, self._noted, self._compiled = now, 0.0, 0.0
+
+    def _note(self, category: str, seconds: float, step: int = 0) -> None:
+        note = {'life': self._life + 1, 'category': category, 'seconds': seconds, 'step': step}
+        with self._notes.open('a') as file:
+            file.write(json.dumps(note) + '\n')
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
+def live(arguments: list[str], workdir: Path, faults: Faults) -> int:
+    """One life; returns its exit code, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        faults.install()
+        code = exit_code(train.main, [*arguments, f'--workdir={workdir}'])
+        sys.stdout.flush()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(directory: Path, arguments: list[str]) -> None:
+    began = time.monotonic()
+    for life in range(len(KILLS) + 1):
+        code = live(arguments, directory / 'slow', Faults(directory / 'truth.jsonl', directory / 'slow', life))
+        assert code == (-signal.SIGKILL if life < len(KILLS) else EXIT_DONE), (life, code)
+        if life < len(KILLS):
+            time.sleep(PAUSES[life])
+    print(json.dumps({'seconds': time.monotonic() - began}))
+
+
+if __name__ == '__main__':
+    main(Path(sys.argv[1]), sys.argv[2:])

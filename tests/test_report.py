@@ -1,0 +1,82 @@
+"""`maxlm.report` as a user calls it."""
+
+import pytest
+
+from maxlm import report
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from tests import workdirs
+
+
+@pytest.fixture
+def run(capfd):
+    """Exit code, stdout and stderr of the verb."""
+
+    def run(*words):
+        capfd.readouterr()
+        code = exit_code(report.main, [str(word) for word in words])
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+def test_the_page_of_a_workdir_lies_in_it(run, tmp_path):
+    workdir = workdirs.finished(tmp_path / 'run')
+    code, out, err = run(workdir)
+    assert (code, err) == (EXIT_DONE, '')
+    assert out.startswith(f'{workdir}/report.html: ')
+    assert '<h1>run</h1>' in (workdir / 'report.html').read_text()
+
+
+def test_several_workdirs_on_one_page(run, tmp_path):
+    names = [workdirs.finished(tmp_path / 'a'), workdirs.crashed(tmp_path / 'b')]
+    output = tmp_path / 'both.html'
+    assert run(*names, '--output', output)[0] == EXIT_DONE
+    assert '<h1>a and b</h1>' in output.read_text()
+    assert not (names[0] / 'report.html').exists()
+
+
+def test_what_is_torn_is_said(run, tmp_path):
+    code, out, _ = run(workdirs.torn(tmp_path))
+    assert code == EXIT_DONE
+    assert f'{tmp_path}: metrics.jsonl: the last line is torn and left out\n' in out
+
+
+def test_a_directory_in_which_no_run_has_begun(run, tmp_path):
+    workdir = workdirs.empty(tmp_path / 'run')
+    for _ in range(2):
+        assert run(workdir) == (EXIT_DONE, f'{workdir}: no run has begun here yet, so there is no page\n', '')
+    assert list(workdir.iterdir()) == []
+    assert run(workdir, '--output', tmp_path / 'page.html')[0] == EXIT_DONE
+    assert 'No run has begun here yet.' in (tmp_path / 'page.html').read_text()
+
+
+def test_bad_input(run, tmp_path):
+    workdir = workdirs.finished(tmp_path / 'run')
+    foreign = tmp_path / 'foreign'
+    foreign.mkdir()
+    (foreign / 'letter.txt').write_text('hello')
+    for words, told in (
+        ([tmp_path / 'none'], 'none'),
+        ([foreign], 'not a workdir'),
+        (['gs://bucket/run'], '--output'),
+        (['gs://someone:secret@bucket/run'], '--output'),
+        ([workdir, '--output', tmp_path / 'no' / 'such.html'], 'such.html'),
+        ([], 'WORKDIR'),
+    ):
+        code, out, err = run(*words)
+        assert (code, out) == (EXIT_BAD_INPUT, '')
+        assert told in err
+        assert err.count('\n') == 1
+        assert 'secret' not in err
+
+
+def test_a_workdir_in_a_bucket(run, tmp_path):
+    import fsspec
+
+    memory = fsspec.filesystem('memory')
+    memory.put(str(workdirs.finished(tmp_path / 'run')), '/runs/far', recursive=True)
+    try:
+        assert run('memory://runs/far', '--output', tmp_path / 'far.html')[0] == EXIT_DONE
+    finally:
+        memory.rm('/runs', recursive=True)
+    assert '<h1>far</h1>' in (tmp_path / 'far.html').read_text()

@@ -1,0 +1,129 @@
+"""Where the time of a run went: it is held up in known ways, killed twice, and the ledger must tell all of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from maxlm.runtime.events import ENDS, read_events
+from maxlm.runtime.goodput import CATEGORIES, read_ledger
+from maxlm.runtime.lines import read_lines
+from maxlm.runtime.stored import read_json
+from tests import slow_training
+from tests.conftest import ROOT
+from tests.cpu import cpu_flags
+from tests.test_train import arguments
+
+BEAT_SECONDS = 0.1
+SETTINGS = {
+    'train__num_steps': slow_training.LAST,
+    'eval__every': 20,
+    'checkpoint__every_steps': slow_training.EVERY,
+    'metrics__ledger_seconds': BEAT_SECONDS,
+    'train__price_per_hour': 3.6,
+    # What is read ahead hides slow data, as it should.
+    'data__prefetch': 1,
+    'data__threads': 1,
+}
+# Between the end of a process and the beginning of the next, and where parts meet.
+SLACK_SECONDS = 0.15
+
+
+@pytest.fixture(scope='module')
+def held_up(dataset, tmp_path_factory):
+    """The directory of the run, and what was measured beside it."""
+    directory = tmp_path_factory.mktemp('held_up')
+    environment = {
+        **os.environ,
+        'XLA_FLAGS': cpu_flags(1),
+        'JAX_COMPILATION_CACHE_DIR': str(directory / 'programs'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    }
+    config, _, *words = arguments(dataset, 'none', **SETTINGS)
+    command = [sys.executable, '-m', 'tests.slow_training', str(directory), config, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return directory, json.loads(done.stdout.splitlines()[-1])
+
+
+def measured_parts(directory, ledger):
+    """Seconds by category; steps that a later life did again are lost."""
+    wanted = dict.fromkeys(('step', 'lost', 'data_wait', 'evaluation', 'checkpoint'), 0.0)
+    starts = {life.number: life.start_step for life in ledger.lives}
+    notes = read_lines(directory / 'truth.jsonl').lines
+    times = {kind: [note['seconds'] for note in notes if note['category'] == kind] for kind in ('began', 'killed')}
+    wanted['idle'] = sum(times['began'][1:]) - sum(times['killed'])
+    for note in notes:
+        if note['category'] in times:
+            continue
+        later = [start for number, start in starts.items() if number > note['life']]
+        again = note['step'] > min(later, default=slow_training.LAST)
+        wanted['lost' if again else note['category']] += note['seconds']
+    return wanted
+
+
+def misses(found, wanted):
+    """Categories that are not what was measured, within 5 %."""
+    return {
+        name: (round(found[name], 3), round(seconds, 3))
+        for name, seconds in wanted.items()
+        if abs(found[name] - seconds) > 0.05 * seconds + SLACK_SECONDS
+    }
+
+
+def test_every_category_is_what_was_measured(held_up):
+    directory, _ = held_up
+    ledger = read_ledger(directory / 'slow')
+    assert [(life.number, life.start_step, life.closed) for life in ledger.lives] == [
+        (1, 0, False),
+        (2, 20, False),
+        (3, 20, True),
+    ]
+    wanted = measured_parts(directory, ledger)
+    # Enough of each was put in.
+    assert min(wanted.values()) > 1.5
+    assert misses(ledger.totals, wanted) == {}
+    # Control: with the steps that were done again counted as steps, two categories are far off.
+    naive = read_ledger(directory / 'slow', count_lost=False)
+    assert set(misses(naive.totals, wanted)) == {'step', 'lost'}
+    assert sum(naive.totals.values()) == pytest.approx(ledger.seconds)
+
+
+def test_the_sum_is_the_wall_time_and_so_is_the_bill(held_up):
+    directory, measured = held_up
+    ledger = read_ledger(directory / 'slow')
+    assert set(ledger.totals) == set(CATEGORIES)
+    assert min(ledger.totals.values()) >= 0
+    assert ledger.seconds == pytest.approx(measured['seconds'], rel=0.01)
+    # A tenth of a cent a second, as long as it runs.
+    assert ledger.dollars == pytest.approx((ledger.seconds - ledger.totals['idle']) / 1000, rel=1e-3)
+
+
+def test_the_metrics_and_events_tell_the_same(held_up):
+    directory, _ = held_up
+    ledger = read_ledger(directory / 'slow')
+    lines = [json.loads(line) for line in (directory / 'slow' / 'metrics.jsonl').read_text().splitlines()]
+    last = [line for line in lines if 'cost/hours' in line][-1]
+    assert last['step'] == slow_training.LAST
+    # What comes after the last step is not in it.
+    assert last['cost/hours'] * 3600 == pytest.approx(ledger.seconds - ledger.totals['idle'], abs=4)
+    assert last['cost/dollars'] == pytest.approx(last['cost/hours'] * 3.6, rel=1e-3)
+    assert last['cost/seconds_left'] == 0
+    assert last['goodput/share'] == pytest.approx(ledger.share, rel=0.3)
+    # Budgets count the same hours, with what the lives that were killed had not saved any more.
+    progress = read_json(directory / 'slow' / 'checkpoints' / str(slow_training.LAST) / 'progress')
+    seconds = 3600 * progress['history']['decisions']['hours']
+    assert seconds == pytest.approx(3600 * last['cost/hours'], abs=3)
+    # Control: these are far more.
+    assert ledger.totals['lost'] + ledger.lives[1].seconds['start'] > 3.5
+    events = read_events(directory / 'slow').lines
+    assert [event['life'] for event in events if event['kind'] == 'started'] == [1, 2, 3]
+    assert [event['from_step'] for event in events if event['kind'] == 'resumed'] == [20, 20]
+    assert [event['step'] for event in events if event['kind'] == 'saved'] == [10, 20, 30, 40]
+    # Of three lives two were killed.
+    assert [(event['life'], event['kind'], event['code']) for event in events if event['kind'] in ENDS] == [
+        (3, 'finished', 0)
+    ]
