@@ -16,7 +16,7 @@ from typing import Any
 
 from maxlm import train
 from maxlm.errors import InputError, exit_code
-from maxlm.runtime import loop
+from maxlm.runtime import reading
 from tests.cpu import cpu_flags
 
 # Not that of tests.conftest, which sets the number of devices.
@@ -91,7 +91,7 @@ class Processes:
 
 def main(fault: str, arguments: list[str]) -> int:
     """Trains with a fault: `hang` = the main thread sleeps for ever, `bad_input` = a damaged shard."""
-    iterate = loop.iterate
+    iterate = reading.iterate
 
     def faulty(*args: Any) -> Iterator[Any]:
         for number, batch in enumerate(iterate(*args), start=1):
@@ -103,7 +103,7 @@ def main(fault: str, arguments: list[str]) -> int:
                     time.sleep(1)
             yield batch
 
-    loop.iterate = faulty
+    reading.iterate = faulty
     return exit_code(train.main, arguments)
 
 

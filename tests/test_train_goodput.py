@@ -33,7 +33,7 @@ SLACK_SECONDS = 0.15
 
 @pytest.fixture(scope='module')
 def held_up(dataset, tmp_path_factory):
-    """The directory of the run, and what was measured beside it."""
+    """The directory of the run, with what was measured beside it."""
     directory = tmp_path_factory.mktemp('held_up')
     environment = {
         **os.environ,
@@ -46,14 +46,18 @@ def held_up(dataset, tmp_path_factory):
     command = [sys.executable, '-m', 'tests.slow_training', str(directory), config, *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return directory, json.loads(done.stdout.splitlines()[-1])
+    return directory
+
+
+def noted(directory):
+    return read_lines(directory / 'truth.jsonl').lines
 
 
 def measured_parts(directory, ledger):
     """Seconds by category; steps that a later life did again are lost."""
     wanted = dict.fromkeys(('step', 'lost', 'data_wait', 'evaluation', 'checkpoint'), 0.0)
     starts = {life.number: life.start_step for life in ledger.lives}
-    notes = read_lines(directory / 'truth.jsonl').lines
+    notes = noted(directory)
     times = {kind: [note['seconds'] for note in notes if note['category'] == kind] for kind in ('began', 'killed')}
     wanted['idle'] = sum(times['began'][1:]) - sum(times['killed'])
     for note in notes:
@@ -75,51 +79,51 @@ def misses(found, wanted):
 
 
 def test_every_category_is_what_was_measured(held_up):
-    directory, _ = held_up
-    ledger = read_ledger(directory / 'slow')
+    ledger = read_ledger(held_up / 'slow')
     assert [(life.number, life.start_step, life.closed) for life in ledger.lives] == [
         (1, 0, False),
         (2, 20, False),
         (3, 20, True),
     ]
-    wanted = measured_parts(directory, ledger)
+    wanted = measured_parts(held_up, ledger)
     # Enough of each was put in.
     assert min(wanted.values()) > 1.5
     assert misses(ledger.totals, wanted) == {}
     # Control: with the steps that were done again counted as steps, two categories are far off.
-    naive = read_ledger(directory / 'slow', count_lost=False)
+    naive = read_ledger(held_up / 'slow', count_lost=False)
     assert set(misses(naive.totals, wanted)) == {'step', 'lost'}
     assert sum(naive.totals.values()) == pytest.approx(ledger.seconds)
 
 
 def test_the_sum_is_the_wall_time_and_so_is_the_bill(held_up):
-    directory, measured = held_up
-    ledger = read_ledger(directory / 'slow')
+    ledger = read_ledger(held_up / 'slow')
     assert set(ledger.totals) == set(CATEGORIES)
     assert min(ledger.totals.values()) >= 0
-    assert ledger.seconds == pytest.approx(measured['seconds'], rel=0.01)
+    # The last line is the last that is written there.
+    seconds = (held_up / 'slow' / 'goodput.jsonl').stat().st_mtime - noted(held_up)[0]['seconds']
+    assert ledger.seconds == pytest.approx(seconds, rel=0.01)
     # A tenth of a cent a second, as long as it runs.
     assert ledger.dollars == pytest.approx((ledger.seconds - ledger.totals['idle']) / 1000, rel=1e-3)
 
 
 def test_the_metrics_and_events_tell_the_same(held_up):
-    directory, _ = held_up
-    ledger = read_ledger(directory / 'slow')
-    lines = [json.loads(line) for line in (directory / 'slow' / 'metrics.jsonl').read_text().splitlines()]
+    ledger = read_ledger(held_up / 'slow')
+    lines = [json.loads(line) for line in (held_up / 'slow' / 'metrics.jsonl').read_text().splitlines()]
     last = [line for line in lines if 'cost/hours' in line][-1]
     assert last['step'] == slow_training.LAST
     # What comes after the last step is not in it.
-    assert last['cost/hours'] * 3600 == pytest.approx(ledger.seconds - ledger.totals['idle'], abs=4)
+    told, paid = last['cost/hours'] * 3600, ledger.seconds - ledger.totals['idle']
+    after = sum(ledger.lives[2].seconds[name] for name in ('compile', 'evaluation', 'checkpoint', 'other'))
+    assert paid - after - 0.5 < told < paid
     assert last['cost/dollars'] == pytest.approx(last['cost/hours'] * 3.6, rel=1e-3)
     assert last['cost/seconds_left'] == 0
-    assert last['goodput/share'] == pytest.approx(ledger.share, rel=0.3)
+    assert ledger.share < last['goodput/share'] < ledger.share * ledger.seconds / (ledger.seconds - after - 0.5)
     # Budgets count the same hours, with what the lives that were killed had not saved any more.
-    progress = read_json(directory / 'slow' / 'checkpoints' / str(slow_training.LAST) / 'progress')
-    seconds = 3600 * progress['history']['decisions']['hours']
-    assert seconds == pytest.approx(3600 * last['cost/hours'], abs=3)
-    # Control: these are far more.
-    assert ledger.totals['lost'] + ledger.lives[1].seconds['start'] > 3.5
-    events = read_events(directory / 'slow').lines
+    progress = read_json(held_up / 'slow' / 'checkpoints' / str(slow_training.LAST) / 'progress')
+    assert told - 0.5 < 3600 * progress['history']['decisions']['hours'] < paid
+    # Control: that is more.
+    assert ledger.totals['lost'] > 2.0
+    events = read_events(held_up / 'slow').lines
     assert [event['life'] for event in events if event['kind'] == 'started'] == [1, 2, 3]
     assert [event['from_step'] for event in events if event['kind'] == 'resumed'] == [20, 20]
     assert [event['step'] for event in events if event['kind'] == 'saved'] == [10, 20, 30, 40]

@@ -1,0 +1,1 @@
+"""After pretraining: programs run safely, answers scored."""

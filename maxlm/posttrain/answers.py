@@ -1,0 +1,108 @@
+"""The answer in a response: where it stands, and what number or letter it is."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MARK = '####'
+BOXED = '\\boxed{'
+# `The answer is 42.`, `Final answer: 42`; up to the end of the line.
+SAID = re.compile(r'\banswer\s*(?:is\b|:|=)[\s:]*(.+)', re.IGNORECASE)
+# Around words, in Markdown.
+MARKUP = ' \t\n*_`"\''
+# Digits and exponents beyond any answer would only take time.
+NUMBER = r'[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,300})?(?:\.\d{1,300})?(?:[eE][-+]?\d{1,3})?'
+FIRST_NUMBER = re.compile(r'(?<![\w.])[-+]?(?:\d|\.\d)')
+FRACTION = re.compile(rf'({NUMBER})\s*/\s*({NUMBER})')
+LATEX_FRACTION = re.compile(r'([-+]?)\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}')
+LATEX_NOISE = re.compile(r'\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\\[!,;: ]|\\left|\\right|\$|\\%|%')
+NUMBER_ALONE = re.compile(NUMBER)
+FIRST_LETTER = re.compile(r'\W*(?:([A-Z])(?:\W|$)|([a-z])\W*$)')
+LAST_LETTER = re.compile(r'(?:^|[\s(*"\'])([A-Z])[).*"\'\s]*$')
+# A and I are words too.
+LETTER_BETWEEN = re.compile(r'\(([A-Z])\)|\b([B-HJ-Z])\b')
+
+
+def boxed(response: str) -> str | None:
+    """What the last \\boxed{…} holds, braces within it included."""
+    start = response.rfind(BOXED)
+    if start < 0:
+        return None
+    depth = 1
+    for place in range(start + len(BOXED), len(response)):
+        depth += {'{': 1, '}': -1}.get(response[place], 0)
+        if depth == 0:
+            return response[start + len(BOXED) : place]
+    return None
+
+
+def marked_answer(response: str) -> str | None:
+    """The answer that a response marks: boxed, after the last `####`, or after `answer is`; None if it does not."""
+    if (inside := boxed(response)) is not None:
+        return inside.strip()
+    if MARK in response:
+        return response.rpartition(MARK)[2].strip().partition('\n')[0].strip()
+    said = SAID.findall(response)
+    return said[-1].strip() if said else None
+
+
+def plain(text: str) -> str:
+    """Lower case, spaces made one, without a full stop at its end and the marks of Markdown and LaTeX around it."""
+    text = LATEX_NOISE.sub(lambda match: match.group(1) or '', text).strip(MARKUP)
+    return ' '.join(text.removesuffix('.').strip(MARKUP).split()).casefold()
+
+
+def without_markup(text: str) -> str:
+    """Signs of money and percent and the marks of LaTeX left out, its fractions written with a slash."""
+    text = LATEX_NOISE.sub(lambda match: match.group(1) or '', text.replace('−', '-'))
+    return LATEX_FRACTION.sub(r' \1\2/\3 ', text)
+
+
+def number_of(text: str) -> Fraction | None:
+    """The first number in a text: 1,234.5, -3e2, 1/3, \\frac{1}{3}, with signs of money and percent left out."""
+    text = without_markup(text)
+    first = FIRST_NUMBER.search(text)
+    return number_at(text, first.start()) if first else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The number that a text without a marked answer ends with."""
+    text = without_markup(text)
+    starts = [match.start() for match in FIRST_NUMBER.finditer(text)]
+    while starts:
+        start = starts.pop()
+        # The second half of a fraction is no number of its own.
+        if starts and text[starts[-1] : start].rstrip().endswith('/'):
+            continue
+        return number_at(text, start)
+    return None
+
+
+def number_at(text: str, start: int) -> Fraction | None:
+    """The number or the fraction that begins there; None if it is too long for one."""
+    for pattern in (FRACTION, NUMBER_ALONE):
+        match = pattern.match(text, start)
+        if match is None or text[match.end() : match.end() + 1].isdigit():
+            continue
+        parts = [part.replace(',', '') for part in match.groups() or (match.group(),)]
+        try:
+            value = Fraction(parts[0])
+            return value / Fraction(parts[1]) if len(parts) > 1 else value
+        except ValueError:
+            continue
+        except ZeroDivisionError:
+            return None
+    return None
+
+
+def choice_of(response: str) -> str | None:
+    """The letter that a response chooses, a capital: of its marked answer, else the one it ends with, else the last."""
+    marked, text = marked_answer(response), response.strip()
+    match = FIRST_LETTER.match(LATEX_NOISE.sub(lambda found: found.group(1) or '', marked)) if marked else None
+    if match is None and len(text.strip(' ().*')) == 1:
+        match = FIRST_LETTER.match(text)
+    match = match or LAST_LETTER.search(text)
+    if match is None:
+        match = next(reversed(list(LETTER_BETWEEN.finditer(text))), None)
+    return next(letter for letter in match.groups() if letter).upper() if match else None

@@ -1,0 +1,200 @@
+"""Objects of another process, for tests that must not run where the tested program can reach them.
+
+The tests have a process of their own. What they call in the program is called there; what comes back is plain data, by
+value, or a reference to an object that stays there. So a program can return what it likes, and nothing else: it sees
+neither the tests nor what they expect, and has no say in how values are compared.
+
+Messages are JSON. A request is `['do', function, arguments, keywords]`, its answer `['value', result, changed
+arguments]` or `['raise', names of the classes, message]`. While one side waits for an answer it serves the requests of
+the other.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import importlib
+import json
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+# One message, so that a program cannot fill the memory of the tests.
+MAX_MESSAGE_BYTES = 16 << 20
+LENGTH = struct.Struct('>I')
+# Beyond it JSON's own numbers are slow to read.
+SMALL = 1 << 62
+
+SEQUENCES: dict[type, str] = {list: 'l', tuple: 't', set: 's', frozenset: 'f'}
+MUTABLE = (list, dict, set, bytearray)
+# Values of the standard library that tests compare with: name to the arguments that make an equal one.
+MADE_OF: dict[str, Callable[[Any], tuple]] = {
+    'fractions.Fraction': lambda value: (value.numerator, value.denominator),
+    'decimal.Decimal': lambda value: (str(value),),
+    'collections.Counter': lambda value: (dict(value),),
+    'collections.OrderedDict': lambda value: (list(value.items()),),
+    'collections.deque': lambda value: (list(value), value.maxlen),
+    'datetime.date': lambda value: (value.year, value.month, value.day),
+    'datetime.time': lambda value: (value.hour, value.minute, value.second, value.microsecond),
+    'datetime.datetime': lambda value: (
+        *(value.year, value.month, value.day),
+        *(value.hour, value.minute, value.second, value.microsecond),
+    ),
+    'datetime.timedelta': lambda value: (value.days, value.seconds, value.microseconds),
+    'builtins.range': lambda value: (value.start, value.stop, value.step),
+    'builtins.complex': lambda value: (value.real, value.imag),
+}
+# Functions and types of Python that go by name in both directions; exceptions do too.
+BY_NAME: tuple[Any, ...] = (
+    *(abs, all, any, bool, bytearray, bytes, callable, chr, complex, dict, divmod, enumerate, filter, float, frozenset),
+    *(hash, hex, int, isinstance, issubclass, iter, len, list, map, max, min, next, object, oct, ord, pow, range, repr),
+    *(reversed, round, set, slice, sorted, str, sum, tuple, type, zip),
+)
+# Looked at where a class has been derived from one of them.
+PLAIN = (bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+
+
+class Ended(Exception):  # noqa: N818 an end, not an error of this side
+    """The other process is gone, or says what makes no sense."""
+
+
+class Channel:
+    """Messages to and from the process at the other end of a descriptor."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def send(self, message: list) -> None:
+        """Ended if nobody reads; ValueError if it is too long."""
+        data = json.dumps(message).encode()
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ValueError(f'{len(data)} bytes are too much to hand over')
+        view = memoryview(LENGTH.pack(len(data)) + data)
+        try:
+            while view:
+                view = view[os.write(self.descriptor, view) :]
+        except OSError as error:
+            raise Ended(str(error)) from None
+
+    def receive(self) -> list:
+        """The next message; Ended if there is none, or none that can be read."""
+        (length,) = LENGTH.unpack(self.read(LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise Ended(f'a message of {length} bytes')
+        try:
+            message = json.loads(self.read(length))
+        except (ValueError, RecursionError) as error:
+            raise Ended(str(error)) from None
+        if not isinstance(message, list) or not message:
+            raise Ended('a message that is no list')
+        return message
+
+    def read(self, length: int) -> bytes:
+        """Exactly so many bytes."""
+        data = bytearray()
+        while len(data) < length:
+            try:
+                part = os.read(self.descriptor, min(length - len(data), 1 << 20))
+            except OSError as error:
+                raise Ended(str(error)) from None
+            if not part:
+                raise Ended('the other end is closed')
+            data += part
+        return bytes(data)
+
+
+def builtin_name(value: Any) -> str | None:
+    """The name of a function, type or exception of Python that goes by name."""
+    name = getattr(value, '__name__', None)
+    return name if isinstance(name, str) and builtin_named(name) is value else None
+
+
+def builtin_named(name: str) -> Any:
+    """What has that name; None if it is none that goes by name."""
+    value = getattr(builtins, name, None)
+    is_error = isinstance(value, type) and issubclass(value, BaseException)
+    return value if is_error or any(value is known for known in BY_NAME) else None
+
+
+def encode(value: Any, export: Callable[[Any], list]) -> Any:
+    """JSON for a value; `export` says how to speak of what is no plain data. Only exact types count as plain."""
+    kind = type(value)
+    if value is None or kind in (bool, str, float):
+        return value
+    if kind is int:
+        return value if -SMALL < value < SMALL else ['i', hex(value)]
+    if kind in SEQUENCES:
+        return [SEQUENCES[kind], [encode(item, export) for item in value]]
+    if kind is dict:
+        return ['d', [[encode(key, export), encode(item, export)] for key, item in value.items()]]
+    if kind in (bytes, bytearray):
+        return ['b' if kind is bytes else 'a', base64.b64encode(value).decode()]
+    name = f'{kind.__module__}.{kind.__qualname__}'
+    if name in MADE_OF and kind is getattr(importlib.import_module(kind.__module__), kind.__qualname__):
+        return ['v', name, [encode(item, export) for item in MADE_OF[name](value)]]
+    return export(value)
+
+
+def decode(data: Any, restore: Callable[[list], Any]) -> Any:
+    """The value of what `encode` made; `restore` for what was no plain data. Ended if it makes no sense."""
+    if data is None or type(data) in (bool, str, float, int):
+        return data
+    try:
+        tag, *rest = data
+        if tag == 'i':
+            return int(rest[0], 16)
+        if tag in 'ltsf' and isinstance(rest[0], list):
+            items = [decode(item, restore) for item in rest[0]]
+            return {'l': list, 't': tuple, 's': set, 'f': frozenset}[tag](items)
+        if tag == 'd':
+            return {decode(key, restore): decode(item, restore) for key, item in rest[0]}
+        if tag in 'ab':
+            return (bytes if tag == 'b' else bytearray)(base64.b64decode(rest[0]))
+        if tag == 'v' and rest[0] in MADE_OF:
+            module, _, name = rest[0].partition('.')
+            return getattr(importlib.import_module(module), name)(*(decode(item, restore) for item in rest[1]))
+        return restore(data)
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        raise Ended(f'a value that makes no sense: {error}') from None
+
+
+def plain_content(value: Any) -> list:
+    """`[content]` of an object whose class is derived from plain data, `[]` of others; the class has no say in it."""
+    return next(([copied(kind, value)] for kind in PLAIN if isinstance(value, kind)), [])
+
+
+def copied(kind: Any, value: Any) -> Any:
+    """A plain copy of an object whose class is derived from `kind`."""
+    if kind in SEQUENCES:
+        return kind(kind.__iter__(value))
+    if kind is dict:
+        return dict(dict.items(value))
+    if kind in (bool, int):
+        return int.__add__(value, 0)
+    if kind is float:
+        return float.__add__(value, 0.0)
+    return str.__str__(value) if kind is str else kind(value)
+
+
+def update(old: Any, new: Any) -> Any:
+    """`old`, changed in place to equal `new` as far as its type allows; else `new`."""
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, list):
+        kept = [update(a, b) for a, b in zip(old, new, strict=False)]
+        old[:] = kept + new[len(kept) :]
+        return old
+    if isinstance(old, dict):
+        kept_items = {key: update(old[key], item) if key in old else item for key, item in new.items()}
+        old.clear()
+        old.update(kept_items)
+        return old
+    if isinstance(old, set):
+        old.clear()
+        old.update(new)
+        return old
+    if isinstance(old, bytearray):
+        old[:] = new
+        return old
+    return new

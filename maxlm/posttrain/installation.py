@@ -1,0 +1,64 @@
+"""The files that a Python program needs of the machine: its interpreter's library, shared libraries, a few devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+
+# Folders of a system that hold much besides Python.
+SHARED_PREFIXES = ('/', '/usr', '/usr/local')
+DEVICES = ('/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
+LIBRARY_FOLDERS = ('/lib', '/lib64', '/usr/lib', '/usr/lib64')
+LINKER_FILES = ('/etc/ld.so.cache', '/etc/localtime')
+
+
+def loaded_from() -> set[str]:
+    """Folders of the shared libraries that this process has loaded."""
+    try:
+        with open('/proc/self/maps', encoding='utf-8', errors='replace') as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if line.count('/') and '.so' in line}
+    except OSError:
+        return set()
+    return {os.path.dirname(path) for path in paths if path.startswith('/')}
+
+
+def python_folders() -> set[str]:
+    """The standard library; the whole of an installation that has a folder of its own."""
+    paths = sysconfig.get_paths(vars={'base': sys.base_prefix, 'platbase': sys.base_exec_prefix})
+    folders = {paths['stdlib'], paths['platstdlib']}
+    folders |= {prefix for prefix in (sys.base_prefix, sys.base_exec_prefix) if prefix not in SHARED_PREFIXES}
+    return {os.path.realpath(folder) for folder in folders if os.path.isdir(folder)}
+
+
+def system_folders() -> set[str]:
+    """Where shared libraries of the system lie: those in use, and their siblings for this architecture."""
+    multiarch = sysconfig.get_config_var('MULTIARCH') or ''
+    folders = loaded_from() | {f'{folder}/{multiarch}' for folder in ('/usr/lib', '/lib') if multiarch}
+    folders.add('/usr/lib64')
+    return {os.path.realpath(folder) for folder in folders if os.path.isdir(folder)}
+
+
+def without_nested(paths: set[str]) -> list[str]:
+    """The paths that do not lie below another of them, in order."""
+    kept: list[str] = []
+    for path in sorted(paths):
+        if not any(path == other or path.startswith(other.rstrip('/') + '/') for other in kept):
+            kept.append(path)
+    return kept
+
+
+def readable_paths() -> list[str]:
+    """Folders and files that a program may read: real paths, none below another."""
+    files = {path for path in LINKER_FILES if os.path.exists(path)}
+    return without_nested(python_folders() | system_folders() | files)
+
+
+def devices() -> list[str]:
+    """The devices that a program may use."""
+    return [path for path in DEVICES if os.path.exists(path)]
+
+
+def links() -> dict[str, str]:
+    """Top folders that are only links into others, as /lib is to usr/lib: path to target."""
+    return {path: os.readlink(path) for path in LIBRARY_FOLDERS if os.path.islink(path)}
