@@ -11,16 +11,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxlm.data.cleaning.duplicates import choose_bands
 from maxlm.data.cleaning.filters import FILTERS, make_cleaner
-from maxlm.data.cleaning.report import CleaningReport
 from maxlm.data.groups import Group, Reading, make_groups
 from maxlm.data.infill import Infill
 from maxlm.data.inputs import InputFile, find_inputs, refuse_overlap
 from maxlm.data.preparation import (
-    CLEANING_FILE,
     GROUPS_LEFT_OUT,
     LEARNED,
     Means,
@@ -30,16 +28,21 @@ from maxlm.data.preparation import (
     remove_partial_files,
 )
 from maxlm.data.ray_cluster import RayCluster
+from maxlm.data.readers.formats import find_format
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.records import MANIFEST_NAME, Dataset, load_manifest
 from maxlm.data.storage import shown
+from maxlm.data.summary import summary
 from maxlm.data.survey import Cleaning
 from maxlm.data.tokenizer import SPECS, Tokenizer, check_spec, make_tokenizer
 from maxlm.data.workers import InProcess, Processes
 from maxlm.errors import ArgumentParser, InputError, exit_code, os_message
 
-# Left-out documents that are printed; dataset.json lists them all.
-LEFT_OUT_SHOWN = 10
+if TYPE_CHECKING:
+    from maxlm.data.chat_recipe import ChatRecipe
+
+# Keys of `made_from` that only data with conversations has.
+CHAT_FACTS = ('format', 'chat_template', 'pack_window')
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +63,7 @@ def main(argv: list[str]) -> int:
             message = f'wrote {options.output}'
         remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
     if not options.quiet:
-        _print_summary(dataset, message, cleaned=bool(recipe.cleaning))
+        print('\n'.join(summary(dataset, message, cleaned=bool(recipe.cleaning))))
     return 0
 
 
@@ -95,6 +98,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     what('--exclude', nargs='+', default=[], metavar='NAME', help='names or patterns of what to leave out')
     what('--max_files', type=int, default=0, metavar='N', help='take the first N files of each input; 0 = all')
+    what(
+        '--format',
+        choices=('auto', 'text', 'chat'),
+        default='auto',
+        help='what lines of JSONL are: texts, or conversations, which is seen at the first (%(default)s)',
+    )
     what('--text_key', default='text', metavar='KEY', help='where the text is in a record (%(default)s)')
     what('--token_dtype', choices=('uint16', 'uint32'), default='', help='how raw .bin token files are stored')
     what(
@@ -140,6 +149,26 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar='X',
         help='share of these that put the suffix first (%(default)s)',
     )
+    made(
+        '--chat_template',
+        default='',
+        metavar='FILE|NAME',
+        help='how conversations are spelled: a Jinja file, chatml or llama3 (what lies beside --tokenizer, or chatml)',
+    )
+    made(
+        '--special_tokens',
+        nargs='+',
+        default=[],
+        metavar='TOKEN',
+        help='special tokens of the chat template besides those that look like <|…|>',
+    )
+    made(
+        '--pack_window',
+        type=int,
+        default=0,
+        metavar='N',
+        help='put whole conversations into windows of N tokens, the data.window of training; 0 = windows cut them',
+    )
     made('--block', type=int, default=2048, metavar='N', help='tokens in a record (%(default)s)')
 
     how = parser.add_argument_group('how; the result is the same').add_argument
@@ -158,7 +187,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises InputError for values that cannot be right whatever the input."""
-    for name, smallest in {'block': 1, 'workers': 1, 'max_files': 0, 'retries': 0}.items():
+    for name, smallest in {'block': 1, 'workers': 1, 'max_files': 0, 'retries': 0, 'pack_window': 0}.items():
         if getattr(options, name) < smallest:
             raise InputError(f'--{name}={getattr(options, name)}: needs {smallest} or more')
     if not 0 <= options.validation_share < 1:
@@ -183,10 +212,15 @@ def _recipe(options: argparse.Namespace, training: Sequence[InputFile], validati
     learned = options.tokenizer.partition(':')[0] in LEARNED
     tokenizer = None if learned else make_tokenizer(options.tokenizer, [], infill=infill is not None)
     _check_tokens(options, [*training, *validation])
-    read = ReadOptions(text_key=options.text_key)
+    what = _format(options, [*training, *validation])
+    chat = None if what == 'text' else _chat(options)
+    if chat and tokenizer:
+        chat.with_tokens(tokenizer)
+    read = ReadOptions(format=what, text_key=options.text_key)
     if tokenizer is not None:
         end = tokenizer.end_of_document if options.end_of_document is None else options.end_of_document
         read = ReadOptions(
+            format=what,
             text_key=options.text_key,
             token_dtype=options.token_dtype,
             end_of_document=end,
@@ -199,8 +233,43 @@ def _recipe(options: argparse.Namespace, training: Sequence[InputFile], validati
         validation_share=0.0 if validation else options.validation_share,
         infill=infill,
         block=options.block,
-        made_from=_made_from(options, tokenizer, training, validation),
+        made_from={**_made_from(options, tokenizer, training, validation), **_chat_facts(what, chat)},
+        chat=chat,
     )
+
+
+def _format(options: argparse.Namespace, files: Sequence[InputFile]) -> str:
+    found = find_format(options.format, files, text_key=options.text_key)
+    for name in ('chat_template', 'special_tokens', 'pack_window') if found == 'text' else ('filter', 'infill'):
+        if value := getattr(options, name):
+            told = ' '.join(value) if isinstance(value, list) else value
+            wrong = 'conversations, and no input has them' if found == 'text' else 'texts, and there are conversations'
+            raise InputError(f'--{name}={told} is for {wrong}; --format tells what lines of JSONL are')
+    return found
+
+
+def _chat(options: argparse.Namespace) -> ChatRecipe:
+    # Jinja is for conversations only.
+    from maxlm.data.chat_recipe import make_chat_recipe
+
+    return make_chat_recipe(
+        options.chat_template,
+        tokenizer=options.tokenizer,
+        special_tokens=options.special_tokens,
+        window=options.pack_window,
+    )
+
+
+def _chat_facts(what: str, chat: ChatRecipe | None) -> dict[str, Any]:
+    """What decides the result where there are conversations, for `made_from`."""
+    if chat is None:
+        return {}
+    facts = [chat.source, chat.special_tokens, chat.variables]
+    return {
+        'format': what,
+        'chat_template': f'{chat.name} with checksum {hashlib.sha256(json.dumps(facts).encode()).hexdigest()}',
+        'pack_window': chat.window,
+    }
 
 
 def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> None:
@@ -274,7 +343,7 @@ def _locked(output: Path) -> Iterator[None]:
 def _refuse_other_data(dataset: Dataset, made_from: dict[str, Any], *, skip_failed: bool) -> None:
     changes = [
         f'{name} {dataset.made_from.get(name)}, not {value}' if name != 'inputs' else 'other input files'
-        for name, value in made_from.items()
+        for name, value in {**dict.fromkeys(CHAT_FACTS), **made_from}.items()
         if dataset.made_from.get(name) != value
     ]
     if changes:
@@ -303,29 +372,6 @@ def _engine(options: argparse.Namespace, num_groups: int) -> InProcess | Process
         return RayCluster(options.ray_address)
     workers = min(options.workers, num_groups)
     return Processes(workers) if workers > 1 else InProcess()
-
-
-def _print_summary(dataset: Dataset, message: str, *, cleaned: bool) -> None:
-    print(f'{message}: vocabulary {dataset.vocab_size:,}, fingerprint {dataset.fingerprint[:12]}')
-    for name, split in dataset.splits.items():
-        if not split.documents:
-            print(f'  {name}: empty; --validation or a larger --validation_share fills it')
-            continue
-        size = f'{split.text_bytes / split.tokens:.2f} bytes per token, ' if split.text_bytes else ''
-        print(
-            f'  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {size}'
-            f'unigram entropy {split.unigram_entropy:.3f} nats per token'
-        )
-        if len(split.sources) > 1:
-            print('    ' + ', '.join(f'{source} {counts.share:.1%}' for source, counts in split.sources.items()))
-    if cleaned:
-        report = CleaningReport.from_json((dataset.path / CLEANING_FILE).read_text(encoding='utf-8'))
-        print('\n'.join(f'  {line}' for line in report.to_lines()))
-        print(f'  examples: {dataset.path / CLEANING_FILE}')
-    if dataset.left_out:
-        print(f'  left out: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
-        for entry in dataset.left_out[:LEFT_OUT_SHOWN]:
-            print(f'    {entry["name"]}: {entry["reason"]}')
 
 
 if __name__ == '__main__':

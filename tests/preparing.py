@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from maxlm import prepare
-from maxlm.data.records import Dataset, TokenReader
+from maxlm.data.records import Dataset
+from maxlm.data.token_reader import TokenReader
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import exit_code
 

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from maxlm.data.special_tokens import END_OF_DOCUMENT, INFILL, add_infill_tokens
+from maxlm.data.special_tokens import END_OF_DOCUMENT
 
 UNKNOWN = '<|unk|>'
 NUM_BYTES = 256
@@ -63,7 +63,7 @@ def numbers_library(vocab_size: int, end_of_document: int) -> tokenizers.Tokeniz
 def recognize(library: tokenizers.Tokenizer, end_of_document: int) -> tuple[str, Callable[[str], np.ndarray] | None]:
     """Kind of `library` (`bytes`, `chars`, `ids`; else `library`), and text → uint32 ids where NumPy is faster."""
     vocab = library.get_vocab(with_added_tokens=True)
-    words = set(vocab) - {END_OF_DOCUMENT, UNKNOWN, *INFILL}
+    words = set(vocab) - {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     if len(words) == NUM_BYTES and _same(library, bytes_library()):
         return 'bytes', _encode_bytes
     if all(len(word) == 1 for word in words):
@@ -77,11 +77,10 @@ def recognize(library: tokenizers.Tokenizer, end_of_document: int) -> tuple[str,
 
 
 def _same(library: tokenizers.Tokenizer, made: tokenizers.Tokenizer) -> bool:
-    text = library.to_str()
-    if text == made.to_str():
-        return True
-    add_infill_tokens(made)
-    return text == made.to_str()
+    # What was added later comes after all that it is made with.
+    added = sorted(library.get_added_tokens_decoder().items())
+    made.add_special_tokens([token.content for _, token in added])
+    return library.to_str() == made.to_str()
 
 
 def _encode_bytes(text: str) -> np.ndarray:

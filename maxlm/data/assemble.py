@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.data.chat_packing import ChatCounts
 from maxlm.data.cleaning.report import CleaningReport
 from maxlm.data.records import Dataset, Shard, SourceCounts, Split, dataset_fingerprint, token_dtype
-from maxlm.data.shards import SPLITS, SplitCounts, WriteShards
+from maxlm.data.shards import SPLITS, ChatShards, WriteShards
+from maxlm.data.split_output import SplitCounts
 from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.errors import InputError
 
@@ -47,8 +49,9 @@ def assemble(
             sums[name].add(task.group.source, counts)
     splits = {name: total.split() for name, total in sums.items()}
     if not splits['train'].documents:
-        raise InputError('--input gives no document to train on; give more text')
-    block, dtype = tasks[0].block, token_dtype(tokenizer.vocab_size)
+        raise InputError(_nothing(sums['train'].chat, tasks[0].chat))
+    chat = tasks[0].chat
+    block, dtype = tasks[0].block, token_dtype(tokenizer.vocab_size) if chat is None else 'uint32'
     end_of_document = tokenizer.end_of_document
     dataset = Dataset(
         path=output,
@@ -62,9 +65,29 @@ def assemble(
         splits=splits,
         left_out=tuple({'name': name, 'reason': reason} for name, reason in reasons),
         made_from=made_from,
-        fingerprint=dataset_fingerprint(block=block, dtype=dtype, end_of_document=end_of_document, splits=splits),
+        fingerprint=dataset_fingerprint(
+            block=block, dtype=dtype, end_of_document=end_of_document, splits=splits, masked=chat is not None
+        ),
+        **_chat_facts(chat, sums),
     )
     return dataset, duplicates
+
+
+def _chat_facts(chat: ChatShards | None, sums: dict[str, _Sum]) -> dict[str, Any]:
+    if chat is None:
+        return {}
+    return {
+        'masked': True,
+        'packed_window': chat.window,
+        'chat_template_sha256': chat.template_sha256,
+        'chat': {name: dataclasses.asdict(total.chat) for name, total in sums.items()},
+    }
+
+
+def _nothing(counts: ChatCounts, chat: ChatShards | None) -> str:
+    if chat is not None and counts.left_out:
+        return f'--pack_window={chat.window}: no turn of any conversation fits into it; give a longer one'
+    return '--input gives no document to train on; give more text'
 
 
 def without_duplicates(filtered: CleaningReport, duplicates: CleaningReport) -> CleaningReport:
@@ -88,9 +111,11 @@ class _Sum:
         # Sources of which some documents were tokenized already: the bytes of their text are not known.
         self._without_text: set[str] = set()
         self._shards: list[Shard] = []
+        self.chat = ChatCounts()
 
     def add(self, source: str, counts: SplitCounts) -> None:
         shard = counts.shard
+        self.chat.add(ChatCounts(**counts.chat))
         if shard is None:
             return
         self._shards.append(shard)

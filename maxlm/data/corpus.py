@@ -18,8 +18,9 @@ from maxlm.data.fetch import Fetcher, fetch_manifest
 from maxlm.data.mixture import Mixture
 from maxlm.data.order import Order
 from maxlm.data.outage import OnAlarm
-from maxlm.data.records import OPEN_SHARDS, Dataset, Shard, load_manifest
+from maxlm.data.records import Dataset, Shard, load_manifest
 from maxlm.data.room import Use
+from maxlm.data.token_reader import OPEN_SHARDS
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.data.transfer import RemoteFile
 from maxlm.data.windows import Windows
@@ -51,7 +52,7 @@ class Source:
     weight: float
     url: str
 
-    def windows(self, split: str, data: DataConfig) -> Windows:
+    def windows(self, split: str, data: DataConfig, *, marked: bool = False) -> Windows:
         # A deleted file takes room until it is closed: those of the last pool must not stay open.
         max_open = data.pool_shards if self.url and data.cache_gib and data.pool_shards else OPEN_SHARDS
         return Windows(
@@ -60,6 +61,7 @@ class Source:
             data.window,
             shards=self.shards(split),
             isolate_documents=data.isolate_documents,
+            marked=marked,
             fetched=bool(self.url),
             max_open=max_open,
         )
@@ -230,8 +232,10 @@ class Corpus:
 
     def _parts(self, split: str) -> list[Part]:
         parts = []
+        # All rows of a batch are of one kind.
+        marked = any(source.dataset.masked for source in self.sources)
         for number, source in enumerate(self.sources):
-            windows = source.windows(split, self.data)
+            windows = source.windows(split, self.data, marked=marked)
             if self.data.sources:
                 names = [number] * len(windows.shards)
             else:
@@ -250,6 +254,7 @@ def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlar
     """
     if not data.sources:
         dataset, url = _open(data.path, data, on_alarm)
+        _check_packed(dataset, data)
         source = Source('', dataset, '', 1.0, url)
         names = tuple({shard.source: None for split in source.dataset.splits.values() for shard in split.shards})
         return Corpus(data, (source,), names if tell_sources and 1 < len(names) <= MAX_SOURCES_TOLD else ())
@@ -267,6 +272,7 @@ def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlar
         sources = [dataclasses.replace(source, name=entry) for source, entry in zip(sources, entries, strict=True)]
     for source in sources:
         _check_source(source)
+        _check_packed(source.dataset, data)
     for a, b in itertools.pairwise(sources):
         _check_same_tokenizer(a.dataset, b.dataset)
     names = tuple(source.name for source in sources)
@@ -299,6 +305,20 @@ def _check_source(source: Source) -> None:
     if source.only and source.only not in there:
         raise InputError(
             f'data.sources: {source.dataset.path} has no source {source.only!r}; it has: {", ".join(sorted(there))}'
+        )
+
+
+def _check_packed(dataset: Dataset, data: DataConfig) -> None:
+    packed = dataset.packed_window
+    if packed and data.window != packed:
+        raise InputError(
+            f'data.window={data.window}: {dataset.path} was packed into windows of {packed} tokens; set '
+            f'data.window={packed}, or prepare it with --pack_window={data.window}'
+        )
+    if packed and data.context_schedule:
+        raise InputError(
+            f'data.context_schedule: {dataset.path} was packed into windows of {packed} tokens, and cutting them cuts '
+            'conversations; prepare it without --pack_window'
         )
 
 

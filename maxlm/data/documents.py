@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.data.chat import Conversation
 from maxlm.errors import InputError
 
 # Called with the name of what cannot be read, and a reason that names the file (and record) and what would be right.
@@ -23,6 +24,7 @@ class Document:
         source: name of the input that it is from; shares and losses are told by source.
         text: empty where `tokens` are given.
         tokens: uint32 [number of tokens] without the end of document, for input that is tokenized already.
+        conversation: what `text` is without who says it; None for a text.
         metadata: what else the record holds (language, URL, path, …), as JSON values.
     """
 
@@ -30,6 +32,7 @@ class Document:
     source: str
     text: str = ''
     tokens: np.ndarray | None = None
+    conversation: Conversation | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

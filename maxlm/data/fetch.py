@@ -251,22 +251,23 @@ class Fetcher:
 
 
 def fetch_manifest(url: str, cache: Path, *, on_alarm: OnAlarm) -> RemoteManifest:
-    """Fetches `dataset.json` and the tokenizer of the data set in the directory `url` to the directory `cache`.
+    """Fetches `dataset.json`, tokenizer and chat template of the data set in directory `url` to directory `cache`.
 
     If the bucket does not answer, those that are in the cache are used, with an alarm. If the data set is another one
     than that in the cache, what is cached of the latter under the same names is removed.
 
     Raises:
-        InputError: they cannot be read, or the tokenizer is not the one that the manifest means.
+        InputError: they cannot be read, or one is not the one that the manifest means.
     """
     try:
         manifest = read_remote_manifest(url)
-        name, sha256 = manifest.tokenizer
-        if not _has_checksum(cache / name, sha256):
+        for name, sha256 in manifest.beside.items():
+            if _has_checksum(cache / name, sha256):
+                continue
             content = read_file(f'{manifest.url}/{name}')
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise InputError(
-                    f'{redact(manifest.url)}/{name} is not the tokenizer of {MANIFEST_NAME} beside it: its checksum '
+                    f'{redact(manifest.url)}/{name} is not that of {MANIFEST_NAME} beside it: its checksum '
                     f'differs; copy the data set to the bucket again'
                 )
             write_whole(cache / name, content)
@@ -275,8 +276,7 @@ def fetch_manifest(url: str, cache: Path, *, on_alarm: OnAlarm) -> RemoteManifes
             manifest = parse_manifest(url.rstrip('/'), (cache / MANIFEST_NAME).read_bytes())
         except (OSError, InputError):
             raise error from None
-        name, sha256 = manifest.tokenizer
-        if not _has_checksum(cache / name, sha256):
+        if not all(_has_checksum(cache / name, sha256) for name, sha256 in manifest.beside.items()):
             raise
         on_alarm(f'{error}; going on with {MANIFEST_NAME} in {cache}')
         return manifest

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from maxlm.data.assemble import assemble, without_duplicates
 from maxlm.data.cleaning.report import CleaningReport
@@ -18,13 +19,16 @@ from maxlm.data.groups import Group, Reading
 from maxlm.data.infill import Infill
 from maxlm.data.preview import Preview
 from maxlm.data.progress import StageBar
-from maxlm.data.records import Dataset, save_manifest
+from maxlm.data.records import CHAT_TEMPLATE_FILE, Dataset, save_manifest
 from maxlm.data.results import identity_of, load_result, save_result, write_atomically
-from maxlm.data.shards import WriteShards, left_behind
+from maxlm.data.shards import ChatShards, WriteShards, left_behind
 from maxlm.data.splits import HASH_RANGE, SAMPLE_BYTES, validation_threshold
 from maxlm.data.survey import Cleaning, Survey, VerdictFile, judge
 from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from maxlm.errors import InputError, os_message
+
+if TYPE_CHECKING:
+    from maxlm.data.chat_recipe import ChatRecipe
 
 # What is needed until the data set is complete, and what the cleaning removed.
 WORK_DIRECTORY = '.prepare'
@@ -49,6 +53,7 @@ class Recipe:
         infill: what is rearranged for filling in the middle; None = nothing.
         block: tokens in a record.
         made_from: all of this, and the inputs, as the manifest tells it.
+        chat: how conversations are spelled; None = there are none.
     """
 
     tokenizer: str
@@ -58,6 +63,7 @@ class Recipe:
     infill: Infill | None
     block: int
     made_from: dict[str, Any]
+    chat: ChatRecipe | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +122,8 @@ def remove_leftovers(dataset: Dataset, *, cleaned: bool) -> None:
     remove_partial_files(dataset.path)
     for path in left_behind(dataset.path, [shard for split in dataset.splits.values() for shard in split.shards]):
         path.unlink()
+    if not dataset.chat_template_sha256:
+        (dataset.path / CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
     if not cleaned:
         (dataset.path / CLEANING_FILE).unlink(missing_ok=True)
 
@@ -174,8 +182,11 @@ class _Stages:
         total = min(SAMPLE_BYTES, sum(groups[place].size for place in training))
         shown = self._means.show_progress and _kind(self._recipe.tokenizer) in LEARNED
         with StageBar('tokenizer', total=total, show=shown) as bar:
-            texts = preview.texts(below, bar)
+            chat = self._recipe.chat
+            # A tokenizer of characters must know those of the template too.
+            texts = itertools.chain(preview.texts(below, bar), chat.texts if chat else ())
             tokenizer = make_tokenizer(self._recipe.tokenizer, texts, infill=self._recipe.infill is not None)
+            tokenizer = chat.with_tokens(tokenizer) if chat else tokenizer
         write_atomically(path, tokenizer.to_json())
         save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, 'validation_below': below})
         return tokenizer, below
@@ -188,6 +199,7 @@ class _Stages:
         validation_below: int,
     ) -> list[WriteShards]:
         """Writes the shards; returns the tasks that are done."""
+        chat = None if self._recipe.chat is None else self._write_template(self._recipe.chat, tokenizer)
         tasks = [
             WriteShards(
                 output=self._output,
@@ -200,10 +212,16 @@ class _Stages:
                 tokenizer_sha256=tokenizer.sha256,
                 infill=self._recipe.infill,
                 block=self._recipe.block,
+                chat=chat,
             )
             for group, file in zip(groups, verdicts, strict=True)
         ]
         return self._run('shards', tasks)
+
+    def _write_template(self, chat: ChatRecipe, tokenizer: Tokenizer) -> ChatShards:
+        source = chat.template_for(tokenizer)
+        write_atomically(self._output / CHAT_TEMPLATE_FILE, source)
+        return ChatShards(hashlib.sha256(source.encode()).hexdigest(), chat.window)
 
     def _run(self, stage: str, tasks: Sequence[T]) -> list[T]:
         """Runs those that are not done yet; returns those that are then."""

@@ -3,6 +3,7 @@
 A split (`train`, `validation`) is a list of shards. A shard is one stream of tokens: whole documents, each followed by
 the end of document. Record i of a shard holds stream[i · block : (i + 1) · block + 1] as little-endian integers; it
 shares its last token with its successor, so that a window inside one block has its targets too. The last is shorter.
+Those of a masked data set, one of conversations, are marked: see `marks`.
 """
 
 from __future__ import annotations
@@ -11,30 +12,26 @@ import dataclasses
 import hashlib
 import json
 import os
-import threading
 import typing
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordWriter
 
-from maxlm.data.waiting import wait_for
 from maxlm.data.whole import put
 from maxlm.errors import InputError, os_message
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = 'dataset.json'
+# How conversations are spelled, beside the tokenizer; as Transformers names it.
+CHAT_TEMPLATE_FILE = 'chat_template.jinja'
+# What the manifest of a masked data set tells beyond that of others.
+UNMASKED: dict[str, Any] = {'masked': False, 'packed_window': 0, 'chat_template_sha256': '', 'chat': {}}
 # Records are read one at a time in random order: no grouping, and nothing to gain from compressing token ids cheaply.
 WRITER_OPTIONS = 'group_size:1,uncompressed'
-# One record is read at a time (seek, then read: a tenth of the time that reading by a list of indices takes), and a
-# larger buffer would read what is not asked for.
-READER_OPTIONS = 'readahead_buffer_size:4096,max_parallelism:0'
-# Shards that a process keeps open, well below the usual limit of 1024 files.
-OPEN_SHARDS = 256
 
 T = TypeVar('T')
 
@@ -97,6 +94,10 @@ class Dataset:
         left_out: names and reasons of the documents that could not be read.
         made_from: the arguments and a checksum of the inputs that it was made from.
         fingerprint: checksum of all tokens and of the format.
+        masked: whether tokens are marked, so that only some are predicted; then `dtype` is `uint32`.
+        packed_window: tokens of the windows that whole conversations were packed into; 0 = not packed.
+        chat_template_sha256: checksum of CHAT_TEMPLATE_FILE, '' = there is none.
+        chat: of each split, counts by name: see `chat_packing.ChatCounts`.
     """
 
     path: Path
@@ -111,10 +112,20 @@ class Dataset:
     left_out: tuple[dict[str, str], ...]
     made_from: dict[str, Any]
     fingerprint: str
+    masked: bool = False
+    packed_window: int = 0
+    chat_template_sha256: str = ''
+    chat: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def tokenizer_path(self) -> Path:
         return self.path / self.tokenizer_file
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """The files beside the shards, with their checksums: tokenizer and, if there is one, chat template."""
+        template = {CHAT_TEMPLATE_FILE: self.chat_template_sha256} if self.chat_template_sha256 else {}
+        return {self.tokenizer_file: self.tokenizer_sha256, **template}
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -169,104 +180,22 @@ class ShardWriter:
             checksum, size = _sync_and_hash(self._partial)
             os.replace(self._partial, self._path)
         except (RuntimeError, OSError) as error:
-            raise InputError(f'{self._path}: cannot be written: {_reason(error)}') from error
+            raise InputError(f'{self._path}: cannot be written: {reason_of(error)}') from error
         return Shard(self._path.name, self._source, self._tokens, self._documents, size, checksum)
 
     def _write_record(self, tokens: np.ndarray) -> None:
         try:
             self._writer.write(tokens.tobytes())
         except RuntimeError as error:
-            raise InputError(f'{self._path}: cannot be written: {_reason(error)}') from error
-
-
-class TokenReader:
-    """Random access to the tokens of shards. Picklable, and can be shared by threads: each process opens its files."""
-
-    def __init__(
-        self, dataset: Dataset, shards: Sequence[Shard], *, fetched: bool = False, max_open: int = OPEN_SHARDS
-    ):
-        """With `fetched`, shards that are not there are waited for. At most `max_open` of them are kept open."""
-        self.shards = tuple(shards)
-        self._path = dataset.path
-        self._block = dataset.block
-        self._dtype = np.dtype(dataset.dtype).newbyteorder('<')
-        self._fetched = fetched
-        self._max_open = max_open
-        self._forget_readers()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ('_readers', '_lock')}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget_readers()
-
-    def read(self, shard: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of a shard's stream, at least two, as they are stored: [stop - start].
-
-        Raises:
-            InputError: the shard cannot be read or its content is damaged.
-        """
-        records = range(start // self._block, (stop - 2) // self._block + 1)
-        try:
-            blocks = [np.frombuffer(record, self._dtype) for record in self._read(shard, records)]
-        except (RuntimeError, IndexError, ValueError) as error:
-            raise self._damaged(shard, _reason(error)) from error
-        # All but the last give up the token that their successor has too.
-        stream = blocks[0] if len(blocks) == 1 else np.concatenate([*(block[:-1] for block in blocks[:-1]), blocks[-1]])
-        first = records.start * self._block
-        tokens = stream[start - first : stop - first]
-        if len(tokens) != stop - start:
-            raise self._damaged(shard, f'tokens {start} to {stop} are not all there')
-        return tokens
-
-    def _damaged(self, shard: int, reason: str) -> InputError:
-        return InputError(f'{self._path / self.shards[shard].name} is damaged: {reason}; {_remedy(self._path)}')
-
-    def _read(self, shard: int, records: Sequence[int]) -> list[bytes]:
-        reader, lock = self._reader(shard)
-        contents = []
-        # The position belongs to the reader, and threads share it.
-        with lock:
-            for record in records:
-                reader.seek(record)
-                contents.append(reader.read())
-        return contents
-
-    def _forget_readers(self) -> None:
-        self._lock = threading.Lock()
-        # The one used last stands last.
-        self._readers: OrderedDict[int, tuple[ArrayRecordReader, threading.Lock]] = OrderedDict()
-
-    def _reader(self, shard: int) -> tuple[ArrayRecordReader, threading.Lock]:
-        with self._lock:
-            if shard in self._readers:
-                self._readers.move_to_end(shard)
-                return self._readers[shard]
-        # Not under the lock: while one thread waits for a shard the others go on with what is there.
-        opened = self._open(self._path / self.shards[shard].name), threading.Lock()
-        with self._lock:
-            opened = self._readers.setdefault(shard, opened)
-            while len(self._readers) > self._max_open:
-                self._readers.popitem(last=False)
-        return opened
-
-    def _open(self, path: Path) -> ArrayRecordReader:
-        while True:
-            if self._fetched:
-                wait_for(path)
-            try:
-                return ArrayRecordReader(os.fspath(path), READER_OPTIONS)
-            except RuntimeError:
-                # It may have made room for others in this very moment: then it comes again.
-                if not self._fetched or path.exists():
-                    raise
+            raise InputError(f'{self._path}: cannot be written: {reason_of(error)}') from error
 
 
 def save_manifest(dataset: Dataset) -> None:
     """Writes `dataset.json`, whole or not at all: from then on the directory is a data set."""
     facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
     del facts['path']
+    for name in () if dataset.masked else UNMASKED:
+        del facts[name]
     put(dataset.path / MANIFEST_NAME, (json.dumps(facts, indent=1) + '\n').encode())
 
 
@@ -288,47 +217,49 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
     except OSError as error:
         raise InputError(f'{manifest}: {os_message(error)}') from error
     except ValueError as error:
-        raise InputError(f'{manifest} is not JSON ({error}); {_remedy(path)}') from error
+        raise InputError(f'{manifest} is not JSON ({error}); {remedy(path)}') from error
     try:
         dataset = _parse_manifest(path, facts)
     except (TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{manifest} is malformed ({error}); {_remedy(path)}') from error
+        raise InputError(f'{manifest} is malformed ({error}); {remedy(path)}') from error
     expected = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
     for name, size in expected.items() if complete else ():
         actual = _size(path / name)
         if actual != size:
-            raise InputError(f'{path / name} is truncated: {actual} bytes instead of {size}; {_remedy(path)}')
-    _size(dataset.tokenizer_path)
+            raise InputError(f'{path / name} is truncated: {actual} bytes instead of {size}; {remedy(path)}')
+    for name in dataset.beside:
+        _size(path / name)
     return dataset
 
 
 def verify(dataset: Dataset) -> None:
     """Reads all files of the data set; raises InputError naming the first that differs from what was written."""
     expected = {shard.name: shard.sha256 for split in dataset.splits.values() for shard in split.shards}
-    for name, checksum in {**expected, dataset.tokenizer_file: dataset.tokenizer_sha256}.items():
+    for name, checksum in {**expected, **dataset.beside}.items():
         try:
             with (dataset.path / name).open('rb') as file:
                 actual = hashlib.file_digest(file, 'sha256').hexdigest()
         except OSError as error:
-            raise InputError(f'{dataset.path / name}: {os_message(error)}; {_remedy(dataset.path)}') from error
+            raise InputError(f'{dataset.path / name}: {os_message(error)}; {remedy(dataset.path)}') from error
         if actual != checksum:
-            raise InputError(f'{dataset.path / name} is damaged: its checksum differs; {_remedy(dataset.path)}')
+            raise InputError(f'{dataset.path / name} is damaged: its checksum differs; {remedy(dataset.path)}')
 
 
-def dataset_fingerprint(*, block: int, dtype: str, end_of_document: int, splits: dict[str, Split]) -> str:
+def dataset_fingerprint(
+    *, block: int, dtype: str, end_of_document: int, splits: dict[str, Split], masked: bool = False
+) -> str:
     """SHA-256 over the checksums and sources of all shards and what their bytes mean."""
     shards = {name: [(shard.source, shard.sha256) for shard in split.shards] for name, split in splits.items()}
-    facts = [FORMAT_VERSION, block, dtype, end_of_document, shards]
+    facts = [FORMAT_VERSION, block, dtype, end_of_document, shards, *(['masked'] if masked else [])]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _parse_manifest(path: Path, facts: Any) -> Dataset:
     if not isinstance(facts, dict):
         raise TypeError('not an object')
-    version = facts.pop('format_version')
-    if version != FORMAT_VERSION:
+    if (version := facts.pop('format_version')) != FORMAT_VERSION:
         raise InputError(
-            f'{path / MANIFEST_NAME} has format {version}, this maxlm reads {FORMAT_VERSION}; {_remedy(path)}'
+            f'{path / MANIFEST_NAME} has format {version}, this maxlm reads {FORMAT_VERSION}; {remedy(path)}'
         )
     splits = {
         name: _build(
@@ -341,8 +272,10 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
         )
         for name, split in facts['splits'].items()
     }
+    facts = {**({} if 'masked' in facts else UNMASKED), **facts}
     dataset = _build(Dataset, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
-    if set(splits) != {'train', 'validation'} or dataset.dtype not in ('uint16', 'uint32') or dataset.block < 1:
+    dtypes = ('uint32',) if dataset.masked else ('uint16', 'uint32')
+    if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes or dataset.block < 1:
         raise TypeError('splits, dtype or block')
     return dataset
 
@@ -363,7 +296,7 @@ def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; {_remedy(path.parent)}') from error
+        raise InputError(f'{path}: {os_message(error)}; {remedy(path.parent)}') from error
 
 
 def _sync_and_hash(path: Path) -> tuple[str, int]:
@@ -372,9 +305,11 @@ def _sync_and_hash(path: Path) -> tuple[str, int]:
         return hashlib.file_digest(file, 'sha256').hexdigest(), file.tell()
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What the system says of a failure, in a line."""
     return os_message(error) if isinstance(error, OSError) else str(error)
 
 
-def _remedy(path: Path) -> str:
+def remedy(path: Path) -> str:
+    """What helps when the data set in directory `path` is damaged."""
     return f'copy it again, or delete {path} and run maxlm.prepare again'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from maxlm.data.buckets import read_file
 from maxlm.data.outage import redact
-from maxlm.data.records import FORMAT_VERSION, MANIFEST_NAME
+from maxlm.data.records import CHAT_TEMPLATE_FILE, FORMAT_VERSION, MANIFEST_NAME
 from maxlm.data.transfer import RemoteFile, remove_partial
 from maxlm.errors import InputError, os_message
 
@@ -21,13 +21,13 @@ class RemoteManifest:
     Attributes:
         url: the directory of the data set.
         content: of `dataset.json`, as it is.
-        tokenizer: name and SHA-256 of the tokenizer's file.
+        beside: names and SHA-256 of the files beside the shards: tokenizer and, if there is one, chat template.
         shards: name → size in bytes and SHA-256, of all splits.
     """
 
     url: str
     content: bytes
-    tokenizer: tuple[str, str]
+    beside: dict[str, str]
     shards: dict[str, tuple[int, str]]
 
     def files(self, directory: Path) -> list[RemoteFile]:
@@ -57,7 +57,9 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
         version = facts['format_version']
         if version != FORMAT_VERSION:
             raise InputError(f'{name} has format {version}, this maxlm reads {FORMAT_VERSION}; prepare it again')
-        tokenizer = (str(facts['tokenizer_file']), str(facts['tokenizer_sha256']))
+        beside = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
+        if template := facts.get('chat_template_sha256'):
+            beside[CHAT_TEMPLATE_FILE] = str(template)
         shards = {
             str(shard['name']): (int(shard['bytes']), str(shard['sha256']))
             for split in facts['splits'].values()
@@ -65,11 +67,11 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{name} is malformed ({error}); copy the data set to the bucket again') from error
-    for file in (tokenizer[0], *shards):
+    for file in (*beside, *shards):
         # They become paths: none may lead out of the directory.
         if file != os.path.basename(file) or file in ('', '.', '..'):
             raise InputError(f'{name} is malformed (a file named {file!r}); copy the data set to the bucket again')
-    return RemoteManifest(url, content, tokenizer, shards)
+    return RemoteManifest(url, content, beside, shards)
 
 
 def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
@@ -84,7 +86,7 @@ def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
         return
     except InputError:
         # Unknown what its shards are: then they are not this one's.
-        before = RemoteManifest('', b'', ('', ''), dict.fromkeys(manifest.shards, (0, '')))
+        before = RemoteManifest('', b'', {}, dict.fromkeys(manifest.shards, (0, '')))
     except OSError as error:
         raise InputError(f'{directory / MANIFEST_NAME}: {os_message(error)}') from error
     for file in manifest.files(directory):

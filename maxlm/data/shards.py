@@ -5,41 +5,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from maxlm.data.cleaning.report import CleaningReport
-from maxlm.data.documents import Document
+from maxlm.data.documents import Document, raise_bad
 from maxlm.data.engine import OnProgress
 from maxlm.data.groups import Group, Reading, read_batches
 from maxlm.data.infill import Infill, encode_documents
-from maxlm.data.records import FORMAT_VERSION, Shard, ShardWriter, token_dtype
+from maxlm.data.marks import TokenDocument
+from maxlm.data.records import FORMAT_VERSION, Shard
 from maxlm.data.results import identity_of, load_result, pack, save_result, unpack
+from maxlm.data.split_output import MarkedOutput, SplitCounts, SplitOutput
 from maxlm.data.splits import name_hash
 from maxlm.data.survey import VerdictFile
 from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.data.verdicts import Sieve
 from maxlm.errors import InputError
 
+if TYPE_CHECKING:
+    from maxlm.data.chat_tokens import ChatEncoder
+
 SPLITS = ('train', 'validation')
-
-
-@dataclasses.dataclass
-class SplitCounts:
-    """What one group gives to one split.
-
-    Attributes:
-        shard: the file, None when the split got no document.
-        text_bytes: bytes of UTF-8; of documents that were tokenized already none are counted.
-        token_counts: how often each id occurs, int64 [vocab_size].
-    """
-
-    shard: Shard | None
-    text_bytes: int
-    token_counts: np.ndarray
 
 
 @dataclasses.dataclass
@@ -58,6 +48,19 @@ class GroupResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChatShards:
+    """How shards with conversations are written, of marked tokens.
+
+    Attributes:
+        template_sha256: checksum of the chat template, which lies beside the tokenizer.
+        window: tokens of the windows that they are packed into; 0 = they are not packed.
+    """
+
+    template_sha256: str
+    window: int
+
+
+@dataclasses.dataclass(frozen=True)
 class WriteShards:
     """The task of writing one group. See `engine.Task`.
 
@@ -71,6 +74,7 @@ class WriteShards:
         tokenizer_sha256: checksum of the tokenizer.
         infill: what is rearranged for filling in the middle; None = nothing.
         block: tokens in a record.
+        chat: how conversations are written; None = there are none.
     """
 
     output: Path
@@ -83,6 +87,7 @@ class WriteShards:
     tokenizer_sha256: str
     infill: Infill | None
     block: int
+    chat: ChatShards | None = None
 
     @property
     def name(self) -> str:
@@ -106,6 +111,7 @@ class WriteShards:
             self.tokenizer_sha256,
             self.infill and dataclasses.asdict(self.infill),
             self.block,
+            self.chat and dataclasses.asdict(self.chat),
         )
 
     @property
@@ -134,16 +140,17 @@ class WriteShards:
         self.result_path.unlink(missing_ok=True)
         left_out: list[dict[str, str]] = []
         with contextlib.ExitStack() as stack:
-            splits = {name: _SplitOutput(name, self, tokenizer, stack) for name in SPLITS}
+            splits = {name: self._output(name, tokenizer, stack) for name in SPLITS}
             for read, size in read_batches(self.group, self.reading, left_out):
                 documents = sieve.keep(read)
-                encoded = encode_documents(tokenizer, documents, self.infill)
-                for document, ids in zip(documents, encoded, strict=True):
+                num_tokens = 0
+                for document, encoded in self._encode(documents, tokenizer, left_out):
                     in_validation = name_hash(document.name) < self.validation_below
-                    splits['validation' if in_validation else 'train'].add(document, ids)
+                    splits['validation' if in_validation else 'train'].add(encoded, document.text)
+                    num_tokens += len(encoded.tokens)
                 for split in splits.values():
                     split.flush()
-                report(size, len(documents), sum(map(len, encoded)) + len(encoded))
+                report(size, len(documents), num_tokens)
             sieve.finish()
             counts = {name: split.finish() for name, split in splits.items()}
         facts = {
@@ -167,43 +174,29 @@ class WriteShards:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def _output(self, split: str, tokenizer: Tokenizer, stack: contextlib.ExitStack) -> SplitOutput:
+        given: dict[str, Any] = {'source': self.group.source, 'block': self.block, 'tokenizer': tokenizer}
+        if self.chat is None:
+            return SplitOutput(self.shard_path(split), **given, stack=stack)
+        return MarkedOutput(self.shard_path(split), **given, stack=stack, window=self.chat.window)
 
-class _SplitOutput:
-    """The growing shard of one split, opened with its first document, and its counts."""
-
-    def __init__(self, name: str, task: WriteShards, tokenizer: Tokenizer, stack: contextlib.ExitStack):
-        self._path = task.shard_path(name)
-        self._source = task.group.source
-        self._block = task.block
-        self._dtype = token_dtype(tokenizer.vocab_size)
-        self._end = np.array([tokenizer.end_of_document], np.uint32)
-        self._stack = stack
-        self._writer: ShardWriter | None = None
-        self._pending: list[np.ndarray] = []
-        self._text_bytes = 0
-        self._token_counts = np.zeros(tokenizer.vocab_size, np.int64)
-
-    def add(self, document: Document, ids: np.ndarray) -> None:
-        # A tokenizer that strips blanks can leave nothing of a text but its end.
-        if not len(ids):
+    def _encode(
+        self, documents: Sequence[Document], tokenizer: Tokenizer, left_out: list[dict[str, str]]
+    ) -> Iterator[tuple[Document, TokenDocument]]:
+        """The documents as they are written; what a chat template does not take may be left out."""
+        if self.chat is None:
+            end = np.array([tokenizer.end_of_document], np.uint32)
+            for document, ids in zip(documents, encode_documents(tokenizer, documents, self.infill), strict=True):
+                yield document, TokenDocument(np.concatenate([ids, end]), None)
             return
-        self._text_bytes += len(document.text.encode())
-        self._pending.append(np.concatenate([ids, self._end]))
-
-    def flush(self) -> None:
-        if not self._pending:
-            return
-        if self._writer is None:
-            self._writer = self._stack.enter_context(
-                ShardWriter(self._path, source=self._source, block=self._block, dtype=self._dtype)
-            )
-        self._writer.write(self._pending)
-        self._token_counts += np.bincount(np.concatenate(self._pending), minlength=len(self._token_counts))
-        self._pending = []
-
-    def finish(self) -> SplitCounts:
-        shard = self._writer.finish() if self._writer else None
-        return SplitCounts(shard, self._text_bytes, self._token_counts)
+        encoder = _load_encoder(self.output, self.tokenizer_sha256, self.chat.template_sha256)
+        for document, encoded in zip(documents, encoder.encode_documents(documents), strict=True):
+            if isinstance(encoded, TokenDocument):
+                yield document, encoded
+            elif self.reading.skip_bad:
+                left_out.append({'name': document.name, 'reason': str(encoded)})
+            else:
+                raise_bad(document.name, f'{document.name}: {encoded}')
 
 
 @functools.lru_cache(maxsize=1)
@@ -215,17 +208,30 @@ def _load_tokenizer(path: Path, sha256: str) -> Tokenizer:
     return tokenizer
 
 
+@functools.lru_cache(maxsize=1)
+def _load_encoder(directory: Path, tokenizer_sha256: str, template_sha256: str) -> ChatEncoder:
+    """Kept likewise."""
+    # Jinja is for conversations only.
+    from maxlm.data.chat_tokens import ChatEncoder
+
+    encoder = ChatEncoder.load(directory)
+    if (encoder.tokenizer.sha256, encoder.template.sha256) != (tokenizer_sha256, template_sha256):
+        raise InputError(f'{directory}: changed while maxlm.prepare was running; run it again')
+    return encoder
+
+
 def _to_facts(counts: SplitCounts) -> dict[str, Any]:
     return {
         'shard': counts.shard and dataclasses.asdict(counts.shard),
         'text_bytes': counts.text_bytes,
         'token_counts': pack(counts.token_counts),
+        'chat': counts.chat,
     }
 
 
 def _from_facts(facts: dict[str, Any]) -> SplitCounts:
     shard = facts['shard'] and Shard(**facts['shard'])
-    return SplitCounts(shard, facts['text_bytes'], unpack(facts['token_counts']))
+    return SplitCounts(shard, facts['text_bytes'], unpack(facts['token_counts']), facts['chat'])
 
 
 def left_behind(output: Path, kept: Sequence[Shard]) -> list[Path]:

@@ -1,10 +1,11 @@
-"""Special tokens: what ends a document, and what fill-in-the-middle joins the parts of one with.
+"""Special tokens: what ends a document, what fill-in-the-middle joins the parts of one with, and what chats have.
 
 Only a token that is marked special is never made from text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tokenizers
@@ -84,6 +85,23 @@ def find_infill_ids(library: tokenizers.Tokenizer) -> InfillIds | None:
             library.add_special_tokens(list(names))
             return InfillIds(*(added[name] for name in names))
     return None
+
+
+def add_special_tokens(library: tokenizers.Tokenizer, names: Sequence[str]) -> None:
+    """Makes `names` special; those that are no tokens yet get ids after all others, which stay as they are.
+
+    Raises:
+        InputError: the ids have gaps, so that the new ones would not come last.
+    """
+    vocab = library.get_vocab(with_added_tokens=True)
+    size = max(vocab.values(), default=-1) + 1
+    new = [name for name in dict.fromkeys(names) if name not in vocab]
+    library.add_special_tokens(list(names))
+    if [library.token_to_id(name) for name in new] != list(range(size, size + len(new))):
+        raise InputError(
+            f'the tokenizer cannot be given {" ".join(new)} after its {len(vocab):,} ids below {size:,}: the ids have '
+            'gaps'
+        )
 
 
 def add_infill_tokens(library: tokenizers.Tokenizer) -> None:

@@ -21,6 +21,7 @@ from maxlm.data.special_tokens import (
     END_OF_DOCUMENT,
     INFILL,
     add_infill_tokens,
+    add_special_tokens,
     find_end_of_document,
     find_infill_ids,
 )
@@ -45,6 +46,7 @@ class Tokenizer:
         vocab_size: ids are 0 … vocab_size - 1.
         end_of_document: the id that ends each document.
         infill_ids: the ids that fill-in-the-middle joins the parts of a document with; None where it has none.
+        special_tokens: the special tokens by their id; `lstrip` and `rstrip` take the blanks before and behind.
     """
 
     def __init__(self, library: tokenizers.Tokenizer):
@@ -54,6 +56,7 @@ class Tokenizer:
         self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.end_of_document = find_end_of_document(library)
         self.infill_ids = find_infill_ids(library)
+        self.special_tokens = {i: token for i, token in library.get_added_tokens_decoder().items() if token.special}
         self.kind, self._by_numpy = recognize(library, self.end_of_document)
         self._library = library
 
@@ -78,6 +81,18 @@ class Tokenizer:
             return _finished(library, infill)
         except InputError as error:
             raise InputError(f'{path}: {error}') from error
+
+    def with_special_tokens(self, names: Sequence[str]) -> Tokenizer:
+        """The same with `names` as special tokens; those that are no tokens yet get ids after all others.
+
+        Raises:
+            InputError: they cannot come last, or text of this tokenizer is numbers.
+        """
+        if self.kind == 'ids':
+            raise InputError('the text of an ids tokenizer is numbers, which has no other tokens')
+        library = tokenizers.Tokenizer.from_str(self._library.to_str())
+        add_special_tokens(library, names)
+        return Tokenizer(library)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the `tokenizer.json`; the same tokenizer always gives the same bytes."""
@@ -117,11 +132,16 @@ class Tokenizer:
                 self._refuse_other_words(text, ids)
         return encoded
 
-    def encode_batch_inside(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode_batch` for texts from inside a document: without the blank that SentencePiece puts before a text."""
-        if self._inside is self._library:
+    def encode_batch_inside(self, texts: Sequence[str], *, after_special: bool = False) -> list[np.ndarray]:
+        """`encode_batch` for texts from inside a document: without the blank that SentencePiece puts before a text.
+
+        With `after_special`, texts are as the library has them behind a special token: without that blank only where
+        the first text alone gets it.
+        """
+        library = self._after_special if after_special else self._inside
+        if library is self._library:
             return self.encode_batch(texts)
-        return _encode_batch(self._inside, texts)
+        return _encode_batch(library, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of token ids; special tokens are spelled out, bytes that are not UTF-8 become U+FFFD."""
@@ -134,12 +154,16 @@ class Tokenizer:
 
     @functools.cached_property
     def _inside(self) -> tokenizers.Tokenizer:
+        return self._changed(_without_leading_blank)
+
+    @functools.cached_property
+    def _after_special(self) -> tokenizers.Tokenizer:
+        return self._changed(_without_first_blank)
+
+    def _changed(self, change: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> tokenizers.Tokenizer:
+        """The library with another normalizer and pre-tokenizer; itself where `change` changes neither."""
         facts = json.loads(self._library.to_str())
-        bare = {
-            **facts,
-            'normalizer': _without_leading_blank(facts['normalizer']),
-            'pre_tokenizer': _without_leading_blank(facts['pre_tokenizer']),
-        }
+        bare = {**facts, **{name: change(facts[name]) for name in ('normalizer', 'pre_tokenizer')}}
         if bare == facts:
             return self._library
         library = tokenizers.Tokenizer.from_str(json.dumps(bare))
@@ -295,3 +319,10 @@ def _without_leading_blank(node: dict[str, Any] | None) -> dict[str, Any] | None
     if kind == 'ByteLevel':
         return {**node, 'add_prefix_space': False}
     return node
+
+
+def _without_first_blank(node: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts no blank before the first text, if it puts one before that alone."""
+    if node is not None and node['type'] == 'Sequence' and 'pretokenizers' in node:
+        return {**node, 'pretokenizers': [_without_first_blank(step) for step in node['pretokenizers']]}
+    return _without_leading_blank(node) if node is not None and node.get('prepend_scheme') == 'first' else node

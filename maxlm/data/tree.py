@@ -78,8 +78,7 @@ def with_checksums(files: Sequence[RemoteFile]) -> list[RemoteFile]:
             continue
         remove_stale(manifest, file.path.parent)
         checksums |= {shard.path: shard.sha256 for shard in manifest.files(file.path.parent)}
-        tokenizer, sha256 = manifest.tokenizer
-        checksums[file.path.parent / tokenizer] = sha256
+        checksums |= {file.path.parent / name: sha256 for name, sha256 in manifest.beside.items()}
     files = [dataclasses.replace(file, sha256=checksums.get(file.path, '')) for file in files]
     return sorted(files, key=lambda file: file.path.name == MANIFEST_NAME)
 

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxlm.data.records import OPEN_SHARDS, Dataset, Shard, TokenReader
+from maxlm.data.marks import ids_of, is_first, is_predicted, mark_stream
+from maxlm.data.records import Dataset, Shard
+from maxlm.data.token_reader import OPEN_SHARDS, TokenReader
 
 # tokens, targets, weights, segments, positions: each [B, T].
 Batch = dict[str, np.ndarray]
@@ -29,15 +31,27 @@ class Windows:
         *,
         shards: Sequence[Shard] | None = None,
         isolate_documents: bool = True,
+        marked: bool = False,
         fetched: bool = False,
         max_open: int = OPEN_SHARDS,
     ):
-        """`shards` are those of the split that are used; None = all. For the last two see `TokenReader`."""
+        """Opens no file yet.
+
+        Args:
+            dataset, split: what is read.
+            window: tokens of a window.
+            shards: those of the split that are used; None = all.
+            isolate_documents: see `window_batch`.
+            marked: whether streams are marked although the data set is not, to be in batches with those of one that is.
+            fetched, max_open: see `TokenReader`.
+        """
         shards = dataset.splits[split].shards if shards is None else shards
         self._reader = TokenReader(dataset, shards, fetched=fetched, max_open=max_open)
         self.window = window
         self._end_of_document = dataset.end_of_document
         self._isolate_documents = isolate_documents
+        self._marked = marked or dataset.masked
+        self._to_mark = marked and not dataset.masked
         # First window of each shard, and one past the last of all.
         self._firsts = list(itertools.accumulate(self.shard_windows, initial=0))
 
@@ -58,7 +72,7 @@ class Windows:
         return bisect.bisect_right(self._firsts, number) - 1
 
     def stream(self, number: int) -> np.ndarray:
-        """The tokens of a window and the last target, as they are stored: [n + 1], n ≤ T.
+        """The tokens of a window and the last target, as they are stored, or marked: [n + 1], n ≤ T.
 
         Raises IndexError beyond the last window, InputError when the shard is damaged.
         """
@@ -67,7 +81,8 @@ class Windows:
         shard = self.shard_of(number)
         start = (number - self._firsts[shard]) * self.window
         stop = min(start + self.window + 1, self._reader.shards[shard].tokens)
-        return self._reader.read(shard, start, stop)
+        stream = self._reader.read(shard, start, stop)
+        return mark_stream(stream, self._end_of_document) if self._to_mark else stream
 
     def __getitem__(self, number: int) -> Batch:
         """One window, arrays [T]; raises as `stream` does."""
@@ -80,12 +95,19 @@ class Windows:
             self.window,
             end_of_document=self._end_of_document,
             isolate_documents=self._isolate_documents,
+            marked=self._marked,
             parts=parts,
         )
 
 
 def window_batch(
-    streams: Sequence[np.ndarray], window: int, *, end_of_document: int, isolate_documents: bool, parts: int = 1
+    streams: Sequence[np.ndarray],
+    window: int,
+    *,
+    end_of_document: int,
+    isolate_documents: bool,
+    marked: bool = False,
+    parts: int = 1,
 ) -> Batch:
     """Windows put side by side, each cut into `parts` of T = window / parts tokens: arrays [B, T], B = streams · parts.
 
@@ -96,36 +118,42 @@ def window_batch(
         segments   int32    1, 2, … the number of the document within the row; 0 in padding
         positions  int32    0, 1, … within the segment; 0 in padding
 
-    Without `isolate_documents` a row is one segment.
+    Without `isolate_documents` a row is one segment. Marked tokens say themselves what counts and begins a document.
 
     Args:
         streams: tokens of each window and the last target, [n + 1] with n ≤ window.
         window: tokens that a window may have; a multiple of `parts`.
         end_of_document: id that ends a document.
         isolate_documents: whether the token after an end of document starts a segment.
+        marked: whether streams are of marked tokens; see `marks`.
         parts: rows that a window is cut into.
     """
     T = window // parts
-    full = np.zeros((len(streams), window + 1), np.int32)
+    full = np.zeros((len(streams), window + 1), np.uint32 if marked else np.int32)
     for number, stream in enumerate(streams):
         full[number, : len(stream)] = stream
     short = [(row, len(stream) - 1) for row, stream in enumerate(streams) if len(stream) <= window]
+    if marked:
+        counts, begins = is_predicted(full[:, 1:]), is_first(full[:, 1:])
+        full = ids_of(full).astype(np.int32)
+    else:
+        begins = full[:, :-1] == end_of_document
+        counts = ~begins
     # Copies: of a single row the slices would share their memory.
     targets = full[:, 1:].copy()
     for row, length in short:
         # The last target is no token that is read.
         full[row, length] = 0
     tokens = full[:, :-1].copy()
-    ends = tokens == end_of_document
-    weights = (~ends).astype(np.float32)
+    weights = counts.astype(np.float32)
     for row, length in short:
         weights[row, length:] = 0
     # Documents are long: work by document, not by token.
-    is_first = np.zeros(tokens.size, bool)
+    starts = np.zeros(tokens.size, bool)
     if isolate_documents:
-        is_first[1:] = ends.reshape(-1)[:-1]
-    is_first[::T] = True
-    firsts = np.flatnonzero(is_first)
+        starts[1:] = begins.reshape(-1)[:-1]
+    starts[::T] = True
+    firsts = np.flatnonzero(starts)
     lengths = np.diff(firsts, append=tokens.size)
     # How many segments began before the row that each is in.
     before_row = np.searchsorted(firsts, firsts // T * T)

@@ -44,7 +44,7 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
         files[TOKENIZER] = (workdir / TOKENIZER).read_bytes()
         library = _read_library(workdir / TOKENIZER)
         if TOKENIZER_CONFIG not in files:
-            files |= _make_tokenizer_files(library, model)
+            files |= _make_tokenizer_files(library, model, has_chat=CHAT_TEMPLATE in files)
         ids |= _special_ids(json.loads(files[TOKENIZER_CONFIG]), library)
     if GENERATION in files:
         kept = json.loads(files[GENERATION])
@@ -96,7 +96,7 @@ def _read_library(path: Path) -> tokenizers.Tokenizer:
         raise InputError(f'{path} is not a tokenizer.json: {error}') from error
 
 
-def _make_tokenizer_files(library: tokenizers.Tokenizer, model: ModelConfig) -> dict[str, bytes]:
+def _make_tokenizer_files(library: tokenizers.Tokenizer, model: ModelConfig, *, has_chat: bool) -> dict[str, bytes]:
     tokens: dict[str, Any] = {}
     # One that maxlm has no use for may still be somebody's.
     with contextlib.suppress(InputError):
@@ -109,8 +109,8 @@ def _make_tokenizer_files(library: tokenizers.Tokenizer, model: ModelConfig) -> 
         'tokenizer_class': 'PreTrainedTokenizerFast',
         **tokens,
         'clean_up_tokenization_spaces': False,
-        # Text that spells a special token is text, as in maxlm.
-        'split_special_tokens': True,
+        # Text that spells a special token is text, as in maxlm. But Transformers has conversations spelled as texts.
+        'split_special_tokens': not has_chat,
         'model_input_names': ['input_ids', 'attention_mask'],
         'model_max_length': model.max_positions,
     }

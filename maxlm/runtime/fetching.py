@@ -22,7 +22,7 @@ from maxlm.runtime.metrics import FILE as METRICS
 from maxlm.runtime.step_folder import FOLDER
 from maxlm.runtime.storage.run import cache_directory
 from maxlm.runtime.stored import JSON_FILE
-from maxlm.runtime.workdir import CONFIG, TOKENIZER
+from maxlm.runtime.workdir import CHAT_TEMPLATE, CONFIG, TOKENIZER
 
 # What a step grows in, in the folder of checkpoints.
 UNFINISHED = '_fetching'
@@ -71,7 +71,7 @@ def fetch_step(given: str, output: Path, *, weights_only: bool, threads: int, sh
     if weights_only:
         rewritten.unlink(missing_ok=True)
     # What a run that goes on from the step writes on.
-    beside = (CONFIG, TOKENIZER) if weights_only else (CONFIG, TOKENIZER, METRICS)
+    beside = (CONFIG, TOKENIZER, CHAT_TEMPLATE) if weights_only else (CONFIG, TOKENIZER, CHAT_TEMPLATE, METRICS)
     files += [file for name in beside for file in _beside(workdir, name, output.resolve())]
     total = sum(file.bytes for file in files)
     missing = [file for file in files if not file.is_there]

@@ -1,6 +1,6 @@
 """The directory of a run: what lies in it under which name, and whether a config may go on in it.
 
-WORKDIR/config.json  tokenizer.json  metrics.jsonl  run.log  tensorboard/  checkpoints/<step>/
+WORKDIR/config.json  tokenizer.json  [chat_template.jinja]  metrics.jsonl  run.log  tensorboard/  checkpoints/<step>/
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from maxlm.errors import InputError, os_message
 
 CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
+# Of a run on conversations.
+CHAT_TEMPLATE = 'chat_template.jinja'
 
 
 def open_workdir(workdir: Path) -> None:
@@ -55,10 +57,12 @@ def check_same_model(workdir: Path, config: Config) -> None:
 
 
 def describe_run(workdir: Path, config: Config, tokenizer: Path) -> None:
-    """Puts the resolved config and the tokenizer into a workdir whose run is about to start or go on."""
+    """Puts the resolved config, the tokenizer and the chat template beside it into the workdir of a run that starts."""
     try:
         _write_atomically(workdir / CONFIG, to_json(config))
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
+        if (template := tokenizer.with_name(CHAT_TEMPLATE)).is_file():
+            shutil.copyfile(template, workdir / CHAT_TEMPLATE)
     except OSError as error:
         raise _unusable(workdir, error) from error
 

@@ -82,6 +82,20 @@ def test_the_manifest_and_the_tokenizer_come_first(gcs, tmp_path, alarms, files)
     assert alarms == []
 
 
+def test_a_chat_template_comes_with_the_tokenizer(gcs, tmp_path, alarms):
+    cache, template = tmp_path / 'cache', b'{{ messages }}'
+    put_dataset(gcs)
+    facts = json.loads(gcs.objects['bucket', 'data/dataset.json'].content)
+    facts['chat_template_sha256'] = hashlib.sha256(template).hexdigest()
+    gcs.put('bucket', 'data/dataset.json', json.dumps(facts).encode())
+    gcs.put('bucket', 'data/chat_template.jinja', b'another')
+    with pytest.raises(InputError, match=r'gs://bucket/data/chat_template.jinja is not that of dataset.json'):
+        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    gcs.put('bucket', 'data/chat_template.jinja', template)
+    fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    assert (cache / 'chat_template.jinja').read_bytes() == template
+
+
 def test_without_the_bucket_the_cached_manifest_is_used(gcs, tmp_path, alarms):
     cache = tmp_path / 'cache'
     put_dataset(gcs)
@@ -127,6 +141,6 @@ def test_a_manifest_that_cannot_be_used_leaves_no_cache(gcs, tmp_path, alarms):
         fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
     put_dataset(gcs)
     gcs.put('bucket', 'data/tokenizer.json', b'{}')
-    with pytest.raises(InputError, match=r'gs://bucket/data/tokenizer.json is not the tokenizer of dataset.json'):
+    with pytest.raises(InputError, match=r'gs://bucket/data/tokenizer.json is not that of dataset.json'):
         fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
     assert not cache.exists()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordReader
 
-from maxlm.data.records import TokenReader
+from maxlm.data.token_reader import TokenReader
 from maxlm.data.windows import Windows, window_batch
 
 BLOCK = 8

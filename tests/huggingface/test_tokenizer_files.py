@@ -8,6 +8,8 @@ import tokenizers
 import transformers
 from tokenizers import processors
 
+from maxlm.data.chat_template import CHATML, ChatTemplate
+from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import END_OF_DOCUMENT, Tokenizer, bytes_tokenizer, chars_tokenizer, train_bpe
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import choose, to_config
@@ -204,3 +206,18 @@ def test_a_tokenizer_of_its_own_keeps_its_rules(model_directory, tmp_path):
 
 def test_the_models_of_this_file_are_what_they_seem():
     assert choose(MODEL).model_type == 'llama'
+
+
+def test_conversations_are_spelled_with_special_tokens(tmp_path):
+    tokenizer = TOKENIZERS['bpe'].with_special_tokens(['<|im_start|>', '<|im_end|>'])
+    messages = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+    output = exported(tmp_path, tokenizer)
+    (tmp_path / 'workdir' / 'chat_template.jinja').write_text(CHATML)
+    for name, content in files_for_export(tmp_path / 'workdir', MODEL).files.items():
+        (output / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    chat = ChatEncoder(tokenizer, ChatTemplate(CHATML, name='chatml'))
+    ours = [*chat.encode_prompt(messages).tolist()]
+    prompt = theirs.apply_chat_template(messages, add_generation_prompt=True)
+    assert (prompt if isinstance(prompt, list) else prompt['input_ids']) == ours
+    assert chat.end_of_turn in ours

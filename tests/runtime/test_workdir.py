@@ -45,6 +45,12 @@ def test_the_config_comes_back(tmp_path, tokenizer):
     assert {entry.name for entry in (tmp_path / 'a' / 'b').iterdir()} == {CONFIG, TOKENIZER}
 
 
+def test_the_chat_template_comes_with_the_tokenizer(tmp_path, tokenizer):
+    (tmp_path / 'chat_template.jinja').write_text('{{ messages }}')
+    start(tmp_path / 'run', small_config(), tokenizer)
+    assert (tmp_path / 'run' / 'chat_template.jinja').read_text() == '{{ messages }}'
+
+
 def test_what_may_change_between_two_lives_is_written_anew(tmp_path, tokenizer):
     start(tmp_path / 'run', small_config(), tokenizer)
     config = small_config(model__dropout=0.5, model__remat='full', model__dtype='bfloat16', train__num_steps=99)

@@ -9,6 +9,8 @@ from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
 from maxlm.data.readers import hub, jsonl, parquet, text, tfds, tokens
 from maxlm.data.readers.options import ReadOptions
+from maxlm.data.storage import StorageError, shown
+from maxlm.errors import InputError
 
 
 class Reader(NamedTuple):
@@ -33,3 +35,26 @@ READERS = {
     'tfds': Reader(tfds.bounds, tfds.read),
     'hub': Reader(hub.bounds, hub.read),
 }
+
+
+def find_format(asked: str, files: Sequence[InputFile], *, text_key: str) -> str:
+    """What lines of JSONL are (see `ReadOptions.format`): as `asked`, but of `auto` only where there are conversations.
+
+    That is seen at the first line of the first file of each source: a corpus may have very many files.
+
+    Raises:
+        InputError: only conversations are asked for, and a file is no JSONL; or a file cannot be read.
+    """
+    if asked == 'chat':
+        for file in files:
+            if file.kind != 'jsonl':
+                raise InputError(f'--format=chat: {shown(file.path)} is no JSONL, which conversations come in')
+    if asked != 'auto':
+        return asked
+    options = ReadOptions(text_key=text_key)
+    firsts = {file.source: file for file in reversed(files) if file.kind == 'jsonl'}
+    try:
+        found = any(jsonl.begins_with_conversation(file, options) for file in firsts.values())
+    except StorageError as error:
+        raise InputError(str(error)) from error
+    return 'auto' if found else 'text'

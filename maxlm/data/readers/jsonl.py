@@ -1,4 +1,4 @@
-"""JSONL, plain or compressed with gzip or Zstandard: each line is an object and a document."""
+"""JSONL, plain or compressed with gzip or Zstandard: each line is an object, and a text or a conversation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from maxlm.data import storage
+from maxlm.data.chat import FORMATS, has_format, parse_conversation
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
 from maxlm.data.readers.compression import decompressed, is_compressed
@@ -43,8 +44,8 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                 content = line.removeprefix(UTF8_MARK) if offset == 0 else line
                 if content.strip():
                     try:
-                        text, metadata = parse(content, options.text_key, offset + len(line) - len(content))
-                        yield Document(f'{file.name}:{offset}', file.source, text, metadata=metadata)
+                        entry = parse(content, options, offset + len(line) - len(content))
+                        yield _document(f'{file.name}:{offset}', file.source, entry, options)
                     except ValueError as error:
                         if lines_before is None:
                             lines_before = _count_lines(file.path, first_offset)
@@ -59,22 +60,58 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         on_bad(file.name, f'{path}: damaged or cut short ({error}); fetch or compress it again')
 
 
-def parse(line: bytes, text_key: str, offset: int) -> tuple[str, dict[str, Any]]:
-    """Text and other scalars of a JSONL line that starts at byte `offset`; ValueError says what is wrong with it."""
+def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
+    """The JSON value of a line that starts at byte `offset`; ValueError says what is wrong with it."""
     try:
-        entry = json.loads(line.decode('utf-8'))
+        return json.loads(line.decode('utf-8'))
     except UnicodeDecodeError as error:
         raise ValueError(f'byte {offset + error.start} of the file is not UTF-8') from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'not JSON ({error}); each line must be an object like {{"{text_key}": "…"}}') from error
-    if not isinstance(entry, dict) or not isinstance(entry.get(text_key), str):
-        raise ValueError(f'no text at the key {text_key!r}; --text_key names the key')
-    text: str = entry.pop(text_key)
+        wanted = 'with a conversation' if options.format == 'chat' else f'like {{"{options.text_key}": "…"}}'
+        raise ValueError(f'not JSON ({error}); each line must be an object {wanted}') from error
+
+
+def begins_with_conversation(file: InputFile, options: ReadOptions) -> bool:
+    """Whether the first record of a file is a conversation, and no text; False where it is damaged, as is told later.
+
+    Raises:
+        StorageError: the storage has no such file, or does not answer.
+    """
+    with storage.open_file(file.path) as content:
+        try:
+            lines = (line.removeprefix(UTF8_MARK).strip() for line in decompressed(content, file.name))
+            entry = parse(next(filter(None, lines), b'null'), options, 0)
+        except (ValueError, EOFError, zlib.error, OSError):
+            return False
+    return not _has_text(entry, options.text_key) and has_format(entry)
+
+
+def _document(name: str, source: str, entry: Any, options: ReadOptions) -> Document:
+    """The document that a JSON value is; ValueError says why it is none."""
+    has_text = _has_text(entry, options.text_key)
+    if options.format == 'chat' or (options.format == 'auto' and not has_text):
+        conversation = parse_conversation(entry)
+        if conversation is None:
+            no_text = '' if options.format == 'chat' else f', and no text at the key {options.text_key!r}'
+            raise ValueError(f'no conversation{no_text}: it needs {FORMATS}')
+        return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
+    if not has_text:
+        hint = '--format=chat takes conversations' if has_format(entry) else '--text_key names the key'
+        raise ValueError(f'no text at the key {options.text_key!r}; {hint}')
+    text = entry.pop(options.text_key)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError('holds half of a surrogate pair, which is not text') from error
-    return text, {key: value for key, value in entry.items() if not isinstance(value, dict | list)}
+    return Document(name, source, text, metadata=_scalars(entry))
+
+
+def _has_text(entry: Any, text_key: str) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get(text_key), str)
+
+
+def _scalars(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if not isinstance(value, dict | list)}
 
 
 def _first_line(stream: BinaryIO | io.BufferedIOBase, start: int) -> int:

@@ -17,10 +17,13 @@ from maxlm.runtime.metrics import SAMPLES
 from maxlm.runtime.storage.bucket import Bucket
 from maxlm.runtime.storage.record import Record
 from maxlm.runtime.wandb_upload import ID as WANDB_ID
-from maxlm.runtime.workdir import CONFIG, TOKENIZER
+from maxlm.runtime.workdir import CHAT_TEMPLATE, CONFIG, TOKENIZER
 
 # A run that goes on elsewhere takes these with it.
-NAMES = (CONFIG, TOKENIZER, METRICS, RUN_LOG, EVENTS, ledger_name(0), 'devices.jsonl', SAMPLES, WANDB_ID)
+NAMES = (
+    *(CONFIG, TOKENIZER, CHAT_TEMPLATE),
+    *(METRICS, RUN_LOG, EVENTS, ledger_name(0), 'devices.jsonl', SAMPLES, WANDB_ID),
+)
 # These go to the bucket only: every life of a run writes new ones.
 OTHERS = ('report.html', 'tensorboard/**/*', 'profile/**/*', 'wandb/**/*')
 # A local file that gave way to that of the bucket.

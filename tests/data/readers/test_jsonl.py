@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 
@@ -9,7 +10,7 @@ import zstandard
 from maxlm.data import storage
 from maxlm.data.inputs import find_inputs
 from maxlm.data.pieces import Piece, cut
-from maxlm.data.readers import jsonl
+from maxlm.data.readers import formats, jsonl
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.readers.reading import read_documents
 from maxlm.errors import InputError
@@ -154,3 +155,44 @@ def test_a_storage_that_fails_in_the_middle_is_named(tmp_path, monkeypatch, left
 
     monkeypatch.setattr(storage._LocalFile, 'readinto', fail)
     assert left_out(tmp_path / 'x.jsonl') == [('x.jsonl', f'{tmp_path}/x.jsonl: Input/output error')]
+
+
+CHAT = {'messages': [{'role': 'user', 'content': 'q ü'}, {'role': 'assistant', 'content': 'a'}], 'id': 3}
+
+
+@pytest.mark.parametrize('name', ['x.jsonl', 'x.jsonl.gz'])
+@pytest.mark.parametrize(('first', 'found'), [(CHAT, True), ({'text': 'a'}, False), ({**CHAT, 'text': 'a'}, False)])
+def test_the_first_line_tells_what_a_file_holds(tmp_path, name, first, found):
+    content = ('\ufeff\n \n' + json.dumps(first) + '\n' + json.dumps(CHAT)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('gz') else content)
+    (file,) = find_inputs([tmp_path / name])
+    assert jsonl.begins_with_conversation(file, ReadOptions()) == found
+    assert formats.find_format('auto', [file], text_key='text') == ('auto' if found else 'text')
+    assert formats.find_format('text', [file], text_key='text') == 'text'
+
+
+@pytest.mark.parametrize('content', [b'', b'{', b'\xff', b'3', gzip.compress(json.dumps(CHAT).encode())[:20]])
+def test_a_damaged_first_line_is_no_conversation(tmp_path, content):
+    (tmp_path / 'x.jsonl').write_bytes(content)
+    (tmp_path / 'x.jsonl.gz').write_bytes(content)
+    for file in find_inputs([tmp_path / 'x.jsonl', tmp_path / 'x.jsonl.gz']):
+        assert not jsonl.begins_with_conversation(file, ReadOptions())
+    (tmp_path / 'x.jsonl').unlink()
+    with pytest.raises(InputError, match=r'x\.jsonl: (?i:no such file)'):
+        formats.find_format('auto', [dataclasses.replace(file, path=str(tmp_path / 'x.jsonl'))], text_key='text')
+
+
+def test_conversations_are_documents(tmp_path, read):
+    lines = [CHAT, {'text': 'plain', 'messages': []}, {'instruction': 'i', 'output': 'o'}]
+    (tmp_path / 'x.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    chat, plain, alpaca = read(tmp_path / 'x.jsonl', format='auto')
+    assert (chat.text, chat.metadata, len(chat.conversation.messages)) == ('q ü\n\na', {'id': 3}, 2)
+    assert (plain.text, plain.conversation) == ('plain', None)
+    assert alpaca.conversation.learned == (False, True)
+    with pytest.raises(InputError, match=r'x\.jsonl:2: no conversation|x\.jsonl:2: the assistant says nothing'):
+        read(tmp_path / 'x.jsonl', format='chat')
+    with pytest.raises(InputError, match=r'x\.jsonl:1: no text at the key .text.; --format=chat'):
+        read(tmp_path / 'x.jsonl')
+    (tmp_path / 'x.jsonl').write_text('{"messages": [{"role": "bot"}]}')
+    with pytest.raises(InputError, match=r"x\.jsonl:1: message 0 of 'messages' has the role 'bot'"):
+        read(tmp_path / 'x.jsonl', format='auto')

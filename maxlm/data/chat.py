@@ -1,0 +1,150 @@
+"""Conversations, and the records that they come in.
+
+    OpenAI    {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}
+    ShareGPT  {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}
+    Alpaca    {"instruction": "…", "input": "…", "output": "…", "system": "…"}
+
+`tools`, `input` and `system` may be missing. A message of OpenAI's format may have other keys, such as `tool_calls`,
+which are for the chat template to show; an assistant's `"weight": 0` says that the message is not learned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+
+ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+# Who speaks in ShareGPT's format and those that were made after it.
+SPEAKERS = {
+    **{role: role for role in ROLES},
+    'human': 'user',
+    'gpt': 'assistant',
+    'chatgpt': 'assistant',
+    'bing': 'assistant',
+    'bard': 'assistant',
+    'model': 'assistant',
+    'function_call': 'assistant',
+    'function_response': 'tool',
+    'function': 'tool',
+    'observation': 'tool',
+}
+# For messages: what is a conversation.
+FORMATS = '"messages" of "role" and "content", "conversations" of "from" and "value", or "instruction" and "output"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Who said what.
+
+    Attributes:
+        messages: JSON objects with `role`, one of ROLES, `content`, a text, and what else the record holds.
+        learned: for each message, whether a model is to learn to say it; only what the assistant says may be.
+        tools: descriptions of what the assistant may call, JSON values; empty = nothing.
+    """
+
+    messages: tuple[Message, ...]
+    learned: tuple[bool, ...]
+    tools: tuple[Any, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What is said, without who says it: what duplicates are found by, and what a tokenizer learns from."""
+        return '\n\n'.join(message['content'] for message in self.messages)
+
+
+def has_format(entry: Any) -> bool:
+    """Whether a record has the keys of one of the formats."""
+    return isinstance(entry, dict) and any(all(key in entry for key in keys) for keys, _ in _PARSERS)
+
+
+def parse_conversation(entry: Any) -> Conversation | None:
+    """The conversation that a record is; None where it is in none of the formats.
+
+    Raises:
+        ValueError: it is in one of them and not as it should be. The message is one line, without the record.
+    """
+    if not has_format(entry):
+        return None
+    parse = next(parse for keys, parse in _PARSERS if all(key in entry for key in keys))
+    messages = parse(entry)
+    if entry.get('system') and parse is not _openai:
+        messages = [{'role': 'system', 'content': _text(entry['system'], 'system')}, *messages]
+    learned = tuple(message['role'] == 'assistant' and message.pop('weight', 1) != 0 for message in messages)
+    if not any(learned):
+        raise ValueError('the assistant says nothing that is to be learned')
+    tools = entry.get('tools') or []
+    if not isinstance(tools, list):
+        raise ValueError(f"'tools' holds {type(tools).__name__}, not a list")
+    conversation = Conversation(tuple(messages), learned, tuple(tools))
+    try:
+        conversation.text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError('holds half of a surrogate pair, which is not text') from error
+    return conversation
+
+
+def _openai(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = []
+    for place, message in enumerate(_list(entry, 'messages')):
+        told = f"message {place} of 'messages'"
+        role = message.get('role')
+        role = 'tool' if role == 'function' else role
+        if role not in ROLES:
+            raise ValueError(f'{told} has the role {role!r}; known are {", ".join(ROLES)}')
+        content = message.get('content')
+        if content is None and (message.get('tool_calls') or message.get('function_call')):
+            content = ''
+        if message.get('weight', 1) not in (0, 1):
+            raise ValueError(f'{told} has the weight {message["weight"]!r}; it is learned with 1, or not with 0')
+        messages.append({**message, 'role': role, 'content': _text(content, f"the 'content' of {told}")})
+    return messages
+
+
+def _sharegpt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = []
+    for place, message in enumerate(_list(entry, 'conversations')):
+        told = f"message {place} of 'conversations'"
+        speaker = message.get('from')
+        if speaker not in SPEAKERS:
+            raise ValueError(f"{told} is 'from' {speaker!r}; known are {', '.join(SPEAKERS)}")
+        messages.append({'role': SPEAKERS[speaker], 'content': _text(message.get('value'), f"the 'value' of {told}")})
+    return messages
+
+
+def _alpaca(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    instruction, output = (_text(entry[key], f'{key!r}') for key in ('instruction', 'output'))
+    context = _text(entry.get('input') or '', "'input'")
+    asked = f'{instruction}\n\n{context}' if context else instruction
+    return [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': output}]
+
+
+# The keys that a format is known by.
+_PARSERS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[dict[str, Any]]]]] = (
+    (('messages',), _openai),
+    (('conversations',), _sharegpt),
+    (('instruction', 'output'), _alpaca),
+)
+
+
+def _list(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    messages = entry[key]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f'{key!r} is not a list of objects')
+    return messages
+
+
+def _text(content: Any, told: str) -> str:
+    """A text, or the texts of a list of parts, which is how OpenAI's format has texts beside images."""
+    if isinstance(content, list):
+        parts = [
+            part.get('text') if isinstance(part, dict) and part.get('type') == 'text' else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError(f'{told} has parts that are not text')
+        return ''.join(part for part in parts if part is not None)
+    if not isinstance(content, str):
+        raise ValueError(f'{told} is {"missing" if content is None else type(content).__name__}, not text')
+    return content

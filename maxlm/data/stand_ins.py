@@ -1,0 +1,64 @@
+"""Stand-ins for what data spells and is not to be taken for: one character for one, for as long as it matters.
+
+Places in a text, and what a chat template asks of it, stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+# From here downwards, of the characters for private use.
+_LAST_STAND_IN = 0x10FFFD
+
+
+@functools.lru_cache
+def spelling(special: tuple[str, ...]) -> re.Pattern[str]:
+    """Matches any of some spellings, the longest that is there; nothing where there are none."""
+    return re.compile('|'.join(re.escape(name) for name in sorted(special, key=len, reverse=True)) or r'(?!)')
+
+
+@functools.lru_cache
+def _beginnings(special: tuple[str, ...]) -> re.Pattern[str]:
+    """The first character of each, also where two of them overlap."""
+    return re.compile(f'(?={spelling(special).pattern}).', re.DOTALL)
+
+
+def hide(data: Any, special: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+    """The data with stand-ins for the first characters of all that it spells of `special`; stand-in → character.
+
+    Data are JSON values, of which all texts are looked at. Stand-ins are characters that are in none of them.
+    """
+    beginnings = _beginnings(special)
+    strings = list(_strings(data))
+    hidden = sorted({found for string in strings for found in beginnings.findall(string)})
+    if not hidden:
+        return data, {}
+    used = set().union(*strings)
+    free = (chr(code) for code in range(_LAST_STAND_IN, 0, -1) if chr(code) not in used)
+    stand_ins = dict(zip(hidden, free, strict=False))
+    replaced = _map_strings(data, lambda text: beginnings.sub(lambda found: stand_ins[found.group()], text))
+    return replaced, {stand_in: character for character, stand_in in stand_ins.items()}
+
+
+def _strings(data: Any) -> Iterator[str]:
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from (key, *_strings(value))
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from _strings(value)
+
+
+def _map_strings(data: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(data, str):
+        return change(data)
+    if isinstance(data, Mapping):
+        return {change(key): _map_strings(value, change) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_map_strings(value, change) for value in data]
+    return data

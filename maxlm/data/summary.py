@@ -1,0 +1,48 @@
+"""What is told of a data set when it is made."""
+
+from __future__ import annotations
+
+from maxlm.data.cleaning.report import CleaningReport
+from maxlm.data.preparation import CLEANING_FILE
+from maxlm.data.records import MANIFEST_NAME, Dataset
+
+# Left-out documents that are printed; dataset.json lists them all.
+LEFT_OUT_SHOWN = 10
+
+
+def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
+    """Lines that tell what a data set holds, behind `message`; with `cleaned` also what was removed from it."""
+    lines = [f'{message}: vocabulary {dataset.vocab_size:,}, fingerprint {dataset.fingerprint[:12]}']
+    for name, split in dataset.splits.items():
+        if not split.documents:
+            lines.append(f'  {name}: empty; --validation or a larger --validation_share fills it')
+            continue
+        size = f'{split.text_bytes / split.tokens:.2f} bytes per token, ' if split.text_bytes else ''
+        lines.append(
+            f'  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {size}'
+            f'unigram entropy {split.unigram_entropy:.3f} nats per token'
+        )
+        if len(split.sources) > 1:
+            shares = ', '.join(f'{source} {counts.share:.1%}' for source, counts in split.sources.items())
+            lines.append(f'    {shares}')
+        if dataset.chat:
+            lines.append(f'    {_chat_line(dataset.chat[name], split.tokens)}')
+    if cleaned:
+        report = CleaningReport.from_json((dataset.path / CLEANING_FILE).read_text(encoding='utf-8'))
+        lines += [f'  {line}' for line in report.to_lines()]
+        lines.append(f'  examples: {dataset.path / CLEANING_FILE}')
+    if dataset.left_out:
+        lines.append(f'  left out: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
+        lines += [f'    {entry["name"]}: {entry["reason"]}' for entry in dataset.left_out[:LEFT_OUT_SHOWN]]
+    return lines
+
+
+def _chat_line(counts: dict[str, int], tokens: int) -> str:
+    parts = [f'{counts["predicted"] / tokens:.1%} of the tokens are learned']
+    if counts['padding']:
+        parts.append(f'{counts["padding"] / tokens:.1%} are padding')
+    if counts['shortened']:
+        parts.append(f'{counts["shortened"]:,} conversations are longer than a window and end at an earlier turn')
+    if counts['left_out']:
+        parts.append(f'{counts["left_out"]:,} are left out since none of their turns fits')
+    return ', '.join(parts)
