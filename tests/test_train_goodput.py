@@ -122,7 +122,7 @@ def test_the_metrics_and_events_tell_the_same(held_up):
     progress = read_json(held_up / 'slow' / 'checkpoints' / str(slow_training.LAST) / 'progress')
     assert told - 0.5 < 3600 * progress['history']['decisions']['hours'] < paid
     # Control: that is more.
-    assert ledger.totals['lost'] > 2.0
+    assert ledger.totals['lost'] > 1.0
     events = read_events(held_up / 'slow').lines
     assert [event['life'] for event in events if event['kind'] == 'started'] == [1, 2, 3]
     assert [event['from_step'] for event in events if event['kind'] == 'resumed'] == [20, 20]
