@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from typing import Any
 
+from maxlm.config.posttrain_keys import DpoConfig, GrpoConfig
 from maxlm.config.reporting_keys import AlertsConfig, MetricsConfig, ProfileConfig
 
 # The default of a switch that the model's family sets, unless the config does.
@@ -101,6 +102,12 @@ class ModelConfig:
     remat: str = 'none'
     # One compiled block in a loop (compile time independent of depth), or every block written out.
     scan_layers: bool = True
+    # Rank of low-rank adapters (Hu et al. 2022, "LoRA"), which are then what is trained; 0 = none.
+    lora_rank: int = 0
+    # What the adapters add counts lora_alpha / lora_rank times.
+    lora_alpha: float = 16.0
+    # Projections of the blocks that have adapters, by patterns: ('attention.*',), ('*.query', '*.value').
+    lora_targets: tuple = ('*',)
     # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash where it applies, otherwise xla.
     attention: str = 'auto'
 
@@ -167,7 +174,11 @@ class TrainConfig:
     loss_chunk: int = 256
     # Weight of the square of log Σ exp(logits), which keeps logits from drifting (PaLM: 1e-4); 0 = off.
     z_loss: float = 0.0
+    # What is minimized: next_token (cross-entropy) | dpo (of pairs of answers, the better first: section dpo) | grpo (of
+    # responses by their rewards: section grpo, for maxlm.grpo).
+    objective: str = 'next_token'
     # Checkpoint whose parameters a new run starts from: WORKDIR (its newest step), WORKDIR@STEP or a step's directory.
+    # What it has not, adapters and the rows of new tokens, starts anew.
     init_from: str = ''
     # float16: what the loss is multiplied by at first, so that small gradients do not vanish. An overflow halves it and
     # leaves the step out; so many steps without one double it.
@@ -234,6 +245,10 @@ class OptimizerConfig:
     # What it applies to: matrices (embeddings included) | projections (embeddings and head left out) | all (scales and
     # biases too).
     weight_decay_mask: str = 'matrices'
+    # Parameters that are not trained, by patterns of their dotted names: ('embedding', 'blocks.attention.*').
+    frozen: tuple = ()
+    # Parameters that are trained although `frozen` names them, or although there are adapters: ('embedding', 'head.*').
+    trained: tuple = ()
     # Largest global norm of the gradient; 0 = not clipped.
     clip_norm: float = 1.0
     # Decay per step of a moving average of the parameters, which is then what is evaluated and used; 0 = off. At
@@ -325,6 +340,8 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    dpo: DpoConfig = dataclasses.field(default_factory=DpoConfig)
+    grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
