@@ -9,6 +9,7 @@ from benchmarks.growth import AXES, main
 from benchmarks.growth_curves import Curve, exponent, from_json, picture, to_json, told
 from benchmarks.growth_steps import Case
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from tests.conftest import ROOT
 
 CURVE = Curve('time', 's', (1.0, 2.0, 4.0, 8.0), (7.0, 8.0, 32.0, 128.0), 2.0, 'made up', ('other', (1.0,), (3.0,)))
 
@@ -81,3 +82,11 @@ def test_an_axis_that_is_not_there(capsys):
     assert exit_code(main, ['--only=depth,height']) == EXIT_BAD_INPUT
     assert "no axis 'height'; one of depth, width" in capsys.readouterr().err
     assert exit_code(main, ['--rounds=0']) == EXIT_BAD_INPUT
+
+
+def test_what_was_measured_is_drawn_in_docs():
+    results = json.loads((ROOT / 'benchmarks/results/growth_cpu2.json').read_text())['axes']
+    assert set(results) == set(AXES)
+    pictures = {path.name: path.stat().st_size for path in (ROOT / 'docs/figures').glob('growth_*.png')}
+    assert set(pictures) == {f'growth_{name}.png' for name in AXES}
+    assert max(pictures.values()) < 60_000
