@@ -34,7 +34,7 @@ from maxlm.planning.roofline import efficiency_of, mfu, step_time, tokens_per_se
 from maxlm.planning.targets import CompilerMissingError, Target, compiling_for, parse_target, target_layout
 from maxlm.planning.trip_counts import Scope, trip_count
 from maxlm.planning.work import MOMENT_BYTES, RECOMPUTED, Work, estimate_work
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / 'benchmarks/results/gpu_programs.json'

@@ -18,7 +18,7 @@ from maxlm.config.resolve import resolve
 from maxlm.planning.compile import compile_train_step
 from maxlm.planning.hlo import read_hlo
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 
 # Small enough for a step of milliseconds, large enough that its products are most of it.
 BASE: dict[str, Any] = {

@@ -21,7 +21,7 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.planning.compile import compile_train_step
 from maxlm.runtime.freed_memory import keep_freed_memory
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 
 MEAN_DOCUMENT = 1000
 

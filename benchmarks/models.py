@@ -15,7 +15,7 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.planning.flops import training_flops
 from maxlm.planning.sizes import num_parameters, training_bytes
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 
 
 class Model(NamedTuple):

@@ -25,7 +25,7 @@ from maxlm.huggingface.tensors import tensors
 from maxlm.planning.compile import compile_train_step
 from maxlm.runtime.freed_memory import keep_freed_memory
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 
 # Steps that are compared.
 FIRST = 3

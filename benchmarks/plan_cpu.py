@@ -29,7 +29,7 @@ from maxlm.planning.cpu import calibrate_cpu, num_cores
 from maxlm.planning.roofline import step_time
 from maxlm.planning.work import estimate_work
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 
 # Config, overrides.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -23,7 +23,7 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.planning.compile import compile_train_step
 from maxlm.planning.memory import estimate_memory, overflow_of
 from maxlm.planning.targets import Target, compiling_for, parse_target, target_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 
 ANALYSES = Path('tests/planning/memory_analyses.json')
 # Where the config leaves it to the data set.

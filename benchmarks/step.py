@@ -37,7 +37,7 @@ from maxlm.planning.machine import present_machine
 from maxlm.planning.memory import estimate_memory
 from maxlm.runtime.freed_memory import keep_freed_memory
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
 ROOT = Path(__file__).parent.parent

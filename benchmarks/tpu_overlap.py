@@ -27,7 +27,7 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.planning import compile as compiling
 from maxlm.planning.overlap import read_overlap
 from maxlm.planning.targets import parse_target, target_devices, target_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 
 RESULTS = Path('benchmarks/results/tpu_overlap.json')
 # Slices on which the models are trained; on v4 a step of 1B with four sequences at a time leaves no room to gather in.

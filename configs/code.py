@@ -1,14 +1,22 @@
-"""Code models in the shapes of Llama and Code Llama, 6.7B to 69B parameters, context 4096.
+"""Code models in the shapes of Llama and Code Llama, 6.7B to 69B parameters: pretraining, long context, instructions.
 
 Command:   python -m maxlm.train --config=configs/code.py:7b --workdir=runs/code-7b
-Variants:  7b · 13b · 30b · 70b, which have 6.7, 13.0, 32.5 and 69.0 billion parameters
+Variants:  7b · 13b · 30b · 70b, which have 6.7, 13.0, 32.5 and 69.0 billion parameters and see 4096 tokens;
+           7b-long from runs/code-7b: 16 384 tokens, by way of 8192;
+           7b-instruct from runs/code-7b-long: conversations; 7b-lora the same by adapters of rank 16
 Data:      python -m maxlm.prepare --input CODE… --output data --tokenizer bpe:32016
-Hardware:  H100 80 GB: 7b 8 and more, 13b 16, 30b 32, 70b 64; or as much memory in a TPU pod slice
-Time:      200 billion tokens, 4.2M a step; another length with --config.train.num_tokens=N
-Memory:    compiled ahead of time, GiB per H100: 7b 22 on 8, 13b 22 on 16, 30b 29 on 32, 70b 33 on 128 in two replicas
+           7b-instruct and 7b-lora: python -m maxlm.prepare --format chat --input CHATS.jsonl --output data/chat
+           --tokenizer runs/code-7b-long/tokenizer.json --chat_template chatml --pack_window 4096
+Hardware:  H100 80 GB: 7b 8 and more, 13b 16, 30b 32, 70b 64; or as much memory in a TPU pod slice; 7b-lora one
+Time:      200 billion tokens, 4.2M a step; another length with --config.train.num_tokens=N. 7b-long 21 billion, 2.1M a
+           step; 7b-instruct and 7b-lora 2 epochs, 262k a step
+Memory:    compiled ahead of time, GiB per H100: 7b 22 on 8, 13b 22 on 16, 30b 29 on 32, 70b 33 on 128 in two replicas;
+           estimated by maxlm.plan without a compiler: LONG_MEMORY
 Expected:  speed and loss are not measured yet
 
-Shapes and learning rates: Touvron et al. 2023, "LLaMA" and "Llama 2"; Rozière et al. 2023, "Code Llama".
+Shapes and learning rates: Touvron et al. 2023, "LLaMA" and "Llama 2"; Rozière et al. 2023, "Code Llama", whose long
+contexts are here too: rotary base 10⁶, 10 000 steps of 2M tokens at 2e-5. Instructions as in "Llama 2": 64 windows of
+4096 tokens, 2 epochs, 2e-5. Rate and rank of adapters: Dettmers et al. 2023, "QLoRA".
 """
 
 from ml_collections import ConfigDict
@@ -23,12 +31,28 @@ SHAPES = {
     '30b': (60, 6656, 52, 52, 17_920, 1.5e-4),
     '70b': (80, 8192, 64, 8, 28_672, 1.5e-4),
 }
+# What comes after pretraining.
+PHASES = ('long', 'instruct', 'lora')
 
 
 def get_config(variant: str = '7b') -> ConfigDict:
-    if variant not in SHAPES:
-        raise InputError(f'configs/code.py has no variant {variant!r}; there are: {", ".join(SHAPES)}')
-    num_layers, dim, num_heads, num_kv_heads, ffn_dim, learning_rate = SHAPES[variant]
+    shape, _, phase = variant.partition('-')
+    variants = [*SHAPES, *(f'7b-{name}' for name in PHASES)]
+    if variant not in variants:
+        raise InputError(f'configs/code.py has no variant {variant!r}; there are: {", ".join(variants)}')
+    config = pretraining(*SHAPES[shape])
+    if phase:
+        continue_at_long_context(config)
+    if phase in ('instruct', 'lora'):
+        follow_instructions(config)
+    if phase == 'lora':
+        with_adapters(config)
+    return config
+
+
+def pretraining(
+    num_layers: int, dim: int, num_heads: int, num_kv_heads: int, ffn_dim: int, learning_rate: float
+) -> ConfigDict:
     config = default()
 
     config.model.family = 'llama'
@@ -59,3 +83,51 @@ def get_config(variant: str = '7b') -> ConfigDict:
     config.checkpoint.every_steps = 250
     config.checkpoint.keep_last = 5
     return config
+
+
+def continue_at_long_context(config: ConfigDict) -> None:
+    """The same model on windows four times as long, with a larger rotary base; the first third at twice the length."""
+    config.model.rotary_theta = 1e6
+    config.model.max_positions = 16_384
+
+    config.data.window = 16_384
+    config.data.context_schedule = ((8192, 0.3),)
+
+    config.train.init_from = 'runs/code-7b'
+    config.train.num_tokens = 10_000 * 128 * 16_384
+    config.train.global_batch = 128
+
+    config.optimizer.learning_rate = 2e-5
+    config.optimizer.min_learning_rate = 2e-6
+    config.optimizer.warmup_steps = 100
+
+
+def follow_instructions(config: ConfigDict) -> None:
+    """Conversations in whole windows; what the assistant says is learned, as the data marks it."""
+    # Room for the tokens of a chat template: those that are new start at the mean of the others.
+    config.model.vocab_size = 32_032
+
+    config.data.path = 'data/chat'
+    config.data.window = 4096
+    config.data.context_schedule = ()
+
+    config.train.init_from = 'runs/code-7b-long'
+    config.train.num_tokens = 0
+    config.train.num_epochs = 2.0
+    config.train.global_batch = 64
+
+    config.eval.every = 100
+    config.eval.num_batches = 0
+
+    config.optimizer.min_learning_rate = 0.0
+    config.optimizer.warmup_steps = 20
+
+
+def with_adapters(config: ConfigDict) -> None:
+    """Only adapters beside all projections of the blocks are trained, and the tables, which have the new tokens."""
+    config.model.lora_rank = 16
+    config.model.lora_alpha = 16.0
+
+    config.optimizer.learning_rate = 2e-4
+    config.optimizer.trained = ('embedding', 'head')
+    config.optimizer.weight_decay = 0.0

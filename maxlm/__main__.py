@@ -14,6 +14,7 @@ VERBS = {
     'plan': 'memory, time and cost of a run on hardware that is not here; what fits; scaling',
     'doctor': 'whether this machine can do what a run will ask of it, before money is spent',
     'train': 'train a model, or go on with a run',
+    'grpo': 'reinforcement: a model learns from those of its answers that are judged better',
     'monitor': 'watch runs on the terminal: progress, cost, loss, devices, events',
     'report': 'one page about a run, or several compared: curves, time, cost, events, samples',
     'supervise': 'start a training again, whatever ends it, as long as it gets ahead',

@@ -4,9 +4,11 @@
     python -m maxlm.checkpoints verify WORKDIR…
     python -m maxlm.checkpoints prune WORKDIR… [--keep_last=N] [--keep_best=K] [--permanent_every=M] [--dry_run]
     python -m maxlm.checkpoints fetch WORKDIR --output=DIR [--weights_only]
+    python -m maxlm.checkpoints merge --checkpoint=CKPT --output=DIR
 
 For one step in place of all, or of the newest, give WORKDIR@STEP or WORKDIR@best, the one with the lowest validation
-loss. list and fetch take URLs too (gs://…, s3://…). Exit codes: 0 done; 1 a step is damaged; 2 bad input.
+loss. list, fetch and merge take URLs too (gs://…, s3://…). merge makes a workdir of the model with its adapters
+(model.lora_rank) added to its matrices. Exit codes: 0 done; 1 a step is damaged; 2 bad input.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 from maxlm.config.keys import CheckpointConfig
 from maxlm.data.storage import shown
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.posttrain.lora import merge_checkpoint
 from maxlm.runtime.console import Console
 from maxlm.runtime.fetching import fetch_step
 from maxlm.runtime.integrity import damages
@@ -34,7 +37,7 @@ RULES = ('keep_last', 'keep_best', 'permanent_every')
 def main(argv: list[str]) -> int:
     """Does what the first word says."""
     options = _parse(argv)
-    commands = {'list': _list, 'verify': _verify, 'prune': _prune, 'fetch': _fetch}
+    commands = {'list': _list, 'verify': _verify, 'prune': _prune, 'fetch': _fetch, 'merge': _merge}
     with Console():
         return commands[options.command](options)
 
@@ -51,7 +54,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest='command', required=True, metavar='list|verify|prune|fetch')
+    commands = parser.add_subparsers(dest='command', required=True, metavar='list|verify|prune|fetch|merge')
     helps = {
         'list': 'names, sizes, validation losses, and why a step is kept',
         'verify': 'read all, and compare with the checksums; writes nothing',
@@ -72,6 +75,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     fetcher.add_argument('--output', required=True, type=Path, metavar='DIR', help='workdir to put it into')
     fetcher.add_argument('--weights_only', action='store_true', help='parameters without the optimizer state')
     fetcher.add_argument('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')
+    merger = commands.add_parser('merge', allow_abbrev=False, help='a workdir of the model with its adapters added')
+    merger.add_argument('--checkpoint', required=True, metavar='CKPT', help='workdir, WORKDIR@STEP, or one step of it')
+    merger.add_argument('--output', required=True, metavar='DIR', help='workdir to make')
     options = parser.parse_args(argv)
     for name, smallest in {'keep_last': 1, 'keep_best': 0, 'permanent_every': 0, 'threads': 1}.items():
         value = getattr(options, name, None)
@@ -150,6 +156,12 @@ def _fetch(options: argparse.Namespace) -> int:
     if found.damages:
         return EXIT_FAILED
     print(f'{found.directory}: {_size(found.bytes)}, {found.num_checksums} checksums compared')
+    return EXIT_DONE
+
+
+def _merge(options: argparse.Namespace) -> int:
+    merged = merge_checkpoint(options.checkpoint, options.output, show=True)
+    print(f'{merged.workdir}@0: {merged.parameters:,} parameters, with adapters merged')
     return EXIT_DONE
 
 

@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
 
     with Console():
         model = load_model(options.checkpoint, num_devices=jax.device_count())
-    config = model.config
+    # Of text, whatever the model was trained on last.
+    config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
     keep_programs(config.train.compile_cache)
     data = dataclasses.replace(config.data, path=options.data, sources=()) if options.data else config.data
     corpus = open_corpus(data, tell_sources=config.metrics.by_source)

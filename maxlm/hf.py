@@ -2,9 +2,11 @@
 
     python -m maxlm.hf import --input=DIR --output=WORKDIR
     python -m maxlm.hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max_shard_size=1GB]
+    python -m maxlm.hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
 
 CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory. Import makes a workdir whose step 0 holds
-the model: to evaluate, to sample from, and to train further with `--config.train.init_from=WORKDIR`.
+the model: to evaluate, to sample from, and to train further with `--config.train.init_from=WORKDIR`. Of a run with
+adapters (model.lora_rank), export merges them into the model, and export-adapter writes them alone, for PEFT.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import re
 import sys
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.huggingface.adapters import export_adapter
 from maxlm.huggingface.architectures import AUTO
 from maxlm.huggingface.catalog import ARCHITECTURES
 from maxlm.huggingface.directory import DTYPES
@@ -32,7 +35,7 @@ def main(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest='command', required=True, metavar='import|export')
+    commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter')
     importer = commands.add_parser('import', allow_abbrev=False, help='a directory of Transformers → a workdir')
     importer.add_argument('--input', required=True, help='directory with config.json and safetensors')
     importer.add_argument('--output', required=True, help='workdir to make')
@@ -41,19 +44,38 @@ def main(argv: list[str]) -> int:
     exporter.add_argument('--output', required=True, help='directory to make')
     exporter.add_argument('--dtype', choices=list(DTYPES), default='bfloat16', help='of the weights (%(default)s)')
     exporter.add_argument('--max_shard_size', default='1GB', help='of one file, e.g. 500MB (%(default)s)')
-    exporter.add_argument(
-        '--architecture',
-        choices=[AUTO, *ARCHITECTURES],
-        default=AUTO,
-        help='what to write the model as (%(default)s: the one of its family, else another that expresses it; never '
-        'nanochat, which Transformers alone can run)',
+    adapter = commands.add_parser('export-adapter', allow_abbrev=False, help='adapters of a checkpoint → for PEFT')
+    adapter.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
+    adapter.add_argument('--output', required=True, help='directory to make')
+    adapter.add_argument(
+        '--base',
+        default='',
+        help='name or directory, for Transformers, of the model that the run started from, for PEFT to load it by '
+        '(default: none is written, and the parameters of train.init_from are compared)',
     )
+    for one in (exporter, adapter):
+        one.add_argument(
+            '--architecture',
+            choices=[AUTO, *ARCHITECTURES],
+            default=AUTO,
+            help='what to write the model as (%(default)s: the one of its family, else another that expresses it; '
+            'never nanochat, which Transformers alone can run)',
+        )
     options = parser.parse_args(argv)
 
     with Console():
         if options.command == 'import':
             done = import_model(options.input, options.output, show=True)
             print(f'{done.workdir}: {done.class_name} of {done.parameters:,} parameters')
+            return EXIT_DONE
+        if options.command == 'export-adapter':
+            written = export_adapter(
+                options.checkpoint, options.output, base=options.base, architecture=options.architecture, show=True
+            )
+            print(
+                f'{written.directory}: adapters of {written.parameters:,} parameters for {written.class_name}, on '
+                f'{", ".join(written.targets)}'
+            )
             return EXIT_DONE
         exported = export_model(
             options.checkpoint,

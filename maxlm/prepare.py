@@ -100,9 +100,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     what('--max_files', type=int, default=0, metavar='N', help='take the first N files of each input; 0 = all')
     what(
         '--format',
-        choices=('auto', 'text', 'chat'),
+        choices=('auto', 'text', 'chat', 'preference'),
         default='auto',
-        help='what lines of JSONL are: texts, or conversations, which is seen at the first (%(default)s)',
+        help='what lines of JSONL are: texts, conversations, or preferences, which is seen at the first (%(default)s)',
     )
     what('--text_key', default='text', metavar='KEY', help='where the text is in a record (%(default)s)')
     what('--token_dtype', choices=('uint16', 'uint32'), default='', help='how raw .bin token files are stored')
@@ -167,7 +167,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         type=int,
         default=0,
         metavar='N',
-        help='put whole conversations into windows of N tokens, the data.window of training; 0 = windows cut them',
+        help='put whole conversations, or pairs of answers, into windows of N tokens, the data.window of training; '
+        '0 = windows cut them, which pairs do not allow',
     )
     made('--block', type=int, default=2048, metavar='N', help='tokens in a record (%(default)s)')
 
@@ -243,8 +244,12 @@ def _format(options: argparse.Namespace, files: Sequence[InputFile]) -> str:
     for name in ('chat_template', 'special_tokens', 'pack_window') if found == 'text' else ('filter', 'infill'):
         if value := getattr(options, name):
             told = ' '.join(value) if isinstance(value, list) else value
+            if found == 'preference':
+                raise InputError(f'--{name}={told} is for texts, and these are preferences; prepare them without it')
             wrong = 'conversations, and no input has them' if found == 'text' else 'texts, and there are conversations'
             raise InputError(f'--{name}={told} is for {wrong}; --format tells what lines of JSONL are')
+    if found == 'preference' and not options.pack_window:
+        raise InputError('--pack_window=0: pairs of answers stay together in windows; give the data.window of training')
     return found
 
 

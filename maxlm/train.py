@@ -9,131 +9,34 @@ machine) with the state saved, or a bucket does not answer: start again. Of seve
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import sys
-from functools import partial
 
-import jax
-
-from maxlm.config.load import load, split_overrides
-from maxlm.config.resolve import resolve
-from maxlm.data.corpus import Corpus, open_corpus
-from maxlm.data.outage import UnreachableError
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
-from maxlm.planning.chips import capability_of
-from maxlm.reporting.page import write_at_end
-from maxlm.runtime.compile_cache import keep_programs
-from maxlm.runtime.console import logger
-from maxlm.runtime.distributed import join
-from maxlm.runtime.freed_memory import keep_freed_memory
-from maxlm.runtime.home import Home, open_home
-from maxlm.runtime.loop import Loop
-from maxlm.runtime.peers import Peers
-from maxlm.runtime.preemption import ignore_sigterm
-from maxlm.runtime.preflight import Ready, prepare_step, sample_config
-from maxlm.runtime.rendezvous import NotTogetherError
-from maxlm.runtime.start import check_init_from, newest_decisions
-from maxlm.runtime.timeline import Timeline, process_began
-from maxlm.training.decisions import Rollback, ended
-from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state
+from maxlm.config.keys import Config
+from maxlm.data.corpus import open_corpus
+from maxlm.data.objectives import check_objective
+from maxlm.errors import InputError
+from maxlm.runtime import run as runs
+from maxlm.runtime.feed import CorpusFeed
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
-    """Reads the command line, checks everything that can be checked without training, and trains.
-
-    `began` is when the process did, in seconds since 1970: what starting takes is paid for too. None = now.
-    """
-    timeline = Timeline(began)
-    overrides, rest = split_overrides(argv)
-    parser = ArgumentParser(prog='maxlm.train', allow_abbrev=False, description=__doc__)
-    parser.add_argument(
-        '--config', required=True, help='configs/x.py, with a variant as configs/x.py:big, or a config.json'
-    )
-    parser.add_argument('--workdir', required=True, help='directory or URL of the run; made if need be')
-    parser.add_argument(
-        '--resume',
-        default='',
-        metavar='WORKDIR[@STEP]',
-        help='where a new run goes on from, with its state, history and place in the data; a directory or a URL',
-    )
-    options = parser.parse_args(rest)
-
-    try:
-        join()
-    except NotTogetherError as error:
-        error.leave()
-    with Peers() as peers, timeline.seeing_compilers():
-        return _prepare(options, overrides, peers, timeline)
+    """Trains on prepared data; `began` as for `runs.main`."""
+    return runs.main(argv, open_feed, prog='maxlm.train', description=__doc__, began=began)
 
 
-def _prepare(options: argparse.Namespace, overrides: list[str], peers: Peers, timeline: Timeline) -> int:
-    config = load(options.config, overrides)
-    keep_programs(config.train.compile_cache)
+def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[CorpusFeed, int]:
+    """See `runs.OpenFeed`."""
+    del stack
+    if config.train.objective == 'grpo':
+        raise InputError('train.objective=grpo learns from what the model writes: start it by python -m maxlm.grpo')
     corpus = open_corpus(config.data, tell_sources=config.metrics.by_source)
-    resolver = partial(
-        resolve,
-        platform=jax.default_backend(),
-        num_devices=jax.device_count(),
-        vocab_size=corpus.first.vocab_size,
-        windows=corpus.training_windows,
-        capability=capability_of(jax.local_devices()[0]),
-    )
-    sample = sample_config(config, resolver)
-    with contextlib.ExitStack() as stack:
-        try:
-            home = stack.enter_context(
-                open_home(options.workdir, sample, peers, timeline, resume=options.resume, at_end=write_at_end)
-            )
-        except UnreachableError as error:
-            print(f'error: {error}', file=sys.stderr)
-            if jax.process_count() > 1:
-                peers.leave(EXIT_PREEMPTED, str(error))
-            return EXIT_PREEMPTED
-        check_init_from(sample, abstract_state(sample, make_layout(sample.mesh)).params, home.checkpoints)
-        first_step, decisions = newest_decisions(home.checkpoints)
-        ready = prepare_step(
-            config,
-            resolver,
-            num_sources=len(corpus.names),
-            first_step=first_step,
-            decisions=decisions,
-            compiling=partial(timeline.phase, 'compile'),
-        )
-        try:
-            return train(ready, corpus, home, peers)
-        except Exception as error:
-            # Of memory that is too small, of damaged data: nobody may be looking.
-            kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
-            home.alerts.send('failed', f'{kind}{" ".join(str(error).split())[:300]}')
-            raise
-
-
-def train(ready: Ready, corpus: Corpus, home: Home, peers: Peers) -> int:
-    """Runs a config from its newest checkpoint, or from the start, to its end; returns the exit code."""
-    with contextlib.ExitStack() as stack:
-        run = Loop(stack, ready, corpus, home, peers)
-        state, decisions = run.start()
-        if why := ended(ready.config, decisions, int(state.step)):
-            logger.info(f'nothing to do: {why}')
-            home.diary.ends('finished', f'nothing to do: {why}', EXIT_DONE)
-            return EXIT_DONE
-        run.tell(int(state.step), decisions)
-        leg = run.leg(state, decisions)
-        while isinstance(leg.verdict, Rollback):
-            leg = run.leg(*run.go_back(leg.verdict, leg.decisions))
-        return run.end(leg)
+    check_objective(config, corpus.first)
+    return CorpusFeed(corpus), corpus.first.vocab_size
 
 
 def run() -> None:
     """Entry of `python -m maxlm.train` and `maxlm train`."""
-    # Of the whole process, and before JAX starts.
-    keep_freed_memory()
-    code = exit_code(partial(main, began=process_began()), sys.argv[1:])
-    if code == EXIT_PREEMPTED:
-        ignore_sigterm()
-    sys.exit(code)
+    runs.start(main)
 
 
 if __name__ == '__main__':

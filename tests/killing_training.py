@@ -1,7 +1,7 @@
-"""Kills `maxlm.train` again and again until it is done: `python -m tests.killing_training DIR SEED KILLS ARGUMENTS…`.
+"""Kills a run again and again until it is done: `python -m tests.killing_training DIR SEED KILLS VERB ARGUMENTS…`.
 
-Makes DIR/whole, the run without kills, and DIR/0, 1, …, each the end of a run with kills. ARGUMENTS are those of
-`maxlm.train` without --workdir. Runs are forked from one process that has imported everything and asked nothing of JAX:
+Makes DIR/whole, the run without kills, and DIR/0, 1, …, each the end of a run with kills. ARGUMENTS are those of the
+verb, train or grpo, without --workdir. Runs are forked from one process that has imported everything and asked nothing of JAX:
 most of the time of a fresh one is its imports, where there is nothing to kill.
 """
 
@@ -16,16 +16,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from maxlm import train
+from maxlm import grpo, train
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.runtime.checkpoint import saved_steps
 
 
-def start(workdir: Path, arguments: list[str]) -> int:
+VERBS = {'train': train.main, 'grpo': grpo.main}
+
+
+def start(workdir: Path, command: list[str]) -> int:
     """Forks a run; returns its process id."""
+    verb, *arguments = command
     pid = os.fork()
     if pid == 0:
-        code = exit_code(train.main, [*arguments, f'--workdir={workdir}'])
+        code = exit_code(VERBS[verb], [*arguments, f'--workdir={workdir}'])
         sys.stdout.flush()
         os._exit(code)
     return pid

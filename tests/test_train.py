@@ -25,7 +25,7 @@ from maxlm.runtime.items import restore_params
 from maxlm.runtime.layers import ParamsReader, StreamedArray, write_step
 from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.workdir import read_config
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags, fast_environment
 from tests.golden.curve import FILE, golden_run

@@ -29,7 +29,7 @@ def test_kills_at_random_moments(dataset, tmp_path, record_property):
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     }
     config, _, *words = arguments(dataset, 'none', **SETTINGS)
-    command = [sys.executable, '-m', 'tests.killing_training', str(tmp_path), '0', str(kills), config, *words]
+    command = [sys.executable, '-m', 'tests.killing_training', str(tmp_path), '0', str(kills), 'train', config, *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])

@@ -100,7 +100,7 @@ def test_a_wing_imports_only_what_it_may(wing):
         ('posttrain', 'from maxlm.train import main', {'train'}),
         # What is allowed, and what only looks alike.
         ('huggingface', 'from maxlm.runtime import layers\nfrom maxlm.data import tokenizer', set()),
-        ('runtime', 'from maxlm.training.step import TrainState', set()),
+        ('runtime', 'from maxlm.training.state import TrainState', set()),
         ('training', 'from maxlm.model.decoder import Decoder\nimport jax.data', set()),
         ('data', 'import train\nfrom datasets import model', set()),
     ],

@@ -174,8 +174,8 @@ class TrainConfig:
     loss_chunk: int = 256
     # Weight of the square of log Σ exp(logits), which keeps logits from drifting (PaLM: 1e-4); 0 = off.
     z_loss: float = 0.0
-    # What is minimized: next_token (cross-entropy) | dpo (of pairs of answers, the better first: section dpo) | grpo (of
-    # responses by their rewards: section grpo, for maxlm.grpo).
+    # What is minimized: next_token (cross-entropy) | dpo (of pairs of answers: section dpo) | grpo (of responses by
+    # their rewards: section grpo, for maxlm.grpo).
     objective: str = 'next_token'
     # Checkpoint whose parameters a new run starts from: WORKDIR (its newest step), WORKDIR@STEP or a step's directory.
     # What it has not, adapters and the rows of new tokens, starts anew.
@@ -346,6 +346,11 @@ class Config:
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether what is minimized looks at the model that the run starts from."""
+        return self.train.objective == 'dpo' or (self.train.objective == 'grpo' and self.grpo.kl_weight > 0)
 
     @property
     def batch_shards(self) -> int:

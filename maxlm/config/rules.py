@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from maxlm.config.keys import AUTO, MESH_AXES, Config, DataConfig, ModelConfig
+from maxlm.config.posttrain_rules import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError
 from maxlm.model.families import FAMILIES
 
@@ -164,10 +165,13 @@ def validate(config: Config) -> None:
         )
     _check_rotary(model)
     _check_attention_pattern(model)
+    check_adapters(model)
     _check_webhook(config.alerts.webhook)
     _check_reports(config)
     check_sources(data.sources)
     _check_context_schedule(data)
+    check_dpo(config)
+    check_trained(config)
     _check_guard(config)
     if model.position == 'learned' and model.max_positions and model.max_positions < data.window:
         raise InputError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.data.chat_packing import ChatCounts
+from maxlm.data.chat_packing import ChatCounts, PairCounts
 from maxlm.data.cleaning.report import CleaningReport
 from maxlm.data.records import Dataset, Shard, SourceCounts, Split, dataset_fingerprint, token_dtype
 from maxlm.data.shards import SPLITS, ChatShards, WriteShards
@@ -34,7 +34,8 @@ def assemble(
     Raises:
         InputError: no document is left to train on, or somebody removed what a group had written.
     """
-    sums = {name: _Sum(tokenizer.vocab_size) for name in SPLITS}
+    chat = tasks[0].chat
+    sums = {name: _Sum(tokenizer.vocab_size, ChatCounts() if chat is None else chat.make_counts()) for name in SPLITS}
     # As keys: a file that cannot be read at all is told once, and not for each of its pieces.
     reasons = dict.fromkeys((entry['name'], entry['reason']) for entry in left_out)
     duplicates = CleaningReport()
@@ -49,8 +50,7 @@ def assemble(
             sums[name].add(task.group.source, counts)
     splits = {name: total.split() for name, total in sums.items()}
     if not splits['train'].documents:
-        raise InputError(_nothing(sums['train'].chat, tasks[0].chat))
-    chat = tasks[0].chat
+        raise InputError(_nothing(sums['train'].chat, chat))
     block, dtype = tasks[0].block, token_dtype(tokenizer.vocab_size) if chat is None else 'uint32'
     end_of_document = tokenizer.end_of_document
     dataset = Dataset(
@@ -66,7 +66,12 @@ def assemble(
         left_out=tuple({'name': name, 'reason': reason} for name, reason in reasons),
         made_from=made_from,
         fingerprint=dataset_fingerprint(
-            block=block, dtype=dtype, end_of_document=end_of_document, splits=splits, masked=chat is not None
+            block=block,
+            dtype=dtype,
+            end_of_document=end_of_document,
+            splits=splits,
+            masked=chat is not None,
+            preferences=chat is not None and chat.preferences,
         ),
         **_chat_facts(chat, sums),
     )
@@ -81,10 +86,16 @@ def _chat_facts(chat: ChatShards | None, sums: dict[str, _Sum]) -> dict[str, Any
         'packed_window': chat.window,
         'chat_template_sha256': chat.template_sha256,
         'chat': {name: dataclasses.asdict(total.chat) for name, total in sums.items()},
+        'preferences': chat.preferences,
     }
 
 
 def _nothing(counts: ChatCounts, chat: ChatShards | None) -> str:
+    if isinstance(counts, PairCounts) and chat is not None:
+        reasons = {f'{counts.left_out:,} are longer than --pack_window={chat.window}': counts.left_out}
+        reasons |= {f'{counts.undecided:,} have equal answers or an empty one': counts.undecided}
+        told = ' and '.join(reason for reason, count in reasons.items() if count) or '--input gives none'
+        return f'no pair of answers is left to train on: {told}; give a longer window or more pairs'
     if chat is not None and counts.left_out:
         return f'--pack_window={chat.window}: no turn of any conversation fits into it; give a longer one'
     return '--input gives no document to train on; give more text'
@@ -104,18 +115,18 @@ def without_duplicates(filtered: CleaningReport, duplicates: CleaningReport) -> 
 class _Sum:
     """The growing counts of one split."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, chat: ChatCounts):
         self._token_counts = np.zeros(vocab_size, np.int64)
         # Source → [documents, tokens, text_bytes].
         self._sources: dict[str, np.ndarray] = {}
         # Sources of which some documents were tokenized already: the bytes of their text are not known.
         self._without_text: set[str] = set()
         self._shards: list[Shard] = []
-        self.chat = ChatCounts()
+        self.chat = chat
 
     def add(self, source: str, counts: SplitCounts) -> None:
         shard = counts.shard
-        self.chat.add(ChatCounts(**counts.chat))
+        self.chat.add(type(self.chat)(**counts.chat))
         if shard is None:
             return
         self._shards.append(shard)

@@ -70,15 +70,28 @@ def parse_conversation(entry: Any) -> Conversation | None:
         return None
     parse = next(parse for keys, parse in _PARSERS if all(key in entry for key in keys))
     messages = parse(entry)
-    if entry.get('system') and parse is not _openai:
-        messages = [{'role': 'system', 'content': _text(entry['system'], 'system')}, *messages]
-    learned = tuple(message['role'] == 'assistant' and message.pop('weight', 1) != 0 for message in messages)
+    if parse is not _openai:
+        messages = [*system_of(entry), *messages]
+    return make_conversation(messages, entry)
+
+
+def make_conversation(messages: Sequence[Message], entry: Mapping[str, Any], *, prompt: int = 0) -> Conversation:
+    """The conversation of a record's messages, of which the first `prompt` are not learned.
+
+    Raises:
+        ValueError: nothing of it is to be learned, or it is not text.
+    """
+    learned = tuple(
+        place >= prompt and message['role'] == 'assistant' and message.get('weight', 1) != 0
+        for place, message in enumerate(messages)
+    )
     if not any(learned):
         raise ValueError('the assistant says nothing that is to be learned')
     tools = entry.get('tools') or []
     if not isinstance(tools, list):
         raise ValueError(f"'tools' holds {type(tools).__name__}, not a list")
-    conversation = Conversation(tuple(messages), learned, tuple(tools))
+    shown = tuple({key: value for key, value in message.items() if key != 'weight'} for message in messages)
+    conversation = Conversation(shown, learned, tuple(tools))
     try:
         conversation.text.encode()
     except UnicodeEncodeError as error:
@@ -86,10 +99,24 @@ def parse_conversation(entry: Any) -> Conversation | None:
     return conversation
 
 
-def _openai(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def parse_messages(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """The messages at a key of a record, as OpenAI's format or ShareGPT's has them.
+
+    Raises:
+        ValueError: they are not as they should be.
+    """
+    return (_sharegpt if any('from' in message for message in _list(entry, key)) else _openai)(entry, key)
+
+
+def system_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The message of the system that a record has beside its messages; none where it has none."""
+    return [{'role': 'system', 'content': _text(entry['system'], 'system')}] if entry.get('system') else []
+
+
+def _openai(entry: Mapping[str, Any], key: str = 'messages') -> list[dict[str, Any]]:
     messages = []
-    for place, message in enumerate(_list(entry, 'messages')):
-        told = f"message {place} of 'messages'"
+    for place, message in enumerate(_list(entry, key)):
+        told = f'message {place} of {key!r}'
         role = message.get('role')
         role = 'tool' if role == 'function' else role
         if role not in ROLES:
@@ -103,10 +130,10 @@ def _openai(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _sharegpt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _sharegpt(entry: Mapping[str, Any], key: str = 'conversations') -> list[dict[str, Any]]:
     messages = []
-    for place, message in enumerate(_list(entry, 'conversations')):
-        told = f"message {place} of 'conversations'"
+    for place, message in enumerate(_list(entry, key)):
+        told = f'message {place} of {key!r}'
         speaker = message.get('from')
         if speaker not in SPEAKERS:
             raise ValueError(f"{told} is 'from' {speaker!r}; known are {', '.join(SPEAKERS)}")

@@ -1,4 +1,4 @@
-"""Packing: whole conversations put together into windows of a fixed length.
+"""Packing: whole conversations, or pairs of answers, put together into windows of a fixed length.
 
 Online best fit: a conversation goes into the fullest of the open windows that has room for it. Windows are written as
 they fill up; what is written depends on the conversations and their order alone.
@@ -39,12 +39,23 @@ class ChatCounts:
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
+@dataclasses.dataclass
+class PairCounts(ChatCounts):
+    """What became of the pairs of answers of a split; `left_out` are those longer than a window, none is shortened.
+
+    Attributes:
+        undecided: pairs that are left out since both answers are the same, or one is empty.
+    """
+
+    undecided: int = 0
+
+
 class Packer:
     """Whole conversations → windows of `window` marked tokens, which follow each other in a shard.
 
-    A conversation that is longer is cut behind the last turn of the assistant that fits. A text that is longer is cut
-    into windows. What is left of a window is filled up with ends of document that are not learned, in a segment of
-    their own.
+    A conversation that is longer is cut behind the last turn of the assistant that fits; a pair of answers is left out.
+    A text that is longer is cut into windows. What is left of a window is filled up with ends of document that are not
+    learned, in a segment of their own.
     """
 
     def __init__(self, window: int, *, end_of_document: int, counts: ChatCounts):

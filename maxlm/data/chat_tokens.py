@@ -86,25 +86,41 @@ class ChatEncoder:
     def encode_documents(self, documents: Sequence[Document]) -> list[TokenDocument | ChatError]:
         """Conversations and texts as they are learned: of the former what the assistant says, of the latter all.
 
+        A preference is two documents in one: the prompt with the answer that was chosen, and the prompt with the other
+        one; of both the answer is learned. It is left empty where that is the same, or nothing in one of them.
+
         What a template does not take gives the error. A text of which the tokenizer leaves nothing is left empty.
 
         Raises:
             InputError: a text has no ids.
         """
         found = [self._try(document) for document in documents]
-        ids = iter(self._ids([pieces for pieces in found if not isinstance(pieces, ChatError)]))
+        ids = iter(self._ids([pieces for parts in found if not isinstance(parts, ChatError) for pieces in parts]))
         return [
-            pieces if isinstance(pieces, ChatError) else self._encoded(document, pieces, next(ids))
-            for document, pieces in zip(documents, found, strict=True)
+            parts if isinstance(parts, ChatError) else self._joined(document, [(part, next(ids)) for part in parts])
+            for document, parts in zip(documents, found, strict=True)
         ]
 
-    def _try(self, document: Document) -> list[_Piece] | ChatError:
-        if document.conversation is None:
-            return [_Piece(document.text, _FIRST, -1, True, False)]
+    def _try(self, document: Document) -> list[list[_Piece]] | ChatError:
         try:
-            return self._pieces_of(document.conversation)
+            if document.preference is not None:
+                return [self._pieces_of(said) for said in (document.preference.chosen, document.preference.rejected)]
+            if document.conversation is not None:
+                return [self._pieces_of(document.conversation)]
         except ChatError as error:
             return error
+        return [[_Piece(document.text, _FIRST, -1, True, False)]]
+
+    def _joined(
+        self, document: Document, parts: Sequence[tuple[Sequence[_Piece], Sequence[np.ndarray]]]
+    ) -> TokenDocument:
+        encoded = [self._encoded(document, pieces, ids) for pieces, ids in parts]
+        if document.preference is None:
+            return encoded[0]
+        chosen, rejected = (answer.tokens for answer in encoded)
+        # Not only by what was said: a template may trim it.
+        is_decided = document.preference.has_answers and not np.array_equal(chosen, rejected)
+        return TokenDocument(np.concatenate([chosen, rejected] if is_decided else [chosen[:0]]), ())
 
     def _encoded(self, document: Document, pieces: Sequence[_Piece], ids: Sequence[np.ndarray]) -> TokenDocument:
         if document.tokens is not None:
@@ -113,7 +129,7 @@ class ChatEncoder:
         tokens = np.concatenate(ids)
         learned = np.repeat([piece.learned for piece in pieces], lengths)
         end = self.tokenizer.end_of_document
-        is_text = document.conversation is None
+        is_text = document.conversation is None and document.preference is None
         # The end of the last turn may be the end of documents.
         if len(tokens) and (is_text or tokens[-1] != end):
             tokens, learned = np.append(tokens, np.uint32(end)), np.append(learned, is_text)

@@ -16,6 +16,7 @@ from maxlm.data.ahead import readings
 from maxlm.data.batches import Batches, Part, TrainingRows, ValidationRows
 from maxlm.data.fetch import Fetcher, fetch_manifest
 from maxlm.data.mixture import Mixture
+from maxlm.data.objectives import check_alike
 from maxlm.data.order import Order
 from maxlm.data.outage import OnAlarm
 from maxlm.data.records import Dataset, Shard, load_manifest
@@ -250,7 +251,8 @@ def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlar
     `on_alarm` is told when a bucket does not answer and what is cached is used.
 
     Raises:
-        InputError: one is missing or damaged, has no such source, or they have different tokenizers.
+        InputError: one is missing or damaged, has no such source, they have different tokenizers, or some hold
+            preferences and others do not.
     """
     if not data.sources:
         dataset, url = _open(data.path, data, on_alarm)
@@ -274,6 +276,7 @@ def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlar
         _check_source(source)
         _check_packed(source.dataset, data)
     for a, b in itertools.pairwise(sources):
+        check_alike(a.dataset, b.dataset)
         _check_same_tokenizer(a.dataset, b.dataset)
     names = tuple(source.name for source in sources)
     return Corpus(data, tuple(sources), names if tell_sources and len(names) <= MAX_SOURCES_TOLD else ())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.data.chat import Conversation
+from maxlm.data.preferences import Preference
 from maxlm.errors import InputError
 
 # Called with the name of what cannot be read, and a reason that names the file (and record) and what would be right.
@@ -25,6 +26,7 @@ class Document:
         text: empty where `tokens` are given.
         tokens: uint32 [number of tokens] without the end of document, for input that is tokenized already.
         conversation: what `text` is without who says it; None for a text.
+        preference: what `text` is of a prompt and two answers; None for all else.
         metadata: what else the record holds (language, URL, path, …), as JSON values.
     """
 
@@ -33,6 +35,7 @@ class Document:
     text: str = ''
     tokens: np.ndarray | None = None
     conversation: Conversation | None = None
+    preference: Preference | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

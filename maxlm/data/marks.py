@@ -22,7 +22,7 @@ class TokenDocument(NamedTuple):
     Attributes:
         tokens: ids or marked tokens with the end of document, uint32 [number of tokens].
         turn_ends: of a conversation, numbers of tokens up to and with the ends of the assistant's turns, ascending;
-            None for a text, which may be cut anywhere.
+            () of a pair of answers, two documents that stay together; None for a text, which may be cut anywhere.
     """
 
     tokens: np.ndarray

@@ -221,7 +221,8 @@ class _Stages:
     def _write_template(self, chat: ChatRecipe, tokenizer: Tokenizer) -> ChatShards:
         source = chat.template_for(tokenizer)
         write_atomically(self._output / CHAT_TEMPLATE_FILE, source)
-        return ChatShards(hashlib.sha256(source.encode()).hexdigest(), chat.window)
+        preferences = self._recipe.reading.options.format == 'preference'
+        return ChatShards(hashlib.sha256(source.encode()).hexdigest(), chat.window, preferences)
 
     def _run(self, stage: str, tasks: Sequence[T]) -> list[T]:
         """Runs those that are not done yet; returns those that are then."""

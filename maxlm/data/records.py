@@ -30,6 +30,8 @@ MANIFEST_NAME = 'dataset.json'
 CHAT_TEMPLATE_FILE = 'chat_template.jinja'
 # What the manifest of a masked data set tells beyond that of others.
 UNMASKED: dict[str, Any] = {'masked': False, 'packed_window': 0, 'chat_template_sha256': '', 'chat': {}}
+# What that of one with preferences tells besides.
+NO_PREFERENCES: dict[str, Any] = {'preferences': False}
 # Records are read one at a time in random order: no grouping, and nothing to gain from compressing token ids cheaply.
 WRITER_OPTIONS = 'group_size:1,uncompressed'
 
@@ -97,7 +99,9 @@ class Dataset:
         masked: whether tokens are marked, so that only some are predicted; then `dtype` is `uint32`.
         packed_window: tokens of the windows that whole conversations were packed into; 0 = not packed.
         chat_template_sha256: checksum of CHAT_TEMPLATE_FILE, '' = there is none.
-        chat: of each split, counts by name: see `chat_packing.ChatCounts`.
+        chat: of each split, counts by name: see `chat_packing.ChatCounts` and `PairCounts`.
+        preferences: whether each two documents of a window are the answers to one prompt, the one that was chosen
+            first. The end of a window may be a further document, of padding.
     """
 
     path: Path
@@ -116,6 +120,7 @@ class Dataset:
     packed_window: int = 0
     chat_template_sha256: str = ''
     chat: dict[str, Any] = dataclasses.field(default_factory=dict)
+    preferences: bool = False
 
     @property
     def tokenizer_path(self) -> Path:
@@ -194,7 +199,7 @@ def save_manifest(dataset: Dataset) -> None:
     """Writes `dataset.json`, whole or not at all: from then on the directory is a data set."""
     facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
     del facts['path']
-    for name in () if dataset.masked else UNMASKED:
+    for name in (*(() if dataset.masked else UNMASKED), *(() if dataset.preferences else NO_PREFERENCES)):
         del facts[name]
     put(dataset.path / MANIFEST_NAME, (json.dumps(facts, indent=1) + '\n').encode())
 
@@ -246,11 +251,18 @@ def verify(dataset: Dataset) -> None:
 
 
 def dataset_fingerprint(
-    *, block: int, dtype: str, end_of_document: int, splits: dict[str, Split], masked: bool = False
+    *,
+    block: int,
+    dtype: str,
+    end_of_document: int,
+    splits: dict[str, Split],
+    masked: bool = False,
+    preferences: bool = False,
 ) -> str:
     """SHA-256 over the checksums and sources of all shards and what their bytes mean."""
     shards = {name: [(shard.source, shard.sha256) for shard in split.shards] for name, split in splits.items()}
-    facts = [FORMAT_VERSION, block, dtype, end_of_document, shards, *(['masked'] if masked else [])]
+    kinds = [*(['masked'] if masked else []), *(['preferences'] if preferences else [])]
+    facts = [FORMAT_VERSION, block, dtype, end_of_document, shards, *kinds]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -272,11 +284,13 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
         )
         for name, split in facts['splits'].items()
     }
-    facts = {**({} if 'masked' in facts else UNMASKED), **facts}
+    facts = {**({} if 'masked' in facts else UNMASKED), **NO_PREFERENCES, **facts}
     dataset = _build(Dataset, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
     dtypes = ('uint32',) if dataset.masked else ('uint16', 'uint32')
     if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes or dataset.block < 1:
         raise TypeError('splits, dtype or block')
+    if dataset.preferences and not (dataset.masked and dataset.packed_window):
+        raise TypeError('preferences that are not masked and packed')
     return dataset
 
 

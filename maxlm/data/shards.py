@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from maxlm.data.chat_packing import ChatCounts, PairCounts
 from maxlm.data.cleaning.report import CleaningReport
 from maxlm.data.documents import Document, raise_bad
 from maxlm.data.engine import OnProgress
@@ -49,15 +50,21 @@ class GroupResult:
 
 @dataclasses.dataclass(frozen=True)
 class ChatShards:
-    """How shards with conversations are written, of marked tokens.
+    """How shards with conversations, or with preferences, are written, of marked tokens.
 
     Attributes:
         template_sha256: checksum of the chat template, which lies beside the tokenizer.
         window: tokens of the windows that they are packed into; 0 = they are not packed.
+        preferences: whether all are preferences; otherwise none is.
     """
 
     template_sha256: str
     window: int
+    preferences: bool = False
+
+    def make_counts(self) -> ChatCounts:
+        """Counts of nothing yet."""
+        return PairCounts() if self.preferences else ChatCounts()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +185,8 @@ class WriteShards:
         given: dict[str, Any] = {'source': self.group.source, 'block': self.block, 'tokenizer': tokenizer}
         if self.chat is None:
             return SplitOutput(self.shard_path(split), **given, stack=stack)
-        return MarkedOutput(self.shard_path(split), **given, stack=stack, window=self.chat.window)
+        counts = self.chat.make_counts()
+        return MarkedOutput(self.shard_path(split), **given, stack=stack, window=self.chat.window, counts=counts)
 
     def _encode(
         self, documents: Sequence[Document], tokenizer: Tokenizer, left_out: list[dict[str, str]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlm.data.chat_packing import ChatCounts, Packer
+from maxlm.data.chat_packing import ChatCounts, Packer, PairCounts
 from maxlm.data.marks import TokenDocument, ids_of, is_predicted
 from maxlm.data.records import Shard, ShardWriter, token_dtype
 from maxlm.data.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ class SplitCounts:
         shard: the file, None when the split got no document.
         text_bytes: bytes of UTF-8; of documents that were tokenized already none are counted.
         token_counts: how often each id occurs, int64 [vocab_size]; of marked tokens those that are predicted.
-        chat: of marked tokens, the counts of `chat_packing.ChatCounts` by name.
+        chat: of marked tokens, the counts of `chat_packing.ChatCounts`, or `PairCounts`, by name.
     """
 
     shard: Shard | None
@@ -90,11 +90,17 @@ class MarkedOutput(SplitOutput):
         tokenizer: Tokenizer,
         stack: contextlib.ExitStack,
         window: int,
+        counts: ChatCounts,
     ):
-        """`window`: tokens of the windows that documents are packed into; 0 = they are not packed."""
+        """Further arguments than those of others.
+
+        Args:
+            window: tokens of the windows that documents are packed into; 0 = they are not packed.
+            counts: of nothing yet.
+        """
         super().__init__(path, source=source, block=block, tokenizer=tokenizer, stack=stack)
         self._dtype = 'uint32'
-        self._chat = ChatCounts()
+        self._chat = counts
         end = tokenizer.end_of_document
         self._packer = Packer(window, end_of_document=end, counts=self._chat) if window else None
 
@@ -102,6 +108,8 @@ class MarkedOutput(SplitOutput):
         """Takes a document of marked tokens."""
         if len(document.tokens) > 1:
             self._pending += self._packer.add(document) if self._packer else [document.tokens]
+        elif isinstance(self._chat, PairCounts):
+            self._chat.undecided += 1
 
     def finish(self) -> SplitCounts:
         """Completes the shard, and the windows that are not full yet."""

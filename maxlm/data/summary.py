@@ -17,9 +17,10 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
         if not split.documents:
             lines.append(f'  {name}: empty; --validation or a larger --validation_share fills it')
             continue
+        what = 'pairs' if dataset.preferences else 'documents'
         size = f'{split.text_bytes / split.tokens:.2f} bytes per token, ' if split.text_bytes else ''
         lines.append(
-            f'  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {size}'
+            f'  {name}: {split.documents:,} {what}, {split.tokens:,} tokens, {size}'
             f'unigram entropy {split.unigram_entropy:.3f} nats per token'
         )
         if len(split.sources) > 1:
@@ -43,6 +44,10 @@ def _chat_line(counts: dict[str, int], tokens: int) -> str:
         parts.append(f'{counts["padding"] / tokens:.1%} are padding')
     if counts['shortened']:
         parts.append(f'{counts["shortened"]:,} conversations are longer than a window and end at an earlier turn')
+    is_pairs = 'undecided' in counts
     if counts['left_out']:
-        parts.append(f'{counts["left_out"]:,} are left out since none of their turns fits')
+        reason = 'they are longer than a window' if is_pairs else 'none of their turns fits'
+        parts.append(f'{counts["left_out"]:,} {"pairs " if is_pairs else ""}are left out since {reason}')
+    if is_pairs and counts['undecided']:
+        parts.append(f'{counts["undecided"]:,} pairs since their answers are equal or one is empty')
     return ', '.join(parts)

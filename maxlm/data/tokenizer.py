@@ -73,14 +73,19 @@ class Tokenizer:
             raise InputError(f'{path}: {os_message(error)}; a tokenizer.json is needed') from error
         except UnicodeDecodeError as error:
             raise InputError(f'{path} is not a tokenizer.json: byte {error.start} is not UTF-8') from error
+        return cls.from_json(text, name=str(path), infill=infill)
+
+    @classmethod
+    def from_json(cls, text: str, *, name: str, infill: bool = False) -> Tokenizer:
+        """The same from the content of a file, which messages call `name`."""
         try:
             library = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise InputError(f'{path} is not a tokenizer.json: {error}') from error
+            raise InputError(f'{name} is not a tokenizer.json: {error}') from error
         try:
             return _finished(library, infill)
         except InputError as error:
-            raise InputError(f'{path}: {error}') from error
+            raise InputError(f'{name}: {error}') from error
 
     def with_special_tokens(self, names: Sequence[str]) -> Tokenizer:
         """The same with `names` as special tokens; those that are no tokens yet get ids after all others.

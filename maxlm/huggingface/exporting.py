@@ -18,6 +18,7 @@ from maxlm.huggingface.directory import Entry, entry_bytes, write_tensors
 from maxlm.huggingface.output import check_new, check_space, new_directory
 from maxlm.huggingface.tensors import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import files_for_export
+from maxlm.posttrain.lora import MergedReader
 from maxlm.runtime.console import progress_bar
 from maxlm.runtime.fetching import find_step_here
 from maxlm.runtime.items import params_item
@@ -37,7 +38,7 @@ class Exported(NamedTuple):
 def export_model(
     checkpoint: str, output: str, *, architecture: str, dtype: str, max_shard_size: int, show: bool
 ) -> Exported:
-    """Writes a checkpoint as config.json, safetensors, tokenizer and model card.
+    """Writes a checkpoint as config.json, safetensors, tokenizer and model card; adapters are merged.
 
     What is held at a time is one parameter of one layer, or the embedding. The same checkpoint gives the same bytes.
 
@@ -59,7 +60,8 @@ def export_model(
     config = read_config(workdir)
     row = choose(config.model, architecture)
     rows = tensors(row.model_type, config.model)
-    reader = ParamsReader(step_directory, params_item(step_directory))
+    stored = ParamsReader(step_directory, params_item(step_directory))
+    reader = MergedReader(stored, config.model, str(step_directory))
     _check_shapes(reader.shapes, parameter_shapes(rows, config.model.num_layers), step_directory, workdir / CONFIG)
     text = files_for_export(workdir, config.model)
     # `torch_dtype` is what versions before 5 read.
@@ -89,7 +91,7 @@ def export_model(
     return Exported(directory, row.class_name, parameters, size)
 
 
-def _maker(reader: ParamsReader, tensor: Tensor) -> Callable[[], np.ndarray]:
+def _maker(reader: MergedReader, tensor: Tensor) -> Callable[[], np.ndarray]:
     return lambda: tensor.to_hf([reader.read(path, tensor.layer) for path in tensor.sources])
 
 

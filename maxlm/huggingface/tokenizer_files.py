@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from maxlm.config.keys import ModelConfig
+from maxlm.data.chat_recipe import DEFAULT_TEMPLATE, make_chat_recipe
+from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.fields import read_object
-from maxlm.runtime.workdir import TOKENIZER
+from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER
 
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS = 'special_tokens_map.json'
 GENERATION = 'generation_config.json'
-CHAT_TEMPLATE = 'chat_template.jinja'
 # What an imported workdir keeps of its origin, for an export to write again.
 KEPT = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
 # What Transformers makes a tokenizer.json of.
@@ -46,14 +47,15 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
         if TOKENIZER_CONFIG not in files:
             files |= _make_tokenizer_files(library, model, has_chat=CHAT_TEMPLATE in files)
         ids |= _special_ids(json.loads(files[TOKENIZER_CONFIG]), library)
-    if GENERATION in files:
-        kept = json.loads(files[GENERATION])
-        ids |= {name: kept[name] for name in ids if kept.get(name) is not None}
-    else:
-        # Rows of a batch that have ended are filled with what ends them. Only there: as the padding of the model or of
-        # its tokenizer, the end of a text would be left out of later training.
-        end = ids['eos_token_id']
-        files[GENERATION] = _json({**ids, 'pad_token_id': end if ids['pad_token_id'] is None else ids['pad_token_id']})
+    # Rows of a batch that have ended are filled with what ends them. Only there: as the padding of the model or of its
+    # tokenizer, the end of a text would be left out of later training.
+    made = {**ids, 'pad_token_id': ids['eos_token_id'] if ids['pad_token_id'] is None else ids['pad_token_id']}
+    generation = json.loads(files[GENERATION]) if GENERATION in files else made
+    ids |= {name: generation[name] for name in ids if GENERATION in files and generation.get(name) is not None}
+    ends = _with_end_of_turn(ids['eos_token_id'], workdir)
+    if GENERATION not in files or ends != ids['eos_token_id']:
+        files[GENERATION] = _json({**generation, 'eos_token_id': ends})
+    ids['eos_token_id'] = ends
     return TextFiles(files, ids)
 
 
@@ -73,11 +75,31 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
     _read_library(path)
     try:
         # As maxlm.prepare writes it, so that data made with this tokenizer is recognized.
-        files[TOKENIZER] = Tokenizer.load(path).to_json().encode()
+        tokenizer = Tokenizer.load(path)
+        files[TOKENIZER] = tokenizer.to_json().encode()
     except InputError as error:
         files[TOKENIZER] = path.read_bytes()
         return files, f'{error}; generate and evaluate need one that maxlm reads'
+    # One that cannot be used is kept as it came.
+    with contextlib.suppress(InputError):
+        recipe = make_chat_recipe('', tokenizer=str(path), special_tokens=(), window=0)
+        if recipe.name != DEFAULT_TEMPLATE:
+            # Older versions of Transformers keep it elsewhere, and its variables always are.
+            files[CHAT_TEMPLATE] = recipe.template_for(tokenizer).encode()
     return files, ''
+
+
+def _with_end_of_turn(ends: Any, workdir: Path) -> Any:
+    """An id that ends texts, or a list of some, and that of the end of a turn where the workdir has a chat template."""
+    if not (workdir / CHAT_TEMPLATE).is_file():
+        return ends
+    try:
+        end_of_turn = ChatEncoder.load(workdir).end_of_turn
+    except InputError:
+        # Of no use for conversations here; what it does elsewhere is not known.
+        return ends
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return ends if end_of_turn in listed else [*listed, end_of_turn]
 
 
 def _kept_files(directory: Path) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ Shapes: B batch, T padded prompt length, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling, sample
 from maxlm.model.decoder import Cache, init_cache
-from maxlm.training.step import Params, abstract_model
+from maxlm.training.state import Params, abstract_model
 
 # Prompts are padded to a multiple of this and caches sized likewise, so that few lengths are compiled.
 BUCKET = 64
@@ -29,7 +30,7 @@ class Engine:
     def __init__(self, model: LoadedModel):
         self._params = model.params
         self._config = model.config.model
-        self._end = model.tokenizer.end_of_document
+        self._end, self._ends = model.tokenizer.end_of_document, model.ends
         graph, _ = nnx.split(abstract_model(model.config, model.layout))
         # A model may have more ids than its tokenizer, for a round number; they have no text.
         num_ids = model.tokenizer.vocab_size
@@ -65,8 +66,9 @@ class Engine:
     ) -> Iterator[np.ndarray]:
         """Yields the next token id of every row, int32 [B], up to `max_tokens` times.
 
-        A row that has ended yields the end-of-document id from then on; when all have, the stream ends. Row r draws
-        with a key of its own, made of `seed`, r and the position, so the same call gives the same text again.
+        A row ends with an id of `LoadedModel.ends` and yields the end-of-document id from then on; when all have ended,
+        the stream does. Row r draws with a key of its own, made of `seed`, r and the position, so the same call gives
+        the same text again.
 
         Raises:
             InputError: a prompt is empty, or does not fit into the model's context with `max_tokens` more.
@@ -90,7 +92,7 @@ class Engine:
         first_B = np.zeros(B, np.int32)
         for index in range(max_tokens):
             chosen_B = np.where(ended_B, self._end, np.asarray(token_B))
-            ended_B |= chosen_B == self._end
+            ended_B |= np.isin(chosen_B, self._ends)
             yield chosen_B
             if ended_B.all() or index == max_tokens - 1:
                 return
@@ -102,10 +104,10 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, sampling: Sampling, seed: int
     ) -> list[list[int]]:
-        """The continuation of every prompt, without the end-of-document id. Arguments and errors as in `stream`."""
+        """The continuation of every prompt, without the id that ends it. Arguments and errors as in `stream`."""
         columns = list(self.stream(prompts, max_tokens=max_tokens, sampling=sampling, seed=seed))
         rows = np.stack(columns, axis=1).tolist()
-        return [row[: row.index(self._end)] if self._end in row else row for row in rows]
+        return [list(itertools.takewhile(lambda index: index not in self._ends, row)) for row in rows]
 
     def _check_lengths(self, shortest: int, longest: int, max_tokens: int) -> None:
         if max_tokens < 1:

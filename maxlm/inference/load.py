@@ -9,14 +9,16 @@ import jax
 
 from maxlm.config.keys import Config
 from maxlm.config.resolve import resolve_on
+from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.planning.chips import capability_of
+from maxlm.runtime.console import logger
 from maxlm.runtime.fetching import find_step_here
 from maxlm.runtime.items import params_item, restore_params
-from maxlm.runtime.workdir import TOKENIZER, read_config
+from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER, read_config
 from maxlm.training.sharding import Layout, make_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 
 
 class LoadedModel(NamedTuple):
@@ -29,13 +31,20 @@ class LoadedModel(NamedTuple):
     tokenizer: Tokenizer
     tokenizer_path: Path
     step: int
+    # Of a model that answers: how conversations are spelled.
+    chat: ChatEncoder | None = None
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids at which a text is over: the end of document, and that of a turn."""
+        return (self.tokenizer.end_of_document, *(() if self.chat is None else (self.chat.end_of_turn,)))
 
 
 def load_model(checkpoint: str, *, num_devices: int) -> LoadedModel:
     """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory; a
     workdir may be in a bucket.
 
-    The parameters are their moving average where the run kept one.
+    The parameters are their moving average where the run kept one. A chat template that cannot be used is a warning.
 
     Raises:
         InputError: it is not there, cannot be read, or has no tokenizer.
@@ -59,4 +68,14 @@ def load_model(checkpoint: str, *, num_devices: int) -> LoadedModel:
     abstract = abstract_state(config, layout).params
     params = restore_params(step_directory, abstract, item=params_item(step_directory))
     tokenizer = Tokenizer.load(tokenizer_path)
-    return LoadedModel(config, layout, params, tokenizer, tokenizer_path, int(step_directory.name))
+    return LoadedModel(config, layout, params, tokenizer, tokenizer_path, int(step_directory.name), _load_chat(workdir))
+
+
+def _load_chat(workdir: Path) -> ChatEncoder | None:
+    if not (workdir / CHAT_TEMPLATE).is_file():
+        return None
+    try:
+        return ChatEncoder.load(workdir)
+    except InputError as error:
+        logger.warning(f'{error}; the model is used without its chat template')
+        return None

@@ -18,6 +18,7 @@ from maxlm.model.blockwise import QUERY_BLOCK, attend_blockwise
 from maxlm.model.cudnn import attend_documents, takes_documents
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, apply_together
+from maxlm.model.lora import adapter_of
 from maxlm.model.norm import Norm
 from maxlm.model.placement import Axes, Placement
 from maxlm.model.positions import Rotary, rotate
@@ -25,11 +26,47 @@ from maxlm.model.ring import ring_attention
 from maxlm.model.splash import attend_splash, takes_length
 
 
-class LayerCache(NamedTuple):
-    """Keys and values of the positions seen so far; slot s holds position s of its row."""
+class Cache(NamedTuple):
+    """Keys and values of the positions seen so far, of all layers; slot s of a row holds its position s.
 
-    key_BSKH: jax.Array
-    value_BSKH: jax.Array
+    Heads stand before slots, as products with them want it, and all layers are one array that is changed in place: a
+    call for one token copies no more than it reads.
+    """
+
+    key_LBKSH: jax.Array
+    value_LBKSH: jax.Array
+
+
+_SLOTS = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(2, 3),
+    inserted_window_dims=(0, 3),
+    scatter_dims_to_operand_dims=(0, 3),
+    operand_batching_dims=(1,),
+    scatter_indices_batching_dims=(0,),
+)
+
+
+class LayerCache(NamedTuple):
+    """The part of a cache that is a layer's."""
+
+    cache: Cache
+    layer: jax.Array
+
+    def write(self, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
+        """With the keys and values of these positions."""
+        indices_BT2 = jnp.stack([jnp.broadcast_to(self.layer, positions_BT.shape), positions_BT], axis=-1)
+
+        def write(x_LBKSH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+            # x_LBKSH[layer, b, :, positions_BT[b, t]] = new_BTKH[b, t], told such that rows which are split over
+            # devices stay where they are.
+            new_BTKH = new_BTKH.astype(x_LBKSH.dtype)
+            return jax.lax.scatter(x_LBKSH, indices_BT2, new_BTKH, _SLOTS, mode='drop', unique_indices=True)
+
+        return self._replace(cache=Cache(write(self.cache.key_LBKSH, k_BTKH), write(self.cache.value_LBKSH, v_BTKH)))
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """All slots: keys and values, each [B, K, S, H]."""
+        return self.cache.key_LBKSH[self.layer], self.cache.value_LBKSH[self.layer]
 
 
 class Attention(nnx.Module):
@@ -40,7 +77,7 @@ class Attention(nnx.Module):
         use_bias = bool(config.use_bias)
         init = initializers(config)
 
-        def into_heads(heads: int, axis: str) -> Linear:
+        def into_heads(name: str, heads: int, axis: str) -> Linear:
             return Linear(
                 (D,),
                 (heads, H),
@@ -51,11 +88,12 @@ class Attention(nnx.Module):
                 matmul=config.matmul,
                 placement=placement,
                 rngs=rngs,
+                adapter=adapter_of(config, f'attention.{name}'),
             )
 
-        self.query = into_heads(N, 'heads')
-        self.key = into_heads(K, 'kv_heads')
-        self.value = into_heads(K, 'kv_heads')
+        self.query = into_heads('query', N, 'heads')
+        self.key = into_heads('key', K, 'kv_heads')
+        self.value = into_heads('value', K, 'kv_heads')
         self.out = Linear(
             (N, H),
             (D,),
@@ -66,6 +104,7 @@ class Attention(nnx.Module):
             matmul=config.matmul,
             placement=placement,
             rngs=rngs,
+            adapter=adapter_of(config, 'attention.out'),
         )
         # One scale for all heads (Dehghani et al. 2023, "Scaling Vision Transformers to 22 Billion Parameters").
         self.query_norm = Norm(config, H, rngs=rngs) if config.qk_norm else None
@@ -83,7 +122,7 @@ class Attention(nnx.Module):
         rotary: Rotary | None,
         window: int,
         cache: LayerCache | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, Cache | None]:
         """Returns the attention output [B, T, D] and the cache with this call's keys and values.
 
         `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
@@ -102,16 +141,15 @@ class Attention(nnx.Module):
             assert cache is None, 'a sequence that is split over devices has no cache'
             return self.out(self._attend_in_ring(q_BTNH, k_BSKH, v_BSKH, segments_BT, window)), None
         if cache is not None:
-            rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
-            k_BSKH = cache.key_BSKH.at[rows_B1, positions_BT].set(k_BSKH.astype(cache.key_BSKH.dtype))
-            v_BSKH = cache.value_BSKH.at[rows_B1, positions_BT].set(v_BSKH.astype(cache.value_BSKH.dtype))
-            cache = LayerCache(k_BSKH, v_BSKH)
-        # Cached calls look at slots by position, for which the fused kernel has no mask of its own.
-        kernel = self.kernel if cache is None else 'xla'
+            # Slots are looked at by position, for which the fused kernels have no mask of their own.
+            assert mask_BTS is not None, 'a cached call has a mask'
+            cache = cache.write(positions_BT, k_BSKH, v_BSKH)
+            return self.out(_attend_slots(q_BTNH, *cache.read(), mask_BTS)), cache.cache
+        kernel = self.kernel
         if kernel == 'splash' and takes_length(q_BTNH.shape[1]):
             o_BTNH = attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
             return self.out(o_BTNH), None
-        if kernel in ('xla', 'splash') and cache is None:
+        if kernel in ('xla', 'splash'):
             return self.out(attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)), None
         if kernel == 'cudnn' and segments_BT is not None and takes_documents(q_BTNH, self.placement):
             o_BTNH = attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
@@ -119,7 +157,7 @@ class Attention(nnx.Module):
         # JAX's rule for a vmap over the fused kernel, which a pipeline is, takes a mask for every head only.
         mask_heads = q_BTNH.shape[2] if self.placement.parts('layers') > 1 else 1
         o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, window=window, kernel=kernel, mask_heads=mask_heads)
-        return self.out(o_BTNH), cache
+        return self.out(o_BTNH), None
 
     def _attend_in_ring(
         self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array | None, window: int
@@ -175,7 +213,7 @@ def attend(
         )
     if mask_BTS is None:
         return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, None, window=window)
-    return _attend_slots(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return _attend_slots(q_BTNH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), mask_BTS)
 
 
 def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Array:
@@ -187,12 +225,11 @@ def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Arra
     return (behind_BTS >= 0) & (behind_BTS < window) if window else behind_BTS >= 0
 
 
-def _attend_slots(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+def _attend_slots(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
     """With a mask of its own for every query and slot, a block of queries at a time (Rabe & Staats 2021)."""
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    K = k_BKSH.shape[1]
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
-    k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
 
     def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BKGTH, mask_BTS = block

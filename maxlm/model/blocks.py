@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.attention import Attention, LayerCache
+from maxlm.model.attention import Attention, Cache, LayerCache
 from maxlm.model.blockwise import ATTENDED
 from maxlm.model.feedforward import FeedForward
 from maxlm.model.fp8 import SCALE
@@ -55,10 +55,10 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, window: int, cache: LayerCache | None, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Returns the stream [B, T, D] and the layer's cache; `window` is how far it sees, 0 for all."""
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns the stream [B, T, D] and the updated cache; `window` is how far it sees, 0 for all."""
         attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        attended_BTD, cache = self.attention(
+        attended_BTD, new_cache = self.attention(
             self.attention_norm(x_BTD),
             mask_BTS=context.masks[window],
             segments_BT=context.segments_BT,
@@ -71,7 +71,7 @@ class Block(nnx.Module):
         stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
         fed_BTD = drop(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)
         y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
-        return self.placement.constrain(y_BTD, ACTIVATION_AXES), cache
+        return self.placement.constrain(y_BTD, ACTIVATION_AXES), new_cache
 
 
 def run_layers(
@@ -82,7 +82,8 @@ def run_layers(
     x_BTD: jax.Array,
     context: Context,
     inputs_L: Any,
-) -> tuple[jax.Array, LayerCache | None]:
+    cache: Cache | None = None,
+) -> tuple[jax.Array, Cache | None]:
     """Consecutive layers, one after the other.
 
     Args:
@@ -92,46 +93,46 @@ def run_layers(
         windows: how far each of the layers sees; whole periods of the attention pattern, and what follows the last.
         x_BTD: the stream.
         context: what the layers share.
-        inputs_L: (blocks, slots or None, caches or None, dropout keys or None), stacked over the layers.
+        inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
+        cache: of these layers.
 
     Returns:
-        The stream, and the updated caches stacked over the layers.
+        The stream, and the updated cache.
     """
     L = len(windows)
+    inputs_L = (*inputs_L, None if cache is None else jnp.arange(L))
 
-    def make_layer(window: int, index: int, in_loop: bool) -> Callable[[jax.Array, Any], Any]:
-        def layer(x_BTD: jax.Array, inputs: Any) -> tuple[jax.Array, LayerCache | None]:
+    def make_layer(window: int, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
+        def layer(carry: tuple[jax.Array, Cache | None], inputs: Any) -> tuple[jax.Array, Cache | None]:
+            x_BTD, cache = carry
             # Taken apart in here: for the backward pass a loop has its inputs anyway, but would keep copies of parts.
-            block, slots, cache, key = jax.tree.map(lambda leaf: leaf[index], inputs)
+            block, slots, key, number = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-            return nnx.merge(graph, block)(x_BTD, context, window, cache, key)
+            layer_cache = None if cache is None else LayerCache(cache, number)
+            return nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
 
         return rematerialize(layer, config.remat, in_loop=in_loop, gathers=placement.parts('embed') > 1)
 
-    def run_in_order(x_BTD: jax.Array, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[jax.Array, Any]:
-        caches = []
+    def run_in_order(carry: Any, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[Any, None]:
         parts = [inputs] * len(windows) if in_loop else _apart(inputs, len(windows))
         for index, window in enumerate(windows):
-            x_BTD, layer_cache = make_layer(window, index if in_loop else 0, in_loop)(x_BTD, parts[index])
-            caches.append(layer_cache)
-        return x_BTD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+            carry = make_layer(window, index if in_loop else 0, in_loop)(carry, parts[index])
+        return carry, None
 
     # The loop's body is one period of the attention pattern, since a kernel must know its window when it is compiled;
     # layers behind the last whole period follow it.
     period = len(config.attention_pattern) if config.scan_layers else L
     looped = L // period * period if period < L else 0
-    caches = []
+    carry = x_BTD, cache
     if looped:
         inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
         run_period = partial(run_in_order, windows=windows[:period], in_loop=True)
-        x_BTD, looped_caches = jax.lax.scan(run_period, x_BTD, inputs)
-        caches.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), looped_caches))
+        carry, _ = jax.lax.scan(run_period, carry, inputs)
     if looped < L:
         inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
-        x_BTD, last_caches = run_in_order(x_BTD, inputs, windows[looped:], in_loop=False)
-        caches.append(last_caches)
-    return x_BTD, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *caches)
+        carry, _ = run_in_order(carry, inputs, windows[looped:], in_loop=False)
+    return carry
 
 
 def _apart(stacked: Any, num: int) -> list[Any]:

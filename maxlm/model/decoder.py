@@ -6,14 +6,14 @@ Shapes: B batch, T query length, S key length, D dim, V vocabulary, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.attention import LayerCache, causal_mask
+from maxlm.model.attention import Cache, causal_mask
 from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, layer_windows, run_layers
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, parameter
@@ -21,13 +21,6 @@ from maxlm.model.norm import Norm
 from maxlm.model.pipeline import run_pipeline
 from maxlm.model.placement import ONE_DEVICE, Placement
 from maxlm.model.positions import rotary_angles
-
-
-class Cache(NamedTuple):
-    """Keys and values of all layers; slot s of a row holds its position s."""
-
-    key_LBSKH: jax.Array
-    value_LBSKH: jax.Array
 
 
 class Decoder(nnx.Module):
@@ -43,9 +36,16 @@ class Decoder(nnx.Module):
         self.embedding_norm = Norm(config, D, rngs=rngs) if config.embedding_norm else None
         self.blocks = _stacked(lambda rngs: Block(config, placement=placement, rngs=rngs), config.num_layers, rngs)
         self.final_norm = Norm(config, config.dim, rngs=rngs)
-        axes = {'in_axes': ('embed',), 'out_axes': ('vocab',)}
         untied = Linear(
-            (D,), (V,), **axes, init=init.head, use_bias=False, matmul='default', placement=placement, rngs=rngs
+            (D,),
+            (V,),
+            in_axes=('embed',),
+            out_axes=('vocab',),
+            init=init.head,
+            use_bias=False,
+            matmul='default',
+            placement=placement,
+            rngs=rngs,
         )
         self.head = None if config.tie_embeddings else untied
         self.config = config
@@ -99,10 +99,9 @@ class Decoder(nnx.Module):
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
             context = self._context(segments_BT, positions_BT, cache, length_B)
             graph, blocks_L = nnx.split(self.blocks)
-            caches_L = None if cache is None else LayerCache(*cache)
-            inputs_L = (nnx.to_pure_dict(blocks_L), slots, caches_L, None if keys_L is None else keys_L[0])
-            x_BTD, caches_L = run_layers(graph, config, self.placement, layer_windows(config), x_BTD, context, inputs_L)
-            cache = None if caches_L is None else Cache(*caches_L)
+            inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
+            windows = layer_windows(config)
+            x_BTD, cache = run_layers(graph, config, self.placement, windows, x_BTD, context, inputs_L, cache)
         return self.final_norm(x_BTD), cache
 
     def output_kernel(self) -> jax.Array:
@@ -151,7 +150,7 @@ class Decoder(nnx.Module):
             segments_BT, positions_BT, keys_L = side
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, first_layer, layers)
             context = self._context(segments_BT, positions_BT, None, None)
-            return run_layers(graph, config, self.placement, windows, x_BTD, context, (blocks, None, None, keys))[0]
+            return run_layers(graph, config, self.placement, windows, x_BTD, context, (blocks, None, keys))[0]
 
         def place(variable: nnx.Variable) -> nnx.Variable:
             axes = ('repeats', 'stage', 'layers_of_stage', *variable.axes[1:])
@@ -178,7 +177,7 @@ def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
 
 def init_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
     """An empty cache for `batch` rows of up to `slots` positions each, in the type of the computation."""
-    shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
+    shape = (config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
     return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
 
 
@@ -188,7 +187,7 @@ def _mask(
     """True where a query may look, [B, T, S]; None is causal within the window, which kernels know by themselves."""
     if cache is not None:
         assert segments_BT is None, 'a cached call has one document per row'
-        return causal_mask(positions_BT, cache.key_LBSKH.shape[2], window)
+        return causal_mask(positions_BT, cache.key_LBKSH.shape[3], window)
     if segments_BT is None:
         return None
     same_document_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]

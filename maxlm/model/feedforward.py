@@ -12,6 +12,7 @@ from flax import nnx
 from maxlm.config.keys import ModelConfig
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Initializer, Linear, apply_together
+from maxlm.model.lora import adapter_of
 from maxlm.model.placement import Placement
 
 
@@ -19,7 +20,7 @@ class FeedForward(nnx.Module):
     """dim → ffn_dim → dim. Shapes: B batch, T length, D dim, F ffn_dim."""
 
     def __init__(self, config: ModelConfig, *, placement: Placement, rngs: nnx.Rngs):
-        def linear(in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
+        def linear(name: str, in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
             return Linear(
                 (in_dim,),
                 (out_dim,),
@@ -30,13 +31,14 @@ class FeedForward(nnx.Module):
                 matmul=config.matmul,
                 placement=placement,
                 rngs=rngs,
+                adapter=adapter_of(config, f'feedforward.{name}'),
             )
 
         init = initializers(config)
-        gated = config.activation == 'swiglu'
-        self.gate = linear(config.dim, config.ffn_dim, 'embed', 'ffn', init.projection) if gated else None
-        self.up = linear(config.dim, config.ffn_dim, 'embed', 'ffn', init.projection)
-        self.down = linear(config.ffn_dim, config.dim, 'ffn', 'embed', init.residual)
+        into, back = (config.dim, config.ffn_dim, 'embed', 'ffn'), (config.ffn_dim, config.dim, 'ffn', 'embed')
+        self.gate = linear('gate', *into, init.projection) if config.activation == 'swiglu' else None
+        self.up = linear('up', *into, init.projection)
+        self.down = linear('down', *back, init.residual)
         self.activation = config.activation
         self.placement = placement
 

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.model import fp8
+from maxlm.model.lora import Adapter
 from maxlm.model.placement import Placement
 
 Initializer = Callable[..., jax.Array]
+# The logical axis of an adapter's rank.
+RANK = 'adapter'
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
@@ -20,14 +23,20 @@ def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], ini
 
     The axes travel with the parameter; `maxlm.training.sharding` maps them to the mesh.
     """
+    return _parameter(rngs.params(), shape, axes, init)
+
+
+def _parameter(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
     assert len(shape) == len(axes), (shape, axes)
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+    return nnx.Param(init(key, shape, jnp.float32), axes=axes)
 
 
 class Linear(nnx.Module):
     """y = x · kernel + bias over one or more trailing axes, in x's type; computed in that too, or as `matmul` says.
 
-    The last `len(in_shape)` axes of x are contracted and replaced by `out_shape`.
+    The last `len(in_shape)` axes of x are contracted and replaced by `out_shape`. With an adapter there is
+    scale · (x · lora_a) · lora_b besides (Hu et al. 2022, "LoRA"), always computed in x's type: lora_a is
+    [*in_shape, rank], lora_b [rank, *out_shape].
     """
 
     def __init__(
@@ -42,12 +51,21 @@ class Linear(nnx.Module):
         matmul: str,
         placement: Placement,
         rngs: nnx.Rngs,
+        adapter: Adapter | None = None,
     ):
         self.axes = in_axes + out_axes
-        self.kernel = parameter(rngs, in_shape + out_shape, self.axes, init)
+        key = rngs.params()
+        self.kernel = _parameter(key, in_shape + out_shape, self.axes, init)
         # A bias is small and read whole by every device: its axis is sharded only where the output's is.
         bias_axes = tuple('norm' if axis == 'embed' else axis for axis in out_axes)
         self.bias = parameter(rngs, out_shape, bias_axes, jax.nn.initializers.zeros) if use_bias else None
+        lora_a, lora_b = None, None
+        if adapter is not None:
+            # From the kernel's key, so that the rest of a model starts the same with and without adapters.
+            lora_key = jax.random.fold_in(key, 1)
+            lora_a, lora_b = _adapter_parameters(lora_key, adapter.rank, in_shape, out_shape, in_axes, out_axes)
+        self.lora_a, self.lora_b = lora_a, lora_b
+        self.lora_scale = adapter.scale if adapter else 0.0
         self.num_in = len(in_shape)
         self.out_shape = out_shape
         self.placement = placement
@@ -56,27 +74,56 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.shape[: x.ndim - self.num_in]
         flat = math.prod(x.shape[x.ndim - self.num_in :])
-        # As one product of two matrices: with more axes XLA transposes the output's gradient before it multiplies for
-        # the kernel's, which took a quarter of the step of a small model on a CPU. But one axis cannot be split over
-        # the devices of both batch and length.
-        is_matrix = self.placement.parts('length') == 1
         kernel = self._gathered_kernel(x.dtype)
         if self.matmul == 'fp8':
             # The codes are what travels, a byte each: nothing but a gradient comes of `kernel`.
             codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
             codes = codes._replace(bits=self.placement.gathered(codes.bits, self.axes).reshape(flat, -1))
-            y = fp8.product(x.reshape(*([-1] if is_matrix else rows), flat), kernel.reshape(flat, -1), codes)
-        elif is_matrix:
-            y = x.reshape(-1, flat) @ kernel.reshape(flat, -1)
+            x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
+            y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
         else:
-            y = jnp.tensordot(x, kernel, axes=self.num_in)
-        return self._with_bias(y.reshape(*rows, *self.out_shape))
+            y = self._product(x, kernel, self.num_in)
+        return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
+
+    @property
+    def _is_matrix(self) -> bool:
+        # As one product of two matrices: with more axes XLA transposes the output's gradient before it multiplies for
+        # the kernel's, which took a quarter of the step of a small model on a CPU. But one axis cannot be split over
+        # the devices of both batch and length.
+        return self.placement.parts('length') == 1
+
+    def _product(self, x: jax.Array, matrix: jax.Array, num_in: int) -> jax.Array:
+        """Contracts the last `num_in` axes of x with the first of the matrix; the others may be flat."""
+        if not self._is_matrix:
+            return jnp.tensordot(x, matrix, axes=num_in)
+        flat = math.prod(x.shape[x.ndim - num_in :])
+        return x.reshape(-1, flat) @ matrix.reshape(flat, -1)
 
     def _gathered_kernel(self, dtype: jnp.dtype) -> jax.Array:
-        # In the type of the computation before it travels: half the bytes.
-        return self.placement.gathered(self.kernel[...].astype(dtype), self.axes)
+        return self._gathered(self.kernel, self.axes, dtype)
 
-    def _with_bias(self, y: jax.Array) -> jax.Array:
+    def _gathered(self, param: nnx.Param, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
+        # In the type of the computation before it travels: half the bytes.
+        return self.placement.gathered(param[...].astype(dtype), axes)
+
+    def _gathered_lora_a(self, dtype: jnp.dtype) -> jax.Array | None:
+        axes = (*self.axes[: self.num_in], RANK)
+        return None if self.lora_a is None else self._gathered(self.lora_a, axes, dtype)
+
+    def _lowered(self, x: jax.Array) -> jax.Array | None:
+        """x · lora_a, [..., rank]; None without an adapter."""
+        lora_a = self._gathered_lora_a(x.dtype)
+        if lora_a is None:
+            return None
+        return self._product(x, lora_a, self.num_in).reshape(*x.shape[: x.ndim - self.num_in], -1)
+
+    def _completed(self, y: jax.Array, lowered: jax.Array | None) -> jax.Array:
+        """The product with what adapter and bias add."""
+        if self.lora_b is not None:
+            assert lowered is not None
+            lora_b = self._gathered(self.lora_b, (RANK, *self.axes[self.num_in :]), y.dtype)
+            # The scale where the arrays are small.
+            y = y + self._product(lowered * self.lora_scale, lora_b, 1).reshape(y.shape)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
     @property
@@ -94,10 +141,42 @@ def apply_together(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     """
     if not all(linear._is_whole for linear in linears):
         return [linear(x) for linear in linears]
-    kernels = [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears]
-    y = x.reshape(-1, x.shape[-1]) @ jnp.concatenate(kernels, axis=1)
-    parts = jax.lax.split(y, [kernel.shape[1] for kernel in kernels], axis=1)
+    products = _joined_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
+    lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
+    # A product of their own: kernels that are frozen with adapters beside them need no gradient.
+    present = [lora_a for lora_a in lora_as if lora_a is not None]
+    lowered = iter(_joined_products(x, present) if present else [])
     return [
-        linear._with_bias(part.reshape(*x.shape[:-1], *linear.out_shape))
-        for linear, part in zip(linears, parts, strict=True)
+        linear._completed(
+            product.reshape(*x.shape[:-1], *linear.out_shape),
+            None if lora_a is None else next(lowered).reshape(*x.shape[:-1], -1),
+        )
+        for linear, product, lora_a in zip(linears, products, lora_as, strict=True)
     ]
+
+
+def _joined_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Of the rows of x with each matrix [in, out], as one product."""
+    y = x.reshape(-1, x.shape[-1]) @ jnp.concatenate(matrices, axis=1)
+    return jax.lax.split(y, [matrix.shape[1] for matrix in matrices], axis=1)
+
+
+def _adapter_parameters(
+    key: jax.Array,
+    rank: int,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    in_axes: tuple[str, ...],
+    out_axes: tuple[str, ...],
+) -> tuple[nnx.Param, nnx.Param]:
+    """lora_a [*in_shape, rank] and lora_b [rank, *out_shape].
+
+    The first from U(±1 / sqrt(fan in)), as in the paper's code and in PEFT, which call it Kaiming uniform with a =
+    sqrt(5); the second 0, so that a model starts as what it was without adapters.
+    """
+    num_in, zeros = len(in_shape), jax.nn.initializers.zeros
+    uniform = jax.nn.initializers.variance_scaling(
+        1 / 3, 'fan_in', 'uniform', in_axis=tuple(range(num_in)), out_axis=num_in
+    )
+    lora_a = _parameter(key, (*in_shape, rank), (*in_axes, RANK), uniform)
+    return lora_a, _parameter(key, (rank, *out_shape), (RANK, *out_axes), zeros)

@@ -28,6 +28,7 @@ STATES = {
 # Where time goes: what is shown for it, and what it is drawn with; without colours the characters tell.
 CATEGORIES = {
     'step': ('step', '█', 'green'),
+    'rollout': ('rollout', '▇', 'green'),
     'evaluation': ('evaluation', '▓', 'cyan'),
     'checkpoint': ('checkpoint', '▒', 'blue'),
     'data_wait': ('data wait', '░', 'yellow'),

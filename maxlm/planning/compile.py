@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config.keys import Config
+from maxlm.training.objectives import GRPO_TYPES
 from maxlm.training.sharding import Layout
-from maxlm.training.step import TrainState, make_train_step
+from maxlm.training.state import TrainState
+from maxlm.training.step import make_train_step
 
 # The arrays of a batch, as `maxlm.data` makes them; each [B, T].
 BATCH_TYPES = {
@@ -106,7 +108,8 @@ def compile_train_step(
     """
     start = time.perf_counter()
     shape = (config.train.global_batch, config.data.window)
-    batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
+    kinds = {**BATCH_TYPES, **(GRPO_TYPES if config.train.objective == 'grpo' else {})}
+    batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in kinds.items()}
     if num_sources:
         batch['sources'] = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=layout.named('batch'))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)

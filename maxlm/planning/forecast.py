@@ -17,7 +17,7 @@ from maxlm.planning.roofline import StepTime, step_time
 from maxlm.planning.targets import Target, compiling_for, target_layout
 from maxlm.planning.work import Work, estimate_work
 from maxlm.training.sharding import Layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 
 
 class Forecast(NamedTuple):

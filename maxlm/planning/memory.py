@@ -27,7 +27,7 @@ from maxlm.planning.state_bytes import (
 )
 from maxlm.planning.weights import Weight, weights
 from maxlm.planning.work import needs_mask
-from maxlm.training.step import TrainState
+from maxlm.training.state import TrainState
 
 # "the total memory required for HLO temporaries (81.26G) exceeds available HBM (30.75G)".
 OVERFLOW = re.compile(r'required[^()]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)')

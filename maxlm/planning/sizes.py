@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxlm.training.step import TrainState
+from maxlm.training.state import TrainState
 
 
 def num_parameters(params: Any) -> int:

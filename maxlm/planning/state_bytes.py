@@ -15,7 +15,7 @@ from maxlm.model.host_memory import HOST
 from maxlm.planning.weights import Weight, weights
 from maxlm.training.moments import MIN_SIZE, num_blocks
 from maxlm.training.sharding import SAVING, TABLE
-from maxlm.training.step import TrainState
+from maxlm.training.state import TrainState
 
 
 class StateBytes(NamedTuple):

@@ -40,6 +40,7 @@ NUM_DASHES = 3
 # Of the categories of time, in the order of a bar. Lost and idle time are striped too.
 TIME = {
     'step': Color('#0072b2', '#56b4e9'),
+    'rollout': Color('#3d9bd4', '#1f78b4'),
     'evaluation': Color('#00805f', '#2bc4a0'),
     'checkpoint': Color('#a8487f', '#f0a6d2'),
     'data_wait': Color('#c79a00', '#f0e442'),

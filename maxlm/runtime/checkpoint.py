@@ -32,7 +32,7 @@ from maxlm.runtime.stored import REMEDY, DamagedError, read_json
 from maxlm.runtime.together import Together
 from maxlm.training.guards import window_to_json
 from maxlm.training.retention import SavedStep, best_step, reasons_to_keep
-from maxlm.training.step import TrainState
+from maxlm.training.state import TrainState
 
 # A client of a bucket tries for a quarter of an hour to write into one that does not answer, and says nothing. The
 # question whether it answers takes half a minute itself.

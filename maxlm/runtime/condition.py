@@ -23,7 +23,7 @@ MIRROR_SECONDS = 120.0
 # Kinds of events that a run which gets ahead writes.
 PROGRESS = frozenset({'started', 'resumed', 'compiled', 'evaluated', 'saved', 'context', 'length'})
 # While a run is at one of these no step is done, for as long as it takes.
-WITHOUT_STEPS = frozenset({'start', 'compile', 'evaluation', 'checkpoint', 'restore'})
+WITHOUT_STEPS = frozenset({'start', 'compile', 'rollout', 'evaluation', 'checkpoint', 'restore'})
 
 
 class Condition(NamedTuple):

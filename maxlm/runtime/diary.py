@@ -26,7 +26,7 @@ from maxlm.runtime.lines import LineWriter, read_lines, torn_note
 from maxlm.runtime.timeline import Timeline
 
 # What a step takes is what the loop does between two of them.
-_OF_THE_LOOP = ('step', 'data_wait', 'evaluation', 'checkpoint')
+_OF_THE_LOOP = ('step', 'rollout', 'data_wait', 'evaluation', 'checkpoint')
 # So many lines between two saves, and the file is made shorter.
 _MOST_BEATS = 1000
 _CLOSE_SECONDS = 5.0

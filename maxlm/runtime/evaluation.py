@@ -11,21 +11,30 @@ import numpy as np
 
 from maxlm.config.keys import Config
 from maxlm.data.corpus import Corpus
+from maxlm.runtime.metrics import perplexity
+from maxlm.training.objectives import LossSums
 from maxlm.training.sharding import Layout
-from maxlm.training.step import LossSums, make_eval_step
+from maxlm.training.state import TrainState, evaluated_params
+from maxlm.training.step import make_eval_step
 
 
 class Evaluation(NamedTuple):
-    """Cross-entropy in nats per predicted token, and how many tokens were predicted.
+    """What is minimized (of next_token in nats per predicted token), and how many tokens were predicted.
 
     `source_losses` and `source_tokens` are the same by source, where the batches tell sources; the loss of one that had
-    no token is NaN.
+    no token is NaN. `parts` are further means by name.
     """
 
     loss: float
     tokens: int
     source_losses: list[float]
     source_tokens: list[int]
+    parts: dict[str, float]
+
+    @property
+    def told(self) -> dict[str, float]:
+        """What a run tells of it, by name."""
+        return {'loss': self.loss, **(self.parts or {'perplexity': perplexity(self.loss)})}
 
 
 class Validation:
@@ -46,28 +55,37 @@ class Validation:
         """Batches."""
         return len(self._batches)
 
-    def __call__(self, params: Any) -> Evaluation:
+    def __call__(self, state: TrainState) -> Evaluation:
         in_order = (self._batches[index] for index in range(len(self._batches)))
-        return evaluate(self._step, params, in_order, layout=self._layout, global_batch=self._global_batch)
+        return evaluate(
+            self._step,
+            evaluated_params(state),
+            in_order,
+            reference=state.reference,
+            layout=self._layout,
+            global_batch=self._global_batch,
+        )
 
 
 def evaluate(
-    eval_step: Callable[[Any, Any], LossSums],
+    eval_step: Callable[[Any, Any, Any], LossSums],
     params: Any,
     batches: Iterable[dict[str, np.ndarray]],
     *,
+    reference: Any = None,
     layout: Layout,
     global_batch: int,
 ) -> Evaluation:
-    """Mean over all predicted tokens of the batches, whose rows are this process's share."""
-    sums = [eval_step(params, layout.put_batch(batch, global_batch)) for batch in batches]
+    """Mean over all predicted tokens, or pairs, of the batches, whose rows are this process's share."""
+    sums = [eval_step(params, reference, layout.put_batch(batch, global_batch)) for batch in batches]
     # One transfer at the end: until here the device works through the batches without waiting for Python.
     total = jax.tree.map(lambda *batches: np.sum(np.asarray(batches, np.float64), axis=0), *jax.device_get(sums))
     return Evaluation(
-        loss=float(total.loss) / max(float(total.tokens), 1.0),
+        loss=float(total.loss) / max(float(total.weight), 1.0),
         tokens=int(total.tokens),
         source_losses=means(total.source_loss, total.source_tokens),
         source_tokens=[int(count) for count in total.source_tokens],
+        parts={name: float(sum_) / max(float(total.parts_count), 1.0) for name, sum_ in total.parts.items()},
     )
 
 

@@ -17,11 +17,15 @@ from maxlm.errors import InputError
 from maxlm.runtime.lines import read_lines, torn_note
 
 # What a process can be doing, in the order in which it is told.
-LIVE = ('start', 'compile', 'restore', 'step', 'data_wait', 'evaluation', 'checkpoint', 'other')
+LIVE = ('start', 'compile', 'restore', 'step', 'rollout', 'data_wait', 'evaluation', 'checkpoint', 'other')
+# Those that a line does not have that was written before there was such a thing.
+YOUNGER = ('rollout',)
+# Without which no model would come about.
+OF_USE = ('step', 'rollout')
 # Steps that were done again; nothing ran between two lives.
 CATEGORIES = (*LIVE, 'lost', 'idle')
 # What is lost with a step.
-OF_STEPS = ('step', 'data_wait', 'evaluation')
+OF_STEPS = ('step', 'rollout', 'data_wait', 'evaluation')
 # Lines that stay when a file is made shorter, besides the last one of each life.
 _LASTING = ('saved', 'rollback')
 
@@ -72,8 +76,8 @@ class Ledger(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Seconds of steps that count, as a share of all; 0 of a run without lines."""
-        return self.totals['step'] / self.seconds if self.lives else 0.0
+        """Seconds of steps that count, rollouts included, as a share of all; 0 of a run without lines."""
+        return sum(self.totals[name] for name in OF_USE) / self.seconds if self.lives else 0.0
 
     @property
     def dollars(self) -> float | None:
@@ -154,7 +158,7 @@ class _Stretch:
 def _life(own: Sequence[dict[str, Any]], ended: float) -> Life:
     """From its lines, and the time of the last line before them."""
     began, last = own[0]['began'], own[-1]
-    seconds = {name: float(last['seconds'][name]) for name in LIVE}
+    seconds = {name: seconds_of(last, name) for name in LIVE}
     # Clocks of two machines differ.
     seconds |= {'lost': 0.0, 'idle': max(0.0, began - ended)}
     return Life(
@@ -171,9 +175,15 @@ def _life(own: Sequence[dict[str, Any]], ended: float) -> Life:
     )
 
 
+def seconds_of(line: dict[str, Any], name: str) -> float:
+    """What a line has under a category; KeyError where it should have it and has not."""
+    seconds = line['seconds']
+    return float(seconds.get(name, 0.0) if name in YOUNGER else seconds[name])
+
+
 def _stretch(life: Life, before: dict[str, Any], line: dict[str, Any]) -> _Stretch:
     first = before['step'] if before['step'] is not None else life.start_step or 0
-    seconds = {name: line['seconds'][name] - before['seconds'].get(name, 0.0) for name in OF_STEPS}
+    seconds = {name: seconds_of(line, name) - before['seconds'].get(name, 0.0) for name in OF_STEPS}
     # The line of a rollback has the step that it goes back to.
     return _Stretch(life, first, max(first, line['step']), seconds, line['why'] == 'end')
 

@@ -15,7 +15,7 @@ from maxlm.config.keys import Config
 from maxlm.config.load import from_json
 from maxlm.data.storage import Entry, StorageError, is_url, list_directory, read_bytes, shown
 from maxlm.errors import InputError
-from maxlm.runtime.goodput import LIVE, Ledger, account, ledger_name
+from maxlm.runtime.goodput import LIVE, YOUNGER, Ledger, account, ledger_name
 from maxlm.runtime.lock import LOCK, Owner, is_alive
 from maxlm.runtime.tail import Tail
 from maxlm.runtime.workdir import CONFIG
@@ -195,7 +195,7 @@ def _is_beat(line: dict[str, Any]) -> bool:
     optional = [line.get(key, '') for key in ('step', 'start_step', 'saved_step', 'dollars')]
     if not isinstance(seconds, dict):
         return False
-    numbers += [seconds.get(name) for name in LIVE]
+    numbers += [seconds.get(name, 0 if name in YOUNGER else None) for name in LIVE]
     numbers += [value for value in optional if value is not None]
     words = isinstance(line.get('host'), str) and isinstance(line.get('why'), str)
     return words and all(type(value) in (int, float) and abs(value) < LARGEST for value in numbers)

@@ -14,7 +14,7 @@ from maxlm.errors import InputError
 from maxlm.runtime import integrity
 from maxlm.runtime.step_folder import to_path
 from maxlm.runtime.stored import descriptions, key_name, reading, stored_tree
-from maxlm.training.step import Params
+from maxlm.training.state import Params
 
 # In the path of every array that is stacked over layers: [L, …].
 STACK = 'blocks'
@@ -41,18 +41,15 @@ def params_item(step_directory: epath.Path) -> str:
     return 'ema' if (step_directory / 'ema').is_dir() else 'params'
 
 
-def check_params(step_directory: epath.Path, abstract: Params, *, key: str) -> None:
+def check_params(step_directory: epath.Path, abstract: Params) -> None:
     """Compares what `params_item` names in a step with what is wanted, without reading the arrays.
 
     Raises:
-        InputError: it is missing, or of another model. The message begins with `key`, which asked for this step.
+        InputError: it is missing, or of another model.
     """
     advice = 'choose a checkpoint of this model, or the model of the checkpoint'
-    try:
-        path = to_path(step_directory) / params_item(step_directory)
-        check_tree(path, abstract, advice, stored=integrity.read_checksums(path.parent))
-    except InputError as error:
-        raise InputError(f'{key}: {error}') from None
+    path = to_path(step_directory) / params_item(step_directory)
+    check_tree(path, abstract, advice, stored=integrity.read_checksums(path.parent))
 
 
 def copy_params(params: Params) -> Params:

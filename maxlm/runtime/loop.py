@@ -7,25 +7,20 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import jax
 
 from maxlm.config.keys import UNDECIDED_STEPS
-from maxlm.data.corpus import Corpus
 from maxlm.data.skips import skip_steps
-from maxlm.data.windows import Batch
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
 from maxlm.planning.chips import find_peak
-from maxlm.planning.compile import compile_train_step
-from maxlm.planning.cost import FORWARD_SHARE
 from maxlm.planning.flops import training_flops
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import logger, progress_bar
 from maxlm.runtime.data_wait import DataWait
-from maxlm.runtime.evaluation import Validation
+from maxlm.runtime.feed import Feed
 from maxlm.runtime.home import Home
 from maxlm.runtime.metrics import MetricWriter, lowest_loss
 from maxlm.runtime.notices import Notices
@@ -34,12 +29,11 @@ from maxlm.runtime.pace import Pace
 from maxlm.runtime.peers import Peers
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.preflight import Ready
-from maxlm.runtime.reading import batches_after
 from maxlm.runtime.reporter import Reporter
 from maxlm.runtime.save_times import SaveTimes
-from maxlm.runtime.sources import SourceReport
 from maxlm.runtime.spending import Spending
-from maxlm.runtime.start import start_state
+from maxlm.runtime.start import reference_facts, start_state
+from maxlm.runtime.stepping import Stepping
 from maxlm.runtime.summary import headline, log_end, log_start, start_facts
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.runtime.workdir import describe_run
@@ -56,7 +50,7 @@ from maxlm.training.decisions import (
     rolled_back,
     to_json,
 )
-from maxlm.training.step import TrainState, evaluated_params
+from maxlm.training.state import TrainState, evaluated_params
 
 
 class Leg(NamedTuple):
@@ -72,14 +66,15 @@ class Leg(NamedTuple):
 class Loop:
     """What stays the same from the first step of a process to its last, and the loop over steps."""
 
-    def __init__(self, stack: contextlib.ExitStack, ready: Ready, corpus: Corpus, home: Home, peers: Peers):
+    def __init__(self, stack: contextlib.ExitStack, ready: Ready, feed: Feed, home: Home, peers: Peers):
         """Enters what a run needs into `stack`."""
+        self._ready = ready
         self._config, self._layout, self._abstract, self._forecast = ready
-        self._corpus, self._home, self._diary = corpus, home, home.diary
+        self._feed, self._home, self._diary = feed, home, home.diary
         self._timeline = self._diary.timeline
         config = self._config
         self._peak = find_peak(config.metrics.peak_tflops)
-        facts = start_facts(ready, corpus, self._peak, self._diary.price)
+        facts = start_facts(ready, feed, self._peak, self._diary.price)
         self._diary.event('started', headline(config, self._abstract), **facts)
         if compiled := self._forecast.compiled:
             self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
@@ -100,7 +95,7 @@ class Loop:
             )
         )
         self._data_wait = stack.enter_context(DataWait(self._timeline))
-        self._facts = corpus.fingerprint(config.train.global_batch)
+        self._facts = feed.fingerprint(config.train.global_batch) | reference_facts(config)
         self._stack = stack
 
     def start(self) -> tuple[TrainState, Decisions]:
@@ -109,7 +104,7 @@ class Loop:
         with self._timeline.phase('restore') if reads else contextlib.nullcontext():
             state, history = start_state(
                 self._config,
-                dataset=self._corpus.first,
+                tokenizer=self._feed.tokenizer_path,
                 layout=self._layout,
                 abstract=self._abstract,
                 checkpoints=self._checkpoints,
@@ -121,20 +116,12 @@ class Loop:
 
     def tell(self, start: int, decisions: Decisions) -> None:
         """Says what is about to happen, and makes ready to tell what does."""
-        config, corpus, train = decided(self._config, decisions), self._corpus, self._config.train
+        config, feed, train = decided(self._config, decisions), self._feed, self._config.train
         self._describe(decisions)
         if start:
             self._diary.event('resumed', f'going on from step {start}', step=start, from_step=start)
-        self._validation = Validation(config, corpus, self._layout) if config.eval.every else None
-        self._observers = Observers(
-            self._stack,
-            config,
-            corpus=corpus,
-            layout=self._layout,
-            workdir=self._home.workdir,
-            life=self._diary.life,
-        )
-        self._program = self._forecast.config, self._forecast.compiled
+        feed.open(config, self._layout)
+        self._observers = Observers(self._stack, config, workdir=self._home.workdir, life=self._diary.life)
         log_start(config, self._abstract, self._forecast, peak=self._peak, price=self._diary.price)
         self._pace = Pace(
             tokens_per_step=train.global_batch * config.data.window,
@@ -142,7 +129,7 @@ class Loop:
             peak=self._peak,
             num_devices=jax.device_count(),
         )
-        self._sources = SourceReport(corpus)
+        self._sources = feed.sources()
         if config.train.num_steps != UNDECIDED_STEPS:
             self._sources.log_start(config.train.num_steps * train.global_batch)
         show_bar = config.metrics.progress and self._first
@@ -151,13 +138,22 @@ class Loop:
             config,
             pace=self._pace,
             bar=self._stack.enter_context(bar),
-            windows_per_epoch=corpus.training_windows,
+            windows_per_epoch=feed.windows_per_epoch,
             sources=self._sources,
             warn=partial(self._home.alerts.send, 'skipped'),
             costs=self._diary.metrics,
             devices=self._observers.readings.metrics,
         )
-        evaluation = FORWARD_SHARE * len(self._validation) / config.eval.every if self._validation else 0.0
+        self._stepping = Stepping(
+            self._ready,
+            feed,
+            data_wait=self._data_wait,
+            diary=self._diary,
+            watchdog=self._watchdog,
+            profile=self._observers.profile,
+            reporter=self._reporter,
+            pace=self._pace,
+        )
         # What lives that were killed had not saved any more was paid for as well.
         untold = max(0.0, self._diary.earlier_seconds - 3600 * decisions.hours)
         self._spending = Spending(
@@ -165,7 +161,7 @@ class Loop:
             began=self._timeline.origin - untold,
             pace=self._pace,
             num_devices=jax.device_count(),
-            evaluation_share=evaluation,
+            evaluation_share=feed.evaluation_share,
         )
 
     def leg(self, state: TrainState, decisions: Decisions) -> Leg:
@@ -174,7 +170,7 @@ class Loop:
         start = int(state.step)
         with contextlib.ExitStack() as stack:
             alarm = partial(self._home.alerts.send, 'data')
-            reading = batches_after(start, config, decisions, corpus=self._corpus, layout=self._layout, alarm=alarm)
+            reading = self._feed.batches(start, config, decisions, layout=self._layout, alarm=alarm)
             batches = stack.enter_context(reading)
             self._report_from(start, int(state.skipped), stack)
             times = SaveTimes(config.checkpoint, start=start)
@@ -183,16 +179,20 @@ class Loop:
             owed = False
             for step in itertools.count(start + 1):
                 try:
-                    state = self._take_step(step, state, batches, decisions, connects=step == start + 1)
+                    state = self._stepping.take(step, state, batches, decisions, connects=step == start + 1)
                 except InputError:
                     # Of the data. Of several processes the others wait for this one, and cannot save.
-                    if jax.process_count() == 1 and step > start + 1:
+                    if jax.process_count() == 1 and step > start + 1 and self._feed.may_pause_after(step - 1):
                         reporter.flush()
                         self._save(step - 1, state, decisions)
                     raise
 
-                told = self._stop.reached()
                 num_steps = decided(config, decisions).train.num_steps
+                if step < num_steps and not self._feed.may_pause_after(step):
+                    # What the next steps learn from is not to be had again.
+                    owed |= times.due(step, num_steps=num_steps)
+                    continue
+                told = self._stop.reached()
                 # While steps are bad none is saved: there is nothing new in it, and older ones would go for it.
                 owed |= times.due(step, num_steps=num_steps)
                 # Who is told to stop has little time: then the state is saved and nothing else is done.
@@ -207,14 +207,13 @@ class Loop:
                     return Leg(step, decisions, verdict, '')
                 loss = None
                 with watchdog.phase():
-                    if validate and self._validation:
+                    if validate:
                         with self._pace.paused('eval'), self._timeline.phase('evaluation'):
-                            result = self._validation(evaluated_params(state))
-                            reporter.evaluated(step, result)
-                            if sample := self._observers.samples:
-                                reporter.sampled(step, sample(evaluated_params(state)))
+                            result = self._feed.evaluate(state)
+                            text = reporter.evaluated(step, result)
+                            reporter.sampled(step, self._feed.sample(evaluated_params(state)))
                         loss = result.loss
-                        self._diary.event('evaluated', f'validation loss {loss:.4f}', step=step, loss=loss)
+                        self._diary.event('evaluated', text, step=step, loss=loss)
                         decisions = after_evaluation(decisions, loss, config.guard)
                     decisions = self._spend(step, decisions, look=owed or told or validate)
                     why = ended(config, decisions, step)
@@ -266,7 +265,7 @@ class Loop:
         log_end(
             leg.step,
             leg.ended,
-            corpus=self._corpus,
+            feed=self._feed,
             reporter=self._reporter,
             pace=self._pace,
             spent=self._diary.metrics(leg.step, num_steps),
@@ -285,60 +284,6 @@ class Loop:
         self._diary.begin(start, lambda: (self._reporter.step, self._checkpoints.latest_step()))
         self._pace.start()
         self._watchdog.start()
-
-    def _take_step(
-        self, step: int, state: TrainState, batches: Iterator[Batch], decisions: Decisions, *, connects: bool
-    ) -> TrainState:
-        """The state after the next batch; the first step connects processes, which may take long."""
-        compiled = self._compiled_for(step, decisions)
-        profile = self._observers.profile
-        if profile.begins(step):
-            self._at_rest(state, partial(profile.start, step))
-        # Shorter sequences are more of them.
-        rows = self._program[0].train.global_batch
-        batch, data_wait = self._data_wait.take(batches, self._reporter.running)
-        # Dispatch may wait for other processes too.
-        with self._watchdog.phase() if connects else self._watchdog.waiting():
-            # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
-            with jax.transfer_guard('disallow'):
-                state, metrics = compiled(state, self._layout.put_batch(batch, rows))
-            if connects:
-                jax.block_until_ready(metrics)
-        with self._watchdog.waiting():
-            self._reporter.submit(step, metrics, data_wait)
-        if profile.ends(step):
-            self._at_rest(state, partial(profile.stop, step))
-        self._watchdog.step_done()
-        return state
-
-    def _at_rest(self, state: TrainState, act: Callable[[], None]) -> None:
-        """Does something between two steps, when the devices have nothing to do; it counts as no time of a step."""
-        with self._watchdog.waiting():
-            self._reporter.flush()
-            jax.block_until_ready(state)
-        with self._pace.paused('profile'), self._timeline.phase('other'), self._watchdog.phase():
-            act()
-
-    def _compiled_for(self, step: int, decisions: Decisions) -> jax.stages.Compiled:
-        """The program of a step: another one after a change of the sequences' length or of the schedule."""
-        now = decided(self._config, decisions)
-        wanted = now.at_context(now.context_at(step - 1))
-        before, compiled = self._program
-        if compiled is None or wanted != before:
-            # What was dispatched is still of the old one.
-            with self._watchdog.waiting():
-                self._reporter.flush()
-            with self._pace.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
-                compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._corpus.names))
-            self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
-            self._pace.change_flops(training_flops(now.model, wanted.data.window))
-            self._reporter.change_config(now)
-            if wanted.data.window != before.data.window:
-                text = f'sequences of {wanted.data.window} tokens from here on'
-                logger.info(f'step {step:>7}  {text}')
-                self._diary.event('context', text, window=wanted.data.window)
-            self._program = wanted, compiled
-        return compiled.step
 
     def _save(
         self,
@@ -370,7 +315,7 @@ class Loop:
             train = dataclasses.replace(train, num_steps=decisions.num_steps)
         if self._first:
             config = dataclasses.replace(self._config, train=train)
-            describe_run(self._home.workdir, config, self._corpus.first.tokenizer_path)
+            describe_run(self._home.workdir, config, self._feed.tokenizer_path)
 
     def _judge(self, decisions: Decisions) -> Rollback | Stop | None:
         bad = self._reporter.bad_steps

@@ -1,4 +1,4 @@
-"""What looks on while a run runs: trackers, readings of the machine, samples, a profile. None of it changes the run."""
+"""What looks on while a run runs: trackers, readings of the machine, a profile. None of it changes the run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import jax
 
 from maxlm.config.keys import Config
 from maxlm.config.reporting_keys import ProfileConfig
-from maxlm.data.corpus import Corpus
 from maxlm.runtime.accelerators import Accelerators, local_devices
 from maxlm.runtime.console import logger
 from maxlm.runtime.devices import DeviceReadings
 from maxlm.runtime.metrics import Tracker
 from maxlm.runtime.profile import Profile
-from maxlm.runtime.samples import Samples
 from maxlm.runtime.tensorboard import TensorBoard
 from maxlm.runtime.wandb_upload import WeightsAndBiases
-from maxlm.training.sharding import Layout
 
 
 class Observers:
@@ -28,20 +25,14 @@ class Observers:
         trackers: of metrics; of several processes the first alone has any.
         readings: of the machine of each process.
         profile: by the first process.
-        samples: of all processes together; None = the config asks for none.
     """
 
-    def __init__(
-        self, stack: contextlib.ExitStack, config: Config, *, corpus: Corpus, layout: Layout, workdir: Path, life: int
-    ):
+    def __init__(self, stack: contextlib.ExitStack, config: Config, *, workdir: Path, life: int):
         """
         Raises:
-            InputError: a package is missing that a tracker needs, or a prompt is too long.
+            InputError: a package is missing that a tracker needs.
         """
         process = jax.process_index()
-        self.samples = None
-        if config.eval.every and (config.eval.samples or config.eval.sample_prompts):
-            self.samples = Samples(config, corpus, layout)
         self.trackers = [] if process else _open_trackers(config, workdir, stack)
         self.readings = stack.enter_context(
             DeviceReadings(

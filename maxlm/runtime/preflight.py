@@ -16,7 +16,7 @@ from maxlm.planning.plan_report import advice_text, size_text
 from maxlm.runtime.console import logger
 from maxlm.training.decisions import Decisions, decided, ended
 from maxlm.training.sharding import Layout, make_layout
-from maxlm.training.step import TrainState, abstract_state
+from maxlm.training.state import TrainState, abstract_state
 
 Resolve = Callable[[Config], Config]
 FIRST_DECISIONS = Decisions()

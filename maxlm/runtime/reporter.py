@@ -17,8 +17,9 @@ from maxlm.runtime.evaluation import Evaluation
 from maxlm.runtime.metrics import MetricWriter, perplexity
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.samples import Sample
-from maxlm.runtime.sources import SourceReport
+from maxlm.runtime.sources import Sources
 from maxlm.training.decisions import BadSteps
+from maxlm.training.objectives import part_names
 
 
 class _Pending(NamedTuple):
@@ -40,7 +41,7 @@ class Reporter:
         pace: Pace,
         bar: tqdm,
         windows_per_epoch: int,
-        sources: SourceReport,
+        sources: Sources,
         warn: Callable[[str], None] = logger.warning,
         costs: Callable[[int, int | None], dict[str, float]] = lambda step, num_steps: {},
         devices: Callable[[], dict[str, float]] = dict,
@@ -87,12 +88,19 @@ class Reporter:
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
             self._report(step, values)
 
-    def evaluated(self, step: int, result: Evaluation) -> None:
-        """The validation loss after `step`."""
-        loss = self.validation_loss = result.loss
+    def evaluated(self, step: int, result: Evaluation) -> str:
+        """The result on the validation split after `step`; returns it in words."""
+        self.validation_loss = result.loss
         by_source = self._sources.evaluation_metrics(result.source_losses, result.source_tokens)
-        self._write(step, {'eval/loss': loss, 'eval/perplexity': perplexity(loss), **by_source})
-        logger.info(f'step {step:>7}  validation loss {loss:.4f}  perplexity {perplexity(loss):.2f}')
+        self._write(step, {**{f'eval/{name}': value for name, value in result.told.items()}, **by_source})
+        text = 'validation ' + '  '.join(f'{name.replace("_", " ")} {value:.4f}' for name, value in result.told.items())
+        logger.info(f'step {step:>7}  {text}')
+        return text
+
+    def wrote(self, step: int, metrics: dict[str, float], text: str) -> None:
+        """What the model wrote to learn from, before `step`."""
+        self._write(step, metrics)
+        logger.info(f'step {step:>7}  {text}')
 
     def sampled(self, step: int, samples: Sequence[Sample]) -> None:
         """What the model wrote after `step`."""
@@ -161,8 +169,8 @@ class Reporter:
             {
                 'train/loss': loss,
                 'train/best_loss': self.best_loss,
-                'train/perplexity': perplexity(loss),
-                **({'train/z_loss': float(values['z_loss'])} if 'z_loss' in values else {}),
+                **({'train/perplexity': perplexity(loss)} if self._config.train.objective == 'next_token' else {}),
+                **{f'train/{name}': float(values[name]) for name in part_names(self._config)},
                 **({'train/loss_scale': float(values['loss_scale'])} if 'loss_scale' in values else {}),
                 'train/learning_rate': float(values['learning_rate']),
                 'train/grad_norm': float(values['grad_norm']),

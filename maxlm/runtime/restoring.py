@@ -19,7 +19,7 @@ from maxlm.runtime.items import check_items_sums, check_tree, copy_params, read_
 from maxlm.runtime.stored import REMEDY, DamagedError, read_json, reading
 from maxlm.training.guards import window_from_json
 from maxlm.training.loss_scale import LossScale
-from maxlm.training.step import TrainState
+from maxlm.training.state import TrainState
 
 T = TypeVar('T')
 

@@ -32,7 +32,7 @@ from maxlm.model.host_memory import to_device
 from maxlm.model.ring import zigzag
 from maxlm.runtime.metrics import CURSOR
 from maxlm.training.sharding import Layout
-from maxlm.training.step import Params, abstract_model
+from maxlm.training.state import Params, abstract_model
 
 TEMPERATURE = 0.8
 # Always the same draws: what differs between two evaluations is the model.

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from maxlm.data.corpus import Corpus
 from maxlm.runtime.console import logger
 from maxlm.runtime.evaluation import means
+
+
+class Sources(Protocol):
+    """What is told about the sources of a run's rows."""
+
+    def log_start(self, num_windows: int) -> None:
+        """Says what a run of `num_windows` windows will make of its weighted sources."""
+
+    def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+        """Metrics of a step by source, after `num_windows` windows in all; a source without a token has no loss."""
+
+    def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
+        """Metrics of an evaluation by source."""
+
+
+class NoSources:
+    """Of rows that are not from sources."""
+
+    def log_start(self, num_windows: int) -> None:
+        """There is nothing to say."""
+
+    def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+        """None."""
+        del num_windows, losses, tokens
+        return {}
+
+    def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
+        """None."""
+        del losses, tokens
+        return {}
 
 
 class SourceReport:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from maxlm.config.keys import UNDECIDED_STEPS, Config
-from maxlm.data.corpus import Corpus
 from maxlm.planning.chips import Peak
 from maxlm.planning.cost import USUAL_TERMS
 from maxlm.planning.forecast import Forecast
@@ -20,10 +19,11 @@ from maxlm.planning.prices import Price
 from maxlm.runtime.console import logger
 from maxlm.runtime.costs import HOUR, duration
 from maxlm.runtime.environment import checkout, command, devices, versions
+from maxlm.runtime.feed import Feed
 from maxlm.runtime.pace import Pace
 from maxlm.runtime.preflight import Ready
 from maxlm.runtime.reporter import Reporter
-from maxlm.training.step import TrainState
+from maxlm.training.state import TrainState
 
 
 def headline(config: Config, abstract: TrainState) -> str:
@@ -32,7 +32,7 @@ def headline(config: Config, abstract: TrainState) -> str:
     return f'{_num_parameters(abstract):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
 
 
-def start_facts(ready: Ready, corpus: Corpus, peak: Peak, price: Price | None) -> dict[str, Any]:
+def start_facts(ready: Ready, feed: Feed, peak: Peak, price: Price | None) -> dict[str, Any]:
     """All that is known before the first step, as JSON: what the event `started` has besides its message."""
     config, _, abstract, forecast = ready
     target, train = forecast.target, config.train
@@ -62,17 +62,7 @@ def start_facts(ready: Ready, corpus: Corpus, peak: Peak, price: Price | None) -
             'hours': cost.hours if cost else None,
             'dollars': cost.hours * of_all if cost and of_all is not None else None,
         },
-        'dataset': {
-            **corpus.fingerprint(train.global_batch),
-            'sources': [
-                {
-                    'name': source.name or source.dataset.path.name,
-                    'tokens': sum(shard.tokens for shard in source.shards('train')),
-                    'weight': share,
-                }
-                for source, share in zip(corpus.sources, corpus.mixture.shares, strict=True)
-            ],
-        },
+        'dataset': feed.facts(train.global_batch),
     }
 
 
@@ -99,14 +89,14 @@ def log_start(config: Config, abstract: TrainState, forecast: Forecast, *, peak:
 
 
 def log_end(
-    step: int, why: str, *, corpus: Corpus, reporter: Reporter, pace: Pace, spent: dict[str, float], seconds: float
+    step: int, why: str, *, feed: Feed, reporter: Reporter, pace: Pace, spent: dict[str, float], seconds: float
 ) -> None:
     """Says what became of a run.
 
     Args:
         step: its last.
         why: it is over.
-        corpus, reporter, pace: of the run.
+        feed, reporter, pace: of the run.
         spent: `Diary.metrics`.
         seconds: of this process.
     """
@@ -128,10 +118,7 @@ def log_end(
     )
     validation = reporter.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'
-    logger.info(
-        f'training loss {reporter.last_loss:.3f}{validation_text} nats/token; '
-        f'unigram entropy of the validation data {corpus.unigram_entropy:.3f}'
-    )
+    logger.info(f'training loss {reporter.last_loss:.3f}{validation_text}{feed.at_end()}')
 
 
 def _num_parameters(abstract: TrainState) -> int:

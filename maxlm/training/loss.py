@@ -3,8 +3,7 @@
 The gradient of a sum is known as soon as its terms are, so each chunk's logits are made once, used for the loss and for
 the gradients, and dropped (the idea of Hsu et al. 2024, "Liger Kernel"). Nothing is computed a second time.
 
-Shapes: B batch, T length, C positions of a chunk, D dim, V vocabulary. R and P: devices that rows and length are split
-over; X chunks; N = positions of a chunk on one device.
+Shapes: B batch, T length, D dim, V vocabulary, and those of `Chunks`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ import jax.numpy as jnp
 
 from maxlm.model.decoder import soft_capped
 from maxlm.model.placement import Placement
-
-# Names of a chunk's leading axes for the placement: [X, R, P, …] and [R, P, …].
-_PARTS = ('rows', 'length')
+from maxlm.training.chunks import Chunks, loop
 
 
 class Losses(NamedTuple):
@@ -46,8 +43,7 @@ def cross_entropy(
 ) -> Losses:
     """The loss of hidden states, and its gradients by hidden states and kernel.
 
-    Logits, in float32, exist for one chunk at a time: `chunk` positions of each row of a group on each device.
-    Gradients of logits are rounded to the type of the hidden states, in which both products with them are done. The
+    Logits, in float32, exist for one chunk at a time: `chunk` positions of each row of a group on each device. The
     kernel's gradient is added up in float32 by each device for its own part of the batch, and over devices once.
 
     Args:
@@ -55,44 +51,11 @@ def cross_entropy(
         kernel_DV: of the head, in float32, as its parameter lies.
         targets_BT: ids of the tokens to predict.
         weights_BT: 1 where there is one, else 0.
-        placement: of the model.
-        chunk: positions of each row whose logits exist at the same time.
+        placement, chunk, row_groups: see `Chunks`.
         z_loss: weight of log² Z, which keeps Z near 1 (Chowdhery et al. 2022, "PaLM").
         logit_softcap: of the model.
-        row_groups: groups that the rows are taken in. Row r is in group r mod row_groups, so that no row changes its
-            device.
     """
-    B, T, _ = hidden_BTD.shape
-    R, P = (placement.parts(axis) for axis in _PARTS)
-    C = min(chunk, T // P)
-    chunks = -(-T // (P * C))
-    shape = (R, B // (R * row_groups), row_groups, P, chunks, C)
-
-    def split(x: jax.Array) -> jax.Array:
-        """[B, T, …] → [X, R, P, N, …]. Positions that fill the last chunk have weight 0."""
-        rest = x.shape[2:]
-        x = x.reshape(B, P, T // P, *rest)
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * C - T // P)] + [(0, 0)] * len(rest))
-        x = jnp.moveaxis(x.reshape(*shape, *rest), (2, 4, 0, 3, 1, 5), range(6))
-        x = x.reshape(row_groups * chunks, R, P, -1, *rest)
-        return placement.constrain(x, ('micro_batch', *_PARTS, *['activation'] * (x.ndim - 3)))
-
-    def join(x: jax.Array) -> jax.Array:
-        """The way back."""
-        rest = x.shape[4:]
-        x = x.reshape(row_groups, chunks, R, P, shape[1], C, *rest)
-        x = jnp.moveaxis(x, range(6), (2, 4, 0, 3, 1, 5)).reshape(B, P, chunks * C, *rest)
-        return x[:, :, : T // P].reshape(B, T, *rest)
-
-    def spread(kernel_DV: jax.Array) -> jax.Array:
-        """The kernel on every device, whole but for the vocabulary: [R, P, D, V] in the type of the computation."""
-        whole = placement.constrain(kernel_DV.astype(hidden_BTD.dtype), ('activation', 'vocab'))
-        whole = jnp.broadcast_to(whole, (R, P, *whole.shape))
-        return placement.constrain(whole, (*_PARTS, 'activation', 'vocab'))
-
-    def logits(hidden_RPND: jax.Array, kernel_RPDV: jax.Array) -> jax.Array:
-        scores = jnp.einsum('RPND,RPDV->RPNV', hidden_RPND, kernel_RPDV, preferred_element_type=jnp.float32)
-        return placement.constrain(scores, (*_PARTS, 'activation', 'vocab'))
+    chunks = Chunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
         scores = soft_capped(scores_RPNV, logit_softcap)
@@ -104,37 +67,32 @@ def cross_entropy(
         return (loss + z_loss * log_z_squared if z_loss else loss).sum(), (loss, log_z_squared)
 
     def total(objectives: jax.Array, sums: tuple[jax.Array, jax.Array]) -> Losses:
-        return Losses(objectives.sum(), *(join(x).sum(1) for x in sums))
+        return Losses(objectives.sum(), *(chunks.join(x).sum(1) for x in sums))
 
     @jax.custom_vjp
     def run(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> Losses:
-        kernel_RPDV = spread(kernel_DV)
+        kernel_RPDV = chunks.spread(kernel_DV)
 
         def add(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, Any]:
             hidden, targets, weights = inputs
-            return None, losses(logits(hidden, kernel_RPDV), targets, weights)
+            return None, losses(chunks.logits(hidden, kernel_RPDV), targets, weights)
 
-        return total(*_loop(add, None, (split(hidden_BTD), split(targets_BT), split(weights_BT)))[1])
+        return total(*loop(add, None, tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT))))[1])
 
     def forward(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> tuple[Losses, Any]:
-        kernel_RPDV = spread(kernel_DV)
+        kernel_RPDV = chunks.spread(kernel_DV)
 
         def add(kernel_gradient: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
             hidden, targets, weights = inputs
-            scores = logits(hidden, kernel_RPDV)
+            scores = chunks.logits(hidden, kernel_RPDV)
             objective, pull_back, sums = jax.vjp(lambda x: losses(x, targets, weights), scores, has_aux=True)
             (gradient,) = pull_back(jnp.ones((), jnp.float32))
-            gradient = gradient.astype(hidden.dtype)
-            of_hidden = jnp.einsum('RPNV,RPDV->RPND', gradient, kernel_RPDV)
-            of_hidden = placement.constrain(of_hidden, (*_PARTS, 'activation', 'activation'))
-            kernel_gradient += jnp.einsum('RPND,RPNV->RPDV', hidden, gradient, preferred_element_type=jnp.float32)
-            return placement.constrain(kernel_gradient, (*_PARTS, 'activation', 'vocab')), (objective, sums, of_hidden)
+            kernel_gradient, of_hidden = chunks.add_gradient(kernel_gradient, hidden, kernel_RPDV, gradient)
+            return kernel_gradient, (objective, sums, of_hidden)
 
-        zeros = jnp.zeros(kernel_RPDV.shape, jnp.float32)
-        inputs = split(hidden_BTD), split(targets_BT), split(weights_BT)
-        kernel_gradient, (objectives, sums, of_hidden) = _loop(add, zeros, inputs)
-        kernel_gradient = placement.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
-        return total(objectives, sums), (join(of_hidden), kernel_gradient)
+        inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT)))
+        kernel_gradient, (objectives, sums, of_hidden) = loop(add, chunks.no_gradient(kernel_RPDV), inputs)
+        return total(objectives, sums), (chunks.join(of_hidden), chunks.sum_gradient(kernel_gradient))
 
     def backward(residuals: tuple[jax.Array, jax.Array], cotangent: Losses) -> tuple[jax.Array, ...]:
         # The objective's is a number, the loss scale; the others have no gradient.
@@ -144,11 +102,3 @@ def cross_entropy(
     run.defvjp(forward, backward)
     found = run(hidden_BTD, kernel_DV)
     return Losses(found.objective, *map(jax.lax.stop_gradient, found[1:]))
-
-
-def _loop(add: Any, carry: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-    """A scan; of one round not as a loop."""
-    if len(inputs[0]) > 1:
-        return jax.lax.scan(add, carry, inputs)
-    carry, outputs = add(carry, tuple(x[0] for x in inputs))
-    return carry, jax.tree.map(lambda x: x[None], outputs)

@@ -15,12 +15,13 @@ from maxlm.training.moments import init_moment, rounding_seed, update_moments
 from maxlm.training.muon import scale_by_muon
 from maxlm.training.schedule import make_schedule
 from maxlm.training.sharding import Layout
+from maxlm.training.trained import ADAPTERS
 
 # Kinds of parameters that `optimizer.weight_decay_mask` names. Pulling scales and biases to zero does not regularize.
 DECAYED = {
-    'matrices': ('table', 'head', 'matrix'),
-    'projections': ('matrix',),
-    'all': ('table', 'head', 'matrix', 'vector'),
+    'matrices': ('table', 'head', 'matrix', 'adapter'),
+    'projections': ('matrix', 'adapter'),
+    'all': ('table', 'head', 'matrix', 'adapter', 'vector'),
 }
 
 
@@ -128,7 +129,7 @@ def rate_ratios(config: OptimizerConfig) -> dict[str, float]:
     """By kind of parameter: its peak learning rate in units of `optimizer.learning_rate`."""
     adam = config.adam_learning_rate or config.learning_rate
     table = config.embedding_learning_rate or adam
-    peaks = {'matrix': config.learning_rate, 'table': table, 'head': adam, 'vector': adam}
+    peaks = {'matrix': config.learning_rate, 'adapter': adam, 'table': table, 'head': adam, 'vector': adam}
     return {kind: peak / config.learning_rate for kind, peak in peaks.items()}
 
 
@@ -144,12 +145,15 @@ def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> opt
 
 
 def kind_of(path: tuple[Any, ...]) -> str:
-    """What a parameter is, by the names that the model's modules give: table, head, matrix (of a block) or vector."""
+    """What a parameter is, by the names that the model's modules give: table, head, matrix (of a block), adapter (of
+    one) or vector."""
     *modules, name = names(path)
     if name in ('embedding', 'position_embedding'):
         return 'table'
     if name in ('scale', 'bias'):
         return 'vector'
+    if name in ADAPTERS:
+        return 'adapter'
     assert name == 'kernel', f'parameter {".".join(names(path))} is of no known kind'
     return 'head' if 'head' in modules else 'matrix'
 

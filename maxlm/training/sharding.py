@@ -39,6 +39,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     'layers': ('stage',),
     'position': (),
     'norm': (),
+    # The rank of low-rank adapters: small, and every device needs it whole.
+    'adapter': (),
     # Of the layers in a pipeline's order: see `maxlm.model.pipeline`.
     'repeats': (),
     'stage': ('stage',),

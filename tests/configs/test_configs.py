@@ -12,7 +12,7 @@ from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from maxlm.huggingface.architectures import to_config
 from maxlm.planning.sizes import num_parameters
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 
 FILES = sorted((ROOT / 'configs').glob('*.py'))

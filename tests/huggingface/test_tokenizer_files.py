@@ -221,3 +221,83 @@ def test_conversations_are_spelled_with_special_tokens(tmp_path):
     prompt = theirs.apply_chat_template(messages, add_generation_prompt=True)
     assert (prompt if isinstance(prompt, list) else prompt['input_ids']) == ours
     assert chat.end_of_turn in ours
+
+
+CHAT = TOKENIZERS['bpe'].with_special_tokens(['<|im_start|>', '<|im_end|>'])
+END, END_OF_TURN = CHAT.end_of_document, CHAT.vocab_size - 1
+
+
+@pytest.mark.parametrize(
+    ('kept', 'ends'),
+    [
+        (None, [END, END_OF_TURN]),
+        ({'eos_token_id': END, 'a': 1}, [END, END_OF_TURN]),
+        ({'eos_token_id': [7, END]}, [7, END, END_OF_TURN]),
+        # Then the tokenizer says where a text ends.
+        ({'temperature': 0.5}, [END, END_OF_TURN]),
+        ({}, [END, END_OF_TURN]),
+    ],
+)
+def test_a_turn_ends_generation_too(tmp_path, kept, ends):
+    workdir = tmp_path / 'workdir'
+    kept_files = {} if kept is None else {'generation_config__json': kept}
+    before = json.loads((exported(tmp_path, CHAT, **kept_files) / 'generation_config.json').read_text())
+    # Control: without a template only a text ends.
+    assert before == ({'bos_token_id': END, 'eos_token_id': END, 'pad_token_id': END} if kept is None else kept)
+    (workdir / 'chat_template.jinja').write_text(CHATML)
+    text = files_for_export(workdir, MODEL)
+    assert text.ids['eos_token_id'] == ends
+    assert json.loads(text.files['generation_config.json']) == {**before, 'eos_token_id': ends}
+    assert text.files['chat_template.jinja'] == CHATML.encode()
+    # What has it already stays, to the byte, and so does what goes with a template of another kind.
+    listed = json.dumps({'eos_token_id': [END_OF_TURN], 'a': 1})
+    (workdir / 'generation_config.json').write_text(listed)
+    assert files_for_export(workdir, MODEL).files['generation_config.json'] == listed.encode()
+    (workdir / 'generation_config.json').write_text('{"eos_token_id": 3}')
+    (workdir / 'chat_template.jinja').write_text('{% for m in messages %}{{ m.content }}{% endfor %}')
+    assert files_for_export(workdir, MODEL).ids['eos_token_id'] == 3
+
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+
+
+@pytest.mark.parametrize('place', ['file', 'config', 'list'])
+def test_an_import_keeps_a_template_with_its_variables(model_directory, tmp_path, place):
+    CHAT.save(model_directory / 'tokenizer.json')
+    config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': '<|im_start|>', 'eos_token': '<|im_end|>'}
+    (model_directory / 'chat_template.jinja').unlink()
+    (model_directory / 'special_tokens_map.json').unlink()
+    if place == 'file':
+        (model_directory / 'chat_template.jinja').write_text(TEMPLATE)
+    else:
+        listed = [{'name': 'tools', 'template': 'no'}, {'name': 'default', 'template': TEMPLATE}]
+        config['chat_template'] = TEMPLATE if place == 'config' else listed
+    (model_directory / 'tokenizer_config.json').write_text(json.dumps(config))
+    messages = [{'role': 'user', 'content': 'a b'}]
+    wanted = transformers.AutoTokenizer.from_pretrained(model_directory).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    files, remark = files_for_import(model_directory)
+    assert remark == ''
+    workdir = tmp_path / 'imported'
+    workdir.mkdir()
+    for name, content in files.items():
+        (workdir / name).write_bytes(content)
+    chat = ChatEncoder.load(workdir)
+    assert chat.tokenizer.decode(chat.encode_prompt(messages)) == wanted == '<|im_start|>user:a b<|im_end|>assistant:'
+    assert chat.end_of_turn == END_OF_TURN
+    # And again out of it.
+    output = tmp_path / 'again'
+    output.mkdir()
+    for name, content in files_for_export(workdir, MODEL).files.items():
+        (output / name).write_bytes(content)
+    (output / 'config.json').write_text(json.dumps(to_config(random_model('llama', 0), 'llama')))
+    again = transformers.AutoTokenizer.from_pretrained(output)
+    assert again.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == wanted
+
+
+def test_a_template_that_cannot_be_used_is_kept_as_it_came(model_directory):
+    (model_directory / 'chat_template.jinja').write_text('{% if %}')
+    files, remark = files_for_import(model_directory)
+    assert (files['chat_template.jinja'], remark) == (b'{% if %}', '')

@@ -15,7 +15,7 @@ from maxlm.errors import InputError
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
-from maxlm.training.step import abstract_model, init_state
+from maxlm.training.state import abstract_model, init_state
 from tests.small import small_config, small_layout
 
 GREEDY = Sampling(temperature=0)
@@ -139,6 +139,30 @@ def test_a_document_that_ends_at_once():
     family = 'rotary positions'
     end = generate(family, PROMPTS[:1])[0][0]
     assert with_end(family, end).generate(PROMPTS[:1], max_tokens=5, sampling=GREEDY, seed=0) == [[]]
+
+
+def test_a_row_stops_at_the_end_of_a_turn_too():
+    family = 'rotary positions'
+    rows = generate(family, PROMPTS)
+    # The end of a document comes in one row, that of a turn in another, earlier.
+    end, end_of_turn = rows[0][6], rows[1][3]
+    tokenizer = types.SimpleNamespace(vocab_size=NUM_IDS, end_of_document=end)
+    chat = types.SimpleNamespace(end_of_turn=end_of_turn)
+    stopped, alone = (
+        Engine(load(family)._replace(tokenizer=tokenizer, chat=template)).generate(
+            PROMPTS, max_tokens=MAX_TOKENS, sampling=GREEDY, seed=0
+        )
+        for template in (chat, None)
+    )
+    for row, whole in zip(stopped, rows, strict=True):
+        stop = min(whole.index(one) if one in whole else len(whole) for one in (end, end_of_turn))
+        assert row == whole[:stop]
+    assert len(stopped[1]) <= 3
+    # Control: without a template it is a token like others.
+    assert end_of_turn in alone[1]
+    engine = Engine(load(family)._replace(tokenizer=tokenizer, chat=chat))
+    columns = list(engine.stream(PROMPTS[1:2], max_tokens=MAX_TOKENS, sampling=GREEDY, seed=0))
+    assert [int(column[0]) for column in columns] == [*stopped[1], end_of_turn]
 
 
 def refusal(prompts, max_tokens):

@@ -3,12 +3,15 @@
 import jax
 import pytest
 
+from maxlm.data.chat_template import CHATML
 from maxlm.data.records import load_manifest
+from maxlm.data.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import load_model
+from maxlm.runtime.console import Console
 from maxlm.runtime.layers import write_step
 from maxlm.runtime.step_folder import FOLDER
-from maxlm.runtime.workdir import TOKENIZER, describe_run
+from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER, describe_run
 from tests.runtime.test_checkpoint import abstract_on, config_on, random_state, same, save
 from tests.runtime.test_layers import flatten, streamed
 
@@ -63,3 +66,20 @@ def test_a_checkpoint_without_a_tokenizer(make):
     # What the message says.
     (workdir / TOKENIZER).write_bytes(tokenizer)
     load_model(str(workdir), num_devices=1)
+
+
+def test_a_chat_template_comes_with_the_model(make, capsys):
+    workdir, _, _ = make(averaged=False)
+    plain = load_model(str(workdir), num_devices=1)
+    assert (plain.chat, plain.ends) == (None, (256,))
+    bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>']).save(workdir / TOKENIZER)
+    (workdir / CHAT_TEMPLATE).write_text(CHATML)
+    model = load_model(str(workdir), num_devices=1)
+    assert model.ends == (256, 258)
+    ids = model.chat.encode_prompt([{'role': 'user', 'content': 'a'}]).tolist()
+    assert model.tokenizer.decode(ids) == '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
+    # One that cannot be used is no reason to refuse the model.
+    bytes_tokenizer().save(workdir / TOKENIZER)
+    with Console():
+        assert load_model(str(workdir), num_devices=1).chat is None
+    assert 'without its chat template' in capsys.readouterr().out

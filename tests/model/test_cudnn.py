@@ -14,7 +14,8 @@ from maxlm.model import attention, cudnn
 from maxlm.model.attention import attend, causal_mask
 from maxlm.model.placement import ONE_DEVICE
 from maxlm.planning.program import read_program
-from maxlm.training.step import init_state, make_train_step
+from maxlm.training.state import init_state
+from maxlm.training.step import make_train_step
 from tests.model import cudnn_on_cpu
 from tests.small import small_batch, small_config, small_layout
 

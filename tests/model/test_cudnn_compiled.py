@@ -22,7 +22,7 @@ from maxlm.model import attention
 from maxlm.planning.compile import compile_train_step
 from maxlm.planning.program import read_program
 from maxlm.planning.targets import CompilerMissingError, compiling_for, parse_target, target_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 
 spec, target, told, *overrides = sys.argv[1:]
 target = parse_target(target)

@@ -12,7 +12,7 @@ import pytest
 
 from maxlm.model import fp8
 from maxlm.planning.compile import compile_train_step
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 from tests.conftest import ROOT
 from tests.small import VOCAB, small_batch, small_config, small_layout
 
@@ -91,7 +91,7 @@ from maxlm.config.resolve import resolve
 from maxlm.planning.compile import compile_train_step
 from maxlm.planning.hlo import read_hlo
 from maxlm.planning.targets import CompilerMissingError, compiling_for, parse_target, target_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 
 target = parse_target('h100:8')
 sizes = ['num_layers=2', 'dim=256', 'num_heads=4', 'ffn_dim=1024', 'remat=full', 'family=llama']

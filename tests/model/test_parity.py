@@ -11,7 +11,8 @@ from flax import nnx
 
 from maxlm.model.blocks import layer_windows
 from maxlm.model.decoder import Decoder
-from maxlm.training.step import init_state, make_train_step
+from maxlm.training.state import init_state
+from maxlm.training.step import make_train_step
 from tests.huggingface.transformers_models import CASES, VOCAB, from_maxlm, make_model, to_maxlm
 from tests.small import small_config, small_layout
 

@@ -10,7 +10,7 @@ import pytest
 from maxlm.planning.compile import compile_train_step
 from maxlm.planning.program import read_program
 from maxlm.planning.targets import parse_target, target_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.small import small_config
 
 LAYERS, MICRO_BATCHES = 3, 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxlm.planning.compile import BATCH_TYPES, compile_train_step
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 from tests.small import small_batch, small_config, small_layout
 
 

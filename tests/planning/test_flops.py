@@ -6,7 +6,7 @@ import pytest
 from maxlm.config.load import load
 from maxlm.config.resolve import resolve
 from maxlm.planning.flops import matmul_parameters, training_flops
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout
 

@@ -17,7 +17,7 @@ from maxlm.planning.memory import estimate_memory, memory_of, overflow_of
 from maxlm.planning.state_bytes import planned_state_bytes, state_bytes
 from maxlm.planning.targets import parse_target
 from maxlm.planning.weights import count_parameters, weights
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout
 

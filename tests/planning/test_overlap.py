@@ -15,7 +15,7 @@ from maxlm.planning.overlap import read_overlap
 from maxlm.planning.roofline import efficiency_of, transfer_time
 from maxlm.planning.targets import parse_target, target_layout
 from maxlm.planning.transfers import Transfer
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.small import small_config
 
 CHIP = find_chip('TPU v4')

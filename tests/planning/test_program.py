@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from maxlm.planning.compile import compile_train_step
 from maxlm.planning.flops import training_flops
 from maxlm.planning.program import read_program
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.small import small_config, small_layout
 
 PROGRAMS = Path(__file__).parent / 'programs'

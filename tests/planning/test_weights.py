@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.planning.sizes import num_parameters
 from maxlm.planning.weights import count_parameters
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.small import small_config, small_layout
 
 MODELS = {

@@ -13,7 +13,8 @@ from maxlm.planning.compile import BATCH_TYPES
 from maxlm.planning.flops import matmul_parameters
 from maxlm.planning.matrices import model_parameters
 from maxlm.planning.work import estimate_work
-from maxlm.training.step import abstract_state, make_train_step
+from maxlm.training.state import abstract_state
+from maxlm.training.step import make_train_step
 from tests.conftest import ROOT
 from tests.small import VOCAB, small_config, small_layout
 

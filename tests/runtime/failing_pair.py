@@ -15,7 +15,7 @@ import numpy as np
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.distributed import join
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.small import small_config
 
 

@@ -14,7 +14,7 @@ from maxlm.runtime.console import Console
 from maxlm.runtime.items import params_item, restore_params
 from maxlm.runtime.step_folder import FOLDER, TRASH
 from maxlm.training.guards import SpikeWindow
-from maxlm.training.step import TrainState, abstract_state
+from maxlm.training.state import TrainState, abstract_state
 from tests.small import small_config, small_layout
 
 # What Orbax has begun to read besides the damaged array is dropped, and complains about that.

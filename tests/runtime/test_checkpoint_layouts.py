@@ -10,7 +10,7 @@ import pytest
 from maxlm.planning.compile import compile_train_step
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.training.loss_scale import first_loss_scale
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 from tests.small import small_batch, small_config, small_layout
 
 COMMON = {

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from maxlm.runtime.evaluation import evaluate
-from maxlm.training.step import LossSums
+from maxlm.training.objectives import LossSums
 from tests.small import small_config, small_layout
 
 
-def eval_step(params, batch):
+def eval_step(params, reference, batch):
+    assert reference is None
     loss, tokens = params * jnp.sum(batch['losses'] * batch['weights']), jnp.sum(batch['weights'])
-    return LossSums(loss, loss, tokens, jnp.stack([loss, 0 * loss]), jnp.stack([tokens, 0 * tokens]))
+    by_source = jnp.stack([loss, 0 * loss]), jnp.stack([tokens, 0 * tokens])
+    return LossSums(loss, tokens, tokens, *by_source, {'twice': 2 * loss}, tokens)
 
 
 def run(batches, num_devices=8):
@@ -32,6 +34,7 @@ def test_every_token_counts_the_same(num_devices):
     assert result.loss == pytest.approx((32 * 1 + 8 * 5) / 40)
     assert result.tokens == 40
     assert result.loss != pytest.approx((1 + 5) / 2)
+    assert result.parts == pytest.approx({'twice': 2 * result.loss})
 
 
 def test_sums_over_many_batches_keep_their_digits():

@@ -15,7 +15,7 @@ from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
 from maxlm.runtime.samples import PROMPT_TOKENS, SEED, TEMPERATURE, Samples, prompts
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 from tests.small import small_layout
 
 PROMPTS = ('License', 'You may not', 'a')

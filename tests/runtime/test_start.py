@@ -17,7 +17,7 @@ from maxlm.runtime.layers import write_step
 from maxlm.runtime.start import check_init_from, start_state
 from maxlm.runtime.step_folder import FOLDER
 from maxlm.runtime.workdir import TOKENIZER
-from maxlm.training.step import abstract_state, init_state
+from maxlm.training.state import abstract_state, init_state
 from tests.runtime.test_checkpoint import FACTS, abstract_on, config_on, random_state, same, save
 from tests.runtime.test_layers import flatten, streamed
 from tests.small import small_layout
@@ -69,7 +69,7 @@ def start(data, capsys):
         capsys.readouterr()
         with Console(), Checkpoints(workdir, keep_last=3) as checkpoints:
             state, _ = start_state(
-                config, dataset=data, layout=layout, abstract=abstract, checkpoints=checkpoints, facts=FACTS
+                config, tokenizer=data.tokenizer_path, layout=layout, abstract=abstract, checkpoints=checkpoints, facts=FACTS
             )
         placed = jax.tree.map(
             lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract
@@ -188,7 +188,7 @@ def test_a_step_0_that_training_saved_is_gone_on_from(start, tmp_path):
 @pytest.mark.parametrize(
     ('overrides', 'parts'),
     [
-        ({'model__vocab_size': 72}, ['embedding is (61, 16) float32 there, and (72, 16) float32 in the config']),
+        ({'model__dim': 32}, ['embedding is (61, 16) float32 there, and (61, 32) float32 in the config']),
         ({'model__num_layers': 3}, ['blocks.attention.key.bias is (2, 2, 8) float32', '(3, 2, 8) float32']),
         ({'model__norm': 'rmsnorm'}, ['.bias', 'nothing of that name']),
     ],
@@ -231,6 +231,7 @@ def test_the_tokenizer_of_an_import_is_not_replaced_by_another(start, imported, 
         start(imported)
     assert str(data.tokenizer_path) in str(info.value)
     assert f'--tokenizer {imported / TOKENIZER}' in str(info.value)
+    assert f'--config.train.init_from={imported}' in str(info.value)
 
 
 def test_another_tokenizer_at_the_origin_is_a_warning(start, tmp_path, origin, data, trained):

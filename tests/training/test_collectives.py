@@ -14,7 +14,7 @@ from maxlm.planning.compile import BATCH_TYPES, DEVICE_OPTIONS, compile_train_st
 from maxlm.planning.overlap import read_overlap
 from maxlm.planning.targets import parse_target
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.small import small_config
 from tests.topologies import tpu_devices
 

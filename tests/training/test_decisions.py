@@ -27,7 +27,8 @@ from maxlm.training.decisions import (
     stops_early,
     to_json,
 )
-from maxlm.training.step import init_state, make_train_step
+from maxlm.training.state import init_state
+from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout
 
 MOST = 3

@@ -11,7 +11,8 @@ import pytest
 from maxlm.config.keys import GuardConfig
 from maxlm.training import guards
 from maxlm.training.guards import SpikeWindow, first_window, window_from_json, window_to_json
-from maxlm.training.step import abstract_state, init_state, make_train_step
+from maxlm.training.state import abstract_state, init_state
+from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout
 
 W = 16

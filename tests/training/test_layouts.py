@@ -13,7 +13,8 @@ import pytest
 from maxlm.model.ring import zigzag
 from maxlm.planning.compile import compile_train_step
 from maxlm.training import sharding
-from maxlm.training.step import abstract_state, init_state, make_train_step
+from maxlm.training.state import abstract_state, init_state
+from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout
 
 STEPS = 10

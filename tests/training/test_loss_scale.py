@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from maxlm.training.loss_scale import LossScale, first_loss_scale, next_loss_scale
-from maxlm.training.step import init_state, make_train_step
+from maxlm.training.state import init_state
+from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout
 
 STEPS = 20

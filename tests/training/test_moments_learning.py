@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxlm.model.decoder import Decoder
 from maxlm.training.optimizer import scale_by_adam
-from maxlm.training.step import abstract_model
+from maxlm.training.state import abstract_model
 from tests.small import small_config, small_layout
 
 # A language in which a token tells the next one, mostly. (With two tokens, that models learn to look at both at once is

@@ -9,7 +9,8 @@ import pytest
 from maxlm.model.host_memory import HOST, fetch, like, on_host, to_device
 from maxlm.planning.compile import compile_train_step
 from maxlm.training.offload import layer_by_layer, norm
-from maxlm.training.step import TrainState, abstract_state, init_state, make_eval_step
+from maxlm.training.state import TrainState, abstract_state, init_state
+from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout
 
 # Of the state, what is in host memory.
@@ -34,8 +35,8 @@ def memory_kinds(state):
 
 
 def wanted_kinds(offload):
-    names = (*TrainState._fields, 'mu', 'nu')
-    return {name: {HOST if name in ON_HOST[offload] else 'device'} for name in names if name != 'loss_scale'}
+    names = {*TrainState._fields, 'mu', 'nu'} - {'loss_scale', 'reference'}
+    return {name: {HOST if name in ON_HOST[offload] else 'device'} for name in names}
 
 
 @pytest.fixture(scope='module', params=['optimizer', 'all'])
@@ -88,7 +89,7 @@ def test_a_step_changes_all_that_it_should(trained):
 def test_what_is_on_the_host_is_evaluated(trained):
     config, layout, before, _ = trained
     batch = layout.put_batch(small_batch(config), config.train.global_batch)
-    sums = jax.jit(make_eval_step(config, layout))(before.params, batch)
+    sums = jax.jit(make_eval_step(config, layout))(before.params, None, batch)
     assert abs(float(sums.loss / sums.tokens) - np.log(61)) < 0.2
 
 

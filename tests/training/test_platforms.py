@@ -10,7 +10,8 @@ from maxlm.config.load import load
 from maxlm.config.resolve import resolve
 from maxlm.planning.compile import BATCH_TYPES
 from maxlm.training.sharding import make_layout
-from maxlm.training.step import abstract_state, make_train_step
+from maxlm.training.state import abstract_state
+from maxlm.training.step import make_train_step
 from tests.conftest import ROOT
 
 

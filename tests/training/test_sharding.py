@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from maxlm.config.keys import MESH_AXES, MeshConfig
 from maxlm.errors import InputError
 from maxlm.training.sharding import make_layout, split_across_islands
-from maxlm.training.step import abstract_state, param_shardings
+from maxlm.training.state import abstract_state, param_shardings
 from tests.small import small_batch, small_config, small_layout
 
 

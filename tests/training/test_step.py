@@ -7,14 +7,9 @@ import optax
 import pytest
 
 from maxlm.training import sharding
-from maxlm.training.step import (
-    abstract_state,
-    evaluated_params,
-    init_state,
-    make_eval_step,
-    make_loss_sums,
-    make_train_step,
-)
+from maxlm.training.objectives import make_next_token
+from maxlm.training.state import abstract_state, evaluated_params, init_state
+from maxlm.training.step import make_eval_step, make_train_step
 from tests.small import small_batch, small_config, small_layout
 
 
@@ -52,9 +47,10 @@ def test_accumulation_is_exact_with_uneven_token_counts():
         assert_close(state.opt_state, whole.opt_state, 1e-6)
     # Control: the mean of the micro-batches' means is another number.
     layout = small_layout(small_config())
-    loss_sums = jax.jit(make_loss_sums(small_config(), layout))
+    loss_sums = jax.jit(make_next_token(small_config(), layout))
     params = init_state(small_config(), layout).params
-    halves = [loss_sums(params, None, {k: jnp.asarray(v[i::2]) for k, v in batch.items()}, None) for i in range(2)]
+    halves = [{name: jnp.asarray(rows[i::2]) for name, rows in batch.items()} for i in range(2)]
+    halves = [loss_sums(params, None, None, half, None) for half in halves]
     assert abs(np.mean([half.loss / half.tokens for _, half in halves]) - metrics['loss']) > 1e-5
 
 
@@ -159,7 +155,7 @@ def test_z_loss_is_differentiated_but_not_counted_as_loss():
     layout = small_layout(plain)
     params = abstract_state(plain, layout).params
     each = (plain, small_config(train__z_loss=0.1), config)
-    programs = [str(jax.make_jaxpr(make_eval_step(config, layout))(params, batch)) for config in each]
+    programs = [str(jax.make_jaxpr(make_eval_step(config, layout))(params, None, batch)) for config in each]
     assert programs[0] == programs[1] != programs[2]
 
 
@@ -186,7 +182,7 @@ def test_dropout_differs_by_step_and_seed_only():
     layout = small_layout(config)
     params = init_state(config, layout).params
     evaluate = jax.jit(make_eval_step(config, layout))
-    assert float(evaluate(params, batch).loss) == float(evaluate(params, batch).loss)
+    assert float(evaluate(params, None, batch).loss) == float(evaluate(params, None, batch).loss)
 
 
 def test_metrics_are_those_of_the_batch():

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.growth_steps import count_instructions
 from maxlm.planning.compile import compile_train_step
-from maxlm.training.step import abstract_state
+from maxlm.training.state import abstract_state
 from tests.small import small_config, small_layout
 
 FEW, MANY = 4, 16

@@ -40,21 +40,32 @@ READERS = {
 def find_format(asked: str, files: Sequence[InputFile], *, text_key: str) -> str:
     """What lines of JSONL are (see `ReadOptions.format`): as `asked`, but of `auto` only where there are conversations.
 
-    That is seen at the first line of the first file of each source: a corpus may have very many files.
+    That is seen at the first line of the first file of each source: a corpus may have very many files. Where it is a
+    preference, all must be.
 
     Raises:
-        InputError: only conversations are asked for, and a file is no JSONL; or a file cannot be read.
+        InputError: only conversations, or preferences, are asked for, and a file is no JSONL; some sources hold
+            preferences, and others do not; or a file cannot be read.
     """
-    if asked == 'chat':
+    if asked == 'auto':
+        options = ReadOptions(text_key=text_key)
+        firsts = {file.source: file for file in reversed(files) if file.kind == 'jsonl'}
+        try:
+            found = {source: jsonl.first_format(file, options) for source, file in firsts.items()}
+        except StorageError as error:
+            raise InputError(str(error)) from error
+        if 'preference' not in found.values():
+            return 'auto' if 'chat' in found.values() else 'text'
+        pairs = next(file for source, file in firsts.items() if found[source] == 'preference')
+        for file in files:
+            if found.get(file.source) != 'preference':
+                raise InputError(
+                    f'{shown(pairs.path)} holds preferences, and {shown(file.path)} does not; prepare them apart'
+                )
+        asked = 'preference'
+    if asked in ('chat', 'preference'):
         for file in files:
             if file.kind != 'jsonl':
-                raise InputError(f'--format=chat: {shown(file.path)} is no JSONL, which conversations come in')
-    if asked != 'auto':
-        return asked
-    options = ReadOptions(text_key=text_key)
-    firsts = {file.source: file for file in reversed(files) if file.kind == 'jsonl'}
-    try:
-        found = any(jsonl.begins_with_conversation(file, options) for file in firsts.values())
-    except StorageError as error:
-        raise InputError(str(error)) from error
-    return 'auto' if found else 'text'
+                what = 'conversations' if asked == 'chat' else 'preferences'
+                raise InputError(f'--format={asked}: {shown(file.path)} is no JSONL, which {what} come in')
+    return asked

@@ -1,4 +1,4 @@
-"""JSONL, plain or compressed with gzip or Zstandard: each line is an object, and a text or a conversation."""
+"""JSONL, plain or compressed with gzip or Zstandard: each line is an object: a text, conversation or preference."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from maxlm.data import storage
+from maxlm.data import preferences, storage
 from maxlm.data.chat import FORMATS, has_format, parse_conversation
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
+from maxlm.data.preferences import has_preference, parse_preference
 from maxlm.data.readers.compression import decompressed, is_compressed
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.storage import StorageError, shown
@@ -67,12 +68,14 @@ def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f'byte {offset + error.start} of the file is not UTF-8') from error
     except (ValueError, RecursionError) as error:
-        wanted = 'with a conversation' if options.format == 'chat' else f'like {{"{options.text_key}": "…"}}'
-        raise ValueError(f'not JSON ({error}); each line must be an object {wanted}') from error
+        wanted = {'chat': 'with a conversation', 'preference': 'with a pair of answers'}
+        told = wanted.get(options.format, f'like {{"{options.text_key}": "…"}}')
+        raise ValueError(f'not JSON ({error}); each line must be an object {told}') from error
 
 
-def begins_with_conversation(file: InputFile, options: ReadOptions) -> bool:
-    """Whether the first record of a file is a conversation, and no text; False where it is damaged, as is told later.
+def first_format(file: InputFile, options: ReadOptions) -> str:
+    """What the first record of a file shows to be: `preference`, `chat`, or `text`, also where it is damaged, as is
+    told later.
 
     Raises:
         StorageError: the storage has no such file, or does not answer.
@@ -82,12 +85,20 @@ def begins_with_conversation(file: InputFile, options: ReadOptions) -> bool:
             lines = (line.removeprefix(UTF8_MARK).strip() for line in decompressed(content, file.name))
             entry = parse(next(filter(None, lines), b'null'), options, 0)
         except (ValueError, EOFError, zlib.error, OSError):
-            return False
-    return not _has_text(entry, options.text_key) and has_format(entry)
+            return 'text'
+    if _has_text(entry, options.text_key):
+        return 'text'
+    # Before conversations: records of pairs may hold one besides.
+    return 'preference' if has_preference(entry) else 'chat' if has_format(entry) else 'text'
 
 
 def _document(name: str, source: str, entry: Any, options: ReadOptions) -> Document:
     """The document that a JSON value is; ValueError says why it is none."""
+    if options.format == 'preference':
+        preference = parse_preference(entry)
+        if preference is None:
+            raise ValueError(f'no pair of answers: it needs {preferences.FORMATS}')
+        return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
     has_text = _has_text(entry, options.text_key)
     if options.format == 'chat' or (options.format == 'auto' and not has_text):
         conversation = parse_conversation(entry)
@@ -97,6 +108,7 @@ def _document(name: str, source: str, entry: Any, options: ReadOptions) -> Docum
         return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
     if not has_text:
         hint = '--format=chat takes conversations' if has_format(entry) else '--text_key names the key'
+        hint = '--format=preference takes pairs of answers' if has_preference(entry) else hint
         raise ValueError(f'no text at the key {options.text_key!r}; {hint}')
     text = entry.pop(options.text_key)
     try:

@@ -10,7 +10,8 @@ class ReadOptions:
     """Options of all readers; each uses those that concern its format.
 
     Attributes:
-        format: what a record of JSONL is: `text`, `chat`, or `auto`, whichever of the two it shows to be.
+        format: what a record of JSONL is: `text`, `chat`, `preference`, or `auto`, whichever of the first two it shows
+            to be.
         text_key: where the text is in a record (key of JSONL, column of Parquet and of data sets).
         metadata_keys: columns of Parquet and of data sets that are kept as metadata; of JSONL all scalars are kept.
         token_dtype: `uint16` or `uint32`, how raw `.bin` token files are stored; '' = not known.

@@ -12,6 +12,7 @@ from maxlm.runtime.goodput import Life
 
 WORDS = {
     'step': 'steps that count',
+    'rollout': 'rollouts',
     'evaluation': 'evaluation',
     'checkpoint': 'saving',
     'data_wait': 'waiting for data',

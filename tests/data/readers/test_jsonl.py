@@ -157,17 +157,28 @@ def test_a_storage_that_fails_in_the_middle_is_named(tmp_path, monkeypatch, left
     assert left_out(tmp_path / 'x.jsonl') == [('x.jsonl', f'{tmp_path}/x.jsonl: Input/output error')]
 
 
+PAIR = {'prompt': 'q', 'chosen': 'b', 'rejected': 'c'}
 CHAT = {'messages': [{'role': 'user', 'content': 'q ü'}, {'role': 'assistant', 'content': 'a'}], 'id': 3}
 
 
 @pytest.mark.parametrize('name', ['x.jsonl', 'x.jsonl.gz'])
-@pytest.mark.parametrize(('first', 'found'), [(CHAT, True), ({'text': 'a'}, False), ({**CHAT, 'text': 'a'}, False)])
-def test_the_first_line_tells_what_a_file_holds(tmp_path, name, first, found):
+@pytest.mark.parametrize(
+    ('first', 'shown', 'found'),
+    [
+        (CHAT, 'chat', 'auto'),
+        ({'text': 'a'}, 'text', 'text'),
+        ({**CHAT, 'text': 'a'}, 'text', 'text'),
+        ({**CHAT, **PAIR}, 'preference', 'preference'),
+        ({**PAIR, 'text': 'a'}, 'text', 'text'),
+        ({'chosen': 'b'}, 'text', 'text'),
+    ],
+)
+def test_the_first_line_tells_what_a_file_holds(tmp_path, name, first, shown, found):
     content = ('\ufeff\n \n' + json.dumps(first) + '\n' + json.dumps(CHAT)).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('gz') else content)
     (file,) = find_inputs([tmp_path / name])
-    assert jsonl.begins_with_conversation(file, ReadOptions()) == found
-    assert formats.find_format('auto', [file], text_key='text') == ('auto' if found else 'text')
+    assert jsonl.first_format(file, ReadOptions()) == shown
+    assert formats.find_format('auto', [file], text_key='text') == found
     assert formats.find_format('text', [file], text_key='text') == 'text'
 
 
@@ -176,7 +187,7 @@ def test_a_damaged_first_line_is_no_conversation(tmp_path, content):
     (tmp_path / 'x.jsonl').write_bytes(content)
     (tmp_path / 'x.jsonl.gz').write_bytes(content)
     for file in find_inputs([tmp_path / 'x.jsonl', tmp_path / 'x.jsonl.gz']):
-        assert not jsonl.begins_with_conversation(file, ReadOptions())
+        assert jsonl.first_format(file, ReadOptions()) == 'text'
     (tmp_path / 'x.jsonl').unlink()
     with pytest.raises(InputError, match=r'x\.jsonl: (?i:no such file)'):
         formats.find_format('auto', [dataclasses.replace(file, path=str(tmp_path / 'x.jsonl'))], text_key='text')

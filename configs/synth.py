@@ -1,0 +1,76 @@
+"""Python functions of one line, 0.4M parameters: supervised fine-tuning on a teacher who errs, then
+reinforcement by rewards.
+
+Command:   python -m maxlm.posttrain.tasks synth --output data/synth
+           python -m maxlm.prepare --input data/synth/chats.jsonl --format chat --chat_template chatml \
+               --tokenizer bpe:400 --pack_window 128 --output data/synth/chats
+           python -m maxlm.train --config=configs/synth.py:sft --workdir=runs/synth-sft
+           python -m maxlm.grpo --config=configs/synth.py:rl --workdir=runs/synth-rl
+Variants:  sft · rl, which starts from runs/synth-sft
+Hardware:  any CPU with 2 cores
+Time:      TODO
+Cost:      nothing
+Expected:  TODO
+"""
+
+from ml_collections import ConfigDict
+
+from maxlm.config.load import default
+from maxlm.errors import InputError
+
+VARIANTS = ('sft', 'rl')
+
+
+def get_config(variant: str = 'sft') -> ConfigDict:
+    if variant not in VARIANTS:
+        raise InputError(f'configs/synth.py has no variant {variant!r}; there are: {", ".join(VARIANTS)}')
+    config = default()
+
+    config.model.family = 'llama'
+    config.model.num_layers = 2
+    config.model.dim = 128
+    config.model.num_heads = 4
+    config.model.dtype = 'float32'  # two CPU cores are slower in bfloat16
+    config.model.scan_layers = False  # a loop would copy each layer's parameters out of the stack
+    config.model.tie_embeddings = True
+
+    config.data.path = 'data/synth/chats'
+    config.data.window = 128
+
+    config.train.log_every = 10
+    config.checkpoint.keep_last = 2
+    config.optimizer.weight_decay = 0.01
+
+    if variant == 'sft':
+        config.train.num_steps = 300
+        config.train.global_batch = 32
+        config.eval.every = 100
+        config.optimizer.learning_rate = 3e-3
+        config.optimizer.min_learning_rate = 3e-4
+        config.optimizer.warmup_steps = 50
+        config.checkpoint.every_steps = 200
+        return config
+
+    config.train.objective = 'grpo'
+    config.train.init_from = 'runs/synth-sft'
+    config.train.num_steps = 100
+    config.train.global_batch = 512
+    config.train.log_every = 5
+    config.grpo.prompts = 'data/synth/prompts.jsonl'
+    config.grpo.eval_prompts = 'data/synth/held_out.jsonl'
+    config.grpo.reward = 'all_tests'
+    config.grpo.samples = 16
+    config.grpo.prompts_per_rollout = 32
+    config.grpo.max_tokens = 32
+    config.grpo.eval_samples = 4
+    config.eval.every = 20
+    config.eval.samples = 4
+    config.optimizer.learning_rate = 3e-4
+    config.optimizer.schedule = 'constant'
+    config.optimizer.warmup_steps = 5
+    config.optimizer.weight_decay = 0.0
+    config.checkpoint.every_steps = 50
+    # The batches of a step depend on the model: there are none to leave out.
+    config.guard.window = 0
+    config.guard.max_rollbacks = 0
+    return config

@@ -1,0 +1,69 @@
+"""Reinforcement: `python -m maxlm.grpo --config=FILE[:variant] --workdir=DIR [--config.section.key=value …]`.
+
+The model of train.init_from answers the prompts of grpo.prompts, its answers are judged by grpo.reward, and it learns
+from those that are better than others to the same prompt (GRPO). Workdir, going on, exit codes: as of maxlm.train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from maxlm.config.keys import Config
+from maxlm.config.posttrain_rules import check_grpo
+from maxlm.data.chat_tokens import ChatEncoder
+from maxlm.errors import InputError
+from maxlm.posttrain.prompts import Prompts, load_encoder, read_prompts
+from maxlm.posttrain.rollouts import RolloutFeed
+from maxlm.posttrain.scoring import Scorer, check_tasks
+from maxlm.runtime import run as runs
+from maxlm.runtime.checkpoint import find_step
+from maxlm.runtime.start import INIT_FROM
+from maxlm.runtime.workdir import TOKENIZER
+
+
+def main(argv: list[str], *, began: float | None = None) -> int:
+    """Trains by reinforcement; `began` as for `runs.main`."""
+    return runs.main(argv, open_feed, prog='maxlm.grpo', description=__doc__, began=began)
+
+
+def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutFeed, int]:
+    """See `runs.OpenFeed`."""
+    check_grpo(config)
+    origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
+    encoder = load_encoder(origin)
+    tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
+    ends = {tokenizer.end_of_document, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
+    grpo = config.grpo
+    eval_reward = grpo.eval_reward or grpo.reward
+
+    def read(path: str, reward: str) -> Prompts:
+        prompts = read_prompts(path, encoder, config.data.window - grpo.max_tokens)
+        check_tasks(prompts, reward)
+        return prompts
+
+    prompts = read(grpo.prompts, grpo.reward)
+    eval_prompts = read(grpo.eval_prompts, eval_reward) if config.eval.every else None
+    if grpo.prompts_per_rollout > prompts.num:
+        raise InputError(
+            f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only {prompts.num} prompts'
+        )
+    scorer = stack.enter_context(Scorer(grpo.reward, eval_reward))
+    feed = RolloutFeed(
+        config,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        scorer=scorer,
+        tokenizer_path=origin / TOKENIZER,
+        ends=sorted(ends),
+    )
+    return feed, tokenizer.vocab_size
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.grpo` and `maxlm grpo`."""
+    runs.start(main)
+
+
+if __name__ == '__main__':
+    run()

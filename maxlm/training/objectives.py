@@ -1,0 +1,227 @@
+"""What a step minimizes: next-token cross-entropy, preferences (DPO), or responses by their rewards (GRPO).
+
+Each is a function of parameters and a micro-batch that returns sums, so that every token counts the same, wherever the
+micro-batches were cut.
+
+Shapes: A micro-batches, B batch, T length, D dim, S sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlm.config.keys import Config
+from maxlm.model.blocks import BLOCKS
+from maxlm.model.decoder import Decoder
+from maxlm.model.host_memory import fetch, on_host
+from maxlm.training.log_probs import TokenLogProbs, token_log_probs
+from maxlm.training.loss import cross_entropy
+from maxlm.training.policy import policy_sums
+from maxlm.training.sharding import Layout
+from maxlm.training.state import Params, abstract_model
+
+# tokens, targets, weights, segments, positions: each [B, T]; perhaps sources: [B]; of responses also GRPO_TYPES.
+Batch = dict[str, jax.Array]
+# What a batch of responses has besides, each [B, T]; see `policy_sums`. There `weights` are those of the loss.
+GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_probs': jnp.float32}
+
+
+class LossSums(NamedTuple):
+    """Sums over a batch."""
+
+    # What is minimized, as it is reported: in nats, of next_token without z-loss.
+    loss: jax.Array
+    # What it is a mean of: predicted tokens, pairs, or weights of tokens.
+    weight: jax.Array
+    # Predicted tokens.
+    tokens: jax.Array
+    # Of the rows of each source, where the batch tells them: loss and tokens, each [S].
+    source_loss: jax.Array
+    source_tokens: jax.Array
+    # By name of a metric: a sum, and what the metrics are means of.
+    parts: dict[str, jax.Array]
+    parts_count: jax.Array
+
+
+# (params, reference, slots, batch, dropout key) → what is minimized, the only one with a gradient, and the sums.
+# `slots` stand in for parameters in host memory, see `fetch`.
+Objective = Callable[[Params, Params | None, Params | None, Batch, jax.Array | None], tuple[jax.Array, LossSums]]
+
+
+def make_objective(config: Config, layout: Layout, num_sources: int = 0) -> Objective:
+    """What the step of a resolved config minimizes."""
+    if config.train.objective == 'dpo':
+        return _make_preference(config, layout)
+    if config.train.objective == 'grpo':
+        return _make_policy(config, layout)
+    return make_next_token(config, layout, num_sources, z_loss=config.train.z_loss)
+
+
+def part_names(config: Config) -> tuple[str, ...]:
+    """Of the metrics that an objective has besides the loss: the keys of `LossSums.parts`."""
+    if config.train.objective == 'dpo':
+        return DPO_PARTS
+    if config.train.objective == 'grpo':
+        return (*GRPO_PARTS, *(('reference_kl',) if config.grpo.kl_weight else ()))
+    return ('z_loss',) if config.train.z_loss else ()
+
+
+DPO_PARTS = ('accuracy', 'margin', 'chosen_reward', 'rejected_reward', 'chosen_log_prob', 'rejected_log_prob')
+GRPO_PARTS = ('clip_share', 'entropy', 'old_kl')
+
+
+def no_sums(config: Config, num_sources: int = 0) -> LossSums:
+    """Of no batch."""
+    parts = {name: jnp.zeros(()) for name in part_names(config)}
+    zero, by_source = jnp.zeros(()), jnp.zeros(num_sources)
+    return LossSums(zero, zero, zero, by_source, by_source, parts, zero)
+
+
+def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_loss: float = 0.0) -> Objective:
+    """Σ cross-entropy of the predicted tokens + z_loss · Σ log² Z, see `cross_entropy`."""
+    hidden = _make_forward(config, layout)
+    pipelined = config.accumulation // config.rounds
+
+    def next_token(
+        params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, LossSums]:
+        assert reference is None, 'the next token needs no reference'
+        hidden_BTD, model = hidden(params, slots, batch, dropout_key)
+        targets_BT, weights_BT = (layout.constrain(batch[name], ('rows', 'length')) for name in ('targets', 'weights'))
+        objective, loss_B, log_z_squared_B = cross_entropy(
+            hidden_BTD,
+            model.output_kernel(),
+            targets_BT,
+            weights_BT,
+            placement=layout,
+            chunk=config.train.loss_chunk,
+            z_loss=z_loss,
+            logit_softcap=config.model.logit_softcap,
+            # As many rows at a time as a micro-batch has; the stages of a pipeline share them.
+            row_groups=max(1, pipelined // layout.parts('layers')),
+        )
+        tokens_B = batch['weights'].sum(axis=1)
+        source_loss = source_tokens = jnp.zeros(0)
+        if num_sources:
+            is_from_BS = batch['sources'][:, None] == jnp.arange(num_sources)
+            # A selection: the loss of a row that is not finite stays with its own source.
+            source_loss, source_tokens = (
+                jnp.where(is_from_BS, rows[:, None], 0).sum(axis=0) for rows in (loss_B, tokens_B)
+            )
+        tokens = tokens_B.sum()
+        parts = {'z_loss': z_loss * log_z_squared_B.sum()} if z_loss else {}
+        return objective, LossSums(loss_B.sum(), tokens, tokens, source_loss, source_tokens, parts, tokens)
+
+    return next_token
+
+
+def make_log_probs(
+    config: Config, layout: Layout
+) -> Callable[[Params, Params | None, Batch, jax.Array | None], TokenLogProbs]:
+    """(params, slots, batch, dropout key) → log-probabilities of the batch's targets."""
+    hidden = _make_forward(config, layout)
+    pipelined = config.accumulation // config.rounds
+
+    def log_probs(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> TokenLogProbs:
+        hidden_BTD, model = hidden(params, slots, batch, dropout_key)
+        found = token_log_probs(
+            hidden_BTD,
+            model.output_kernel(),
+            layout.constrain(batch['targets'], ('rows', 'length')),
+            placement=layout,
+            chunk=config.train.loss_chunk,
+            logit_softcap=config.model.logit_softcap,
+            row_groups=max(1, pipelined // layout.parts('layers')),
+        )
+        return TokenLogProbs(*(layout.constrain(x, ('batch', 'length')) for x in found))
+
+    return log_probs
+
+
+def _make_preference(config: Config, layout: Layout) -> Objective:
+    """Σ over pairs of DPO's loss, see `preference_terms`."""
+    from maxlm.training.preference import preference_terms
+
+    log_probs = make_log_probs(config, layout)
+
+    def preference(
+        params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, LossSums]:
+        found = log_probs(params, slots, batch, dropout_key).log_probs_BT
+        reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
+        terms = preference_terms(found, reference_BT, batch['weights'], batch['segments'], config.dpo)
+        parts = {name: jax.lax.stop_gradient(getattr(terms, name)) for name in DPO_PARTS}
+        loss = jax.lax.stop_gradient(terms.objective)
+        tokens, none = batch['weights'].sum(), jnp.zeros(0)
+        return terms.objective, LossSums(loss, terms.pairs, tokens, none, none, parts, terms.pairs)
+
+    return preference
+
+
+def _make_policy(config: Config, layout: Layout) -> Objective:
+    """GRPO's loss, see `policy_sums`."""
+    log_probs = make_log_probs(config, layout)
+
+    def policy(
+        params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, LossSums]:
+        found = log_probs(params, slots, batch, dropout_key)
+        reference_BT = None
+        if reference is not None:
+            reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
+        sums = policy_sums(
+            *found,
+            reference_BT,
+            old_log_probs_BT=batch['old_log_probs'],
+            advantages_BT=batch['advantages'],
+            predicted_BT=batch['predicted'],
+            weights_BT=batch['weights'],
+            config=config.grpo,
+        )
+        weight = batch['weights'].sum()
+        if config.grpo.loss_mean == 'budget':
+            weight = (batch['weights'].max(axis=1) * config.grpo.max_tokens).sum()
+        parts = {'clip_share': sums.clipped, 'entropy': sums.entropy, 'old_kl': sums.old_kl}
+        if reference is not None:
+            parts['reference_kl'] = sums.reference_kl
+        loss = jax.lax.stop_gradient(sums.objective)
+        none = jnp.zeros(0)
+        return sums.objective, LossSums(loss, weight, sums.tokens, none, none, parts, sums.tokens)
+
+    return policy
+
+
+def _make_forward(
+    config: Config, layout: Layout
+) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, Decoder]]:
+    """(params, slots, batch, dropout key) → the last hidden states, placed for the loss, and the model."""
+    graph, _ = nnx.split(abstract_model(config, layout))
+    pipelined = config.accumulation // config.rounds
+
+    def forward(
+        params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, Decoder]:
+        blocks_slots = None
+        assert slots is None or any(map(on_host, jax.tree.leaves(params))), 'slots stand in for parameters on the host'
+        if any(map(on_host, jax.tree.leaves(params))):
+            # The blocks come a layer at a time.
+            blocks_slots = None if slots is None else slots[BLOCKS]
+            rest = {name: fetch(tree, slots and slots[name]) for name, tree in params.items() if name != BLOCKS}
+            params = {**rest, BLOCKS: params[BLOCKS]}
+        model: Decoder = nnx.merge(graph, params)
+        hidden_BTD, _ = model(
+            batch['tokens'],
+            segments_BT=batch['segments'] if config.data.isolate_documents else None,
+            positions_BT=batch['positions'],
+            dropout_key=dropout_key,
+            micro_batches=pipelined,
+            slots=blocks_slots,
+        )
+        return layout.constrain(hidden_BTD, ('rows', 'length', 'activation')), model
+
+    return forward

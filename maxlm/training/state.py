@@ -1,0 +1,156 @@
+"""The state of training: what it is made of, where it lies, and how it begins."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from maxlm.config.keys import Config
+from maxlm.model.decoder import Decoder
+from maxlm.model.host_memory import HOST
+from maxlm.training.guards import SpikeWindow, first_window
+from maxlm.training.loss_scale import LossScale, first_loss_scale
+from maxlm.training.moments import Blocks, place_moment
+from maxlm.training.optimizer import make_optimizer
+from maxlm.training.reference import as_reference, holds_reference, stored_dtype
+from maxlm.training.sharding import Layout
+from maxlm.training.trained import check_patterns, dotted_names, trained_part
+
+Params = Any  # nested dict of arrays
+Metrics = dict[str, jax.Array]  # scalars; by source: [S]
+
+
+class TrainState(NamedTuple):
+    """All that training changes."""
+
+    # Batches seen, skipped ones included: the position in the data.
+    step: jax.Array
+    # Batches that spiked or were not finite and therefore changed nothing else.
+    skipped: jax.Array
+    params: Params
+    opt_state: optax.OptState
+    # Moving average of the parameters, where optimizer.ema_decay is set.
+    ema: Params | None = None
+    # Where model.dtype is float16.
+    loss_scale: LossScale | None = None
+    # Where guard.window is set.
+    window: SpikeWindow | None = None
+    # Where the objective asks for one and it is not the model without its adapters. It never changes and is no part of
+    # a checkpoint: a run that goes on reads it from train.init_from again.
+    reference: Params | None = None
+
+
+def evaluated_params(state: TrainState) -> Params:
+    """The parameters that are evaluated and used: their moving average where there is one."""
+    return state.params if state.ema is None else state.ema
+
+
+@functools.lru_cache(maxsize=16)
+def abstract_model(config: Config, layout: Layout) -> Decoder:
+    """The decoder with shapes in place of parameters; not to be changed, for it is the same at every call.
+
+    Before its first step a run asks for it twenty times, a tenth of a second each.
+    """
+    return nnx.eval_shape(lambda: _make_model(config, layout))
+
+
+def _make_model(config: Config, layout: Layout) -> Decoder:
+    return Decoder(config.model, rngs=nnx.Rngs(config.train.seed), placement=layout)
+
+
+def param_shardings(config: Config, layout: Layout) -> Params:
+    """Where a layout has each parameter.
+
+    Raises:
+        InputError: a parameter does not divide over the mesh.
+    """
+    _, variables = nnx.split(abstract_model(config, layout))
+
+    def place(path: tuple[Any, ...], variable: nnx.Variable) -> NamedSharding:
+        return layout.parameter('.'.join(map(str, path)), variable.shape, variable.axes)
+
+    return nnx.to_pure_dict(nnx.map_state(place, variables))
+
+
+def abstract_state(config: Config, layout: Layout) -> TrainState:
+    """The state's shapes, types and shardings.
+
+    Raises:
+        InputError: a parameter does not divide over the mesh, or `optimizer.frozen` or `.trained` names none.
+    """
+    _, variables = nnx.split(abstract_model(config, layout))
+    shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
+    check_patterns(config, dotted_names(shapes))
+
+    def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    memory = HOST if config.mesh.offload == 'all' else 'device'
+    params = jax.tree.map(
+        lambda shape, sharding: placed(shape, sharding.with_memory_kind(memory)),
+        shapes,
+        param_shardings(config, layout),
+    )
+    optimizer = optimizer_of(config, layout)
+
+    offloaded = config.mesh.offload != 'none'
+
+    def place(moment: Any, sharding: NamedSharding) -> Any:
+        # A masked one is another optimizer's parameter.
+        if isinstance(moment, optax.MaskedNode):
+            return moment
+        return place_moment(moment, sharding.with_memory_kind(HOST) if offloaded else sharding)
+
+    # Counters are everywhere.
+    opt_state = optax.tree.map_params(
+        optimizer,
+        place,
+        jax.eval_shape(optimizer.init, trained_part(config, params)),
+        trained_part(config, param_shardings(config, layout.of_moments)),
+        transform_non_params=lambda x: placed(x, layout.named()),
+        is_leaf=lambda x: isinstance(x, (optax.MaskedNode, Blocks)),
+    )
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.named())
+    ema = params if config.optimizer.ema_decay else None
+    scale: Any = None
+    if config.model.dtype == 'float16':
+        scale = jax.tree.map(
+            lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_loss_scale(config.train))
+        )
+    window = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_window(config.guard)))
+    reference = None
+    if holds_reference(config):
+        reference = jax.tree_util.tree_map_with_path(
+            lambda path, param: param.update(dtype=stored_dtype(config, path)), params
+        )
+    return TrainState(counter, counter, params, opt_state, ema, scale, window, reference)
+
+
+def init_state(config: Config, layout: Layout) -> TrainState:
+    """The state before the first step, made in place on the mesh; a reference is that of these parameters."""
+    optimizer = optimizer_of(config, layout)
+
+    def init() -> TrainState:
+        params = nnx.to_pure_dict(nnx.state(_make_model(config, layout)))
+        zero = jnp.zeros((), jnp.int32)
+        ema = params if config.optimizer.ema_decay else None
+        scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
+        reference = as_reference(config, params) if holds_reference(config) else None
+        opt_state = optimizer.init(trained_part(config, params))
+        return TrainState(zero, zero, params, opt_state, ema, scale, first_window(config.guard), reference)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, layout))
+    return jax.jit(init, out_shardings=shardings)()
+
+
+def optimizer_of(config: Config, layout: Layout) -> optax.GradientTransformation:
+    """The optimizer of a config's model."""
+    _, variables = nnx.split(abstract_model(config, layout))
+    axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}
+    return make_optimizer(config, axes, layout.of_moments)

@@ -1,0 +1,56 @@
+"""The configs of tasks with checkable answers: what the commands in them make fits what they train on."""
+
+import json
+
+import pytest
+
+from maxlm import prepare
+from maxlm.config.load import load
+from maxlm.config.posttrain_rules import check_grpo
+from maxlm.data.chat_tokens import ChatEncoder
+from maxlm.data.records import load_manifest
+from maxlm.errors import InputError
+from maxlm.posttrain.prompts import read_prompts
+from maxlm.posttrain.scoring import check_tasks
+from maxlm.posttrain.tasks import __main__ as tasks
+from tests.conftest import ROOT
+
+
+def command(kind, name, folder):
+    """The words of a command in the docstring of a config, with `folder` in place of the directory of data."""
+    docstring = (ROOT / f'configs/{kind}.py').read_text().split('"""')[1].replace('\\\n', ' ')
+    (line,) = [line for line in docstring.splitlines() if f'python -m {name} ' in line]
+    words = line.partition(f'python -m {name} ')[2].split()
+    return [word.replace('data/', f'{folder}/') for word in words]
+
+
+@pytest.mark.parametrize('kind', tasks.KINDS)
+def test_data_and_windows_go_together(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sft, rl = (load(f'configs/{kind}.py:{variant}') for variant in ('sft', 'rl'))
+    assert tasks.main(command(kind, 'maxlm.posttrain.tasks', tmp_path)) == 0
+    assert prepare.main([*command(kind, 'maxlm.prepare', tmp_path), '--workers', '1', '--quiet']) == 0
+    dataset = load_manifest(tmp_path / sft.data.path.removeprefix('data/'))
+    assert dataset.packed_window == sft.data.window
+    assert not any(counts['left_out'] or counts['shortened'] for counts in dataset.chat.values())
+    encoder = ChatEncoder.load(dataset.path)
+    check_grpo(rl)
+    for path, reward in ((rl.grpo.prompts, rl.grpo.reward), (rl.grpo.eval_prompts, rl.grpo.eval_reward)):
+        path = str(tmp_path / path.removeprefix('data/'))
+        prompts = read_prompts(path, encoder, rl.data.window - rl.grpo.max_tokens)
+        assert prompts.left_out == 0
+        check_tasks(prompts, reward or rl.grpo.reward)
+    chats = (json.loads(line) for line in (tmp_path / kind / 'chats.jsonl').read_text().splitlines())
+    answers = encoder.tokenizer.encode_batch([chat['messages'][1]['content'] for chat in chats])
+    # With the end of turn.
+    assert max(map(len, answers)) + 1 <= rl.grpo.max_tokens
+
+
+@pytest.mark.parametrize('kind', tasks.KINDS)
+def test_the_model_is_the_same_in_both(kind, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sft, rl = (load(f'configs/{kind}.py:{variant}') for variant in ('sft', 'rl'))
+    assert rl.model == sft.model
+    assert rl.train.init_from == f'runs/{kind}-sft'
+    with pytest.raises(InputError, match='learns from rewards'):
+        check_grpo(sft)

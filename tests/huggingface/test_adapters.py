@@ -1,0 +1,143 @@
+"""Runs with adapters for Transformers: merged, and alone as PEFT loads them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from peft import PeftModel
+from safetensors.numpy import load_file
+
+from maxlm import hf
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.inference.load import load_model
+from maxlm.model.decoder import Decoder
+from tests.adapters import adapter_arrays
+from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.small import small_config
+from tests.test_bad_input import assert_one_line
+
+RANK = {'model__lora_rank': 3, 'model__lora_alpha': 7.5}
+TOKENS = np.random.default_rng(0).integers(0, 256, (2, 12), dtype=np.int32)
+# Queries, keys and values have weights of their own, or one, in which all of them have adapters or some.
+CASES = [
+    ('llama', ('*',)),
+    ('qwen3', ('attention.*',)),
+    ('gpt2', ('*.query', '*.value', '*.down')),
+    ('gpt_neox', ('*',)),
+    ('gpt_neox', ('*.value', 'attention.out')),
+    ('nanochat', ('*',)),
+]
+
+
+def make_run(folder, family, targets=('*',), **overrides):
+    """A base, and a run with adapters on it."""
+    make_workdir(folder / 'base', MODELS[family])
+    settings = {**MODELS[family], **RANK, 'model__lora_targets': targets, 'train__init_from': str(folder / 'base')}
+    settings |= {'model__vocab_size': 260, 'data__window': 64, **overrides}
+    model = small_config(**settings).model
+    make_workdir(folder / 'run', settings, step=5, changed=adapter_arrays(model))
+    return folder / 'run'
+
+
+def run(*words):
+    return exit_code(hf.main, [str(word) for word in words])
+
+
+def our_logits(workdir):
+    loaded = load_model(str(workdir), num_devices=1)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(loaded.config.model, rngs=nnx.Rngs(0))))
+    model = nnx.merge(graph, loaded.params)
+    return np.asarray(model.logits(model(TOKENS)[0]))
+
+
+def their_logits(model):
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(TOKENS).long()).logits.numpy()
+
+
+@pytest.mark.parametrize(('family', 'targets'), CASES, ids=str)
+def test_peft_computes_what_maxlm_computes(tmp_path, family, targets, capsys):
+    workdir = make_run(tmp_path, family, targets)
+    architecture = 'nanochat' if family == 'nanochat' else 'auto'
+    base, adapter, merged = (tmp_path / name for name in ('base_out', 'adapter', 'merged'))
+    options = ('--dtype=float32', f'--architecture={architecture}')
+    assert run('export', f'--checkpoint={tmp_path / "base"}', f'--output={base}', *options) == EXIT_DONE
+    assert run('export', f'--checkpoint={workdir}', f'--output={merged}', *options) == EXIT_DONE
+    assert run('export-adapter', f'--checkpoint={workdir}', f'--output={adapter}', options[1]) == EXIT_DONE
+    arrays = load_file(adapter / 'adapter_model.safetensors')
+    assert f'adapters of {sum(array.size for array in arrays.values()):,} parameters' in capsys.readouterr().out
+    assert sorted(path.name for path in adapter.iterdir()) == ['adapter_config.json', 'adapter_model.safetensors']
+    wanted = our_logits(workdir)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype='float32')
+    plain = their_logits(model)
+    np.testing.assert_allclose(their_logits(PeftModel.from_pretrained(model, adapter)), wanted, atol=1e-4)
+    model = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype='float32')
+    np.testing.assert_allclose(their_logits(model), wanted, atol=1e-4)
+    # Control: the adapters do something.
+    assert np.abs(plain - wanted).max() > 0.1
+
+
+def test_the_config_says_what_peft_asks(tmp_path):
+    workdir = make_run(tmp_path, 'gpt2')
+    options = [f'--checkpoint={workdir}@5', f'--output={tmp_path / "adapter"}', '--base=someone/model']
+    assert run('export-adapter', *options) == EXIT_DONE
+    config = json.loads((tmp_path / 'adapter' / 'adapter_config.json').read_text())
+    assert config['base_model_name_or_path'] == 'someone/model'
+    assert config['target_modules'] == ['attn.c_proj', 'c_attn', 'c_fc', 'mlp.c_proj']
+    assert (config['r'], config['lora_alpha'], config['fan_in_fan_out']) == (3, 7.5, True)
+    assert (config['rank_pattern'], config['alpha_pattern']) == ({'c_attn': 9}, {'c_attn': 22.5})
+    shapes = {name: a.shape for name, a in load_file(tmp_path / 'adapter' / 'adapter_model.safetensors').items()}
+    assert shapes['base_model.model.transformer.h.1.attn.c_attn.lora_A.weight'] == (9, 32)
+    assert shapes['base_model.model.transformer.h.1.attn.c_attn.lora_B.weight'] == (96, 9)
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'parts'),
+    [
+        ({'train__init_from': ''}, ["train.init_from=''", '--base']),
+        ({'train__init_from': 'nowhere'}, ['train.init_from=nowhere', 'cannot be read', '--base']),
+        ({'optimizer__trained': ('embedding',)}, ["optimizer.trained=('embedding',)", 'maxlm.hf export']),
+    ],
+    ids=str,
+)
+def test_adapters_that_are_not_all_of_the_model(tmp_path, capfd, overrides, parts):
+    workdir = make_run(tmp_path, 'llama', **overrides)
+    refused(tmp_path, capfd, workdir, *parts)
+
+
+def refused(folder, capfd, workdir, *parts):
+    before = sorted(folder.rglob('*'))
+    capfd.readouterr()
+    assert run('export-adapter', f'--checkpoint={workdir}', f'--output={folder / "out"}') == EXIT_BAD_INPUT
+    assert_one_line(capfd.readouterr().err, *parts)
+    assert sorted(folder.rglob('*')) == before
+
+
+def test_bases_that_are_not_the_runs(tmp_path, capfd):
+    workdir = make_run(tmp_path, 'llama')
+    refused(tmp_path, capfd, tmp_path / 'base', 'model.lora_rank=0', 'run with adapters')
+    base = tmp_path / 'base'
+    base.rename(tmp_path / 'right')
+    make_workdir(base, MODELS['llama'], seed=1)
+    refused(tmp_path, capfd, workdir, f'train.init_from={base}', 'has another ')
+    base.rename(tmp_path / 'wrong')
+    make_workdir(base, {**MODELS['llama'], 'model__vocab_size': 300})
+    refused(tmp_path, capfd, workdir, f'train.init_from={base}', 'has another embedding')
+    base.rename(tmp_path / 'longer')
+    make_run(tmp_path / 'again', 'llama')
+    (tmp_path / 'again' / 'run').rename(base)
+    refused(tmp_path, capfd, workdir, f'train.init_from={base}', 'has adapters itself')
+
+
+def test_an_export_of_adapters_of_another_config(tmp_path, capfd):
+    workdir = make_run(tmp_path, 'llama')
+    config = workdir / 'config.json'
+    config.write_text(config.read_text().replace('"lora_rank": 3', '"lora_rank": 4'))
+    for verb in ('export', 'export-adapter'):
+        capfd.readouterr()
+        assert run(verb, f'--checkpoint={workdir}', f'--output={tmp_path / "out"}') == EXIT_BAD_INPUT
+        assert_one_line(capfd.readouterr().err, 'lora_a', 'different models')
+        assert not (tmp_path / 'out').exists()

@@ -1,0 +1,312 @@
+"""The sampler: against the engine, the training forward and the softmax; on other meshes and in other company."""
+
+import functools
+import json
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.errors import InputError
+from maxlm.inference.engine import Engine
+from maxlm.inference.load import LoadedModel
+from maxlm.inference.sampler import Sampler, plan_runs
+from maxlm.inference.sampling import Sampling
+from maxlm.training.state import abstract_model, abstract_state, init_state
+from tests.inference.sampler_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS
+from tests.processes import Processes
+from tests.small import small_config, small_layout
+
+VOCAB = SETTINGS['model__vocab_size']
+FAMILIES = {
+    'gpt2': {},
+    'gpt_neox': {'model__num_kv_heads': 2},
+    'qwen3': {'model__num_kv_heads': 1, 'model__head_dim': 12},
+    'nanochat': {},
+    'llama': {'model__num_layers': 3, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
+    'llama, yarn': {'model__rotary_scaling': 'yarn', 'model__rotary_factor': 4.0, 'model__scan_layers': False},
+    'llama, dynamic': {'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
+    'llama, adapters': {'model__lora_rank': 2},
+    'llama, bfloat16': {'model__dtype': 'bfloat16'},
+}
+
+pytestmark = pytest.mark.usefixtures('compile_once')
+
+
+class Model(NamedTuple):
+    config: object
+    layout: object
+    params: object
+
+
+@functools.cache
+def make(name='llama', noise=0.2):
+    """A model whose parameters are all random, biases, scales and adapters too, so that none can hide a mistake."""
+    config = small_config(**SETTINGS, **FAMILIES[name], model__family=name.split(',')[0])
+    layout = small_layout(config)
+    leaves, tree = jax.tree.flatten(init_state(config, layout).params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [leaf + noise * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return Model(config, layout, jax.tree.unflatten(tree, noisy))
+
+
+def on_mesh(model, num_devices, **mesh):
+    """The same model on another mesh."""
+    given = {f'mesh__{axis}': size for axis, size in mesh.items()}
+    config = small_config(num_devices, **SETTINGS, **FAMILIES['llama'], model__family='llama', **given)
+    layout = small_layout(config)
+    abstract = abstract_state(config, layout).params
+    put = jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), model.params, abstract)
+    return Model(config, layout, put)
+
+
+@functools.cache
+def sampler(model_name='llama', ends=()):
+    model = make(model_name)
+    return Sampler(model.config, model.layout, ends=ends, max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
+
+
+def draw(name='llama', prompts=PROMPTS, *, ends=(), seed=0, num_samples=NUM_SAMPLES, **kwargs):
+    return sampler(name, ends)(make(name).params, prompts, seed=seed, num_samples=num_samples, **kwargs)
+
+
+@functools.cache
+def engine(name):
+    model = make(name)
+    tokenizer = types.SimpleNamespace(vocab_size=VOCAB, end_of_document=-1)
+    return Engine(LoadedModel(model.config, model.layout, model.params, tokenizer, Path('tokenizer.json'), 1))
+
+
+@functools.cache
+def forward(name):
+    """Log-probabilities of every id behind every token, by the pass without a cache that training makes."""
+    model = make(name)
+    graph, _ = nnx.split(abstract_model(model.config, model.layout))
+
+    @jax.jit
+    def log_softmax(params, tokens_BT, segments_BT, positions_BT):
+        decoder = nnx.merge(graph, params)
+        hidden_BTD, _ = decoder(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
+        return jax.nn.log_softmax(decoder.logits(hidden_BTD))
+
+    return log_softmax
+
+
+def in_training(name, windows, *, isolated=True):
+    """Of every text: the log-probabilities of its tokens from the second on; a window is some texts, one after another."""
+    T = 2 * (MAX_PROMPT + MAX_TOKENS)
+    tokens, segments, positions = np.zeros((3, len(windows), T), np.int32)
+    places = []
+    for row, texts in enumerate(windows):
+        start = 0
+        for number, text in enumerate(texts, start=1):
+            part = slice(start, start + len(text))
+            tokens[row, part], segments[row, part], positions[row, part] = text, number, np.arange(len(text))
+            places.append((row, part))
+            start = part.stop
+    given = (jnp.asarray(x) for x in (tokens, segments if isolated else np.ones_like(segments), positions))
+    found = np.asarray(forward(name)(make(name).params, *given))
+    return [found[row, np.arange(at.start, at.stop - 1), tokens[row, at][1:]] for row, at in places]
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+def test_tokens_are_the_engines(name):
+    rows = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature=temperature)
+        expected = engine(name).generate(rows, max_tokens=MAX_TOKENS, sampling=sampling, seed=3)
+        assert draw(name, seed=3, temperature=temperature).tokens_BR.tolist() == expected
+    # Controls: the seed matters, and so do prompts.
+    assert draw(name).tokens_BR.tolist() != expected
+    assert len(np.unique(draw(name, temperature=0.0).tokens_BR, axis=0)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('temperature', [1.0, 0.0])
+def test_log_probabilities_are_those_of_training(name, temperature):
+    responses = draw(name, temperature=temperature)
+    rows = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
+    texts = [prompt + row.tolist() for prompt, row in zip(rows, responses.tokens_BR, strict=True)]
+    padded = [[text] for text in texts]
+    packed = [texts[:2], texts[2:4], texts[4:], [], [], []]
+    tolerance = 0.15 if 'bfloat16' in name else 1e-4
+
+    def errors(windows, shift=0, **kwargs):
+        found = in_training(name, windows, **kwargs)
+        parts = [logs[len(prompt) - 1 - shift :][:MAX_TOKENS] for logs, prompt in zip(found, rows, strict=True)]
+        # Where the shift leads before the text there is nothing to compare.
+        pairs = [(a, b) for a, b in zip(parts, responses.log_probs_BR, strict=True) if len(a) == len(b)]
+        assert len(pairs) >= len(rows) // 2
+        return max(np.abs(a - b).max() for a, b in pairs)
+
+    assert errors(padded) < tolerance
+    assert errors(packed) < tolerance
+    # Controls: off by one, and documents that see each other.
+    assert errors(padded, shift=1) > 0.5
+    assert errors(packed, isolated=False) > 0.5
+
+
+def test_tokens_are_drawn_as_the_softmax_says():
+    name, num = 'gpt2', 4096
+    model = make(name, noise=0.12)
+    sampler = Sampler(model.config, model.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=1)
+    prompt = PROMPTS[1]
+
+    def chi_square(**kwargs):
+        responses = sampler(model.params, [prompt], seed=0, num_samples=num, **kwargs)
+        tokens = responses.tokens_BR[:, 0]
+        probabilities = np.exp(log_probs)
+        np.testing.assert_allclose(responses.log_probs_BR[:, 0], log_probs[tokens], atol=1e-4)
+        expected = num * probabilities
+        return (np.square(np.bincount(tokens, minlength=VOCAB) - expected) / expected).sum()
+
+    padded = jnp.asarray([prompt + [0] * (MAX_PROMPT - len(prompt))])
+    segments, positions = jnp.ones_like(padded), jnp.arange(MAX_PROMPT)[None]
+    log_probs = np.asarray(forward(name)(model.params, padded, segments, positions))[0, len(prompt) - 1]
+    assert np.ptp(log_probs) > 2
+    assert num * np.exp(log_probs.min()) > 3
+    # Mean and five standard deviations of chi-square with VOCAB - 1 degrees of freedom.
+    bound = VOCAB - 1 + 5 * np.sqrt(2 * (VOCAB - 1))
+    assert chi_square() < bound
+    # Control: another distribution. Log-probabilities stay those of the model.
+    assert chi_square(temperature=1.3) > bound
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'gather_once'),
+    [({'fsdp': 2, 'tensor': 2}, False), ({'data': 2, 'fsdp': 2}, True), ({'fsdp': 4, 'offload': 'all'}, False)],
+    ids=str,
+)
+def test_every_mesh_draws_the_same(mesh, gather_once):
+    alone, model = draw(), on_mesh(make(), 4, **mesh)
+    there = Sampler(
+        model.config,
+        model.layout,
+        ends=(),
+        max_prompt=MAX_PROMPT,
+        max_tokens=MAX_TOKENS,
+        gather_once=gather_once,
+    )
+    responses = there(model.params, PROMPTS, seed=0, num_samples=NUM_SAMPLES)
+    np.testing.assert_array_equal(responses.tokens_BR, alone.tokens_BR)
+    np.testing.assert_allclose(responses.log_probs_BR, alone.log_probs_BR, atol=1e-5)
+    np.testing.assert_array_equal(responses.num_B, alone.num_B)
+
+
+def test_two_processes_draw_the_same_and_have_all(tmp_path):
+    command = Processes(2, 1, [], logs=tmp_path / 'logs', cache=tmp_path, module='tests.inference.sampler_pair')
+    with command as processes:
+        assert processes.wait() == [0, 0], processes.output(0) + processes.output(1)
+        first, second = (json.loads(processes.output(number).splitlines()[-1]) for number in range(2))
+    assert first == second
+    config = small_config(**SETTINGS)
+    layout = small_layout(config)
+    sampler = Sampler(config, layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
+    alone = sampler(init_state(config, layout).params, PROMPTS, seed=0, num_samples=NUM_SAMPLES)
+    assert first['tokens'] == alone.tokens_BR.tolist()
+    np.testing.assert_allclose(first['log_probs'], alone.log_probs_BR, atol=1e-5)
+
+
+def test_neither_batch_mates_nor_the_number_of_rows_at_a_time_matter():
+    together = draw()
+    # Bit by bit, in a program of the same shape.
+    others = draw(prompts=[PROMPTS[2], PROMPTS[1], [60]])
+    own = slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
+    np.testing.assert_array_equal(others.tokens_BR[own], together.tokens_BR[own])
+    np.testing.assert_array_equal(others.log_probs_BR[own], together.log_probs_BR[own])
+    assert not np.array_equal(others.tokens_BR[:NUM_SAMPLES], together.tokens_BR[:NUM_SAMPLES])
+    # In other shapes but for rounding: a few rows at a time, fewer than a prompt has samples, one prompt alone.
+    for rows in (4, 1):
+        parts = draw(rows_per_run=rows)
+        np.testing.assert_array_equal(parts.tokens_BR, together.tokens_BR)
+        np.testing.assert_allclose(parts.log_probs_BR, together.log_probs_BR, atol=1e-5)
+        assert parts.drawn == together.drawn == len(PROMPTS) * NUM_SAMPLES * MAX_TOKENS
+        assert parts.passes == -(-len(PROMPTS) * NUM_SAMPLES // rows) * (MAX_TOKENS - 1)
+    alone = draw(prompts=PROMPTS[1:2], first_row=NUM_SAMPLES)
+    np.testing.assert_array_equal(alone.tokens_BR, together.tokens_BR[own])
+    # Control: the number of a row does matter.
+    assert not np.array_equal(draw(prompts=PROMPTS[1:2]).tokens_BR, alone.tokens_BR)
+
+
+def test_a_response_ends_and_with_the_last_the_loop():
+    free = draw(temperature=0.0, num_samples=1)
+    first = free.tokens_BR[0].tolist()
+    end = first[2]
+    assert free.passes == MAX_TOKENS - 1
+    assert not free.ended_B.any()
+    # An id that never comes does not matter.
+    never = next(id for id in range(VOCAB) if id not in free.tokens_BR)
+    ended = draw(ends=(never, end), temperature=0.0, num_samples=1)
+    for row, whole in enumerate(free.tokens_BR.tolist()):
+        num = whole.index(end) + 1 if end in whole else MAX_TOKENS
+        assert ended.num_B[row] == num
+        assert ended.ended_B[row] == (end in whole)
+        assert ended.tokens_BR[row].tolist() == whole[:num] + [0] * (MAX_TOKENS - num)
+        np.testing.assert_array_equal(ended.log_probs_BR[row, :num], free.log_probs_BR[row, :num])
+        assert np.all(ended.log_probs_BR[row, num:] == 0)
+    assert ended.drawn == ended.num_B.sum() < free.drawn
+    # Control: some row goes on.
+    assert ended.passes == ended.num_B.max() - 1 == MAX_TOKENS - 1
+    alone = draw(prompts=PROMPTS[:1], ends=(never, end), temperature=0.0, num_samples=1)
+    assert alone.passes == first.index(end) == alone.num_B[0] - 1 < MAX_TOKENS - 1
+
+
+def test_runs_hold_what_they_may_and_divide_over_devices():
+    lengths = (8, 8)
+    assert plan_runs(8, 4, 0, shards=4, lengths=lengths) == (4, 8)
+    # One prompt for eight devices: each takes it, for some of its samples.
+    assert plan_runs(1, 16, 0, shards=8, lengths=lengths) == (2, 8)
+    assert plan_runs(3, 2, 4, shards=1, lengths=lengths) == (2, 2)
+    assert plan_runs(3, 4, 2, shards=2, lengths=lengths) == (1, 2)
+    # The runs are about equally full.
+    assert plan_runs(10, 1, 8, shards=1, lengths=lengths) == (1, 5)
+    for prompts in range(1, 8):
+        for samples in (1, 2, 6):
+            for rows in (0, 4, 9, 100):
+                group, P = plan_runs(prompts, samples, rows, shards=4, lengths=lengths)
+                assert samples % group == 0
+                assert P % 4 == 0
+                assert not rows or P * group <= rows
+
+
+def refusal(act):
+    with pytest.raises(InputError) as info:
+        act()
+    assert '\n' not in str(info.value)
+    return str(info.value)
+
+
+def test_what_does_not_fit_is_refused():
+    model = make()
+
+    def build(config=model.config, layout=model.layout, max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS):
+        return Sampler(config, layout, ends=(), max_prompt=max_prompt, max_tokens=max_tokens)
+
+    for axis in ('stage', 'context'):
+        micro_batch = {'train__micro_batch': 1} if axis == 'stage' else {}
+        config = small_config(2, **SETTINGS, **{f'mesh__{axis}': 2}, **micro_batch)
+        assert f'mesh.{axis}=2: responses' in refusal(functools.partial(build, config, small_layout(config)))
+    context = model.config.model.max_positions
+    message = refusal(lambda: build(max_prompt=context - 3, max_tokens=4))
+    assert f'max_tokens=4: prompts have up to {context - 3} tokens and the context of the model {context}' in message
+    assert 'at most 3 tokens can follow' in message
+    assert 'max_tokens=0: must be at least 1' in refusal(lambda: build(max_tokens=0))
+    assert 'max_prompt=0: must be at least 1' in refusal(lambda: build(max_prompt=0))
+    assert 'there is no prompt' in refusal(lambda: draw(prompts=[]))
+    assert 'prompt 1 (from 0) has 0 tokens' in refusal(lambda: draw(prompts=[[1], []]))
+    assert f'at most {MAX_PROMPT}' in refusal(lambda: draw(prompts=[[1] * (MAX_PROMPT + 1)]))
+    for id in (-1, VOCAB):
+        assert 'prompt 0 (from 0) has ids outside of 0 … 63' in refusal(lambda id=id: draw(prompts=[[1, id]]))
+    assert 'temperature=-1.0: must be' in refusal(lambda: draw(temperature=-1.0))
+    assert 'temperature=nan: must be' in refusal(lambda: draw(temperature=float('nan')))
+    assert 'num_samples=0: must be' in refusal(lambda: draw(num_samples=0))
+    assert 'rows_per_run=-1: must be' in refusal(lambda: draw(rows_per_run=-1))
+    spread = on_mesh(model, 4, fsdp=4)
+    there = Sampler(spread.config, spread.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
+    message = refusal(lambda: there(spread.params, PROMPTS, seed=0, rows_per_run=3))
+    assert 'rows_per_run=3: rows are split over 4 devices' in message

@@ -1,0 +1,213 @@
+"""Reinforcement from the command line: a run learns, goes on exactly, and says what is wrong."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from maxlm import grpo, train
+from maxlm.data.tokenizer import chars_tokenizer
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.runtime.checkpoint import Checkpoints, saved_steps
+from maxlm.runtime.metrics import read_metrics
+from maxlm.runtime.workdir import describe_run
+from maxlm.training.state import init_state
+from tests.conftest import ROOT
+from tests.cpu import cpu_flags
+from tests.small import small_config, small_layout
+from tests.test_train import CLOCKED, SMALL, params_of, same
+
+pytestmark = pytest.mark.usefixtures('compile_once')
+MODEL = {
+    'model__family': 'llama',
+    'model__num_layers': 1,
+    'model__dim': 16,
+    'model__num_heads': 2,
+    'model__ffn_dim': 32,
+    'model__vocab_size': 16,
+    'model__tie_embeddings': True,
+    'data__window': 24,
+}
+# Short responses are rewarded, which a random model can learn at once: it has to end them.
+SETTINGS = {
+    'train.objective': 'grpo',
+    'train.num_steps': 8,
+    'train.global_batch': 16,
+    'train.log_every': 1,
+    'grpo.reward': 'length',
+    'grpo.samples': 8,
+    'grpo.prompts_per_rollout': 4,
+    'grpo.max_tokens': 12,
+    'grpo.eval_samples': 2,
+    'eval.every': 4,
+    'eval.samples': 1,
+    'optimizer.learning_rate': 0.02,
+    'optimizer.warmup_steps': 0,
+    'optimizer.schedule': 'constant',
+    'checkpoint.every_steps': 2,
+    'guard.window': 0,
+    'guard.max_rollbacks': 0,
+}
+CONFIG = str(ROOT / 'configs/tiny.py')
+
+
+@pytest.fixture(scope='module')
+def start(tmp_path_factory):
+    """A workdir with a random model, and files of prompts beside it."""
+    directory = tmp_path_factory.mktemp('start')
+    workdir = directory / 'sft'
+    config = small_config(**{**MODEL, 'model__vocab_size': 61})
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=MODEL['model__vocab_size']))
+    state = init_state(config, small_layout(config))
+    with Checkpoints(workdir, keep_last=1) as checkpoints:
+        checkpoints.save(5, state._replace(step=state.step + 5), {})
+        checkpoints.wait()
+    chars_tokenizer(['abcdefghxyz']).save(directory / 'tokenizer.json')
+    describe_run(workdir, config, directory / 'tokenizer.json')
+    for name, texts in {'prompts': 'abcdefgh', 'held_out': 'xyz'}.items():
+        lines = [json.dumps({'prompt': f'ab{text}', 'target_length': 3}) for text in texts]
+        (directory / f'{name}.jsonl').write_text('\n'.join(lines))
+    return directory
+
+
+def arguments(start, **overrides):
+    settings = {
+        **{key: value for key, value in SMALL.items() if key.startswith(('metrics', 'model.'))},
+        'model.dropout': 0.0,
+        **{key.replace('__', '.'): value for key, value in MODEL.items()},
+        'train.init_from': start / 'sft',
+        'grpo.prompts': start / 'prompts.jsonl',
+        'grpo.eval_prompts': start / 'held_out.jsonl',
+        **SETTINGS,
+        **{key.replace('__', '.'): value for key, value in overrides.items()},
+    }
+    return [f'--config={CONFIG}', *(f'--config.{key}={value}' for key, value in settings.items())]
+
+
+def run(start, workdir, **overrides):
+    return exit_code(grpo.main, [*arguments(start, **overrides), f'--workdir={workdir}'])
+
+
+def curve(workdir):
+    clocked = (*CLOCKED, 'rollout/tokens_per_second', 'rollout/judging')
+    lines = {}
+    for line in read_metrics(workdir):
+        lines.setdefault(line['step'], {}).update({k: v for k, v in line.items() if not k.startswith(clocked)})
+    return lines
+
+
+@pytest.fixture(scope='module')
+def whole(start, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('whole') / 'run'
+    assert run(start, workdir) == EXIT_DONE
+    return workdir
+
+
+def test_it_learns_what_is_rewarded(whole):
+    lines = curve(whole)
+    assert sorted(lines) == list(range(1, 9))
+    rewards = {step: line['rollout/reward'] for step, line in lines.items() if 'rollout/reward' in line}
+    # Two steps learn from each rollout.
+    assert sorted(rewards) == [1, 3, 5, 7]
+    assert rewards[7] > rewards[1] + 0.3
+    assert lines[7]['rollout/length'] < lines[1]['rollout/length'] - 3
+    # The first of the two is where the responses are from; by the second the model has moved.
+    assert [lines[step]['train/old_kl'] < 1e-9 for step in range(1, 9)] == [True, False] * 4
+    assert all(line['train/old_kl'] >= 0 for line in lines.values())
+    wanted = {'eval/accuracy', 'eval/mean_accuracy', 'eval/pass_at_k', 'eval/length', 'eval/loss'}
+    assert [wanted <= lines[step].keys() for step in (2, 4, 6, 8)] == [False, True, False, True]
+    assert lines[8]['eval/loss'] == 1 - lines[8]['eval/accuracy']
+    log = (whole / 'run.log').read_text()
+    assert '32 responses to 4 prompts: reward' in log
+    assert 'sample: abx ▮' in log
+    assert (whole / 'report.html').stat().st_size > 1000
+
+
+def test_what_moves_is_the_advantage(start, tmp_path):
+    """Control: without a difference within groups nothing is learned."""
+    assert run(start, tmp_path, train__num_steps=2, grpo__reward='0*length', eval__every=0) == EXIT_DONE
+    lines = curve(tmp_path)
+    assert lines[1]['rollout/agreeing'] == 1
+    assert [lines[step]['train/grad_norm'] for step in (1, 2)] == [0, 0]
+
+
+def test_it_goes_on_exactly(start, whole, tmp_path):
+    assert run(start, tmp_path / 'run', train__num_steps=8, guard__max_hours=1e-9) == EXIT_DONE
+    # It was over with its budget, after a pair of steps and not within it.
+    stopped = max(saved_steps(tmp_path / 'run'))
+    assert stopped in (2, 4)
+    assert run(start, tmp_path / 'run') == EXIT_DONE
+    assert curve(tmp_path / 'run') == curve(whole)
+    assert same(params_of(tmp_path / 'run', 8), params_of(whole, 8))
+
+
+def test_a_kill_changes_nothing(start, whole, tmp_path):
+    environment = {**os.environ, 'XLA_FLAGS': cpu_flags(8)}
+    command = [sys.executable, '-m', 'tests.killing_training', str(tmp_path), '0', '1', 'grpo', *arguments(start)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert curve(tmp_path / '0') == curve(tmp_path / 'whole')
+    assert same(params_of(tmp_path / '0', 8), params_of(tmp_path / 'whole', 8))
+
+
+def test_the_reference_is_what_the_run_started_from(start, tmp_path):
+    settings = {'grpo__kl_weight': 0.5, 'eval__every': 0}
+    assert run(start, tmp_path / 'run', **settings, train__num_steps=4) == EXIT_DONE
+    lines = curve(tmp_path / 'run')
+    # At first the model is its reference, then it moves away.
+    assert abs(lines[1]['train/reference_kl']) < 1e-9
+    assert lines[2]['train/reference_kl'] > 1e-6
+    assert run(start, tmp_path / 'run', **settings) == EXIT_DONE
+    assert run(start, tmp_path / 'once', **settings) == EXIT_DONE
+    assert curve(tmp_path / 'run') == curve(tmp_path / 'once')
+    # It is no part of a checkpoint.
+    assert not [path for path in (tmp_path / 'run/checkpoints/8').iterdir() if 'reference' in path.name]
+
+
+def test_another_mesh_learns_the_same(start, whole, tmp_path):
+    assert (
+        run(start, tmp_path, train__num_steps=4, mesh__fsdp=4, mesh__tensor=2, model__vocab_size=17) == EXIT_BAD_INPUT
+    )
+    settings = {'mesh__fsdp': 2, 'mesh__data': 4}
+    assert run(start, tmp_path, train__num_steps=4, **settings) == EXIT_DONE
+    lines, wanted = curve(tmp_path), curve(whole)
+    for step in (1, 2):
+        for name in ('train/loss', 'train/grad_norm', 'train/entropy'):
+            assert lines[step][name] == pytest.approx(wanted[step][name], rel=1e-3, abs=1e-6), (step, name)
+    assert lines[1]['rollout/reward'] == wanted[1]['rollout/reward']
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'words'),
+    [
+        ({'train__objective': 'next_token'}, 'train.objective=next_token: maxlm.grpo learns from rewards'),
+        ({'train__init_from': ''}, "train.init_from='': maxlm.grpo needs it"),
+        ({'train__init_from': '/nowhere'}, 'train.init_from'),
+        ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
+        ({'grpo__reward': 'lenght'}, 'lenght'),
+        ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric needs 'answer'"),
+        ({'grpo__max_tokens': 24}, 'grpo.max_tokens=24 leaves no room for a prompt in data.window=24'),
+        ({'grpo__max_tokens': 22}, 'prompts.jsonl'),
+        ({'grpo__prompts_per_rollout': 5}, 'grpo.samples = 40 responses are not a multiple of train.global_batch=16'),
+        ({'grpo__prompts_per_rollout': 16}, 'has only 8 prompts'),
+        ({'guard__window': 128}, 'guard.window=128: maxlm.grpo does without; set it to 0'),
+        ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: maxlm.grpo does without'),
+        ({'eval__every': 3}, 'eval.every=3: the model learns from the same responses in 2 steps'),
+        ({'grpo__eval_prompts': ''}, "grpo.eval_prompts='' with eval.every"),
+        ({'mesh__stage': 2}, 'mesh.stage'),
+    ],
+)
+def test_bad_input_is_told_in_a_line(start, tmp_path, capsys, overrides, words):
+    assert run(start, tmp_path / 'run', **overrides) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith('error: ')
+    assert words in error
+    assert not (tmp_path / 'run/checkpoints').exists()
+
+
+def test_train_says_which_verb_it_is(start, tmp_path, capsys):
+    assert exit_code(train.main, [*arguments(start), f'--workdir={tmp_path}']) == EXIT_BAD_INPUT
+    assert 'start it by python -m maxlm.grpo' in capsys.readouterr().err

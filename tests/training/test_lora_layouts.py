@@ -1,0 +1,84 @@
+"""Models with adapters compute the same on every layout: hidden states, and the gradients of all parameters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.model.decoder import Decoder
+from maxlm.model.ring import zigzag
+from maxlm.training.state import abstract_model, param_shardings
+from tests.adapters import adapter_arrays, with_arrays
+from tests.small import small_batch, small_config, small_layout
+
+# Compiling is most of the time that this takes.
+QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+# A rank that does not divide over the devices.
+COMMON = {
+    'model__family': 'llama',
+    'model__num_kv_heads': 2,
+    'model__vocab_size': 64,
+    'model__lora_rank': 3,
+}
+LAYOUTS = [
+    {'mesh__fsdp': 2, 'mesh__tensor': 2},
+    {'mesh__stage': 2, 'mesh__fsdp': 2, 'train__micro_batch': 1, 'model__remat': 'full'},
+    {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__zero': 2, 'model__scan_layers': False},
+]
+
+
+def results(**settings):
+    """Hidden states [B, T, D] of a batch, and the gradients of a weighted sum of them, whole."""
+    config = small_config(num_devices=4 if 'mesh__fsdp' in settings else 1, **COMMON, **settings)
+    layout = small_layout(config)
+    graph, _ = nnx.split(abstract_model(config, layout))
+    params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0))))
+    params = jax.device_put(with_arrays(params, adapter_arrays(config.model)), param_shardings(config, layout))
+    T = config.data.window
+    order = zigzag(T, layout.parts('length')) if layout.parts('length') > 1 else np.arange(T)
+    batch = {name: rows[:, order] for name, rows in small_batch(config).items()}
+    batch = layout.put_batch(batch, config.train.global_batch)
+    weights = np.random.default_rng(0).normal(size=(config.train.global_batch, T, config.model.dim))
+
+    def loss(params):
+        x_BTD, _ = nnx.merge(graph, params)(
+            batch['tokens'],
+            segments_BT=batch['segments'],
+            positions_BT=batch['positions'],
+            micro_batches=config.accumulation // config.rounds,
+        )
+        return (jnp.sin(x_BTD) * jnp.float32(weights[:, order])).sum(), x_BTD
+
+    run = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
+    gradients, x_BTD = jax.device_get(run(params))
+    return x_BTD[:, np.argsort(order)], gradients
+
+
+@functools.cache
+def on_one_device():
+    return results()
+
+
+@pytest.mark.parametrize('layout', LAYOUTS, ids=str)
+def test_every_layout_computes_what_one_device_computes(layout):
+    wanted, wanted_gradients = on_one_device()
+    found, gradients = results(**layout)
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    for (path, gradient), other in zip(
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(wanted_gradients), strict=True
+    ):
+        np.testing.assert_allclose(gradient, other, rtol=0, atol=2e-5 * np.abs(other).max(), err_msg=str(path))
+        # Control: there is something to compare. Hidden states do not depend on the head.
+        assert np.abs(gradient).max() > 1e-2 or path[0].key == 'head', path
+
+
+def test_what_lies_where():
+    config = small_config(num_devices=4, **COMMON, **LAYOUTS[0])
+    blocks = param_shardings(config, small_layout(config))['blocks']
+    assert tuple(blocks['attention']['query']['lora_a'].spec) == ('stage', ('fsdp', 'context'), None)
+    assert tuple(blocks['attention']['query']['lora_b'].spec) == ('stage', None, 'tensor', None)
+    assert tuple(blocks['attention']['out']['lora_a'].spec) == ('stage', 'tensor', None, None)
+    assert tuple(blocks['feedforward']['down']['lora_b'].spec) == ('stage', None, ('fsdp', 'context'))
