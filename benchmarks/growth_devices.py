@@ -35,7 +35,7 @@ from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.planning.memory import estimate_memory
 from maxlm.planning.program import read_program
 from maxlm.planning.work import estimate_work
-from maxlm.runtime.loop import Loop
+from maxlm.runtime.stepping import Stepping
 from maxlm.training.sharding import Layout
 
 ROOT = Path(__file__).parent.parent
@@ -78,21 +78,21 @@ class Probe:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.last_loop: Loop | None = None
+        self.stepping: Stepping | None = None
         self._calls = 0
         self._placing = 0.0, 0
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Probe:
-        take_step, put_batch = Loop._take_step, Layout.put_batch
+        take_step, put_batch = Stepping.take, Layout.put_batch
 
         def measured_put(layout: Layout, *arguments: Any) -> Any:
             batch, seconds, calls = self._measure(partial(put_batch, layout, *arguments))
             self._placing = seconds, calls
             return batch
 
-        def measured_take(loop: Loop, *arguments: Any, **options: Any) -> Any:
-            self.last_loop = loop
+        def measured_take(loop: Stepping, *arguments: Any, **options: Any) -> Any:
+            self.stepping = loop
             # Counting is slow: every second step is timed without.
             counts = len(self.samples) % 2 == 1
             if counts:
@@ -104,7 +104,7 @@ class Probe:
             self.samples.append(Sample(seconds, calls, *self._placing))
             return state
 
-        self._patches.enter_context(mock.patch.object(Loop, '_take_step', measured_take))
+        self._patches.enter_context(mock.patch.object(Stepping, 'take', measured_take))
         self._patches.enter_context(mock.patch.object(Layout, 'put_batch', measured_put))
         return self
 
@@ -139,8 +139,8 @@ def main(argv: list[str]) -> int:
         code = train.main([f'--config={ROOT}/configs/tiny.py', f'--workdir={workdir}/run', *overrides])
         if code != EXIT_DONE:
             return code
-        assert probe.last_loop is not None
-        config, compiled = probe.last_loop._program
+        assert probe.stepping is not None
+        config, compiled = probe.stepping._program
         assert compiled is not None
         text = compiled.step.as_text() or ''
         program = read_program(text, config.mesh.sizes)

@@ -11,7 +11,7 @@ Hardware:  H100 80 GB: 7b 8 and more, 13b 16, 30b 32, 70b 64; or as much memory 
 Time:      200 billion tokens, 4.2M a step; another length with --config.train.num_tokens=N. 7b-long 21 billion, 2.1M a
            step; 7b-instruct and 7b-lora 2 epochs, 262k a step
 Memory:    compiled ahead of time, GiB per H100: 7b 22 on 8, 13b 22 on 16, 30b 29 on 32, 70b 33 on 128 in two replicas;
-           estimated by maxlm.plan without a compiler: LONG_MEMORY
+           7b-long 25 on 8, 7b-instruct 20 on 8, 7b-lora 31 on one
 Expected:  speed and loss are not measured yet
 
 Shapes and learning rates: Touvron et al. 2023, "LLaMA" and "Llama 2"; Rozière et al. 2023, "Code Llama", whose long

@@ -53,7 +53,8 @@ def get_config(variant: str = 'sft') -> ConfigDict:
 
     config.train.objective = 'grpo'
     config.train.init_from = 'runs/synth-sft'
-    config.train.num_steps = 100
+    config.data.window = 80
+    config.train.num_steps = 60
     config.train.global_batch = 512
     config.train.log_every = 5
     config.grpo.prompts = 'data/synth/prompts.jsonl'
@@ -65,11 +66,12 @@ def get_config(variant: str = 'sft') -> ConfigDict:
     config.grpo.eval_samples = 4
     config.eval.every = 20
     config.eval.samples = 4
-    config.optimizer.learning_rate = 3e-4
-    config.optimizer.schedule = 'constant'
+    config.optimizer.learning_rate = 2e-4
+    config.optimizer.min_learning_rate = 2e-5
+    config.optimizer.schedule = 'linear'
     config.optimizer.warmup_steps = 5
     config.optimizer.weight_decay = 0.0
-    config.checkpoint.every_steps = 50
+    config.checkpoint.every_steps = 20
     # The batches of a step depend on the model: there are none to leave out.
     config.guard.window = 0
     config.guard.max_rollbacks = 0

@@ -20,7 +20,6 @@ from maxlm import grpo, train
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.runtime.checkpoint import saved_steps
 
-
 VERBS = {'train': train.main, 'grpo': grpo.main}
 
 

@@ -23,7 +23,7 @@ import jax
 from maxlm import train
 from maxlm.data.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_DONE, exit_code
-from maxlm.runtime import loop
+from maxlm.runtime import feed
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.evaluation import Validation
 from maxlm.runtime.goodput import ledger_name
@@ -61,7 +61,7 @@ class Faults:
         self._patch(Checkpoints, 'save', partial(self._measured, 'checkpoint'))
         self._patch(Checkpoints, 'wait', partial(self._measured, 'checkpoint'))
         self._patch(Validation, '__call__', partial(self._measured, 'evaluation'))
-        self._patch(loop, 'batches_after', self._open)
+        self._patch(feed, 'batches_after', self._open)
         self._patch(Reporter, 'begin', self._begin)
         self._patch(Reporter, 'submit', self._submit)
         self._note('began', time.time())

@@ -1,6 +1,5 @@
 """Reinforcement from the command line: a run learns, goes on exactly, and says what is wrong."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -11,26 +10,15 @@ import pytest
 from maxlm import grpo, train
 from maxlm.data.tokenizer import chars_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.runtime.checkpoint import Checkpoints, saved_steps
+from maxlm.runtime.checkpoint import saved_steps
 from maxlm.runtime.metrics import read_metrics
-from maxlm.runtime.workdir import describe_run
-from maxlm.training.state import init_state
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
-from tests.small import small_config, small_layout
+from tests.processes import Processes
+from tests.starting import MODEL, make_start
 from tests.test_train import CLOCKED, SMALL, params_of, same
 
 pytestmark = pytest.mark.usefixtures('compile_once')
-MODEL = {
-    'model__family': 'llama',
-    'model__num_layers': 1,
-    'model__dim': 16,
-    'model__num_heads': 2,
-    'model__ffn_dim': 32,
-    'model__vocab_size': 16,
-    'model__tie_embeddings': True,
-    'data__window': 24,
-}
 # Short responses are rewarded, which a random model can learn at once: it has to end them.
 SETTINGS = {
     'train.objective': 'grpo',
@@ -58,15 +46,8 @@ CONFIG = str(ROOT / 'configs/tiny.py')
 def start(tmp_path_factory):
     """A workdir with a random model, and files of prompts beside it."""
     directory = tmp_path_factory.mktemp('start')
-    workdir = directory / 'sft'
-    config = small_config(**{**MODEL, 'model__vocab_size': 61})
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=MODEL['model__vocab_size']))
-    state = init_state(config, small_layout(config))
-    with Checkpoints(workdir, keep_last=1) as checkpoints:
-        checkpoints.save(5, state._replace(step=state.step + 5), {})
-        checkpoints.wait()
     chars_tokenizer(['abcdefghxyz']).save(directory / 'tokenizer.json')
-    describe_run(workdir, config, directory / 'tokenizer.json')
+    make_start(directory / 'sft', directory / 'tokenizer.json', vocab_size=16)
     for name, texts in {'prompts': 'abcdefgh', 'held_out': 'xyz'}.items():
         lines = [json.dumps({'prompt': f'ab{text}', 'target_length': 3}) for text in texts]
         (directory / f'{name}.jsonl').write_text('\n'.join(lines))
@@ -78,6 +59,8 @@ def arguments(start, **overrides):
         **{key: value for key, value in SMALL.items() if key.startswith(('metrics', 'model.'))},
         'model.dropout': 0.0,
         **{key.replace('__', '.'): value for key, value in MODEL.items()},
+        'model.vocab_size': 16,
+        'data.window': 24,
         'train.init_from': start / 'sft',
         'grpo.prompts': start / 'prompts.jsonl',
         'grpo.eval_prompts': start / 'held_out.jsonl',
@@ -178,6 +161,19 @@ def test_another_mesh_learns_the_same(start, whole, tmp_path):
         for name in ('train/loss', 'train/grad_norm', 'train/entropy'):
             assert lines[step][name] == pytest.approx(wanted[step][name], rel=1e-3, abs=1e-6), (step, name)
     assert lines[1]['rollout/reward'] == wanted[1]['rollout/reward']
+
+
+def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
+    words = [*arguments(start), f'--workdir={tmp_path / "run"}']
+    with Processes(2, 4, words, logs=tmp_path, cache=tmp_path / 'programs', module='maxlm.grpo') as processes:
+        codes = processes.wait()
+        assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
+    lines, wanted = curve(tmp_path / 'run'), curve(whole)
+    assert lines.keys() == wanted.keys()
+    for step, line in wanted.items():
+        for name in ('train/loss', 'train/grad_norm', 'rollout/reward', 'rollout/length', 'eval/accuracy'):
+            if name in line:
+                assert lines[step][name] == pytest.approx(line[name], rel=1e-3, abs=1e-5), (step, name)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ class Windows:
         self.window = window
         self._end_of_document = dataset.end_of_document
         self._isolate_documents = isolate_documents
-        self._marked = marked or dataset.masked
+        # Whether streams are of marked tokens.
+        self.marked = marked or dataset.masked
         self._to_mark = marked and not dataset.masked
         # First window of each shard, and one past the last of all.
         self._firsts = list(itertools.accumulate(self.shard_windows, initial=0))
@@ -95,7 +96,7 @@ class Windows:
             self.window,
             end_of_document=self._end_of_document,
             isolate_documents=self._isolate_documents,
-            marked=self._marked,
+            marked=self.marked,
             parts=parts,
         )
 

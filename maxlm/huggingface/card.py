@@ -39,8 +39,8 @@ def model_card(
         f'A language model of {_short(parameters)} parameters, trained with maxlm {maxlm.__version__} and exported for '
         f'Transformers as `{architecture.class_name}`.\n'
         if step
-        else f'A language model of {_short(parameters)} parameters, imported into and exported from maxlm '
-        f'{maxlm.__version__} as `{architecture.class_name}`, without training there.\n',
+        else f'A language model of {_short(parameters)} parameters, exported from maxlm {maxlm.__version__} for '
+        f'Transformers as `{architecture.class_name}`; its workdir holds the model without a run.\n',
         '## Use\n',
         _usage(name, architecture, (workdir / TOKENIZER).is_file()),
         '## Model\n',

@@ -336,8 +336,8 @@ def _check_mesh(layout: Layout) -> None:
     for axis, what in {'stage': 'the layers', 'context': 'the length'}.items():
         if size := layout.mesh.shape[axis] - 1:
             raise InputError(
-                f'mesh.{axis}={size + 1}: responses are drawn with a cache of keys and values, which there is not where '
-                f'the mesh splits {what}; set it to 1'
+                f'mesh.{axis}={size + 1}: responses are drawn with a cache of keys and values, and there is none '
+                f'where the mesh splits {what}; set it to 1'
             )
 
 

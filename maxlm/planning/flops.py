@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from maxlm.config.keys import ModelConfig
+from maxlm.config.keys import Config, ModelConfig
 from maxlm.model.blocks import layer_windows
 from maxlm.planning.matrices import block_parameters
+from maxlm.planning.weights import weights
+from maxlm.training.trained import is_trained
 
 
 class TokenFlops(NamedTuple):
@@ -36,3 +38,25 @@ def training_flops(model: ModelConfig, window: int) -> TokenFlops:
     # The first tokens of a window see fewer than a layer reaches.
     causal = sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window
     return TokenFlops(causal=dense + per_position * causal, full=dense + per_position * sum(reaches))
+
+
+def step_flops(config: Config, window: int) -> TokenFlops:
+    """Per token of what a run trains: less where parameters are frozen, more where there is a reference.
+
+    Forward and backward to the inputs are 2 operations each per matmul parameter, and 2 for the gradient of each that
+    is trained; the reference has a forward pass of its own.
+    """
+    model = config.model
+    whole = training_flops(model, window)
+    products = [w for w in weights(model) if w.kind in ('matrix', 'head', 'adapter') or w.name == tied_head(model)]
+    frozen = sum(weight.size for weight in products if not is_trained(config, weight.name))
+    adapters = sum(weight.size for weight in products if weight.kind == 'adapter')
+    # An adapter's three passes.
+    dense = 6 * adapters - 2 * frozen
+    forward = 1 / 3 if config.has_reference else 0.0
+    return TokenFlops(*(flops * (1 + forward) + dense for flops in whole))
+
+
+def tied_head(model: ModelConfig) -> str:
+    """Name of the table that serves as the head too; '' = there is none."""
+    return 'embedding' if model.tie_embeddings else ''

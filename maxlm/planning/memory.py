@@ -28,6 +28,7 @@ from maxlm.planning.state_bytes import (
 from maxlm.planning.weights import Weight, weights
 from maxlm.planning.work import needs_mask
 from maxlm.training.state import TrainState
+from maxlm.training.trained import is_trained
 
 # "the total memory required for HLO temporaries (81.26G) exceeds available HBM (30.75G)".
 OVERFLOW = re.compile(r'required[^()]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)')
@@ -222,14 +223,16 @@ def _sizes(config: Config, backend: Backend) -> _Sizes:
 
 
 def _gradient_and_filler(config: Config, backend: Backend) -> tuple[int, int]:
-    """Bytes of one gradient of every parameter, and what fills up the tiles of the state."""
+    """Bytes of one gradient of every parameter that is trained, and what fills up the tiles of the state."""
     zero = 3 if config.mesh.zero >= 2 else config.mesh.zero
     gradient = filler = 0.0
     for weight in weights(config.model):
-        gradient += 4 * shard_size(config, weight, zero=zero) * _tiled(config, weight, zero, backend)
+        trained = is_trained(config, weight.name)
+        if trained:
+            gradient += 4 * shard_size(config, weight, zero=zero) * _tiled(config, weight, zero, backend)
         held = 4 * shard_size(config, weight, zero=config.mesh.zero)
         filler += held * (_tiled(config, weight, config.mesh.zero, backend) - 1)
-        filler += moment_bytes(config, weight) * (_tiled(config, weight, 3, backend) - 1)
+        filler += trained * moment_bytes(config, weight) * (_tiled(config, weight, 3, backend) - 1)
     return int(gradient), int(filler)
 
 
@@ -241,7 +244,7 @@ def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float
     if backend.lanes == 1 or weight.kind == 'vector':
         return 1.0
     sizes = dict(zip(weight.axes, shard_shape(config, weight, zero=zero), strict=True))
-    a, b = sizes['embed'], next(sizes[axis] for axis in ('head_dim', 'ffn', 'vocab', 'position') if axis in sizes)
+    a, b = [sizes[axis] for axis in ('embed', 'head_dim', 'ffn', 'vocab', 'position', 'adapter') if axis in sizes][:2]
     lanes = backend.lanes
     return min(_up(a, lanes) * _up(b, SUBLANES), _up(b, lanes) * _up(a, SUBLANES)) / (a * b)
 

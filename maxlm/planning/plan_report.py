@@ -80,7 +80,7 @@ def _mfu(forecast: Forecast) -> tuple[float, float]:
     if not target.chip.tflops:
         return 0.0, 0.0
     return mfu(
-        config.model,
+        config,
         config.data.window,
         tokens_per_second=forecast.tokens_per_second,
         num_devices=target.num_devices,

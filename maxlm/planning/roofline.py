@@ -12,10 +12,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from maxlm.config.keys import MESH_AXES, ModelConfig
+from maxlm.config.keys import MESH_AXES, Config
 from maxlm.errors import InputError
 from maxlm.planning.chips import Chip
-from maxlm.planning.flops import training_flops
+from maxlm.planning.flops import step_flops
 from maxlm.planning.transfers import Transfer
 from maxlm.planning.work import Work
 from maxlm.training.sharding import split_across_islands
@@ -80,7 +80,7 @@ class StepTime(NamedTuple):
 
 
 class Mfu(NamedTuple):
-    """Share of the peak that the model's own operations reach, by both conventions of `training_flops`."""
+    """Share of the peak that the model's own operations reach, by both conventions of `step_flops`."""
 
     causal: float
     full: float
@@ -244,8 +244,8 @@ def tokens_per_second(seconds: float, *, global_batch: int, window: int) -> floa
     return global_batch * window / seconds
 
 
-def mfu(model: ModelConfig, window: int, *, tokens_per_second: float, num_devices: int, tflops: float) -> Mfu:
+def mfu(config: Config, window: int, *, tokens_per_second: float, num_devices: int, tflops: float) -> Mfu:
     """Utilization of `num_devices` with a peak of `tflops` each."""
-    flops = training_flops(model, window)
+    flops = step_flops(config, window)
     peak = num_devices * tflops * 1e12
     return Mfu(tokens_per_second * flops.causal / peak, tokens_per_second * flops.full / peak)

@@ -9,18 +9,22 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from maxlm.config.keys import Config
 from maxlm.model.host_memory import HOST
 from maxlm.planning.weights import Weight, weights
 from maxlm.training.moments import MIN_SIZE, num_blocks
+from maxlm.training.reference import holds_reference
 from maxlm.training.sharding import SAVING, TABLE
 from maxlm.training.state import TrainState
+from maxlm.training.trained import is_trained
 
 
 class StateBytes(NamedTuple):
     """Bytes per device; what lies in host memory stands under `host` alone."""
 
+    # Those of a reference too.
     parameters: int
     # Optimizer state.
     moments: int
@@ -32,7 +36,12 @@ class StateBytes(NamedTuple):
 def state_bytes(abstract: TrainState) -> StateBytes:
     """Of a state whose leaves have shapes, types and shardings."""
     device, host = {'parameters': 0, 'moments': 0, 'average': 0}, 0
-    for name, tree in (('parameters', abstract.params), ('moments', abstract.opt_state), ('average', abstract.ema)):
+    trees = {
+        'parameters': (abstract.params, abstract.reference),
+        'moments': abstract.opt_state,
+        'average': abstract.ema,
+    }
+    for name, tree in trees.items():
         for leaf in jax.tree.leaves(tree):
             size = _shard_bytes(leaf)
             if leaf.sharding.memory_kind == HOST:
@@ -44,17 +53,21 @@ def state_bytes(abstract: TrainState) -> StateBytes:
 
 def planned_state_bytes(config: Config) -> StateBytes:
     """The same of a resolved config, from its shapes; counters, some bytes, are left out."""
-    params = moments = 0
+    params = moments = reference = 0
     for weight in weights(config.model):
-        params += 4 * shard_size(config, weight, zero=config.mesh.zero)
-        moments += moment_bytes(config, weight)
+        size = shard_size(config, weight, zero=config.mesh.zero)
+        params += 4 * size
+        if holds_reference(config):
+            reference += size * (4 if weight.kind == 'vector' else jnp.dtype(config.model.dtype).itemsize)
+        if is_trained(config, weight.name):
+            moments += moment_bytes(config, weight)
     average = params if config.optimizer.ema_decay else 0
     offload = config.mesh.offload
     if offload == 'all':
-        return StateBytes(0, 0, 0, params + moments + average)
+        return StateBytes(0, 0, 0, params + moments + average + reference)
     if offload == 'optimizer':
-        return StateBytes(params, 0, average, moments)
-    return StateBytes(params, moments, average, 0)
+        return StateBytes(params + reference, 0, average, moments)
+    return StateBytes(params + reference, moments, average, 0)
 
 
 def shard_size(config: Config, weight: Weight, *, zero: int) -> int:

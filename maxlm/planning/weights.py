@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from maxlm.config.keys import ModelConfig
+from maxlm.model.lora import adapter_of
 
 
 class Weight(NamedTuple):
     """A parameter of the decoder, those of the blocks stacked over layers."""
 
+    # Dotted, as in the tree of parameters.
+    name: str
     shape: tuple[int, ...]
     # Logical axes, as `maxlm.training.sharding.TABLE` has them.
     axes: tuple[str, ...]
-    # As `maxlm.training.optimizer.kind_of`: table, head, matrix (of a block) or vector.
+    # As `maxlm.training.optimizer.kind_of`: table, head, matrix or adapter (of a block) or vector.
     kind: str
 
     @property
@@ -23,44 +26,68 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
 
+class _Projection(NamedTuple):
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    in_axes: tuple[str, ...]
+    out_axes: tuple[str, ...]
+
+
 def weights(model: ModelConfig) -> Iterator[Weight]:
     """Every parameter of a resolved model, as `maxlm.model.decoder` makes them."""
-    D, F, V, H = model.dim, model.ffn_dim, model.vocab_size, model.head_dim
-    N, K = model.num_heads, model.num_kv_heads
-    yield Weight((V, D), ('vocab', 'embed'), 'table')
+    D, V = model.dim, model.vocab_size
+    yield Weight('embedding', (V, D), ('vocab', 'embed'), 'table')
     if model.position == 'learned':
-        yield Weight((model.max_positions, D), ('position', 'embed'), 'table')
+        yield Weight('position_embedding', (model.max_positions, D), ('position', 'embed'), 'table')
     if not model.tie_embeddings:
-        yield Weight((D, V), ('embed', 'vocab'), 'head')
-    vectors = _norm_sizes(model, D, 1) * (2 if model.embedding_norm else 1)
-    yield from (Weight((size,), ('norm',), 'vector') for size in vectors)
+        yield Weight('head.kernel', (D, V), ('embed', 'vocab'), 'head')
+    for norm in ('final_norm', *(('embedding_norm',) if model.embedding_norm else ())):
+        yield from _norm(model, norm, D)
+    for weight in _of_block(model):
+        yield weight._replace(
+            name=f'blocks.{weight.name}', shape=(model.num_layers, *weight.shape), axes=('layers', *weight.axes)
+        )
 
-    def stacked(shape: tuple[int, ...], axes: tuple[str, ...], kind: str) -> Weight:
-        return Weight((model.num_layers, *shape), ('layers', *axes), kind)
 
-    into: list[tuple[tuple[int, ...], tuple[str, ...]]]
-    into = [((N, H), ('heads', 'head_dim')), *[((K, H), ('kv_heads', 'head_dim'))] * 2]
-    into += [((F,), ('ffn',))] * (2 if model.activation == 'swiglu' else 1)
-    for shape, axes in into:
-        yield stacked((D, *shape), ('embed', *axes), 'matrix')
+def _of_block(model: ModelConfig) -> Iterator[Weight]:
+    for name, inputs, outputs, in_axes, out_axes in _projections(model):
+        yield Weight(f'{name}.kernel', inputs + outputs, in_axes + out_axes, 'matrix')
+        if adapter := adapter_of(model, name):
+            yield Weight(f'{name}.lora_a', (*inputs, adapter.rank), (*in_axes, 'adapter'), 'adapter')
+            yield Weight(f'{name}.lora_b', (adapter.rank, *outputs), ('adapter', *out_axes), 'adapter')
         if model.use_bias:
-            yield stacked(shape, axes, 'vector')
-    out_of: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((N, H), ('heads', 'head_dim')), ((F,), ('ffn',))]
-    for shape, axes in out_of:
-        yield stacked((*shape, D), (*axes, 'embed'), 'matrix')
-        if model.use_bias:
-            yield stacked((D,), ('norm',), 'vector')
-    for size in _norm_sizes(model, D, 2) + (_norm_sizes(model, H, 2) if model.qk_norm else []):
-        yield stacked((size,), ('norm',), 'vector')
+            yield Weight(f'{name}.bias', outputs, tuple('norm' if a == 'embed' else a for a in out_axes), 'vector')
+    for norm in ('attention_norm', 'feedforward_norm'):
+        yield from _norm(model, norm, model.dim)
+    if model.qk_norm:
+        for norm in ('attention.query_norm', 'attention.key_norm'):
+            yield from _norm(model, norm, model.head_dim)
+
+
+def _projections(model: ModelConfig) -> Iterator[_Projection]:
+    D, H = (model.dim,), model.head_dim
+    heads, kv_heads, ffn = (model.num_heads, H), (model.num_kv_heads, H), (model.ffn_dim,)
+    wide = ('embed',)
+    for name, outputs, axis in (
+        ('query', heads, 'heads'),
+        ('key', kv_heads, 'kv_heads'),
+        ('value', kv_heads, 'kv_heads'),
+    ):
+        yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
+    yield _Projection('attention.out', heads, D, ('heads', 'head_dim'), wide)
+    for name in ('gate', 'up') if model.activation == 'swiglu' else ('up',):
+        yield _Projection(f'feedforward.{name}', D, ffn, wide, ('ffn',))
+    yield _Projection('feedforward.down', ffn, D, ('ffn',), wide)
+
+
+def _norm(model: ModelConfig, name: str, dim: int) -> Iterator[Weight]:
+    if model.norm_scale:
+        yield Weight(f'{name}.scale', (dim,), ('norm',), 'vector')
+        if model.norm == 'layernorm' and model.use_bias:
+            yield Weight(f'{name}.bias', (dim,), ('norm',), 'vector')
 
 
 def count_parameters(model: ModelConfig) -> int:
     """All parameters of a resolved model, embeddings included: what its abstract arrays add up to."""
     return sum(weight.size for weight in weights(model))
-
-
-def _norm_sizes(model: ModelConfig, dim: int, norms: int) -> list[int]:
-    if not model.norm_scale:
-        return []
-    has_bias = model.norm == 'layernorm' and model.use_bias
-    return [dim] * norms * (2 if has_bias else 1)

@@ -16,7 +16,7 @@ from maxlm.config.keys import UNDECIDED_STEPS
 from maxlm.data.skips import skip_steps
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
 from maxlm.planning.chips import find_peak
-from maxlm.planning.flops import training_flops
+from maxlm.planning.flops import step_flops
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import logger, progress_bar
 from maxlm.runtime.data_wait import DataWait
@@ -125,7 +125,7 @@ class Loop:
         log_start(config, self._abstract, self._forecast, peak=self._peak, price=self._diary.price)
         self._pace = Pace(
             tokens_per_step=train.global_batch * config.data.window,
-            flops=training_flops(config.model, config.context_at(start)),
+            flops=step_flops(config, config.context_at(start)),
             peak=self._peak,
             num_devices=jax.device_count(),
         )
@@ -217,6 +217,9 @@ class Loop:
                         decisions = after_evaluation(decisions, loss, config.guard)
                     decisions = self._spend(step, decisions, look=owed or told or validate)
                     why = ended(config, decisions, step)
+                    if why:
+                        # A budget may end a run at any step.
+                        reporter.flush()
                     if why or told or (owed and not reporter.bad_steps.in_a_row):
                         with self._pace.paused('save'):
                             self._save(step, state, decisions, loss, must=bool(why or told))

@@ -21,7 +21,9 @@ import numpy as np
 from flax import nnx
 
 from maxlm.config.keys import Config
+from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.corpus import Corpus
+from maxlm.data.marks import ids_of, is_first, is_predicted
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.data.windows import Windows
 from maxlm.errors import InputError
@@ -31,6 +33,7 @@ from maxlm.model.decoder import soft_capped
 from maxlm.model.host_memory import to_device
 from maxlm.model.ring import zigzag
 from maxlm.runtime.metrics import CURSOR
+from maxlm.runtime.workdir import CHAT_TEMPLATE
 from maxlm.training.sharding import Layout
 from maxlm.training.state import Params, abstract_model
 
@@ -74,6 +77,9 @@ class Samples:
         """
         self._config, self._corpus, self._layout = config, corpus, layout
         self._tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
+        self._ends = {self._tokenizer.end_of_document}
+        if corpus.first.tokenizer_path.with_name(CHAT_TEMPLATE).is_file():
+            self._ends.add(ChatEncoder.load(corpus.first.tokenizer_path.parent).end_of_turn)
         self._prompts = [ids.tolist() for ids in self._tokenizer.encode_batch(config.eval.sample_prompts)]
         context = config.model.max_positions
         for prompt, text in zip(self._prompts, config.eval.sample_prompts, strict=True):
@@ -105,6 +111,8 @@ class Samples:
         )
         for _ in range(num_tokens):
             tokens_BT, length_B = self._next_token(params, tokens_BT, length_B)
+            # With many programs on their way, virtual devices of a CPU can wait for each other for ever.
+            jax.block_until_ready(length_B)
         written = np.asarray(tokens_BT)
         return [
             Sample(
@@ -115,8 +123,8 @@ class Samples:
         ]
 
     def _text(self, ids: list[int]) -> str:
-        end = self._tokenizer.end_of_document
-        return self._tokenizer.decode(ids[: ids.index(end)] if end in ids else ids)
+        stop = next((place for place, token in enumerate(ids) if token in self._ends), len(ids))
+        return self._tokenizer.decode(ids[:stop])
 
     def _rows(self, num: int) -> int:
         """Rows are split over devices; a pipeline has as many micro-batches as stages."""
@@ -169,7 +177,7 @@ class Samples:
 def prompts(corpus: Corpus, num: int) -> list[list[int]]:
     """Beginnings of so many validation documents, chosen by data.seed; fewer if there are fewer windows.
 
-    Where documents are so much longer than windows that none is found, what any window begins with.
+    Of conversations, all up to what the assistant says first. Where documents are so much longer than windows that none is found, what any window begins with.
     """
     parts = [source.windows('validation', corpus.data) for source in corpus.sources]
     firsts = np.cumsum([0, *map(len, parts)]).tolist()
@@ -179,13 +187,17 @@ def prompts(corpus: Corpus, num: int) -> list[list[int]]:
     length = max(1, min(PROMPT_TOKENS, corpus.data.window // 2))
     found, others = [], []
     for windows, number in places:
-        if ids := _beginning(windows, number, length, corpus.first.end_of_document):
+        if windows.marked:
+            ids = _question(windows.stream(number), corpus.data.window // 2)
+        else:
+            ids = _beginning(windows, number, length, corpus.first.end_of_document)
+        if ids:
             found.append(ids)
         else:
             others.append((windows, number))
         if len(found) == num:
             return found
-    return found + [windows.stream(number)[:length].tolist() for windows, number in others[: num - len(found)]]
+    return found + [ids_of(windows.stream(number)[:length]).tolist() for windows, number in others[: num - len(found)]]
 
 
 def _beginning(windows: Windows, number: int, length: int, end: int) -> list[int]:
@@ -199,4 +211,17 @@ def _beginning(windows: Windows, number: int, length: int, end: int) -> list[int
     for start, stop in pieces:
         if stop - start >= length:
             return stream[start : start + length].tolist()
+    return []
+
+
+def _question(stream: np.ndarray, length: int) -> list[int]:
+    """What stands before the first tokens that are learned of a conversation that begins in a marked stream.
+
+    The first one of at most so many tokens; [] if there is none.
+    """
+    firsts = np.flatnonzero(is_first(stream)).tolist()
+    for start, stop in zip(firsts, [*firsts[1:], len(stream)], strict=True):
+        learned = np.flatnonzero(is_predicted(stream[start:stop]))
+        if len(learned) and 0 < learned[0] <= length:
+            return ids_of(stream[start : start + learned[0]]).tolist()
     return []

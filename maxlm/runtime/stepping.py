@@ -10,7 +10,7 @@ import jax
 from maxlm.config.keys import Config
 from maxlm.data.windows import Batch
 from maxlm.planning.compile import CompiledStep, compile_train_step
-from maxlm.planning.flops import training_flops
+from maxlm.planning.flops import step_flops
 from maxlm.runtime.console import logger
 from maxlm.runtime.data_wait import DataWait
 from maxlm.runtime.diary import Diary
@@ -99,7 +99,7 @@ class Stepping:
             with self._pace.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
                 compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._feed.names))
             self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
-            self._pace.change_flops(training_flops(now.model, wanted.data.window))
+            self._pace.change_flops(step_flops(now, wanted.data.window))
             self._reporter.change_config(now)
             if wanted.data.window != before.data.window:
                 text = f'sequences of {wanted.data.window} tokens from here on'

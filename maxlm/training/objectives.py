@@ -22,6 +22,7 @@ from maxlm.model.host_memory import fetch, on_host
 from maxlm.training.log_probs import TokenLogProbs, token_log_probs
 from maxlm.training.loss import cross_entropy
 from maxlm.training.policy import policy_sums
+from maxlm.training.preference import preference_terms
 from maxlm.training.sharding import Layout
 from maxlm.training.state import Params, abstract_model
 
@@ -145,8 +146,6 @@ def make_log_probs(
 
 def _make_preference(config: Config, layout: Layout) -> Objective:
     """Σ over pairs of DPO's loss, see `preference_terms`."""
-    from maxlm.training.preference import preference_terms
-
     log_probs = make_log_probs(config, layout)
 
     def preference(

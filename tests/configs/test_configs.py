@@ -1,5 +1,7 @@
 """The configs that are shipped: they load, say what they hold, and have the parameters that Transformers counts."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -16,8 +18,13 @@ from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 
 FILES = sorted((ROOT / 'configs').glob('*.py'))
-SMALL = ('configs/tiny.py', 'configs/neox.py:test', 'configs/neox.py:production')
-VARIANTS = [*(model.config for model in MODELS), *SMALL]
+SMALL = (
+    *('configs/tiny.py', 'configs/neox.py:test', 'configs/neox.py:production'),
+    *(f'configs/{kind}.py:{variant}' for kind in ('arithmetic', 'synth') for variant in ('sft', 'rl')),
+)
+# What comes after pretraining.
+PHASES = ('configs/code.py:7b-long', 'configs/code.py:7b-instruct', 'configs/code.py:7b-lora')
+VARIANTS = [*(model.config for model in MODELS), *SMALL, *PHASES]
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +99,8 @@ def test_docstring_says_what_a_run_takes(path):
         ('configs/code.py:7B', '7b'),
         ('configs/depth.py:deep', 'configs/depth.py:24'),
         ('configs/depth.py:0', 'configs/depth.py:24'),
+        ('configs/arithmetic.py:grpo', 'sft, rl'),
+        ('configs/synth.py:dpo', 'sft, rl'),
     ],
 )
 def test_unknown_variant(spec, wanted, capsys, tmp_path):
@@ -103,7 +112,7 @@ def test_unknown_variant(spec, wanted, capsys, tmp_path):
     assert not workdir.exists()
 
 
-@pytest.mark.parametrize('name', ['neox', 'mix', 'code', 'depth'])
+@pytest.mark.parametrize('name', ['neox', 'mix', 'code', 'depth', 'arithmetic', 'synth'])
 def test_without_a_variant_the_file_chooses(name):
     assert load(f'configs/{name}.py').model.num_layers > 0
 
@@ -120,3 +129,19 @@ def test_depth_is_the_one_dial():
 def test_the_table_is_printed(capsys):
     assert main([]) == 0
     assert row(MODELS[0]) in capsys.readouterr().out.splitlines()
+
+
+def test_a_phase_is_of_the_model_before_it():
+    """What a run takes over must be the same: all but context, positions and vocabulary."""
+    before, long, chat, lora = (load(spec) for spec in ('configs/code.py:7b', *PHASES))
+    may_differ = {'rotary_theta', 'max_positions', 'vocab_size', 'lora_rank'}
+    for earlier, later in ((before, long), (long, chat), (chat, lora)):
+        models = [dataclasses.asdict(config.model) for config in (earlier, later)]
+        changed = {key for key in models[0] if models[0][key] != models[1][key]}
+        assert changed
+        assert changed <= may_differ
+        assert later.model.vocab_size >= earlier.model.vocab_size
+        assert later.train.init_from
+    assert (before.train.init_from, before.model.max_positions) == ('', 0)
+    assert (long.data.window, long.model.max_positions, chat.model.max_positions) == (16_384,) * 3
+    assert {config.train.init_from for config in (chat, lora)} == {'runs/code-7b-long'}

@@ -75,7 +75,7 @@ def test_what_it_says_of_a_mixture(tmp_path):
 
 def test_what_it_says_without_a_run(tmp_path):
     text = card(tmp_path, model__family='gpt2')
-    assert 'without training there' in text
+    assert 'holds the model without a run' in text
     assert '## Training' not in text
     assert 'AutoTokenizer.from_pretrained' not in text
     assert ', tied to the output' in text

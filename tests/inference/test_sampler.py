@@ -28,8 +28,9 @@ FAMILIES = {
     'gpt_neox': {'model__num_kv_heads': 2},
     'qwen3': {'model__num_kv_heads': 1, 'model__head_dim': 12},
     'nanochat': {},
-    'llama': {'model__num_layers': 3, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
-    'llama, yarn': {'model__rotary_scaling': 'yarn', 'model__rotary_factor': 4.0, 'model__scan_layers': False},
+    'llama': {'model__num_kv_heads': 2},
+    'llama, windows': {'model__num_layers': 3, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
+    'llama, yarn': {'model__rotary_scaling': 'yarn', 'model__rotary_factor': 4.0},
     'llama, dynamic': {'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
     'llama, adapters': {'model__lora_rank': 2},
     'llama, bfloat16': {'model__dtype': 'bfloat16'},
@@ -45,14 +46,17 @@ class Model(NamedTuple):
 
 
 @functools.cache
-def make(name='llama', noise=0.2):
+def make(name='llama', std=0.3):
     """A model whose parameters are all random, biases, scales and adapters too, so that none can hide a mistake."""
     config = small_config(**SETTINGS, **FAMILIES[name], model__family=name.split(',')[0])
     layout = small_layout(config)
-    leaves, tree = jax.tree.flatten(init_state(config, layout).params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [leaf + noise * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return Model(config, layout, jax.tree.unflatten(tree, noisy))
+    rng = np.random.default_rng(1)
+
+    def random(path, leaf):
+        values = rng.normal(path[-1].key == 'scale', std, leaf.shape)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    return Model(config, layout, jax.tree_util.tree_map_with_path(random, abstract_state(config, layout).params))
 
 
 def on_mesh(model, num_devices, **mesh):
@@ -98,7 +102,7 @@ def forward(name):
 
 
 def in_training(name, windows, *, isolated=True):
-    """Of every text: the log-probabilities of its tokens from the second on; a window is some texts, one after another."""
+    """For every text, log-probabilities of all ids behind each of its tokens; a window is texts, one after another."""
     T = 2 * (MAX_PROMPT + MAX_TOKENS)
     tokens, segments, positions = np.zeros((3, len(windows), T), np.int32)
     places = []
@@ -111,10 +115,10 @@ def in_training(name, windows, *, isolated=True):
             start = part.stop
     given = (jnp.asarray(x) for x in (tokens, segments if isolated else np.ones_like(segments), positions))
     found = np.asarray(forward(name)(make(name).params, *given))
-    return [found[row, np.arange(at.start, at.stop - 1), tokens[row, at][1:]] for row, at in places]
+    return [found[row, part] for row, part in places]
 
 
-@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('name', ['llama, windows', 'llama, dynamic'])
 def test_tokens_are_the_engines(name):
     rows = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
     for temperature in (0.0, 1.0):
@@ -126,34 +130,45 @@ def test_tokens_are_the_engines(name):
     assert len(np.unique(draw(name, temperature=0.0).tokens_BR, axis=0)) == len(PROMPTS)
 
 
-@pytest.mark.parametrize('name', FAMILIES)
-@pytest.mark.parametrize('temperature', [1.0, 0.0])
-def test_log_probabilities_are_those_of_training(name, temperature):
-    responses = draw(name, temperature=temperature)
+# Keys in a cache stay as they were rotated when they came, which dynamic scaling does otherwise in one pass.
+@pytest.mark.parametrize('name', [name for name in FAMILIES if 'dynamic' not in name])
+def test_log_probabilities_are_those_of_training(name):
+    responses = draw(name)
     rows = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
     texts = [prompt + row.tolist() for prompt, row in zip(rows, responses.tokens_BR, strict=True)]
     padded = [[text] for text in texts]
     packed = [texts[:2], texts[2:4], texts[4:], [], [], []]
-    tolerance = 0.15 if 'bfloat16' in name else 1e-4
+    tolerance = 0.2 if 'bfloat16' in name else 1e-4
 
-    def errors(windows, shift=0, **kwargs):
+    def error(windows, shift=0, **kwargs):
         found = in_training(name, windows, **kwargs)
-        parts = [logs[len(prompt) - 1 - shift :][:MAX_TOKENS] for logs, prompt in zip(found, rows, strict=True)]
-        # Where the shift leads before the text there is nothing to compare.
-        pairs = [(a, b) for a, b in zip(parts, responses.log_probs_BR, strict=True) if len(a) == len(b)]
-        assert len(pairs) >= len(rows) // 2
-        return max(np.abs(a - b).max() for a, b in pairs)
+        errors = []
+        for prompt, text, logs, drawn in zip(rows, texts, found, responses.log_probs_BR, strict=True):
+            own = logs[np.arange(len(text) - 1), text[1:]][len(prompt) - 1 :]
+            errors.append(np.abs(own[shift:] - drawn[: MAX_TOKENS - shift]).max())
+        return max(errors)
 
-    assert errors(padded) < tolerance
-    assert errors(packed) < tolerance
-    # Controls: off by one, and documents that see each other.
-    assert errors(padded, shift=1) > 0.5
-    assert errors(packed, isolated=False) > 0.5
+    assert error(padded) < tolerance
+    assert error(packed) < tolerance
+    # Controls: off by one, and texts that see each other.
+    assert error(padded, shift=1) > 0.5
+    assert error(packed, isolated=False) > 0.5
+
+
+@pytest.mark.parametrize('name', [name for name in FAMILIES if 'dynamic' not in name and 'bfloat16' not in name])
+def test_at_temperature_0_each_token_is_the_likeliest(name):
+    responses = draw(name, temperature=0.0)
+    rows = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
+    texts = [prompt + row.tolist() for prompt, row in zip(rows, responses.tokens_BR, strict=True)]
+    for prompt, row, logs in zip(rows, responses.tokens_BR, in_training(name, [[text] for text in texts]), strict=True):
+        np.testing.assert_array_equal(logs.argmax(-1)[len(prompt) - 1 : -1], row)
+    # Control: the others are not.
+    assert not np.array_equal(draw(name).tokens_BR, responses.tokens_BR)
 
 
 def test_tokens_are_drawn_as_the_softmax_says():
     name, num = 'gpt2', 4096
-    model = make(name, noise=0.12)
+    model = make(name, std=0.15)
     sampler = Sampler(model.config, model.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=1)
     prompt = PROMPTS[1]
 
@@ -220,13 +235,12 @@ def test_neither_batch_mates_nor_the_number_of_rows_at_a_time_matter():
     np.testing.assert_array_equal(others.tokens_BR[own], together.tokens_BR[own])
     np.testing.assert_array_equal(others.log_probs_BR[own], together.log_probs_BR[own])
     assert not np.array_equal(others.tokens_BR[:NUM_SAMPLES], together.tokens_BR[:NUM_SAMPLES])
-    # In other shapes but for rounding: a few rows at a time, fewer than a prompt has samples, one prompt alone.
-    for rows in (4, 1):
-        parts = draw(rows_per_run=rows)
-        np.testing.assert_array_equal(parts.tokens_BR, together.tokens_BR)
-        np.testing.assert_allclose(parts.log_probs_BR, together.log_probs_BR, atol=1e-5)
-        assert parts.drawn == together.drawn == len(PROMPTS) * NUM_SAMPLES * MAX_TOKENS
-        assert parts.passes == -(-len(PROMPTS) * NUM_SAMPLES // rows) * (MAX_TOKENS - 1)
+    # In other shapes but for rounding: one row at a time, one prompt alone.
+    parts = draw(rows_per_run=1)
+    np.testing.assert_array_equal(parts.tokens_BR, together.tokens_BR)
+    np.testing.assert_allclose(parts.log_probs_BR, together.log_probs_BR, atol=1e-5)
+    assert parts.drawn == together.drawn == len(PROMPTS) * NUM_SAMPLES * MAX_TOKENS
+    assert parts.passes == len(PROMPTS) * NUM_SAMPLES * (MAX_TOKENS - 1)
     alone = draw(prompts=PROMPTS[1:2], first_row=NUM_SAMPLES)
     np.testing.assert_array_equal(alone.tokens_BR, together.tokens_BR[own])
     # Control: the number of a row does matter.

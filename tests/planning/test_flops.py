@@ -5,7 +5,7 @@ import pytest
 
 from maxlm.config.load import load
 from maxlm.config.resolve import resolve
-from maxlm.planning.flops import matmul_parameters, training_flops
+from maxlm.planning.flops import matmul_parameters, step_flops, training_flops
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout
@@ -82,3 +82,19 @@ def test_sliding_layers_count_what_they_reach():
     assert training_flops(mixed, 16).full == dense + per_position * (3 + 16 + 3)
     # A window that is never filled changes nothing.
     assert training_flops(mixed, 2) == training_flops(full, 2)
+
+
+def test_what_is_frozen_has_no_gradient_and_a_reference_has_a_forward_pass():
+    plain = small_config(model__family='llama')
+    whole = training_flops(plain.model, 16)
+    assert step_flops(plain, 16) == whole
+    blocks = sum(size for name, size in parameters(plain).items() if 'blocks' in name and 'norm' not in name)
+    frozen = small_config(model__family='llama', optimizer__frozen=('blocks',))
+    assert step_flops(frozen, 16).causal == pytest.approx(whole.causal - 2 * blocks)
+    # With rank 2 the adapters are 2 · (inputs + outputs) elements of each matrix.
+    adapted = small_config(model__family='llama', model__lora_rank=2)
+    adapters = sum(size for name, size in parameters(adapted).items() if 'lora' in name)
+    matrices = matmul_parameters(plain.model)
+    assert step_flops(adapted, 16).causal == pytest.approx(whole.causal - 2 * matrices + 6 * adapters)
+    dpo = small_config(model__family='llama', train__objective='dpo', train__init_from='runs/sft')
+    assert step_flops(dpo, 16).full == pytest.approx(whole.full * 4 / 3)

@@ -39,6 +39,17 @@ STATES = {
     '8 bits': {'optimizer__moments': 'int8', 'model__dim': 256},
     'muon in 8 bits': {'optimizer__moments': 'int8', 'model__dim': 256, 'optimizer__name': 'muon', 'mesh__tensor': 2},
 }
+STATES |= {
+    'adapters': {'model__lora_rank': 4},
+    'adapters and the tables': {
+        'model__lora_rank': 4,
+        'optimizer__trained': ('embedding',),
+        'optimizer__moments': 'int8',
+    },
+    'frozen blocks': {'optimizer__frozen': ('blocks',), 'optimizer__ema_decay': 0.9},
+    'a reference': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__dtype': 'bfloat16'},
+    'no second copy': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__lora_rank': 4},
+}
 # Of programs for the CPU, and the error that the estimate may have.
 PROGRAMS = {
     'all kept': ({}, 0.10),

@@ -173,15 +173,15 @@ def test_a_mesh_that_cannot_cross_islands():
 def test_utilization():
     config = planned()
     speed = tokens_per_second(timed(config).total, global_batch=512, window=2048)
-    of = mfu(config.model, 2048, tokens_per_second=speed, num_devices=8, tflops=H100.tflops)
+    of = mfu(config, 2048, tokens_per_second=speed, num_devices=8, tflops=H100.tflops)
     assert 0.25 < of.causal < of.full < 0.75
-    half = mfu(config.model, 2048, tokens_per_second=speed / 2, num_devices=8, tflops=H100.tflops)
+    half = mfu(config, 2048, tokens_per_second=speed / 2, num_devices=8, tflops=H100.tflops)
     assert half == pytest.approx((of.causal / 2, of.full / 2))
     # With everything ideal and nothing but products it is what these are of all that is computed.
     ideal = estimate_work(config)._replace(memory_bytes=0.0, transfers=[])
     seconds = step_time(ideal, H100, num_devices=8, num_islands=1, mesh_sizes=config.mesh.sizes, efficiency=IDEAL)
     bound = mfu(
-        config.model,
+        config,
         2048,
         tokens_per_second=tokens_per_second(seconds.total, global_batch=512, window=2048),
         num_devices=8,

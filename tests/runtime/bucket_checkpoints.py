@@ -81,7 +81,7 @@ def whole_run():
         save(checkpoints, 5)
     found = {name: str(find_step(f'{URL}{name}')) for name in ('', '@2', '@best', '/checkpoints/2')}
     step = find_step(f'{URL}@2')
-    check_params(step, ABSTRACT.params, key='--checkpoint')
+    check_params(step, ABSTRACT.params)
     params = restore_params(step, ABSTRACT.params)
     assert same(params, state(2).params)
     assert damages(step)[0] == []

@@ -13,6 +13,7 @@ from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.planning import machine
 from maxlm.runtime import preflight
+from maxlm.runtime import run as runs
 from maxlm.runtime.preflight import prepare_step
 from maxlm.runtime.workdir import read_config
 from tests.conftest import ROOT
@@ -91,7 +92,7 @@ def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch
     def compiles(*arguments, **options):
         raise AssertionError('compiled')
 
-    monkeypatch.setattr(train, 'prepare_step', compiles)
+    monkeypatch.setattr(runs, 'prepare_step', compiles)
     (tmp_path / 'file').write_text('')
     for workdir, settings, words in (
         (tmp_path / 'file', {}, f'--workdir={tmp_path}/file: '),

@@ -70,7 +70,7 @@ def test_every_layout_computes_what_one_device_computes(layout):
     for (path, gradient), other in zip(
         jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(wanted_gradients), strict=True
     ):
-        np.testing.assert_allclose(gradient, other, rtol=0, atol=2e-5 * np.abs(other).max(), err_msg=str(path))
+        np.testing.assert_allclose(gradient, other, rtol=0, atol=1e-4 * np.abs(other).max(), err_msg=str(path))
         # Control: there is something to compare. Hidden states do not depend on the head.
         assert np.abs(gradient).max() > 1e-2 or path[0].key == 'head', path
 

@@ -1,0 +1,35 @@
+"""A workdir with a model that has not learned anything, for runs to start from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.runtime.checkpoint import Checkpoints
+from maxlm.runtime.workdir import describe_run
+from maxlm.training.state import init_state
+from tests.small import VOCAB, small_config, small_layout
+
+# Of the model; the run must have the same.
+MODEL = {
+    'model__family': 'llama',
+    'model__num_layers': 1,
+    'model__dim': 16,
+    'model__num_heads': 2,
+    'model__ffn_dim': 32,
+    'model__tie_embeddings': True,
+}
+
+
+def make_start(workdir: Path, tokenizer: Path, *, vocab_size: int = 0, seed: int = 0, **overrides: Any) -> None:
+    """Writes step 5 of a random model of `vocab_size` ids (0: the tokenizer's), its config and its tokenizer."""
+    vocab_size = vocab_size or Tokenizer.load(tokenizer).vocab_size
+    config = small_config(**MODEL, model__vocab_size=max(vocab_size, VOCAB), train__seed=seed, **overrides)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    state = init_state(config, small_layout(config))
+    with Checkpoints(workdir, keep_last=1) as checkpoints:
+        checkpoints.save(5, state._replace(step=state.step + 5), {})
+        checkpoints.wait()
+    describe_run(workdir, config, tokenizer)

@@ -1,0 +1,230 @@
+"""Phases of a model, each a run that starts from the one before: longer context, conversations, adapters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from maxlm import generate, hf, prepare
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.runtime.layers import ParamsReader
+from maxlm.runtime.workdir import read_config
+from tests.huggingface.transformers_models import CASES, make_model
+from tests.processes import Processes
+from tests.test_train import arguments, curve, params_of, run, same
+
+MODEL = {'model__family': 'llama', 'model__dropout': 0, 'model__tie_embeddings': 'false', 'eval__every': 0}
+SCHEDULE = '((16, 0.3), (32, 0.6))'
+LONGER = {
+    **MODEL,
+    'data__window': 64,
+    'data__context_schedule': SCHEDULE,
+    'model__rotary_scaling': 'yarn',
+    'model__rotary_factor': 4,
+    'train__num_steps': 10,
+}
+# With hardly a rate what is saved is what the run started with.
+STILL = {
+    'optimizer__learning_rate': 1e-30,
+    'optimizer__min_learning_rate': 0,
+    'optimizer__weight_decay': 0,
+    'optimizer__warmup_steps': 0,
+    'train__num_steps': 1,
+}
+BYTES, TOKENS, ROWS = 257, 259, 264
+CHAT = {**LONGER, 'data__context_schedule': '()', 'model__vocab_size': ROWS, 'train__num_steps': 6}
+
+
+@pytest.fixture(scope='module')
+def base(dataset, tmp_path_factory, compile_once):
+    """A model of short windows."""
+    workdir = tmp_path_factory.mktemp('base') / 'run'
+    assert run(dataset, workdir, **MODEL, train__num_steps=30) == EXIT_DONE
+    return workdir
+
+
+@pytest.fixture(scope='module')
+def longer(dataset, base, tmp_path_factory):
+    """The same at windows four times as long, and what was logged."""
+    workdir = tmp_path_factory.mktemp('longer') / 'run'
+    settings = {**LONGER, 'train__init_from': base, 'checkpoint__every_steps': 1, 'checkpoint__keep_last': 10}
+    assert run(dataset, workdir, **settings) == EXIT_DONE
+    return workdir, settings
+
+
+@pytest.fixture(scope='module')
+def chats(base, tmp_path_factory):
+    """Conversations, prepared with the tokenizer of the base."""
+    folder = tmp_path_factory.mktemp('chats')
+    rows = []
+    for number in range(60):
+        question, answer = f'What is {number}?', f'It is {number}.'
+        messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
+        rows.append(json.dumps({'messages': messages}) + '\n')
+    (folder / 'chats.jsonl').write_text(''.join(rows))
+    command = ['--input', folder / 'chats.jsonl', '--output', folder / 'data', '--tokenizer', base / 'tokenizer.json']
+    command += ['--format', 'chat', '--pack_window', 64, '--workers', 1, '--validation_share', 0.1, '--quiet']
+    assert prepare.main([str(word) for word in command]) == EXIT_DONE
+    return folder / 'data'
+
+
+@pytest.fixture(scope='module')
+def answering(longer, chats, tmp_path_factory):
+    """A model that has seen conversations."""
+    workdir = tmp_path_factory.mktemp('answering') / 'run'
+    assert run(chats, workdir, **CHAT, train__init_from=longer[0]) == EXIT_DONE
+    return workdir
+
+
+def log_of(workdir):
+    return (workdir / 'run.log').read_text()
+
+
+def tables(workdir, step):
+    """The rows of the vocabulary's tables: [V, D] each."""
+    reader = ParamsReader(workdir / 'checkpoints' / str(step))
+    return reader.read('embedding'), reader.read('head.kernel').T
+
+
+def assert_grown(before, after):
+    for old, new in zip(before, after, strict=True):
+        assert len(new) == ROWS
+        np.testing.assert_array_equal(new[:BYTES], old[:BYTES])
+        np.testing.assert_allclose(new[BYTES:], np.broadcast_to(old[:BYTES].mean(axis=0), new[BYTES:].shape), atol=1e-6)
+        # Control: another mean would be seen.
+        assert np.abs(old[: BYTES - 1].mean(axis=0) - new[-1]).max() > 1e-5
+
+
+def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path):
+    workdir, settings = longer
+    log = log_of(workdir)
+    assert f'starting with the parameters of {base}/checkpoints/30/params and a fresh optimizer' in log
+    assert log.count('context: checkpoint was trained at 16, this run at 64 (yarn ×4)') == 1
+    assert 'step       4  sequences of 32 tokens' in log
+    assert 'step       7  sequences of 64 tokens' in log
+    assert read_config(workdir).model.rotary_original_positions == 16
+    # It goes on, and does not begin anew.
+    assert run(dataset, tmp_path / 'fresh', **LONGER) == EXIT_DONE
+    assert curve(workdir)[1]['train/loss'] < curve(tmp_path / 'fresh')[1]['train/loss'] - 0.3
+    assert 'context: ' not in log_of(tmp_path / 'fresh')
+    # Resumed within the phase it is the same, whatever has become of the base.
+    resumed = tmp_path / 'resumed'
+    shutil.copytree(workdir, resumed)
+    for step in range(6, 11):
+        shutil.rmtree(resumed / 'checkpoints' / str(step))
+    assert run(dataset, resumed, **{**settings, 'train__init_from': tmp_path / 'gone'}) == EXIT_DONE
+    assert curve(resumed) == curve(workdir)
+    assert same(params_of(resumed, 10), params_of(workdir, 10))
+
+
+def test_learned_positions_are_refused_for_longer_windows(dataset, tmp_path, compile_once, capsys):
+    learned = {'model__family': 'gpt2', 'eval__every': 0, 'train__num_steps': 1}
+    assert run(dataset, tmp_path / 'first', **learned) == EXIT_DONE
+    capsys.readouterr()
+    longer = {**learned, 'data__window': 64, 'train__init_from': tmp_path / 'first'}
+    assert run(dataset, tmp_path / 'second', **longer) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    for part in (f'train.init_from={tmp_path}/first', 'learned positions for 16 tokens', 'model.max_positions=16'):
+        assert part in error
+    assert not (tmp_path / 'second' / 'config.json').exists()
+
+
+def test_conversations_bring_new_tokens(longer, chats, answering, tmp_path, capsys):
+    log = log_of(answering)
+    assert f'vocabulary grows from {BYTES} to {TOKENS} tokens: new rows start at the mean of the old' in log
+    still = tmp_path / 'still'
+    assert run(chats, still, **{**CHAT, **STILL}, train__init_from=longer[0], mesh__tensor=2) == EXIT_DONE
+    assert_grown(tables(longer[0], 10), tables(still, 1))
+    losses = curve(answering)
+    assert losses[6]['train/loss'] < losses[1]['train/loss']
+    # Without room for them it cannot be, nor with other tokens.
+    capsys.readouterr()
+    small = {**CHAT, 'model__vocab_size': 258}
+    assert run(chats, tmp_path / 'small', **small, train__init_from=longer[0]) == EXIT_BAD_INPUT
+    assert 'model.vocab_size=258' in capsys.readouterr().err
+    shutil.copytree(longer[0], tmp_path / 'other')
+    tokenizer = tmp_path / 'other' / 'tokenizer.json'
+    tokenizer.write_text(tokenizer.read_text().replace('<|endoftext|>', '<eos>'))
+    assert run(chats, tmp_path / 'new', **CHAT, train__init_from=tmp_path / 'other') == EXIT_BAD_INPUT
+    assert f"no token '<eos>'); prepare the data with --tokenizer {tokenizer}" in capsys.readouterr().err
+
+
+def test_the_template_travels(chats, answering, tmp_path, capsys):
+    template = (chats / 'chat_template.jinja').read_text()
+    assert (answering / 'chat_template.jinja').read_text() == template
+    command = [f'--checkpoint={answering}', '--prompt=What is 7?', '--max_tokens=20', '--temperature=1']
+    assert exit_code(generate.main, [*command, '--chat']) == EXIT_DONE
+    answered = capsys.readouterr().out
+    assert answered.startswith('What is 7?\n\n')
+    assert exit_code(generate.main, command) == EXIT_DONE
+    # Control: the same words as a text are another prompt.
+    assert capsys.readouterr().out.removeprefix('What is 7?') != answered.removeprefix('What is 7?\n\n')
+    argv = ['export', f'--checkpoint={answering}', f'--output={tmp_path}/exported', '--dtype=float32']
+    assert exit_code(hf.main, argv) == EXIT_DONE
+    generation = json.loads((tmp_path / 'exported' / 'generation_config.json').read_text())
+    assert generation['eos_token_id'] == [256, TOKENS - 1]
+    assert (tmp_path / 'exported' / 'chat_template.jinja').read_text() == template
+    argv = ['import', f'--input={tmp_path}/exported', f'--output={tmp_path}/imported']
+    assert exit_code(hf.main, argv) == EXIT_DONE
+    assert (tmp_path / 'imported' / 'chat_template.jinja').read_text() == template
+    command[0] = f'--checkpoint={tmp_path}/imported'
+    capsys.readouterr()
+    assert exit_code(generate.main, [*command, '--chat']) == EXIT_DONE
+    assert capsys.readouterr().out == answered
+
+
+def test_a_model_without_a_template_answers_nothing(base, capsys):
+    command = [f'--checkpoint={base}', '--prompt=What?', '--chat', '--max_tokens=4']
+    assert exit_code(generate.main, command) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert f'--chat: {base} has no chat_template.jinja' in error
+
+
+def test_adapters_are_a_phase(answering, chats, tmp_path, capsys):
+    lora = {**CHAT, 'model__lora_rank': 2}
+    assert run(chats, tmp_path / 'lora', **lora, train__init_from=answering) == EXIT_DONE
+    before, after = (ParamsReader(workdir / 'checkpoints' / '6') for workdir in (answering, tmp_path / 'lora'))
+    for name in before.shapes:
+        np.testing.assert_array_equal(after.read(name), before.read(name), err_msg=name)
+    adapters = after.shapes.keys() - before.shapes.keys()
+    assert {name.rpartition('.')[2] for name in adapters} == {'lora_a', 'lora_b'}
+    assert all(np.any(after.read(name)) for name in adapters)
+    # They are taken over by the next phase, and lost by none.
+    assert run(chats, tmp_path / 'more', **{**lora, **STILL}, train__init_from=tmp_path / 'lora') == EXIT_DONE
+    more = ParamsReader(tmp_path / 'more' / 'checkpoints' / '1')
+    assert all(np.array_equal(more.read(name), after.read(name)) for name in after.shapes)
+    capsys.readouterr()
+    assert run(chats, tmp_path / 'without', **CHAT, train__init_from=tmp_path / 'lora') == EXIT_BAD_INPUT
+    assert 'maxlm.checkpoints merge' in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_grows(chats, base, tmp_path, compile_once):
+    case = CASES['llama']
+    make_model(case._replace(settings={**case.settings, 'vocab_size': BYTES})).save_pretrained(tmp_path / 'model')
+    shutil.copy(base / 'tokenizer.json', tmp_path / 'model')
+    argv = ['import', f'--input={tmp_path}/model', f'--output={tmp_path}/imported']
+    assert exit_code(hf.main, argv) == EXIT_DONE
+    sizes = {'num_layers': 2, 'dim': 32, 'num_heads': 4, 'num_kv_heads': 2, 'ffn_dim': 56, 'norm_epsilon': 1e-6}
+    settings = {**MODEL, **{f'model__{name}': value for name, value in sizes.items()}, 'data__window': 64}
+    settings |= {'model__vocab_size': ROWS, 'train__init_from': tmp_path / 'imported'}
+    assert run(chats, tmp_path / 'still', **{**settings, **STILL}) == EXIT_DONE
+    assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'still', 1))
+    # Control: a step with a rate moves what it has seen.
+    rate = {'optimizer__learning_rate': 1e-3, 'optimizer__warmup_steps': 0, 'train__num_steps': 1}
+    assert run(chats, tmp_path / 'moved', **settings, **rate) == EXIT_DONE
+    with pytest.raises(AssertionError):
+        assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'moved', 1))
+
+
+def test_two_processes_start_with_the_same(longer, chats, tmp_path, tmp_path_factory):
+    settings = {**CHAT, **STILL, 'mesh__tensor': 2, 'train__init_from': longer[0]}
+    words = arguments(chats, tmp_path / 'two', **settings)
+    cache = tmp_path_factory.mktemp('programs')
+    with Processes(2, 4, words, logs=tmp_path / 'logs', cache=cache) as processes:
+        assert processes.wait(300) == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
+    assert_grown(tables(longer[0], 10), tables(tmp_path / 'two', 1))
