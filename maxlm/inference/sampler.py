@@ -56,7 +56,7 @@ class _Drawing(NamedTuple):
     """The state of a run of the program."""
 
     # Tokens that rows have which have not ended.
-    count: jax.Array
+    num_columns: jax.Array
     token_B: jax.Array
     ended_B: jax.Array
     num_B: jax.Array
@@ -151,22 +151,26 @@ class Sampler:
         )
         # A prompt goes through the model once for each group of its samples.
         filled = [prompt for prompt in prompts for _ in range(num_samples // group)]
-        parts, passes = [], 0
+        parts: list[list[np.ndarray]] = []
+        passes = 0
         for start in range(0, len(filled), P):
             tokens, lengths = self._pad(filled[start : start + P], P)
             rows = self._layout.named('batch')
-            *arrays, run_passes = self._program(
+            numbers = np.array([seed, first_row + start * group]).astype(np.uint32)
+            drawn = self._program(
                 params,
                 self._put(tokens, rows),
                 self._put(lengths, rows),
-                self._put(np.array([seed, first_row + start * group]).astype(np.uint32)),
-                self._put(np.float32(temperature)),
+                self._put(numbers),
+                self._put(np.array(temperature, np.float32)),
                 group=group,
             )
-            parts.append([np.asarray(array) for array in arrays])
+            *arrays, run_passes = jax.device_get(drawn)
+            parts.append(arrays)
             passes += int(run_passes)
         B = len(prompts) * num_samples
-        return Responses(*(np.concatenate(part)[:B] for part in zip(*parts, strict=True)), passes)
+        tokens_BR, log_probs_BR, num_B, ended_B = (np.concatenate(part)[:B] for part in zip(*parts, strict=True))
+        return Responses(tokens_BR, log_probs_BR, num_B, ended_B, passes)
 
     def _draw(
         self,
@@ -202,23 +206,23 @@ class Sampler:
 
         def add(drawing: _Drawing, logits_BV: jax.Array) -> _Drawing:
             """With one token more in every row that has not ended."""
-            position_B = length_B + drawing.count - 1
+            position_B = length_B + drawing.num_columns - 1
             token_B, log_prob_B = next_token(logits_BV, position_B)
             going_B = ~drawing.ended_B
             return drawing._replace(
-                count=drawing.count + 1,
+                num_columns=drawing.num_columns + 1,
                 token_B=token_B,
                 ended_B=drawing.ended_B | jnp.isin(token_B, ends),
                 num_B=drawing.num_B + going_B,
-                tokens_BR=drawing.tokens_BR.at[:, drawing.count].set(jnp.where(going_B, token_B, 0)),
-                log_probs_BR=drawing.log_probs_BR.at[:, drawing.count].set(jnp.where(going_B, log_prob_B, 0)),
+                tokens_BR=drawing.tokens_BR.at[:, drawing.num_columns].set(jnp.where(going_B, token_B, 0)),
+                log_probs_BR=drawing.log_probs_BR.at[:, drawing.num_columns].set(jnp.where(going_B, log_prob_B, 0)),
             )
 
         def is_open(drawing: _Drawing) -> jax.Array:
-            return (drawing.count < R) & ~drawing.ended_B.all()
+            return (drawing.num_columns < R) & ~drawing.ended_B.all()
 
         def advance(drawing: _Drawing) -> _Drawing:
-            position_B = length_B + drawing.count - 1
+            position_B = length_B + drawing.num_columns - 1
             hidden_B1D, cache = self._forward(
                 params, drawing.token_B[:, None], position_B[:, None], drawing.cache, position_B + 1
             )
@@ -228,7 +232,7 @@ class Sampler:
         logits_PV = self._logits(params, hidden_P1D)
         length_B = jnp.maximum(jnp.repeat(length_P, group), 1)
         drawing = _Drawing(
-            count=jnp.zeros((), jnp.int32),
+            num_columns=jnp.zeros((), jnp.int32),
             token_B=jnp.zeros(B, jnp.int32),
             # What only fills the devices never starts.
             ended_B=jnp.repeat(length_P == 0, group),
@@ -238,7 +242,7 @@ class Sampler:
             cache=self._shared(cache, group),
         )
         drawing = jax.lax.while_loop(is_open, advance, add(drawing, jnp.repeat(logits_PV, group, axis=0)))
-        return drawing.tokens_BR, drawing.log_probs_BR, drawing.num_B, drawing.ended_B, drawing.count - 1
+        return drawing.tokens_BR, drawing.log_probs_BR, drawing.num_B, drawing.ended_B, drawing.num_columns - 1
 
     def _prefill(self, params: Params, tokens_PT: jax.Array, length_P: jax.Array) -> tuple[jax.Array, Cache]:
         """The hidden state behind each prompt's last token, [P, 1, D], and the cache with T slots.

@@ -177,6 +177,10 @@ class Loop:
             self._timeline.started()
             stack.enter_context(self._timeline.phase('step'))
             owed = False
+            if start == 0 and config.eval.every and config.train.objective != 'next_token':
+                # It begins with a model that can do something: by that it is measured.
+                with watchdog.phase():
+                    self._evaluate(0, state)
             for step in itertools.count(start + 1):
                 try:
                     state = self._stepping.take(step, state, batches, decisions, connects=step == start + 1)
@@ -208,12 +212,7 @@ class Loop:
                 loss = None
                 with watchdog.phase():
                     if validate:
-                        with self._pace.paused('eval'), self._timeline.phase('evaluation'):
-                            result = self._feed.evaluate(state)
-                            text = reporter.evaluated(step, result)
-                            reporter.sampled(step, self._feed.sample(evaluated_params(state)))
-                        loss = result.loss
-                        self._diary.event('evaluated', text, step=step, loss=loss)
+                        loss = self._evaluate(step, state)
                         decisions = after_evaluation(decisions, loss, config.guard)
                     decisions = self._spend(step, decisions, look=owed or told or validate)
                     why = ended(config, decisions, step)
@@ -229,6 +228,15 @@ class Loop:
                     watchdog.finish()
                     return Leg(step, decisions, None, why)
         raise AssertionError('a leg ends by its return')
+
+    def _evaluate(self, step: int, state: TrainState) -> float:
+        """Evaluates and samples, tells of it, and returns the loss."""
+        with self._pace.paused('eval'), self._timeline.phase('evaluation'):
+            result = self._feed.evaluate(state)
+            text = self._reporter.evaluated(step, result)
+            self._reporter.sampled(step, self._feed.sample(evaluated_params(state)))
+        self._diary.event('evaluated', text, step=step, loss=result.loss)
+        return result.loss
 
     def go_back(self, plan: Rollback, decisions: Decisions) -> tuple[TrainState, Decisions]:
         """The state of an older checkpoint, and the decisions with what is left out from there."""

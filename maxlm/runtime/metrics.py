@@ -226,7 +226,8 @@ def _drop_lines_after(path: Path, step: int, writer: LineWriter) -> int:
     lines, torn = read_lines(path)
     if torn:
         logger.info(torn_note(path.name))
-    kept = [line for line in lines if line['step'] <= step]
+    # Of step 0 there may be an evaluation, which a run that starts anew makes again.
+    kept = [line for line in lines if line['step'] <= step] if step else []
     if torn or len(kept) < len(lines):
         writer.replace(kept)
     return max((line['step'] for line in lines), default=0)

@@ -1,5 +1,7 @@
 """Adapters: where they are, that they add what they should, and nothing as long as they are new."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +17,26 @@ from tests.adapters import adapter_arrays, with_arrays
 from tests.small import VOCAB, small_config
 
 RANK = {'model__lora_rank': 3, 'model__lora_alpha': 6.0}
+# Compiling is most of the time that this takes.
+quick = partial(
+    jax.jit, compiler_options={'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+)
 
 
-def params_of(config, seed=0):
+def started(config, seed=0):
     return nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(seed))))
+
+
+def params_of(config):
+    """Random ones, the same with and without adapters, which are new: cheaper than those that a model starts from."""
+
+    def random(path, shape):
+        name = jax.tree_util.keystr(path, simple=True, separator='.')
+        rng = np.random.default_rng(sum(name.encode()))
+        noise = rng.standard_normal(shape.shape, np.float32) / max(1, shape.shape[-1]) ** 0.5
+        return {'scale': 1 + noise, 'lora_b': 0 * noise}.get(name.rpartition('.')[2], noise)
+
+    return jax.tree_util.tree_map_with_path(random, jax.eval_shape(partial(started, config)))
 
 
 def dotted(params, prefix=''):
@@ -48,7 +66,7 @@ def test_the_names_are_those_of_the_modules(family):
     # Of each module its own name decides.
     for name in found:
         config = small_config(model__family=family, model__lora_rank=3, model__lora_targets=(name,))
-        paths = {path for path, _ in dotted(params_of(config)) if 'lora' in path}
+        paths = {path for path, _ in dotted(jax.eval_shape(partial(started, config))) if 'lora' in path}
         assert paths == {f'blocks.{name}.lora_a', f'blocks.{name}.lora_b'}
 
 
@@ -60,7 +78,7 @@ def test_the_scale():
 
 def test_how_they_start():
     config = small_config(model__dim=64, model__num_heads=4, model__num_kv_heads=2, model__family='llama', **RANK)
-    params = dict(dotted(params_of(config)))
+    params = dict(dotted(started(config)))
     shapes = {path.removeprefix('blocks.'): array.shape for path, array in params.items() if 'lora' in path}
     assert shapes['attention.key.lora_a'] == (2, 64, 3)
     assert shapes['attention.key.lora_b'] == (2, 3, 2, 16)
@@ -76,12 +94,12 @@ def test_how_they_start():
 
 
 def test_everything_else_starts_as_without_them():
-    base = dict(dotted(params_of(small_config(model__family='llama'))))
-    params = dict(dotted(params_of(small_config(model__family='llama', **RANK))))
+    base = dict(dotted(started(small_config(model__family='llama'))))
+    params = dict(dotted(started(small_config(model__family='llama', **RANK))))
     assert {path for path in params if 'lora' not in path} == set(base)
     assert all(np.array_equal(params[path], array) for path, array in base.items())
     # Control: another seed starts elsewhere.
-    assert not np.array_equal(params['embedding'], params_of(small_config(model__family='llama'), seed=1)['embedding'])
+    assert not np.array_equal(params['embedding'], started(small_config(model__family='llama'), seed=1)['embedding'])
 
 
 @pytest.mark.parametrize(
@@ -97,19 +115,19 @@ def test_everything_else_starts_as_without_them():
 def test_new_adapters_change_nothing(settings):
     config = small_config(**settings, **RANK)
     params = params_of(config)
-    wanted = jax.jit(forward(small_config(**settings)))(params_of(small_config(**settings)), TOKENS)
-    found = jax.jit(forward(config))(params, TOKENS)
+    wanted = quick(forward(small_config(**settings)))(params_of(small_config(**settings)), TOKENS)
+    found = quick(forward(config))(params, TOKENS)
     assert np.array_equal(found, wanted)
     assert found.dtype == jnp.dtype(config.model.dtype)
     # Control: others do.
-    changed = jax.jit(forward(config))(with_arrays(params, adapter_arrays(config.model)), TOKENS)
+    changed = quick(forward(config))(with_arrays(params, adapter_arrays(config.model)), TOKENS)
     assert np.abs(np.float32(changed) - np.float32(wanted)).mean() > 0.02
 
 
 def test_without_them_the_program_is_the_same():
     def program(**settings):
         config = small_config(model__family='llama', **settings)
-        params = jax.eval_shape(lambda: params_of(config))
+        params = jax.eval_shape(lambda: started(config))
         return str(jax.make_jaxpr(jax.grad(lambda *args: forward(config)(*args).sum()))(params, TOKENS))
 
     plain = program()
@@ -125,7 +143,7 @@ def test_stacked_and_unrolled_layers_and_what_is_kept_are_the_same():
         def loss(params):
             return (forward(config)(params, TOKENS) ** 2 * jnp.arange(config.model.dim)).mean()
 
-        return jax.jit(jax.value_and_grad(loss))(params)
+        return quick(jax.value_and_grad(loss))(params)
 
     wanted = results()
     for settings in ({'model__remat': 'full'}, {'model__remat': 'dots', 'model__scan_layers': False}):

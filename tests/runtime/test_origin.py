@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 
 import jax
 import numpy as np
@@ -71,7 +70,9 @@ def start(tmp_path, capsys):
         assert not run.exists()
         capsys.readouterr()
         with Console(), Checkpoints(run, keep_last=3) as checkpoints:
-            state = first_state(config, tokenizer=tmp_path / TOKENIZER, layout=layout, abstract=abstract, checkpoints=checkpoints)
+            state = first_state(
+                config, tokenizer=tmp_path / TOKENIZER, layout=layout, abstract=abstract, checkpoints=checkpoints
+            )
         placed = jax.tree.map(
             lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract
         )

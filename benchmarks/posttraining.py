@@ -1,0 +1,149 @@
+"""How much better a small model gets by instruction and then by reward, and how long that takes on this machine.
+
+    python -m benchmarks.posttraining [--tasks=arithmetic,synth] [--seeds=3] [--output=FILE] [--figures=DIR]
+
+For each task and seed the commands at the head of configs/TASK.py run one after the other: problems, their chats as
+data, `maxlm.train` with TASK:sft, `maxlm.grpo` with TASK:rl. What is measured are the run's own evaluations on problems
+that are in neither, and wall time. Prints a table, writes JSON with machine and versions after each run, and draws the
+curves.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.growth_curves import write_small_png
+from benchmarks.step import machine
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.planning.plots import BLUE, GREY, ORANGE, STYLE
+from maxlm.runtime.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Tokenizer and window of each task's chats, as its config has them.
+TASKS = {'arithmetic': ('bytes', 64), 'synth': ('bpe:400', 128)}
+SHOWN = {
+    'accuracy': ('likeliest answer', BLUE),
+    'mean_accuracy': ('drawn answers', ORANGE),
+    'pass_at_k': ('best of 4 drawn', GREY),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Runs tasks, prints what came out, writes and draws it."""
+    parser = ArgumentParser(prog='benchmarks.posttraining', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--tasks', default=','.join(TASKS), help='tasks with commas between them (default: all)')
+    parser.add_argument('--seeds', type=int, default=3, help='of each task (default 3)')
+    parser.add_argument('--output', type=Path, help='JSON file to write; tasks that are not run keep what it has')
+    parser.add_argument('--figures', type=Path, help='directory for pictures')
+    options = parser.parse_args(argv)
+    tasks = options.tasks.split(',')
+    for task in tasks:
+        if task not in TASKS:
+            raise InputError(f'--tasks: no task {task!r}; one of {", ".join(TASKS)}')
+    if options.seeds < 1:
+        raise InputError(f'--seeds={options.seeds}: needs 1 or more')
+    results: dict[str, Any] = {}
+    if options.output and options.output.is_file():
+        results = json.loads(options.output.read_text())['results']
+    for task in tasks:
+        results[task] = []
+        for seed in range(options.seeds):
+            with tempfile.TemporaryDirectory() as directory:
+                result = run_task(task, seed, Path(directory))
+            results[task].append(result)
+            print(line_of(task, result), flush=True)
+            if options.output:
+                options.output.write_text(json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n')
+    if options.figures:
+        for task in tasks:
+            write_small_png(curves(results[task], task), options.figures / f'posttraining_{task}.png')
+    return EXIT_DONE
+
+
+def run_task(task: str, seed: int, directory: Path) -> dict[str, Any]:
+    """Evaluations by step of the run by reward, step 0 being the model before it, and seconds of both runs."""
+    tokenizer, window = TASKS[task]
+    data, sft, rl = directory / task, directory / 'sft', directory / 'rl'
+    quiet = ['--config.metrics.tensorboard=False', '--config.metrics.devices_seconds=0']
+    seeds = [f'--config.train.seed={seed}', f'--config.data.seed={seed}', *quiet]
+    call('maxlm.posttrain.tasks', task, '--output', str(data), '--seed', str(seed))
+    chats = ['--input', str(data / 'chats.jsonl'), '--output', str(data / 'chats'), '--format=chat', '--quiet']
+    call('maxlm.prepare', *chats, '--chat_template=chatml', f'--tokenizer={tokenizer}', f'--pack_window={window}')
+    sft_seconds = call(
+        'maxlm.train',
+        f'--config=configs/{task}.py:sft',
+        f'--workdir={sft}',
+        f'--config.data.path={data / "chats"}',
+        *seeds,
+    )
+    rl_seconds = call(
+        'maxlm.grpo',
+        f'--config=configs/{task}.py:rl',
+        f'--workdir={rl}',
+        f'--config.train.init_from={sft}',
+        f'--config.grpo.prompts={data / "prompts.jsonl"}',
+        f'--config.grpo.eval_prompts={data / "held_out.jsonl"}',
+        *seeds,
+    )
+    evaluations = [
+        {'step': line['step'], **{name: line[f'eval/{name}'] for name in SHOWN if f'eval/{name}' in line}}
+        for line in read_metrics(rl)
+        if 'eval/accuracy' in line
+    ]
+    rewards = [(line['step'], line['rollout/reward']) for line in read_metrics(rl) if 'rollout/reward' in line]
+    return {
+        'seed': seed,
+        'sft_seconds': sft_seconds,
+        'rl_seconds': rl_seconds,
+        'evaluations': evaluations,
+        'rewards': rewards,
+    }
+
+
+def call(module: str, *arguments: str) -> float:
+    """Runs a module to its end; returns the seconds that it took."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, '-m', module, *arguments], check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - began
+
+
+def line_of(task: str, result: dict[str, Any]) -> str:
+    """What came out, in a line."""
+    first, last = result['evaluations'][0], result['evaluations'][-1]
+    return (
+        f'{task:<11} seed {result["seed"]}  likeliest answer {first["accuracy"]:.3f} → {last["accuracy"]:.3f}  '
+        f'drawn {first["mean_accuracy"]:.3f} → {last["mean_accuracy"]:.3f}  '
+        f'{result["sft_seconds"]:.0f} s by instruction, {result["rl_seconds"]:.0f} s by reward'
+    )
+
+
+def curves(results: list[dict[str, Any]], task: str) -> Figure:
+    """Accuracy on held-out problems over the steps by reward, a line for each seed."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.2), layout='constrained')
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        for name, (label, color) in SHOWN.items():
+            for number, result in enumerate(results):
+                steps = [line['step'] for line in result['evaluations']]
+                values = [line[name] for line in result['evaluations']]
+                axes.plot(steps, values, color=color, marker='o', markersize=3, label=None if number else label)
+        axes.set(xlabel='steps by reward', ylabel='right, held-out problems', ylim=(0, 1), title=task)
+        axes.legend(loc='lower right', frameon=False)
+    return figure
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))
