@@ -145,7 +145,7 @@ def describe(rung: Rung) -> dict[str, Any]:
     )
     speed = tokens_per_second(time.total, global_batch=config.train.global_batch, window=config.data.window)
     share = mfu(
-        config.model,
+        config,
         config.data.window,
         tokens_per_second=speed,
         num_devices=target.num_devices,

@@ -7,10 +7,10 @@ Command:   python -m maxlm.posttrain.tasks arithmetic --output data/arithmetic
            python -m maxlm.grpo --config=configs/arithmetic.py:rl --workdir=runs/arithmetic-rl
 Variants:  sft · rl, which starts from runs/arithmetic-sft
 Hardware:  any CPU with 2 cores
-Time:      sft about two minutes, rl about three
+Time:      sft about 100 seconds, rl two minutes (docs/posttraining.md)
 Cost:      nothing
-Expected:  share of right answers to 200 problems held out, likeliest answers and drawn ones: after sft 0.49 and 0.53,
-           after 20 steps of rl 0.82 and 0.73, after 40 0.86 and 0.79, after 60 0.88 and 0.82
+Expected:  share of right answers to 200 problems held out, three seeds: the likeliest answer 0.49–0.52 after sft and
+           0.81–0.86 after rl, drawn ones 0.54–0.58 and 0.75–0.81
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,8 @@
 """Kills a run again and again until it is done: `python -m tests.killing_training DIR SEED KILLS VERB ARGUMENTS…`.
 
 Makes DIR/whole, the run without kills, and DIR/0, 1, …, each the end of a run with kills. ARGUMENTS are those of the
-verb, train or grpo, without --workdir. Runs are forked from one process that has imported everything and asked nothing of JAX:
-most of the time of a fresh one is its imports, where there is nothing to kill.
+verb, train or grpo, without --workdir. Runs are forked from one process that has imported everything and asked nothing
+of JAX: most of the time of a fresh one is its imports, where there is nothing to kill.
 """
 
 from __future__ import annotations

@@ -36,6 +36,9 @@ class GrpoConfig:
     prompts_per_rollout: int = 0
     # Tokens of a response, at most; of data.window the rest is for the prompt.
     max_tokens: int = 0
+    # Parameters that are split to save memory are brought together once for a rollout, and not for every token: faster,
+    # and each device then holds all of them in the type of the computation.
+    gather_once: bool = False
     # Times that the model learns from the same responses.
     epochs: int = 1
     # How far a token's probability may go down, and up, from that with which it was drawn, as a share of it (Yu et al.

@@ -108,6 +108,7 @@ class RolloutFeed:
             ends=self._ends,
             max_prompt=config.data.window - self._grpo.max_tokens,
             max_tokens=self._grpo.max_tokens,
+            gather_once=self._grpo.gather_once,
         )
 
     @property
@@ -142,12 +143,12 @@ class RolloutFeed:
     def prepare(self, step: int, state: TrainState) -> Written:
         """See `Feed`."""
         config, grpo = self._config, self._grpo
-        assert self._sampler and self._layout, 'open() makes them'
+        sampler, layout = self._made
         number, done = divmod(step - 1, self.updates)
         indices = self._prompts.indices(number, grpo.prompts_per_rollout, config.data.seed)
         rows = len(indices) * grpo.samples
         began = time.perf_counter()
-        responses = self._sampler(
+        responses = sampler(
             state.params,
             [self._prompts.ids[index].tolist() for index in indices],
             seed=config.train.seed,
@@ -161,7 +162,7 @@ class RolloutFeed:
         judged = time.perf_counter()
         rewards_N = scores['']
         batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
-        local = self._layout.local_rows(config.train.global_batch)
+        local = layout.local_rows(config.train.global_batch)
         for order in self._orders(number, rows)[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
         groups = rewards_N.reshape(-1, grpo.samples)
@@ -199,20 +200,21 @@ class RolloutFeed:
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """The likeliest response to each prompt, and some that are drawn."""
-        assert self._eval_prompts and self._sampler, 'the config says eval.every, so there are prompts'
+        assert self._eval_prompts, 'eval.every is refused without them'
+        sampler, _ = self._made
         config, grpo, params = self._config, self._grpo, evaluated_params(state)
         prompts, num = self._eval_prompts, self._eval_prompts.num
         num = min(grpo.eval_num_prompts or num, num)
         ids, tasks = [row.tolist() for row in prompts.ids[:num]], prompts.tasks[:num]
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch
-        likeliest = self._sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
+        likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
         rewards_N = scored_together(self._scorer, texts, tasks, reward)['']
         parts = {'accuracy': accuracy(rewards_N), 'length': float(likeliest.num_B.mean())}
         tokens = likeliest.drawn
         if samples := grpo.eval_samples:
             # The same draws at every evaluation: what differs is the model.
-            drawn = self._sampler(
+            drawn = sampler(
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
@@ -231,6 +233,13 @@ class RolloutFeed:
     def at_end(self) -> str:
         """Nothing."""
         return ''
+
+    @property
+    def _made(self) -> tuple[Sampler, Layout]:
+        """What `open` makes."""
+        assert self._sampler is not None
+        assert self._layout is not None
+        return self._sampler, self._layout
 
     def _asked(self, prompts: Prompts, index: int) -> str:
         return self._tokenizer.decode(prompts.ids[index].tolist())

@@ -60,7 +60,7 @@ class Feed(Protocol):
         """Makes the batches of this step, and perhaps of further ones, from the state before it."""
 
     def may_pause_after(self, step: int) -> bool:
-        """Whether a run can go on from the state after a step: the batches of the next do not depend on older states."""
+        """Whether a run can go on from the state after a step, since the next batches depend on no older one."""
 
     def sources(self) -> Sources:
         """What is told about sources."""

@@ -177,7 +177,8 @@ class Samples:
 def prompts(corpus: Corpus, num: int) -> list[list[int]]:
     """Beginnings of so many validation documents, chosen by data.seed; fewer if there are fewer windows.
 
-    Of conversations, all up to what the assistant says first. Where documents are so much longer than windows that none is found, what any window begins with.
+    Of conversations, all up to what the assistant says first. Where documents are so much longer than windows that none
+    is found, what any window begins with.
     """
     parts = [source.windows('validation', corpus.data) for source in corpus.sources]
     firsts = np.cumsum([0, *map(len, parts)]).tolist()
@@ -197,7 +198,9 @@ def prompts(corpus: Corpus, num: int) -> list[list[int]]:
             others.append((windows, number))
         if len(found) == num:
             return found
-    return found + [ids_of(windows.stream(number)[:length]).tolist() for windows, number in others[: num - len(found)]]
+    for windows, number in others[: num - len(found)]:
+        found.append(ids_of(windows.stream(number)[:length]).tolist())
+    return found
 
 
 def _beginning(windows: Windows, number: int, length: int, end: int) -> list[int]:

@@ -69,7 +69,12 @@ def start(data, capsys):
         capsys.readouterr()
         with Console(), Checkpoints(workdir, keep_last=3) as checkpoints:
             state, _ = start_state(
-                config, tokenizer=data.tokenizer_path, layout=layout, abstract=abstract, checkpoints=checkpoints, facts=FACTS
+                config,
+                tokenizer=data.tokenizer_path,
+                layout=layout,
+                abstract=abstract,
+                checkpoints=checkpoints,
+                facts=FACTS,
             )
         placed = jax.tree.map(
             lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract
@@ -188,7 +193,7 @@ def test_a_step_0_that_training_saved_is_gone_on_from(start, tmp_path):
 @pytest.mark.parametrize(
     ('overrides', 'parts'),
     [
-        ({'model__dim': 32}, ['embedding is (61, 16) float32 there, and (61, 32) float32 in the config']),
+        ({'model__dim': 32}, ['blocks.attention.key.bias is (2, 2, 8) float32 there, and (2, 2, 16) float32']),
         ({'model__num_layers': 3}, ['blocks.attention.key.bias is (2, 2, 8) float32', '(3, 2, 8) float32']),
         ({'model__norm': 'rmsnorm'}, ['.bias', 'nothing of that name']),
     ],
