@@ -44,15 +44,19 @@ def test_commands_parse(monkeypatch):
             continue
         seen.add(module)
         argv = words[3:]
+        imported = importlib.import_module(module)
+        if hasattr(imported, '__path__'):
+            # What `python -m` runs of a package.
+            imported = importlib.import_module(f'{module}.__main__')
         with pytest.raises(_ParsedError):
-            importlib.import_module(module).main(argv)
+            imported.main(argv)
         overrides, rest = split_overrides(argv)
         configs = [word.removeprefix('--config=') for word in rest if word.startswith('--config=')]
         for config in configs:
             # The config.json of a run is what earlier commands of the README make.
             load('configs/tiny.py' if config.endswith('.json') else config, overrides)
     verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'fetch', 'plan', 'checkpoints', 'supervise'}
-    verbs |= {'doctor', 'monitor', 'report'}
+    verbs |= {'doctor', 'monitor', 'report', 'grpo'}
     assert seen >= {f'maxlm.{verb}' for verb in verbs} | {'benchmarks.step'}
     # Control: an option that is not there does not pass.
     with pytest.raises(InputError, match='temprature'):
