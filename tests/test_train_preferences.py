@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.runtime.checkpoint import saved_steps
 from maxlm.runtime.workdir import read_config
 from maxlm.training.state import abstract_state
+from tests.conftest import ROOT
+from tests.cpu import cpu_flags
 from tests.preparing import run as prepare
 from tests.small import small_layout
 from tests.starting import MODEL, make_start
@@ -52,7 +57,7 @@ def start(tmp_path_factory):
     return directory
 
 
-def run(start, workdir, **overrides):
+def arguments(start, **overrides):
     settings = {
         **{key: value for key, value in SMALL.items() if key.startswith('metrics') or key == 'train.log_every'},
         **{key.replace('__', '.'): value for key, value in MODEL.items()},
@@ -61,8 +66,11 @@ def run(start, workdir, **overrides):
         **SETTINGS,
         **{key.replace('__', '.'): value for key, value in overrides.items()},
     }
-    words = [f'--config.{key}={value}' for key, value in settings.items()]
-    return exit_code(train.main, ['--config=configs/tiny.py', f'--workdir={workdir}', *words])
+    return ['--config=configs/tiny.py', *(f'--config.{key}={value}' for key, value in settings.items())]
+
+
+def run(start, workdir, **overrides):
+    return exit_code(train.main, [*arguments(start, **overrides), f'--workdir={workdir}'])
 
 
 @pytest.fixture(scope='module')
@@ -94,6 +102,36 @@ def test_it_goes_on_exactly(start, whole, tmp_path):
     assert run(start, tmp_path) == EXIT_DONE
     assert curve(tmp_path) == curve(whole)
     assert same(params_of(tmp_path, 12), params_of(whole, 12))
+
+
+@pytest.fixture(scope='module')
+def chats(start, tmp_path_factory):
+    """Conversations for a run of instruction."""
+    directory = tmp_path_factory.mktemp('chats')
+    turns = [[{'role': 'user', 'content': f'say {n}'}, {'role': 'assistant', 'content': str(n)}] for n in range(300)]
+    (directory / 'chats.jsonl').write_text('\n'.join(json.dumps({'messages': messages}) for messages in turns))
+    words = ['--format=chat', f'--tokenizer={start / "data/tokenizer.json"}', f'--pack_window={WINDOW}']
+    words += ['--validation_share=0.2', '--output', directory / 'data']
+    assert prepare('--input', directory / 'chats.jsonl', *words) == EXIT_DONE
+    return directory / 'data'
+
+
+@pytest.mark.parametrize('objective', ['next_token', 'dpo'])
+def test_a_kill_changes_nothing(start, chats, tmp_path, objective):
+    """Instruction and preferences, killed and started again, end bit for bit as without."""
+    settings = {'data__path': chats} if objective == 'next_token' else {}
+    words = arguments(start, train__objective=objective, checkpoint__every_steps=2, eval__samples=1, **settings)
+    command = [sys.executable, '-m', 'tests.killing_training', str(tmp_path), '0', '1', 'train', *words]
+    environment = {**os.environ, 'XLA_FLAGS': cpu_flags(8)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    met = json.loads(done.stdout.splitlines()[-1])
+    assert sum(met['met'].values()) == 1
+    lines = curve(tmp_path / '0')
+    assert lines == curve(tmp_path / 'whole')
+    assert same(params_of(tmp_path / '0', 12), params_of(tmp_path / 'whole', 12))
+    # Control: the model has moved, so another one would be told apart.
+    assert lines[12]['train/loss'] != lines[1]['train/loss']
 
 
 def test_another_reference_is_refused(start, tmp_path, capsys):

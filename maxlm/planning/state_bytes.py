@@ -9,13 +9,12 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from maxlm.config.keys import Config
 from maxlm.model.host_memory import HOST
 from maxlm.planning.weights import Weight, weights
 from maxlm.training.moments import MIN_SIZE, num_blocks
-from maxlm.training.reference import holds_reference
+from maxlm.training.reference import holds_reference, stored_dtype
 from maxlm.training.sharding import SAVING, TABLE
 from maxlm.training.state import TrainState
 from maxlm.training.trained import is_trained
@@ -58,7 +57,7 @@ def planned_state_bytes(config: Config) -> StateBytes:
         size = shard_size(config, weight, zero=config.mesh.zero)
         params += 4 * size
         if holds_reference(config):
-            reference += size * (4 if weight.kind == 'vector' else jnp.dtype(config.model.dtype).itemsize)
+            reference += size * stored_dtype(config, weight.kind).itemsize
         if is_trained(config, weight.name):
             moments += moment_bytes(config, weight)
     average = params if config.optimizer.ema_decay else 0

@@ -90,7 +90,8 @@ class RolloutFeed:
 
     def facts(self, global_batch: int) -> dict[str, Any]:
         """See `Feed`."""
-        source = {'name': self._prompts.path, 'prompts': self._prompts.num, 'tokens': 0, 'weight': 1.0}
+        tokens = sum(map(len, self._prompts.ids))
+        source = {'name': self._prompts.path, 'prompts': self._prompts.num, 'tokens': tokens, 'weight': 1.0}
         return {**self.fingerprint(global_batch), 'sources': [source]}
 
     def open(self, config: Config, layout: Layout) -> None:

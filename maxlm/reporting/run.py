@@ -69,9 +69,15 @@ class Run:
         """(step, loss) of the evaluation with the lowest loss."""
         return min(finite(self.validation), key=lambda point: point[1], default=None)
 
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether its loss is that of the next token, and not of preferences or of rewards."""
+        return not {'rollout/reward', 'train/margin'} & set(self.names)
+
     @cached_property
     def overfitting(self) -> Overfitting | None:
-        return find_overfitting(self.training, self.validation)
+        # Of other losses those of training and validation are not the same, or mean something else at every step.
+        return find_overfitting(self.training, self.validation) if self.predicts_tokens else None
 
     @cached_property
     def names(self) -> list[str]:

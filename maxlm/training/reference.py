@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config.keys import Config
+from maxlm.model.lora import LORA_B
 from maxlm.training.optimizer import kind_of
-from maxlm.training.trained import ADAPTERS, Tree
+from maxlm.training.trained import Tree
 
 
 def holds_reference(config: Config) -> bool:
@@ -18,25 +19,25 @@ def holds_reference(config: Config) -> bool:
     return config.has_reference and not (config.model.lora_rank and not config.optimizer.trained)
 
 
-def stored_dtype(config: Config, path: tuple[Any, ...]) -> jnp.dtype:
-    """In which a parameter of the reference is kept: that in which the model computes with it, so nothing is lost."""
-    return jnp.dtype(jnp.float32 if kind_of(path) == 'vector' else config.model.dtype)
+def stored_dtype(config: Config, kind: str) -> jnp.dtype:
+    """In which a parameter of the reference of this kind is kept: that in which the model takes it, so nothing is lost.
+
+    Products of 8-bit floats round the float32 parameter.
+    """
+    rounded = kind == 'matrix' and config.model.matmul == 'fp8'
+    return jnp.dtype(jnp.float32 if kind == 'vector' or rounded else config.model.dtype)
 
 
 def as_reference(config: Config, params: Tree) -> Any:
     """A copy of parameters as they are kept."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, param: jnp.array(param, stored_dtype(config, path), copy=True), params
+        lambda path, param: jnp.array(param, stored_dtype(config, kind_of(path)), copy=True), params
     )
 
 
-def without_adapters(params: Tree) -> Any:
+def adapters_off(params: Tree) -> Any:
     """The parameters with adapters that add nothing."""
     return {
-        key: without_adapters(value)
-        if isinstance(value, Mapping)
-        else jnp.zeros_like(value)
-        if key == ADAPTERS[1]
-        else value
+        key: adapters_off(value) if isinstance(value, Mapping) else jnp.zeros_like(value) if key == LORA_B else value
         for key, value in params.items()
     }

@@ -17,7 +17,7 @@ from maxlm.model.host_memory import HOST
 from maxlm.training.guards import SpikeWindow, first_window
 from maxlm.training.loss_scale import LossScale, first_loss_scale
 from maxlm.training.moments import Blocks, place_moment
-from maxlm.training.optimizer import make_optimizer
+from maxlm.training.optimizer import kind_of, make_optimizer
 from maxlm.training.reference import as_reference, holds_reference, stored_dtype
 from maxlm.training.sharding import Layout
 from maxlm.training.trained import check_patterns, dotted_names, trained_part
@@ -127,7 +127,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     reference = None
     if holds_reference(config):
         reference = jax.tree_util.tree_map_with_path(
-            lambda path, param: param.update(dtype=stored_dtype(config, path)), params
+            lambda path, param: param.update(dtype=stored_dtype(config, kind_of(path))), params
         )
     return TrainState(counter, counter, params, opt_state, ema, scale, window, reference)
 

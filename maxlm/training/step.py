@@ -19,7 +19,7 @@ from maxlm.training.guards import judge
 from maxlm.training.loss_scale import next_loss_scale
 from maxlm.training.objectives import Batch, LossSums, make_objective, no_sums
 from maxlm.training.offload import layer_by_layer, norm
-from maxlm.training.reference import without_adapters
+from maxlm.training.reference import adapters_off
 from maxlm.training.schedule import make_schedule
 from maxlm.training.sharding import Layout
 from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
@@ -48,7 +48,7 @@ def make_train_step(
         params = with_trained(state.params, wanted) if slots is None else state.params
         reference = state.reference
         if reference is None and config.has_reference:
-            reference = without_adapters(state.params)
+            reference = adapters_off(state.params)
         loss, sums = minimized(params, reference, slots, batch, dropout_key)
         return (loss if factor is None else factor * loss), sums
 
@@ -139,7 +139,7 @@ def make_eval_step(
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:
         micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
         if reference is None and config.has_reference:
-            reference = without_adapters(params)
+            reference = adapters_off(params)
 
         def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, minimized(params, reference, None, micro_batch, None)[1]), None

@@ -8,10 +8,10 @@ from typing import Any
 
 from maxlm.config.keys import Config
 from maxlm.errors import InputError
+from maxlm.model.lora import LORA_A, LORA_B
 
 Tree = Mapping[str, Any]
-# The last part of the names of adapters' parameters: x · kernel + scale · (x · lora_a) · lora_b.
-ADAPTERS = ('lora_a', 'lora_b')
+ADAPTERS = (LORA_A, LORA_B)
 
 
 def is_trained(config: Config, name: str) -> bool:

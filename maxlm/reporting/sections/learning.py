@@ -25,6 +25,13 @@ class _Curve(NamedTuple):
 
 
 _CURVES = (
+    # Of runs by reward and by preferences.
+    _Curve('rollout/reward', 'Reward', 'mean over responses'),
+    _Curve('eval/accuracy', 'Accuracy', '% of held-out prompts or pairs', factor=100, scale='zero', smooth=False),
+    _Curve('rollout/length', 'Length of responses', 'tokens', scale='zero'),
+    _Curve('train/entropy', 'Entropy', 'nats per drawn token', scale='zero'),
+    _Curve('train/reference_kl', 'Divergence from the start', 'nats per token', scale='zero'),
+    _Curve('train/margin', 'Margin of preferences', 'reward of the better answer minus the other’s'),
     _Curve('train/learning_rate', 'Learning rate', '', scale='zero', smooth=False),
     _Curve('train/grad_norm', 'Gradient norm', 'before clipping'),
     _Curve('perf/tokens_per_second', 'Throughput', 'tokens/s', scale='zero'),
@@ -67,7 +74,7 @@ def _loss(runs: Sequence[Run]) -> Chart:
     over = runs[0].overfitting if alone else None
     return Chart(
         'Training and validation loss',
-        'nats/token',
+        'nats/token' if all(run.predicts_tokens for run in runs) else 'what is minimized',
         series,
         marks=runs[0].marks if alone else (),
         shade=(over.since, over.until) if over else None,
@@ -81,7 +88,7 @@ def _overfitting(run: Run, named: bool) -> Markup:
     if run.overfitting:
         # In words it stands above all else; see the summary.
         return Markup('') if named else note('Tinted: the stretch in which the run overfits.')
-    if run.best is None or len(run.validation) < 4:
+    if run.best is None or len(run.validation) < 4 or not run.predicts_tokens:
         return Markup('')
     step, best = run.best
     last = run.last('eval/loss')
