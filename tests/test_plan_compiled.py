@@ -5,15 +5,13 @@ tests/planning/test_memory.py, which holds estimates to recorded programs.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from maxlm import plan
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, exit_code
 from tests.conftest import ROOT
+from tests.gpu_compiler import FOLDER, run_python
 
 FULL = '--config.model.remat=full'
 # Config, target, overrides, whether it fits. A program for TPUs takes minutes of a slow machine, so these are few: the
@@ -50,17 +48,7 @@ def figures(capfd, config, target, *options):
 
 def figures_by_gpu_compiler(config, target, *options):
     """In a process that has launch/test.sh's compiler for GPUs, or without it, as on other machines."""
-    environment = dict(os.environ)
-    folder = environment.get('MAXLM_GPU_COMPILER')
-    if folder:
-        nvcc = f'{folder}/nvidia/cuda_nvcc'
-        environment |= {
-            'PYTHONPATH': os.pathsep.join([folder, str(ROOT)]),
-            'PATH': os.pathsep.join([f'{nvcc}/bin', environment['PATH']]),
-            'XLA_FLAGS': f'--xla_gpu_cuda_data_dir={nvcc}',
-        }
-    command = [sys.executable, '-m', 'maxlm.plan', *words_of(config, target, *options)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_python('-m', 'maxlm.plan', *words_of(config, target, *options))
     assert done.returncode in (EXIT_DONE, EXIT_FAILED), done.stderr
     return json.loads(done.stdout)
 
@@ -90,7 +78,7 @@ def test_tpu(capfd, config, target, options, fits):
 def test_gpu(capfd, config, target, options, fits):
     told = figures_by_gpu_compiler(config, target, *options)
     estimated = figures(capfd, config, target, *options, '--estimate')
-    if 'MAXLM_GPU_COMPILER' not in os.environ:
+    if not FOLDER:
         assert "pip install 'maxlm[cuda12]'" in told['why_estimated']
         assert told['memory'] == estimated['memory']
         return

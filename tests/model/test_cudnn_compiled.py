@@ -5,13 +5,11 @@ Slow, up to a minute each: it is the compiler that works.
 
 import functools
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.gpu_compiler import FOLDER, run_python
 
 # Prints what the compiled program has in it, with documents told to cuDNN, or where they cannot be.
 PROGRAM = """
@@ -66,20 +64,10 @@ SLIDING = ('model.attention_pattern=SL', 'model.sliding_window=512')
 @functools.cache
 def compiled(target, told, *overrides):
     """In a process that has launch/test.sh's compiler for GPUs; without it, what to install."""
-    environment = dict(os.environ)
-    folder = environment.get('MAXLM_GPU_COMPILER')
-    if folder:
-        nvcc = f'{folder}/nvidia/cuda_nvcc'
-        environment |= {
-            'PYTHONPATH': os.pathsep.join([folder, str(ROOT)]),
-            'PATH': os.pathsep.join([f'{nvcc}/bin', environment['PATH']]),
-            'XLA_FLAGS': f'--xla_gpu_cuda_data_dir={nvcc}',
-        }
-    command = [sys.executable, '-c', PROGRAM, f'{ROOT}/configs/1b.py', target, told, *SHORT, *LONG_WINDOW, *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_python('-c', PROGRAM, f'{ROOT}/configs/1b.py', target, told, *SHORT, *LONG_WINDOW, *overrides)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    if not folder and isinstance(found, str):
+    if not FOLDER and isinstance(found, str):
         assert 'cuda12' in found
         return None
     return found

@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import pytest
 from maxlm.model import fp8
 from maxlm.planning.compile import compile_train_step
 from maxlm.training.state import abstract_state, init_state
-from tests.conftest import ROOT
+from tests.gpu_compiler import FOLDER, run_python
 from tests.small import VOCAB, small_batch, small_config, small_layout
 
 STEPS = 60
@@ -114,24 +111,14 @@ print(json.dumps({'text': text, 'products': library_products(read_hlo(text))}))
 
 def compiled_for_h100(*overrides):
     """In a process that has launch/test.sh's compiler for GPUs, if that is there."""
-    environment = dict(os.environ)
-    folder = environment.get('MAXLM_GPU_COMPILER')
-    if folder:
-        nvcc = f'{folder}/nvidia/cuda_nvcc'
-        environment |= {
-            'PYTHONPATH': os.pathsep.join([folder, str(ROOT)]),
-            'PATH': os.pathsep.join([f'{nvcc}/bin', environment['PATH']]),
-            'XLA_FLAGS': f'--xla_gpu_cuda_data_dir={nvcc}',
-        }
-    command = [sys.executable, '-c', PROGRAM, *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_python('-c', PROGRAM, *overrides)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_gpus_run_products_of_8_bits_and_send_bytes():
     told = compiled_for_h100('matmul=fp8')
-    if 'MAXLM_GPU_COMPILER' not in os.environ and 'missing' in told:
+    if not FOLDER and 'missing' in told:
         assert "pip install 'maxlm[cuda12]'" in told['missing']
         return
     products = {name: flops for name, (_, flops) in told['products'].items()}

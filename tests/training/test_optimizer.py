@@ -64,7 +64,11 @@ def moves(**settings):
 
 def test_kinds():
     assert by_path(map_kinds(lambda kind, _: kind)(random_params(0))) == KINDS
-    assert set(KINDS.values()) == set(DECAYED['all'])
+    # Adapters, of which these parameters have none, are decayed like the matrices that they stand beside.
+    assert {*KINDS.values(), 'adapter'} == set(DECAYED['all'])
+    adapter = tuple(map(jax.tree_util.DictKey, ('blocks', 'attention', 'query', 'lora_a')))
+    assert kind_of(adapter) == 'adapter'
+    assert [mask for mask, kinds in DECAYED.items() if 'adapter' in kinds] == ['matrices', 'projections', 'all']
     with pytest.raises(AssertionError, match=r'blocks\.gain is of no known kind'):
         kind_of(tuple(map(jax.tree_util.DictKey, ('blocks', 'gain'))))
 
