@@ -1,71 +1,182 @@
-"""Continue a prompt: `python -m maxlm.generate --checkpoint=CKPT --prompt=TEXT --max_tokens=N --temperature=0`.
+"""Continue prompts: `python -m maxlm.generate --checkpoint=CKPT --prompt=TEXT --max_tokens=N --temperature=0`.
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory. With --chat the prompt is what a user
-says, and the model answers. Runs on one device.
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory. Prompts come as arguments,
+from a file (--prompt_file), line by line from a terminal (--interactive), or from JSON lines (--input), whose
+continuations go to --output. With --chat a prompt is what a user says, and the model answers. Runs on one device.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable
+from pathlib import Path
 
-import numpy as np
-
-from maxlm.data.chat_template import ChatError
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.inference.engine import Engine
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
+from maxlm.inference.dialogue import stream, talk
+from maxlm.inference.engine import CACHES, Engine
+from maxlm.inference.jsonl import read_prompts, write_completions
 from maxlm.inference.load import LoadedModel, load_model
+from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
+from maxlm.inference.requests import Completion, Request
 from maxlm.inference.sampling import Sampling
 from maxlm.runtime.compile_cache import keep_programs
-from maxlm.runtime.console import Console
-from maxlm.runtime.workdir import CHAT_TEMPLATE
+from maxlm.runtime.console import Console, progress_bar
 
 
 def main(argv: list[str]) -> int:
-    """Prints the prompt with each continuation, or each answer behind it."""
+    """Prints each prompt with its continuations, or answers behind it; or writes a file."""
+    options = _parser().parse_args(argv)
+    _check(options)
+    texts = [*(options.prompt or []), *(_read(path) for path in options.prompt_file or [])]
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+    )
+
+    with Console():
+        model = load_model(options.checkpoint, num_devices=1)
+    keep_programs(model.config.train.compile_cache)
+
+    def request(ids: list[int]) -> Request:
+        return Request(
+            tuple(ids),
+            options.max_tokens,
+            sampling,
+            seed=options.seed,
+            num_samples=options.num_samples,
+            stops=tuple(options.stop or ()),
+        )
+
+    if options.interactive:
+        engine = _engine(model, options, 1)
+        talk(model, engine, request, chat=options.chat, read=input, output=sys.stdout)
+        return EXIT_DONE
+    if options.input:
+        _complete_file(model, options, request)
+        return EXIT_DONE
+    requests = [request(_prompt(model, text, options)) for text in texts]
+    shown = [text + ('\n\n' if options.chat else '') for text in texts]
+    engine = _engine(model, options, len(requests) * options.num_samples)
+    if len(requests) == options.num_samples == 1:
+        engine.check(requests[0])
+        print(shown[0], end='', flush=True)
+        stream(engine, requests[0], sys.stdout)
+        return EXIT_DONE
+    rows = engine.complete(requests)
+    number, total = 0, len(requests) * options.num_samples
+    for text, samples in zip(shown, rows, strict=True):
+        for sample in samples:
+            number += 1
+            print(f'--- {number} of {total}')
+            print(text + sample.text + (options.suffix or ''))
+    return EXIT_DONE
+
+
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog='maxlm.generate', allow_abbrev=False, description=__doc__)
     parser.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
-    parser.add_argument('--prompt', required=True, action='append', help='text to continue; can be given several times')
+    parser.add_argument('--prompt', action='append', help='text to continue; can be given several times')
+    parser.add_argument('--prompt_file', action='append', type=Path, help='file with a text to continue')
+    parser.add_argument('--interactive', action='store_true', help='read prompts from the terminal')
+    parser.add_argument('--input', type=Path, help='JSON lines with "prompt" or "messages"')
+    parser.add_argument('--output', type=Path, help='gets the lines of --input with "completions"')
     parser.add_argument('--chat', action='store_true', help='the prompt is a question, spelled by the chat template')
+    parser.add_argument('--suffix', help='text behind a hole that is to be filled, for models trained to')
     parser.add_argument('--max_tokens', type=int, default=128, help='tokens per continuation (default 128)')
     parser.add_argument('--num_samples', type=int, default=1, help='continuations of each prompt (default 1)')
     parser.add_argument('--temperature', type=float, default=0.8, help='0 = always the likeliest token (default 0.8)')
     parser.add_argument('--top_k', type=int, default=0, help='draw among the k likeliest tokens only; 0 = all')
     parser.add_argument('--top_p', type=float, default=1.0, help='draw among the likeliest that reach this probability')
+    parser.add_argument('--min_p', type=float, default=0.0, help='draw among those of this share of the likeliest')
+    parser.add_argument('--repetition_penalty', type=float, default=1.0, help='above 1: less of what was there already')
+    parser.add_argument('--stop', action='append', help='text before which to end; can be given several times')
     parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same text (default 0)')
-    options = parser.parse_args(argv)
+    parser.add_argument('--slots', type=int, default=8, help='continuations at a time (default 8)')
+    parser.add_argument('--cache', choices=CACHES, default='model', help='type of keys and values (default model)')
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What argparse does not refuse."""
+    given = [
+        name
+        for name, there in {
+            '--prompt': options.prompt is not None or options.prompt_file is not None,
+            '--interactive': options.interactive,
+            '--input': options.input is not None,
+        }.items()
+        if there
+    ]
+    if len(given) != 1:
+        raise InputError(
+            'give the prompts in one way: --prompt and --prompt_file, --interactive, or --input; '
+            f'given: {", ".join(given) or "none"}'
+        )
+    if (options.input is None) != (options.output is None):
+        raise InputError('--input and --output go together')
+    if options.input and (options.chat or options.suffix is not None):
+        raise InputError('--input: lines say themselves whether they are "messages" or have a "suffix"')
+    if options.suffix is not None and (options.chat or options.interactive):
+        raise InputError('--suffix goes with --prompt only, not with --chat')
     if options.num_samples < 1:
         raise InputError(f'--num_samples={options.num_samples}: must be at least 1')
+    if options.interactive and options.num_samples > 1:
+        raise InputError(f'--num_samples={options.num_samples}: with --interactive there is one answer')
+    if options.slots < 1:
+        raise InputError(f'--slots={options.slots}: must be at least 1')
     if not 0 <= options.seed < 2**32:
         raise InputError(f'--seed={options.seed}: must be at least 0 and below 2³² = {2**32}')
-    sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-
-    with Console():
-        model = load_model(options.checkpoint, num_devices=1)
-    keep_programs(model.config.train.compile_cache)
-    texts = [prompt for prompt in options.prompt for _ in range(options.num_samples)]
-    encode = partial(_questions, model) if options.chat else model.tokenizer.encode_batch
-    prompts = [ids.tolist() for ids in encode(texts)]
-    rows = Engine(model).generate(prompts, max_tokens=options.max_tokens, sampling=sampling, seed=options.seed)
-    for number, (text, row) in enumerate(zip(texts, rows, strict=True), start=1):
-        if len(rows) > 1:
-            print(f'--- {number} of {len(rows)}')
-        print(text + ('\n\n' if options.chat else '') + model.tokenizer.decode(row))
-    return EXIT_DONE
 
 
-def _questions(model: LoadedModel, texts: Sequence[str]) -> list[np.ndarray]:
-    """Texts as turns of a user, with what invites an answer."""
-    if model.chat is None:
-        raise InputError(
-            f'--chat: {model.tokenizer_path.parent} has no {CHAT_TEMPLATE} that can be used; it comes with a run on '
-            f'conversations (maxlm.prepare --format=chat) or an import of a model that has one'
-        )
+def _read(path: Path) -> str:
     try:
-        return [model.chat.encode_prompt([{'role': 'user', 'content': text}]) for text in texts]
-    except ChatError as error:
+        return path.read_text(encoding='utf-8')
+    except OSError as error:
+        raise InputError(f'--prompt_file={path}: {os_message(error)}') from error
+    except UnicodeDecodeError as error:
+        raise InputError(f'--prompt_file={path}: byte {error.start} is not UTF-8') from error
+
+
+def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[int]:
+    if options.suffix is not None:
+        try:
+            return infill_prompt(model.tokenizer, text, options.suffix)
+        except InputError as error:
+            raise InputError(f'--suffix: {error}') from error
+    if not options.chat:
+        return text_prompt(model.tokenizer, text)
+    try:
+        return chat_prompt(model, [{'role': 'user', 'content': text}])
+    except InputError as error:
         raise InputError(f'--chat: {error}') from error
+
+
+def _engine(model: LoadedModel, options: argparse.Namespace, samples: int) -> Engine:
+    return Engine(model, num_slots=min(options.slots, samples), cache=options.cache)
+
+
+def _complete_file(model: LoadedModel, options: argparse.Namespace, request: Callable[[list[int]], Request]) -> None:
+    lines = read_prompts(options.input, model)
+    if not lines:
+        raise InputError(f'{options.input}: has no lines')
+    engine = _engine(model, options, len(lines) * options.num_samples)
+    requests = []
+    for line in lines:
+        try:
+            requests.append(request(line.ids))
+            engine.check(requests[-1])
+        except InputError as error:
+            raise InputError(f'{line.name}: {error}') from error
+
+    def complete() -> list[list[Completion]]:
+        with progress_bar(total=len(lines), initial=0, unit='prompt', show=True) as bar:
+            return engine.complete(requests, tell=lambda _: bar.update())
+
+    write_completions(options.output, lines, complete)
 
 
 def run() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.blocks import layer_windows
+from maxlm.model.windows import layer_windows
 
 _GELUS = {
     'gelu_new': 'gelu_tanh',

@@ -1,126 +1,410 @@
-"""Cached decoding of a batch of prompts, one token of every row at a time.
+"""Continuous batching: requests come and go, and every pass through the model serves all that are there.
 
-Shapes: B batch, T padded prompt length, V vocabulary.
+A sample of a request has a slot, which holds the keys and values of its tokens. What a slot holds stays when its sample
+ends: a prompt that begins in the same way as the content of any slot takes that over and only the rest goes through the
+model. The host reads tokens one pass late, while the next pass is on its way.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from functools import partial
+import collections
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from maxlm.errors import InputError
+from maxlm.inference.continuations import Collected, Continuation
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.sampling import Sampling, sample
-from maxlm.model.decoder import Cache, init_cache
-from maxlm.training.state import Params, abstract_model
+from maxlm.inference.programs import Chunk, Drawn, Programs, Rest
+from maxlm.inference.requests import (
+    Completion,
+    Delta,
+    DrawnToken,
+    EngineState,
+    Finish,
+    QueueFullError,
+    Request,
+)
+from maxlm.inference.sampling import Rows, Sampling, rows_of
+from maxlm.inference.slots import Slot, choose_slot
+from maxlm.inference.text import TextStream
+from maxlm.inference.used import as_used
 
-# Prompts are padded to a multiple of this and caches sized likewise, so that few lengths are compiled.
-BUCKET = 64
+CACHES = ('model', 'int8')
+# Of slots that rest.
+_NOTHING = Sampling(temperature=0)
+
+
+class Ticket:
+    """A submitted request."""
+
+    def __init__(self, engine: Engine, samples: Sequence[Continuation]):
+        self._engine, self._samples = engine, samples
+
+    def cancel(self) -> None:
+        """Its samples end at the next step. From any thread; of what has ended nothing changes."""
+        for sample in self._samples:
+            sample.cancelled = True
+        self._engine.wake()
+
+
+class _Pending(NamedTuple):
+    """A call whose tokens the host has not read: whose they are, by row."""
+
+    drawn: Drawn
+    samples: list[tuple[int, Continuation]]
 
 
 class Engine:
-    """Continues prompts with one model. Compiles at the first use of a shape."""
+    """Continues prompts with one model, many at a time. `submit` may come from any thread, `step` from one.
 
-    def __init__(self, model: LoadedModel):
-        self._params = model.params
-        self._config = model.config.model
-        self._end, self._ends = model.tokenizer.end_of_document, model.ends
-        graph, _ = nnx.split(abstract_model(model.config, model.layout))
-        # A model may have more ids than its tokenizer, for a round number; they have no text.
-        num_ids = model.tokenizer.vocab_size
+    What a sample becomes depends on its request only, but for rounding (with model.matmul=fp8 rows do share scales).
+    With model.rotary_scaling=dynamic keys stay as they were rotated when they came, so that beyond the original context
+    tokens are not those of one pass over the whole text.
+    """
 
-        def forward(
-            params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, last_B: jax.Array, cache: Cache
-        ) -> tuple[jax.Array, Cache]:
-            decoder = nnx.merge(graph, params)
-            length_B = jnp.take_along_axis(positions_BT, last_B[:, None], axis=1)[:, 0] + 1
-            hidden_BTD, new_cache = decoder(tokens_BT, positions_BT=positions_BT, cache=cache, length_B=length_B)
-            assert new_cache is not None
-            hidden_B1D = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)
-            return decoder.logits(hidden_B1D)[:, 0, :num_ids], new_cache
-
-        def next_token(
-            params: Params,
-            tokens_BT: jax.Array,
-            positions_BT: jax.Array,
-            last_B: jax.Array,
-            cache: Cache,
-            keys_B: jax.Array,
-            sampling: Sampling,
-        ) -> tuple[jax.Array, Cache]:
-            logits_BV, cache = forward(params, tokens_BT, positions_BT, last_B, cache)
-            position_B = jnp.take_along_axis(positions_BT, last_B[:, None], axis=1)[:, 0]
-            keys_B = jax.vmap(jax.random.fold_in)(keys_B, position_B)
-            return sample(logits_BV, keys_B, sampling), cache
-
-        self._next_token = jax.jit(next_token, static_argnames='sampling', donate_argnames='cache')
-
-    def stream(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, sampling: Sampling, seed: int
-    ) -> Iterator[np.ndarray]:
-        """Yields the next token id of every row, int32 [B], up to `max_tokens` times.
-
-        A row ends with an id of `LoadedModel.ends` and yields the end-of-document id from then on; when all have ended,
-        the stream does. Row r draws with a key of its own, made of `seed`, r and the position, so the same call gives
-        the same text again.
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_slots: int = 8,
+        max_context: int = 0,
+        cache: str = 'model',
+        max_waiting: int = 0,
+        chunk: int = 512,
+    ):
+        """
+        Args:
+            model: what continues.
+            num_slots: samples at a time; rounded up to the devices that rows are split over.
+            max_context: tokens of prompt and continuation together, at most; 0 = what the model takes.
+            cache: keys and values in the type of the computation (`model`) or in 8 bits (`int8`).
+            max_waiting: samples that may wait for a slot; 0 = as many as come.
+            chunk: tokens of prompts that go through the model between two tokens of running samples, at most.
 
         Raises:
-            InputError: a prompt is empty, or does not fit into the model's context with `max_tokens` more.
+            InputError: an argument is out of range, or the mesh allows no cache.
         """
-        lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-        longest = max(map(len, prompts))
-        self._check_lengths(min(map(len, prompts)), longest, max_tokens)
-        B, T = len(prompts), _round_up(longest)
-        tokens_BT = np.zeros((B, T), np.int32)
-        for row, prompt in zip(tokens_BT, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(B))
-        cache = init_cache(self._config, B, _round_up(longest + max_tokens))
-
-        # The padding behind a prompt writes to slots that no query sees before a real token has taken them.
-        positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-        token_B, cache = self._next_token(
-            self._params, tokens_BT, positions_BT, lengths_B - 1, cache, keys_B, sampling=sampling
-        )
-        ended_B = np.zeros(B, bool)
-        first_B = np.zeros(B, np.int32)
-        for index in range(max_tokens):
-            chosen_B = np.where(ended_B, self._end, np.asarray(token_B))
-            ended_B |= np.isin(chosen_B, self._ends)
-            yield chosen_B
-            if ended_B.all() or index == max_tokens - 1:
-                return
-            positions_B1 = (lengths_B + index)[:, None]
-            token_B, cache = self._next_token(
-                self._params, token_B[:, None], positions_B1, first_B, cache, keys_B, sampling=sampling
-            )
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, sampling: Sampling, seed: int
-    ) -> list[list[int]]:
-        """The continuation of every prompt, without the id that ends it. Arguments and errors as in `stream`."""
-        columns = list(self.stream(prompts, max_tokens=max_tokens, sampling=sampling, seed=seed))
-        rows = np.stack(columns, axis=1).tolist()
-        return [list(itertools.takewhile(lambda index: index not in self._ends, row)) for row in rows]
-
-    def _check_lengths(self, shortest: int, longest: int, max_tokens: int) -> None:
-        if max_tokens < 1:
-            raise InputError(f'max_tokens={max_tokens}: must be at least 1')
-        if shortest == 0:
-            raise InputError('the prompt is empty; give at least one character to continue')
-        context = self._config.max_positions
-        if longest + max_tokens > context:
+        context = model.config.model.max_positions
+        if not 0 <= max_context <= context:
             raise InputError(
-                f'max_tokens={max_tokens}: the prompt has {longest} tokens and the context of the model {context}; '
-                f'at most {max(0, context - longest)} tokens can follow'
+                f'max_context={max_context}: must be from 1 to {context}, the context of the model; 0 = that'
+            )
+        if cache not in CACHES:
+            raise InputError(f'cache={cache}: must be one of {", ".join(CACHES)}')
+        for name, value, least in (('num_slots', num_slots, 1), ('max_waiting', max_waiting, 0), ('chunk', chunk, 1)):
+            if value < least:
+                raise InputError(f'{name}={value}: must be at least {least}')
+        parts = model.layout.parts('batch')
+        self.max_context = max_context or context
+        self._programs = Programs(
+            model,
+            num_slots=-(-num_slots // parts) * parts,
+            max_context=self.max_context,
+            int8=cache == 'int8',
+            chunk=chunk,
+        )
+        self._params = as_used(model.params, model.config, model.layout)
+        self._tokenizer, self._ends = model.tokenizer, frozenset(model.ends)
+        self._num_ids = min(model.tokenizer.vocab_size, model.config.model.vocab_size)
+        self._max_waiting = max_waiting
+        rings = self._programs.ring_slots()
+        # Positions before the continuation of a prompt that a ring may have written over: none where no layer has one.
+        self._ring_room = min((slots - window for window, slots in rings.items()), default=math.inf)
+        self._slots = [Slot(number) for number in range(self._programs.num_slots)]
+        self._state = self._programs.start()
+        self._waiting: collections.deque[Continuation] = collections.deque()
+        # In slots; those among them whose prompt is not all there.
+        self._running: list[Continuation] = []
+        self._filling: list[Continuation] = []
+        self._pending: collections.deque[_Pending] = collections.deque()
+        self._settings: tuple[list[tuple[Sampling, int, int]], tuple[Rows, Rest]] | None = None
+        self._changed = threading.Condition()
+        self._clock = 0
+        self._counts = collections.Counter[str]()
+
+    @property
+    def state(self) -> EngineState:
+        """How much there is to do, and what was done."""
+        with self._changed:
+            return EngineState(
+                num_slots=len(self._slots),
+                running=len(self._running),
+                waiting=len(self._waiting),
+                prompt_tokens=self._counts['prompt'],
+                shared_tokens=self._counts['shared'],
+                drawn_tokens=self._counts['drawn'],
+                passes=self._counts['passes'],
             )
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of keys and values, over all devices."""
+        return self._programs.cache_bytes()
 
-def _round_up(length: int) -> int:
-    return -(-length // BUCKET) * BUCKET
+    def warm_up(self, tell: Callable[[str], None] | None = None) -> None:
+        """Compiles every program that a request can need, so that none waits for one; `tell` gets their names."""
+        for name, call in self._programs.shapes():
+            if tell is not None:
+                tell(name)
+            self._state, drawn = call(self._params, self._state)
+            jax.block_until_ready(drawn)
+
+    def check(self, request: Request) -> None:
+        """Raises InputError when a request does not fit, or has ids that the model does not know."""
+        longest, context = len(request.prompt), self.max_context
+        if longest + request.max_tokens > context:
+            raise InputError(
+                f'max_tokens={request.max_tokens}: the prompt has {longest} tokens and the context of the model '
+                f'{context}; at most {max(0, context - longest)} tokens can follow'
+            )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._num_ids:
+            raise InputError(f'the prompt has ids outside of 0 … {self._num_ids - 1}, those of the tokenizer')
+
+    def submit(self, request: Request, listener: Callable[[Delta], None]) -> Ticket:
+        """Has a request done. `listener` is called by `step`, until each sample had a delta with its finish.
+
+        Raises:
+            InputError: as `check`.
+            QueueFullError: too many samples wait.
+        """
+        self.check(request)
+        samples = [
+            Continuation(request, number, listener, TextStream(self._tokenizer, request.prompt, request.stops))
+            for number in range(request.num_samples)
+        ]
+        with self._changed:
+            free = len(self._slots) - len(self._running)
+            if self._max_waiting and len(self._waiting) + len(samples) > self._max_waiting + free:
+                raise QueueFullError(f'{len(self._waiting)} samples wait already')
+            self._waiting.extend(samples)
+            self._changed.notify_all()
+        return Ticket(self, samples)
+
+    def wake(self) -> None:
+        """Ends a `wait`."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, timeout: float) -> None:
+        """Until there is something to do, or so many seconds have passed."""
+        with self._changed:
+            if not self._busy:
+                self._changed.wait(timeout)
+
+    def step(self) -> bool:
+        """One pass: ends what was cancelled, fills free slots, has one token drawn for every slot, reads earlier ones.
+
+        Returns False when there is nothing left to do.
+        """
+        self._drop_cancelled()
+        before = len(self._pending)
+        self._prefill()
+        self._decode()
+        # What was on its way before; what this pass draws is read when the next one is on its way.
+        for _ in range(before):
+            self._read(self._pending.popleft())
+        return self._busy
+
+    def fail(self) -> None:
+        """Ends everything, as a step that raised leaves it."""
+        with self._changed:
+            samples = [*self._running, *self._waiting]
+            self._waiting.clear()
+        for sample in samples:
+            self._end(sample, 'failed')
+        self._pending.clear()
+
+    def complete(
+        self, requests: Sequence[Request], tell: Callable[[int], None] | None = None
+    ) -> list[list[Completion]]:
+        """All samples of all requests, [request][sample]; for who has the engine alone.
+
+        Args:
+            requests: what is asked.
+            tell: is called with the number of each request that is done.
+
+        Raises:
+            InputError: one does not fit; nothing is drawn then.
+        """
+        collected = [[Collected() for _ in range(request.num_samples)] for request in requests]
+        for request in requests:
+            self.check(request)
+
+        def listen(number: int) -> Callable[[Delta], None]:
+            def listener(delta: Delta) -> None:
+                collected[number][delta.sample].add(delta)
+                if tell is not None and delta.finish and all(part.finish for part in collected[number]):
+                    tell(number)
+
+            return listener
+
+        for number, request in enumerate(requests):
+            self.submit(request, listen(number))
+        while self.step():
+            pass
+        return [[part.completion() for part in parts] for parts in collected]
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._running or self._pending)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            cancelled = [sample for sample in (*self._running, *self._waiting) if sample.cancelled]
+            if cancelled:
+                self._waiting = collections.deque(sample for sample in self._waiting if not sample.cancelled)
+        for sample in cancelled:
+            self._end(sample, 'cancelled')
+
+    def _prefill(self) -> None:
+        """Prompts, a chunk of each at a time; no more in one step than what one long prompt has in a chunk."""
+        budget = self._programs.chunk
+        while budget > 0:
+            samples = self._filling[: self._programs.rows]
+            while len(samples) < self._programs.rows and (sample := self._next_waiting()) is not None:
+                self._place(sample)
+                samples.append(sample)
+            if not samples:
+                return
+            chunks = [self._chunk(sample) for sample in samples]
+            want_top = any(sample.request.top_log_probs for sample in samples)
+            self._state, drawn = self._programs.prefill(self._params, self._state, chunks, want_top=want_top)
+            budget -= max(len(chunk.tokens) for chunk in chunks)
+            complete = []
+            for row, (sample, chunk) in enumerate(zip(samples, chunks, strict=True)):
+                slot = self._slots[chunk.slot]
+                end = chunk.start + len(chunk.tokens)
+                slot.content = list(sample.request.prompt[:end])
+                # What it took over from another slot may go further than what is shared.
+                before = self._slots[chunk.source].written if chunk.source != chunk.slot else slot.written
+                slot.written = max(before, end)
+                sample.source = None
+                if end == len(sample.request.prompt):
+                    self._filling.remove(sample)
+                    sample.asked = 1
+                    complete.append((row, sample))
+            self._pending.append(_Pending(drawn, complete))
+
+    def _next_waiting(self) -> Continuation | None:
+        with self._changed:
+            if not self._waiting or all(slot.sample is not None for slot in self._slots):
+                return None
+            sample = self._waiting.popleft()
+            self._running.append(sample)
+            return sample
+
+    def _place(self, sample: Continuation) -> None:
+        prompt = np.array(sample.request.prompt, np.int32)
+        slot, source, shared = choose_slot(self._slots, prompt, room=self._ring_room)
+        self._clock += 1
+        slot.sample, slot.used = sample, self._clock
+        slot.content = slot.content[:shared] if source is slot else []
+        if not shared:
+            slot.written = 0
+        sample.slot, sample.source = slot, source
+        self._filling.append(sample)
+        self._counts['prompt'] += len(prompt)
+        self._counts['shared'] += shared
+        sample.shared = shared
+
+    def _chunk(self, sample: Continuation) -> Chunk:
+        request, slot = sample.request, sample.slot
+        assert slot is not None, 'a sample that is filled has a slot'
+        source = sample.source or slot
+        start = sample.shared if sample.source is not None else len(slot.content)
+        tokens = request.prompt[start : start + self._programs.chunk]
+        return Chunk(
+            tokens, start, slot.number, source.number, request.prompt, request.sampling, request.seed, sample.number
+        )
+
+    def _decode(self) -> None:
+        """One token for every sample whose prompt is there and that has not been asked for all its tokens."""
+        active = [
+            (slot.number, slot.sample)
+            for slot in self._slots
+            if slot.sample is not None and 0 < slot.sample.asked < slot.sample.request.max_tokens
+        ]
+        if not active:
+            return
+        is_active = np.zeros(len(self._slots), bool)
+        settings = [(_NOTHING, 0, 0)] * len(self._slots)
+        longest, want_top = 0, False
+        for number, sample in active:
+            request = sample.request
+            is_active[number] = True
+            settings[number] = request.sampling, request.seed, sample.number
+            length = len(request.prompt) + sample.asked
+            self._slots[number].written = max(self._slots[number].written, length)
+            longest = max(longest, length)
+            want_top |= bool(request.top_log_probs)
+            sample.asked += 1
+        rows, rest = self._rows(settings)
+        self._state, drawn = self._programs.decode(
+            self._params, self._state, is_active, rows, rest, longest=longest, want_top=want_top
+        )
+        self._counts['passes'] += 1
+        self._pending.append(_Pending(drawn, active))
+
+    def _rows(self, settings: list[tuple[Sampling, int, int]]) -> tuple[Rows, Rest]:
+        """On the devices, and put there anew only when they change."""
+        if self._settings is None or self._settings[0] != settings:
+            samplings, seeds, numbers = zip(*settings, strict=True)
+            rest = Rest(np.array(seeds, np.uint32), np.array(numbers, np.uint32))
+            self._settings = settings, self._programs.put((rows_of(samplings), rest))
+        return self._settings[1]
+
+    def _read(self, pending: _Pending) -> None:
+        if not pending.samples:
+            return
+        want_top = any(sample.request.top_log_probs for _, sample in pending.samples)
+        tokens, log_probs = jax.device_get(pending.drawn[:2])
+        tops = jax.device_get(pending.drawn[2:]) if want_top else ()
+        for row, sample in pending.samples:
+            if sample.finish is None:
+                num = sample.request.top_log_probs or 0
+                top = tuple(zip(*(x[row, :num].tolist() for x in tops), strict=True)) if num else ()
+                self._take(sample, int(tokens[row]), float(log_probs[row]), top)
+
+    def _take(self, sample: Continuation, token: int, log_prob: float, top: tuple[tuple[int, float], ...]) -> None:
+        """A token that was drawn for a sample."""
+        request, slot = sample.request, sample.slot
+        assert slot is not None, 'a sample that draws has a slot'
+        self._counts['drawn'] += 1
+        if sample.drawn:
+            # It went through the model to give this token.
+            slot.content.append(sample.last)
+        if token in self._ends and not request.ignore_ends:
+            self._end(sample, 'stop')
+            return
+        sample.last = token
+        sample.drawn += 1
+        told = DrawnToken(token, log_prob if request.top_log_probs is not None else math.nan, top)
+        text = sample.text.add(token)
+        finish: Finish | None = None
+        if sample.text.stopped:
+            finish = 'stop'
+        elif sample.drawn == request.max_tokens:
+            finish = 'length'
+            text += sample.text.finish()
+        if finish is not None:
+            self._free(sample, finish)
+        sample.listener(Delta(sample.number, text, (told,), finish))
+
+    def _end(self, sample: Continuation, finish: Finish) -> None:
+        self._free(sample, finish)
+        sample.listener(Delta(sample.number, sample.text.finish(), (), finish))
+
+    def _free(self, sample: Continuation, finish: Finish) -> None:
+        sample.finish = finish
+        if sample in self._filling:
+            self._filling.remove(sample)
+        if sample.slot is not None:
+            sample.slot.sample = None
+        with self._changed:
+            if sample in self._running:
+                self._running.remove(sample)

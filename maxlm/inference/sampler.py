@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,14 @@ from flax import nnx
 
 from maxlm.config.keys import Config
 from maxlm.errors import InputError
-from maxlm.inference.sampling import Sampling, sample
+from maxlm.inference.sampling import draw, log_prob
+from maxlm.inference.used import as_used
 from maxlm.model.attention import QUERY_BLOCK
 from maxlm.model.blocks import BLOCKS
-from maxlm.model.decoder import Cache, init_cache
-from maxlm.model.host_memory import on_host, to_device
-from maxlm.training.sharding import SAVING, Layout
+from maxlm.model.cache import CACHE_AXES, Caches, init_caches
+from maxlm.model.host_memory import to_device
+from maxlm.training.sharding import Layout
 from maxlm.training.state import Params, abstract_model
-
-CACHE_AXES = ('layers', 'batch', 'kv_heads', 'length', 'head_dim')
 
 
 class Responses(NamedTuple):
@@ -62,7 +61,7 @@ class _Drawing(NamedTuple):
     num_B: jax.Array
     tokens_BR: jax.Array
     log_probs_BR: jax.Array
-    cache: Cache
+    cache: Caches
 
 
 class Sampler:
@@ -105,8 +104,7 @@ class Sampler:
         self._ends = tuple(ends)
         self._max_prompt, self._max_tokens = max_prompt, max_tokens
         self._gather_once = gather_once
-        self._graph, variables = nnx.split(abstract_model(config, layout))
-        self._axes = {tuple(path): variable.axes for path, variable in nnx.to_flat_state(variables)}
+        self._graph, _ = nnx.split(abstract_model(config, layout))
         # Every process reads the result.
         self._program = jax.jit(self._draw, static_argnames='group', out_shardings=layout.named())
 
@@ -194,15 +192,8 @@ class Sampler:
         def next_token(logits_BV: jax.Array, position_B: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The token behind each position, and its log-probability."""
             keys_B = jax.vmap(jax.random.fold_in)(row_keys_B, position_B)
-            token_B = jax.lax.cond(
-                temperature > 0,
-                lambda: sample(logits_BV / temperature, keys_B, Sampling(temperature=1)),
-                lambda: sample(logits_BV, keys_B, Sampling(temperature=0)),
-            )
-            # A sum over a selection, as in training: a vocabulary that is split stays so.
-            is_token = jnp.arange(logits_BV.shape[1]) == token_B[:, None]
-            log_prob_B = jnp.where(is_token, logits_BV, 0).sum(-1) - jax.nn.logsumexp(logits_BV, axis=-1)
-            return token_B, log_prob_B
+            token_B = draw(logits_BV, keys_B, temperature)
+            return token_B, log_prob(logits_BV, token_B)
 
         def add(drawing: _Drawing, logits_BV: jax.Array) -> _Drawing:
             """With one token more in every row that has not ended."""
@@ -244,21 +235,18 @@ class Sampler:
         drawing = jax.lax.while_loop(is_open, advance, add(drawing, jnp.repeat(logits_PV, group, axis=0)))
         return drawing.tokens_BR, drawing.log_probs_BR, drawing.num_B, drawing.ended_B, drawing.num_columns - 1
 
-    def _prefill(self, params: Params, tokens_PT: jax.Array, length_P: jax.Array) -> tuple[jax.Array, Cache]:
-        """The hidden state behind each prompt's last token, [P, 1, D], and the cache with T slots.
-
-        Padding behind a prompt writes to slots that no query sees before a token of the response has taken them.
-        """
+    def _prefill(self, params: Params, tokens_PT: jax.Array, length_P: jax.Array) -> tuple[jax.Array, Caches]:
+        """The hidden state behind each prompt's last token, [P, 1, D], and the cache with T slots."""
         P, T = tokens_PT.shape
         positions_PT = self._layout.constrain(jnp.broadcast_to(jnp.arange(T), (P, T)), ('batch', 'length'))
-        cache = self._placed(init_cache(self._config.model, P, T))
+        cache = self._placed(init_caches(self._config.model, P, T))
         length_P = jnp.maximum(length_P, 1)
         hidden_PTD, cache = self._forward(params, tokens_PT, positions_PT, cache, length_P)
         return jnp.take_along_axis(hidden_PTD, length_P[:, None, None] - 1, axis=1), cache
 
     def _forward(
-        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Cache, length_B: jax.Array
-    ) -> tuple[jax.Array, Cache]:
+        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Caches, length_B: jax.Array
+    ) -> tuple[jax.Array, Caches]:
         decoder = nnx.merge(self._graph, params)
         hidden_BTD, new_cache = decoder(tokens_BT, positions_BT=positions_BT, cache=cache, length_B=length_B)
         assert new_cache is not None
@@ -268,7 +256,7 @@ class Sampler:
         logits_B1V: jax.Array = nnx.merge(self._graph, params).logits(hidden_B1D)
         return logits_B1V[:, 0]
 
-    def _shared(self, cache: Cache, group: int) -> Cache:
+    def _shared(self, cache: Caches, group: int) -> Caches:
         """The cache of so many samples of each prompt, with slots for their tokens."""
 
         def spread(x_LPKTH: jax.Array) -> jax.Array:
@@ -278,25 +266,13 @@ class Sampler:
 
         return self._placed(jax.tree.map(spread, cache))
 
-    def _placed(self, cache: Cache) -> Cache:
-        return Cache(*(self._layout.constrain(x, CACHE_AXES) for x in cache))
+    def _placed(self, cache: Caches) -> Caches:
+        return jax.tree.map(lambda x: self._layout.constrain(x, CACHE_AXES[: x.ndim]), cache)
 
     def _as_used(self, params: Params) -> Params:
-        """Parameters as products take them, made once for all tokens; blocks in host memory come a layer at a time."""
+        """Made once for all tokens; blocks in host memory come a layer at a time."""
         params = {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
-        # Scales of 8-bit codes are found in float32.
-        dtype = None if self._config.model.matmul == 'fp8' else self._config.model.dtype
-
-        def use(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            axes = self._axes[tuple(entry.key for entry in path)]
-            # Norms are computed in float32.
-            if on_host(x) or 'norm' in axes:
-                return x
-            x = x if dtype is None else x.astype(dtype)
-            whole = tuple('activation' if axis in SAVING else axis for axis in axes)
-            return self._layout.constrain(x, whole) if self._gather_once else x
-
-        return jax.tree_util.tree_map_with_path(use, params)
+        return as_used(params, self._config, self._layout, gather=self._gather_once)
 
     def _pad(self, prompts: Sequence[Sequence[int]], P: int) -> tuple[np.ndarray, np.ndarray]:
         """[P, T] and [P]; rows behind the last prompt are empty."""

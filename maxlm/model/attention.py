@@ -7,7 +7,7 @@ X blocks of queries.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import nnx
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.blockwise import QUERY_BLOCK, attend_blockwise
+from maxlm.model.cache import Cache, LayerCache, Slots
 from maxlm.model.cudnn import attend_documents, takes_documents
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, apply_together
@@ -24,49 +25,6 @@ from maxlm.model.placement import Axes, Placement
 from maxlm.model.positions import Rotary, rotate
 from maxlm.model.ring import ring_attention
 from maxlm.model.splash import attend_splash, takes_length
-
-
-class Cache(NamedTuple):
-    """Keys and values of the positions seen so far, of all layers; slot s of a row holds its position s.
-
-    Heads stand before slots, as products with them want it, and all layers are one array that is changed in place: a
-    call for one token copies no more than it reads.
-    """
-
-    key_LBKSH: jax.Array
-    value_LBKSH: jax.Array
-
-
-_SLOTS = jax.lax.ScatterDimensionNumbers(
-    update_window_dims=(2, 3),
-    inserted_window_dims=(0, 3),
-    scatter_dims_to_operand_dims=(0, 3),
-    operand_batching_dims=(1,),
-    scatter_indices_batching_dims=(0,),
-)
-
-
-class LayerCache(NamedTuple):
-    """The part of a cache that is a layer's."""
-
-    cache: Cache
-    layer: jax.Array
-
-    def write(self, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
-        """With the keys and values of these positions."""
-        indices_BT2 = jnp.stack([jnp.broadcast_to(self.layer, positions_BT.shape), positions_BT], axis=-1)
-
-        def write(x_LBKSH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
-            # x_LBKSH[layer, b, :, positions_BT[b, t]] = new_BTKH[b, t], told such that rows which are split over
-            # devices stay where they are.
-            new_BTKH = new_BTKH.astype(x_LBKSH.dtype)
-            return jax.lax.scatter(x_LBKSH, indices_BT2, new_BTKH, _SLOTS, mode='drop', unique_indices=True)
-
-        return self._replace(cache=Cache(write(self.cache.key_LBKSH, k_BTKH), write(self.cache.value_LBKSH, v_BTKH)))
-
-    def read(self) -> tuple[jax.Array, jax.Array]:
-        """All slots: keys and values, each [B, K, S, H]."""
-        return self.cache.key_LBKSH[self.layer], self.cache.value_LBKSH[self.layer]
 
 
 class Attention(nnx.Module):
@@ -118,7 +76,7 @@ class Attention(nnx.Module):
         *,
         mask_BTS: jax.Array | None,
         segments_BT: jax.Array | None,
-        positions_BT: jax.Array,
+        slots_BT: jax.Array | None,
         rotary: Rotary | None,
         window: int,
         cache: LayerCache | None,
@@ -126,8 +84,9 @@ class Attention(nnx.Module):
         """Returns the attention output [B, T, D] and the cache with this call's keys and values.
 
         `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
-        a query sees the last `window` (0: all). With a cache, S is its number of slots, and the mask must allow filled
-        slots only. Where the length is split over devices, it is in zigzag, and `segments_BT` takes the mask's place.
+        a query sees the last `window` (0: all). With a cache, `slots_BT` is where this call's keys and values go, S the
+        number of slots that are looked at, and the mask must allow filled slots only. Where the length is split over
+        devices, it is in zigzag, and `segments_BT` takes the mask's place.
         """
         q_BTNH, k_BTKH, v_BTKH = apply_together((self.query, self.key, self.value), x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
@@ -142,9 +101,10 @@ class Attention(nnx.Module):
             return self.out(self._attend_in_ring(q_BTNH, k_BSKH, v_BSKH, segments_BT, window)), None
         if cache is not None:
             # Slots are looked at by position, for which the fused kernels have no mask of their own.
+            assert slots_BT is not None, 'a cached call has slots'
             assert mask_BTS is not None, 'a cached call has a mask'
-            cache = cache.write(positions_BT, k_BSKH, v_BSKH)
-            return self.out(_attend_slots(q_BTNH, *cache.read(), mask_BTS)), cache.cache
+            cache = cache.write(slots_BT, k_BSKH, v_BSKH)
+            return self.out(_attend_slots(q_BTNH, cache.read(mask_BTS.shape[-1]), mask_BTS)), cache.cache
         kernel = self.kernel
         if kernel == 'splash' and takes_length(q_BTNH.shape[1]):
             o_BTNH = attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
@@ -213,31 +173,30 @@ def attend(
         )
     if mask_BTS is None:
         return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, None, window=window)
-    return _attend_slots(q_BTNH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), mask_BTS)
+    return _attend_slots(q_BTNH, Slots(k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), None, None), mask_BTS)
 
 
-def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Array:
-    """True where the query at a position may see the key s = 0 … num_keys - 1: [B, T, S].
-
-    Those up to its own position; with a window (not 0) only the last `window` of them.
-    """
-    behind_BTS = positions_BT[:, :, None] - jnp.arange(num_keys)
-    return (behind_BTS >= 0) & (behind_BTS < window) if window else behind_BTS >= 0
-
-
-def _attend_slots(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+def _attend_slots(q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Array:
     """With a mask of its own for every query and slot, a block of queries at a time (Rabe & Staats 2021)."""
     B, T, N, H = q_BTNH.shape
+    dtype = q_BTNH.dtype
+    k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS = slots
     K = k_BKSH.shape[1]
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
 
     def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BKGTH, mask_BTS = block
-        scores_BKGTS = jnp.einsum('BKGTH,BKSH->BKGTS', q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
+        scores_BKGTS = jnp.einsum(
+            'BKGTH,BKSH->BKGTS', q_BKGTH, k_BKSH.astype(dtype), preferred_element_type=jnp.float32
+        )
+        if k_scale_BKS is not None:
+            scores_BKGTS *= k_scale_BKS[:, :, None, None, :]
         # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite.
         scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
-        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BKSH.dtype)
-        return jnp.einsum('BKGTS,BKSH->BKGTH', weights_BKGTS, v_BKSH)
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+        if v_scale_BKS is not None:
+            weights_BKGTS *= v_scale_BKS[:, :, None, None, :]
+        return jnp.einsum('BKGTS,BKSH->BKGTH', weights_BKGTS.astype(dtype), v_BKSH.astype(dtype))
 
     if T <= QUERY_BLOCK or T % QUERY_BLOCK:
         o_BKGTH = attend_block((q_BKGTH, mask_BTS))

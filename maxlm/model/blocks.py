@@ -15,14 +15,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.attention import Attention, Cache, LayerCache
+from maxlm.model.attention import Attention
 from maxlm.model.blockwise import ATTENDED
+from maxlm.model.cache import Cache, Caches, LayerCache
 from maxlm.model.feedforward import FeedForward
 from maxlm.model.fp8 import SCALE
 from maxlm.model.host_memory import fetch, on_host
+from maxlm.model.linear import Linear
 from maxlm.model.norm import Norm
 from maxlm.model.placement import GATHERED, Placement
 from maxlm.model.positions import Rotary
+from maxlm.model.quantized import weights_of
 
 # The decoder's attribute that holds the blocks, and so in the path of every parameter that is stacked over layers.
 BLOCKS = 'blocks'
@@ -37,7 +40,8 @@ class Context(NamedTuple):
     # By the layer's window: where its queries may look, see `Attention`.
     masks: dict[int, jax.Array | None]
     segments_BT: jax.Array | None
-    positions_BT: jax.Array
+    # By the layer's window: where keys and values of this call go in the cache, see `Attention`.
+    slots: dict[int, jax.Array | None]
     rotary: Rotary | None
 
 
@@ -52,6 +56,11 @@ class Block(nnx.Module):
         self.parallel_residual = config.parallel_residual
         self.dropout = config.dropout
         self.placement = placement
+        weights = weights_of(config)
+        if weights is not None:
+            for _, module in list(nnx.iter_modules(self)):
+                if isinstance(module, Linear):
+                    module.quantize_kernel(weights)
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, window: int, cache: LayerCache | None, dropout_key: jax.Array | None
@@ -62,7 +71,7 @@ class Block(nnx.Module):
             self.attention_norm(x_BTD),
             mask_BTS=context.masks[window],
             segments_BT=context.segments_BT,
-            positions_BT=context.positions_BT,
+            slots_BT=context.slots[window],
             rotary=context.rotary,
             window=window,
             cache=cache,
@@ -82,8 +91,8 @@ def run_layers(
     x_BTD: jax.Array,
     context: Context,
     inputs_L: Any,
-    cache: Cache | None = None,
-) -> tuple[jax.Array, Cache | None]:
+    caches: Caches | None = None,
+) -> tuple[jax.Array, Caches | None]:
     """Consecutive layers, one after the other.
 
     Args:
@@ -94,23 +103,26 @@ def run_layers(
         x_BTD: the stream.
         context: what the layers share.
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
-        cache: of these layers.
+        caches: of these layers.
 
     Returns:
-        The stream, and the updated cache.
+        The stream, and the updated caches.
     """
     L = len(windows)
-    inputs_L = (*inputs_L, None if cache is None else jnp.arange(L))
+    # In the cache of its window a layer has this number.
+    numbers = [windows[:index].count(window) for index, window in enumerate(windows)]
+    inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers))
 
     def make_layer(window: int, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
-        def layer(carry: tuple[jax.Array, Cache | None], inputs: Any) -> tuple[jax.Array, Cache | None]:
-            x_BTD, cache = carry
+        def layer(carry: tuple[jax.Array, Caches | None], inputs: Any) -> tuple[jax.Array, Caches | None]:
+            x_BTD, caches = carry
             # Taken apart in here: for the backward pass a loop has its inputs anyway, but would keep copies of parts.
             block, slots, key, number = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-            layer_cache = None if cache is None else LayerCache(cache, number)
-            return nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
+            layer_cache = None if caches is None else LayerCache(caches[window], number)
+            x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
+            return x_BTD, None if caches is None else {**caches, window: cache}
 
         return rematerialize(layer, config.remat, in_loop=in_loop, gathers=placement.parts('embed') > 1)
 
@@ -124,7 +136,7 @@ def run_layers(
     # layers behind the last whole period follow it.
     period = len(config.attention_pattern) if config.scan_layers else L
     looped = L // period * period if period < L else 0
-    carry = x_BTD, cache
+    carry = x_BTD, caches
     if looped:
         inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
         run_period = partial(run_in_order, windows=windows[:period], in_loop=True)
@@ -146,12 +158,6 @@ def _apart(stacked: Any, num: int) -> list[Any]:
 
     leaves, tree = jax.tree.flatten(stacked)
     return [jax.tree.unflatten(tree, parts) for parts in zip(*map(split, leaves), strict=True)]
-
-
-def layer_windows(config: ModelConfig) -> list[int]:
-    """For each layer the number of last tokens that it attends to; 0 for the whole context."""
-    pattern = config.attention_pattern
-    return [config.sliding_window if pattern[i % len(pattern)] == 'S' else 0 for i in range(config.num_layers)]
 
 
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.attention import Cache, causal_mask
-from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, layer_windows, run_layers
+from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers
+from maxlm.model.cache import Caches, slots_and_mask
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, parameter
 from maxlm.model.norm import Norm
 from maxlm.model.pipeline import run_pipeline
 from maxlm.model.placement import ONE_DEVICE, Placement
 from maxlm.model.positions import rotary_angles
+from maxlm.model.windows import causal_mask, layer_windows
 
 
 class Decoder(nnx.Module):
@@ -57,22 +58,25 @@ class Decoder(nnx.Module):
         *,
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
-        cache: Cache | None = None,
+        cache: Caches | None = None,
+        num_slots: int = 0,
         length_B: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         micro_batches: int = 1,
         slots: Any = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """Hidden states [B, T, D] after the final norm, and the updated cache.
+    ) -> tuple[jax.Array, Caches | None]:
+        """Hidden states [B, T, D] after the final norm, and the updated caches.
 
         Args:
             tokens_BT: token ids.
             segments_BT: number of the document that a token belongs to; tokens see their own document only. None:
                 every row is one document.
-            positions_BT: position of each token in its document, and its slot in the cache; None: 0, 1, 2, …
-            cache: keys and values of earlier calls. A query then sees the slots up to its own position; `segments_BT`
-                must be None.
-            length_B: tokens that each row has so far, where some of `positions_BT` are padding; see `rotary_angles`.
+            positions_BT: position of each token in its document; None: 0, 1, 2, …
+            cache: keys and values of earlier calls. A query then sees the positions up to its own; `segments_BT` must
+                be None.
+            num_slots: with a cache, all positions are below this, so that no more of it is read; 0: all of it is.
+            length_B: tokens that each row has with these, where some of `positions_BT` are padding, of which nothing
+                goes into a cache; see `rotary_angles` too.
             dropout_key: None turns dropout off.
             micro_batches: that a pipeline's stages work on at different times; row r is in number r mod M.
             slots: of the blocks' parameters, where these are in host memory and gradients are wanted; see `fetch`.
@@ -97,7 +101,7 @@ class Decoder(nnx.Module):
             x_BTD = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
         else:
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
-            context = self._context(segments_BT, positions_BT, cache, length_B)
+            context = self._context(segments_BT, positions_BT, cache, num_slots, length_B)
             graph, blocks_L = nnx.split(self.blocks)
             inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
             windows = layer_windows(config)
@@ -116,16 +120,28 @@ class Decoder(nnx.Module):
         return self.placement.constrain(soft_capped(logits_BTV, self.config.logit_softcap), ('rows', 'length', 'vocab'))
 
     def _context(
-        self, segments_BT: jax.Array | None, positions_BT: jax.Array, cache: Cache | None, length_B: jax.Array | None
+        self,
+        segments_BT: jax.Array | None,
+        positions_BT: jax.Array,
+        caches: Caches | None,
+        num_slots: int,
+        length_B: jax.Array | None,
     ) -> Context:
         config, windows = self.config, set(layer_windows(self.config))
-        # In a ring every device makes the masks of the keys that it meets.
         masks: dict[int, jax.Array | None] = dict.fromkeys(windows)
-        if self.placement.parts('length') == 1:
+        slots: dict[int, jax.Array | None] = dict.fromkeys(windows)
+        if caches is not None:
+            assert segments_BT is None, 'a cached call has one document per row'
+            for window, cache in caches.items():
+                slots[window], masks[window] = slots_and_mask(
+                    cache, positions_BT, length_B, window=window, num_slots=num_slots
+                )
+        # In a ring every device makes the masks of the keys that it meets.
+        elif self.placement.parts('length') == 1:
             T = positions_BT.shape[1]
-            masks = {window: _mask(T, segments_BT, positions_BT, cache, window) for window in windows}
+            masks = {window: _mask(T, segments_BT, window) for window in windows}
         rotary = rotary_angles(positions_BT, config, length_B) if config.position == 'rotary' else None
-        return Context(masks, segments_BT, positions_BT, rotary)
+        return Context(masks, segments_BT, slots, rotary)
 
     def _run_pipeline(
         self,
@@ -149,7 +165,7 @@ class Decoder(nnx.Module):
         def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> jax.Array:
             segments_BT, positions_BT, keys_L = side
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, first_layer, layers)
-            context = self._context(segments_BT, positions_BT, None, None)
+            context = self._context(segments_BT, positions_BT, None, 0, None)
             return run_layers(graph, config, self.placement, windows, x_BTD, context, (blocks, None, keys))[0]
 
         def place(variable: nnx.Variable) -> nnx.Variable:
@@ -175,19 +191,8 @@ def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
     return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def init_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
-    """An empty cache for `batch` rows of up to `slots` positions each, in the type of the computation."""
-    shape = (config.num_layers, batch, config.num_kv_heads, slots, config.head_dim)
-    return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
-
-
-def _mask(
-    length: int, segments_BT: jax.Array | None, positions_BT: jax.Array, cache: Cache | None, window: int
-) -> jax.Array | None:
+def _mask(length: int, segments_BT: jax.Array | None, window: int) -> jax.Array | None:
     """True where a query may look, [B, T, S]; None is causal within the window, which kernels know by themselves."""
-    if cache is not None:
-        assert segments_BT is None, 'a cached call has one document per row'
-        return causal_mask(positions_BT, cache.key_LBKSH.shape[3], window)
     if segments_BT is None:
         return None
     same_document_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]

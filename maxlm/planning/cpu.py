@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config.keys import Config
-from maxlm.model.blocks import layer_windows
 from maxlm.model.blockwise import QUERY_BLOCK, attend_blockwise, query_ranges
+from maxlm.model.windows import layer_windows
 from maxlm.planning.chips import Chip, host_memory, measure_matmul_tflops
 from maxlm.planning.matrices import block_kernels, model_parameters
 from maxlm.planning.roofline import Efficiency

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from maxlm.config.keys import Config, ModelConfig
-from maxlm.model.blocks import layer_windows
+from maxlm.model.windows import layer_windows
 from maxlm.planning.matrices import block_parameters
 from maxlm.planning.weights import weights
 from maxlm.training.trained import is_trained

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.config.keys import Config
-from maxlm.model.blocks import layer_windows
 from maxlm.model.blockwise import QUERY_BLOCK, query_ranges
 from maxlm.model.cudnn import documents_per_row
+from maxlm.model.windows import layer_windows
 from maxlm.planning.compile import BATCH_TYPES, CompiledStep
 from maxlm.planning.state_bytes import (
     StateBytes,

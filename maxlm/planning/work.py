@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from maxlm.config.keys import Config
-from maxlm.model.blocks import layer_windows
 from maxlm.model.blockwise import query_ranges
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.model.splash import block_size, blocks_in_sight
+from maxlm.model.windows import layer_windows
 from maxlm.planning.collectives import estimate_transfers
 from maxlm.planning.matrices import block_kernels, block_parameters, model_parameters
 from maxlm.planning.transfers import Transfer

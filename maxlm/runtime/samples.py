@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,7 @@ from maxlm.data.marks import ids_of, is_first, is_predicted
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.data.windows import Windows
 from maxlm.errors import InputError
-from maxlm.inference.sampling import Sampling, sample
+from maxlm.inference.sampling import draw, draw_keys
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import soft_capped
 from maxlm.model.host_memory import to_device
@@ -164,10 +163,9 @@ class Samples:
             logits_BV = jnp.dot(hidden_BD, kernel_DV, preferred_element_type=jnp.float32)
             logits_BV = layout.constrain(soft_capped(logits_BV, config.model.logit_softcap), ('activation',) * 2)
             rows_B = jnp.arange(B)
-            # As the engine draws, so that `maxlm.generate --seed=0` gives the same text.
-            keys_B = jax.vmap(partial(jax.random.fold_in, jax.random.key(SEED)))(rows_B)
-            keys_B = jax.vmap(jax.random.fold_in)(keys_B, length_B - 1)
-            chosen_B = sample(logits_BV[:, :num_ids], keys_B, Sampling(temperature=TEMPERATURE))
+            # As the engine draws the first sample of a request, so that `maxlm.generate --seed=0` gives the same text.
+            keys_B = draw_keys(jnp.full(B, SEED, jnp.uint32), jnp.zeros(B, jnp.uint32), length_B - 1)
+            chosen_B = draw(logits_BV[:, :num_ids], keys_B, TEMPERATURE)
             return tokens_BT.at[rows_B, length_B].set(chosen_B), length_B + 1
 
         # Every process reads the result.

@@ -17,6 +17,7 @@ from maxlm.huggingface.importing import import_model
 from maxlm.huggingface.tensors import PREFIXES
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import load_model
+from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.runtime.layers import ParamsReader
 from tests.conftest import ROOT
@@ -96,8 +97,8 @@ def our_texts(workdir, max_tokens):
     model = load_model(str(workdir), num_devices=1)
     prompts = [ids.tolist() for ids in model.tokenizer.encode_batch(PROMPTS)]
     greedy = Sampling(temperature=0, top_k=0, top_p=1.0)
-    rows = Engine(model).generate(prompts, max_tokens=max_tokens, sampling=greedy, seed=0)
-    return [model.tokenizer.decode(row) for row in rows]
+    rows = Engine(model).complete([Request(tuple(prompt), max_tokens, greedy) for prompt in prompts])
+    return [model.tokenizer.decode(row.ids) for (row,) in rows]
 
 
 def their_texts(directory, max_tokens):

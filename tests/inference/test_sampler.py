@@ -15,6 +15,7 @@ from flax import nnx
 from maxlm.errors import InputError
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel
+from maxlm.inference.requests import Request
 from maxlm.inference.sampler import Sampler, plan_runs
 from maxlm.inference.sampling import Sampling
 from maxlm.training.state import abstract_model, abstract_state, init_state
@@ -82,7 +83,7 @@ def draw(name='llama', prompts=PROMPTS, *, ends=(), seed=0, num_samples=NUM_SAMP
 @functools.cache
 def engine(name):
     model = make(name)
-    tokenizer = types.SimpleNamespace(vocab_size=VOCAB, end_of_document=-1)
+    tokenizer = types.SimpleNamespace(vocab_size=VOCAB, end_of_document=-1, decode=lambda ids: '')
     return Engine(LoadedModel(model.config, model.layout, model.params, tokenizer, Path('tokenizer.json'), 1))
 
 
@@ -120,13 +121,16 @@ def in_training(name, windows, *, isolated=True):
 
 @pytest.mark.parametrize('name', ['llama, windows', 'llama, dynamic'])
 def test_tokens_are_the_engines(name):
-    rows = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
     for temperature in (0.0, 1.0):
-        sampling = Sampling(temperature=temperature)
-        expected = engine(name).generate(rows, max_tokens=MAX_TOKENS, sampling=sampling, seed=3)
-        assert draw(name, seed=3, temperature=temperature).tokens_BR.tolist() == expected
+        found = draw(name, seed=3, temperature=temperature).tokens_BR
+        for number, prompt in enumerate(PROMPTS):
+            # Rows are numbered through all prompts, samples of a request from 0 on.
+            rows = slice(number * NUM_SAMPLES, (number + 1) * NUM_SAMPLES)
+            request = Request(tuple(prompt), MAX_TOKENS, Sampling(temperature=temperature), 3, rows.stop)
+            (samples,) = engine(name).complete([request])
+            assert [sample.ids for sample in samples[rows]] == found[rows].tolist()
     # Controls: the seed matters, and so do prompts.
-    assert draw(name).tokens_BR.tolist() != expected
+    assert draw(name).tokens_BR.tolist() != found.tolist()
     assert len(np.unique(draw(name, temperature=0.0).tokens_BR, axis=0)) == len(PROMPTS)
 
 

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.inference.sampling import Sampling, keep_likeliest, sample
+from maxlm.inference.sampling import (
+    Sampling,
+    draw,
+    draw_keys,
+    draw_rows,
+    has_penalty,
+    keep_likeliest,
+    likeliest_log_probs,
+    log_prob,
+    penalized,
+    rows_of,
+)
 
 
 def random_logits(rows, vocab, seed=0):
@@ -17,6 +28,10 @@ def random_logits(rows, vocab, seed=0):
 
 def keys(number, seed=0):
     return jax.random.split(jax.random.key(seed), number)
+
+
+def sample(logits_BV, keys_B, sampling):
+    return draw_rows(jnp.asarray(logits_BV), keys_B, rows_of([sampling] * len(logits_BV)))
 
 
 @partial(jax.jit, static_argnames=('number', 'sampling'))
@@ -96,7 +111,10 @@ def test_draws_among_the_kept_have_their_relative_probabilities():
 @pytest.mark.parametrize('top_p', [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
 def test_what_can_be_drawn(top_k, top_p):
     logits = random_logits(20, 30, seed=top_k)
-    result = np.asarray(keep_likeliest(jnp.asarray(logits), top_k=top_k, top_p=top_p))
+    rows = rows_of([Sampling(top_k=top_k, top_p=top_p)] * 20)
+    result = np.asarray(
+        keep_likeliest(jnp.asarray(logits), top_k_B=rows.top_k_B, top_p_B=rows.top_p_B, min_p_B=rows.min_p_B)
+    )
     for row, given in zip(result, logits, strict=True):
         kept = np.flatnonzero(np.isfinite(row))
         assert set(kept) == kept_by_numpy(given, top_k, top_p)
@@ -107,7 +125,7 @@ def test_what_can_be_drawn(top_k, top_p):
 
 def test_temperature_comes_before_top_p():
     # At temperature 1 the first token reaches 0.6 alone; flattened it does not.
-    logits = np.log(np.array([0.6, 0.2, 0.2], np.float32))
+    logits = np.log(np.array([0.6, 0.21, 0.19], np.float32))
     assert np.flatnonzero(draws(logits, Sampling(top_p=0.6 - 1e-3))).tolist() == [0]
     assert len(np.flatnonzero(draws(logits, Sampling(top_p=0.6 - 1e-3, temperature=10)))) == 2
 
@@ -139,8 +157,81 @@ def test_ids_are_int32():
         ({'top_p': 0.0}, r'top_p=0\.0: must be above 0'),
         ({'top_p': 1.1}, r'top_p=1\.1: .* at most 1'),
         ({'top_p': float('nan')}, 'top_p=nan'),
+        ({'temperature': float('inf')}, 'temperature=inf: must be a finite number'),
+        ({'min_p': -0.1}, 'min_p=-0.1: must be from 0 to 1'),
+        ({'min_p': 1.1}, 'min_p=1.1'),
+        ({'repetition_penalty': 0.0}, r'repetition_penalty=0\.0: must be above 0'),
+        ({'presence_penalty': float('nan')}, 'presence_penalty=nan'),
+        ({'frequency_penalty': float('-inf')}, 'frequency_penalty=-inf'),
     ],
 )
 def test_values_out_of_range(values, words):
     with pytest.raises(InputError, match=words):
         Sampling(**values)
+
+
+def test_min_p_goes_by_the_likeliest():
+    logits = np.log(np.array([0.5, 0.3, 0.04, 0.16], np.float32))
+    for min_p, kept in ((0.0, [0, 1, 2, 3]), (0.2, [0, 1, 3]), (0.5, [0, 1]), (1.0, [0])):
+        assert np.flatnonzero(draws(logits, Sampling(min_p=min_p))).tolist() == kept
+    # All limits hold together.
+    assert np.flatnonzero(draws(logits, Sampling(min_p=0.2, top_k=2))).tolist() == [0, 1]
+
+
+def test_rows_have_settings_of_their_own():
+    logits, row_keys = random_logits(5, 40), keys(5)
+    settings = [
+        Sampling(temperature=0),
+        Sampling(),
+        Sampling(temperature=2, top_k=3),
+        Sampling(top_p=0.3),
+        Sampling(min_p=0.5),
+    ]
+    together = draw_rows(jnp.asarray(logits), row_keys, rows_of(settings)).tolist()
+    alone = [int(sample(logits[i : i + 1], row_keys[i : i + 1], row)[0]) for i, row in enumerate(settings)]
+    assert together == alone
+    # Control: in another order they give others.
+    assert draw_rows(jnp.asarray(logits), row_keys, rows_of(settings[::-1])).tolist() != alone
+
+
+def test_one_temperature_for_all_is_that_of_each():
+    logits, row_keys = random_logits(16, 40), keys(16)
+    for temperature in (0.0, 0.7):
+        found = draw(jnp.asarray(logits), row_keys, temperature).tolist()
+        assert found == sample(logits, row_keys, Sampling(temperature=temperature)).tolist()
+        assert found != sample(logits, keys(16, seed=1), Sampling(temperature=3)).tolist()
+
+
+def test_a_key_is_of_seed_sample_and_position():
+    numbers = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]], np.uint32)
+    data = jax.random.key_data(draw_keys(*(jnp.asarray(column) for column in numbers.T))).tolist()
+    assert len({tuple(row) for row in data}) == 4
+    assert data[0] == data[4]
+
+
+def test_penalties():
+    logits = np.array([[2.0, -1.0, 0.5, 3.0]], np.float32)
+    in_prompt, counts = np.array([[True, True, False, False]]), np.array([[0, 0, 3, 0]])
+
+    def found(**settings):
+        rows = rows_of([Sampling(**settings)])
+        assert bool(has_penalty(rows)) == bool(settings)
+        return np.asarray(penalized(jnp.asarray(logits), rows, in_prompt, counts))[0]
+
+    np.testing.assert_allclose(found(), logits[0])
+    np.testing.assert_allclose(found(repetition_penalty=2.0), [1.0, -2.0, 0.25, 3.0])
+    np.testing.assert_allclose(found(presence_penalty=0.5), [2.0, -1.0, 0.0, 3.0])
+    np.testing.assert_allclose(found(frequency_penalty=0.5), [2.0, -1.0, -1.0, 3.0])
+    np.testing.assert_allclose(found(frequency_penalty=-0.5, repetition_penalty=2.0), [1.0, -2.0, 1.75, 3.0])
+
+
+def test_log_probabilities():
+    logits = random_logits(3, 30)
+    expected = np.log(softmax(logits.astype(np.float64)))
+    np.testing.assert_allclose(
+        log_prob(jnp.asarray(logits), jnp.array([3, 0, 7])), expected[np.arange(3), [3, 0, 7]], atol=1e-5
+    )
+    ids, values = likeliest_log_probs(jnp.asarray(logits), 4)
+    order = np.argsort(-logits)[:, :4]
+    assert ids.tolist() == order.tolist()
+    np.testing.assert_allclose(values, np.take_along_axis(expected, order, axis=1), atol=1e-5)

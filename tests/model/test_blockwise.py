@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxlm.model import blockwise
-from maxlm.model.attention import causal_mask
 from maxlm.model.blockwise import attend_blockwise
+from maxlm.model.windows import causal_mask
 from maxlm.planning.program import read_program
 
 H = 8

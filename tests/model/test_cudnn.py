@@ -11,8 +11,9 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from maxlm.model import attention, cudnn
-from maxlm.model.attention import attend, causal_mask
+from maxlm.model.attention import attend
 from maxlm.model.placement import ONE_DEVICE
+from maxlm.model.windows import causal_mask
 from maxlm.planning.program import read_program
 from maxlm.training.state import init_state
 from maxlm.training.step import make_train_step

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.model.blocks import drop, layer_windows
-from maxlm.model.decoder import Decoder, init_cache
+from maxlm.model.blocks import drop
+from maxlm.model.cache import init_caches
+from maxlm.model.decoder import Decoder
+from maxlm.model.windows import layer_windows
 from tests.small import VOCAB, small_batch, small_config
 
 SWITCHES = [
@@ -135,7 +137,7 @@ def test_cached_decoding_equals_the_full_pass(switches, scan):
 
     # Prefill of 7 and 4 tokens padded to 8, then one token at a time; the rows are at different positions.
     lengths = np.array([7, 4])
-    cache = init_cache(config.model, 2, 16)
+    cache = init_caches(config.model, 2, 16)
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
     prefill, cache = cached(tokens[:, :8], positions, cache)
     for row, length in enumerate(lengths):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from flax import nnx
 
-from maxlm.model.blocks import layer_windows
 from maxlm.model.decoder import Decoder
+from maxlm.model.windows import layer_windows
 from maxlm.training.state import init_state
 from maxlm.training.step import make_train_step
 from tests.huggingface.transformers_models import CASES, VOCAB, from_maxlm, make_model, to_maxlm

@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from maxlm.model import ring
-from maxlm.model.attention import attend, causal_mask
+from maxlm.model.attention import attend
 from maxlm.model.ring import ring_attention, zigzag
+from maxlm.model.windows import causal_mask
 
 B, T, N, H = 2, 64, 4, 8
 # Half the time of these tests would be LLVM's.

@@ -13,6 +13,7 @@ from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel
+from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.runtime.samples import PROMPT_TOKENS, SEED, TEMPERATURE, Samples, prompts
 from maxlm.training.state import abstract_state, init_state
@@ -68,11 +69,14 @@ def test_the_engine_writes_the_same(dataset, alone):
     tokenizer = Tokenizer.load(path)
     engine = Engine(LoadedModel(config, layout, params, tokenizer, path, 0))
     ids = [ids.tolist() for ids in tokenizer.encode_batch(PROMPTS)]
-    rows = engine.generate(ids, max_tokens=12, sampling=Sampling(temperature=TEMPERATURE), seed=SEED)
-    assert [sample.text for sample in samples] == [tokenizer.decode(row) for row in rows]
+
+    def texts(seed):
+        requests = [Request(tuple(prompt), 12, Sampling(temperature=TEMPERATURE), seed) for prompt in ids]
+        return [tokenizer.decode(row.ids) for (row,) in engine.complete(requests)]
+
+    assert [sample.text for sample in samples] == texts(SEED)
     # Control: another seed is another text.
-    others = engine.generate(ids, max_tokens=12, sampling=Sampling(temperature=TEMPERATURE), seed=SEED + 1)
-    assert [sample.text for sample in samples] != [tokenizer.decode(row) for row in others]
+    assert [sample.text for sample in samples] != texts(SEED + 1)
 
 
 @pytest.mark.parametrize(

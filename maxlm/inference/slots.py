@@ -1,0 +1,59 @@
+"""Slots of the engine: what each holds, and which one a prompt gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# Tokens that are worth taking over from a slot: fewer are as fast computed with the rest.
+SMALLEST_SHARED = 16
+
+
+class Slot:
+    """A row of the cache.
+
+    Attributes:
+        number: of the row.
+        sample: that has it; None: it is free.
+        content: tokens whose keys and values it holds, at the positions 0, 1, 2, …
+        written: positions that were ever written for this content, at most.
+        used: when it was last given away, of a clock that counts.
+    """
+
+    def __init__(self, number: int):
+        self.number = number
+        self.sample: Any = None
+        self.content: list[int] = []
+        self.written = 0
+        self.used = 0
+
+    def holds(self, prompt: np.ndarray) -> int:
+        """Tokens that its content and a prompt begin with in common."""
+        num = min(len(prompt), len(self.content))
+        differs = np.flatnonzero(prompt[:num] != np.array(self.content[:num], prompt.dtype))
+        return int(differs[0]) if len(differs) else num
+
+
+def choose_slot(slots: Sequence[Slot], prompt: np.ndarray, *, room: float) -> tuple[Slot, Slot, int]:
+    """The free slot for a prompt, the slot whose keys and values it takes over, and how many.
+
+    Args:
+        slots: of which one is free at least.
+        prompt: ids; the last token always goes through the model.
+        room: positions behind the shared ones that may have been written without loss. Rings lose old positions.
+    """
+
+    def shared(slot: Slot) -> int:
+        num = min(slot.holds(prompt), len(prompt) - 1)
+        return num if num >= SMALLEST_SHARED and slot.written <= num + room else 0
+
+    source = max(slots, key=shared)
+    num = shared(source)
+    free = [slot for slot in slots if slot.sample is None]
+    # In place if little of its content is lost; another slot's content may be of use again.
+    if num and source.sample is None and (num * 2 >= len(source.content) or len(free) == 1):
+        return source, source, num
+    target = min(free, key=lambda slot: (slot.used, slot.number))
+    return target, (source if num else target), num

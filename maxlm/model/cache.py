@@ -1,0 +1,145 @@
+"""Keys and values of positions that went through the model, for the tokens that follow.
+
+Shapes: B batch, T query length, D dim, L layers, S slots, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.config.keys import ModelConfig
+from maxlm.model.windows import layer_windows
+
+# Logical axes of a cache's arrays; scales lack the last.
+CACHE_AXES = ('layers', 'batch', 'kv_heads', 'length', 'head_dim')
+# Rings have a multiple of so many slots.
+MULTIPLE = 64
+
+
+class Cache(NamedTuple):
+    """Of the layers that see equally far.
+
+    Heads stand before slots, as products with them want it, and all layers are one array that is changed in place: a
+    call for one token copies no more than it reads. A position has slot `position mod S`.
+    """
+
+    key_LBKSH: jax.Array
+    value_LBKSH: jax.Array
+    # Of 8-bit codes: what a code is multiplied by, float32.
+    key_scale_LBKS: jax.Array | None = None
+    value_scale_LBKS: jax.Array | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return self.key_LBKSH.shape[3]
+
+
+# By the number of last tokens that the layers see; 0 is all.
+Caches = dict[int, Cache]
+
+
+class Slots(NamedTuple):
+    """What a layer reads of its part of a cache."""
+
+    key_BKSH: jax.Array
+    value_BKSH: jax.Array
+    key_scale_BKS: jax.Array | None
+    value_scale_BKS: jax.Array | None
+
+
+class LayerCache(NamedTuple):
+    """The part of a cache that is a layer's."""
+
+    cache: Cache
+    layer: jax.Array
+
+    def write(self, slots_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
+        """With keys and values in these slots; those that are out of range are left out."""
+        indices_BT2 = jnp.stack([jnp.broadcast_to(self.layer, slots_BT.shape), slots_BT], axis=-1)
+
+        def write(x_LBKS: jax.Array, new_BTK: jax.Array) -> jax.Array:
+            # x[layer, b, :, slots[b, t]] = new[b, t], told such that rows which are split over devices stay where they
+            # are.
+            numbers = jax.lax.ScatterDimensionNumbers(
+                update_window_dims=tuple(range(2, new_BTK.ndim)),
+                inserted_window_dims=(0, 3),
+                scatter_dims_to_operand_dims=(0, 3),
+                operand_batching_dims=(1,),
+                scatter_indices_batching_dims=(0,),
+            )
+            new_BTK = new_BTK.astype(x_LBKS.dtype)
+            return jax.lax.scatter(x_LBKS, indices_BT2, new_BTK, numbers, mode='drop', unique_indices=True)
+
+        key, value, key_scale, value_scale = self.cache
+        if key_scale is not None and value_scale is not None:
+            (k_BTKH, k_scale_BTK), (v_BTKH, v_scale_BTK) = _encode(k_BTKH), _encode(v_BTKH)
+            key_scale, value_scale = write(key_scale, k_scale_BTK), write(value_scale, v_scale_BTK)
+        return self._replace(cache=Cache(write(key, k_BTKH), write(value, v_BTKH), key_scale, value_scale))
+
+    def read(self, num_slots: int) -> Slots:
+        """The first slots."""
+        key, value, *scales = self.cache
+        key_scale, value_scale = (None if x is None else x[self.layer, :, :, :num_slots] for x in scales)
+        return Slots(key[self.layer, :, :, :num_slots], value[self.layer, :, :, :num_slots], key_scale, value_scale)
+
+
+def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """8-bit codes of each head's vector, and the scale [B, T, K] that its largest entry is 127 of."""
+    x_BTKH = x_BTKH.astype(jnp.float32)
+    scale_BTK = jnp.maximum(jnp.abs(x_BTKH).max(axis=-1), jnp.finfo(jnp.float32).tiny) / 127
+    return jnp.round(x_BTKH / scale_BTK[..., None]).astype(jnp.int8), scale_BTK
+
+
+def init_caches(config: ModelConfig, batch: int, slots: int, *, chunk: int = 0, int8: bool = False) -> Caches:
+    """Empty caches for `batch` rows of up to `slots` positions each.
+
+    Args:
+        config: of the model.
+        batch: rows.
+        slots: positions of a row.
+        chunk: tokens that come in one call, at most; layers with a sliding window then have a ring of slots for what
+            their next call can see. 0: they have slots for all positions.
+        int8: keep 8-bit codes with a scale for each head's vector, not values in the type of the computation.
+    """
+
+    def make(window: int, layers: int) -> Cache:
+        # The first token of a call sees window - 1 earlier ones when the last has been written.
+        needed = window - 1 + chunk if window and chunk else slots
+        shape = (layers, batch, config.num_kv_heads, min(slots, -(-needed // MULTIPLE) * MULTIPLE), config.head_dim)
+        if not int8:
+            return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+        codes, scales = (lambda: jnp.zeros(shape, jnp.int8)), (lambda: jnp.zeros(shape[:-1], jnp.float32))
+        return Cache(codes(), codes(), scales(), scales())
+
+    windows = layer_windows(config)
+    return {window: make(window, windows.count(window)) for window in sorted(set(windows))}
+
+
+def slots_and_mask(
+    cache: Cache, positions_BT: jax.Array, length_B: jax.Array | None, *, window: int, num_slots: int
+) -> tuple[jax.Array, jax.Array]:
+    """Where the tokens of a call go, [B, T], and which of the first slots they may look at then, [B, T, S].
+
+    Args:
+        cache: of layers that see `window`.
+        positions_BT: of the call's tokens.
+        length_B: tokens that each row has with these; positions behind are padding, which goes nowhere. None: none is.
+        window: number of last tokens that a token sees; 0 is all.
+        num_slots: positions beyond these do not occur; 0: they may.
+    """
+    R = cache.num_slots
+    S = min(num_slots, R) if num_slots else R
+    slots_BT = positions_BT % R
+    if length_B is not None:
+        slots_BT = jnp.where(positions_BT < length_B[:, None], slots_BT, R)
+        newest_B1 = length_B[:, None] - 1
+    else:
+        newest_B1 = positions_BT.max(axis=1, keepdims=True)
+    # The last position that has a slot is what is in it; below 0 nothing is.
+    held_BS = newest_B1 - (newest_B1 - jnp.arange(S)) % R
+    behind_BTS = positions_BT[:, :, None] - held_BS[:, None, :]
+    mask_BTS = (behind_BTS >= 0) & (held_BS >= 0)[:, None, :]
+    return slots_BT, mask_BTS & (behind_BTS < window) if window else mask_BTS
