@@ -19,8 +19,10 @@ VERBS = {
     'report': 'one page about a run, or several compared: curves, time, cost, events, samples',
     'supervise': 'start a training again, whatever ends it, as long as it gets ahead',
     'checkpoints': 'list, verify, prune and fetch the checkpoints of runs',
-    'evaluate': 'loss, perplexity and bits per byte of a checkpoint on held-out data',
-    'generate': 'continue a prompt with a checkpoint',
+    'evaluate': 'loss, benchmarks, programs and long contexts of checkpoints, in one table',
+    'generate': 'continue prompts with a checkpoint: from arguments, files or a terminal',
+    'serve': 'an OpenAI-compatible server and a chat page on a checkpoint',
+    'quantize': 'weights of a checkpoint in 8 or 4 bits, with the loss before and after',
     'hf': 'import models from, and export them to, the format of Hugging Face Transformers',
 }
 

@@ -1,56 +1,171 @@
-"""Loss of a checkpoint on held-out data: `python -m maxlm.evaluate --checkpoint=CKPT [--data=DIR] [--json]`.
+"""How good a checkpoint is: `python -m maxlm.evaluate --checkpoint=CKPT [--data=DIR] [--tasks=…] [--json]`.
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory.
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory; several are compared in one table. Without
+--tasks: the loss on held-out data. TASKS, with commas between: benchmarks of lm-eval by name (arc_easy), task files and
+folders of them, humaneval:FILE and mbpp:FILE, needle; then the loss is measured only where --data is given.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from maxlm.data.corpus import open_corpus
+from maxlm.data.corpus import Corpus, open_corpus
 from maxlm.data.tokenizer import Tokenizer
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.inference.load import load_model
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
+from maxlm.evaluation.assessment import Assessed, Assessment, AssessmentConfig
+from maxlm.evaluation.code import ProgramsConfig
+from maxlm.evaluation.held_out import (
+    HeldOut,
+    bits_per_byte,
+    draw_positions,
+    make_token_losses,
+    measure,
+    perplexity_of,
+)
+from maxlm.evaluation.measures import Measure
+from maxlm.evaluation.requested import parse_tasks
+from maxlm.evaluation.table import Column, table_json, table_text
+from maxlm.inference.load import LoadedModel, load_model
 from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import Console, progress_bar
-from maxlm.runtime.evaluation import evaluate
 from maxlm.runtime.metrics import perplexity
-from maxlm.training.step import make_eval_step
+
+
+class Evaluated(NamedTuple):
+    """Of one checkpoint: the loss on held-out text with what is told of it, and what it achieved at tasks."""
+
+    name: str
+    checkpoint: str
+    step: int
+    loss: dict[str, Any]
+    held_out: HeldOut | None
+    measures: list[Measure]
+    tasks: Assessed | None
 
 
 def main(argv: list[str]) -> int:
-    """Prints loss, perplexity, bits per byte, and the unigram entropy that a model must beat."""
+    """Prints loss, perplexity, bits per byte, and the unigram entropy that a model must beat; or a table."""
+    options = _parse(argv)
+    if len(set(options.checkpoint)) < len(options.checkpoint):
+        raise InputError('--checkpoint: the same one is given twice')
+    assessment = None
+    if options.tasks:
+        assessment = Assessment(parse_tasks(options.tasks), _assessment_config(options))
+    found = []
+    for checkpoint in options.checkpoint:
+        with Console():
+            model = load_model(checkpoint, num_devices=jax.device_count())
+        keep_programs(model.config.train.compile_cache)
+        found.append(_evaluate(checkpoint, model, assessment, options))
+        del model
+    if options.output:
+        _write(Path(options.output), found)
+    if len(found) == 1 and not options.tasks:
+        (one,) = found
+        print(json.dumps(one.loss) if options.json else _loss_text(one))
+        return EXIT_DONE
+    columns = [Column(one.name, one.measures) for one in found]
+    print(json.dumps(_as_json(found)) if options.json else table_text(columns))
+    return EXIT_DONE
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog='maxlm.evaluate', allow_abbrev=False, description=__doc__)
-    parser.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
-    parser.add_argument('--data', help="data set of maxlm.prepare (default: the run's)")
-    parser.add_argument('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
-    parser.add_argument('--json', action='store_true', help='print one JSON object')
+    add = parser.add_argument
+    add(
+        '--checkpoint',
+        required=True,
+        action='append',
+        help='workdir, WORKDIR@STEP, or a directory of one step; several are compared with the first',
+    )
+    add('--data', help="data set of maxlm.prepare (default: the run's)")
+    add('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
+    add('--tasks', default='', help='names, task files, humaneval:FILE, mbpp:FILE, needle; commas between')
+    add('--tasks_path', default='', help='folder of task files whose names --tasks may give')
+    add('--num_fewshot', type=int, help='examples in each prompt of lm-eval (default: as the task says)')
+    add('--limit', type=int, help='documents of each task, at most')
+    add('--apply_chat_template', action='store_true', help="spell prompts of lm-eval by the model's chat template")
+    add('--samples', type=int, default=1, help='programs for each problem; one is the likeliest (default 1)')
+    add('--max_tokens', type=int, default=512, help='of a program (default 512)')
+    add('--temperature', type=float, default=0.8, help='of programs, where there are several (default 0.8)')
+    add('--seed', type=int, default=0, help='of what is drawn (default 0)')
+    add('--num_slots', type=int, default=32, help='texts that are continued at a time (default 32)')
+    add('--needle_lengths', default='', help="e.g. 1024,4096 (default: powers of two up to the model's context)")
+    add('--needle_trials', type=int, default=5, help='facts hidden at each length and depth (default 5)')
+    add('--output', default='', help='folder for results, samples, the table and pictures')
+    add('--json', action='store_true', help='print one JSON object')
     options = parser.parse_args(argv)
     if options.num_batches < 0:
         raise InputError(f'--num_batches={options.num_batches}: must be at least 0 (0 = the whole split)')
+    for name, least in {'limit': 1, 'num_fewshot': 0, 'samples': 1, 'needle_trials': 1, 'num_slots': 1}.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise InputError(f'--{name}={value}: must be at least {least}')
+    return options
 
-    with Console():
-        model = load_model(options.checkpoint, num_devices=jax.device_count())
+
+def _assessment_config(options: argparse.Namespace) -> AssessmentConfig:
+    lengths = None
+    if options.needle_lengths:
+        try:
+            lengths = tuple(sorted(int(part) for part in options.needle_lengths.split(',')))
+        except ValueError:
+            raise InputError(f'--needle_lengths={options.needle_lengths}: needs numbers with commas between') from None
+    return AssessmentConfig(
+        folder=options.tasks_path,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        chat=options.apply_chat_template,
+        programs=ProgramsConfig(options.samples, options.max_tokens, options.temperature, options.seed),
+        needle_lengths=lengths,
+        needle_trials=options.needle_trials,
+        num_slots=options.num_slots,
+    )
+
+
+def _evaluate(
+    checkpoint: str, model: LoadedModel, assessment: Assessment | None, options: argparse.Namespace
+) -> Evaluated:
+    name = f'{Path(checkpoint.partition("@")[0]).name}@{model.step}'
+    if len(options.checkpoint) > 1 and _is_ambiguous(checkpoint, options.checkpoint):
+        name = checkpoint
+    loss: dict[str, Any] = {}
+    measures: list[Measure] = []
+    held_out = None
+    if assessment is None or options.data:
+        held_out, loss, measures = _held_out(model, options)
+    tasks = None
+    if assessment is not None:
+        tasks = assessment.run(model, show=not options.json)
+        measures = [*measures, *tasks.measures]
+        if options.output:
+            tasks.write(Path(options.output) / name.replace('/', '_'), step=model.step, title=name)
+    return Evaluated(name, checkpoint, model.step, loss, held_out, measures, tasks)
+
+
+def _is_ambiguous(checkpoint: str, checkpoints: list[str]) -> bool:
+    names = [Path(other.partition('@')[0]).name for other in checkpoints]
+    folders = {other.partition('@')[0] for other in checkpoints}
+    mine = Path(checkpoint.partition('@')[0]).name
+    return names.count(mine) > 1 and len({folder for folder in folders if Path(folder).name == mine}) > 1
+
+
+def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut, dict[str, Any], list[Measure]]:
+    """The sums, what is printed as JSON, and the measures for the table."""
     # Of text, whatever the model was trained on last.
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
-    keep_programs(config.train.compile_cache)
     data = dataclasses.replace(config.data, path=options.data, sources=()) if options.data else config.data
     corpus = open_corpus(data, tell_sources=config.metrics.by_source)
-    dataset = corpus.first
-    # Not byte by byte: a file from elsewhere may be written in another way and mean the same.
-    if Tokenizer.load(dataset.tokenizer_path).sha256 != model.tokenizer.sha256:
-        raise InputError(
-            f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
-            f'prepare the data with --tokenizer {model.tokenizer_path}'
-        )
-    num_tokens, text_bytes = corpus.validation_counts
-    if not num_tokens:
-        raise InputError(f'{dataset.path} has no validation documents; prepare it with --validation PATH')
+    num_tokens, text_bytes = _check(corpus, model)
     batches = corpus.validation_batches(
         config.train.global_batch,
         options.num_batches,
@@ -61,40 +176,96 @@ def main(argv: list[str]) -> int:
         progress_bar(total=len(batches), initial=0, unit='batch', show=not options.json) as bar,
     ):
 
-        def read(index: int) -> dict:
+        def read(index: int) -> dict[str, np.ndarray]:
             bar.update()
             return batches[index]
 
-        result = evaluate(
-            jax.jit(make_eval_step(config, model.layout, len(corpus.names))),
+        held_out = measure(
+            make_token_losses(config, model.layout),
             model.params,
             map(read, range(len(batches))),
             layout=model.layout,
             global_batch=config.train.global_batch,
         )
+    loss = held_out.loss()
+    measures = [loss, perplexity_of(loss)]
+    if text_bytes:
+        measures.append(bits_per_byte(loss, num_tokens / text_bytes))
+    by_source = held_out.source_losses(corpus.names)
+    told = {part.name.removeprefix('loss/'): part.value for part in by_source}
     values = {
         'step': model.step,
-        'loss': result.loss,
-        'perplexity': perplexity(result.loss),
+        'loss': loss.value,
+        'perplexity': perplexity(loss.value),
         # Independent of the tokenizer: nats per token → bits per byte by the split's own ratio.
         # Of what came in as tokens nobody knows the bytes.
-        'bits_per_byte': result.loss / math.log(2) * num_tokens / text_bytes if text_bytes else None,
+        'bits_per_byte': measures[-1].value if text_bytes else None,
         'unigram_entropy': corpus.unigram_entropy,
-        'tokens': result.tokens,
-        **({'by_source': dict(zip(corpus.names, result.source_losses, strict=True))} if corpus.names else {}),
+        'tokens': int(held_out.tokens_W.sum()),
+        **({'by_source': {name: told.get(name, math.nan) for name in corpus.names}} if corpus.names else {}),
     }
-    if options.json:
-        print(json.dumps(values))
-    else:
-        bits = '' if values['bits_per_byte'] is None else f'{values["bits_per_byte"]:.3f} bits/byte '
-        print(
-            f'step {model.step}: loss {result.loss:.4f} nats/token, perplexity {values["perplexity"]:.2f}, '
-            f'{bits}over {result.tokens:,} tokens; '
-            f'unigram entropy of the data {corpus.unigram_entropy:.4f} nats/token'
+    return held_out, values, [*measures, *by_source]
+
+
+def _check(corpus: Corpus, model: LoadedModel) -> tuple[int, int]:
+    """Tokens and bytes of the validation data; InputError if it is not this model's, or not there."""
+    dataset = corpus.first
+    # Not byte by byte: a file from elsewhere may be written in another way and mean the same.
+    if Tokenizer.load(dataset.tokenizer_path).sha256 != model.tokenizer.sha256:
+        raise InputError(
+            f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
+            f'prepare the data with --tokenizer {model.tokenizer_path}'
         )
-        for name, loss in zip(corpus.names, result.source_losses, strict=True):
-            print(f'  {name}: loss {loss:.4f}')
-    return EXIT_DONE
+    num_tokens, text_bytes = corpus.validation_counts
+    if not num_tokens:
+        raise InputError(f'{dataset.path} has no validation documents; prepare it with --validation PATH')
+    return num_tokens, text_bytes
+
+
+def _loss_text(one: Evaluated) -> str:
+    values, held_out = one.loss, one.held_out
+    assert held_out is not None
+    bits = '' if values['bits_per_byte'] is None else f'{values["bits_per_byte"]:.3f} bits/byte '
+    lines = [
+        f'step {one.step}: loss {values["loss"]:.4f} nats/token, perplexity {values["perplexity"]:.2f}, '
+        f'{bits}over {values["tokens"]:,} tokens; '
+        f'unigram entropy of the data {values["unigram_entropy"]:.4f} nats/token'
+    ]
+    interval = held_out.loss().interval
+    if interval is not None:
+        lines.append(f'  95 % confidence: loss {interval[0]:.4f} to {interval[1]:.4f}')
+    lines += [f'  {name}: loss {loss:.4f}' for name, loss in values.get('by_source', {}).items()]
+    positions = '  '.join(f'{first}: {loss:.3f}' for first, _, loss in held_out.by_position())
+    return '\n'.join([*lines, f'  by tokens seen, from: {positions}'])
+
+
+def _as_json(found: list[Evaluated]) -> dict[str, Any]:
+    checkpoints = []
+    for one in found:
+        told = {'name': one.name, 'checkpoint': one.checkpoint, 'step': one.step, **one.loss}
+        if one.held_out is not None:
+            told['loss_interval'] = one.held_out.loss().interval
+            told['by_position'] = [
+                {'first': first, 'last': last, 'loss': loss} for first, last, loss in one.held_out.by_position()
+            ]
+        if one.tasks is not None:
+            told['tasks'] = {part.name: {'value': part.value, 'interval': part.interval} for part in one.tasks.measures}
+        checkpoints.append(told)
+    return {'checkpoints': checkpoints, 'table': table_json([Column(one.name, one.measures) for one in found])}
+
+
+def _write(folder: Path, found: list[Evaluated]) -> None:
+    """evaluation.json, table.txt and, of losses, positions.png."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / 'evaluation.json').write_text(json.dumps(_as_json(found), indent=2) + '\n', encoding='utf-8')
+        table = table_text([Column(one.name, one.measures) for one in found])
+        (folder / 'table.txt').write_text(table + '\n', encoding='utf-8')
+        curves = {one.name: one.held_out.by_position() for one in found if one.held_out is not None}
+        if curves:
+            draw_positions(curves, 'Loss by how much the model sees').savefig(folder / 'positions.png', dpi=150)
+    except OSError as error:
+        raise InputError(f'--output={folder}: {os_message(error)}') from error
 
 
 def run() -> None:

@@ -20,6 +20,7 @@ from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.requests import Completion, Request
 from maxlm.inference.sampling import Sampling
+from maxlm.model.quantized import KINDS
 from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import Console, progress_bar
 
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     )
 
     with Console():
-        model = load_model(options.checkpoint, num_devices=1)
+        model = load_model(options.checkpoint, num_devices=1, quantize=options.quantize)
     keep_programs(model.config.train.compile_cache)
 
     def request(ids: list[int]) -> Request:
@@ -97,6 +98,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same text (default 0)')
     parser.add_argument('--slots', type=int, default=8, help='continuations at a time (default 8)')
     parser.add_argument('--cache', choices=CACHES, default='model', help='type of keys and values (default model)')
+    parser.add_argument('--quantize', choices=('', *KINDS), default='', help='store the kernels so while loading')
     return parser
 
 

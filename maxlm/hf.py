@@ -3,10 +3,12 @@
     python -m maxlm.hf import --input=DIR --output=WORKDIR
     python -m maxlm.hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max_shard_size=1GB]
     python -m maxlm.hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
+    python -m maxlm.hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
 
 CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory. Import makes a workdir whose step 0 holds
 the model: to evaluate, to sample from, and to train further with `--config.train.init_from=WORKDIR`. Of a run with
 adapters (model.lora_rank), export merges them into the model, and export-adapter writes them alone, for PEFT.
+export-gguf writes one file for llama.cpp, of models as Llama and Qwen3. Quantized weights are made floats again.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from maxlm.huggingface.architectures import AUTO
 from maxlm.huggingface.catalog import ARCHITECTURES
 from maxlm.huggingface.directory import DTYPES
 from maxlm.huggingface.exporting import export_model
+from maxlm.huggingface.gguf import BLOCK, TYPES, export_gguf
 from maxlm.huggingface.importing import import_model
 from maxlm.runtime.console import Console
 
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter')
+    commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter|export-gguf')
     importer = commands.add_parser('import', allow_abbrev=False, help='a directory of Transformers → a workdir')
     importer.add_argument('--input', required=True, help='directory with config.json and safetensors')
     importer.add_argument('--output', required=True, help='workdir to make')
@@ -61,6 +64,10 @@ def main(argv: list[str]) -> int:
             help='what to write the model as (%(default)s: the one of its family, else another that expresses it; '
             'never nanochat, which Transformers alone can run)',
         )
+    single = commands.add_parser('export-gguf', allow_abbrev=False, help='a checkpoint → a file for llama.cpp')
+    single.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
+    single.add_argument('--output', required=True, help='file to make')
+    single.add_argument('--dtype', choices=TYPES, default='f16', help='of matrices (%(default)s)')
     options = parser.parse_args(argv)
 
     with Console():
@@ -76,6 +83,11 @@ def main(argv: list[str]) -> int:
                 f'{written.directory}: adapters of {written.parameters:,} parameters for {written.class_name}, on '
                 f'{", ".join(written.targets)}'
             )
+            return EXIT_DONE
+        if options.command == 'export-gguf':
+            file = export_gguf(options.checkpoint, options.output, dtype=options.dtype, show=True)
+            left = f'; {len(file.left)} matrices in f16, rows of which are no multiple of {BLOCK}' if file.left else ''
+            print(f'{file.path}: {file.kind} of {file.parameters:,} parameters, {file.bytes / 1e9:.2f} GB{left}')
             return EXIT_DONE
         exported = export_model(
             options.checkpoint,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import jax
 import pytest
@@ -9,7 +10,11 @@ import pytest
 from maxlm import evaluate, prepare, train
 from maxlm.data.records import load_manifest
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.evaluation import assessment
+from maxlm.inference.likelihood import Likelihood, Scorer
 from maxlm.runtime.metrics import read_metrics
+from tests.evaluation.engines import RecitingEngine
+from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.test_train import arguments
 
 
@@ -154,3 +159,89 @@ def test_what_is_not_there_is_named(run, tmp_path, workdir):
 
 def test_a_negative_number_of_batches_is_refused(run):
     assert 'num_batches' in refused(run, '--num_batches=-1')
+
+
+def test_confidence_and_positions_are_told(run, measure):
+    _, out, _ = run()
+    _, confidence, positions = out.splitlines()
+    low, high = (float(part) for part in confidence.removeprefix('  95 % confidence: loss ').split(' to '))
+    assert low < measure()['loss'] < high
+    assert positions.startswith('  by tokens seen, from: 1: ')
+    assert ' 32: ' not in positions
+    assert ' 16: ' in positions
+
+
+def test_several_checkpoints_in_one_table(measure, run, workdir, tmp_path):
+    other = f'--checkpoint={workdir}@10'
+    values = measure(other, f'--output={tmp_path / "out"}')
+    last, first = values['checkpoints']
+    assert (last['name'], first['name']) == ('run@20', 'run@10')
+    assert last['loss'] == measure()['loss']
+    loss, *_ = values['table']
+    assert loss['name'] == 'loss'
+    assert loss['checkpoints'][1]['difference'] == pytest.approx(first['loss'] - last['loss'])
+    # Of the same windows the difference is known better than either.
+    (low, high), (lower, higher) = loss['checkpoints'][1]['difference_interval'], last['loss_interval']
+    assert 0 < low < high
+    assert high - low < higher - lower
+    assert json.loads((tmp_path / 'out/evaluation.json').read_text()) == values
+    _, table, _ = run(other)
+    assert (tmp_path / 'out/table.txt').read_text() == table
+    assert table.splitlines()[1].split()[:2] == ['loss', f'{last["loss"]:.4f}']
+    assert (tmp_path / 'out/positions.png').stat().st_size > 5000
+
+
+def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
+    # Its context is 16 tokens: too few for any fact.
+    assert '--needle_lengths: 512 is beyond the context of the model, 16' in refused(
+        run, '--tasks=needle', '--needle_lengths=512'
+    )
+    monkeypatch.setattr(Scorer, 'max_length', property(lambda self: 300, lambda self, value: None), raising=False)
+    monkeypatch.setattr(Scorer, 'score', lambda self, spans, show: [Likelihood(-1.0, True) for _ in spans])
+    values = measure('--tasks=needle', '--needle_trials=1', f'--output={tmp_path}')
+    (one,) = values['checkpoints']
+    # Which number it is this model cannot tell.
+    assert one['tasks']['needle/256/choice']['value'] == 0
+    assert set(one['tasks']) == {f'needle/{n}/{kind}' for n in (256, 300) for kind in ('choice', 'retrieved')}
+    # The loss was not asked for.
+    assert 'loss' not in one
+    assert (tmp_path / 'run@20/needle_20.png').stat().st_size > 5000
+
+
+def test_programs(measure, tmp_path, monkeypatch):
+    prompt = 'def one():\n'
+    problem = {'task_id': 'x', 'prompt': prompt, 'entry_point': 'one', 'test': 'def check(f):\n    assert f() == 1\n'}
+    (tmp_path / 'p.jsonl').write_text(json.dumps(problem))
+    answers = {prompt: ['    return 1', '    return 2']}
+    monkeypatch.setattr(assessment, 'Engine', lambda model, **_: RecitingEngine(model.tokenizer, answers))
+    values = measure(f'--tasks=humaneval:{tmp_path / "p.jsonl"}', '--samples=10', f'--output={tmp_path / "out"}')
+    (one,) = values['checkpoints']
+    assert {name: part['value'] for name, part in one['tasks'].items()} == {
+        'humaneval/pass@1': 0.5,
+        'humaneval/pass@10': 1.0,
+    }
+    lines = (tmp_path / 'out/run@20/samples_humaneval_20.jsonl').read_text().splitlines()
+    assert [json.loads(line)['passed'] for line in lines] == [True, False] * 5
+
+
+def test_benchmarks_and_the_loss_in_one_table(run, measure, dataset, tmp_path):
+    pytest.importorskip('lm_eval')
+    tasks = write_tasks(tmp_path / 'tasks', documents(4), ['letters', 'rolling'])
+    code, out, err = run(f'--tasks={tasks}', f'--data={dataset}', f'--output={tmp_path / "out"}', '--json')
+    assert code == EXIT_DONE, err
+    (one,) = json.loads(out)['checkpoints']
+    assert one['loss'] == measure()['loss']
+    assert {name.partition('/')[0] for name in one['tasks']} == {'local_letters', 'local_rolling'}
+    results = json.loads((tmp_path / 'out/run@20/results_20.json').read_text())
+    assert results['results']['local_letters']['acc,none'] == one['tasks']['local_letters/acc']['value']
+
+
+def test_what_tasks_need_is_said(run, tmp_path, monkeypatch, workdir):
+    assert '--tasks=a,,b: needs names' in refused(run, '--tasks=a,,b')
+    assert 'No such file' in refused(run, f'--tasks=mbpp:{tmp_path / "none.jsonl"}')
+    assert '--limit=0' in refused(run, '--limit=0')
+    assert '--needle_lengths=x' in refused(run, '--tasks=needle', '--needle_lengths=x')
+    assert 'given twice' in refused(run, f'--checkpoint={workdir}')
+    monkeypatch.setitem(sys.modules, 'lm_eval', None)
+    monkeypatch.setitem(sys.modules, 'lm_eval.tasks', None)
+    assert "pip install 'maxlm[eval]'" in refused(run, '--tasks=arc_easy')

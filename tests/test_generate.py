@@ -1,5 +1,8 @@
 """`maxlm.generate` on a run of a few steps: what it prints, what repeats, and what it refuses."""
 
+import io
+import json
+
 import pytest
 
 from maxlm import generate, train
@@ -23,7 +26,7 @@ def run(workdir, capfd):
 
     def run(*options, checkpoint=workdir):
         command = [f'--checkpoint={checkpoint}', *options]
-        if not any(option.startswith('--prompt') for option in options):
+        if not any(option.startswith(('--prompt', '--in')) for option in options):
             command.append(f'--prompt={PROMPT}')
         capfd.readouterr()
         code = exit_code(generate.main, command)
@@ -101,3 +104,65 @@ def test_a_step_that_is_not_there(run, workdir):
     code, out, err = run(checkpoint=f'{workdir}@3')
     assert (code, out) == (EXIT_BAD_INPUT, '')
     assert 'steps: 2, 4' in err
+
+
+def test_prompts_from_files_and_a_terminal(run, tmp_path, monkeypatch):
+    expected = run('--prompt=You may', '--max_tokens=8', '--temperature=0')[1]
+    (tmp_path / 'prompt.txt').write_text('You may')
+    assert run(f'--prompt_file={tmp_path}/prompt.txt', '--max_tokens=8', '--temperature=0')[1] == expected
+    monkeypatch.setattr('sys.stdin', io.StringIO('You may\n'))
+    code, out, err = run('--interactive', '--max_tokens=8', '--temperature=0')
+    assert (code, err) == (EXIT_DONE, '')
+    assert expected.removeprefix('You may') in out
+
+
+def test_a_file_of_prompts(run, tmp_path):
+    expected = run('--prompt=You may', '--prompt=Work', '--max_tokens=8', '--temperature=0')[1]
+    source, output = tmp_path / 'in.jsonl', tmp_path / 'out.jsonl'
+    source.write_text(''.join(json.dumps({'prompt': text, 'id': text[0]}) + '\n' for text in ('You may', 'Work')))
+    options = [f'--input={source}', f'--output={output}', '--max_tokens=8', '--temperature=0']
+    assert run(*options) == (EXIT_DONE, '', '')
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row['id'] for row in rows] == ['Y', 'W']
+    texts = [row['prompt'] + row['completions'][0]['text'] for row in rows]
+    assert expected == f'--- 1 of 2\n{texts[0]}\n--- 2 of 2\n{texts[1]}\n'
+    # What does not fit is named, and nothing is written over.
+    code, _, err = run(*options)
+    assert (code, 'is there already' in err) == (EXIT_BAD_INPUT, True)
+    source.write_text(json.dumps({'prompt': 'x' * 200}))
+    code, _, err = run(f'--input={source}', f'--output={tmp_path}/other.jsonl', '--max_tokens=8')
+    assert code == EXIT_BAD_INPUT
+    assert err.startswith(f'error: {source}:1: max_tokens=8: the prompt has 200 tokens')
+    assert not (tmp_path / 'other.jsonl').exists()
+
+
+def test_a_text_ends_where_it_is_told(run):
+    text = run('--max_tokens=20', '--temperature=0')[1].removeprefix(PROMPT).rstrip('\n')
+    stop = text[3:5]
+    assert run('--max_tokens=20', '--temperature=0', f'--stop={stop}')[1] == PROMPT + text[: text.index(stop)] + '\n'
+
+
+@pytest.mark.parametrize(
+    ('options', 'words'),
+    [
+        (['--input=a', '--prompt=x'], 'give the prompts in one way'),
+        (['--input=a'], '--input and --output go together'),
+        (['--prompt=x', '--output=a'], '--input and --output go together'),
+        (['--input=a', '--output=b', '--chat'], '--input: lines say themselves'),
+        (['--input=nowhere', '--output=b'], 'nowhere: No such file or directory'),
+        (['--interactive', '--num_samples=2'], '--num_samples=2: with --interactive there is one answer'),
+        (['--prompt_file=nowhere'], '--prompt_file=nowhere: No such file or directory'),
+        (['--suffix=x', '--prompt=y'], '--suffix: the tokenizer has no tokens for text with a hole'),
+        (['--suffix=x', '--prompt=y', '--chat'], '--suffix goes with --prompt only'),
+        (['--chat', '--prompt=y'], '--chat: '),
+        (['--slots=0', '--prompt=y'], '--slots=0: must be at least 1'),
+        (['--min_p=2', '--prompt=y'], 'min_p=2.0'),
+        (['--stop=', '--prompt=y'], 'stops: give at most 16 texts'),
+    ],
+)
+def test_bad_combinations_are_one_line(run, options, words):
+    code, out, err = run(*options)
+    assert (code, out) == (EXIT_BAD_INPUT, '')
+    assert err.startswith('error: ')
+    assert err.count('\n') == 1
+    assert words in err

@@ -25,6 +25,8 @@ WINGS = (
     'posttrain',
     'config',
     'doctoring',
+    'evaluation',
+    'serving',
 )
 # What a wing must not know.
 FORBIDDEN = {

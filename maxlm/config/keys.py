@@ -7,7 +7,7 @@ import typing
 from typing import Any
 
 from maxlm.config.posttrain_keys import DpoConfig, GrpoConfig
-from maxlm.config.reporting_keys import AlertsConfig, MetricsConfig, ProfileConfig
+from maxlm.config.reporting_keys import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
 
 # The default of a switch that the model's family sets, unless the config does.
 FAMILY: Any = None
@@ -97,6 +97,11 @@ class ModelConfig:
     # Products of the blocks' projections: default (in that type) | fp8 (8-bit floats, in both passes:
     # maxlm/model/fp8.py). For GPUs from Ada and Hopper on; a CPU computes the same, slowly.
     matmul: str = 'default'
+    # How the blocks' kernels are stored: float (in float32, the only one that is trained) | int8 | int4 | fp8, as
+    # maxlm.quantize writes them (maxlm/model/quantized.py).
+    weights: str = 'float'
+    # Inputs of a projection that share a scale; 0 = all.
+    weights_group: int = 0
     # What the backward pass keeps of a block: none (keep all) | dots | dots_no_batch | full (keep the inputs only) |
     # offload (the inputs only, in host memory).
     remat: str = 'none'
@@ -194,21 +199,6 @@ class TrainConfig:
     # Roll back (guard.max_rollbacks), then stop with exit code 1, after so many steps in a row whose loss or gradient
     # spikes or is not finite (each is left out).
     max_skipped_steps: int = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    # Steps between two evaluations on the validation split; 0 = never. The last step is always evaluated otherwise.
-    every: int = 0
-    # Batches of the global batch's size per evaluation; 0 = the whole split.
-    num_batches: int = 0
-    # Beginnings of validation documents (chosen by data.seed) that the model continues at each evaluation, for
-    # samples.jsonl, the log and TensorBoard; 0 = none.
-    samples: int = 0
-    # Texts to continue instead: ('Once upon a time', 'def main(').
-    sample_prompts: tuple = ()
-    # Tokens of a continuation, at most.
-    sample_tokens: int = 64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,33 @@
-"""Keys of what a run tells of itself: alerts, metrics, a profile. They change no result."""
+"""Keys of what a run tells of itself: evaluations, alerts, metrics, a profile.
+
+They change no result, but for what `guard` and `checkpoint.keep_best` make of evaluations.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    # Steps between two evaluations on the validation split; 0 = never. The last step is always evaluated otherwise.
+    every: int = 0
+    # Batches of the global batch's size per evaluation; 0 = the whole split.
+    num_batches: int = 0
+    # Beginnings of validation documents (chosen by data.seed) that the model continues at each evaluation, for
+    # samples.jsonl, the log and TensorBoard; 0 = none.
+    samples: int = 0
+    # Texts to continue instead: ('Once upon a time', 'def main(').
+    sample_prompts: tuple = ()
+    # Tokens of a continuation, at most.
+    sample_tokens: int = 64
+    # Benchmarks of lm-eval by likelihoods, as names (needs the extra `eval`, and the hub) or as paths of task files:
+    # ('arc_easy', 'tasks/mine.yaml').
+    tasks: tuple = ()
+    # Steps between two times that they are run, and at the last step; 0 = never.
+    tasks_every: int = 0
+    # Documents of each, at most; 0 = all.
+    tasks_limit: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ CHOICES = {
     'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float16', 'float32'),
     'model.matmul': ('default', 'fp8'),
+    'model.weights': ('float', 'int8', 'int4', 'fp8'),
     'model.remat': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
     'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
     'optimizer.name': ('adamw', 'muon'),
@@ -68,7 +69,7 @@ BOUNDS: dict[str, tuple[float, bool]] = {
     **{f'train.{key}': (0, True) for key in ('global_batch_tokens', 'seed', 'z_loss')},
     'train.micro_batch': (AUTO, True),
     **{f'train.{key}': (1, True) for key in ('log_every', 'loss_chunk', 'max_skipped_steps')},
-    **{f'eval.{key}': (0, True) for key in ('every', 'num_batches', 'samples')},
+    **{f'eval.{key}': (0, True) for key in ('every', 'num_batches', 'samples', 'tasks_every', 'tasks_limit')},
     'eval.sample_tokens': (1, True),
     **{
         f'optimizer.{key}': (0, True)
@@ -90,6 +91,7 @@ BOUNDS: dict[str, tuple[float, bool]] = {
     **{f'checkpoint.{key}': (0, True) for key in ('every_steps', 'every_minutes', 'keep_best', 'permanent_every')},
     'checkpoint.keep_last': (1, True),
     'model.lora_rank': (0, True),
+    'model.weights_group': (0, True),
     'model.lora_alpha': (0, False),
     'dpo.beta': (0, False),
     **{f'dpo.{key}': (0, True) for key in ('label_smoothing', 'next_token_weight')},
@@ -163,6 +165,11 @@ def validate(config: Config) -> None:
         raise InputError(
             'model.matmul=fp8 with model.dtype=float16: results would leave its range; set model.dtype to bfloat16'
         )
+    if model.weights != 'float':
+        raise InputError(
+            f'model.weights={model.weights}: quantized weights are not trained; set it to float, and quantize the '
+            f'checkpoint afterwards by maxlm.quantize'
+        )
     _check_rotary(model)
     _check_attention_pattern(model)
     check_adapters(model)
@@ -220,6 +227,15 @@ def _check_reports(config: Config) -> None:
             raise InputError(
                 f"eval.sample_prompts: {prompt!r} is no text to continue; needs ('TEXT', …), e.g. ('Once upon a time',)"
             )
+    for task in config.eval.tasks:
+        if not isinstance(task, str) or not task:
+            raise InputError(
+                f"eval.tasks: {task!r} is no task; needs ('NAME', …), e.g. ('arc_easy', 'tasks/mine.yaml')"
+            )
+    if bool(config.eval.tasks) != bool(config.eval.tasks_every):
+        raise InputError(
+            f'eval.tasks={config.eval.tasks} with eval.tasks_every={config.eval.tasks_every}: set both, or none'
+        )
     if config.metrics.wandb and not config.metrics.wandb_project:
         raise InputError("metrics.wandb_project='': name the project that the run is to be in, e.g. maxlm")
 

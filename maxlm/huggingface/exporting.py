@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from etils import epath
 
+from maxlm.config.keys import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import choose, to_config
 from maxlm.huggingface.card import NAME as CARD
@@ -18,11 +20,13 @@ from maxlm.huggingface.directory import Entry, entry_bytes, write_tensors
 from maxlm.huggingface.output import check_new, check_space, new_directory
 from maxlm.huggingface.tensors import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import files_for_export
+from maxlm.model.quantized import weights_of
 from maxlm.posttrain.lora import MergedReader
 from maxlm.runtime.console import progress_bar
 from maxlm.runtime.fetching import find_step_here
 from maxlm.runtime.items import params_item
 from maxlm.runtime.layers import ParamsReader
+from maxlm.runtime.quantizing import DequantizedReader
 from maxlm.runtime.workdir import CONFIG, read_config
 
 
@@ -38,7 +42,8 @@ class Exported(NamedTuple):
 def export_model(
     checkpoint: str, output: str, *, architecture: str, dtype: str, max_shard_size: int, show: bool
 ) -> Exported:
-    """Writes a checkpoint as config.json, safetensors, tokenizer and model card; adapters are merged.
+    """Writes a checkpoint as config.json, safetensors, tokenizer and model card; adapters are merged, kernels that are
+    quantized are made of their codes.
 
     What is held at a time is one parameter of one layer, or the embedding. The same checkpoint gives the same bytes.
 
@@ -60,9 +65,8 @@ def export_model(
     config = read_config(workdir)
     row = choose(config.model, architecture)
     rows = tensors(row.model_type, config.model)
-    stored = ParamsReader(step_directory, params_item(step_directory))
-    reader = MergedReader(stored, config.model, str(step_directory))
-    _check_shapes(reader.shapes, parameter_shapes(rows, config.model.num_layers), step_directory, workdir / CONFIG)
+    reader = open_parameters(step_directory, config.model)
+    check_shapes(reader.shapes, parameter_shapes(rows, config.model.num_layers), step_directory, workdir / CONFIG)
     text = files_for_export(workdir, config.model)
     # `torch_dtype` is what versions before 5 read.
     settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
@@ -91,13 +95,31 @@ def export_model(
     return Exported(directory, row.class_name, parameters, size)
 
 
-def _maker(reader: MergedReader, tensor: Tensor) -> Callable[[], np.ndarray]:
+def open_parameters(step_directory: epath.Path, model: ModelConfig) -> MergedReader | DequantizedReader:
+    """Reads the parameters of a step as those of a plain model in float32.
+
+    Args:
+        step_directory: as `find_step` returns it.
+        model: of its config.
+
+    Raises:
+        InputError: they cannot be read, or are not those of the model.
+    """
+    item = params_item(step_directory)
+    if weights_of(model) is not None:
+        stored = ParamsReader(step_directory, item, may_be_quantized=True)
+        return DequantizedReader(stored, model, str(step_directory))
+    return MergedReader(ParamsReader(step_directory, item), model, str(step_directory))
+
+
+def _maker(reader: MergedReader | DequantizedReader, tensor: Tensor) -> Callable[[], np.ndarray]:
     return lambda: tensor.to_hf([reader.read(path, tensor.layer) for path in tensor.sources])
 
 
-def _check_shapes(
+def check_shapes(
     stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], step_directory: Path, config: Path
 ) -> None:
+    """Raises InputError unless a step has the parameters that a config wants."""
     for path in sorted(stored.keys() | wanted.keys()):
         if stored.get(path) != wanted.get(path):
             raise InputError(

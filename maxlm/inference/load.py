@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
 from maxlm.config.keys import Config
 from maxlm.config.resolve import resolve_on
 from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.inference.quantizing import parse_weights, quantized_config, read_quantized
 from maxlm.planning.chips import capability_of
 from maxlm.runtime.console import logger
 from maxlm.runtime.fetching import find_step_here
 from maxlm.runtime.items import params_item, restore_params
 from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER, read_config
 from maxlm.training.sharding import Layout, make_layout
-from maxlm.training.state import abstract_state
+from maxlm.training.state import abstract_model, param_shardings
 
 
 class LoadedModel(NamedTuple):
@@ -40,14 +42,20 @@ class LoadedModel(NamedTuple):
         return (self.tokenizer.end_of_document, *(() if self.chat is None else (self.chat.end_of_turn,)))
 
 
-def load_model(checkpoint: str, *, num_devices: int) -> LoadedModel:
+def load_model(checkpoint: str, *, num_devices: int, quantize: str = '') -> LoadedModel:
     """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory; a
     workdir may be in a bucket.
 
     The parameters are their moving average where the run kept one. A chat template that cannot be used is a warning.
 
+    Args:
+        checkpoint: where it is.
+        num_devices: how many of the devices here the model is to run on.
+        quantize: kind of weights (int8, int4, fp8) that kernels in float32 are stored as, here and not on the disk;
+            '' = as they are.
+
     Raises:
-        InputError: it is not there, cannot be read, or has no tokenizer.
+        InputError: it is not there, cannot be read, has no tokenizer, or cannot be quantized.
     """
     step_directory = find_step_here(checkpoint)
     workdir = step_directory.parent.parent
@@ -58,17 +66,33 @@ def load_model(checkpoint: str, *, num_devices: int) -> LoadedModel:
             f'put the one of the model at {tokenizer_path}'
         )
     devices = jax.devices()[:num_devices]
+    stored = read_config(workdir)
+    weights = parse_weights(quantize) if quantize else None
     config = resolve_on(
-        read_config(workdir),
+        stored if weights is None else quantized_config(stored, weights, f'--checkpoint={checkpoint}'),
         platform=jax.default_backend(),
         num_devices=num_devices,
         capability=capability_of(devices[0]),
     )
     layout = make_layout(config.mesh, devices)
-    abstract = abstract_state(config, layout).params
-    params = restore_params(step_directory, abstract, item=params_item(step_directory))
+    abstract = _abstract_params(config, layout)
+    if weights is None:
+        params = restore_params(step_directory, abstract, item=params_item(step_directory))
+    else:
+        params = read_quantized(step_directory, stored, weights, abstract)
     tokenizer = Tokenizer.load(tokenizer_path)
     return LoadedModel(config, layout, params, tokenizer, tokenizer_path, int(step_directory.name), _load_chat(workdir))
+
+
+def _abstract_params(config: Config, layout: Layout) -> Any:
+    """Shapes, types and placements. Not those of a state: there is no optimizer for codes."""
+    _, variables = nnx.split(abstract_model(config, layout))
+    shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        shapes,
+        param_shardings(config, layout),
+    )
 
 
 def _load_chat(workdir: Path) -> ChatEncoder | None:

@@ -12,6 +12,7 @@ from flax import nnx
 from maxlm.model import fp8
 from maxlm.model.lora import Adapter
 from maxlm.model.placement import Placement
+from maxlm.model.quantized import Codes, Weights, code_shapes, dequantize, quantize
 
 Initializer = Callable[..., jax.Array]
 # The logical axis of an adapter's rank.
@@ -36,7 +37,8 @@ class Linear(nnx.Module):
 
     The last `len(in_shape)` axes of x are contracted and replaced by `out_shape`. With an adapter there is
     scale · (x · lora_a) · lora_b besides (Hu et al. 2022, "LoRA"), always computed in x's type: lora_a is
-    [*in_shape, rank], lora_b [rank, *out_shape].
+    [*in_shape, rank], lora_b [rank, *out_shape]. After `quantize_kernel` there are kernel_codes and kernel_scales in
+    the kernel's place (`maxlm.model.quantized`).
     """
 
     def __init__(
@@ -65,17 +67,35 @@ class Linear(nnx.Module):
             lora_key = jax.random.fold_in(key, 1)
             lora_a, lora_b = _adapter_parameters(lora_key, adapter.rank, in_shape, out_shape, in_axes, out_axes)
         self.lora_a, self.lora_b = lora_a, lora_b
+        self.weights: Weights | None = None
         self.lora_scale = adapter.scale if adapter else 0.0
         self.num_in = len(in_shape)
         self.out_shape = out_shape
         self.placement = placement
         self.matmul = matmul
 
+    def quantize_kernel(self, weights: Weights) -> None:
+        """Puts codes and scales in the kernel's place; where they do not divide over devices, each has all of them."""
+        assert self.weights is None, 'the kernel is quantized already'
+        assert self.lora_a is None, 'a kernel with an adapter beside it stays'
+
+        def axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
+            parts = map(self.placement.parts, self.axes)
+            return tuple('norm' if size % n else axis for axis, size, n in zip(self.axes, shape, parts, strict=True))
+
+        shape = self.kernel.shape
+        self.weights = weights
+        self.codes_axes, self.scales_axes = map(axes_of, code_shapes(shape, self.num_in, weights))
+        found = quantize(self.kernel[...], self.num_in, weights)
+        del self.kernel
+        self.kernel_codes = nnx.Param(found.codes, axes=self.codes_axes)
+        self.kernel_scales = nnx.Param(found.scales, axes=self.scales_axes)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.shape[: x.ndim - self.num_in]
         flat = math.prod(x.shape[x.ndim - self.num_in :])
         kernel = self._gathered_kernel(x.dtype)
-        if self.matmul == 'fp8':
+        if self.matmul == 'fp8' and self.weights is None:
             # The codes are what travels, a byte each: nothing but a gradient comes of `kernel`.
             codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
             codes = codes._replace(bits=self.placement.gathered(codes.bits, self.axes).reshape(flat, -1))
@@ -100,6 +120,11 @@ class Linear(nnx.Module):
         return x.reshape(-1, flat) @ matrix.reshape(flat, -1)
 
     def _gathered_kernel(self, dtype: jnp.dtype) -> jax.Array:
+        if self.weights is not None:
+            # The codes are what travels.
+            codes = self.placement.gathered(self.kernel_codes[...], self.codes_axes)
+            scales = self.placement.gathered(self.kernel_scales[...], self.scales_axes)
+            return dequantize(Codes(codes, scales), self.num_in, self.weights.kind, dtype)
         return self._gathered(self.kernel, self.axes, dtype)
 
     def _gathered(self, param: nnx.Param, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
@@ -130,7 +155,8 @@ class Linear(nnx.Module):
     def _is_whole(self) -> bool:
         """Whether a device has all of the kernel when it is used, and the product is one of two plain matrices."""
         split = any(self.placement.parts(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
-        return not split and self.matmul != 'fp8'
+        # Kernels that are made of codes would be written to memory to be put side by side.
+        return not split and self.matmul != 'fp8' and self.weights is None
 
 
 def apply_together(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:

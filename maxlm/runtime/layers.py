@@ -31,6 +31,7 @@ from maxlm.runtime.stored import reading, stored_tree
 PIECE = 64 * 2**20
 # Bytes that are on their way to or from the disk at a time: the pieces of it are encoded or decoded in parallel.
 IN_FLIGHT = 4 * PIECE
+FLOAT32 = np.dtype(np.float32)
 
 
 class ParamsReader:
@@ -44,25 +45,28 @@ class ParamsReader:
 
     Attributes:
         shapes: dotted path → stored shape, that of the whole stack for arrays below `blocks`.
+        dtypes: dotted path → type.
     """
 
-    def __init__(self, step_directory: Path, item: str = 'params'):
+    def __init__(self, step_directory: Path, item: str = 'params', *, may_be_quantized: bool = False):
         """Finds what is there, without reading it.
 
         Args:
             step_directory: as `find_step` returns it.
             item: `params`, or `ema` for their moving average (`params_item` says which are used).
+            may_be_quantized: whether arrays may be of other types than float32.
 
         Raises:
-            InputError: the item is missing, cannot be read, or is not of float32.
+            InputError: the item is missing, cannot be read, or is of other types.
         """
         self._path = to_path(step_directory) / item
         tree = stored_tree(self._path)
         described = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
         for name, leaf in described.items():
-            if leaf.dtype != np.float32:
+            if leaf.dtype != np.float32 and not may_be_quantized:
                 raise InputError(f'{self._path}: {name} is of {leaf.dtype}; parameters of maxlm are float32')
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(leaf.shape) for name, leaf in described.items()}
+        self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in described.items()}
         self._pieces = {name: tuple(leaf.storage.chunk_shape) for name, leaf in described.items()}
         self._use_zarr3 = tree.use_zarr3
         checksums = read_checksums(self._path.parent)
@@ -79,7 +83,7 @@ class ParamsReader:
             layer: index along the first axis of a stacked array; None reads all of it.
 
         Returns:
-            float32, of `shapes[path]`, without its first axis when `layer` is given.
+            Of `dtypes[path]` and `shapes[path]`, without its first axis when `layer` is given.
 
         Raises:
             InputError: it cannot be read, or its array is not what was saved.
@@ -101,7 +105,7 @@ class ParamsReader:
             if len(parts) < self.shapes[path][0]:
                 return
             total = sum(self._parts.pop(path).values()) % 2**32
-        found = {path: f'{self.shapes[path]} float32 {total:08x}'}
+        found = {path: f'{self.shapes[path]} {self.dtypes[path].name} {total:08x}'}
         wanted = {name: text for name, text in (self._checksums or {}).items() if name == path}
         check_sums(self._path, {self._path.name: wanted}, found)
 
@@ -114,7 +118,7 @@ class ParamsReader:
         pieces = self._pieces[path]
         if layer is not None:
             stored, pieces = stored[layer], pieces[1:]
-        values = np.empty(stored.shape, np.float32)
+        values = np.empty(stored.shape, self.dtypes[path])
         for rows in _blocks(stored.shape, pieces):
             values[rows] = stored[rows].read().result()
         return values
@@ -125,21 +129,19 @@ class StreamedArray:
     """An array that is made while it is written.
 
     Attributes:
-        shape: of the whole array, its stack over layers included. Its type is float32.
+        shape: of the whole array, its stack over layers included.
         read: for a stacked array, layer index → that layer, of `shape[1:]`; for others, None → the whole of `shape`.
             It is called once for each, in order, and what it returned is let go before the next call.
         stacked: whether the first axis is that of layers.
+        dtype: of what `read` returns.
     """
 
     shape: tuple[int, ...]
     read: Callable[[int | None], np.ndarray]
     stacked: bool
+    dtype: np.dtype = FLOAT32
 
     # What Orbax asks of an array.
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.float32)
-
     @property
     def size(self) -> int:
         return math.prod(self.shape)
@@ -202,7 +204,9 @@ class _Stream(type_handlers.TypeHandler):
             spec['metadata']['chunks'] = [1] * axis + list(_piece(value.shape[axis:]))
             stored = await tensorstore.open(tensorstore.Spec(spec), create=True, open=True, context=info.ts_context)
             for layer in range(value.shape[0]) if value.stacked else (None,):
-                await _write(stored if layer is None else stored[layer], value.read(layer))
+                part = value.read(layer)
+                assert part.dtype == value.dtype, (part.dtype, value.dtype)
+                await _write(stored if layer is None else stored[layer], part)
         return []
 
     # Abstract in Orbax, so they have to be here. It never calls them: it reads by the handler that `typestr` names.
@@ -215,7 +219,6 @@ class _Stream(type_handlers.TypeHandler):
 
 async def _write(stored: tensorstore.TensorStore, values: np.ndarray) -> None:
     assert values.shape == stored.shape, (values.shape, stored.shape)
-    assert values.dtype == np.float32, values.dtype
     for rows in _blocks(values.shape, _piece(values.shape)):
         try:
             await stored[rows].write(values[rows], can_reference_source_data_indefinitely=True)

@@ -35,6 +35,7 @@ from maxlm.runtime.spending import Spending
 from maxlm.runtime.start import reference_facts, start_state
 from maxlm.runtime.stepping import Stepping
 from maxlm.runtime.summary import headline, log_end, log_start, start_facts
+from maxlm.runtime.tasks import open_tasks, task_text
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.runtime.workdir import describe_run
 from maxlm.training.decisions import (
@@ -121,6 +122,7 @@ class Loop:
         if start:
             self._diary.event('resumed', f'going on from step {start}', step=start, from_step=start)
         feed.open(config, self._layout)
+        self._tasks = open_tasks(config, self._layout, feed.tokenizer_path)
         self._observers = Observers(self._stack, config, workdir=self._home.workdir, life=self._diary.life)
         log_start(config, self._abstract, self._forecast, peak=self._peak, price=self._diary.price)
         self._pace = Pace(
@@ -201,7 +203,8 @@ class Loop:
                 owed |= times.due(step, num_steps=num_steps)
                 # Who is told to stop has little time: then the state is saved and nothing else is done.
                 validate = _due(step, config.eval.every, num_steps) and (not told or step == num_steps)
-                if told or owed or validate or step == num_steps:
+                examine = _due(step, config.eval.tasks_every, num_steps) and (not told or step == num_steps)
+                if told or owed or validate or examine or step == num_steps:
                     # Waits for the step here, where the wait still counts as the step's own time.
                     with watchdog.waiting():
                         reporter.flush()
@@ -214,6 +217,8 @@ class Loop:
                     if validate:
                         loss = self._evaluate(step, state)
                         decisions = after_evaluation(decisions, loss, config.guard)
+                    if examine:
+                        self._examine(step, state)
                     decisions = self._spend(step, decisions, look=owed or told or validate)
                     why = ended(config, decisions, step)
                     if why:
@@ -237,6 +242,13 @@ class Loop:
             self._reporter.sampled(step, self._feed.sample(evaluated_params(state)))
         self._diary.event('evaluated', text, step=step, loss=result.loss)
         return result.loss
+
+    def _examine(self, step: int, state: TrainState) -> None:
+        """Runs the benchmarks and tells of them."""
+        assert self._tasks, 'tell() made them, since eval.tasks_every is set'
+        with self._pace.paused('eval'), self._timeline.phase('evaluation'):
+            scores = self._tasks(evaluated_params(state))
+            self._reporter.wrote(step, scores, task_text(scores))
 
     def go_back(self, plan: Rollback, decisions: Decisions) -> tuple[TrainState, Decisions]:
         """The state of an older checkpoint, and the decisions with what is left out from there."""

@@ -63,6 +63,7 @@ METRICS: dict[str, Metric] = {
     'eval/pass_at_k': Metric('', 'grpo: share of prompts of which one of grpo.eval_samples responses is right'),
     'eval/length': Metric('tokens', 'grpo: mean length of the likeliest responses'),
     'eval/loss/*': Metric('nats/token', 'eval/loss over the tokens of one source'),
+    'eval/tasks/*': Metric('', 'a number of a benchmark of eval.tasks, as lm-eval names it: arc_easy/acc'),
     'eval/tokens/*': Metric('tokens', 'predicted tokens of one source in the evaluation'),
     'data/share/*': Metric('', 'share of one source in all windows so far'),
     'data/epoch/*': Metric('epochs', 'passes over one source so far'),
@@ -217,7 +218,7 @@ def lowest_loss(workdir: Path, *, up_to: int) -> float:
 
 
 def _pattern(name: str) -> str:
-    """The row of a metric that is told by source: train/loss/web → train/loss/*."""
+    """The row of a metric that is told by source or task: train/loss/web → train/loss/*."""
     return '/'.join([*name.split('/')[:2], '*'])
 
 

@@ -19,6 +19,7 @@ from maxlm.data.outage import fault
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.data.tokenizer_extension import why_no_extension
 from maxlm.errors import InputError
+from maxlm.model.quantized import CODES
 from maxlm.runtime import integrity
 from maxlm.runtime.console import logger
 from maxlm.runtime.items import check_params, params_item, restore_params
@@ -125,6 +126,10 @@ def open_origin(step: epath.Path, config: Config, abstract: Params, *, tokenizer
     if (sums := integrity.read_checksums(step)) is not None:
         # What is damaged may look like anything.
         integrity.check_descriptions(path, sums, descriptions(has))
+    if any(name.endswith(f'.{CODES}') for name in has):
+        raise InputError(
+            f'{path}: quantized weights are not trained; set train.init_from to the checkpoint that they were made of'
+        )
     wants = named_leaves(abstract)
     before = _config_of(step)
     _check_adapters(path, has, wants, config.model, None if before is None else before.model)

@@ -98,7 +98,7 @@ class Reporter:
         return text
 
     def wrote(self, step: int, metrics: dict[str, float], text: str) -> None:
-        """What the model wrote to learn from, before `step`."""
+        """Numbers beside those of a step: what the model wrote to learn from before it, tasks after it."""
         self._write(step, metrics)
         logger.info(f'step {step:>7}  {text}')
 

@@ -1,0 +1,209 @@
+"""The server beside Transformers' `generate` on the same weights: `python -m benchmarks.serve [--output=FILE]`.
+
+A Llama of random weights is written in the format of Transformers, served by `maxlm.serve`, and loaded by Transformers
+in a process of its own, both in float32 on all cores. 1, 8 and 32 clients ask over HTTP, each for one answer after the
+other, streamed. Transformers gets the same prompts at once, in batches of every size up to the number of clients, of
+which the best counts. The sides take turns; ratios are of medians over rounds. Before, the first greedy tokens of both
+are compared. Needs maxlm's `dev` extra.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.step import machine
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.runtime.console import progress_bar
+
+SIZES = {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 8192, 'context': 1024}
+CLIENTS = (1, 8, 32)
+PROMPT_TOKENS = (16, 128)
+NEW_TOKENS = 96
+REQUESTS_PER_CLIENT = 2
+# Tokens that both sides must agree on.
+SAME = 16
+
+
+def main(argv: list[str]) -> int:
+    """Measures, prints a table, writes JSON."""
+    parser = ArgumentParser(prog='benchmarks.serve', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--rounds', type=int, default=3, help='turns of each side (default 3)')
+    parser.add_argument('--clients', default=','.join(map(str, CLIENTS)), help='numbers with commas between them')
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(argv)
+    if options.rounds < 1:
+        raise InputError(f'--rounds={options.rounds}: must be at least 1')
+    clients = [int(part) for part in options.clients.split(',')]
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Peer(Path(folder) / 'model')
+        server = Server(Path(folder) / 'model')
+        try:
+            results = measure(server, peer, clients, options.rounds)
+        finally:
+            server.end()
+            peer.end()
+    for result in results:
+        ours, theirs = result['maxlm'], result['transformers']
+        print(
+            f'{result["clients"]:3} clients: maxlm {ours["tokens_per_second"]:7.1f} tokens/s, first token '
+            f'{ours["first_token_seconds"]:.3f} s; Transformers {theirs["tokens_per_second"]:7.1f}, '
+            f'{theirs["first_token_seconds"]:.3f} s (batch {theirs["batch"]}); ratio {result["ratio"]:.2f}'
+        )
+    if options.output:
+        options.output.write_text(
+            json.dumps({'machine': machine(), 'sizes': SIZES, 'new_tokens': NEW_TOKENS, 'results': results}, indent=1)
+            + '\n'
+        )
+    return EXIT_DONE
+
+
+def measure(server: Server, peer: Peer, clients: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Both sides for each number of clients, in turns."""
+    rng = np.random.default_rng(0)
+    probe = rng.integers(2, SIZES['vocab'], 20).tolist()
+    ours, theirs = server.ask(probe, NEW_TOKENS)[0][:SAME], peer.work([probe], 1, NEW_TOKENS)['tokens'][0][:SAME]
+    if ours != theirs:
+        raise SystemExit(f'not the same model: {ours} and {theirs}')
+    found: dict[int, dict[str, list[dict[str, float]]]] = {n: {'maxlm': [], 'transformers': []} for n in clients}
+    with progress_bar(total=rounds * len(clients), initial=0, unit='turn', show=True) as bar:
+        for _ in range(rounds):
+            for number in clients:
+                lengths = rng.integers(*PROMPT_TOKENS, number * REQUESTS_PER_CLIENT)
+                prompts = [rng.integers(2, SIZES['vocab'], length).tolist() for length in lengths]
+                found[number]['maxlm'].append(server.serve(prompts, number))
+                found[number]['transformers'].append(_best_batch(peer, prompts, number))
+                bar.update()
+    results = []
+    for number, sides in found.items():
+        medians: dict[str, dict[str, float]] = {
+            side: {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+            for side, turns in sides.items()
+        }
+        ratio = medians['maxlm']['tokens_per_second'] / medians['transformers']['tokens_per_second']
+        results.append({'clients': number, **medians, 'ratio': ratio, 'turns': sides})
+    return results
+
+
+def _best_batch(peer: Peer, prompts: list[list[int]], clients: int) -> dict[str, float]:
+    sizes = [2**k for k in range(clients.bit_length()) if 2**k <= clients]
+    turns = []
+    for size in sizes[-3:]:
+        told = peer.work(prompts, size, NEW_TOKENS)
+        rate = len(prompts) * NEW_TOKENS / told['seconds']
+        turns.append(
+            {'tokens_per_second': rate, 'first_token_seconds': statistics.mean(told['first']), 'batch': float(size)}
+        )
+    return max(turns, key=lambda turn: turn['tokens_per_second'])
+
+
+class Server:
+    """`maxlm.serve` in a process of its own."""
+
+    def __init__(self, model: Path):
+        command = [sys.executable, '-m', 'maxlm.serve', f'--checkpoint={model}', '--port=0', f'--slots={max(CLIENTS)}']
+        environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        found = re.search(r'http://([\d.]+):(\d+)', line)
+        if not found:
+            raise SystemExit(f'the server ended with {self._process.wait()}')
+        self._address = found[1], int(found[2])
+
+    def ask(self, prompt: list[int], num: int) -> tuple[list[int], float, float]:
+        """Ids of a greedy answer, and seconds to its first and its last token."""
+        connection = http.client.HTTPConnection(*self._address, timeout=600)
+        body = {'prompt': prompt, 'max_tokens': num, 'temperature': 0, 'stream': True, 'ignore_eos': True}
+        start = time.perf_counter()
+        connection.request('POST', '/v1/completions', json.dumps(body), {'Content-Type': 'application/json'})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise SystemExit(f'the server answered {response.status}: {response.read().decode()[:500]}')
+        first, text = 0.0, ''
+        for line in response:
+            if line.startswith(b'data: {'):
+                first = first or time.perf_counter() - start
+                text += json.loads(line[6:])['choices'][0]['text']
+        connection.close()
+        # The tokenizer's text is numbers.
+        return [int(number) for number in text.split()], first, time.perf_counter() - start
+
+    def serve(self, prompts: list[list[int]], clients: int) -> dict[str, float]:
+        """All prompts by so many clients, each of which has an equal share."""
+        firsts: list[float] = []
+
+        def work(number: int) -> None:
+            for prompt in prompts[number::clients]:
+                ids, first, _ = self.ask(prompt, NEW_TOKENS)
+                assert len(ids) == NEW_TOKENS, len(ids)
+                firsts.append(first)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(firsts) != len(prompts):
+            raise SystemExit('a request to the server failed')
+        seconds = time.perf_counter() - start
+        return {
+            'tokens_per_second': len(prompts) * NEW_TOKENS / seconds,
+            'first_token_seconds': statistics.mean(firsts),
+        }
+
+    def end(self) -> None:
+        """Stops it."""
+        self._process.terminate()
+        self._process.wait()
+
+
+class Peer:
+    """Transformers in a process of its own, which makes the model first."""
+
+    def __init__(self, model: Path):
+        command = [sys.executable, '-m', 'benchmarks.serve_peer', str(model), json.dumps(SIZES)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()
+
+    def work(self, prompts: list[list[int]], batch: int, num: int) -> dict[str, Any]:
+        """Greedy answers in batches: their ids, seconds to the first token of each and to the end of all."""
+        assert self._process.stdin
+        print(json.dumps({'prompts': prompts, 'batch': batch, 'num': num}), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def end(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f'Transformers ended with {self._process.wait()}')
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def run() -> None:
+    """Entry of `python -m benchmarks.serve`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,78 @@
+"""Transformers' side of `benchmarks.serve`: makes a model, then answers lines of JSON on stdin with lines on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from maxlm.data.tokenizer import make_tokenizer
+
+
+def main(directory: Path, sizes: dict[str, int]) -> None:
+    """Writes a Llama of random weights with a tokenizer, says so, and works until stdin ends."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=sizes['vocab'],
+        hidden_size=sizes['dim'],
+        intermediate_size=sizes['ffn'],
+        num_hidden_layers=sizes['layers'],
+        num_attention_heads=sizes['heads'],
+        max_position_embeddings=sizes['context'],
+        # Spread, so that rounding does not decide which token is the likeliest.
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(directory)
+    # Text is numbers: what tokens say does not matter here.
+    make_tokenizer(f'ids:{sizes["vocab"]}:0', []).save(directory / 'tokenizer.json')
+    print(json.dumps({'parameters': model.num_parameters()}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(work(model, **json.loads(line))), flush=True)
+
+
+class _FirstToken(transformers.StoppingCriteria):
+    """Asked after every token; notes when the first one came and stops nothing."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.time = self.time or time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def work(model: Any, prompts: list[list[int]], batch: int, num: int) -> dict[str, Any]:
+    """Greedy answers of `num` tokens, `batch` prompts at a time, padded on the left."""
+    tokens, first = [], []
+    start = time.perf_counter()
+    for begin in range(0, len(prompts), batch):
+        part = prompts[begin : begin + batch]
+        longest = max(map(len, part))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in part])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in part])
+        noted = _FirstToken()
+        with torch.inference_mode():
+            rows = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=num,
+                min_new_tokens=num,
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=transformers.StoppingCriteriaList([noted]),
+            )
+        tokens += rows[:, longest:].tolist()
+        first += [noted.time - start] * len(part)
+    return {'tokens': tokens, 'first': first, 'seconds': time.perf_counter() - start}
+
+
+if __name__ == '__main__':
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,157 @@
+"""HumanEval and MBPP: programs that the model writes, run against the tests of their problems in the sandbox.
+
+Problems come from the files that their authors published (`HumanEval.jsonl`, `mbpp.jsonl`, also compressed).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.errors import InputError, os_message
+from maxlm.evaluation.backend import Completes
+from maxlm.evaluation.measures import Measure, mean_of
+from maxlm.inference.requests import Request
+from maxlm.inference.sampling import Sampling
+from maxlm.posttrain.scoring import Scorer, is_right, pass_at_k
+
+# Chen et al. 2021, "Evaluating Large Language Models Trained on Code": where a function's body is over; and where text
+# about it begins.
+HUMANEVAL_STOPS = ('\nclass', '\ndef', '\n#', '\nif', '\nprint', '\n```')
+# Where the tests of a problem, or text, would begin again after the program.
+MBPP_STOPS = ('\nclass', '\nassert', '\n"""', '\nprint', '\nif', '\n```')
+# Austin et al. 2021, "Program Synthesis with Large Language Models": the numbers of the problems that are for tests.
+MBPP_TEST = range(11, 511)
+# pass@k is told for those of them that there are samples for.
+TOLD_K = (1, 10, 100)
+
+
+class Problem(NamedTuple):
+    """What the model goes on from, and the task by which the sandbox judges what it writes."""
+
+    name: str
+    prompt: str
+    task: dict[str, Any]
+
+
+class ProgramsConfig(NamedTuple):
+    """How programs are drawn: `temperature` counts from two samples on, a single one is the likeliest."""
+
+    num_samples: int
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+class ProgramResults(NamedTuple):
+    """`rewards` float32 [problems, samples], 1 = all tests passed; `records` for a file, one for each sample."""
+
+    measures: list[Measure]
+    rewards: np.ndarray
+    records: list[dict[str, Any]]
+
+
+class Suite(NamedTuple):
+    """Problems of one kind."""
+
+    name: str
+    problems: list[Problem]
+    stops: tuple[str, ...]
+
+
+def open_suite(kind: str, path: str, *, limit: int | None = None) -> Suite:
+    """The problems of a file; `kind` is one of KINDS.
+
+    Raises:
+        InputError: the file cannot be read or is of another format.
+    """
+    make, stops = KINDS[kind]
+    problems = []
+    for number, row in enumerate(_rows(path), start=1):
+        try:
+            problem = make(row)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f'has no {error}' if isinstance(error, KeyError) else str(error)
+            raise InputError(f'--tasks={kind}:{path}: line {number} {reason}; it has: {", ".join(row)}') from error
+        if problem is not None:
+            problems.append(problem)
+    if not problems:
+        wanted = f' with task_id {MBPP_TEST[0]} to {MBPP_TEST[-1]}, those for tests' if kind == 'mbpp' else ''
+        raise InputError(f'--tasks={kind}:{path}: holds no problem{wanted}')
+    return Suite(kind, problems[:limit], stops)
+
+
+def solve(suite: Suite, engine: Completes, tokenizer: Tokenizer, config: ProgramsConfig) -> ProgramResults:
+    """Has the model write `num_samples` programs for each problem, and judges them.
+
+    Raises:
+        InputError: a problem does not fit into the model's context, or this machine cannot run programs safely.
+    """
+    S = config.num_samples
+    sampling = Sampling(temperature=0) if S == 1 else Sampling(temperature=config.temperature, top_p=0.95)
+    prompts = tokenizer.encode_batch([problem.prompt for problem in suite.problems])
+    requests = [
+        Request(tuple(ids.tolist()), config.max_tokens, sampling, seed=config.seed, num_samples=S, stops=suite.stops)
+        for ids in prompts
+    ]
+    # Before hours of writing, not after: whether the machine can run programs.
+    with Scorer('all_tests') as scorer:
+        written = [[sample.text for sample in samples] for samples in engine.complete(requests)]
+        responses = [text for samples in written for text in samples]
+        tasks = [problem.task for problem in suite.problems for _ in range(S)]
+        rewards = scorer.score(responses, tasks).rewards.reshape(-1, S)
+    passed = is_right(rewards).sum(axis=1)
+    found = [
+        mean_of(f'{suite.name}/pass@{k}', np.array([pass_at_k(S, int(c), k) for c in passed])) for k in TOLD_K if k <= S
+    ]
+    records = [
+        {'task_id': problem.name, 'completion': text, 'passed': bool(is_right(reward))}
+        for problem, texts, row in zip(suite.problems, written, rewards, strict=True)
+        for text, reward in zip(texts, row, strict=True)
+    ]
+    return ProgramResults(found, rewards, records)
+
+
+def _humaneval(row: Mapping[str, Any]) -> Problem:
+    prompt, entry = str(row['prompt']), str(row['entry_point'])
+    tests = f'{row["test"]}\n\ncheck({entry})\n'
+    # The prompt ends within the function that the program goes on with.
+    return Problem(str(row['task_id']), prompt, {'prefix': prompt, 'tests': tests})
+
+
+def _mbpp(row: Mapping[str, Any]) -> Problem | None:
+    if int(row['task_id']) not in MBPP_TEST:
+        return None
+    tests = list(row['test_list'])
+    # As Fried et al. 2023, "InCoder", ask: the task and a test in a docstring. The reviewed file says `prompt`.
+    text = row['text'] if 'text' in row else row['prompt']
+    prompt = f'"""\n{text}\n{tests[0]}\n"""\n'
+    imports = [str(row.get('test_setup_code') or ''), *row.get('test_imports', ())]
+    return Problem(str(row['task_id']), prompt, {'tests': [text for text in (*imports, *tests) if text]})
+
+
+KINDS: dict[str, tuple[Callable[[Mapping[str, Any]], Problem | None], tuple[str, ...]]] = {
+    'humaneval': (_humaneval, HUMANEVAL_STOPS),
+    'mbpp': (_mbpp, MBPP_STOPS),
+}
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    try:
+        content = Path(path).read_bytes()
+        text = (gzip.decompress(content) if path.endswith('.gz') else content).decode()
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, EOFError) as error:
+        reason = os_message(error) if isinstance(error, OSError) else 'ends too early'
+        raise InputError(f'{path}: {reason}') from error
+    except ValueError as error:
+        raise InputError(f'{path} is not JSON Lines: {error}') from error
+    if not all(isinstance(row, dict) for row in rows):
+        raise InputError(f'{path}: a line is no JSON object')
+    return rows

@@ -1,0 +1,160 @@
+"""A fact hidden in a long text: is it found, at which length of the text and at which depth?
+
+After Kamradt 2023, "Needle In A Haystack". The text is of sentences that have nothing to do with the fact, which is a
+number drawn anew each time. It is found where the model holds the right number to be likelier than the others
+(`choice`), and retrieved where each of its tokens is the likeliest of all (`retrieved`), which is what greedy decoding
+would write.
+
+Shapes: N lengths, D depths.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.evaluation.measures import Measure, mean_of
+from maxlm.inference.likelihood import Scorer, Span
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SHORTEST = 256
+CHOICES = 10
+FACT = ' The secret number of {place} is {number}.'
+QUESTION = ' The secret number of {place} is'
+ANSWER = ' {number}'
+PLACES = ('Arlen', 'Bexley', 'Corwen', 'Dunmore', 'Elstow', 'Farrow', 'Glenby', 'Hartwell', 'Ingram', 'Jarrow')
+FILLER = (
+    'The river rises in spring and leaves fine sand on the lower meadows.',
+    'Most of the houses on the hill were built of grey stone from the quarry.',
+    'A baker who starts before dawn sells the first bread to people on their way to work.',
+    'In the library, old maps lie in flat drawers, away from the light.',
+    'Wind from the west brings rain, and wind from the east brings clear and cold days.',
+    'The ferry crosses the bay when the tide is high enough for its keel.',
+    'Children learn the names of trees by their leaves, and later by their bark.',
+    'A good path follows the slope and does not fight it.',
+    'The clock on the tower is two minutes late, and everyone knows it.',
+    'Apples that are stored in a dry cellar keep until the next blossom.',
+    'Musicians tune their instruments again when the hall grows warm.',
+    'Ships used to wait behind the island until the storm had passed.',
+    'The market moves to the square when the hall is too small for it.',
+    'Farmers turn the hay twice, so that it dries on both sides.',
+    'Letters that arrive on Friday are answered on Monday.',
+    'The road to the north is closed in winter, when snow lies on the pass.',
+)
+
+
+class NeedleConfig(NamedTuple):
+    """`lengths` in tokens, the question and its answer included; `trials` in each cell."""
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...] = DEPTHS
+    trials: int = 5
+    seed: int = 0
+
+
+class NeedleResults(NamedTuple):
+    """Shares of the trials, float64 [lengths, depths]; by chance `choice` is 1 / CHOICES."""
+
+    config: NeedleConfig
+    choice_ND: np.ndarray
+    retrieved_ND: np.ndarray
+    measures: list[Measure]
+
+
+def default_lengths(context: int) -> tuple[int, ...]:
+    """Powers of two from SHORTEST on, and the model's context."""
+    lengths = [SHORTEST]
+    while lengths[-1] * 2 < context:
+        lengths.append(lengths[-1] * 2)
+    return tuple(dict.fromkeys(min(length, context) for length in (*lengths, context)))
+
+
+def find_needles(scorer: Scorer, tokenizer: Tokenizer, config: NeedleConfig, *, show: bool = False) -> NeedleResults:
+    """Hides facts at all lengths and depths, and asks for them.
+
+    Raises:
+        InputError: a length is beyond the model's context, or too short for fact and question.
+    """
+    for length in config.lengths:
+        if length > scorer.max_length:
+            raise InputError(f'--needle_lengths: {length} is beyond the context of the model, {scorer.max_length}')
+    N, D = len(config.lengths), len(config.depths)
+    spans = list(_spans(tokenizer, config))
+    found = scorer.score(spans, show=show)
+    log_prob = np.array([score.log_prob for score in found]).reshape(N, D, config.trials, CHOICES)
+    is_greedy = np.array([score.is_greedy for score in found]).reshape(log_prob.shape)
+    # The first choice is the right one; of equals none is found.
+    choice = np.asarray((log_prob[..., :1] > log_prob[..., 1:]).all(axis=-1))
+    retrieved = is_greedy[..., 0]
+    measures = []
+    for place, length in enumerate(config.lengths):
+        measures.append(mean_of(f'needle/{length}/choice', choice[place].ravel()))
+        measures.append(mean_of(f'needle/{length}/retrieved', retrieved[place].ravel()))
+    return NeedleResults(config, choice.mean(axis=2), retrieved.mean(axis=2), measures)
+
+
+def _spans(tokenizer: Tokenizer, config: NeedleConfig) -> Iterator[Span]:
+    """Of each length, depth and trial: the right answer, and others."""
+    sentences = [ids.tolist() for ids in tokenizer.encode_batch_inside([f' {text}' for text in FILLER])]
+    for length in config.lengths:
+        for depth in config.depths:
+            for trial in range(config.trials):
+                # A trial has the same fact and the same filler at every depth.
+                rng = random.Random(f'{config.seed} {length} {trial}')
+                yield from _trial(tokenizer, sentences, rng, length, depth)
+
+
+def _trial(
+    tokenizer: Tokenizer, sentences: Sequence[list[int]], rng: random.Random, length: int, depth: float
+) -> Iterator[Span]:
+    place = rng.choice(PLACES)
+    numbers = rng.sample(range(1000, 10_000), CHOICES)
+    texts = [FACT.format(place=place, number=numbers[0]), QUESTION.format(place=place)]
+    answers = [ANSWER.format(number=number) for number in numbers]
+    fact, question, *continuations = (ids.tolist() for ids in tokenizer.encode_batch_inside([*texts, *answers]))
+    room = length - len(fact) - len(question) - max(map(len, continuations))
+    if room < 0:
+        raise InputError(
+            f'--needle_lengths: {length} tokens are too few for fact and question; give {length - room} or more'
+        )
+    haystack: list[list[int]] = []
+    while sum(map(len, haystack)) + min(map(len, sentences)) <= room:
+        fitting = [sentence for sentence in sentences if len(sentence) <= room - sum(map(len, haystack))]
+        haystack.append(rng.choice(fitting))
+    # Between sentences.
+    cut = round(depth * len(haystack))
+    context = list(itertools.chain(*haystack[:cut], fact, *haystack[cut:], question))
+    for continuation in continuations:
+        yield Span(context, continuation)
+
+
+def draw_needles(results: NeedleResults, title: str) -> Figure:
+    """Two heat maps: which number is the likeliest, and whether it would be written."""
+    from matplotlib.figure import Figure
+
+    config = results.config
+    figure = Figure(figsize=(4.6 + 1.1 * len(config.lengths), 3.6), layout='constrained')
+    figure.suptitle(title, fontsize=11, fontweight='bold', x=0.01, ha='left')
+    panels = {f'likeliest of {CHOICES} numbers': results.choice_ND, 'greedy answer': results.retrieved_ND}
+    for axes, (name, shares_ND) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+        image = axes.imshow(shares_ND.T, vmin=0, vmax=1, cmap='viridis', aspect='auto')
+        axes.set_title(name, fontsize=10, loc='left')
+        axes.set_xticks(range(len(config.lengths)), [f'{length:,}' for length in config.lengths])
+        axes.set_xlabel('length of the text in tokens')
+        axes.tick_params(length=0)
+        for (n, d), share in np.ndenumerate(shares_ND):
+            axes.text(n, d, f'{share:.2f}', ha='center', va='center', color='black' if share > 0.6 else 'white')
+    first = figure.axes[0]
+    first.set_yticks(range(len(config.depths)), [f'{depth:.0%}' for depth in config.depths])
+    first.set_ylabel('depth of the fact')
+    figure.colorbar(image, ax=figure.axes, label='share of trials')
+    return figure

@@ -1,0 +1,132 @@
+"""Store a trained model in 8 or 4 bits: `python -m maxlm.quantize --checkpoint=CKPT --weights=int8 --output=WORKDIR`.
+
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory. The kernels of the blocks become codes
+with scales; embedding, head, norms and biases stay as they are. WORKDIR is used like any other, but not trained. Then
+the loss of both on the validation split is told, on the data of the run or on --data; --no_evaluate leaves that out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+
+from maxlm.data.corpus import Corpus, open_corpus
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.inference.load import load_model
+from maxlm.inference.quantizing import Quantized, parse_weights, quantize_checkpoint
+from maxlm.model.quantized import DEFAULT_GROUPS, KINDS
+from maxlm.runtime.compile_cache import keep_programs
+from maxlm.runtime.console import Console, progress_bar
+from maxlm.runtime.evaluation import evaluate
+from maxlm.runtime.fetching import find_step_here
+from maxlm.runtime.workdir import TOKENIZER, read_config
+from maxlm.training.step import make_eval_step
+
+
+def main(argv: list[str]) -> int:
+    """Writes the quantized model and prints sizes and losses before and after."""
+    options = _parser().parse_args(argv)
+    weights = parse_weights(options.weights, options.group)
+    if options.num_batches < 0:
+        raise InputError(f'--num_batches={options.num_batches}: must be at least 0 (0 = the whole split)')
+    with Console():
+        # Before anything is written: that there is nothing to evaluate on shows at once.
+        corpus = None if options.no_evaluate else _open_corpus(options.checkpoint, options.data)
+        done = quantize_checkpoint(options.checkpoint, options.output, weights, show=True)
+        losses = []
+        if corpus is not None:
+            both = options.checkpoint, str(done.workdir)
+            losses = [_loss(checkpoint, corpus, options.num_batches) for checkpoint in both]
+    print(_table(done, weights.kind, losses))
+    return EXIT_DONE
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog='maxlm.quantize',
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    groups = ', '.join(f'{kind}: {group}' for kind, group in DEFAULT_GROUPS.items())
+    parser.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
+    parser.add_argument('--weights', required=True, choices=KINDS, help='what the kernels of the blocks are stored as')
+    parser.add_argument(
+        '--group', type=int, help=f'inputs that share a scale, at most; 0 = all (default, by kind: {groups})'
+    )
+    parser.add_argument('--output', required=True, help='workdir to make')
+    parser.add_argument('--data', help="data set of maxlm.prepare to evaluate on (default: the run's)")
+    parser.add_argument('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
+    parser.add_argument('--no_evaluate', action='store_true', help='do not compare the losses')
+    return parser
+
+
+def _open_corpus(checkpoint: str, path: str | None) -> Corpus:
+    workdir = Path(find_step_here(checkpoint).parent.parent)
+    data = read_config(workdir).data
+    data = dataclasses.replace(data, path=path, sources=()) if path else data
+    corpus = open_corpus(data, tell_sources=False)
+    dataset = corpus.first
+    if Tokenizer.load(dataset.tokenizer_path).sha256 != Tokenizer.load(workdir / TOKENIZER).sha256:
+        raise InputError(
+            f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
+            f'prepare the data with --tokenizer {workdir / TOKENIZER}, or leave the comparison out by --no_evaluate'
+        )
+    num_tokens, _ = corpus.validation_counts
+    if not num_tokens:
+        raise InputError(
+            f'{dataset.path} has no validation documents; prepare it with --validation PATH, or leave the comparison '
+            f'out by --no_evaluate'
+        )
+    return corpus
+
+
+def _loss(checkpoint: str, corpus: Corpus, num_batches: int) -> float:
+    """Of text, in nats per token, whatever the model was trained on last."""
+    model = load_model(checkpoint, num_devices=jax.device_count())
+    keep_programs(model.config.train.compile_cache)
+    config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
+    global_batch = config.train.global_batch
+    batches = corpus.validation_batches(global_batch, num_batches, model.layout.local_rows(global_batch))
+    with (
+        corpus.fetcher(None, 0),
+        progress_bar(total=len(batches), initial=0, unit='batch', show=True) as bar,
+    ):
+
+        def read(index: int) -> dict:
+            bar.update()
+            return batches[index]
+
+        step = jax.jit(make_eval_step(config, model.layout, len(corpus.names)))
+        in_order = map(read, range(len(batches)))
+        return evaluate(step, model.params, in_order, layout=model.layout, global_batch=global_batch).loss
+
+
+def _table(done: Quantized, kind: str, losses: list[float]) -> str:
+    rows = [['weights', 'in memory', 'on disk', 'loss', 'difference']]
+    sizes = (('float32', done.memory_before, done.disk_before), (kind, done.memory_after, done.disk_after))
+    for index, (name, memory, disk) in enumerate(sizes):
+        loss = f'{losses[index]:.4f}' if losses else '-'
+        difference = f'{100 * (losses[1] / losses[0] - 1):+.2f} %' if losses and index else ''
+        rows.append([name, f'{memory / 1e6:,.2f} MB', f'{disk / 1e6:,.2f} MB', loss, difference])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f'{row[0]:<{widths[0]}}  '
+        + '  '.join(f'{cell:>{width}}' for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+    return '\n'.join([f'{done.workdir}: step {done.step} in {kind}', *(line.rstrip() for line in lines)])
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.quantize` and `maxlm quantize`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,149 @@
+"""Serve a model over HTTP: `python -m maxlm.serve --checkpoint=CKPT`, then http://127.0.0.1:8000.
+
+CKPT is a workdir (its step of the lowest validation loss, else the newest), `WORKDIR@STEP`, one step's directory, or a
+directory of Hugging Face Transformers. OpenAI's clients are answered at /v1, a browser gets a page to talk to the
+model. Runs on one device. SIGTERM and Ctrl-C finish the requests that run; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from maxlm.errors import ArgumentParser, InputError, exit_code, os_message
+from maxlm.runtime.console import Console, logger
+
+API_KEY = 'MAXLM_API_KEY'
+_NEEDED = ('fastapi', 'uvicorn', 'prometheus_client')
+
+
+def main(argv: list[str]) -> int:
+    """Loads, warms up, and serves until it is told to stop."""
+    options = _parser().parse_args(argv)
+    _check_extra()
+    # Of the extra, as all that imports them.
+    from maxlm.inference.engine import Engine
+    from maxlm.inference.load import load_model
+    from maxlm.runtime.compile_cache import keep_programs
+    from maxlm.serving.asking import Served
+    from maxlm.serving.checkpoint import found_checkpoint, name_of
+    from maxlm.serving.limits import Limits
+    from maxlm.serving.running import Running, bind, is_loopback, run_until_told, url_of
+
+    api_key = _api_key(options.api_key_file)
+    for origin in options.allow_origin:
+        _check_origin(origin)
+    limits = Limits(
+        max_body=options.max_body,
+        max_tokens=options.max_tokens,
+        max_waiting=options.max_waiting,
+        max_seconds=options.max_seconds,
+        drain_seconds=options.drain_seconds,
+    )
+    with Console():
+        # Before the model is read: that a port is taken shows at once.
+        listener = bind(options.host, options.port)
+        if not is_loopback(listener) and not api_key:
+            logger.warning(
+                f'--host={options.host}: whoever reaches this machine can use the model; '
+                f'set --api_key_file or {API_KEY}, or listen on 127.0.0.1'
+            )
+        with found_checkpoint(options.checkpoint) as checkpoint:
+            model = load_model(checkpoint, num_devices=1)
+        keep_programs(model.config.train.compile_cache)
+        engine = Engine(
+            model,
+            num_slots=options.slots,
+            max_context=options.context,
+            cache=options.cache,
+            max_waiting=options.max_waiting,
+        )
+        engine.warm_up(logger.info)
+        name = options.name or name_of(options.checkpoint)
+        served = Served(name, model.step, model.tokenizer, model.chat, engine)
+        running = Running(
+            served,
+            limits,
+            listener,
+            api_key=api_key,
+            origins=options.allow_origin,
+            on_ready=lambda: print(f'serving {name} (step {model.step}) at {url_of(listener)}', flush=True),
+        )
+        return run_until_told(running)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog='maxlm.serve', allow_abbrev=False, description=__doc__)
+    parser.add_argument(
+        '--checkpoint', required=True, help="workdir, WORKDIR@STEP, a step's directory, or one of Transformers"
+    )
+    parser.add_argument('--host', default='127.0.0.1', help='address to listen on (%(default)s)')
+    parser.add_argument('--port', type=int, default=8000, help='0 = any that is free (%(default)s)')
+    parser.add_argument('--api_key_file', default='', help=f'file of the key to ask clients for; else {API_KEY}')
+    parser.add_argument('--name', default='', help='of the model (default: of its directory)')
+    parser.add_argument('--slots', type=int, default=8, help='samples that are drawn at a time (%(default)s)')
+    parser.add_argument('--context', type=int, default=0, help="tokens of prompt and answer; 0 = the model's context")
+    parser.add_argument(
+        '--cache', choices=('model', 'int8'), default='model', help='type of keys and values (%(default)s)'
+    )
+    parser.add_argument('--max_tokens', type=int, default=0, help='of one answer; 0 = what the context leaves')
+    parser.add_argument(
+        '--max_waiting', type=int, default=256, help='samples that wait for a slot; 0 = no limit (%(default)s)'
+    )
+    parser.add_argument('--max_seconds', type=float, default=600, help='for one request (%(default)s)')
+    parser.add_argument('--max_body', type=int, default=4 * 2**20, help='bytes of one request (%(default)s)')
+    parser.add_argument(
+        '--drain_seconds', type=float, default=30, help='for the last requests at the end (%(default)s)'
+    )
+    parser.add_argument(
+        '--allow_origin',
+        action='append',
+        default=[],
+        metavar='ORIGIN',
+        help='pages that may ask besides its own, e.g. https://chat.example.org; can be given several times',
+    )
+    return parser
+
+
+def _check_extra() -> None:
+    for name in _NEEDED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise InputError(f"maxlm.serve needs {name}: pip install 'maxlm[serve]'") from error
+
+
+def _api_key(path: str) -> str:
+    """The key of the file or the environment; '' for none."""
+    if not path:
+        key, source = os.environ.get(API_KEY, ''), API_KEY
+    else:
+        source = f'--api_key_file={path}'
+        try:
+            key = Path(path).read_text(encoding='utf-8').strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = os_message(error) if isinstance(error, OSError) else 'not UTF-8'
+            raise InputError(f'{source}: {reason}') from error
+        if not key:
+            raise InputError(f'{source}: is empty; write the key into it')
+    if not (key.isascii() and key.isprintable() and ' ' not in key):
+        raise InputError(f'{source}: a key has printable ASCII characters without blanks')
+    return key
+
+
+def _check_origin(origin: str) -> None:
+    parts = urlsplit(origin)
+    if parts.scheme not in ('http', 'https') or not parts.hostname or f'{parts.scheme}://{parts.netloc}' != origin:
+        raise InputError(f'--allow_origin={origin}: must be like https://chat.example.org, without a path')
+
+
+def run() -> None:
+    """Entry of `python -m maxlm.serve` and `maxlm serve`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,150 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp
+
+from maxlm.serving.answering import Answer
+from maxlm.serving.answers import Writer
+from maxlm.serving.asking import Questions, ask_chat, ask_completions
+from maxlm.serving.errors import ApiError
+from maxlm.serving.guard import (
+    CHAT,
+    COMPLETIONS,
+    HEALTH,
+    METRICS,
+    MODELS,
+    PAGE,
+    Access,
+    Guard,
+    broken,
+    error_response,
+)
+from maxlm.serving.metrics import CONTENT_TYPE
+from maxlm.serving.page import Page
+from maxlm.serving.schema import Asked, parse_chat, parse_completion
+from maxlm.serving.service import Service
+
+
+def make_app(service: Service, access: Access, *, origins: Collection[str] = ()) -> ASGIApp:
+    """The app of a service; pages of `origins` may read its answers."""
+    # No pages of documentation: they load scripts from elsewhere.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_fault)
+    created = int(time.time())
+    served, limits = service.served, service.limits
+    page = Page()
+
+    @app.api_route(PAGE, methods=['GET', 'HEAD'])
+    async def show_page() -> Response:
+        return HTMLResponse(page.text, headers={'content-security-policy': page.policy, 'cache-control': 'no-cache'})
+
+    @app.api_route(HEALTH, methods=['GET', 'HEAD'])
+    async def health() -> Response:
+        state = 'failed' if service.pump.failed else 'draining' if service.draining else 'ok'
+        return JSONResponse({'status': state}, 200 if state == 'ok' else 503)
+
+    @app.get(METRICS)
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), headers={'content-type': CONTENT_TYPE})
+
+    def model() -> dict[str, Any]:
+        # What the page needs to know besides OpenAI's four.
+        return {
+            'id': served.name,
+            'object': 'model',
+            'created': created,
+            'owned_by': 'maxlm',
+            'step': served.step,
+            'max_context': served.engine.max_context,
+            'max_tokens': limits.max_tokens or None,
+            'chat': served.chat is not None,
+        }
+
+    @app.get(MODELS)
+    async def list_models() -> Response:
+        return JSONResponse({'object': 'list', 'data': [model()]})
+
+    @app.get(MODELS + '/{name:path}')
+    async def show_model(name: str) -> Response:
+        service.check_model(name)
+        return JSONResponse(model())
+
+    async def answer(request: Request, *, chat: bool) -> Response:
+        try:
+            body = await service.bodies.read(request)
+        except ClientDisconnect:
+            # Nobody is there to be told.
+            return Response(status_code=499)
+        try:
+            asked = await service.encode(parse_chat if chat else parse_completion, body)
+            service.check_model(asked.model)
+            ask = ask_chat if chat else ask_completions
+            questions = await service.encode(ask, asked, served, max_tokens=limits.max_tokens)
+        finally:
+            service.bodies.release(body)
+        return _answer(service, asked, questions, chat=chat, started=request.scope['state']['started'])
+
+    @app.post(COMPLETIONS)
+    async def complete(request: Request) -> Response:
+        return await answer(request, chat=False)
+
+    @app.post(CHAT)
+    async def chat(request: Request) -> Response:
+        return await answer(request, chat=True)
+
+    guarded = Guard(app, service, access)
+    if not origins:
+        return guarded
+    # Outermost: a browser asks whether it may ask without a key, and pages are to read errors too.
+    return CORSMiddleware(
+        guarded, allow_origins=list(origins), allow_methods=['GET', 'POST'], allow_headers=['*'], max_age=600
+    )
+
+
+def _answer(service: Service, asked: Asked, questions: Questions, *, chat: bool, started: float) -> Response:
+    samples = asked.n or 1
+    writer = Writer(
+        chat=chat,
+        model=service.served.name,
+        step=service.served.step,
+        spelling=service.spelling,
+        log_probs=questions.requests[0].top_log_probs is not None,
+        echoes=[echo for echo in questions.echoes for _ in range(samples)],
+    )
+    options = asked.stream_options
+    return Answer(
+        service.ask(questions.requests, started=started),
+        writer,
+        prompt_tokens=sum(len(one.prompt) for one in questions.requests),
+        stream=bool(asked.stream),
+        with_usage=bool(options and options.include_usage),
+    )
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    told = {404: f'there is nothing at {request.url.path[:100]}', 405: f'{request.method} is not done at this path'}
+    code = {404: 'not_found', 405: 'method_not_allowed'}.get(error.status_code)
+    message = told.get(error.status_code, str(error.detail))
+    return error_response(ApiError(error.status_code, message, code=code, headers=error.headers))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return error_response(broken())

@@ -1,0 +1,93 @@
+"""A connection of uvicorn that does not wait for ever: neither for the head of a request nor for a client to read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from maxlm.serving.errors import ApiError
+from maxlm.serving.limits import Limits
+
+
+class Connection(H11Protocol):
+    """With deadlines. Cut off, it looks to the app like a client that is gone."""
+
+    limits = Limits()
+    _stalled: asyncio.TimerHandle | None = None
+    _listening: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for the head of a request."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            transport.abort()
+            return
+        self._listen()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends all waiting."""
+        self._stop(self._stalled)
+        self._stop(self._listening)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Waits on for as long as no request is there."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop(self._listening)
+            self._listening = None
+        elif self._listening is None:
+            self._listen()
+
+    def pause_writing(self) -> None:
+        """The client takes nothing more."""
+        self._stop(self._stalled)
+        self._stalled = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self._stop(self._stalled)
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        """A client that does not take the end of its answer is cut off too, and one that does not ask again."""
+        super().on_response_complete()
+        self._stop(self._listening)
+        self._listening = None
+
+    def send_400_response(self, msg: str) -> None:
+        """To what is no HTTP; where an answer is on its way, nothing more can be said."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        body = json.dumps(ApiError(400, 'this is no HTTP request', code='invalid_http').body).encode()
+        headers = [
+            (b'content-type', b'application/json'),
+            (b'content-length', str(len(body)).encode()),
+            (b'connection', b'close'),
+        ]
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b'Bad Request'),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b'')
+        self.transport.close()
+
+    def _listen(self) -> None:
+        self._listening = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
+
+    @staticmethod
+    def _stop(timer: Any) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+def connection_class(limits: Limits) -> type[Connection]:
+    """The class whose connections have these limits: uvicorn makes them itself."""
+    return type('Connection', (Connection,), {'limits': limits})

@@ -1,0 +1,30 @@
+"""What --tasks asks for."""
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.evaluation.requested import Requested, parse_tasks
+
+
+@pytest.mark.parametrize(
+    ('text', 'found'),
+    [
+        ('arc_easy', Requested(('arc_easy',), (), False)),
+        ('needle', Requested((), (), True)),
+        ('a, b.yaml ,a', Requested(('a', 'b.yaml'), (), False)),
+        (
+            'humaneval:x.jsonl,mbpp:y/z.jsonl.gz',
+            Requested((), (('humaneval', 'x.jsonl'), ('mbpp', 'y/z.jsonl.gz')), False),
+        ),
+        # Without a file it is lm-eval's.
+        ('humaneval,needle', Requested(('humaneval',), (), True)),
+    ],
+)
+def test_parts(text, found):
+    assert parse_tasks(text) == found
+
+
+@pytest.mark.parametrize('text', [',', 'a,', ' '])
+def test_empty_parts(text):
+    with pytest.raises(InputError, match='needs names with commas between'):
+        parse_tasks(text)

@@ -1,0 +1,74 @@
+"""Which tokenizers llama.cpp has, by the split of text into words and by what begins texts."""
+
+import json
+
+import pytest
+
+from maxlm.data.tokenizer import bytes_tokenizer, train_bpe
+from maxlm.errors import InputError
+from maxlm.huggingface.gguf_tokenizer import vocabulary
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r'\s+(?!\S)|\s+'
+)
+BEGIN = {'SpecialToken': {'id': '<|endoftext|>', 'type_id': 0}}
+TEXT = {'Sequence': {'id': 'A', 'type_id': 0}}
+
+
+@pytest.fixture(scope='module')
+def facts():
+    return json.loads(train_bpe(['to be or not to be'], 260).to_json())
+
+
+def found(facts, **changed):
+    return vocabulary(json.dumps({**facts, **changed}), 262, 'tokenizer.json')
+
+
+def split_by(facts, pattern, **changed):
+    first = {'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False, **changed}
+    steps = [first, {**facts['pre_tokenizer'], 'use_regex': False}]
+    return {'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': steps}}
+
+
+def test_splits_that_llama_cpp_has(facts):
+    assert found(facts).split == 'gpt-2'
+    assert found(facts, **split_by(facts, LLAMA3)).split == 'llama-bpe'
+    qwen = split_by(facts, LLAMA3.replace('{1,3}', ''))
+    assert found(facts, **qwen, normalizer={'type': 'NFC'}).split == 'qwen2'
+    # Where nothing is merged, words do not matter.
+    assert json.loads(bytes_tokenizer().to_json())['pre_tokenizer']['use_regex'] is False
+    assert vocabulary(bytes_tokenizer().to_json(), 257, 'tokenizer.json').split == 'gpt-2'
+
+
+@pytest.mark.parametrize('changed', ['pattern', 'behavior', 'words', 'blank', 'normalizer', 'none'])
+def test_splits_that_it_has_not(facts, changed):
+    settings = {
+        'pattern': split_by(facts, LLAMA3.replace('{1,3}', '{1,2}')),
+        'behavior': split_by(facts, LLAMA3, behavior='Removed'),
+        'words': {'pre_tokenizer': {**facts['pre_tokenizer'], 'use_regex': False}},
+        'blank': {'pre_tokenizer': {**facts['pre_tokenizer'], 'add_prefix_space': True}},
+        'normalizer': {'normalizer': {'type': 'Lowercase'}},
+        'none': {'pre_tokenizer': None},
+    }[changed]
+    with pytest.raises(InputError, match='splits text into words'):
+        found(facts, **settings)
+
+
+def test_what_begins_texts(facts):
+    template = {'type': 'TemplateProcessing', 'single': [BEGIN, TEXT]}
+    assert found(facts, post_processor={'type': 'Sequence', 'processors': [{'type': 'ByteLevel'}, template]}).begins
+    assert not found(facts, post_processor={**template, 'single': [TEXT]}).begins
+    assert not found(facts).begins
+
+
+def test_kinds_of_tokens(facts):
+    added = {**facts['added_tokens'][0], 'id': 260, 'content': '<tool>', 'special': False}
+    vocabulary_of = found(facts, added_tokens=[*facts['added_tokens'], added])
+    assert [vocabulary_of.types[index] for index in (0, 1, 260, 261)] == [3, 1, 4, 5]
+    assert (vocabulary_of.tokens[260], vocabulary_of.tokens[261]) == ('<tool>', '[PAD261]')
+
+
+def test_bytes_as_a_last_resort_are_none_of_it(facts):
+    with pytest.raises(InputError, match='bytes as a last resort'):
+        found(facts, model={**facts['model'], 'byte_fallback': True})

@@ -1,0 +1,202 @@
+"""Likelihoods of continuations against one forward pass for each, on any mesh; cutting of long texts."""
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.errors import InputError
+from maxlm.inference import likelihood
+from maxlm.inference.likelihood import SHORTEST_ROW, Likelihood, Scorer, Span, pack, scored_slots, windows
+from maxlm.inference.load import LoadedModel
+from maxlm.training.state import abstract_model, abstract_state
+from tests.small import small_config, small_layout
+
+CONTEXT = 96
+VOCAB = 257
+MODEL = {'model__dim': 16, 'model__vocab_size': 264, 'model__max_positions': CONTEXT}
+FAMILIES = {
+    'gpt2': {'model__family': 'gpt2'},
+    'llama': {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__logit_softcap': 5.0},
+    'dynamic': {'model__family': 'llama', 'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
+}
+MESHES = {
+    'one device': {},
+    'data and tensor': {'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 2},
+    'context': {'mesh__context': 2, 'mesh__data': 1, 'mesh__fsdp': 4},
+    'stages': {'mesh__stage': 2, 'mesh__data': 4, 'train__micro_batch': 1},
+}
+
+pytestmark = pytest.mark.usefixtures('compile_once')
+
+
+@functools.cache
+def load(family='llama', mesh='one device'):
+    axes = MESHES[mesh]
+    config = small_config(num_devices=8 if axes else 1, **{**MODEL, **FAMILIES[family], **axes})
+    layout = small_layout(config)
+    rng = np.random.default_rng(1)
+
+    def random(path, leaf):
+        values = rng.normal(path[-1].key == 'scale', 0.3, leaf.shape)
+        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
+
+    params = jax.tree_util.tree_map_with_path(random, abstract_state(config, layout).params)
+    return LoadedModel(config, layout, params, bytes_tokenizer(), Path('tokenizer.json'), 1)
+
+
+@functools.cache
+def scorer(family='llama', mesh='one device'):
+    return Scorer(load(family, mesh))
+
+
+@functools.cache
+def forward(family):
+    model = load(family)
+    graph, _ = nnx.split(abstract_model(model.config, model.layout))
+
+    @jax.jit
+    def log_probs(params, tokens_1T):
+        decoder = nnx.merge(graph, params)
+        return jax.nn.log_softmax(decoder.logits(decoder(tokens_1T)[0])[0])
+
+    return lambda tokens: np.asarray(log_probs(model.params, np.array([tokens], np.int32)))
+
+
+def naive(family, span):
+    """One forward pass of the whole text."""
+    text = [*span.context, *span.continuation][-(CONTEXT + 1) :]
+    # What stands behind a token does not matter to it, so one length serves all.
+    log_probs = forward(family)([*text[:-1], *[0] * (CONTEXT + 1 - len(text))])
+    places = range(len(text) - 1 - len(span.continuation), len(text) - 1)
+    found = [log_probs[place, token] for place, token in zip(places, span.continuation, strict=True)]
+    likeliest = [int(np.argmax(log_probs[place])) for place in places]
+    return Likelihood(float(np.sum(found)), likeliest == list(span.continuation))
+
+
+@functools.cache
+def spans():
+    """Contexts and continuations of all lengths; several of one context; some too long; some greedy."""
+    rng = np.random.default_rng(0)
+
+    def text(length):
+        return rng.integers(0, VOCAB, length).tolist()
+
+    made = [Span(text(context), text(rng.integers(1, 9))) for context in rng.integers(1, CONTEXT + 30, 40)]
+    shared = text(20)
+    made += [Span(shared, [choice]) for choice in (1, 2, 3)] + [Span(shared, text(4)), Span(text(1), text(CONTEXT))]
+    for context in (shared, text(7)):
+        tokens = list(context)
+        for _ in range(3):
+            padded = [*tokens, *[0] * (CONTEXT - len(tokens))]
+            tokens.append(int(np.argmax(forward('llama')(padded)[len(tokens) - 1])))
+        made.append(Span(context, tokens[len(context) :]))
+    return made
+
+
+def agree(found, expected):
+    assert [score.is_greedy for score in found] == [score.is_greedy for score in expected]
+    np.testing.assert_allclose([s.log_prob for s in found], [s.log_prob for s in expected], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+def test_each_span_is_scored_as_alone(family):
+    expected = [naive(family, span) for span in spans()]
+    agree(scorer(family).score(spans()), expected)
+    if family == 'llama':
+        assert {score.is_greedy for score in expected} == {False, True}
+        # Small batches cut the rows otherwise; the order of the spans does not matter.
+        agree(Scorer(load(family), batch_tokens=SHORTEST_ROW).score(spans()[::-1])[::-1], expected)
+
+
+def test_where_the_rotation_depends_on_the_length_texts_are_alone():
+    few = spans()[:3] + spans()[-2:]
+    rows = [row for rows, _ in scorer('dynamic')._batches([10, 20, 30]) for row in rows]
+    assert rows == [[2], [1], [0]]
+    assert [row for rows, _ in scorer()._batches([10, 20, 30]) for row in rows] == [[2, 1, 0]]
+    found = scorer('dynamic').score(few)
+    agree(found[3:], scorer('dynamic').score(few[3:]))
+    assert len({score.log_prob for score in found}) == 5
+
+
+def test_a_span_that_is_off_by_one_would_be_found(monkeypatch):
+    expected = [naive('llama', span) for span in spans()]
+    monkeypatch.setattr(likelihood, 'scored_slots', lambda length, num: range(length - num - 1, length - 1))
+    usual = [number for number, span in enumerate(spans()) if len(span.context) > 1]
+    found = scorer().score([spans()[number] for number in usual])
+    with pytest.raises(AssertionError):
+        agree(found, [expected[number] for number in usual])
+
+
+def test_texts_in_one_row_do_not_see_each_other(monkeypatch):
+    original = likelihood._arrays
+
+    def one_segment(rows, B, T):
+        tokens, segments, positions = original(rows, B, T)
+        return tokens, np.minimum(segments, 1), positions
+
+    expected = [naive('llama', span) for span in spans()]
+    monkeypatch.setattr(likelihood, '_arrays', one_segment)
+    with pytest.raises(AssertionError):
+        agree(scorer().score(spans()), expected)
+
+
+@pytest.mark.parametrize('mesh', [name for name in MESHES if name != 'one device'])
+def test_the_mesh_does_not_matter(mesh):
+    agree(scorer('llama', mesh).score(spans()), scorer().score(spans()))
+
+
+def test_texts_that_are_read_alike_are_read_once(monkeypatch):
+    read = []
+    original = likelihood._arrays
+    monkeypatch.setattr(likelihood, '_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
+    choices = [Span([5, 6, 7], [choice]) for choice in range(10)]
+    scorer().score([*choices, Span([5, 6, 8], [1])])
+    ((row,),) = read
+    assert [len(reading.spans) for reading in row] == [10, 1]
+
+
+def test_shapes_are_few():
+    small = Scorer(load(), batch_tokens=2 * SHORTEST_ROW)
+    lengths = [1000, 900, 400, *[100] * 60, 90]
+    batches = list(small._batches(lengths))
+    # Full batches, and a last one.
+    assert [(T, small._num_rows(len(rows), T)) for rows, T in batches] == [(1024, 1)] * 3 + [(512, 2)] * 6 + [(512, 1)]
+    assert sorted(number for rows, _ in batches for row in rows for number in row) == list(range(64))
+
+
+def test_rows_are_filled():
+    lengths = [70, 60, 50, 40, 30, 20, 10, 10]
+    rows = pack(range(8), lengths, 100)
+    assert sorted(number for row in rows for number in row) == list(range(8))
+    assert [sum(lengths[number] for number in row) for row in rows] == [100, 100, 90]
+
+
+def test_which_slots_are_scored():
+    assert list(scored_slots(5, 2)) == [3, 4]
+    assert list(scored_slots(1, 1)) == [0]
+
+
+@pytest.mark.parametrize('length', [0, 1, 7, 8, 9, 16, 17, 30])
+def test_windows_are_those_of_lm_eval(length):
+    utils = pytest.importorskip('lm_eval.utils')
+    tokens = list(range(100, 100 + length))
+    theirs = utils.get_rolling_token_windows(tokens, prefix_token=0, max_seq_len=8, context_len=1)
+    assert windows(tokens, 0, 8) == [tuple(utils.make_disjoint_window(pair)) for pair in theirs]
+    # Each token once.
+    assert [token for span in windows(tokens, 0, 8) for token in span.continuation] == tokens
+
+
+def test_what_cannot_be_scored():
+    for span, message in (
+        (Span([], [1]), 'request 1 has no context'),
+        (Span([1], []), 'request 1 has no continuation'),
+        (Span([1], [2] * (CONTEXT + 1)), f'has {CONTEXT + 1} tokens, and the context of the model is {CONTEXT}'),
+    ):
+        with pytest.raises(InputError, match=message):
+            scorer().score([Span([1], [2]), span])
+    assert scorer().score([]) == []

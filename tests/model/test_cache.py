@@ -1,0 +1,79 @@
+"""Slots of a cache: which position is where, who may look at it, and what 8 bits keep."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.model.cache import LayerCache, init_caches, slots_and_mask
+from tests.small import small_config
+
+
+def test_layers_share_a_cache_with_those_that_see_as_far():
+    config = small_config(model__num_layers=5, model__sliding_window=3, model__attention_pattern='SSL').model
+    caches = init_caches(config, 2, 200, chunk=10)
+    # What four tokens back and ten new ones need, in whole units; all that see everything have all positions.
+    assert {window: cache.key_LBKSH.shape[0] for window, cache in caches.items()} == {0: 1, 3: 4}
+    assert {window: cache.num_slots for window, cache in caches.items()} == {0: 200, 3: 64}
+    assert {cache.num_slots for cache in init_caches(config, 2, 200).values()} == {200}
+
+
+@pytest.mark.parametrize('window', [0, 5])
+def test_a_ring_has_what_the_window_sees(window):
+    """Against a list of positions that are written one after the other, in chunks of several sizes."""
+    S = 64 if window else 200
+    config = small_config(model__sliding_window=window, model__attention_pattern='S' if window else 'L').model
+    cache = init_caches(config, 1, 200, chunk=16)[window]
+    assert cache.num_slots == S
+    held = np.full(S, -1)
+    start = 0
+    for size in [16, 1, 7, 16, 16, 1, 1, 16, 16, 16, 13, 1, 16, 9]:
+        count = size - 2 if size > 4 else size
+        positions = jnp.arange(start, start + size)[None]
+        slots, mask = slots_and_mask(cache, positions, jnp.array([start + count]), window=window, num_slots=0)
+        slots, mask = np.asarray(slots)[0], np.asarray(mask)[0]
+        # Padding goes nowhere.
+        assert np.all(slots[count:] == S)
+        held[slots[:count]] = np.arange(start, start + count)
+        for row, query in enumerate(range(start, start + count)):
+            first = max(0, query - window + 1) if window else 0
+            assert sorted(held[mask[row]]) == list(range(first, query + 1))
+        start += count
+    # It has gone round.
+    assert start > S or not window
+
+
+def test_no_more_is_looked_at_than_there_is():
+    cache = init_caches(small_config().model, 2, 50)[0]
+    _, mask = slots_and_mask(cache, jnp.array([[3], [9]]), jnp.array([4, 10]), window=0, num_slots=16)
+    assert mask.shape == (2, 1, 16)
+    assert mask.sum(axis=(1, 2)).tolist() == [4, 10]
+    # A row that rests sees nothing.
+    assert not slots_and_mask(cache, jnp.zeros((2, 1), int), jnp.zeros(2, int), window=0, num_slots=0)[1].any()
+
+
+def test_8_bits_keep_what_is_written():
+    config = small_config(model__num_kv_heads=2).model
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(scale=3, size=(1, 4, 2, 8)), jnp.float32) for _ in range(2))
+    slots = jnp.array([[0, 1, 2, 9]])
+
+    def written(int8):
+        (cache,) = init_caches(config, 1, 9, int8=int8).values()
+        new = jax.jit(lambda k, v: LayerCache(cache, jnp.array(1)).write(slots, k, v).cache)(k, v)
+        return LayerCache(new, jnp.array(1)).read(9), LayerCache(new, jnp.array(0)).read(9)
+
+    (exact, other), (codes, _) = written(False), written(True)
+    # Heads before slots; slot 9 is not there, and the layer beside has nothing.
+    np.testing.assert_array_equal(exact.key_BKSH[0, :, :3], np.swapaxes(k[0, :3], 0, 1))
+    assert not np.any(exact.key_BKSH[0, :, 3:])
+    assert not np.any(other.value_BKSH)
+    for found, scale, wanted in (
+        (codes.key_BKSH, codes.key_scale_BKS, exact.key_BKSH),
+        (codes.value_BKSH, codes.value_scale_BKS, exact.value_BKSH),
+    ):
+        assert found.dtype == jnp.int8
+        error = np.abs(found * scale[..., None] - wanted)[:, :, :3]
+        largest = np.abs(wanted).max(axis=-1, keepdims=True)[:, :, :3]
+        assert np.all(error <= largest / 254 * 1.01)
+        assert error.max() > 0

@@ -1,0 +1,132 @@
+"""A headless Chromium that is typed into and looked at, by its DevTools protocol."""
+
+import base64
+import contextlib
+import itertools
+import json
+import re
+import subprocess
+import time
+
+from websockets.sync.client import connect
+
+from tests.reporting.browser import find_browser
+
+KEYS = {'Enter': ('Enter', 13, '\r'), 'Escape': ('Escape', 27, '')}
+SHIFT, CONTROL = 8, 2
+
+
+class Tab:
+    """A page of a browser, which ends with it.
+
+    Attributes:
+        faults: what the console and the page complained of.
+        requests: addresses of all that the page asked for.
+    """
+
+    def __init__(self, folder):
+        command = [
+            find_browser(),
+            *('--headless', '--no-sandbox', '--disable-gpu', '--hide-scrollbars', '--no-first-run'),
+            *('--disable-background-networking', '--disable-component-update', '--remote-debugging-port=0'),
+            *(f'--user-data-dir={folder}', 'about:blank'),
+        ]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        address = next(found[1] for line in self._process.stderr if (found := re.search(r'(ws://\S+)', line)))
+        self._stack = contextlib.ExitStack()
+        self._socket = self._stack.enter_context(connect(address, max_size=None, compression=None))
+        self._ids = itertools.count(1)
+        self._session = None
+        self.faults, self.requests = [], []
+        target = next(one for one in self.send('Target.getTargets')['targetInfos'] if one['type'] == 'page')
+        given = {'targetId': target['targetId'], 'flatten': True}
+        self._session = self.send('Target.attachToTarget', **given)['sessionId']
+        for domain in ('Page', 'Runtime', 'Network', 'Log'):
+            self.send(f'{domain}.enable')
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+        self._process.kill()
+        self._process.wait()
+        self._process.stderr.close()
+
+    def send(self, method, **parameters):
+        """The result of a command; events that come before it are noted."""
+        number = next(self._ids)
+        session = {'sessionId': self._session} if self._session else {}
+        self._socket.send(json.dumps({'id': number, 'method': method, 'params': parameters, **session}))
+        while True:
+            told = json.loads(self._socket.recv(timeout=60))
+            if told.get('id') == number:
+                assert 'error' not in told, told
+                return told['result']
+            self._note(told.get('method'), told.get('params', {}))
+
+    def _note(self, method, told):
+        if method == 'Runtime.exceptionThrown':
+            self.faults.append(told['exceptionDetails'].get('exception', {}).get('description', 'exception'))
+        elif method == 'Runtime.consoleAPICalled' and told['type'] in ('error', 'warning', 'assert'):
+            self.faults.append(str(told['args']))
+        elif method == 'Log.entryAdded' and told['entry']['level'] in ('error', 'warning'):
+            self.faults.append(f'{told["entry"]["text"]} {told["entry"].get("url", "")}')
+        elif method == 'Network.requestWillBeSent':
+            self.requests.append(told['request']['url'])
+
+    def look(self, *, width, height=800, dark=False, mobile=False):
+        """Sets the window and the colours of the system."""
+        size = {'width': width, 'height': height, 'deviceScaleFactor': 1, 'mobile': mobile}
+        self.send('Emulation.setDeviceMetricsOverride', **size)
+        scheme = {'name': 'prefers-color-scheme', 'value': 'dark' if dark else 'light'}
+        self.send('Emulation.setEmulatedMedia', features=[scheme])
+
+    def open(self, url):
+        """Goes to a page and waits until it knows its model."""
+        self.send('Page.navigate', url=url)
+        self.until("document.getElementById('about')?.textContent || document.querySelector('.fault')")
+
+    def run(self, script):
+        """The value of an expression."""
+        told = self.send('Runtime.evaluate', expression=script, awaitPromise=True, returnByValue=True)
+        assert 'exceptionDetails' not in told, told
+        return told['result'].get('value')
+
+    def until(self, script, seconds=20):
+        """Waits until an expression is true; the time is only for what never comes."""
+        end = time.monotonic() + seconds
+        while not (value := self.run(f'Boolean({script})')):
+            assert time.monotonic() < end, f'never true: {script}; {self.faults}'
+            time.sleep(0.01)
+        return value
+
+    def texts(self, selector):
+        """The text of each element."""
+        return self.run(f'[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)')
+
+    def click(self, selector):
+        """Clicks in the middle of the last element, as a mouse does."""
+        script = (
+            f'(() => {{ const found = [...document.querySelectorAll({json.dumps(selector)})].at(-1); '
+            'found.scrollIntoView({ block: "nearest" }); const box = found.getBoundingClientRect(); '
+            'return [box.x + box.width / 2, box.y + box.height / 2]; })()'
+        )
+        x, y = self.run(script)
+        for kind in ('mouseMoved', 'mousePressed', 'mouseReleased'):
+            self.send('Input.dispatchMouseEvent', type=kind, x=x, y=y, button='left', clickCount=1)
+
+    def type(self, text):
+        """Writes where the cursor is."""
+        self.send('Input.insertText', text=text)
+
+    def press(self, name, *, modifiers=0):
+        """Presses a key."""
+        key, code, text = KEYS[name]
+        given = {'key': key, 'code': key, 'windowsVirtualKeyCode': code, 'modifiers': modifiers}
+        self.send('Input.dispatchKeyEvent', type='keyDown', text='' if modifiers & CONTROL else text, **given)
+        self.send('Input.dispatchKeyEvent', type='keyUp', **given)
+
+    def picture(self, path):
+        """A screenshot."""
+        path.write_bytes(base64.b64decode(self.send('Page.captureScreenshot', format='png')['data']))

@@ -1,0 +1,136 @@
+"""An engine without a model: it says what it is told to, one byte a step, and breaks, blocks and fills up on demand."""
+
+import collections
+import itertools
+import threading
+import time
+
+from maxlm.data.chat_template import CHATML, ChatTemplate
+from maxlm.data.chat_tokens import ChatEncoder
+from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.errors import InputError
+from maxlm.inference.requests import Delta, DrawnToken, EngineState, QueueFullError
+from maxlm.serving.asking import Served
+
+SAID = 'The quick brown fox jumps over the lazy dog, and “über” is one word. '
+
+
+class FakeTicket:
+    def __init__(self):
+        self.cancelled = False
+
+    def cancel(self):
+        self.cancelled = True
+
+
+class _Sample:
+    def __init__(self, request, number, listener, ticket, said):
+        self.request, self.number, self.listener, self.ticket = request, number, listener, ticket
+        shift = (request.seed + number) % len(said) if request.sampling.temperature else 0
+        self.bytes = itertools.cycle((said[shift:] + said[:shift]).encode())
+        self.drawn = bytearray()
+        self.shown = 0
+
+    def step(self):
+        """The next delta."""
+        token = next(self.bytes)
+        self.drawn.append(token)
+        text = self.drawn.decode(errors='ignore')
+        finish = 'length' if len(self.drawn) == self.request.max_tokens else None
+        for stop in self.request.stops:
+            if stop in text:
+                text, finish = text.partition(stop)[0], 'stop'
+        # What may be the start of a stop is held back.
+        longest = max(map(len, self.request.stops), default=1) - 1
+        until = len(text) if finish else max(self.shown, len(text) - longest)
+        new, self.shown = text[self.shown : until], until
+        top = self.request.top_log_probs
+        others = tuple(((token + i) % 256, -0.5 - i) for i in range(top or 0))
+        drawn = DrawnToken(token, float('nan') if top is None else -0.5, others)
+        return Delta(self.number, new, (drawn,), finish)
+
+
+class FakeEngine:
+    """Has the interface of maxlm.inference.engine.Engine."""
+
+    def __init__(self, *, num_slots=8, max_context=512, max_waiting=64, said=SAID, seconds=0.0):
+        self.max_context, self.num_slots, self.max_waiting = max_context, num_slots, max_waiting
+        self.said, self.seconds = said, seconds
+        # Steps draw while it is set; `broken` is raised by the next step.
+        self.open = threading.Event()
+        self.open.set()
+        self.broken = None
+        # The newest request.
+        self.asked = None
+        self._new = threading.Condition()
+        self._waiting, self._running = collections.deque(), []
+        self._prompt_tokens = self._drawn_tokens = self._passes = 0
+
+    def check(self, request):
+        if len(request.prompt) + request.max_tokens > self.max_context:
+            raise InputError(f'max_tokens={request.max_tokens}: does not fit')
+
+    def submit(self, request, listener):
+        self.check(request)
+        self.asked = request
+        with self._new:
+            if len(self._waiting) + request.num_samples > self.max_waiting > 0:
+                raise QueueFullError
+            ticket = FakeTicket()
+            samples = (_Sample(request, i, listener, ticket, self.said) for i in range(request.num_samples))
+            self._waiting.extend(samples)
+            self._prompt_tokens += len(request.prompt)
+            self._new.notify()
+        return ticket
+
+    def step(self):
+        if self.broken:
+            raise self.broken
+        with self._new:
+            gone = [sample for sample in (*self._running, *self._waiting) if sample.ticket.cancelled]
+            self._running = [sample for sample in self._running if sample not in gone]
+            self._waiting = collections.deque(sample for sample in self._waiting if sample not in gone)
+            while self._waiting and len(self._running) < self.num_slots:
+                self._running.append(self._waiting.popleft())
+        for sample in gone:
+            sample.listener(Delta(sample.number, '', (), 'cancelled'))
+        if not self.open.is_set():
+            return False
+        for sample in list(self._running):
+            delta = sample.step()
+            self._drawn_tokens += 1
+            sample.listener(delta)
+            if delta.finish:
+                self._running.remove(sample)
+        self._passes += bool(self._running)
+        if self.seconds and self._running:
+            time.sleep(self.seconds)
+        return bool(self._running or self._waiting)
+
+    def wait(self, timeout):
+        with self._new:
+            if not self._waiting or not self.open.is_set():
+                self._new.wait(min(timeout, 0.01))
+
+    def fail(self):
+        for sample in (*self._running, *self._waiting):
+            sample.listener(Delta(sample.number, '', (), 'failed'))
+        self._running.clear()
+        self._waiting.clear()
+
+    @property
+    def state(self):
+        counts = (len(self._running), len(self._waiting), self._prompt_tokens, 0, self._drawn_tokens, self._passes)
+        return EngineState(self.num_slots, *counts)
+
+
+def chat_tokenizer():
+    """Bytes, and what ChatML needs."""
+    return bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
+
+
+def served_by(engine, *, chat=True):
+    """A model of bytes that this engine runs."""
+    tokenizer = chat_tokenizer() if chat else bytes_tokenizer()
+    encoder = ChatEncoder(tokenizer, ChatTemplate(CHATML, name='test')) if chat else None
+    return Served('tiny', 7, tokenizer, encoder, engine)

@@ -1,0 +1,75 @@
+"""A real server in a thread of the test's process, on loopback and a port that is free."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+from maxlm.serving.limits import Limits
+from maxlm.serving.running import Running, bind, url_of
+
+
+class ServerThread:
+    """While entered, it listens.
+
+    Attributes:
+        url: of it.
+        running: the server.
+        exit_code: of `run`, once it has ended.
+    """
+
+    def __init__(self, served, *, limits=None, **settings):
+        self.listener = bind('127.0.0.1', 0)
+        self.url = url_of(self.listener)
+        self.port = self.listener.getsockname()[1]
+        self._ready = threading.Event()
+        self.running = Running(
+            served, limits or Limits(drain_seconds=1), self.listener, on_ready=self._ready.set, **settings
+        )
+        self.exit_code = None
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self):
+        self.exit_code = self.loop.run_until_complete(self.running.run())
+        self.loop.close()
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+        self.join()
+
+    def stop(self):
+        """As a signal does."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.running.stop)
+
+    def join(self):
+        """Until it has ended."""
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def connect(self):
+        """A connection without a client."""
+        return socket.create_connection(('127.0.0.1', self.port), timeout=20)
+
+
+def request_bytes(path, body, *, method='POST', headers=()):
+    """A request as it goes over the wire."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f'{method} {path} HTTP/1.1', 'Host: 127.0.0.1', 'Content-Type: application/json', *headers]
+    return '\r\n'.join([*lines, f'Content-Length: {len(body)}', '', '']).encode() + body
+
+
+def until(condition, seconds=20):
+    """Waits for a condition; the time is only for what never comes."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, 'it does not come'
+        time.sleep(0.005)

@@ -1,0 +1,490 @@
+"""OpenAI's own client against a real server, with an engine that says what it is told to."""
+
+import concurrent.futures
+import contextlib
+import json
+
+import httpx
+import openai
+import pytest
+
+from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.inference.sampling import Sampling
+from maxlm.serving.limits import Limits
+from tests.serving.fake_engine import SAID, FakeEngine, served_by
+from tests.serving.serving_thread import ServerThread, request_bytes, until
+
+HELLO = [{'role': 'user', 'content': 'Hello'}]
+
+
+@pytest.fixture(scope='module')
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture(scope='module')
+def server(engine):
+    with ServerThread(served_by(engine)) as server:
+        yield server
+
+
+@pytest.fixture(scope='module')
+def client(server):
+    with client_of(server) as client:
+        yield client
+
+
+def client_of(server, api_key='none'):
+    return openai.OpenAI(base_url=f'{server.url}/v1', api_key=api_key, max_retries=0)
+
+
+@pytest.fixture
+def ask(client):
+    """The answer to a chat, and to a completion."""
+
+    def ask(kind, **given):
+        given = {'model': 'tiny', 'max_tokens': 30, 'temperature': 0, **given}
+        if kind == 'chat':
+            return client.chat.completions.create(messages=given.pop('messages', HELLO), **given)
+        return client.completions.create(prompt=given.pop('prompt', 'Once'), **given)
+
+    return ask
+
+
+def text_of(choice):
+    return choice.text if hasattr(choice, 'text') else choice.message.content
+
+
+def streamed(stream):
+    """Text, finish and usage of a stream, by choice."""
+    texts, ends, usage = {}, {}, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            new = choice.text if hasattr(choice, 'text') else choice.delta.content
+            texts[choice.index] = texts.get(choice.index, '') + (new or '')
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    return texts, ends, usage
+
+
+def refused(kind, status, call):
+    with pytest.raises(kind) as info:
+        call()
+    assert info.value.status_code == status
+    assert set(info.value.body) == {'message', 'type', 'param', 'code'}
+    return info.value
+
+
+@pytest.mark.parametrize('kind', ['chat', 'completion'])
+def test_an_answer(ask, kind):
+    answer = ask(kind)
+    assert text_of(answer.choices[0]) == SAID[:30]
+    assert answer.choices[0].finish_reason == 'length'
+    assert (answer.model, answer.system_fingerprint) == ('tiny', 'step-7')
+    assert answer.usage.completion_tokens == 30
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 30
+    # ChatML spells more than the word: two special tokens stand for it and one invites the answer.
+    assert answer.usage.prompt_tokens == (3 + len('user\nHello\nassistant\n') if kind == 'chat' else 4)
+
+
+@pytest.mark.parametrize('kind', ['chat', 'completion'])
+@pytest.mark.parametrize('settings', [{}, {'n': 3, 'temperature': 1, 'seed': 5}, {'stop': ['fox', 'jumps']}])
+def test_a_stream_is_the_answer_in_pieces(ask, kind, settings):
+    whole = ask(kind, **settings)
+    texts, ends, usage = streamed(ask(kind, stream=True, stream_options={'include_usage': True}, **settings))
+    assert [texts[choice.index] for choice in whole.choices] == [text_of(choice) for choice in whole.choices]
+    assert [ends[choice.index] for choice in whole.choices] == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    # Control: something else would be seen.
+    assert text_of(ask(kind, temperature=1, seed=9).choices[0]) not in texts.values()
+    assert streamed(ask(kind, stream=True))[2] is None
+
+
+@pytest.mark.parametrize('kind', ['chat', 'completion'])
+def test_stop(ask, kind):
+    for stop in ('fox', ['none', 'fox']):
+        answer = ask(kind, stop=stop)
+        assert text_of(answer.choices[0]) == SAID.partition('fox')[0]
+        assert answer.choices[0].finish_reason == 'stop'
+
+
+@pytest.mark.parametrize('kind', ['chat', 'completion'])
+def test_samples_and_seed(ask, kind):
+    def texts(**settings):
+        return [text_of(choice) for choice in ask(kind, temperature=1, **settings).choices]
+
+    first = texts(n=3, seed=4)
+    assert len(set(first)) == 3
+    assert texts(n=3, seed=4) == first
+    assert texts(n=3, seed=40) != first
+    # Without a seed each answer is another one; of 79 the same one comes thrice once in 6000 times.
+    assert len({*texts(), *texts(), *texts()}) > 1
+
+
+def test_several_prompts(client):
+    answer = client.completions.create(model='tiny', prompt=['a', 'bc'], n=2, max_tokens=3, seed=1, echo=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text[:-3] for choice in answer.choices] == ['a', 'a', 'bc', 'bc']
+    assert answer.choices[0].text[-3:] != answer.choices[1].text[-3:]
+    assert answer.usage.prompt_tokens == 3
+    ids = client.completions.create(model='tiny', prompt=[[97], [98, 99]], max_tokens=3, seed=1, echo=True)
+    assert [choice.text for choice in ids.choices] == [answer.choices[0].text, answer.choices[2].text]
+    one = client.completions.create(model='tiny', prompt=[98, 99], max_tokens=3, seed=1, echo=True)
+    assert one.choices[0].text == ids.choices[1].text
+
+
+def test_log_probabilities(ask):
+    told = ask('completion', logprobs=2, max_tokens=4).choices[0].logprobs
+    assert told.tokens == ['T', 'h', 'e', ' ']
+    assert told.token_logprobs == [-0.5] * 4
+    assert told.top_logprobs[0] == {'T': -0.5, 'U': -1.5}
+    assert told.text_offset == [0, 1, 2, 3]
+    assert ask('completion').choices[0].logprobs is None
+    content = ask('chat', logprobs=True, top_logprobs=2, max_tokens=4).choices[0].logprobs.content
+    told = [(token.token, token.bytes, token.logprob) for token in content[:2]]
+    assert told == [('T', [84], -0.5), ('h', [104], -0.5)]
+    assert [(top.token, top.logprob) for top in content[0].top_logprobs] == [('T', -0.5), ('U', -1.5)]
+    chunks = [chunk.choices[0] for chunk in ask('completion', logprobs=2, max_tokens=4, stream=True)]
+    assert [token for chunk in chunks for token in chunk.logprobs.tokens] == ['T', 'h', 'e', ' ']
+    assert [offset for chunk in chunks for offset in chunk.logprobs.text_offset] == [0, 1, 2, 3]
+
+
+def test_a_part_of_a_character_is_told_by_its_byte(ask):
+    place = SAID.index('“')
+    content = ask('chat', logprobs=True, max_tokens=place + 3).choices[0].logprobs.content
+    assert bytes(byte for token in content for byte in token.bytes).decode() == SAID[: place + 1]
+    assert content[-1].token == '\ufffd'
+
+
+def test_the_longest_answer_by_default_is_what_is_left(client, engine):
+    answer = client.chat.completions.create(model='tiny', messages=HELLO, temperature=0)
+    assert answer.usage.total_tokens == engine.max_context
+
+
+def test_content_in_parts_and_all_roles(ask):
+    messages = [{'role': role, 'content': role} for role in ('system', 'developer', 'user', 'assistant')]
+    parts = [{'type': 'text', 'text': 'Hel'}, {'type': 'text', 'text': 'lo'}]
+    assert ask('chat', messages=[*messages, *HELLO]).usage.prompt_tokens > ask('chat').usage.prompt_tokens
+    assert ask('chat', messages=[{'role': 'user', 'content': parts}]).usage == ask('chat').usage
+
+
+def test_a_hole_is_filled(ask):
+    engine = FakeEngine()
+    tokenizer = bytes_tokenizer(infill=True)
+    with (
+        ServerThread(served_by(engine, chat=False)._replace(tokenizer=tokenizer)) as server,
+        client_of(server) as client,
+    ):
+        asked = {'model': 'tiny', 'prompt': 'def f(', 'max_tokens': 3, 'temperature': 0}
+        assert client.completions.create(**asked, suffix='return 1', echo=True).choices[0].text == 'def f(The'
+        prefix, middle, suffix = tokenizer.infill_ids
+        assert engine.asked.prompt == (prefix, *b'def f(', suffix, *b'return 1', middle)
+        client.completions.create(**asked)
+        assert engine.asked.prompt == tuple(b'def f(')
+        call = lambda: client.completions.create(**asked | {'prompt': [1]}, suffix='x')  # noqa: E731
+        assert refused(openai.BadRequestError, 400, call).param == 'suffix'
+    error = refused(openai.BadRequestError, 400, lambda: ask('completion', suffix='x'))
+    assert 'the tokenizer has no tokens' in error.body['message']
+
+
+def test_what_is_asked_of_the_engine(ask, engine):
+    """Every parameter arrives."""
+    sampling = {
+        'temperature': 0.5,
+        'top_p': 0.9,
+        'top_k': 7,
+        'min_p': 0.1,
+        'repetition_penalty': 1.2,
+        'presence_penalty': 0.3,
+        'frequency_penalty': -0.4,
+    }
+    extra = {name: sampling[name] for name in ('top_k', 'min_p', 'repetition_penalty')}
+    plain = {name: value for name, value in sampling.items() if name not in extra}
+    for kind in ('chat', 'completion'):
+        ask(kind, **plain, seed=11, n=2, stop='x', max_tokens=4, extra_body={**extra, 'ignore_eos': True})
+        asked = engine.asked
+        assert asked.sampling == Sampling(**sampling)
+        assert (asked.seed, asked.num_samples, asked.stops, asked.max_tokens) == (11, 2, ('x',), 4)
+        assert asked.ignore_ends
+        ask(kind, temperature=1)
+        assert engine.asked.sampling == Sampling()
+        assert (engine.asked.stops, engine.asked.ignore_ends) == ((), False)
+    ask('chat', max_tokens=None, max_completion_tokens=9)
+    assert engine.asked.max_tokens == 9
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by, model.step, model.chat) == ('tiny', 'maxlm', 7, True)
+    assert client.models.retrieve('tiny').id == 'tiny'
+    assert refused(openai.NotFoundError, 404, lambda: client.models.retrieve('other')).code == 'model_not_found'
+
+
+@pytest.mark.parametrize(
+    ('kind', 'settings', 'param', 'words'),
+    [
+        ('chat', {'temperature': -1}, 'temperature', 'greater than or equal to 0'),
+        ('chat', {'temperature': 1e-9}, 'temperature', '0.001'),
+        ('chat', {'top_p': 0}, 'top_p', 'greater than 0'),
+        ('chat', {'n': 129}, 'n', 'less than or equal to 128'),
+        ('chat', {'n': 0}, 'n', 'greater than or equal to 1'),
+        ('chat', {'seed': -1}, 'seed', 'greater than or equal to 0'),
+        ('chat', {'max_tokens': 10**6}, 'messages', 'the context has 512 tokens'),
+        ('chat', {'max_tokens': 3, 'max_completion_tokens': 4}, 'max_tokens', 'differ'),
+        ('chat', {'messages': []}, 'messages', 'at least 1 item'),
+        ('chat', {'messages': [{'role': 'robot', 'content': 'x'}]}, 'messages[0].role', 'must be one of'),
+        ('chat', {'messages': [{'role': 'user', 'content': None}]}, 'messages[0].content', 'must be a text'),
+        (
+            'chat',
+            {'messages': [{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {'url': 'x'}}]}]},
+            'messages[0].content[0]',
+            "its type is 'image_url'",
+        ),
+        ('chat', {'tools': [{'type': 'function'}]}, 'tools', 'is not done here'),
+        ('chat', {'response_format': {'type': 'json_object'}}, 'response_format', 'is not done here'),
+        ('chat', {'logit_bias': {'1': 5}}, 'logit_bias', 'is not done here'),
+        ('chat', {'top_logprobs': 2}, 'top_logprobs', 'needs logprobs'),
+        ('chat', {'stop': ['']}, 'stop', 'none of them empty'),
+        ('chat', {'stop': ['a'] * 17}, 'stop', 'up to 16'),
+        ('chat', {'stream_options': {'include_usage': True}}, 'stream_options', 'needs stream'),
+        ('completion', {'prompt': ''}, 'prompt', 'the prompt is empty'),
+        ('completion', {'prompt': 'x' * 600}, 'prompt', 'the prompt has 600'),
+        ('completion', {'prompt': [300]}, 'prompt', 'from 0 to 258'),
+        ('completion', {'prompt': ['a', 1]}, 'prompt', 'must be a text'),
+        ('completion', {'prompt': ['a'] * 65, 'n': 2}, 'n', 'more than 128'),
+        ('completion', {'best_of': 4}, 'best_of', 'is not done here'),
+        ('completion', {'echo': True, 'logprobs': 0}, 'echo', 'no log-probabilities'),
+        ('completion', {'logprobs': 21}, 'logprobs', 'less than or equal to 20'),
+    ],
+)
+def test_bad_requests(ask, kind, settings, param, words):
+    error = refused(openai.BadRequestError, 400, lambda: ask(kind, **settings))
+    assert (error.param, error.type) == (param, 'invalid_request_error')
+    assert words in error.body['message']
+
+
+def test_what_changes_nothing_is_taken(ask):
+    settings = {'user': 'somebody', 'tools': [], 'logit_bias': {}, 'response_format': {'type': 'text'}, 'store': False}
+    assert text_of(ask('chat', **settings).choices[0]) == SAID[:30]
+    extra = {'top_k': 5, 'min_p': 0.1, 'repetition_penalty': 1.1, 'ignore_eos': True, 'unknown': 1}
+    assert text_of(ask('chat', extra_body=extra).choices[0]) == SAID[:30]
+
+
+def test_errors_that_are_not_of_the_body(server, ask):
+    with httpx.Client(base_url=server.url) as http:
+        for method, path, status in [
+            ('GET', '/nowhere', 404),
+            ('GET', '/docs', 404),
+            ('GET', '/openapi.json', 404),
+            ('GET', '/v1/completions', 405),
+            ('DELETE', '/health', 405),
+            ('POST', '/v1/completions', 415),
+        ]:
+            answer = http.request(method, path)
+            assert (answer.status_code, set(answer.json())) == (status, {'error'}), path
+            assert set(answer.json()['error']) == {'message', 'type', 'param', 'code'}
+        assert http.get('/v1/completions').headers['allow'] == 'POST'
+    assert refused(openai.NotFoundError, 404, lambda: ask('chat', model='gpt-9')).code == 'model_not_found'
+
+
+def test_a_model_without_a_chat_template():
+    with ServerThread(served_by(FakeEngine(), chat=False)) as server, client_of(server) as client:
+        call = lambda: client.chat.completions.create(model='tiny', messages=HELLO)  # noqa: E731
+        error = refused(openai.BadRequestError, 400, call)
+        assert '/v1/completions' in error.body['message']
+        assert client.completions.create(model='tiny', prompt='a', max_tokens=3, temperature=0).choices[0].text == 'The'
+        assert not client.models.list().data[0].chat
+
+
+def test_fifty_at_once(ask, engine):
+    prompts = [f'{number} ' * (number % 5 + 1) for number in range(50)]
+
+    def one(number):
+        settings = {'prompt': prompts[number], 'seed': number, 'temperature': 1, 'max_tokens': 10 + number}
+        if number % 2:
+            return streamed(ask('completion', stream=True, **settings))[0][0]
+        return text_of(ask('completion', **settings).choices[0])
+
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        texts = list(pool.map(one, range(50)))
+    # Each has its own: nothing is mixed up. Characters that are not whole are left out.
+    said = [SAID[number:] + SAID[:number] for number in range(50)]
+    assert texts == [said[number].encode()[: 10 + number].decode(errors='ignore') for number in range(50)]
+    assert (engine.state.running, engine.state.waiting) == (0, 0)
+
+
+def test_the_api_key():
+    with ServerThread(served_by(FakeEngine()), api_key='secret') as server:
+        for key in ('wrong', 'secre', 'secret2', 'Bearer'):
+            with client_of(server, key) as client:
+                error = refused(openai.AuthenticationError, 401, client.models.list)
+                assert error.code == 'invalid_api_key'
+        with client_of(server, 'secret') as client:
+            assert client.models.list().data
+        with httpx.Client(base_url=server.url) as http:
+            assert http.get('/health').status_code == http.get('/').status_code == 200
+            assert http.get('/metrics').status_code == http.get('/nowhere').status_code == 401
+            assert http.post('/v1/completions', json={'prompt': 'a'}).status_code == 401
+
+
+def test_pages_from_elsewhere_are_refused(server):
+    local = server.url.removeprefix('http://')
+    port = local.rpartition(':')[2]
+    with httpx.Client(base_url=server.url) as http:
+        for headers, status in [
+            ({}, 200),
+            ({'Origin': server.url}, 200),
+            ({'Host': f'localhost:{port}'}, 200),
+            ({'Host': f'[::1]:{port}'}, 200),
+            ({'Host': '127.1.2.3'}, 200),
+            ({'Host': f'localhost:{port}', 'Origin': server.url}, 403),
+            ({'Origin': 'http://evil.example'}, 403),
+            ({'Origin': 'null'}, 403),
+            # A name of somebody else that was made to resolve to this machine.
+            ({'Host': f'evil.example:{port}', 'Origin': f'http://evil.example:{port}'}, 403),
+            ({'Host': f'evil.example:{port}'}, 403),
+            ({'Host': f'127.0.0.1.evil.example:{port}'}, 403),
+            ({'Host': '['}, 403),
+        ]:
+            answer = http.get('/v1/models', headers=headers)
+            assert answer.status_code == status, headers
+            assert 'access-control-allow-origin' not in answer.headers
+
+
+def test_pages_that_are_let():
+    origin = 'https://chat.example.org'
+    with (
+        ServerThread(served_by(FakeEngine()), origins=[origin], api_key='secret') as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        asked = {'Origin': origin, 'Access-Control-Request-Method': 'POST'}
+        assert http.options('/v1/completions', headers=asked).headers['access-control-allow-origin'] == origin
+        # Errors are for the page too.
+        for key, status in {'wrong': 401, 'secret': 200}.items():
+            headers = {'Origin': origin, 'Host': 'chat.example.org', 'Authorization': f'Bearer {key}'}
+            answer = http.get('/v1/models', headers=headers)
+            assert (answer.status_code, answer.headers['access-control-allow-origin']) == (status, origin)
+        other = {'Origin': 'https://other.example.org', 'Authorization': 'Bearer secret'}
+        assert http.get('/v1/models', headers=other).status_code == 403
+        assert 'access-control-allow-origin' not in http.get('/v1/models', headers=other).headers
+
+
+def test_a_full_queue():
+    engine = FakeEngine(num_slots=1, max_waiting=2)
+    engine.open.clear()
+    limits = Limits(max_waiting=2, drain_seconds=1)
+    with (
+        ServerThread(served_by(engine), limits=limits) as server,
+        client_of(server) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        for number in range(3):
+            connection = stack.enter_context(server.connect())
+            connection.sendall(request_bytes('/v1/completions', {'prompt': 'a', 'max_tokens': 5}))
+            until(lambda number=number: (engine.state.running, engine.state.waiting) == (1, number))
+        error = refused(
+            openai.RateLimitError, 429, lambda: client.completions.create(model='tiny', prompt='a', max_tokens=5)
+        )
+        assert error.code == 'queue_full'
+        assert 1 <= int(error.response.headers['retry-after']) <= 60
+        # The first of two prompts would fit.
+        engine.open.set()
+        until(lambda: engine.state.running == 0)
+        engine.open.clear()
+        call = lambda: client.completions.create(model='tiny', prompt=['a'] * 3, max_tokens=5)  # noqa: E731
+        refused(openai.RateLimitError, 429, call)
+        until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
+        # For more there would never be room.
+        call = lambda: client.completions.create(model='tiny', prompt=['a'] * 4, max_tokens=5)  # noqa: E731
+        assert refused(openai.BadRequestError, 400, call).param == 'n'
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_client_that_goes_frees_its_slot(stream):
+    engine = FakeEngine(num_slots=1)
+    engine.open.clear()
+    with ServerThread(served_by(engine)) as server:
+        for waiting in (0, 1):
+            # Of two, one runs and one waits.
+            connections = [server.connect() for _ in range(waiting + 1)]
+            for connection in connections:
+                body = {'prompt': 'a', 'max_tokens': 400, 'stream': stream, 'n': 1}
+                connection.sendall(request_bytes('/v1/completions', body))
+            until(lambda waiting=waiting: (engine.state.running, engine.state.waiting) == (1, waiting))
+            for connection in connections:
+                connection.close()
+            until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
+        until(lambda: 'path="/v1/completions",status="499"} 3.0' in httpx.get(f'{server.url}/metrics').text or stream)
+
+
+def test_an_abort_of_the_client(server, ask, engine):
+    engine.seconds = 0.002
+    with ask('chat', stream=True, max_tokens=400) as stream:
+        next(iter(stream))
+        until(lambda: engine.state.running == 1)
+    until(lambda: engine.state.running == 0)
+    engine.seconds = 0
+    assert text_of(ask('chat').choices[0]) == SAID[:30]
+
+
+def test_a_client_that_does_not_read_frees_its_slot():
+    engine = FakeEngine(max_context=10**6)
+    with ServerThread(served_by(engine), limits=Limits(stall_seconds=0.3, drain_seconds=1)) as server:
+        with server.connect() as connection:
+            body = {'prompt': 'a', 'max_tokens': 900_000, 'stream': True, 'logprobs': 5}
+            connection.sendall(request_bytes('/v1/completions', body))
+            until(lambda: engine.state.running == 1)
+            until(lambda: engine.state.running == 0)
+        assert engine.state.drawn_tokens < 900_000
+
+
+def test_the_time_of_a_request():
+    engine = FakeEngine()
+    engine.open.clear()
+    limits = Limits(max_seconds=1, drain_seconds=1)
+    with ServerThread(served_by(engine), limits=limits) as server, client_of(server) as client:
+        ask = {'model': 'tiny', 'prompt': 'a', 'max_tokens': 5}
+        error = refused(openai.InternalServerError, 504, lambda: client.completions.create(**ask))
+        assert error.code == 'timeout'
+        until(lambda: engine.state.running == 0)
+        # What has begun has its status: the error is the last event.
+        with pytest.raises(openai.APIError, match='longer than'):
+            list(client.completions.create(**ask, stream=True))
+        until(lambda: engine.state.running == 0)
+        engine.open.set()
+        assert client.completions.create(**ask).choices[0].finish_reason == 'length'
+
+
+def test_metrics(server, ask):
+    def read():
+        lines = httpx.get(f'{server.url}/metrics').text.splitlines()
+        return {line.rpartition(' ')[0]: float(line.rpartition(' ')[2]) for line in lines if not line.startswith('#')}
+
+    before = read()
+    ask('completion', prompt='abc')
+    with contextlib.suppress(openai.BadRequestError):
+        ask('completion', prompt='')
+    httpx.get(f'{server.url}/nowhere-{id(before)}')
+    after = read()
+    grown = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
+    assert grown['maxlm_tokens_total{kind="prompt"}'] == 3
+    assert grown['maxlm_tokens_total{kind="drawn"}'] == 30
+    assert grown['maxlm_requests_total{path="/v1/completions",status="200"}'] == 1
+    assert grown['maxlm_requests_total{path="/v1/completions",status="400"}'] == 1
+    assert grown['maxlm_requests_total{path="other",status="404"}'] == 1
+    for name in ('first_token', 'output_token', 'request'):
+        assert grown[f'maxlm_{name}_seconds_count'] == 1
+    assert (after['maxlm_slots'], after['maxlm_running'], after['maxlm_waiting']) == (8, 0, 0)
+
+
+def test_events_are_whole_lines_of_json(server):
+    asked = {'prompt': 'a', 'max_tokens': 70, 'stream': True, 'temperature': 0}
+    with httpx.stream('POST', f'{server.url}/v1/completions', json=asked) as answer:
+        assert answer.headers['content-type'] == 'text/event-stream; charset=utf-8'
+        events = b''.join(answer.iter_raw()).split(b'\n\n')
+    assert events[-2:] == [b'data: [DONE]', b'']
+    chunks = [json.loads(event.removeprefix(b'data: ')) for event in events[:-2]]
+    assert len({chunk['id'] for chunk in chunks}) == 1
+    # Characters come whole.
+    assert ''.join(chunk['choices'][0]['text'] for chunk in chunks) == SAID.encode()[:70].decode(errors='ignore')

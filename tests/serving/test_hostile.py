@@ -1,0 +1,146 @@
+"""Ten thousand requests that nobody should send: none breaks the server, and a good one afterwards is answered."""
+
+import collections
+import contextlib
+import gc
+import itertools
+import json
+
+import psutil
+import pytest
+
+from maxlm.serving.limits import Limits
+from tests.serving.fake_engine import FakeEngine, served_by
+from tests.serving.hostile import MAX_BODY, Generator, Hostile, Wire, request
+from tests.serving.serving_thread import ServerThread, until
+
+NUM_REQUESTS = 10_000
+# Until here what is kept for later, such as spellings of tokens and connections, is made.
+WARM_UP = 2000
+MAX_GROWTH = 16 * 2**20
+EXPECTED = {200, 400, 403, 404, 405, 413, 415}
+# No time is so short that a busy machine would need it.
+LIMITS = Limits(max_body=MAX_BODY, drain_seconds=1)
+GOOD = Hostile('good', request('/v1/completions', json.dumps({'prompt': 'a', 'max_tokens': 3, 'seed': 1}).encode()))
+
+
+@pytest.fixture(scope='module')
+def engine():
+    return FakeEngine(max_context=600)
+
+
+@pytest.fixture(scope='module')
+def server(engine):
+    with ServerThread(served_by(engine), limits=LIMITS) as server:
+        yield server
+
+
+def resident():
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def check(hostile, answer):
+    """Raises when an answer is none that a client may get."""
+    if answer is None:
+        assert not hostile.answer, hostile
+        return
+    status, body = answer
+    assert status in EXPECTED, (hostile, body[:500])
+    assert b'Traceback' not in body
+    assert b'.py' not in body
+    if status != 200 and not hostile.content.startswith(b'HEAD'):
+        error = json.loads(body)['error']
+        assert set(error) == {'message', 'type', 'param', 'code'}
+        assert 0 < len(error['message']) < 600
+
+
+def test_none_breaks_it(server, engine, caplog):
+    wire = Wire(server.port)
+    statuses = collections.Counter()
+    before = 0
+    for number, hostile in enumerate(itertools.islice(Generator(1), NUM_REQUESTS)):
+        if number == WARM_UP:
+            before = resident()
+        answer = wire.exchange(hostile)
+        check(hostile, answer)
+        statuses[answer and answer[0]] += 1
+    assert resident() - before < MAX_GROWTH
+    assert set(statuses) == EXPECTED | {None}
+    # No fault was met on the way that only the log tells of.
+    assert [record for record in caplog.records if record.levelname == 'ERROR'] == []
+    until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
+    status, body = wire.exchange(GOOD)
+    assert (status, json.loads(body)['choices'][0]['text']) == (200, 'he ')
+    wire.close()
+    # Nothing of them is kept.
+    until(lambda: server.running.service.bodies.held == 0 and server.running.service.idle.is_set())
+    assert not server.running.service.open
+
+
+def test_what_is_kept_would_be_seen():
+    before = resident()
+    # In one piece, which no memory that was freed has room for.
+    kept = b'x' * (2 * MAX_GROWTH)
+    assert resident() - before > MAX_GROWTH
+    assert kept
+
+
+def test_the_generator_is_seeded():
+    first, again, other = ([one.content for one in itertools.islice(Generator(seed), 50)] for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_an_answer_that_should_not_be_is_seen():
+    body = json.dumps({'error': {'message': 'x', 'type': 'x', 'param': None, 'code': None}}).encode()
+    check(GOOD, (400, body))
+    for answer in [(500, body), (400, b'{"error": {}}'), (400, body.replace(b'"x"', b'"Traceback"')), None]:
+        with pytest.raises((AssertionError, KeyError)):
+            check(GOOD, answer)
+
+
+@pytest.fixture(scope='module')
+def impatient():
+    limits = Limits(body_seconds=0.3, stall_seconds=0.6, drain_seconds=1)
+    with ServerThread(served_by(FakeEngine()), limits=limits) as server:
+        yield server
+
+
+@pytest.mark.parametrize('sent', [0, 10, 200, 280])
+def test_a_client_that_is_too_slow_is_cut_off(impatient, sent):
+    whole = request('/v1/completions', b' ' * 200)
+    with impatient.connect() as connection:
+        connection.sendall(whole[:sent])
+        told = b''
+        while found := connection.recv(4096):
+            told += found
+    # Of a head that does not come nothing can be said.
+    assert told.startswith(b'HTTP/1.1 408') == (sent > whole.index(b'\r\n\r\n'))
+
+
+def test_a_body_without_an_end(server):
+    head = request('/v1/completions', b'').replace(b'Content-Length: 0', b'Transfer-Encoding: chunked')
+    with server.connect() as connection:
+        connection.sendall(head)
+        piece = b'10000\r\n' + b'x' * 0x10000 + b'\r\n'
+        with pytest.raises(ConnectionError):
+            connection.sendall(piece * 1000)
+    until(server.running.service.idle.is_set)
+    assert server.running.service.bodies.held == 0
+
+
+def test_many_connections():
+    limits = Limits(max_connections=20, drain_seconds=1)
+    with ServerThread(served_by(FakeEngine()), limits=limits) as server:
+        connections = [server.connect() for _ in range(20)]
+        with server.connect() as refused:
+            refused.settimeout(20)
+            # What was not read when it is cut off makes an error of the end.
+            with contextlib.suppress(ConnectionError):
+                assert refused.recv(1) == b''
+        for connection in connections:
+            connection.close()
+        wire = Wire(server.port)
+        until(lambda: (answer := wire.exchange(GOOD)) is not None and answer[0] == 200)
+        wire.close()

@@ -1,0 +1,68 @@
+"""The verb: the table that it prints, and every mistake as one line that leaves nothing behind."""
+
+import re
+
+import pytest
+
+from maxlm import hf, quantize
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.test_bad_input import assert_one_line
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory, dataset):
+    folder = tmp_path_factory.mktemp('quantize')
+    make_workdir(folder / 'run', {**MODELS['llama'], 'model__dim': 64, 'data__path': str(dataset)}, step=7)
+    return folder / 'run'
+
+
+def run(*argv):
+    return exit_code(quantize.main, [str(word) for word in argv])
+
+
+def test_sizes_and_losses(workdir, tmp_path, capsys):
+    output = tmp_path / 'new'
+    assert run(f'--checkpoint={workdir}', '--weights=int8', f'--output={output}', '--num_batches=1') == EXIT_DONE
+    title, head, before, after = capsys.readouterr().out.splitlines()[-4:]
+    assert title == f'{output}: step 7 in int8'
+    assert head.split('  ')[0] == 'weights'
+    row = r'{} +([\d.]+) MB +[\d.]+ MB +([\d.]+){}'
+    first = re.fullmatch(row.format('float32', ''), before)
+    second = re.fullmatch(row.format('int8', r' +([+-][\d.]+) %'), after)
+    assert float(second[1]) < float(first[1])
+    difference = 100 * (float(second[2]) / float(first[2]) - 1)
+    assert float(second[3]) == pytest.approx(difference, abs=0.01)
+    assert abs(difference) < 1
+
+
+def test_without_losses_then_as_one_file(workdir, tmp_path, capsys):
+    output = tmp_path / 'new'
+    options = (f'--checkpoint={workdir}@7', '--weights=int4', '--group=16', '--no_evaluate')
+    assert run(*options, f'--output={output}', '--data=nowhere') == EXIT_DONE
+    after = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r'int4 +[\d.]+ MB +[\d.]+ MB +-', after)
+    file = tmp_path / 'model.gguf'
+    argv = ['export-gguf', f'--checkpoint={output}', f'--output={file}', '--dtype=q8_0']
+    assert exit_code(hf.main, argv) == EXIT_DONE
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith(f'{file}: llama of ')
+    assert told.endswith(' matrices in f16, rows of which are no multiple of 32')
+
+
+@pytest.mark.parametrize(
+    ('option', 'parts'),
+    [
+        ('--weights=int2', ['--weights', 'int2', 'int8']),
+        ('--group=-1', ['--group=-1', 'at least 0']),
+        ('--num_batches=-1', ['--num_batches=-1', 'at least 0']),
+        ('--output={workdir}', ['--output=', 'new or empty']),
+        ('--checkpoint={workdir}@8', ["no step '8'", 'steps: 7']),
+        ('--data=nowhere', ['nowhere']),
+    ],
+)
+def test_mistakes(workdir, tmp_path, capfd, option, parts):
+    given = [f'--checkpoint={workdir}', '--weights=int8', f'--output={tmp_path}/new']
+    assert run(*given, option.format(workdir=workdir)) == EXIT_BAD_INPUT
+    assert_one_line(capfd.readouterr().err, *parts)
+    assert list(tmp_path.iterdir()) == []

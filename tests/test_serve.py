@@ -1,0 +1,304 @@
+"""`maxlm.serve` with a model: what it answers equals what the engine draws, what it prints, and what it refuses."""
+
+import concurrent.futures
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import openai
+import pytest
+
+from maxlm import serve
+from maxlm.data.chat_template import CHATML
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.inference.engine import Engine
+from maxlm.inference.load import load_model
+from maxlm.inference.requests import Request
+from maxlm.inference.sampling import Sampling
+from maxlm.runtime.workdir import CHAT_TEMPLATE
+from maxlm.serving.asking import Served
+from maxlm.serving.limits import Limits
+from tests.conftest import ROOT
+from tests.cpu import cpu_flags
+from tests.serving.fake_engine import chat_tokenizer
+from tests.serving.hostile import MAX_BODY, Generator, Wire
+from tests.serving.serving_thread import ServerThread, request_bytes, until
+from tests.serving.test_hostile import check
+from tests.starting import make_start
+
+pytestmark = pytest.mark.usefixtures('compile_once')
+HELLO = [{'role': 'user', 'content': 'Hello'}]
+CONTEXT = 256
+SLOTS = 4
+NUM_HOSTILE = 500
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('serve')
+    chat_tokenizer().save(folder / 'tokenizer.json')
+    make_start(folder / 'tiny', folder / 'tokenizer.json', model__max_positions=CONTEXT, model__init_std=0.3)
+    (folder / 'tiny' / CHAT_TEMPLATE).write_text(CHATML)
+    return folder / 'tiny'
+
+
+@pytest.fixture(scope='module')
+def model(workdir):
+    return load_model(str(workdir), num_devices=1)
+
+
+@pytest.fixture(scope='module')
+def engine(model):
+    engine = Engine(model, num_slots=SLOTS, max_waiting=400)
+    engine.warm_up()
+    return engine
+
+
+@pytest.fixture(scope='module')
+def alone(model):
+    """Draws without a server."""
+    # As many slots as the server's, whose programs are compiled.
+    engine = Engine(model, num_slots=SLOTS)
+    lock = threading.Lock()
+
+    def alone(prompt, max_tokens=12, *, stops=(), num_samples=1, seed=0, **sampling):
+        request = Request(
+            tuple(prompt),
+            max_tokens,
+            Sampling(**sampling),
+            seed=seed,
+            num_samples=num_samples,
+            stops=stops,
+            top_log_probs=2,
+            ignore_ends=True,
+        )
+        with lock:
+            return engine.complete([request])[0]
+
+    return alone
+
+
+@pytest.fixture(scope='module')
+def server(model, engine):
+    limits = Limits(max_body=MAX_BODY, drain_seconds=5)
+    with ServerThread(Served('tiny', model.step, model.tokenizer, model.chat, engine), limits=limits) as server:
+        yield server
+
+
+@pytest.fixture(scope='module')
+def client(server):
+    with openai.OpenAI(base_url=f'{server.url}/v1', api_key='none', max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def complete(client):
+    def complete(prompt, **given):
+        extra = {'ignore_eos': True, **given.pop('extra_body', {})}
+        return client.completions.create(
+            **{'model': 'tiny', 'prompt': prompt, 'max_tokens': 12, **given}, extra_body=extra
+        )
+
+    return complete
+
+
+def near(a, b):
+    return a == pytest.approx(b, abs=1e-4)
+
+
+def test_completions_are_what_the_engine_draws(complete, alone, model):
+    greedy = alone(b'Once', temperature=0)[0]
+    choice = complete('Once', temperature=0, logprobs=2).choices[0]
+    assert (choice.text, choice.finish_reason) == (greedy.text, 'length')
+    assert near(choice.logprobs.token_logprobs, [token.log_prob for token in greedy.tokens])
+    assert len(choice.logprobs.top_logprobs[0]) == 2
+    warm = {'temperature': 1.5, 'top_p': 0.95}
+    drawn = complete('Once', n=3, seed=5, **warm)
+    assert [one.text for one in drawn.choices] == [one.text for one in alone(b'Once', num_samples=3, seed=5, **warm)]
+    assert complete('Once', n=3, seed=6, **warm).choices[0].text != drawn.choices[0].text
+    streamed = complete('Once', n=3, seed=5, stream=True, **warm)
+    texts = ['', '', '']
+    for chunk in streamed:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [one.text for one in drawn.choices]
+    limited = complete('Once', temperature=1.5, seed=5, extra_body={'top_k': 1}).choices[0].text
+    assert limited == greedy.text
+    assert complete([*b'Once'], temperature=0).choices[0].text == greedy.text
+
+
+def test_a_stop_ends_a_text_before_it(complete, alone):
+    text = alone(b'Once', 40, temperature=0)[0].text
+    stop = text[10:13]
+    choice = complete('Once', max_tokens=40, temperature=0, stop=[stop]).choices[0]
+    assert (choice.text, choice.finish_reason) == (text[: text.index(stop)], 'stop')
+
+
+def test_chat_is_the_completion_of_what_the_template_spells(client, alone, model):
+    ids = model.chat.encode_prompt(HELLO).tolist()
+    expected = alone(ids, temperature=0)[0]
+    given = {'model': 'tiny', 'messages': HELLO, 'temperature': 0, 'max_tokens': 12, 'extra_body': {'ignore_eos': True}}
+    answer = client.chat.completions.create(**given, logprobs=True, top_logprobs=1)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == len(ids)
+    told = [token.logprob for token in answer.choices[0].logprobs.content]
+    assert near(told, [token.log_prob for token in expected.tokens])
+    pieces = [chunk.choices[0].delta.content or '' for chunk in client.chat.completions.create(**given, stream=True)]
+    assert ''.join(pieces) == expected.text
+
+
+def test_a_hole_is_refused_by_a_model_that_fills_none(complete):
+    with pytest.raises(openai.BadRequestError, match='the tokenizer has no tokens') as info:
+        complete('def f(', suffix='return 1')
+    assert info.value.param == 'suffix'
+
+
+def test_fifty_at_once(complete, alone, engine):
+    prompts = [f'{number}: {"x" * (number % 7)}' for number in range(50)]
+
+    def one(number):
+        return complete(prompts[number], seed=number, max_tokens=5 + number % 9, temperature=1.3).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        texts = list(pool.map(one, range(50)))
+    for number in range(0, 50, 7):
+        settings = {'seed': number, 'temperature': 1.3}
+        assert texts[number] == alone(prompts[number].encode(), 5 + number % 9, **settings)[0].text
+    assert len(set(texts)) > 40
+    assert (engine.state.running, engine.state.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_client_that_goes_frees_its_slot(server, engine, stream):
+    drawn = engine.state.drawn_tokens
+    asked = {'prompt': 'a', 'max_tokens': CONTEXT - 1, 'n': 64, 'stream': stream, 'ignore_eos': True}
+    with server.connect() as connection:
+        connection.sendall(request_bytes('/v1/completions', asked))
+        until(lambda: engine.state.running == SLOTS)
+    until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
+    assert engine.state.drawn_tokens - drawn < 64 * (CONTEXT - 1)
+
+
+def test_values_at_their_limits_break_no_engine(server, engine):
+    """What the schema lets through, at its edges; others share the passes and must not suffer."""
+    edges = {
+        'temperature': (0, 1e-3, 100),
+        'top_p': (1e-30, 1),
+        'top_k': (0, 1, 2**31 - 1),
+        'min_p': (0, 1),
+        'repetition_penalty': (0.01, 100),
+        'presence_penalty': (-2, 2),
+        'frequency_penalty': (-2, 2),
+        'seed': (0, 2**32 - 1),
+        'logprobs': (0, 20),
+    }
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        for number, values in enumerate(itertools.zip_longest(*edges.values())):
+            settings = {name: value for name, value in zip(edges, values, strict=True) if value is not None}
+            for one in (settings, *({name: value} for name, value in settings.items())):
+                answer = http.post('/v1/completions', json={'prompt': 'ab', 'max_tokens': 4, 'n': 2} | one)
+                assert answer.status_code == 200, (number, one, answer.text)
+
+
+def test_hostile_requests_leave_the_engine_whole(server, complete, engine):
+    before = complete('Once', temperature=0).choices[0].text
+    wire = Wire(server.port)
+    for hostile in itertools.islice(Generator(3), NUM_HOSTILE):
+        check(hostile, wire.exchange(hostile))
+    wire.close()
+    until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
+    assert complete('Once', temperature=0).choices[0].text == before
+
+
+def test_the_command(workdir, tmp_path):
+    (tmp_path / 'key').write_text('secret\n')
+    command = [f'--checkpoint={workdir}', '--port=0', '--slots=2', '--context=64', f'--api_key_file={tmp_path / "key"}']
+    environment = {**os.environ, 'XLA_FLAGS': cpu_flags(1)}
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'maxlm.serve', *command, '--name=mine', '--max_tokens=20'],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if found := re.fullmatch(r'serving mine \(step 5\) at (http://127\.0\.0\.1:\d+)\n', line):
+                break
+        else:
+            pytest.fail(''.join(lines))
+        assert 'no step has a validation loss; the newest, 5, is served' in ''.join(lines)
+        # It is ready when it says so.
+        assert httpx.get(f'{found[1]}/health').json() == {'status': 'ok'}
+        with openai.OpenAI(base_url=f'{found[1]}/v1', api_key='secret', max_retries=0) as client:
+            (model,) = client.models.list().data
+            assert (model.id, model.max_context, model.max_tokens) == ('mine', 64, 20)
+            answer = client.chat.completions.create(model='mine', messages=HELLO, extra_body={'ignore_eos': True})
+            assert answer.usage.completion_tokens == 20
+            with pytest.raises(openai.BadRequestError, match='at most 20 here'):
+                client.chat.completions.create(model='mine', messages=HELLO, max_tokens=21)
+        process.send_signal(signal.SIGTERM)
+        told = process.stdout.read()
+        assert process.wait(60) == EXIT_DONE
+        assert 'SIGTERM: running requests are finished' in told
+        assert 'Traceback' not in told
+
+
+@pytest.mark.parametrize(
+    ('options', 'words'),
+    [
+        (['--checkpoint=nowhere'], 'nowhere: no checkpoint in'),
+        (['--port=70000'], '--port=70000: must be from 0 to 65535'),
+        (['--host=256.1.1.1'], '--host=256.1.1.1'),
+        (['--port=x'], "--port: invalid int value: 'x'"),
+        (['--slots=0'], 'num_slots=0'),
+        (['--context=257'], 'max_context=257'),
+        (['--context=-1'], 'max_context=-1'),
+        (['--cache=float64'], "--cache: invalid choice: 'float64'"),
+        (['--max_tokens=-1'], '--max_tokens=-1: must be'),
+        (['--max_waiting=-1'], '--max_waiting=-1: must be at least 0'),
+        (['--max_seconds=0'], '--max_seconds=0.0: must be above 0'),
+        (['--max_seconds=nan'], '--max_seconds=nan: must be above 0'),
+        (['--max_body=0'], '--max_body=0: must be above 0'),
+        (['--drain_seconds=-1'], '--drain_seconds=-1.0: must be'),
+        (['--api_key_file=nowhere'], '--api_key_file=nowhere: No such file'),
+        (['--api_key_file=/dev/null'], '--api_key_file=/dev/null: is empty'),
+        (['--allow_origin=chat.example.org'], '--allow_origin=chat.example.org: must be like'),
+        (['--allow_origin=https://x.org/path'], '--allow_origin=https://x.org/path: must be like'),
+        (['--chekpoint=x'], '--chekpoint=x'),
+    ],
+)
+def test_bad_input_is_one_line(workdir, options, words, capfd):
+    given = options if options[0].startswith('--checkpoint') else [f'--checkpoint={workdir}', *options]
+    given += [] if any(option.startswith('--port') for option in options) else ['--port=0']
+    assert exit_code(serve.main, given) == EXIT_BAD_INPUT
+    err = capfd.readouterr().err
+    assert err.startswith('error: ')
+    assert err.count('\n') == 1
+    assert words in err
+
+
+def test_without_the_extra(workdir, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'uvicorn', None)
+    assert exit_code(serve.main, [f'--checkpoint={workdir}']) == EXIT_BAD_INPUT
+    assert "maxlm.serve needs uvicorn: pip install 'maxlm[serve]'" in capfd.readouterr().err
+
+
+def test_an_open_port_without_a_key_is_warned_of(capfd, monkeypatch):
+    monkeypatch.delenv(serve.API_KEY, raising=False)
+    open_to_all = ['--checkpoint=nowhere', '--host=0.0.0.0', '--port=0']
+    assert exit_code(serve.main, open_to_all) == EXIT_BAD_INPUT
+    assert 'whoever reaches this machine can use the model' in capfd.readouterr().out
+    monkeypatch.setenv(serve.API_KEY, 'secret')
+    assert exit_code(serve.main, open_to_all) == EXIT_BAD_INPUT
+    assert 'whoever' not in capfd.readouterr().out
+    monkeypatch.setenv(serve.API_KEY, 'two words')
+    assert exit_code(serve.main, open_to_all) == EXIT_BAD_INPUT
+    assert f'{serve.API_KEY}: a key has' in capfd.readouterr().err
