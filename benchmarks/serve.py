@@ -117,8 +117,10 @@ class Server:
         environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self._process.stdout
-        line = self._process.stdout.readline()
-        found = re.search(r'http://([\d.]+):(\d+)', line)
+        # Behind what it tells of its start.
+        found = next(
+            filter(None, (re.search(r'^serving .*http://([\d.]+):(\d+)', line) for line in self._process.stdout)), None
+        )
         if not found:
             raise SystemExit(f'the server ended with {self._process.wait()}')
         self._address = found[1], int(found[2])
