@@ -2,7 +2,7 @@
 
 CKPT is a workdir (its step of the lowest validation loss, else the newest), `WORKDIR@STEP`, one step's directory, or a
 directory of Hugging Face Transformers. OpenAI's clients are answered at /v1, a browser gets a page to talk to the
-model. Runs on one device. SIGTERM and Ctrl-C finish the requests that run; a second one ends at once.
+model. SIGTERM and Ctrl-C finish the requests that run; a second one ends at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     _check_extra()
     # Of the extra, as all that imports them.
+    import jax
+
     from maxlm.inference.engine import Engine
     from maxlm.inference.load import load_model
     from maxlm.runtime.compile_cache import keep_programs
@@ -43,6 +45,8 @@ def main(argv: list[str]) -> int:
         max_seconds=options.max_seconds,
         drain_seconds=options.drain_seconds,
     )
+    if not 1 <= options.devices <= jax.device_count():
+        raise InputError(f'--devices={options.devices}: must be from 1 to the {jax.device_count()} that are here')
     with Console():
         # Before the model is read: that a port is taken shows at once.
         listener = bind(options.host, options.port)
@@ -52,7 +56,9 @@ def main(argv: list[str]) -> int:
                 f'set --api_key_file or {API_KEY}, or listen on 127.0.0.1'
             )
         with found_checkpoint(options.checkpoint) as checkpoint:
-            model = load_model(checkpoint, num_devices=1)
+            model = load_model(
+                checkpoint, num_devices=options.devices, quantize=options.quantize, share_layers=options.devices > 1
+            )
         keep_programs(model.config.train.compile_cache)
         engine = Engine(
             model,
@@ -88,6 +94,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument('--context', type=int, default=0, help="tokens of prompt and answer; 0 = the model's context")
     parser.add_argument(
         '--cache', choices=('model', 'int8'), default='model', help='type of keys and values (%(default)s)'
+    )
+    parser.add_argument('--devices', type=int, default=1, help='that share the layers of the model (%(default)s)')
+    parser.add_argument(
+        '--quantize', choices=('', 'int8', 'int4', 'fp8'), default='', help='store the kernels so while loading'
     )
     parser.add_argument('--max_tokens', type=int, default=0, help='of one answer; 0 = what the context leaves')
     parser.add_argument(

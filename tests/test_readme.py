@@ -1,14 +1,21 @@
 """README and docs are true: files are there, commands parse, keys exist."""
 
 import importlib
+import io
+import json
 import re
 import shlex
 
 import pytest
 
 from maxlm.config.load import load, split_overrides
-from maxlm.errors import ArgumentParser, InputError
+from maxlm.data.chat_template import CHATML
+from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.runtime.workdir import CHAT_TEMPLATE
 from tests.conftest import ROOT
+from tests.serving.fake_engine import chat_tokenizer
+from tests.starting import make_start
 
 README = (ROOT / 'README.md').read_text()
 DOCS = '\n'.join([README, *(path.read_text() for path in sorted((ROOT / 'docs').glob('*.md')))])
@@ -56,11 +63,17 @@ def test_commands_parse(monkeypatch):
             # The config.json of a run is what earlier commands of the README make.
             load('configs/tiny.py' if config.endswith('.json') else config, overrides)
     verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'fetch', 'plan', 'checkpoints', 'supervise'}
-    verbs |= {'doctor', 'monitor', 'report', 'grpo'}
+    verbs |= {'doctor', 'monitor', 'report', 'grpo', 'serve', 'quantize'}
     assert seen >= {f'maxlm.{verb}' for verb in verbs} | {'benchmarks.step'}
     # Control: an option that is not there does not pass.
     with pytest.raises(InputError, match='temprature'):
         importlib.import_module('maxlm.generate').main(['--checkpoint=x', '--prompt=y', '--temprature=1'])
+
+
+def dead_links(text):
+    """Targets of links in a text of docs/ that are not there, but for addresses."""
+    targets = {target.split('#')[0] for target in re.findall(r'\]\(([^)]+)\)', text) if '://' not in target}
+    return {target for target in targets if not (ROOT / 'docs' / target).exists()}
 
 
 def test_files_that_are_named_are_there():
@@ -70,6 +83,11 @@ def test_files_that_are_named_are_there():
     assert len(names) >= 5
     missing = {name for name in names if not (ROOT / name).exists()}
     assert missing == set()
+    assert dead_links('[a](performance.md) [b](performanc.md#part)') == {'performanc.md'}
+    docs = sorted((ROOT / 'docs').glob('*.md'))
+    assert {path.name: dead for path in docs if (dead := dead_links(path.read_text()))} == {}
+    # README leads to every document.
+    assert {f'docs/{path.name}' for path in docs} <= set(re.findall(r'\]\(([^)]+)\)', README))
     tree = next(block for block in BLOCKS if block.startswith('configs/'))
     for folder in re.findall(r'^  (\w+)/', tree, re.MULTILINE):
         assert (ROOT / 'maxlm' / folder).is_dir(), folder
@@ -92,3 +110,53 @@ def test_keys_that_are_named_exist():
     assert len(named) >= 5
     assert {key for key in named if not exists(key)} == set()
     assert not exists('train.epochs')
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory, dataset):
+    """A folder with what the section on using a model begins with: two small models, and a file of prompts."""
+    folder = tmp_path_factory.mktemp('readme')
+    for name, tokenizer in {'first': bytes_tokenizer(), 'chat': chat_tokenizer()}.items():
+        tokenizer.save(folder / f'{name}.json')
+        settings = {'model__max_positions': 256, 'model__init_std': 0.3, 'data__path': str(dataset)}
+        make_start(folder / 'runs' / name, folder / f'{name}.json', **settings)
+    (folder / 'runs' / 'chat' / CHAT_TEMPLATE).write_text(CHATML)
+    (folder / 'prompts.jsonl').write_text('{"prompt": "Once upon", "id": 7}')
+    return folder
+
+
+@pytest.mark.usefixtures('compile_once')
+def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
+    block = README.split('## Use the model\n')[1].split('```')[1]
+    lines = block.strip().splitlines()
+    assert 5 <= len(lines) <= 8
+    monkeypatch.chdir(runs)
+    monkeypatch.setattr('sys.stdin', io.StringIO('Hello\n/quit\n'))
+    # All but the loop of the server, which tests/test_serve.py runs.
+    served = []
+    monkeypatch.setattr('maxlm.serving.running.run_until_told', lambda running: served.append(running) or EXIT_DONE)
+    told = []
+    for line in lines:
+        module, *argv = shlex.split(line)[2:]
+        if module == 'maxlm.serve':
+            argv.append('--port=0')
+        assert exit_code(importlib.import_module(module).main, argv) == EXIT_DONE, line
+        told.append(capsys.readouterr().out)
+    assert told[0].count('Once upon') == 4
+    (row,) = map(json.loads, (runs / 'continued.jsonl').read_text().splitlines())
+    assert (row['id'], len(row['completions'])) == (7, 1)
+    assert '/quit' in told[2]
+    assert len(served) == 1
+    assert 'int8' in told[4]
+    assert (runs / 'runs' / 'first-int8' / 'config.json').is_file()
+    assert 'first-int8' in told[5]
+    assert (runs / 'results' / 'evaluation.json').is_file()
+    assert (runs / 'first.gguf').read_bytes()[:4] == b'GGUF'
+
+
+@pytest.mark.usefixtures('compile_once')
+def test_the_example_in_python_runs(runs, monkeypatch, capsys):
+    (block,) = (block for block in BLOCKS if 'engine.complete' in block)
+    monkeypatch.chdir(runs)
+    exec(block, {})
+    assert len(re.findall(r'^(?:stop|length) -\d+\.\d', capsys.readouterr().out, re.MULTILINE)) == 4

@@ -98,26 +98,35 @@ def resolve(
     return config
 
 
-def resolve_on(config: Config, *, platform: str, num_devices: int, capability: tuple[int, int] | None = None) -> Config:
+def resolve_on(
+    config: Config,
+    *,
+    platform: str,
+    num_devices: int,
+    capability: tuple[int, int] | None = None,
+    share_layers: bool = False,
+) -> Config:
     """A resolved config of a finished run for the devices that are here, without gradient accumulation.
 
-    Parameters are sharded over all of them; the batch is `train.micro_batch` per device, as it fitted in training, or
+    Parameters are sharded over all of them, or with `share_layers` heads and feed-forward are; the batch is `train.micro_batch` per device, as it fitted in training, or
     one sequence where there was none. Products of 8-bit floats stay, so that a model does what it did in training, but
     where the devices have none.
     """
-    mesh = MeshConfig(fsdp=num_devices)
+    mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
     model = dataclasses.replace(config.model, attention='auto')
     kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform)
     model = dataclasses.replace(model, attention=kernel)
     if not _multiplies_fp8(platform, capability):
         model = dataclasses.replace(model, matmul='default')
     micro_batch = max(1, config.train.micro_batch)
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         model=model,
         mesh=mesh,
-        train=dataclasses.replace(config.train, global_batch=micro_batch * num_devices, micro_batch=micro_batch),
+        train=dataclasses.replace(config.train, global_batch=micro_batch * mesh.fsdp, micro_batch=micro_batch),
     )
+    check_layout(config)
+    return config
 
 
 def _multiplies_fp8(platform: str, capability: tuple[int, int] | None) -> bool:

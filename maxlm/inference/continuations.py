@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from maxlm.inference.requests import Completion, Delta, DrawnToken, Finish, Request
 from maxlm.inference.slots import Slot
@@ -28,6 +28,20 @@ class Continuation:
     last: int = 0
     cancelled: bool = False
     finish: Finish | None = None
+
+
+class Ticket:
+    """A submitted request."""
+
+    def __init__(self, samples: Sequence[Continuation], wake: Callable[[], None]):
+        """`wake` has the engine look at its samples."""
+        self._samples, self._wake = samples, wake
+
+    def cancel(self) -> None:
+        """Its samples end at the next step. From any thread; of what has ended nothing changes."""
+        for sample in self._samples:
+            sample.cancelled = True
+        self._wake()
 
 
 class Collected:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.inference.continuations import Collected, Continuation
+from maxlm.inference.continuations import Collected, Continuation, Ticket
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.programs import Chunk, Drawn, Programs, Rest
 from maxlm.inference.requests import (
@@ -37,19 +37,6 @@ from maxlm.inference.used import as_used
 CACHES = ('model', 'int8')
 # Of slots that rest.
 _NOTHING = Sampling(temperature=0)
-
-
-class Ticket:
-    """A submitted request."""
-
-    def __init__(self, engine: Engine, samples: Sequence[Continuation]):
-        self._engine, self._samples = engine, samples
-
-    def cancel(self) -> None:
-        """Its samples end at the next step. From any thread; of what has ended nothing changes."""
-        for sample in self._samples:
-            sample.cancelled = True
-        self._engine.wake()
 
 
 class _Pending(NamedTuple):
@@ -108,7 +95,7 @@ class Engine:
             int8=cache == 'int8',
             chunk=chunk,
         )
-        self._params = as_used(model.params, model.config, model.layout)
+        self._params = self._programs.prepare(as_used(model.params, model.config, model.layout))
         self._tokenizer, self._ends = model.tokenizer, frozenset(model.ends)
         self._num_ids = min(model.tokenizer.vocab_size, model.config.model.vocab_size)
         self._max_waiting = max_waiting
@@ -183,7 +170,7 @@ class Engine:
                 raise QueueFullError(f'{len(self._waiting)} samples wait already')
             self._waiting.extend(samples)
             self._changed.notify_all()
-        return Ticket(self, samples)
+        return Ticket(samples, self.wake)
 
     def wake(self) -> None:
         """Ends a `wait`."""
@@ -300,7 +287,7 @@ class Engine:
 
     def _place(self, sample: Continuation) -> None:
         prompt = np.array(sample.request.prompt, np.int32)
-        slot, source, shared = choose_slot(self._slots, prompt, room=self._ring_room)
+        slot, source, shared = choose_slot(self._slots, prompt, room=self._ring_room, counts=self._programs.row_counts)
         self._clock += 1
         slot.sample, slot.used = sample, self._clock
         slot.content = slot.content[:shared] if source is slot else []
@@ -331,8 +318,9 @@ class Engine:
         ]
         if not active:
             return
-        is_active = np.zeros(len(self._slots), bool)
-        settings = [(_NOTHING, 0, 0)] * len(self._slots)
+        num = self._programs.num_rows(max(number for number, _ in active))
+        is_active = np.zeros(num, bool)
+        settings = [(_NOTHING, 0, 0)] * num
         longest, want_top = 0, False
         for number, sample in active:
             request = sample.request

@@ -42,7 +42,7 @@ class LoadedModel(NamedTuple):
         return (self.tokenizer.end_of_document, *(() if self.chat is None else (self.chat.end_of_turn,)))
 
 
-def load_model(checkpoint: str, *, num_devices: int, quantize: str = '') -> LoadedModel:
+def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_layers: bool = False) -> LoadedModel:
     """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory; a
     workdir may be in a bucket.
 
@@ -53,6 +53,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '') -> Load
         num_devices: how many of the devices here the model is to run on.
         quantize: kind of weights (int8, int4, fp8) that kernels in float32 are stored as, here and not on the disk;
             '' = as they are.
+        share_layers: every device has a part of each layer (mesh.tensor), which answers soonest; else the run's mesh.
 
     Raises:
         InputError: it is not there, cannot be read, has no tokenizer, or cannot be quantized.
@@ -73,6 +74,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '') -> Load
         platform=jax.default_backend(),
         num_devices=num_devices,
         capability=capability_of(devices[0]),
+        share_layers=share_layers,
     )
     layout = make_layout(config.mesh, devices)
     abstract = _abstract_params(config, layout)

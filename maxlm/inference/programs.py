@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxlm.config.keys import Config
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.requests import MAX_TOP_LOG_PROBS
@@ -30,7 +31,9 @@ from maxlm.inference.sampling import (
     penalized,
     rows_of,
 )
+from maxlm.model.blocks import BLOCKS
 from maxlm.model.cache import CACHE_AXES, Caches, init_caches
+from maxlm.model.windows import layer_windows
 from maxlm.training.state import Params, abstract_model
 
 # Lengths that are compiled grow by this factor: what is computed in vain against what is compiled.
@@ -39,6 +42,8 @@ GROWTH = 4
 SMALLEST_CHUNK = 32
 # Positions that are looked at, at least.
 SMALLEST_REACH = 256
+# Rows of a decoding call, at least: a product with fewer takes as long.
+FEWEST_ROWS = 4
 
 
 class Rest(NamedTuple):
@@ -104,7 +109,9 @@ class Programs:
         if num_slots < 1 or num_slots % self.rows:
             raise InputError(f'num_slots={num_slots}: must be a multiple of the {self.rows} devices that have them')
         self._config, self._layout = model.config.model, layout
-        self._graph, _ = nnx.split(abstract_model(model.config, layout))
+        self._graph, abstract = nnx.split(abstract_model(model.config, layout))
+        self._abstract_blocks = nnx.to_pure_dict(abstract)[BLOCKS]
+        self._apart = layers_apart(model.config)
         # A model may have more ids than its tokenizer, for a round number; they have no text.
         self._num_ids = model.tokenizer.vocab_size
         self.num_slots, self.max_context = num_slots, max_context
@@ -112,6 +119,8 @@ class Programs:
         self.chunk = min(chunk, max_context)
         self.chunks = _sizes(min(SMALLEST_CHUNK, self.chunk), self.chunk)
         self.reaches = _sizes(min(SMALLEST_REACH, max_context), max_context)
+        # Rows of a decoding call are those of the first slots; where devices have rows of their own, all.
+        self.row_counts = [num_slots] if self.rows > 1 else _sizes(min(FEWEST_ROWS, num_slots), num_slots)
         everywhere = layout.named()
         axes = jax.tree.map(lambda x: CACHE_AXES[: x.ndim], jax.eval_shape(self._init_caches))
         cache_shardings = jax.tree.map(lambda names: layout.named(*names), axes, is_leaf=lambda x: type(x) is tuple)
@@ -131,6 +140,20 @@ class Programs:
 
         return jax.jit(make, out_shardings=self._shardings)()
 
+    def prepare(self, params: Params) -> Params:
+        """Parameters as the programs take them."""
+        if not self._apart:
+            return params
+        num = self._config.num_layers
+        split = jax.jit(lambda leaf: [leaf[layer] for layer in range(num)])
+        leaves, tree = jax.tree.flatten(params[BLOCKS])
+        layers = zip(*map(split, leaves), strict=True)
+        return {**params, BLOCKS: [jax.tree.unflatten(tree, layer) for layer in layers]}
+
+    def num_rows(self, highest: int) -> int:
+        """Rows of the decoding call that has the slot `highest`."""
+        return next(size for size in self.row_counts if size > highest)
+
     def put(self, tree: Any) -> Any:
         """Small arrays that every device needs."""
         return jax.device_put(tree, self._layout.named())
@@ -138,7 +161,8 @@ class Programs:
     def ring_slots(self) -> dict[int, int]:
         """Window → slots of the layers that see so far, where these are fewer than positions."""
         caches = jax.eval_shape(self._init_caches)
-        return {window: x.num_slots for window, x in caches.items() if x.num_slots < self.max_context}
+        by_window = caches if isinstance(caches, dict) else dict(zip(layer_windows(self._config), caches, strict=True))
+        return {window: x.num_slots for window, x in by_window.items() if x.num_slots < self.max_context}
 
     def cache_bytes(self) -> int:
         """Of all slots."""
@@ -173,24 +197,27 @@ class Programs:
     def decode(
         self, params: Params, state: State, active: np.ndarray, rows: Rows, rest: Rest, *, longest: int, want_top: bool
     ) -> tuple[State, Drawn]:
-        """One token for every active slot, [B] bool, none of which has more than `longest` positions with it."""
+        """One token for every active one of the first slots, none of which has more than `longest` positions then.
+
+        `active` is bool; it, `rows` and `rest` are of `num_rows` slots.
+        """
         return self._decode(params, state, active, rows, rest, want_top, reach=self._reach(longest))
 
     def shapes(self) -> Iterator[tuple[str, Callable[[Params, State], tuple[State, Drawn]]]]:
         """Every program that can be needed: its name, and a call that compiles it and leaves the slots empty."""
-        B = self.num_slots
-        nothing = np.zeros(B, bool)
-        rows, rest = self.put((rows_of([Sampling()] * B), Rest(np.zeros(B, np.uint32), np.zeros(B, np.uint32))))
 
-        def decode(reach: int, params: Params, state: State) -> tuple[State, Drawn]:
-            return self.decode(params, state, nothing, rows, rest, longest=reach, want_top=False)
+        def decode(num: int, reach: int, params: Params, state: State) -> tuple[State, Drawn]:
+            rest = Rest(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
+            rows, rest = self.put((rows_of([Sampling()] * num), rest))
+            return self.decode(params, state, np.zeros(num, bool), rows, rest, longest=reach, want_top=False)
 
         def prefill(size: int, reach: int, params: Params, state: State) -> tuple[State, Drawn]:
-            chunk = Chunk([0] * size, reach - size, B, 0, [], Sampling(), 0, 0)
+            chunk = Chunk([0] * size, reach - size, self.num_slots, 0, [], Sampling(), 0, 0)
             return self.prefill(params, state, [chunk], want_top=False)
 
         for reach in self.reaches:
-            yield f'decode {reach}', partial(decode, reach)
+            for num in self.row_counts:
+                yield f'decode {num} × {reach}', partial(decode, num, reach)
             for size in self.chunks:
                 if size <= reach:
                     yield f'prefill {size} of {reach}', partial(prefill, size, reach)
@@ -199,7 +226,9 @@ class Programs:
         return next(size for size in self.reaches if size >= length)
 
     def _init_caches(self) -> Caches:
-        return init_caches(self._config, self.num_slots, self.max_context, chunk=self.chunk, int8=self._int8)
+        return init_caches(
+            self._config, self.num_slots, self.max_context, chunk=self.chunk, int8=self._int8, apart=self._apart
+        )
 
     def _prefill_chunks(
         self,
@@ -219,8 +248,10 @@ class Programs:
         positions_PT = start_P[:, None] + jnp.arange(T)
         length_P = start_P + count_P
         taken = jax.tree.map(lambda x: _rows_at(x, source_P, min(reach, x.shape[3])), state.caches)
-        decoder = nnx.merge(self._graph, params)
-        hidden_PTD, caches = decoder(tokens_PT, positions_BT=positions_PT, cache=taken, length_B=length_P)
+        decoder, blocks = self._merged(params)
+        hidden_PTD, caches = decoder(
+            tokens_PT, positions_BT=positions_PT, cache=taken, length_B=length_P, blocks=blocks
+        )
         last_P = jnp.maximum(count_P - 1, 0)
         hidden_P1D = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)
         counts_PV = jnp.zeros((P, self._num_ids), jnp.int32)
@@ -251,22 +282,35 @@ class Programs:
         *,
         reach: int,
     ) -> tuple[State, Drawn]:
-        old_caches, token_B, length_B, in_prompt_BV, counts_BV = state
-        decoder = nnx.merge(self._graph, params)
+        num = len(active_B)
+        token_B, length_B, in_prompt_BV, counts_BV = (x[:num] for x in state[1:])
+        decoder, blocks = self._merged(params)
         hidden_B1D, caches = decoder(
             token_B[:, None],
             # A slot that rests may be anywhere.
             positions_BT=jnp.where(active_B, length_B, 0)[:, None],
-            cache=old_caches,
+            cache=state.caches,
             num_slots=reach,
             length_B=jnp.where(active_B, length_B + 1, 0),
+            blocks=blocks,
         )
         keys_B = draw_keys(rest.seed_B, rest.sample_B, length_B)
         drawn = self._draw(decoder, hidden_B1D, keys_B, rows, in_prompt_BV, counts_BV, want_top)
-        counts_BV = counts_BV.at[jnp.arange(len(active_B)), drawn.token_B].add(active_B)
-        token_B = jnp.where(active_B, drawn.token_B, token_B)
         assert caches is not None
-        return State(caches, token_B, length_B + active_B, in_prompt_BV, counts_BV), drawn
+        state = State(
+            caches,
+            state.token_B.at[:num].set(jnp.where(active_B, drawn.token_B, token_B)),
+            state.length_B.at[:num].add(active_B),
+            state.in_prompt_BV,
+            state.counts_BV.at[jnp.arange(num), drawn.token_B].add(active_B),
+        )
+        return state, drawn
+
+    def _merged(self, params: Params) -> tuple[Any, Any]:
+        """The model, and the parameters of its blocks where they are apart."""
+        if not self._apart:
+            return nnx.merge(self._graph, params), None
+        return nnx.merge(self._graph, {**params, BLOCKS: self._abstract_blocks}), params[BLOCKS]
 
     def _draw(
         self,
@@ -295,6 +339,14 @@ class Programs:
         return Drawn(token_B, log_prob(logits_BV, token_B), ids_BC, log_probs_BC)
 
 
+def layers_apart(config: Config) -> bool:
+    """Whether each layer has arrays of its own, and layers do not run in a loop.
+
+    A CPU copies what a loop takes out of a stack. Other compilers do not, and short programs are compiled sooner.
+    """
+    return jax.default_backend() == 'cpu' and config.mesh.offload == 'none'
+
+
 def _rows_at(x: jax.Array, source_P: jax.Array, num_slots: int) -> jax.Array:
     """The first slots of some rows of a cache's array."""
     x = x[:, :, :, :num_slots]
@@ -305,8 +357,11 @@ def _rows_at(x: jax.Array, source_P: jax.Array, num_slots: int) -> jax.Array:
 
 def _put_rows(x: jax.Array, new: jax.Array, slot_P: jax.Array) -> jax.Array:
     """The array with these first slots of some rows; rows that it does not have are left out."""
-    num_slots = new.shape[3]
-    return x.at[:, slot_P, :, :num_slots].set(new, mode='drop')
+    if len(slot_P) == 1:
+        # Beyond the last row it is the last: only empty slots are beside what warms up.
+        zero = jnp.zeros_like(slot_P[0])
+        return jax.lax.dynamic_update_slice(x, new, (zero, slot_P[0], *[zero] * (x.ndim - 2)))
+    return x.at[:, slot_P, :, : new.shape[3]].set(new, mode='drop')
 
 
 def _sizes(smallest: int, largest: int) -> list[int]:

@@ -104,7 +104,7 @@ class Attention(nnx.Module):
             assert slots_BT is not None, 'a cached call has slots'
             assert mask_BTS is not None, 'a cached call has a mask'
             cache = cache.write(slots_BT, k_BSKH, v_BSKH)
-            return self.out(_attend_slots(q_BTNH, cache.read(mask_BTS.shape[-1]), mask_BTS)), cache.cache
+            return self.out(_attend_slots(q_BTNH, cache.read(len(q_BTNH), mask_BTS.shape[-1]), mask_BTS)), cache.cache
         kernel = self.kernel
         if kernel == 'splash' and takes_length(q_BTNH.shape[1]):
             o_BTNH = attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)

@@ -5,7 +5,7 @@ Shapes: B batch, T query length, S key length, D dim, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlm.config.keys import ModelConfig
 from maxlm.model.attention import Attention
 from maxlm.model.blockwise import ATTENDED
-from maxlm.model.cache import Cache, Caches, LayerCache
+from maxlm.model.cache import Cache, LayerCache
 from maxlm.model.feedforward import FeedForward
 from maxlm.model.fp8 import SCALE
 from maxlm.model.host_memory import fetch, on_host
@@ -91,8 +91,8 @@ def run_layers(
     x_BTD: jax.Array,
     context: Context,
     inputs_L: Any,
-    caches: Caches | None = None,
-) -> tuple[jax.Array, Caches | None]:
+    caches: dict[int, Cache] | None = None,
+) -> tuple[jax.Array, dict[int, Cache] | None]:
     """Consecutive layers, one after the other.
 
     Args:
@@ -114,7 +114,7 @@ def run_layers(
     inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers))
 
     def make_layer(window: int, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
-        def layer(carry: tuple[jax.Array, Caches | None], inputs: Any) -> tuple[jax.Array, Caches | None]:
+        def layer(carry: Any, inputs: Any) -> tuple[jax.Array, dict[int, Cache] | None]:
             x_BTD, caches = carry
             # Taken apart in here: for the backward pass a loop has its inputs anyway, but would keep copies of parts.
             block, slots, key, number = jax.tree.map(lambda leaf: leaf[index], inputs)
@@ -145,6 +145,25 @@ def run_layers(
         inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
         carry, _ = run_in_order(carry, inputs, windows[looped:], in_loop=False)
     return carry
+
+
+def run_layers_apart(
+    graph: Any,
+    windows: Sequence[int],
+    x_BTD: jax.Array,
+    context: Context,
+    blocks: Sequence[Any],
+    caches: Sequence[Cache],
+) -> tuple[jax.Array, list[Cache]]:
+    """All layers, whose parameters and caches are arrays of their own: for one token, taking them out of a stack would
+    cost more than what is computed. Arguments and result as in `run_layers`, each a list over layers.
+    """
+    updated = []
+    for window, block, cache in zip(windows, blocks, caches, strict=True):
+        x_BTD, new_cache = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(cache, 0), None)
+        assert new_cache is not None
+        updated.append(new_cache)
+    return x_BTD, updated
 
 
 def _apart(stacked: Any, num: int) -> list[Any]:

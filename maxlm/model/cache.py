@@ -20,10 +20,10 @@ MULTIPLE = 64
 
 
 class Cache(NamedTuple):
-    """Of the layers that see equally far.
+    """Of one layer, or of all that see equally far.
 
-    Heads stand before slots, as products with them want it, and all layers are one array that is changed in place: a
-    call for one token copies no more than it reads. A position has slot `position mod S`.
+    Heads stand before slots, as products with them want it, and the arrays are changed in place: a call for one token
+    copies no more than it reads. A position has slot `position mod S`.
     """
 
     key_LBKSH: jax.Array
@@ -37,8 +37,8 @@ class Cache(NamedTuple):
         return self.key_LBKSH.shape[3]
 
 
-# By the number of last tokens that the layers see; 0 is all.
-Caches = dict[int, Cache]
+# By the number of last tokens that the layers see (0 is all), or one for each layer.
+Caches = dict[int, Cache] | list[Cache]
 
 
 class Slots(NamedTuple):
@@ -54,24 +54,25 @@ class LayerCache(NamedTuple):
     """The part of a cache that is a layer's."""
 
     cache: Cache
-    layer: jax.Array
+    layer: jax.Array | int
 
     def write(self, slots_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
-        """With keys and values in these slots; those that are out of range are left out."""
-        indices_BT2 = jnp.stack([jnp.broadcast_to(self.layer, slots_BT.shape), slots_BT], axis=-1)
+        """With keys and values of the first rows in these slots; those that are out of range are left out."""
+        layers_BT = jnp.broadcast_to(jnp.asarray(self.layer, jnp.int32), slots_BT.shape)
 
         def write(x_LBKS: jax.Array, new_BTK: jax.Array) -> jax.Array:
-            # x[layer, b, :, slots[b, t]] = new[b, t], told such that rows which are split over devices stay where they
-            # are.
-            numbers = jax.lax.ScatterDimensionNumbers(
-                update_window_dims=tuple(range(2, new_BTK.ndim)),
-                inserted_window_dims=(0, 3),
-                scatter_dims_to_operand_dims=(0, 3),
-                operand_batching_dims=(1,),
-                scatter_indices_batching_dims=(0,),
-            )
+            # x[layer, b, :, slots[b, t]] = new[b, t]
+            window = tuple(range(2, new_BTK.ndim))
+            if len(slots_BT) == x_LBKS.shape[1]:
+                # Told such that rows which are split over devices stay where they are.
+                indices = jnp.stack([layers_BT, slots_BT], axis=-1)
+                numbers = jax.lax.ScatterDimensionNumbers(window, (0, 3), (0, 3), (1,), (0,))
+            else:
+                rows_BT = jnp.broadcast_to(jnp.arange(len(slots_BT))[:, None], slots_BT.shape)
+                indices = jnp.stack([layers_BT, rows_BT, slots_BT], axis=-1)
+                numbers = jax.lax.ScatterDimensionNumbers(window, (0, 1, 3), (0, 1, 3))
             new_BTK = new_BTK.astype(x_LBKS.dtype)
-            return jax.lax.scatter(x_LBKS, indices_BT2, new_BTK, numbers, mode='drop', unique_indices=True)
+            return jax.lax.scatter(x_LBKS, indices, new_BTK, numbers, mode='drop', unique_indices=True)
 
         key, value, key_scale, value_scale = self.cache
         if key_scale is not None and value_scale is not None:
@@ -79,11 +80,14 @@ class LayerCache(NamedTuple):
             key_scale, value_scale = write(key_scale, k_scale_BTK), write(value_scale, v_scale_BTK)
         return self._replace(cache=Cache(write(key, k_BTKH), write(value, v_BTKH), key_scale, value_scale))
 
-    def read(self, num_slots: int) -> Slots:
-        """The first slots."""
+    def read(self, num_rows: int, num_slots: int) -> Slots:
+        """The first slots of the first rows."""
+
+        def first(x_LBKS: jax.Array) -> jax.Array:
+            return x_LBKS[self.layer, :num_rows, :, :num_slots]
+
         key, value, *scales = self.cache
-        key_scale, value_scale = (None if x is None else x[self.layer, :, :, :num_slots] for x in scales)
-        return Slots(key[self.layer, :, :, :num_slots], value[self.layer, :, :, :num_slots], key_scale, value_scale)
+        return Slots(first(key), first(value), *(None if x is None else first(x) for x in scales))
 
 
 def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +97,9 @@ def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x_BTKH / scale_BTK[..., None]).astype(jnp.int8), scale_BTK
 
 
-def init_caches(config: ModelConfig, batch: int, slots: int, *, chunk: int = 0, int8: bool = False) -> Caches:
+def init_caches(
+    config: ModelConfig, batch: int, slots: int, *, chunk: int = 0, int8: bool = False, apart: bool = False
+) -> Caches:
     """Empty caches for `batch` rows of up to `slots` positions each.
 
     Args:
@@ -103,6 +109,7 @@ def init_caches(config: ModelConfig, batch: int, slots: int, *, chunk: int = 0, 
         chunk: tokens that come in one call, at most; layers with a sliding window then have a ring of slots for what
             their next call can see. 0: they have slots for all positions.
         int8: keep 8-bit codes with a scale for each head's vector, not values in the type of the computation.
+        apart: one cache for each layer, for layers that do not run in a loop.
     """
 
     def make(window: int, layers: int) -> Cache:
@@ -115,6 +122,8 @@ def init_caches(config: ModelConfig, batch: int, slots: int, *, chunk: int = 0, 
         return Cache(codes(), codes(), scales(), scales())
 
     windows = layer_windows(config)
+    if apart:
+        return [make(window, 1) for window in windows]
     return {window: make(window, windows.count(window)) for window in sorted(set(windows))}
 
 

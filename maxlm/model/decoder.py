@@ -5,7 +5,7 @@ Shapes: B batch, T query length, S key length, D dim, V vocabulary, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers
+from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers, run_layers_apart
 from maxlm.model.cache import Caches, slots_and_mask
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, parameter
@@ -64,6 +64,7 @@ class Decoder(nnx.Module):
         dropout_key: jax.Array | None = None,
         micro_batches: int = 1,
         slots: Any = None,
+        blocks: Sequence[Any] | None = None,
     ) -> tuple[jax.Array, Caches | None]:
         """Hidden states [B, T, D] after the final norm, and the updated caches.
 
@@ -80,6 +81,7 @@ class Decoder(nnx.Module):
             dropout_key: None turns dropout off.
             micro_batches: that a pipeline's stages work on at different times; row r is in number r mod M.
             slots: of the blocks' parameters, where these are in host memory and gradients are wanted; see `fetch`.
+            blocks: parameters of each block in place of the model's own, with a cache for each.
         """
         config = self.config
         B, T = tokens_BT.shape
@@ -103,9 +105,13 @@ class Decoder(nnx.Module):
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
             context = self._context(segments_BT, positions_BT, cache, num_slots, length_B)
             graph, blocks_L = nnx.split(self.blocks)
-            inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
             windows = layer_windows(config)
-            x_BTD, cache = run_layers(graph, config, self.placement, windows, x_BTD, context, inputs_L, cache)
+            if isinstance(cache, list):
+                assert blocks is not None, 'a cache for each layer goes with parameters of each'
+                x_BTD, cache = run_layers_apart(graph, windows, x_BTD, context, blocks, cache)
+            else:
+                inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
+                x_BTD, cache = run_layers(graph, config, self.placement, windows, x_BTD, context, inputs_L, cache)
         return self.final_norm(x_BTD), cache
 
     def output_kernel(self) -> jax.Array:
@@ -132,7 +138,8 @@ class Decoder(nnx.Module):
         slots: dict[int, jax.Array | None] = dict.fromkeys(windows)
         if caches is not None:
             assert segments_BT is None, 'a cached call has one document per row'
-            for window, cache in caches.items():
+            by_window = caches if isinstance(caches, dict) else dict(zip(layer_windows(config), caches, strict=True))
+            for window, cache in by_window.items():
                 slots[window], masks[window] = slots_and_mask(
                     cache, positions_BT, length_B, window=window, num_slots=num_slots
                 )

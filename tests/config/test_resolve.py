@@ -109,3 +109,16 @@ def test_a_finished_run_moves_to_other_devices():
     assert (moved.model.attention, moved.mesh.fsdp) == ('xla', 2)
     assert (moved.train.global_batch, moved.accumulation) == (8, 1)
     assert resolve_on(config, platform='tpu', num_devices=2).model.attention == 'splash'
+
+
+def test_devices_share_the_layers_of_who_serves():
+    config = resolved(model__num_heads=4, model__num_kv_heads=2)
+    moved = resolve_on(config, platform='cpu', num_devices=2, share_layers=True)
+    assert {axis: size for axis, size in moved.mesh.sizes.items() if size > 1} == {'tensor': 2}
+    # Rows stay together.
+    assert moved.train.global_batch == resolve_on(config, platform='cpu', num_devices=1).train.global_batch
+    # Control: else rows are split.
+    split = resolve_on(config, platform='cpu', num_devices=2).mesh.sizes
+    assert {axis: size for axis, size in split.items() if size > 1} == {'fsdp': 2}
+    with pytest.raises(InputError, match=r'mesh\.tensor=4.*num_kv_heads'):
+        resolve_on(config, platform='cpu', num_devices=4, share_layers=True)

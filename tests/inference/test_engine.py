@@ -14,6 +14,7 @@ from flax import nnx
 
 from maxlm.data.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
+from maxlm.inference import programs
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.requests import QueueFullError, Request
@@ -113,6 +114,15 @@ def test_cached_equals_uncached(family):
     # Control: prompts matter, and the model does not just repeat one token.
     assert len({tuple(row) for row in expected}) == len(PROMPTS)
     assert all(len(set(row)) > 1 for row in expected)
+
+
+def test_layers_in_a_loop_give_the_same(monkeypatch):
+    """As they run on GPUs and TPUs."""
+    monkeypatch.setattr(programs, 'layers_apart', lambda config: False)
+    looped = Engine(load('windows'), num_slots=8, chunk=16)
+    assert isinstance(looped._state.caches, dict)
+    assert isinstance(engine('windows', chunk=16)._state.caches, list)
+    assert generate(looped, PROMPTS) == [naive('windows', prompt) for prompt in PROMPTS]
 
 
 def test_rings_are_smaller_and_go_round():
@@ -335,7 +345,7 @@ def test_everything_is_compiled_before_it_is_needed():
     some = Engine(load('gpt2'), num_slots=3, chunk=40)
     names = []
     some.warm_up(names.append)
-    assert names == ['decode 100', 'prefill 32 of 100', 'prefill 40 of 100']
+    assert names == ['decode 3 × 100', 'prefill 32 of 100', 'prefill 40 of 100']
     sizes = some._programs._prefill._cache_size(), some._programs._decode._cache_size()
     assert sizes == (2, 1)
     assert generate(some, PROMPTS) == [naive('gpt2', prompt) for prompt in PROMPTS]

@@ -17,8 +17,8 @@ def slot(number, content, *, busy=False, used=0, written=None):
     return made
 
 
-def choose(slots, prompt=PROMPT, room=math.inf):
-    target, source, shared = choose_slot(slots, prompt, room=room)
+def choose(slots, prompt=PROMPT, room=math.inf, counts=(4,)):
+    target, source, shared = choose_slot(slots, prompt, room=room, counts=counts)
     return target.number, source.number, shared
 
 
@@ -50,6 +50,16 @@ def test_little_is_not_worth_it():
     # The one that was used last longest ago, of those that are free.
     slots = [slot(0, [], busy=True), slot(1, range(9), used=4), slot(2, range(9), used=2), slot(3, [], used=3)]
     assert choose(slots) == (2, 2, 0)
+
+
+def test_few_slots_are_served_together():
+    slots = [slot(number, [], used=10 - number, busy=number < 2) for number in range(6)]
+    assert choose(slots, counts=(6,))[0] == 5
+    assert choose(slots, counts=(4, 6))[0] == 3
+    assert choose(slots, counts=(1, 2, 3, 6))[0] == 2
+    # The slot of a conversation that goes on is kept whatever its number.
+    slots[5].content = list(range(100, 130))
+    assert choose(slots, counts=(4, 6)) == (5, 5, 30)
 
 
 def test_a_ring_that_went_on_has_lost_it():

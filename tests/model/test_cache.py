@@ -61,7 +61,7 @@ def test_8_bits_keep_what_is_written():
     def written(int8):
         (cache,) = init_caches(config, 1, 9, int8=int8).values()
         new = jax.jit(lambda k, v: LayerCache(cache, jnp.array(1)).write(slots, k, v).cache)(k, v)
-        return LayerCache(new, jnp.array(1)).read(9), LayerCache(new, jnp.array(0)).read(9)
+        return LayerCache(new, jnp.array(1)).read(1, 9), LayerCache(new, jnp.array(0)).read(1, 9)
 
     (exact, other), (codes, _) = written(False), written(True)
     # Heads before slots; slot 9 is not there, and the layer beside has nothing.
@@ -77,3 +77,19 @@ def test_8_bits_keep_what_is_written():
         largest = np.abs(wanted).max(axis=-1, keepdims=True)[:, :, :3]
         assert np.all(error <= largest / 254 * 1.01)
         assert error.max() > 0
+
+
+@pytest.mark.parametrize('apart', [False, True])
+def test_fewer_rows_are_the_first(apart):
+    config = small_config(model__num_kv_heads=2).model
+    caches = init_caches(config, 3, 9, apart=apart)
+    cache, layer = (caches[1], 0) if apart else (caches[0], jnp.array(1))
+    assert len(caches) == (2 if apart else 1)
+    k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 2, 8)), jnp.float32)
+    written = LayerCache(cache, layer).write(jnp.array([[4], [9]]), k, 2 * k)
+    slots = written.read(2, 5)
+    assert slots.key_BKSH.shape == (2, 2, 5, 8)
+    np.testing.assert_array_equal(slots.key_BKSH[0, :, 4], k[0, 0])
+    np.testing.assert_array_equal(slots.value_BKSH[0, :, 4], 2 * k[0, 0])
+    # The second row's slot is not there; nothing else was touched.
+    assert np.count_nonzero(written.read(3, 9).key_BKSH) == 16
