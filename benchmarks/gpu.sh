@@ -68,6 +68,9 @@ run attention 60 benchmarks.gpu_attention
 measure 1b 45 configs/1b.py "${learning[@]}"
 run peers 140 benchmarks.peers_gpu
 measure 1b_fp8 45 configs/1b.py "${learning[@]}" --config.model.matmul=fp8 --beside="$out/1b.json"
+# What of the memory's bandwidth decoding reaches.
+run decode_1b 60 benchmarks.decode --config=configs/1b.py
+run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
 
 # The other sizes.
 measure neox 45 configs/neox.py:production "${few[@]}" "${short[@]}"

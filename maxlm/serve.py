@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from maxlm.errors import ArgumentParser, InputError, exit_code, os_message
+from maxlm.model.quantized import KINDS
 from maxlm.runtime.console import Console, logger
 
 API_KEY = 'MAXLM_API_KEY'
@@ -96,9 +97,7 @@ def _parser() -> ArgumentParser:
         '--cache', choices=('model', 'int8'), default='model', help='type of keys and values (%(default)s)'
     )
     parser.add_argument('--devices', type=int, default=1, help='that share the layers of the model (%(default)s)')
-    parser.add_argument(
-        '--quantize', choices=('', 'int8', 'int4', 'fp8'), default='', help='store the kernels so while loading'
-    )
+    parser.add_argument('--quantize', choices=('', *KINDS), default='', help='store the kernels so while loading')
     parser.add_argument('--max_tokens', type=int, default=0, help='of one answer; 0 = what the context leaves')
     parser.add_argument(
         '--max_waiting', type=int, default=256, help='samples that wait for a slot; 0 = no limit (%(default)s)'

@@ -11,7 +11,7 @@ import pytest
 from maxlm.config.load import load, split_overrides
 from maxlm.data.chat_template import CHATML
 from maxlm.data.tokenizer import bytes_tokenizer
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.runtime.workdir import CHAT_TEMPLATE
 from tests.conftest import ROOT
 from tests.serving.fake_engine import chat_tokenizer
@@ -152,6 +152,10 @@ def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
     assert 'first-int8' in told[5]
     assert (runs / 'results' / 'evaluation.json').is_file()
     assert (runs / 'first.gguf').read_bytes()[:4] == b'GGUF'
+    # Control: a command that cannot be done does not pass.
+    module, *argv = shlex.split(lines[4])[2:]
+    assert exit_code(importlib.import_module(module).main, argv) == EXIT_BAD_INPUT
+    assert 'first-int8' in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures('compile_once')

@@ -108,9 +108,9 @@ def resolve_on(
 ) -> Config:
     """A resolved config of a finished run for the devices that are here, without gradient accumulation.
 
-    Parameters are sharded over all of them, or with `share_layers` heads and feed-forward are; the batch is `train.micro_batch` per device, as it fitted in training, or
-    one sequence where there was none. Products of 8-bit floats stay, so that a model does what it did in training, but
-    where the devices have none.
+    Parameters are sharded over all of them, or with `share_layers` heads and feed-forward are; the batch is
+    `train.micro_batch` per device, as it fitted in training, or one sequence where there was none. Products of 8-bit
+    floats stay, so that a model does what it did in training, but where the devices have none.
     """
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
     model = dataclasses.replace(config.model, attention='auto')

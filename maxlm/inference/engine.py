@@ -89,7 +89,9 @@ class Engine:
         parts = model.layout.parts('batch')
         self.max_context = max_context or context
         self._programs = Programs(
-            model,
+            model.config,
+            model.layout,
+            num_ids=model.tokenizer.vocab_size,
             num_slots=-(-num_slots // parts) * parts,
             max_context=self.max_context,
             int8=cache == 'int8',

@@ -17,7 +17,6 @@ from flax import nnx
 
 from maxlm.config.keys import Config
 from maxlm.errors import InputError
-from maxlm.inference.load import LoadedModel
 from maxlm.inference.requests import MAX_TOP_LOG_PROBS
 from maxlm.inference.sampling import (
     Array,
@@ -34,6 +33,7 @@ from maxlm.inference.sampling import (
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.cache import CACHE_AXES, Caches, init_caches
 from maxlm.model.windows import layer_windows
+from maxlm.training.sharding import Layout
 from maxlm.training.state import Params, abstract_model
 
 # Lengths that are compiled grow by this factor: what is computed in vain against what is compiled.
@@ -93,12 +93,30 @@ class Chunk(NamedTuple):
 class Programs:
     """Compiled for one model and number of slots; holds no state."""
 
-    def __init__(self, model: LoadedModel, *, num_slots: int, max_context: int, int8: bool, chunk: int):
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        *,
+        num_ids: int,
+        num_slots: int,
+        max_context: int,
+        int8: bool,
+        chunk: int,
+    ):
         """
+        Args:
+            config: resolved.
+            layout: of the parameters.
+            num_ids: of the tokenizer. A model may have more, for a round number; they have no text.
+            num_slots: a multiple of the devices that rows are split over.
+            max_context: positions of a slot.
+            int8: keep keys and values in 8 bits.
+            chunk: tokens of a prompt in one call, at most.
+
         Raises:
             InputError: the mesh splits layers or length, or the slots do not divide over it.
         """
-        layout = model.layout
         for axis, what in {'stage': 'the layers', 'context': 'the length'}.items():
             if layout.mesh.shape[axis] > 1:
                 raise InputError(
@@ -108,12 +126,11 @@ class Programs:
         self.rows = layout.parts('batch')
         if num_slots < 1 or num_slots % self.rows:
             raise InputError(f'num_slots={num_slots}: must be a multiple of the {self.rows} devices that have them')
-        self._config, self._layout = model.config.model, layout
-        self._graph, abstract = nnx.split(abstract_model(model.config, layout))
+        self._config, self._layout = config.model, layout
+        self._graph, abstract = nnx.split(abstract_model(config, layout))
         self._abstract_blocks = nnx.to_pure_dict(abstract)[BLOCKS]
-        self._apart = layers_apart(model.config)
-        # A model may have more ids than its tokenizer, for a round number; they have no text.
-        self._num_ids = model.tokenizer.vocab_size
+        self._apart = layers_apart(config)
+        self._num_ids = num_ids
         self.num_slots, self.max_context = num_slots, max_context
         self._int8 = int8
         self.chunk = min(chunk, max_context)

@@ -62,9 +62,10 @@ def test_runs_through(run):
     names = list(calls)
     assert set(names) == files
     # In the order of what they tell.
-    assert names[:8] == ['attention', '1b', 'peers', '1b_fp8', 'neox', 'xlarge', 'd24', '7b_8layers']
+    assert names[:7] == ['attention', '1b', 'peers', '1b_fp8', 'decode_1b', 'decode_1b_int8', 'neox']
     assert f'--beside={os.path.dirname(calls["1b"][2].removeprefix("--output="))}/1b.json' in calls['1b_fp8']
-    assert {words[1] for words in calls.values()} == {f'benchmarks.{m}' for m in ('gpu_attention', 'peers_gpu', 'step')}
+    modules = {words[1].removeprefix('benchmarks.') for words in calls.values()}
+    assert modules == {'gpu_attention', 'peers_gpu', 'step', 'decode'}
 
 
 def test_measures_what_there_is(run):
@@ -96,7 +97,7 @@ def test_starts_nothing_that_the_time_is_too_short_for(run):
     assert done.returncode == 0, done.stderr
     assert calls == {}
     (line,) = (line for line in done.stdout.splitlines() if 'left out' in line)
-    assert ' attention 1b peers 1b_fp8 neox ' in line
+    assert ' attention 1b peers 1b_fp8 decode_1b decode_1b_int8 neox ' in line
     # Of those that need more than a second limit some are left out, and the rest is not.
     done, calls, files = run(110)
     assert done.returncode == 0, done.stderr

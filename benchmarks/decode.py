@@ -1,0 +1,130 @@
+"""How much of the memory's bandwidth decoding reaches: `python -m benchmarks.decode --config=FILE [--batches=1,32]`.
+
+The engine's programs decode for slots that are all busy, with random weights and prompts of half the context. What is
+read for a pass are the parameters, once, and the keys and values of the positions that are looked at; a table that is
+only looked up in is not. Prints and writes the share of the bandwidth that the device has. Needs jax, flax, optax and
+ml_collections only.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.step import machine
+from maxlm.config.keys import Config
+from maxlm.config.load import load, split_overrides
+from maxlm.config.resolve import resolve, resolve_on
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.inference.programs import Chunk, Programs, Rest
+from maxlm.inference.sampling import Sampling, rows_of
+from maxlm.inference.used import as_used
+from maxlm.planning.chips import find_chip
+from maxlm.training.sharding import make_layout
+from maxlm.training.state import init_state
+
+GREEDY = Sampling(temperature=0)
+
+
+def main(argv: list[str]) -> int:
+    """Measures one config."""
+    overrides, rest = split_overrides(argv)
+    parser = ArgumentParser(prog='benchmarks.decode', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--config', required=True, help='config file, with a variant after a colon')
+    parser.add_argument('--batches', default='1,32', help='numbers of slots, with commas between them (default 1,32)')
+    parser.add_argument('--context', type=int, default=1024, help='positions of a slot (default 1024)')
+    parser.add_argument('--passes', type=int, default=50, help='that count (default 50)')
+    parser.add_argument('--vocab_size', type=int, default=50_257, help='for configs that take it from the data set')
+    parser.add_argument('--cache', choices=('model', 'int8'), default='model', help='type of keys and values')
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(rest)
+    config = load(options.config, overrides)
+    platform = jax.default_backend()
+    config = resolve(
+        config, platform=platform, num_devices=1, vocab_size=config.model.vocab_size or options.vocab_size, windows=1
+    )
+    config = resolve_on(config, platform=platform, num_devices=1)
+    if not 2 <= options.context <= config.model.max_positions:
+        raise InputError(f'--context={options.context}: must be from 2 to {config.model.max_positions}')
+    # Of a device that is not known there is no share: parameters may even fit into a CPU's cache.
+    chip = find_chip(jax.local_devices()[0].device_kind)
+    bandwidth = chip.memory_bandwidth if chip else None
+    results = []
+    for batch in map(int, options.batches.split(',')):
+        results.append(measure(config, batch, options.context, options.passes, options.cache == 'int8', bandwidth))
+        share = results[-1]['share']
+        told = '' if share is None else f', {share:.1%} of the bandwidth'
+        print(f'batch {batch}: {results[-1]["tokens_per_second"]:.1f} tokens/s{told}')
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        asked = {'config': options.config, 'overrides': overrides, 'cache': options.cache, 'context': options.context}
+        options.output.write_text(json.dumps({**asked, 'machine': machine(), 'results': results}, indent=1) + '\n')
+    return EXIT_DONE
+
+
+def measure(
+    config: Config, slots: int, context: int, passes: int, int8: bool, bandwidth: float | None
+) -> dict[str, Any]:
+    """Median seconds of a pass, what it reads, and the share of `bandwidth`, bytes/s, that this is."""
+    layout = make_layout(config.mesh, jax.devices()[:1])
+    programs = Programs(
+        config,
+        layout,
+        num_ids=config.model.vocab_size,
+        num_slots=slots,
+        max_context=context,
+        int8=int8,
+        chunk=min(512, context // 2),
+    )
+    params = as_used(init_state(config, layout).params, config, layout)
+    weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    if not config.model.tie_embeddings:
+        weights -= params['embedding'].nbytes
+    params, state = programs.prepare(params), programs.start()
+    rng = np.random.default_rng(0)
+    chunk = min(512, context // 2)
+    for slot in range(slots):
+        prompt = rng.integers(0, config.model.vocab_size, context // 2).tolist()
+        for start in range(0, len(prompt), chunk):
+            part = prompt[start : start + chunk]
+            made = Chunk(part, start, slot, slot, prompt, GREEDY, 0, 0)
+            state, _ = programs.prefill(params, state, [made], want_top=False)
+    rest = Rest(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
+    rows, rest = programs.put((rows_of([GREEDY] * slots), rest))
+    active = np.ones(slots, bool)
+    reach = next(size for size in programs.reaches if size > context // 2)
+    seconds = []
+    for index in range(min(passes, context // 2 - 5) + 5):
+        start_time = time.perf_counter()
+        state, drawn = programs.decode(params, state, active, rows, rest, longest=reach, want_top=False)
+        jax.block_until_ready(drawn)
+        # The first ones compile and warm up.
+        if index >= 5:
+            seconds.append(time.perf_counter() - start_time)
+    median = statistics.median(seconds)
+    read = weights + programs.cache_bytes() * reach / context
+    return {
+        'slots': slots,
+        'reach': reach,
+        'pass_seconds': median,
+        'tokens_per_second': slots / median,
+        'bytes': read,
+        'bandwidth': bandwidth,
+        'share': None if bandwidth is None else read / median / bandwidth,
+    }
+
+
+def run() -> None:
+    """Entry of `python -m benchmarks.decode`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()

@@ -1,0 +1,43 @@
+"""How the server and its peer are compared; both are stand-ins."""
+
+import pytest
+
+from benchmarks import serve
+
+
+class Peer:
+    """Answers in batches; each takes a second, and 0.1 s more for every prompt beyond the first."""
+
+    def __init__(self, tokens=7):
+        self.tokens, self.batches = tokens, []
+
+    def work(self, prompts, batch, num):
+        self.batches.append(batch)
+        num_batches = -(-len(prompts) // batch)
+        seconds = num_batches * (1 + 0.1 * (batch - 1))
+        return {'tokens': [[self.tokens] * num for _ in prompts], 'first': [0.5] * len(prompts), 'seconds': seconds}
+
+
+class Server:
+    def ask(self, prompt, num):
+        return [7] * num, 0.1, 1.0
+
+    def serve(self, prompts, clients):
+        return {'tokens_per_second': 100.0 * clients, 'first_token_seconds': 0.25}
+
+
+def test_the_best_batch_counts():
+    peer = Peer()
+    (one, eight) = serve.measure(Server(), peer, [1, 8], 2)
+    assert (one['clients'], eight['clients']) == (1, 8)
+    assert sorted(set(peer.batches)) == [1, 2, 4, 8]
+    # Two requests of each client: sixteen answers in two batches.
+    rate = 16 * serve.NEW_TOKENS / (2 * 1.7)
+    assert eight['transformers'] == pytest.approx({'tokens_per_second': rate, 'first_token_seconds': 0.5, 'batch': 8})
+    assert eight['ratio'] == pytest.approx(800 / rate)
+    assert one['ratio'] == pytest.approx(100 / serve.NEW_TOKENS)
+
+
+def test_another_model_is_not_compared():
+    with pytest.raises(SystemExit, match='not the same model'):
+        serve.measure(Server(), Peer(tokens=8), [1], 1)
