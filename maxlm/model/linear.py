@@ -17,8 +17,6 @@ from maxlm.model.quantized import Codes, Weights, code_shapes, dequantize, quant
 Initializer = Callable[..., jax.Array]
 # The logical axis of an adapter's rank.
 RANK = 'adapter'
-# Kernels are put side by side in memory for each product, which fewer rows do not make up for.
-FEW_ROWS = 128
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
@@ -167,7 +165,8 @@ def apply_together(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     One wide product is faster than several on a CPU, and so is its gradient. Compilers for other devices may do the
     same by themselves.
     """
-    if not all(linear._is_whole for linear in linears) or math.prod(x.shape[:-1]) < FEW_ROWS:
+    # For one token of each row it takes longer to put the kernels side by side in memory.
+    if x.shape[-2] == 1 or not all(linear._is_whole for linear in linears):
         return [linear(x) for linear in linears]
     products = _joined_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
