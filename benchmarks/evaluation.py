@@ -1,0 +1,326 @@
+"""lm-eval's questions answered by maxlm and by Transformers: `python -m benchmarks.evaluation [--output=FILE]`.
+
+Three kinds of requests of the shape that benchmarks have, of random words: choices of several tokens, choices of one
+token behind five examples, whole texts. A Llama of random weights in float32 answers them on all cores: through
+`maxlm.evaluation.backend`, and through lm-eval's own `HFLM` in batches of 1, 8 and 16, of which the best counts. Timed
+is the backend, from requests as text to log-probabilities. The sides take turns; ratios are of medians over rounds.
+Before, each side answers everything once, which compiles what is needed, and the answers are compared. Needs maxlm's
+`dev` extra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.step import machine
+from maxlm.data.special_tokens import END_OF_DOCUMENT
+from maxlm.data.tokenizer import Tokenizer, make_tokenizer
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.evaluation.backend import HarnessAnswers, harness_model
+from maxlm.huggingface.importing import import_model
+from maxlm.inference.likelihood import Scorer
+from maxlm.inference.load import load_model
+from maxlm.runtime.console import progress_bar
+from maxlm.runtime.workdir import TOKENIZER
+
+SIZES = {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 4096, 'context': 1024}
+BATCHES = (1, 8, 16)
+# Of questions with choices, of questions behind examples, of whole texts.
+DOCUMENTS = (40, 16, 8)
+# Between log-probabilities, of the larger of them and 1 nat.
+TOLERANCE = 1e-3
+# Tokens, both ends included.
+QUESTION, CHOICE = (20, 60), (3, 11)
+FEWSHOT, FEWSHOT_QUESTION = 5, (40, 80)
+TEXT = 1000
+LETTERS = ('A', 'B', 'C', 'D')
+LEXICON, TRAINING_WORDS = 6000, 200_000
+
+
+class Task(NamedTuple):
+    """Requests as lm-eval gives them: (context, continuation), or (text,) where `rolling`."""
+
+    name: str
+    rolling: bool
+    requests: list[tuple[str, ...]]
+
+
+class Turn(NamedTuple):
+    """Seconds for a task, the log-probability of each request, and whether its tokens are the likeliest."""
+
+    seconds: float
+    log_probs: list[float]
+    greedy: list[bool]
+
+
+def main(argv: list[str]) -> int:
+    """Measures, prints rows of a Markdown table, writes JSON."""
+    parser = ArgumentParser(prog='benchmarks.evaluation', allow_abbrev=False, description=__doc__)
+    told = ','.join(map(str, DOCUMENTS))
+    parser.add_argument('--rounds', type=int, default=3, help='turns of each side (default 3)')
+    parser.add_argument('--documents', default=told, help=f'of each kind, with commas between them (default {told})')
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(argv)
+    if options.rounds < 1:
+        raise InputError(f'--rounds={options.rounds}: must be at least 1')
+    documents = parse_documents(options.documents)
+    jax.config.update('jax_platforms', 'cpu')
+    for name in ('lm_eval', 'absl'):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    words = Words(seed=0)
+    tasks = make_tasks(words, documents)
+    with tempfile.TemporaryDirectory() as folder:
+        model, workdir = Path(folder) / 'model', Path(folder) / 'run'
+        parameters = write_model(model, words.tokenizer)
+        import_model(str(model), str(workdir), show=False)
+        results = measure(maxlm_side(workdir), transformers_side(model), tasks, options.rounds)
+    for line in table(results):
+        print(line)
+    if options.output:
+        found = {
+            'machine': {**machine(), **{package: version(package) for package in ('torch', 'transformers', 'lm_eval')}},
+            'sizes': {**SIZES, 'parameters': parameters},
+            'rounds': options.rounds,
+            'results': results,
+        }
+        options.output.write_text(json.dumps(found, indent=1) + '\n')
+    return EXIT_DONE
+
+
+def parse_documents(text: str) -> list[int]:
+    """`40,16,8` → numbers of documents; of questions behind examples more than there are examples are needed."""
+    parts = text.split(',')
+    least = (1, FEWSHOT + 1, 1)
+    if len(parts) != len(least) or not all(map(str.isdigit, parts)):
+        raise InputError(f'--documents={text}: needs three numbers with commas between them, e.g. 40,16,8')
+    numbers = [int(part) for part in parts]
+    for number, lowest in zip(numbers, least, strict=True):
+        if number < lowest:
+            raise InputError(f'--documents={text}: needs at least {",".join(map(str, least))}')
+    return numbers
+
+
+class Words:
+    """Random words, few of them frequent, and a tokenizer trained on them.
+
+    Attributes:
+        tokenizer: byte-level BPE with all the ids of the model.
+    """
+
+    def __init__(self, *, seed: int):
+        self.rng = np.random.default_rng(seed)
+        syllables = [first + vowel for first in 'bdfghklmnprstvz' for vowel in ('a', 'e', 'i', 'o', 'u', 'ar', 'en')]
+        self._words = [''.join(self.rng.choice(syllables, self.rng.integers(1, 5))) for _ in range(LEXICON)]
+        self._shares = 1 / np.arange(3, LEXICON + 3)
+        self._shares /= self._shares.sum()
+        # A letter with the blank before it becomes one token, as in tokenizers of real text.
+        drawn = [*self._draw(TRAINING_WORDS), *('Question:', 'Answer:', 'A.', 'B.', 'C.', 'D.', *LETTERS) * 200]
+        text = ' '.join(drawn[place] for place in self.rng.permutation(len(drawn)))
+        self.tokenizer = make_tokenizer(f'bpe:{SIZES["vocab"]}', [text])
+
+    def text(self, bounds: tuple[int, int]) -> str:
+        """Words of so many tokens, the last of them cut off."""
+        num = int(self.rng.integers(bounds[0], bounds[1] + 1))
+        drawn = ' '.join(self._draw(num))
+        return self.tokenizer.decode(self.tokenizer.encode_batch([drawn])[0][:num]).strip()
+
+    def _draw(self, num: int) -> list[str]:
+        return list(self.rng.choice(self._words, num, p=self._shares))
+
+
+def make_tasks(words: Words, documents: Sequence[int]) -> list[Task]:
+    """As lm-eval spells ARC, MMLU with examples, and perplexities; names say how much it is."""
+    choices, letters, texts = documents
+    tokens = words.tokenizer
+    several: list[tuple[str, ...]] = [
+        (f'Question: {question}\nAnswer:', f' {words.text(CHOICE)}')
+        for question in (words.text(QUESTION) for _ in range(choices))
+        for _ in LETTERS
+    ]
+    questions = [_lettered(words) for _ in range(letters)]
+    behind: list[tuple[str, ...]] = []
+    for number, question in enumerate(questions):
+        others = words.rng.permutation(np.delete(np.arange(letters), number))[:FEWSHOT]
+        examples = ''.join(f'{questions[other]} {words.rng.choice(LETTERS)}\n\n' for other in others)
+        behind += [(examples + question, f' {letter}') for letter in LETTERS]
+    whole: list[tuple[str, ...]] = [(words.text((TEXT, TEXT)),) for _ in range(texts)]
+    for letter in LETTERS:
+        assert len(tokens.encode_batch([f' {letter}'])[0]) == 1, letter
+    return [
+        Task(
+            f'{choices} questions of {_range(tokens, several, 0)} tokens, 4 answers of {_range(tokens, several, 1)}',
+            False,
+            several,
+        ),
+        Task(f'{letters} questions of {_range(tokens, behind, 0)} tokens, 4 answers of one', False, behind),
+        Task(f'{texts} texts of {_range(tokens, whole, 0)} tokens, whole', True, whole),
+    ]
+
+
+def _lettered(words: Words) -> str:
+    question = words.text(FEWSHOT_QUESTION)
+    return '\n'.join([question, *(f'{letter}. {words.text((2, 6))}' for letter in LETTERS), 'Answer:'])
+
+
+def _range(tokenizer: Tokenizer, requests: Sequence[tuple[str, ...]], part: int) -> str:
+    lengths = [len(ids) for ids in tokenizer.encode_batch([request[part] for request in requests])]
+    return f'{min(lengths)} to {max(lengths)}' if min(lengths) < max(lengths) else f'{min(lengths)}'
+
+
+def write_model(directory: Path, tokenizer: Tokenizer) -> int:
+    """Writes a Llama of random weights as Transformers does; returns the number of its parameters."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=SIZES['vocab'],
+        hidden_size=SIZES['dim'],
+        intermediate_size=SIZES['ffn'],
+        num_hidden_layers=SIZES['layers'],
+        num_attention_heads=SIZES['heads'],
+        max_position_embeddings=SIZES['context'],
+        # Spread, so that tokens differ in how likely they are.
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tokenizer.end_of_document,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with _silence():
+        model.save_pretrained(directory)
+    tokenizer.save(directory / TOKENIZER)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / TOKENIZER), eos_token=END_OF_DOCUMENT
+    ).save_pretrained(directory)
+    return int(model.num_parameters())
+
+
+def maxlm_side(workdir: Path) -> Callable[[Task], Turn]:
+    """Answers through maxlm's backend."""
+    model = load_model(str(workdir), num_devices=1)
+    backend = harness_model(HarnessAnswers(model, Scorer(model), None))
+    return lambda task: answer(backend, task)
+
+
+def transformers_side(directory: Path) -> Callable[[Task, int], Turn]:
+    """Answers through lm-eval's backend of Transformers, in batches of a size."""
+    import torch
+    from lm_eval.models.huggingface import HFLM
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    settings = {'pretrained': str(directory), 'device': 'cpu', 'dtype': 'float32'}
+    with _silence():
+        backends = {size: HFLM(**settings, batch_size=size) for size in BATCHES}
+    return lambda task, batch: answer(backends[batch], task)
+
+
+def _silence() -> contextlib.AbstractContextManager[Any]:
+    """Bars of the libraries would go through this one's."""
+    return contextlib.redirect_stderr(io.StringIO())
+
+
+def answer(backend: Any, task: Task) -> Turn:
+    """What one of lm-eval's models makes of a task, and how long that takes."""
+    from lm_eval.api.instance import Instance
+
+    kind: Any = 'loglikelihood_rolling' if task.rolling else 'loglikelihood'
+    requests = [Instance(kind, {}, arguments, number) for number, arguments in enumerate(task.requests)]
+    with _silence():
+        start = time.perf_counter()
+        found = getattr(backend, kind)(requests, disable_tqdm=True)
+        seconds = time.perf_counter() - start
+    if task.rolling:
+        return Turn(seconds, list(found), [])
+    return Turn(seconds, [log_prob for log_prob, _ in found], [bool(greedy) for _, greedy in found])
+
+
+def measure(
+    ours: Callable[[Task], Turn], theirs: Callable[[Task, int], Turn], tasks: Sequence[Task], rounds: int
+) -> list[dict[str, Any]]:
+    """Both sides at each task, in turns.
+
+    Raises:
+        SystemExit: they do not find the same.
+    """
+    seconds: list[dict[str, list[float]]] = [{'maxlm': [], **{str(size): [] for size in BATCHES}} for _ in tasks]
+    apart = []
+    with progress_bar(total=(rounds + 1) * len(tasks), initial=0, unit='turn', show=True) as bar:
+        for task in tasks:
+            mine = ours(task)
+            apart.append(max(difference(mine, theirs(task, size), task) for size in BATCHES))
+            bar.update()
+        for _ in range(rounds):
+            for task, found in zip(tasks, seconds, strict=True):
+                found['maxlm'].append(ours(task).seconds)
+                for size in BATCHES:
+                    found[str(size)].append(theirs(task, size).seconds)
+                bar.update()
+    results = []
+    for task, found, difference_of_task in zip(tasks, seconds, apart, strict=True):
+        medians = {side: statistics.median(turns) for side, turns in found.items()}
+        best = min(BATCHES, key=lambda size: medians[str(size)])
+        results.append(
+            {
+                'task': task.name,
+                'requests': len(task.requests),
+                'maxlm': medians['maxlm'],
+                'hf': medians[str(best)],
+                'hf_batch': best,
+                'ratio': medians[str(best)] / medians['maxlm'],
+                'difference': difference_of_task,
+                'turns': found,
+            }
+        )
+    return results
+
+
+def difference(mine: Turn, yours: Turn, task: Task) -> float:
+    """The largest between log-probabilities, of the larger of them and 1 nat.
+
+    Raises:
+        SystemExit: it is more than TOLERANCE, or one side holds other tokens for the likeliest.
+    """
+    if not len(mine.log_probs) == len(yours.log_probs) == len(task.requests):
+        raise SystemExit(f'{task.name}: {len(mine.log_probs)} and {len(yours.log_probs)} answers')
+    a, b = np.array(mine.log_probs), np.array(yours.log_probs)
+    apart = float((np.abs(a - b) / np.maximum(1, np.maximum(np.abs(a), np.abs(b)))).max())
+    # Also where one is NaN.
+    if not apart <= TOLERANCE:
+        raise SystemExit(f'{task.name}: not the same model: log-probabilities differ by {apart:.1e}')
+    if mine.greedy != yours.greedy:
+        raise SystemExit(f'{task.name}: not the same model: other tokens are the likeliest')
+    return apart
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows in Markdown: wall seconds of both, and how many times as fast maxlm is."""
+    rows = [
+        f'| {result["task"]} | {result["maxlm"]:.2f} | {result["hf"]:.2f} (batch {result["hf_batch"]}) | '
+        f'{result["ratio"]:.2f} |'
+        for result in results
+    ]
+    return ['| requests | maxlm, s | lm-eval, `hf`, s | ratio |', '|---|---|---|---|', *rows]
+
+
+def run() -> None:
+    """Entry of `python -m benchmarks.evaluation`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()
