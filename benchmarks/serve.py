@@ -140,8 +140,9 @@ class Server:
                 first = first or time.perf_counter() - start
                 text += json.loads(line[6:])['choices'][0]['text']
         connection.close()
-        # The tokenizer's text is numbers.
-        return [int(number) for number in text.split()], first, time.perf_counter() - start
+        # The tokenizer's text is numbers, and the end of a document, which is number 0.
+        ids = [int(word) if word.isdigit() else 0 for word in re.findall(r'\d+|<[^>]*>', text)]
+        return ids, first, time.perf_counter() - start
 
     def serve(self, prompts: list[list[int]], clients: int) -> dict[str, float]:
         """All prompts by so many clients, each of which has an equal share."""
