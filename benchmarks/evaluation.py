@@ -184,25 +184,13 @@ def _range(tokenizer: Tokenizer, requests: Sequence[tuple[str, ...]], part: int)
 
 def write_model(directory: Path, tokenizer: Tokenizer) -> int:
     """Writes a Llama of random weights as Transformers does; returns the number of its parameters."""
-    import torch
+    # They need PyTorch.
     import transformers
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=SIZES['vocab'],
-        hidden_size=SIZES['dim'],
-        intermediate_size=SIZES['ffn'],
-        num_hidden_layers=SIZES['layers'],
-        num_attention_heads=SIZES['heads'],
-        max_position_embeddings=SIZES['context'],
-        # Spread, so that tokens differ in how likely they are.
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.end_of_document,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    from benchmarks.serve_peer import write_llama
+
     with _silence():
-        model.save_pretrained(directory)
+        model = write_llama(directory, SIZES, end=tokenizer.end_of_document)
     tokenizer.save(directory / TOKENIZER)
     transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(directory / TOKENIZER), eos_token=END_OF_DOCUMENT

@@ -14,8 +14,8 @@ import transformers
 from maxlm.data.tokenizer import make_tokenizer
 
 
-def main(directory: Path, sizes: dict[str, int]) -> None:
-    """Writes a Llama of random weights with a tokenizer, says so, and works until stdin ends."""
+def write_llama(directory: Path, sizes: dict[str, int], *, end: int) -> Any:
+    """Writes a Llama of random weights as Transformers does, and returns it; `end` is the end of a document."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=sizes['vocab'],
@@ -24,13 +24,19 @@ def main(directory: Path, sizes: dict[str, int]) -> None:
         num_hidden_layers=sizes['layers'],
         num_attention_heads=sizes['heads'],
         max_position_embeddings=sizes['context'],
-        # Spread, so that rounding does not decide which token is the likeliest.
+        # Spread, so that tokens differ in how likely they are and rounding does not decide which is the likeliest.
         initializer_range=0.1,
         bos_token_id=None,
-        eos_token_id=0,
+        eos_token_id=end,
     )
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(directory)
+    return model
+
+
+def main(directory: Path, sizes: dict[str, int]) -> None:
+    """Writes a model with a tokenizer, says so, and works until stdin ends."""
+    model = write_llama(directory, sizes, end=0)
     # Text is numbers: what tokens say does not matter here.
     make_tokenizer(f'ids:{sizes["vocab"]}:0', []).save(directory / 'tokenizer.json')
     print(json.dumps({'parameters': model.num_parameters()}), flush=True)

@@ -31,8 +31,7 @@ from maxlm.inference.sampling import (
     rows_of,
 )
 from maxlm.model.blocks import BLOCKS
-from maxlm.model.cache import CACHE_AXES, Caches, init_caches
-from maxlm.model.windows import layer_windows
+from maxlm.model.cache import CACHE_AXES, Caches, by_window, init_caches
 from maxlm.training.sharding import Layout
 from maxlm.training.state import Params, abstract_model
 
@@ -178,8 +177,8 @@ class Programs:
     def ring_slots(self) -> dict[int, int]:
         """Window → slots of the layers that see so far, where these are fewer than positions."""
         caches = jax.eval_shape(self._init_caches)
-        by_window = caches if isinstance(caches, dict) else dict(zip(layer_windows(self._config), caches, strict=True))
-        return {window: x.num_slots for window, x in by_window.items() if x.num_slots < self.max_context}
+        found = by_window(caches, self._config).items()
+        return {window: cache.num_slots for window, cache in found if cache.num_slots < self.max_context}
 
     def cache_bytes(self) -> int:
         """Of all slots."""

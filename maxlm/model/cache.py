@@ -127,6 +127,11 @@ def init_caches(
     return {window: make(window, windows.count(window)) for window in sorted(set(windows))}
 
 
+def by_window(caches: Caches, config: ModelConfig) -> dict[int, Cache]:
+    """A cache for each number of tokens that layers see: slots and masks are the same for all that see as far."""
+    return caches if isinstance(caches, dict) else dict(zip(layer_windows(config), caches, strict=True))
+
+
 def slots_and_mask(
     cache: Cache, positions_BT: jax.Array, length_B: jax.Array | None, *, window: int, num_slots: int
 ) -> tuple[jax.Array, jax.Array]:

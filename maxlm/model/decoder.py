@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers, run_layers_apart
-from maxlm.model.cache import Caches, slots_and_mask
+from maxlm.model.cache import Caches, by_window, slots_and_mask
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, parameter
 from maxlm.model.norm import Norm
@@ -138,8 +138,7 @@ class Decoder(nnx.Module):
         slots: dict[int, jax.Array | None] = dict.fromkeys(windows)
         if caches is not None:
             assert segments_BT is None, 'a cached call has one document per row'
-            by_window = caches if isinstance(caches, dict) else dict(zip(layer_windows(config), caches, strict=True))
-            for window, cache in by_window.items():
+            for window, cache in by_window(caches, config).items():
                 slots[window], masks[window] = slots_and_mask(
                     cache, positions_BT, length_B, window=window, num_slots=num_slots
                 )

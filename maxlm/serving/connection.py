@@ -20,6 +20,7 @@ class Connection(H11Protocol):
     _stalled: asyncio.TimerHandle | None = None
     _listening: asyncio.TimerHandle | None = None
 
+    # uvicorn narrows what asyncio gives, against its base class, and so does this.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins to wait for the head of a request."""
         super().connection_made(transport)

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+from functools import partial
 
 import httpx
 import openai
@@ -182,7 +183,7 @@ def test_a_hole_is_filled(ask):
         assert engine.asked.prompt == (prefix, *b'def f(', suffix, *b'return 1', middle)
         client.completions.create(**asked)
         assert engine.asked.prompt == tuple(b'def f(')
-        call = lambda: client.completions.create(**asked | {'prompt': [1]}, suffix='x')  # noqa: E731
+        call = partial(client.completions.create, **asked | {'prompt': [1]}, suffix='x')
         assert refused(openai.BadRequestError, 400, call).param == 'suffix'
     error = refused(openai.BadRequestError, 400, lambda: ask('completion', suffix='x'))
     assert 'the tokenizer has no tokens' in error.body['message']
@@ -290,7 +291,7 @@ def test_errors_that_are_not_of_the_body(server, ask):
 
 def test_a_model_without_a_chat_template():
     with ServerThread(served_by(FakeEngine(), chat=False)) as server, client_of(server) as client:
-        call = lambda: client.chat.completions.create(model='tiny', messages=HELLO)  # noqa: E731
+        call = partial(client.chat.completions.create, model='tiny', messages=HELLO)
         error = refused(openai.BadRequestError, 400, call)
         assert '/v1/completions' in error.body['message']
         assert client.completions.create(model='tiny', prompt='a', max_tokens=3, temperature=0).choices[0].text == 'The'
@@ -392,11 +393,11 @@ def test_a_full_queue():
         engine.open.set()
         until(lambda: engine.state.running == 0)
         engine.open.clear()
-        call = lambda: client.completions.create(model='tiny', prompt=['a'] * 3, max_tokens=5)  # noqa: E731
+        call = partial(client.completions.create, model='tiny', prompt=['a'] * 3, max_tokens=5)
         refused(openai.RateLimitError, 429, call)
         until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
         # For more there would never be room.
-        call = lambda: client.completions.create(model='tiny', prompt=['a'] * 4, max_tokens=5)  # noqa: E731
+        call = partial(client.completions.create, model='tiny', prompt=['a'] * 4, max_tokens=5)
         assert refused(openai.BadRequestError, 400, call).param == 'n'
 
 
