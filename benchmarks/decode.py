@@ -1,9 +1,9 @@
 """How much of the memory's bandwidth decoding reaches: `python -m benchmarks.decode --config=FILE [--batches=1,32]`.
 
 The engine's programs decode for slots that are all busy, with random weights and prompts of half the context. What is
-read for a pass are the parameters, once, and the keys and values of the positions that are looked at; a table that is
-only looked up in is not. Prints and writes the share of the bandwidth that the device has. Needs jax, flax, optax and
-ml_collections only.
+read for a pass are the parameters, once, and the keys and values of all positions that there is room for; a table that
+is only looked up in is not. Prints and writes the share of the bandwidth that the device has. Needs jax, flax, optax
+and ml_collections only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from maxlm.config.keys import Config
 from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve, resolve_on
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.inference.programs import Chunk, Programs, Rest
+from maxlm.inference.passes import Rest
+from maxlm.inference.programs import MOST_PASSES, Chunk, Programs
 from maxlm.inference.sampling import Sampling, rows_of
 from maxlm.inference.used import as_used
 from maxlm.planning.chips import find_chip
@@ -87,7 +88,8 @@ def measure(
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.model.tie_embeddings:
         weights -= params['embedding'].nbytes
-    params, state = programs.prepare(params), programs.start()
+    room = programs.room(context // 2 + 1)
+    params, state = programs.prepare(params), programs.resize(programs.start(), room)
     rng = np.random.default_rng(0)
     chunk = min(512, context // 2)
     for slot in range(slots):
@@ -98,21 +100,20 @@ def measure(
             state, _ = programs.prefill(params, state, [made], want_top=False)
     rest = Rest(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
     rows, rest = programs.put((rows_of([GREEDY] * slots), rest))
-    active = np.ones(slots, bool)
-    reach = next(size for size in programs.reaches if size > context // 2)
+    calls = -(-passes // MOST_PASSES)
+    # The first one compiles, the second warms up. Positions that there is no room for are as fast: all room is read.
+    left = np.full(slots, MOST_PASSES, np.int32)
     seconds = []
-    for index in range(min(passes, context // 2 - 5) + 5):
+    for _ in range(calls + 2):
         start_time = time.perf_counter()
-        state, drawn = programs.decode(params, state, active, rows, rest, longest=reach, want_top=False)
+        state, drawn = programs.decode(params, state, left, rows, rest, want_top=False)
         jax.block_until_ready(drawn)
-        # The first ones compile and warm up.
-        if index >= 5:
-            seconds.append(time.perf_counter() - start_time)
-    median = statistics.median(seconds)
-    read = weights + programs.cache_bytes() * reach / context
+        seconds.append((time.perf_counter() - start_time) / MOST_PASSES)
+    median = statistics.median(seconds[2:])
+    read = weights + programs.cache_bytes() * room / context
     return {
         'slots': slots,
-        'reach': reach,
+        'room': room,
         'pass_seconds': median,
         'tokens_per_second': slots / median,
         'bytes': read,

@@ -3,13 +3,15 @@
 A Llama of random weights is written in the format of Transformers, served by `maxlm.serve`, and loaded by Transformers
 in a process of its own, both in float32 on all cores. 1, 8 and 32 clients ask over HTTP, each for one answer after the
 other, streamed. Transformers gets the same prompts at once, in batches of every size up to the number of clients, of
-which the best counts. The sides take turns; ratios are of medians over rounds. Before, the first greedy tokens of both
-are compared. Needs maxlm's `dev` extra.
+which the best counts; a batch ends with its longest answer. Answers are as long as each request wants, as in traffic
+(`mixed`), or all of one length (`equal`), where a batch wastes nothing. The sides take turns; ratios are of medians
+over rounds. Before, the first greedy tokens of both are compared. Needs maxlm's `dev` extra.
 """
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import re
@@ -31,8 +33,9 @@ from maxlm.runtime.console import progress_bar
 SIZES = {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 8192, 'context': 1024}
 CLIENTS = (1, 8, 32)
 PROMPT_TOKENS = (16, 128)
-NEW_TOKENS = 96
-REQUESTS_PER_CLIENT = 2
+# From, and up to but without; both kinds have 96 in the mean.
+NEW_TOKENS = {'mixed': (8, 185), 'equal': (96, 97)}
+REQUESTS_PER_CLIENT = 3
 # Tokens that both sides must agree on.
 SAME = 16
 
@@ -58,7 +61,8 @@ def main(argv: list[str]) -> int:
     for result in results:
         ours, theirs = result['maxlm'], result['transformers']
         print(
-            f'{result["clients"]:3} clients: maxlm {ours["tokens_per_second"]:7.1f} tokens/s, first token '
+            f'{result["answers"]}, {result["clients"]:3} clients: '
+            f'maxlm {ours["tokens_per_second"]:7.1f} tokens/s, first token '
             f'{ours["first_token_seconds"]:.3f} s; Transformers {theirs["tokens_per_second"]:7.1f}, '
             f'{theirs["first_token_seconds"]:.3f} s (batch {theirs["batch"]}); ratio {result["ratio"]:.2f}'
         )
@@ -74,35 +78,40 @@ def measure(server: Server, peer: Peer, clients: list[int], rounds: int) -> list
     """Both sides for each number of clients, in turns."""
     rng = np.random.default_rng(0)
     probe = rng.integers(2, SIZES['vocab'], 20).tolist()
-    ours, theirs = server.ask(probe, NEW_TOKENS)[0][:SAME], peer.work([probe], 1, NEW_TOKENS)['tokens'][0][:SAME]
+    ours, theirs = server.ask(probe, SAME)[0], peer.work([probe], 1, [SAME])['tokens'][0]
     if ours != theirs:
         raise SystemExit(f'not the same model: {ours} and {theirs}')
-    found: dict[int, dict[str, list[dict[str, float]]]] = {n: {'maxlm': [], 'transformers': []} for n in clients}
-    with progress_bar(total=rounds * len(clients), initial=0, unit='turn', show=True) as bar:
+    kinds = list(itertools.product(NEW_TOKENS, clients))
+    found: dict[tuple[str, int], dict[str, list[dict[str, float]]]] = {
+        kind: {'maxlm': [], 'transformers': []} for kind in kinds
+    }
+    with progress_bar(total=rounds * len(kinds), initial=0, unit='turn', show=True) as bar:
         for _ in range(rounds):
-            for number in clients:
+            for answers, number in kinds:
                 lengths = rng.integers(*PROMPT_TOKENS, number * REQUESTS_PER_CLIENT)
                 prompts = [rng.integers(2, SIZES['vocab'], length).tolist() for length in lengths]
-                found[number]['maxlm'].append(server.serve(prompts, number))
-                found[number]['transformers'].append(_best_batch(peer, prompts, number))
+                nums = rng.integers(*NEW_TOKENS[answers], len(prompts)).tolist()
+                sides = found[answers, number]
+                sides['maxlm'].append(server.serve(prompts, nums, number))
+                sides['transformers'].append(_best_batch(peer, prompts, nums, number))
                 bar.update()
     results = []
-    for number, sides in found.items():
+    for (answers, number), sides in found.items():
         medians: dict[str, dict[str, float]] = {
             side: {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
             for side, turns in sides.items()
         }
         ratio = medians['maxlm']['tokens_per_second'] / medians['transformers']['tokens_per_second']
-        results.append({'clients': number, **medians, 'ratio': ratio, 'turns': sides})
+        results.append({'answers': answers, 'clients': number, **medians, 'ratio': ratio, 'turns': sides})
     return results
 
 
-def _best_batch(peer: Peer, prompts: list[list[int]], clients: int) -> dict[str, float]:
+def _best_batch(peer: Peer, prompts: list[list[int]], nums: list[int], clients: int) -> dict[str, float]:
     sizes = [2**k for k in range(clients.bit_length()) if 2**k <= clients]
     turns = []
     for size in sizes[-3:]:
-        told = peer.work(prompts, size, NEW_TOKENS)
-        rate = len(prompts) * NEW_TOKENS / told['seconds']
+        told = peer.work(prompts, size, nums)
+        rate = sum(nums) / told['seconds']
         turns.append(
             {'tokens_per_second': rate, 'first_token_seconds': statistics.mean(told['first']), 'batch': float(size)}
         )
@@ -144,14 +153,14 @@ class Server:
         ids = [int(word) if word.isdigit() else 0 for word in re.findall(r'\d+|<[^>]*>', text)]
         return ids, first, time.perf_counter() - start
 
-    def serve(self, prompts: list[list[int]], clients: int) -> dict[str, float]:
-        """All prompts by so many clients, each of which has an equal share."""
+    def serve(self, prompts: list[list[int]], nums: list[int], clients: int) -> dict[str, float]:
+        """So many tokens for each prompt, by so many clients, each of which has as many of them."""
         firsts: list[float] = []
 
         def work(number: int) -> None:
-            for prompt in prompts[number::clients]:
-                ids, first, _ = self.ask(prompt, NEW_TOKENS)
-                assert len(ids) == NEW_TOKENS, len(ids)
+            for prompt, num in zip(prompts[number::clients], nums[number::clients], strict=True):
+                ids, first, _ = self.ask(prompt, num)
+                assert len(ids) == num, len(ids)
                 firsts.append(first)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
@@ -164,7 +173,7 @@ class Server:
             raise SystemExit('a request to the server failed')
         seconds = time.perf_counter() - start
         return {
-            'tokens_per_second': len(prompts) * NEW_TOKENS / seconds,
+            'tokens_per_second': sum(nums) / seconds,
             'first_token_seconds': statistics.mean(firsts),
         }
 
@@ -182,10 +191,10 @@ class Peer:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 
-    def work(self, prompts: list[list[int]], batch: int, num: int) -> dict[str, Any]:
+    def work(self, prompts: list[list[int]], batch: int, nums: list[int]) -> dict[str, Any]:
         """Greedy answers in batches: their ids, seconds to the first token of each and to the end of all."""
         assert self._process.stdin
-        print(json.dumps({'prompts': prompts, 'batch': batch, 'num': num}), file=self._process.stdin, flush=True)
+        print(json.dumps({'prompts': prompts, 'batch': batch, 'nums': nums}), file=self._process.stdin, flush=True)
         return self._answer()
 
     def end(self) -> None:

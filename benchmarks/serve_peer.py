@@ -55,13 +55,14 @@ class _FirstToken(transformers.StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def work(model: Any, prompts: list[list[int]], batch: int, num: int) -> dict[str, Any]:
-    """Greedy answers of `num` tokens, `batch` prompts at a time, padded on the left."""
-    tokens, first = [], []
+def work(model: Any, prompts: list[list[int]], batch: int, nums: list[int]) -> dict[str, Any]:
+    """Greedy answers of `nums` tokens, `batch` prompts at a time, padded on the left."""
+    tokens: list[list[int]] = []
+    first: list[float] = []
     start = time.perf_counter()
     for begin in range(0, len(prompts), batch):
         part = prompts[begin : begin + batch]
-        longest = max(map(len, part))
+        longest, num = max(map(len, part)), max(nums[begin : begin + batch])
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in part])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in part])
         noted = _FirstToken()
@@ -75,7 +76,8 @@ def work(model: Any, prompts: list[list[int]], batch: int, num: int) -> dict[str
                 pad_token_id=0,
                 stopping_criteria=transformers.StoppingCriteriaList([noted]),
             )
-        tokens += rows[:, longest:].tolist()
+        answers = rows[:, longest:].tolist()
+        tokens += [answer[:wanted] for answer, wanted in zip(answers, nums[begin : begin + batch], strict=True)]
         first += [noted.time - start] * len(part)
     return {'tokens': tokens, 'first': first, 'seconds': time.perf_counter() - start}
 

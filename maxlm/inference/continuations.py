@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from maxlm.inference.requests import Completion, Delta, DrawnToken, Finish, Request
 from maxlm.inference.slots import Slot
@@ -28,6 +31,31 @@ class Continuation:
     last: int = 0
     cancelled: bool = False
     finish: Finish | None = None
+
+    def take(self, tokens: Iterable[DrawnToken], ends: Container[int]) -> Delta:
+        """What tokens that were drawn add to it; behind one that ends it there are none.
+
+        Args:
+            tokens: that came, in order.
+            ends: ids that end a text, where the request does not ignore them.
+        """
+        assert self.slot is not None, 'a sample that draws has a slot'
+        told, text, wanted = [], '', self.request.max_tokens
+        for token in tokens:
+            if self.drawn:
+                # It went through the model to give this token.
+                self.slot.content.append(self.last)
+            self.drawn += 1
+            if token.id in ends and not self.request.ignore_ends:
+                return Delta(self.number, text + self.text.finish(), tuple(told), 'stop')
+            self.last = token.id
+            told.append(token)
+            text += self.text.add(token.id)
+            if self.text.stopped:
+                return Delta(self.number, text, tuple(told), 'stop')
+            if self.drawn == wanted:
+                return Delta(self.number, text + self.text.finish(), tuple(told), 'length')
+        return Delta(self.number, text, tuple(told), None)
 
 
 class Ticket:
@@ -60,3 +88,11 @@ class Collected:
     def completion(self) -> Completion:
         assert self.finish is not None, 'a sample ends before the engine has nothing to do'
         return Completion(''.join(self._texts), tuple(self._tokens), self.finish)
+
+
+def drawn_tokens(request: Request, found: Sequence[np.ndarray]) -> Iterator[DrawnToken]:
+    """Those of one row, [N] and [N, C]: ids and log-probabilities, then the likeliest where any request wants them."""
+    num = request.top_log_probs or 0
+    for token, log_prob, *tops in zip(*(x.tolist() for x in found), strict=True):
+        top = tuple(zip(*(values[:num] for values in tops), strict=True)) if num else ()
+        yield DrawnToken(token, math.nan if request.top_log_probs is None else log_prob, top)

@@ -17,20 +17,21 @@ import jax
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.inference.continuations import Collected, Continuation, Ticket
+from maxlm.inference.continuations import Collected, Continuation, Ticket, drawn_tokens
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.programs import Chunk, Drawn, Programs, Rest
+from maxlm.inference.pace import Pace
+from maxlm.inference.passes import Drawn, Rest
+from maxlm.inference.programs import MOST_PASSES, Chunk, Programs
 from maxlm.inference.requests import (
     Completion,
     Delta,
-    DrawnToken,
     EngineState,
     Finish,
     QueueFullError,
     Request,
 )
 from maxlm.inference.sampling import Rows, Sampling, rows_of
-from maxlm.inference.slots import Slot, choose_slot
+from maxlm.inference.slots import Room, Slot, choose_slot
 from maxlm.inference.text import TextStream
 from maxlm.inference.used import as_used
 
@@ -40,10 +41,14 @@ _NOTHING = Sampling(temperature=0)
 
 
 class _Pending(NamedTuple):
-    """A call whose tokens the host has not read: whose they are, by row."""
+    """A call whose tokens the host has not read."""
 
     drawn: Drawn
-    samples: list[tuple[int, Continuation]]
+    # Whose they are, by row, and how many.
+    samples: list[tuple[int, Continuation, int]]
+    asked: float
+    # 0: of a prompt.
+    passes: int
 
 
 class Engine:
@@ -111,6 +116,8 @@ class Engine:
         self._running: list[Continuation] = []
         self._filling: list[Continuation] = []
         self._pending: collections.deque[_Pending] = collections.deque()
+        self._pace = Pace(MOST_PASSES)
+        self._room = Room(self._programs.rooms)
         self._settings: tuple[list[tuple[Sampling, int, int]], tuple[Rows, Rest]] | None = None
         self._changed = threading.Condition()
         self._clock = 0
@@ -137,11 +144,13 @@ class Engine:
 
     def warm_up(self, tell: Callable[[str], None] | None = None) -> None:
         """Compiles every program that a request can need, so that none waits for one; `tell` gets their names."""
-        for name, call in self._programs.shapes():
+        for name, room, call in self._programs.shapes():
             if tell is not None:
                 tell(name)
+            self._resize(room)
             self._state, drawn = call(self._params, self._state)
             jax.block_until_ready(drawn)
+        self._resize(self._programs.rooms[0])
 
     def check(self, request: Request) -> None:
         """Raises InputError when a request does not fit, or has ids that the model does not know."""
@@ -186,7 +195,7 @@ class Engine:
                 self._changed.wait(timeout)
 
     def step(self) -> bool:
-        """One pass: ends what was cancelled, fills free slots, has one token drawn for every slot, reads earlier ones.
+        """Ends what was cancelled, fills free slots, has some tokens drawn for every slot, reads earlier ones.
 
         Returns False when there is nothing left to do.
         """
@@ -194,7 +203,7 @@ class Engine:
         before = len(self._pending)
         self._prefill()
         self._decode()
-        # What was on its way before; what this pass draws is read when the next one is on its way.
+        # What was on its way before; what this step draws is read when the next one's is on its way.
         for _ in range(before):
             self._read(self._pending.popleft())
         return self._busy
@@ -261,10 +270,11 @@ class Engine:
             if not samples:
                 return
             chunks = [self._chunk(sample) for sample in samples]
+            self._resize(self._room.fit(max(len(sample.request.prompt) for sample in samples)))
             want_top = any(sample.request.top_log_probs for sample in samples)
             self._state, drawn = self._programs.prefill(self._params, self._state, chunks, want_top=want_top)
             budget -= max(len(chunk.tokens) for chunk in chunks)
-            complete = []
+            complete: list[tuple[int, Continuation, int]] = []
             for row, (sample, chunk) in enumerate(zip(samples, chunks, strict=True)):
                 slot = self._slots[chunk.slot]
                 end = chunk.start + len(chunk.tokens)
@@ -276,8 +286,8 @@ class Engine:
                 if end == len(sample.request.prompt):
                     self._filling.remove(sample)
                     sample.asked = 1
-                    complete.append((row, sample))
-            self._pending.append(_Pending(drawn, complete))
+                    complete.append((row, sample, 1))
+            self._pending.append(_Pending(drawn, complete, self._pace.now(), 0))
 
     def _next_waiting(self) -> Continuation | None:
         with self._changed:
@@ -312,7 +322,7 @@ class Engine:
         )
 
     def _decode(self) -> None:
-        """One token for every sample whose prompt is there and that has not been asked for all its tokens."""
+        """Tokens for every sample whose prompt is there and that has not been asked for all its tokens."""
         active = [
             (slot.number, slot.sample)
             for slot in self._slots
@@ -320,25 +330,39 @@ class Engine:
         ]
         if not active:
             return
+        wanted = [sample.request.max_tokens - sample.asked for _, sample in active]
+        passes = self._pace.passes(wanted, is_next=self._has_next, is_waiting=bool(self._waiting))
         num = self._programs.num_rows(max(number for number, _ in active))
-        is_active = np.zeros(num, bool)
+        left = np.zeros(num, np.int32)
         settings = [(_NOTHING, 0, 0)] * num
-        longest, want_top = 0, False
+        longest, want_top = max((len(sample.request.prompt) for sample in self._filling), default=1), False
         for number, sample in active:
             request = sample.request
-            is_active[number] = True
+            left[number] = min(passes, request.max_tokens - sample.asked)
             settings[number] = request.sampling, request.seed, sample.number
-            length = len(request.prompt) + sample.asked
+            sample.asked += int(left[number])
+            length = len(request.prompt) + sample.asked - 1
             self._slots[number].written = max(self._slots[number].written, length)
             longest = max(longest, length)
             want_top |= bool(request.top_log_probs)
-            sample.asked += 1
+        self._resize(self._room.fit(longest, passes))
         rows, rest = self._rows(settings)
-        self._state, drawn = self._programs.decode(
-            self._params, self._state, is_active, rows, rest, longest=longest, want_top=want_top
-        )
-        self._counts['passes'] += 1
-        self._pending.append(_Pending(drawn, active))
+        self._state, drawn = self._programs.decode(self._params, self._state, left, rows, rest, want_top=want_top)
+        self._counts['passes'] += passes
+        samples = [(number, sample, int(left[number])) for number, sample in active]
+        self._pending.append(_Pending(drawn, samples, self._pace.now(), passes))
+
+    def _resize(self, room: int) -> None:
+        if room != self._room.size:
+            self._state = self._programs.resize(self._state, room)
+            self._room.size = room
+            for slot in self._slots:
+                del slot.content[room:]
+
+    @property
+    def _has_next(self) -> bool:
+        """Whether the next step has part of a prompt."""
+        return bool(self._filling or (self._waiting and any(slot.sample is None for slot in self._slots)))
 
     def _rows(self, settings: list[tuple[Sampling, int, int]]) -> tuple[Rows, Rest]:
         """On the devices, and put there anew only when they change."""
@@ -351,39 +375,18 @@ class Engine:
     def _read(self, pending: _Pending) -> None:
         if not pending.samples:
             return
-        want_top = any(sample.request.top_log_probs for _, sample in pending.samples)
-        tokens, log_probs = jax.device_get(pending.drawn[:2])
-        tops = jax.device_get(pending.drawn[2:]) if want_top else ()
-        for row, sample in pending.samples:
-            if sample.finish is None:
-                num = sample.request.top_log_probs or 0
-                top = tuple(zip(*(x[row, :num].tolist() for x in tops), strict=True)) if num else ()
-                self._take(sample, int(tokens[row]), float(log_probs[row]), top)
-
-    def _take(self, sample: Continuation, token: int, log_prob: float, top: tuple[tuple[int, float], ...]) -> None:
-        """A token that was drawn for a sample."""
-        request, slot = sample.request, sample.slot
-        assert slot is not None, 'a sample that draws has a slot'
-        self._counts['drawn'] += 1
-        if sample.drawn:
-            # It went through the model to give this token.
-            slot.content.append(sample.last)
-        if token in self._ends and not request.ignore_ends:
-            self._end(sample, 'stop')
-            return
-        sample.last = token
-        sample.drawn += 1
-        told = DrawnToken(token, log_prob if request.top_log_probs is not None else math.nan, top)
-        text = sample.text.add(token)
-        finish: Finish | None = None
-        if sample.text.stopped:
-            finish = 'stop'
-        elif sample.drawn == request.max_tokens:
-            finish = 'length'
-            text += sample.text.finish()
-        if finish is not None:
-            self._free(sample, finish)
-        sample.listener(Delta(sample.number, text, (told,), finish))
+        want_top = any(sample.request.top_log_probs for _, sample, _ in pending.samples)
+        found = jax.device_get(pending.drawn if want_top else pending.drawn[:2])
+        self._pace.came(pending.asked, pending.passes)
+        for row, sample, num in pending.samples:
+            if sample.finish is not None:
+                continue
+            before = sample.drawn
+            delta = sample.take(drawn_tokens(sample.request, [x[:num, row] for x in found]), self._ends)
+            self._counts['drawn'] += sample.drawn - before
+            if delta.finish is not None:
+                self._free(sample, delta.finish)
+            sample.listener(delta)
 
     def _end(self, sample: Continuation, finish: Finish) -> None:
         self._free(sample, finish)

@@ -10,6 +10,8 @@ import numpy as np
 
 # Tokens that are worth taking over from a slot: fewer are as fast computed with the rest.
 SMALLEST_SHARED = 16
+# Passes that did without some room before it is given up.
+SPARE_PASSES = 1000
 
 
 class Slot:
@@ -35,6 +37,36 @@ class Slot:
         num = min(len(prompt), len(self.content))
         differs = np.flatnonzero(prompt[:num] != np.array(self.content[:num], prompt.dtype))
         return int(differs[0]) if len(differs) else num
+
+
+class Room:
+    """How many positions of each slot there is room for: as many as are needed, in sizes that programs are made for.
+
+    Attributes:
+        size: that there is.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        """The sizes grow; the first is where it starts."""
+        self._sizes = sizes
+        self.size = sizes[0]
+        # Passes since more than the next smaller size was needed.
+        self._spare = 0
+
+    def fit(self, length: int, passes: int = 0) -> int:
+        """The size that there should be.
+
+        Args:
+            length: positions of the slot that needs the most.
+            passes: that this many are enough for. What was not needed for long is given up, with what idle slots hold
+                there, because each pass reads all.
+        """
+        needed = next(size for size in self._sizes if size >= length)
+        self._spare = 0 if needed >= self.size else self._spare + passes
+        if needed > self.size or self._spare > SPARE_PASSES:
+            self._spare = 0
+            return needed
+        return self.size
 
 
 def choose_slot(

@@ -85,7 +85,7 @@ class Attention(nnx.Module):
 
         `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
         a query sees the last `window` (0: all). With a cache, `slots_BT` is where this call's keys and values go, S the
-        number of slots that are looked at, and the mask must allow filled slots only. Where the length is split over
+        number of its slots, and the mask must allow filled ones only. Where the length is split over
         devices, it is in zigzag, and `segments_BT` takes the mask's place.
         """
         q_BTNH, k_BTKH, v_BTKH = apply_together((self.query, self.key, self.value), x_BTD)
@@ -104,7 +104,7 @@ class Attention(nnx.Module):
             assert slots_BT is not None, 'a cached call has slots'
             assert mask_BTS is not None, 'a cached call has a mask'
             cache = cache.write(slots_BT, k_BSKH, v_BSKH)
-            return self.out(_attend_slots(q_BTNH, cache.read(len(q_BTNH), mask_BTS.shape[-1]), mask_BTS)), cache.cache
+            return self.out(_attend_slots(q_BTNH, cache.read(len(q_BTNH)), mask_BTS)), cache.cache
         kernel = self.kernel
         if kernel == 'splash' and takes_length(q_BTNH.shape[1]):
             o_BTNH = attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)

@@ -80,11 +80,11 @@ class LayerCache(NamedTuple):
             key_scale, value_scale = write(key_scale, k_scale_BTK), write(value_scale, v_scale_BTK)
         return self._replace(cache=Cache(write(key, k_BTKH), write(value, v_BTKH), key_scale, value_scale))
 
-    def read(self, num_rows: int, num_slots: int) -> Slots:
-        """The first slots of the first rows."""
+    def read(self, num_rows: int) -> Slots:
+        """All slots of the first rows."""
 
         def first(x_LBKS: jax.Array) -> jax.Array:
-            return x_LBKS[self.layer, :num_rows, :, :num_slots]
+            return x_LBKS[self.layer, :num_rows]
 
         key, value, *scales = self.cache
         return Slots(first(key), first(value), *(None if x is None else first(x) for x in scales))
@@ -133,27 +133,25 @@ def by_window(caches: Caches, config: ModelConfig) -> dict[int, Cache]:
 
 
 def slots_and_mask(
-    cache: Cache, positions_BT: jax.Array, length_B: jax.Array | None, *, window: int, num_slots: int
+    cache: Cache, positions_BT: jax.Array, length_B: jax.Array | None, *, window: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the tokens of a call go, [B, T], and which of the first slots they may look at then, [B, T, S].
+    """Where the tokens of a call go, [B, T], and which slots they may look at then, [B, T, S].
 
     Args:
         cache: of layers that see `window`.
         positions_BT: of the call's tokens.
         length_B: tokens that each row has with these; positions behind are padding, which goes nowhere. None: none is.
         window: number of last tokens that a token sees; 0 is all.
-        num_slots: positions beyond these do not occur; 0: they may.
     """
-    R = cache.num_slots
-    S = min(num_slots, R) if num_slots else R
-    slots_BT = positions_BT % R
+    S = cache.num_slots
+    slots_BT = positions_BT % S
     if length_B is not None:
-        slots_BT = jnp.where(positions_BT < length_B[:, None], slots_BT, R)
+        slots_BT = jnp.where(positions_BT < length_B[:, None], slots_BT, S)
         newest_B1 = length_B[:, None] - 1
     else:
         newest_B1 = positions_BT.max(axis=1, keepdims=True)
     # The last position that has a slot is what is in it; below 0 nothing is.
-    held_BS = newest_B1 - (newest_B1 - jnp.arange(S)) % R
+    held_BS = newest_B1 - (newest_B1 - jnp.arange(S)) % S
     behind_BTS = positions_BT[:, :, None] - held_BS[:, None, :]
     mask_BTS = (behind_BTS >= 0) & (held_BS >= 0)[:, None, :]
     return slots_BT, mask_BTS & (behind_BTS < window) if window else mask_BTS

@@ -59,7 +59,6 @@ class Decoder(nnx.Module):
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         cache: Caches | None = None,
-        num_slots: int = 0,
         length_B: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         micro_batches: int = 1,
@@ -75,7 +74,6 @@ class Decoder(nnx.Module):
             positions_BT: position of each token in its document; None: 0, 1, 2, …
             cache: keys and values of earlier calls. A query then sees the positions up to its own; `segments_BT` must
                 be None.
-            num_slots: with a cache, all positions are below this, so that no more of it is read; 0: all of it is.
             length_B: tokens that each row has with these, where some of `positions_BT` are padding, of which nothing
                 goes into a cache; see `rotary_angles` too.
             dropout_key: None turns dropout off.
@@ -103,7 +101,7 @@ class Decoder(nnx.Module):
             x_BTD = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
         else:
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
-            context = self._context(segments_BT, positions_BT, cache, num_slots, length_B)
+            context = self._context(segments_BT, positions_BT, cache, length_B)
             graph, blocks_L = nnx.split(self.blocks)
             windows = layer_windows(config)
             if isinstance(cache, list):
@@ -130,7 +128,6 @@ class Decoder(nnx.Module):
         segments_BT: jax.Array | None,
         positions_BT: jax.Array,
         caches: Caches | None,
-        num_slots: int,
         length_B: jax.Array | None,
     ) -> Context:
         config, windows = self.config, set(layer_windows(self.config))
@@ -139,9 +136,7 @@ class Decoder(nnx.Module):
         if caches is not None:
             assert segments_BT is None, 'a cached call has one document per row'
             for window, cache in by_window(caches, config).items():
-                slots[window], masks[window] = slots_and_mask(
-                    cache, positions_BT, length_B, window=window, num_slots=num_slots
-                )
+                slots[window], masks[window] = slots_and_mask(cache, positions_BT, length_B, window=window)
         # In a ring every device makes the masks of the keys that it meets.
         elif self.placement.parts('length') == 1:
             T = positions_BT.shape[1]
@@ -171,7 +166,7 @@ class Decoder(nnx.Module):
         def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> jax.Array:
             segments_BT, positions_BT, keys_L = side
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, first_layer, layers)
-            context = self._context(segments_BT, positions_BT, None, 0, None)
+            context = self._context(segments_BT, positions_BT, None, None)
             return run_layers(graph, config, self.placement, windows, x_BTD, context, (blocks, None, keys))[0]
 
         def place(variable: nnx.Variable) -> nnx.Variable:

@@ -17,6 +17,8 @@ from maxlm.model.quantized import Codes, Weights, code_shapes, dequantize, quant
 Initializer = Callable[..., jax.Array]
 # The logical axis of an adapter's rank.
 RANK = 'adapter'
+# Rows of a product, at least, that are worth the time to put kernels side by side in memory.
+JOINED_ROWS = 1024
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
@@ -165,8 +167,7 @@ def apply_together(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     One wide product is faster than several on a CPU, and so is its gradient. Compilers for other devices may do the
     same by themselves.
     """
-    # For one token of each row it takes longer to put the kernels side by side in memory.
-    if x.shape[-2] == 1 or not all(linear._is_whole for linear in linears):
+    if x.size < JOINED_ROWS * x.shape[-1] or not all(linear._is_whole for linear in linears):
         return [linear(x) for linear in linears]
     products = _joined_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]

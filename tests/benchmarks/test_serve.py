@@ -11,31 +11,39 @@ class Peer:
     def __init__(self, tokens=7):
         self.tokens, self.batches = tokens, []
 
-    def work(self, prompts, batch, num):
+    def work(self, prompts, batch, nums):
+        assert len(nums) == len(prompts)
         self.batches.append(batch)
         num_batches = -(-len(prompts) // batch)
         seconds = num_batches * (1 + 0.1 * (batch - 1))
-        return {'tokens': [[self.tokens] * num for _ in prompts], 'first': [0.5] * len(prompts), 'seconds': seconds}
+        return {'tokens': [[self.tokens] * num for num in nums], 'first': [0.5] * len(prompts), 'seconds': seconds}
 
 
 class Server:
     def ask(self, prompt, num):
         return [7] * num, 0.1, 1.0
 
-    def serve(self, prompts, clients):
+    def serve(self, prompts, nums, clients):
+        self.nums = nums
         return {'tokens_per_second': 100.0 * clients, 'first_token_seconds': 0.25}
 
 
 def test_the_best_batch_counts():
-    peer = Peer()
-    (one, eight) = serve.measure(Server(), peer, [1, 8], 2)
-    assert (one['clients'], eight['clients']) == (1, 8)
+    peer, server = Peer(), Server()
+    *mixed, one, eight = serve.measure(server, peer, [1, 8], 2)
+    assert [(found['answers'], found['clients']) for found in (*mixed, one, eight)] == [
+        ('mixed', 1),
+        ('mixed', 8),
+        ('equal', 1),
+        ('equal', 8),
+    ]
     assert sorted(set(peer.batches)) == [1, 2, 4, 8]
-    # Two requests of each client: sixteen answers in two batches.
-    rate = 16 * serve.NEW_TOKENS / (2 * 1.7)
+    # Three requests of each client: 24 answers in three batches.
+    assert server.nums == [96] * 24
+    rate = 24 * 96 / (3 * 1.7)
     assert eight['transformers'] == pytest.approx({'tokens_per_second': rate, 'first_token_seconds': 0.5, 'batch': 8})
     assert eight['ratio'] == pytest.approx(800 / rate)
-    assert one['ratio'] == pytest.approx(100 / serve.NEW_TOKENS)
+    assert one['ratio'] == pytest.approx(100 / 96)
 
 
 def test_another_model_is_not_compared():

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlm.data.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference import programs
+from maxlm.inference import passes
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.requests import QueueFullError, Request
@@ -120,7 +120,7 @@ def test_layers_in_a_loop_give_the_same(monkeypatch):
     """As they run on GPUs and TPUs."""
     # Made before, whatever ran until now.
     assert isinstance(engine('windows', chunk=16)._state.caches, list)
-    monkeypatch.setattr(programs, 'layers_apart', lambda config: False)
+    monkeypatch.setattr(passes, 'layers_apart', lambda config: False)
     looped = Engine(load('windows'), num_slots=8, chunk=16)
     assert isinstance(looped._state.caches, dict)
     assert generate(looped, PROMPTS) == [naive('windows', prompt) for prompt in PROMPTS]
@@ -346,9 +346,9 @@ def test_everything_is_compiled_before_it_is_needed():
     some = Engine(load('gpt2'), num_slots=3, chunk=40)
     names = []
     some.warm_up(names.append)
-    assert names == ['decode 3 × 100', 'prefill 32 of 100', 'prefill 40 of 100']
+    assert names == ['decode 1 × 100', 'decode 3 × 100', 'prefill 32 of 100', 'prefill 40 of 100']
     sizes = some._programs._prefill._cache_size(), some._programs._decode._cache_size()
-    assert sizes == (2, 1)
+    assert sizes == (2, 2)
     assert generate(some, PROMPTS) == [naive('gpt2', prompt) for prompt in PROMPTS]
     some.complete(requests_of(PROMPTS, Sampling(top_p=0.5, min_p=0.1), top_log_probs=5))
     assert (some._programs._prefill._cache_size(), some._programs._decode._cache_size()) == sizes

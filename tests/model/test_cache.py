@@ -30,7 +30,7 @@ def test_a_ring_has_what_the_window_sees(window):
     for size in [16, 1, 7, 16, 16, 1, 1, 16, 16, 16, 13, 1, 16, 9]:
         count = size - 2 if size > 4 else size
         positions = jnp.arange(start, start + size)[None]
-        slots, mask = slots_and_mask(cache, positions, jnp.array([start + count]), window=window, num_slots=0)
+        slots, mask = slots_and_mask(cache, positions, jnp.array([start + count]), window=window)
         slots, mask = np.asarray(slots)[0], np.asarray(mask)[0]
         # Padding goes nowhere.
         assert np.all(slots[count:] == S)
@@ -44,12 +44,12 @@ def test_a_ring_has_what_the_window_sees(window):
 
 
 def test_no_more_is_looked_at_than_there_is():
-    cache = init_caches(small_config().model, 2, 50)[0]
-    _, mask = slots_and_mask(cache, jnp.array([[3], [9]]), jnp.array([4, 10]), window=0, num_slots=16)
+    cache = init_caches(small_config().model, 2, 16)[0]
+    _, mask = slots_and_mask(cache, jnp.array([[3], [9]]), jnp.array([4, 10]), window=0)
     assert mask.shape == (2, 1, 16)
     assert mask.sum(axis=(1, 2)).tolist() == [4, 10]
     # A row that rests sees nothing.
-    assert not slots_and_mask(cache, jnp.zeros((2, 1), int), jnp.zeros(2, int), window=0, num_slots=0)[1].any()
+    assert not slots_and_mask(cache, jnp.zeros((2, 1), int), jnp.zeros(2, int), window=0)[1].any()
 
 
 def test_8_bits_keep_what_is_written():

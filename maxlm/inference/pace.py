@@ -1,0 +1,50 @@
+"""How many tokens a decoding call draws before the host looks at what came."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+# Seconds that a call takes, at most, where passes are short enough: what comes in the meantime waits so long.
+LONGEST_CALL = 0.08
+# Of the newest call in the mean.
+_NEWEST = 0.25
+
+
+class Pace:
+    """Passes of one call: many are quicker, as what is between them is done once; but who comes waits for their end."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter):
+        """A call never has more than `most` passes; `clock` counts seconds."""
+        self._most, self._clock = most, clock
+        # When the host last got something.
+        self._last = -math.inf
+        # Of a pass, a mean over calls.
+        self._seconds: float | None = None
+
+    def passes(self, left: Sequence[int], *, is_next: bool, is_waiting: bool) -> int:
+        """Passes of the next call.
+
+        Args:
+            left: tokens that samples still want, of each that is served.
+            is_next: part of a prompt is to go through the model as soon as can be.
+            is_waiting: samples wait for the end of those that are served.
+        """
+        if is_next or self._seconds is None:
+            return 1
+        num = min(self._most, max(1, int(LONGEST_CALL / max(self._seconds, 1e-6))))
+        # The first that ends makes room; behind the last there is nothing to do.
+        return min(num, min(left) if is_waiting else max(left))
+
+    def now(self) -> float:
+        """When something is asked of the devices, which do one thing after the other."""
+        return self._clock()
+
+    def came(self, asked: float, passes: int) -> None:
+        """The host has what it asked for then; 0 passes: something other than tokens of decoding."""
+        now = self._clock()
+        begun, self._last = max(asked, self._last), now
+        if passes:
+            seconds = (now - begun) / passes
+            self._seconds = seconds if self._seconds is None else self._seconds + _NEWEST * (seconds - self._seconds)

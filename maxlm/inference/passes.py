@@ -1,0 +1,243 @@
+"""What goes through the model: chunks of prompts into slots, and tokens behind them, some at a time.
+
+Shapes: B slots, P prompts that come in one call, T tokens of a chunk, V vocabulary, C likeliest tokens that are told,
+N passes of one call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlm.config.keys import Config
+from maxlm.inference.requests import MAX_TOP_LOG_PROBS
+from maxlm.inference.sampling import (
+    Array,
+    Rows,
+    draw_keys,
+    draw_rows,
+    has_penalty,
+    likeliest_log_probs,
+    log_prob,
+    penalized,
+)
+from maxlm.model.blocks import BLOCKS
+from maxlm.model.cache import Caches
+from maxlm.training.sharding import Layout
+from maxlm.training.state import Params, abstract_model
+
+
+class Rest(NamedTuple):
+    """What draws need to know besides sampling settings, by row."""
+
+    seed_B: Array
+    sample_B: Array
+
+
+class State(NamedTuple):
+    """Of all slots, on the devices. A slot's next token is not in the cache yet."""
+
+    caches: Caches
+    token_B: jax.Array
+    # Tokens in the cache.
+    length_B: jax.Array
+    in_prompt_BV: jax.Array
+    # Of the continuation.
+    counts_BV: jax.Array
+
+
+class Drawn(NamedTuple):
+    """Tokens of a call, by pass and row, with log-probabilities; of the likeliest where they were wanted, else zeros.
+
+    What passes that were not asked for would have drawn is 0.
+    """
+
+    token_NB: jax.Array
+    log_prob_NB: jax.Array
+    top_ids_NBC: jax.Array
+    top_log_probs_NBC: jax.Array
+
+
+class Passes:
+    """Of one model, as functions of parameters and state that `Programs` compiles."""
+
+    def __init__(self, config: Config, layout: Layout, *, num_ids: int, most: int):
+        """
+        Args:
+            config: resolved.
+            layout: of the parameters.
+            num_ids: of the tokenizer. A model may have more, for a round number; they have no text.
+            most: tokens of a slot that one call draws, at most.
+        """
+        self._config = config.model
+        self._graph, abstract = nnx.split(abstract_model(config, layout))
+        self._abstract_blocks = nnx.to_pure_dict(abstract)[BLOCKS]
+        self._num_ids, self._most = num_ids, most
+        self.are_layers_apart = layers_apart(config)
+
+    def prepare(self, params: Params) -> Params:
+        """Parameters as the passes take them."""
+        if not self.are_layers_apart:
+            return params
+        num = self._config.num_layers
+        split = jax.jit(lambda leaf: [leaf[layer] for layer in range(num)])
+        leaves, tree = jax.tree.flatten(params[BLOCKS])
+        layers = zip(*map(split, leaves), strict=True)
+        return {**params, BLOCKS: [jax.tree.unflatten(tree, layer) for layer in layers]}
+
+    def prefill(
+        self,
+        params: Params,
+        state: State,
+        tokens_PT: jax.Array,
+        place: jax.Array,
+        in_prompt_PV: jax.Array,
+        rows: Rows,
+        rest: Rest,
+        want_top: jax.Array,
+    ) -> tuple[State, Drawn]:
+        """Puts chunks into slots, and draws what follows each: one pass.
+
+        `place` is the slot that a chunk goes to, the slot that has what is before, the position of the chunk's first
+        token, and the number of its tokens, int32 [4, P].
+        """
+        P, T = tokens_PT.shape
+        slot_P, source_P, start_P, count_P = place
+        positions_PT = start_P[:, None] + jnp.arange(T)
+        length_P = start_P + count_P
+        taken = jax.tree.map(lambda x: _rows_at(x, source_P), state.caches)
+        decoder, blocks = self._merged(params)
+        hidden_PTD, caches = decoder(
+            tokens_PT, positions_BT=positions_PT, cache=taken, length_B=length_P, blocks=blocks
+        )
+        last_P = jnp.maximum(count_P - 1, 0)
+        hidden_P1D = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)
+        counts_PV = jnp.zeros((P, self._num_ids), jnp.int32)
+        keys_P = draw_keys(rest.seed_B, rest.sample_B, length_P - 1)
+        drawn = self._draw(decoder, hidden_P1D, keys_P, rows, in_prompt_PV, counts_PV, want_top)
+        token_P = drawn.token_NB[0]
+        counts_PV = counts_PV.at[jnp.arange(P), token_P].add(1)
+
+        def put(x_B: jax.Array, new_P: jax.Array) -> jax.Array:
+            return x_B.at[slot_P].set(new_P, mode='drop')
+
+        state = State(
+            jax.tree.map(lambda x, new: _put_rows(x, new, slot_P), state.caches, caches),
+            put(state.token_B, token_P),
+            put(state.length_B, length_P),
+            put(state.in_prompt_BV, in_prompt_PV),
+            put(state.counts_BV, counts_PV),
+        )
+        return state, drawn
+
+    def decode(
+        self,
+        params: Params,
+        state: State,
+        left_B: jax.Array,
+        rows: Rows,
+        rest: Rest,
+        want_top: jax.Array,
+    ) -> tuple[State, Drawn]:
+        """Draws `left_B` tokens of each of the first slots, a pass through the model for each while any is left."""
+        num = len(left_B)
+        start_B, in_prompt_BV = state.length_B[:num], state.in_prompt_BV[:num]
+        decoder, blocks = self._merged(params)
+
+        def run(step: jax.Array, carry: Any) -> Any:
+            caches, token_B, counts_BV, drawn_N = carry
+            active_B = step < left_B
+            length_B = start_B + step
+            hidden_B1D, caches = decoder(
+                token_B[:, None],
+                # A slot that rests may be anywhere.
+                positions_BT=jnp.where(active_B, length_B, 0)[:, None],
+                cache=caches,
+                length_B=jnp.where(active_B, length_B + 1, 0),
+                blocks=blocks,
+            )
+            keys_B = draw_keys(rest.seed_B, rest.sample_B, length_B)
+            drawn = self._draw(decoder, hidden_B1D, keys_B, rows, in_prompt_BV, counts_BV, want_top)
+            new_B = drawn.token_NB[0]
+            return (
+                caches,
+                jnp.where(active_B, new_B, token_B),
+                counts_BV.at[jnp.arange(num), new_B].add(active_B),
+                jax.tree.map(lambda x_N, x_1: jax.lax.dynamic_update_slice_in_dim(x_N, x_1, step, 0), drawn_N, drawn),
+            )
+
+        nothing = jax.tree.map(lambda x: jnp.zeros((self._most, *x.shape[1:]), x.dtype), self._drawn_shapes(num))
+        first = (state.caches, state.token_B[:num], state.counts_BV[:num], nothing)
+        caches, token_B, counts_BV, drawn = jax.lax.fori_loop(0, left_B.max(), run, first)
+        state = State(
+            caches,
+            state.token_B.at[:num].set(token_B),
+            state.length_B.at[:num].add(left_B),
+            state.in_prompt_BV,
+            state.counts_BV.at[:num].set(counts_BV),
+        )
+        return state, drawn
+
+    def _merged(self, params: Params) -> tuple[Any, Any]:
+        """The model, and the parameters of its blocks where they are apart."""
+        if not self.are_layers_apart:
+            return nnx.merge(self._graph, params), None
+        return nnx.merge(self._graph, {**params, BLOCKS: self._abstract_blocks}), params[BLOCKS]
+
+    def _draw(
+        self,
+        decoder: Any,
+        hidden_B1D: jax.Array,
+        keys_B: jax.Array,
+        rows: Rows,
+        in_prompt_BV: jax.Array,
+        counts_BV: jax.Array,
+        want_top: jax.Array,
+    ) -> Drawn:
+        """Of one pass."""
+        logits_BV = decoder.logits(hidden_B1D)[:, 0, : self._num_ids]
+        shaped_BV = jax.lax.cond(
+            has_penalty(rows),
+            lambda: penalized(logits_BV, rows, in_prompt_BV, counts_BV),
+            lambda: logits_BV,
+        )
+        token_B = draw_rows(shaped_BV, keys_B, rows)
+        ids, log_probs = self._drawn_shapes(len(token_B))[2:]
+        ids_BC, log_probs_BC = jax.lax.cond(
+            want_top,
+            lambda: likeliest_log_probs(logits_BV, ids.shape[-1]),
+            lambda: (jnp.zeros(ids.shape[1:], ids.dtype), jnp.zeros(log_probs.shape[1:], log_probs.dtype)),
+        )
+        return Drawn(*(x[None] for x in (token_B, log_prob(logits_BV, token_B), ids_BC, log_probs_BC)))
+
+    def _drawn_shapes(self, num: int) -> Drawn:
+        """Of one pass over so many rows."""
+        tops = (1, num, min(MAX_TOP_LOG_PROBS, self._num_ids))
+        shapes = ((1, num), jnp.int32), ((1, num), jnp.float32), (tops, jnp.int32), (tops, jnp.float32)
+        return Drawn(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+
+def layers_apart(config: Config) -> bool:
+    """Whether each layer has arrays of its own, and layers do not run in a loop.
+
+    A CPU copies what a loop takes out of a stack. Other compilers do not, and short programs are compiled sooner.
+    """
+    return jax.default_backend() == 'cpu' and config.mesh.offload == 'none'
+
+
+def _rows_at(x: jax.Array, source_P: jax.Array) -> jax.Array:
+    """Some rows of a cache's array."""
+    if len(source_P) == 1:
+        return jax.lax.dynamic_slice_in_dim(x, source_P[0], 1, axis=1)
+    return x[:, source_P]
+
+
+def _put_rows(x: jax.Array, new: jax.Array, slot_P: jax.Array) -> jax.Array:
+    """The array with these rows; those that it does not have are left out."""
+    if len(slot_P) == 1:
+        # Beyond the last row it is the last: only empty slots are beside what warms up.
+        return jax.lax.dynamic_update_slice_in_dim(x, new, slot_P[0], axis=1)
+    return x.at[:, slot_P].set(new, mode='drop')
