@@ -96,7 +96,7 @@ def measure(
         prompt = rng.integers(0, config.model.vocab_size, context // 2).tolist()
         for start in range(0, len(prompt), chunk):
             part = prompt[start : start + chunk]
-            made = Chunk(part, start, slot, slot, prompt, GREEDY, 0, 0)
+            made = Chunk(part, start, slot, prompt, GREEDY, 0, 0)
             state, _ = programs.prefill(params, state, [made], want_top=False)
     rest = Rest(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
     rows, rest = programs.put((rows_of([GREEDY] * slots), rest))

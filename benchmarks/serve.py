@@ -35,7 +35,7 @@ CLIENTS = (1, 8, 32)
 PROMPT_TOKENS = (16, 128)
 # From, and up to but without; both kinds have 96 in the mean.
 NEW_TOKENS = {'mixed': (8, 185), 'equal': (96, 97)}
-REQUESTS_PER_CLIENT = 3
+REQUESTS_PER_CLIENT = 6
 # Tokens that both sides must agree on.
 SAME = 16
 

@@ -22,9 +22,6 @@ class Continuation:
     listener: Callable[[Delta], None]
     text: TextStream
     slot: Slot | None = None
-    # Until its first chunk is on its way: the slot that it takes keys and values over from, and of how many tokens.
-    source: Slot | None = None
-    shared: int = 0
     # Tokens that were asked of the devices, those that came, and the last of these.
     asked: int = 0
     drawn: int = 0
@@ -40,7 +37,8 @@ class Continuation:
             ends: ids that end a text, where the request does not ignore them.
         """
         assert self.slot is not None, 'a sample that draws has a slot'
-        told, text, wanted = [], '', self.request.max_tokens
+        told: list[DrawnToken] = []
+        text = ''
         for token in tokens:
             if self.drawn:
                 # It went through the model to give this token.
@@ -53,7 +51,7 @@ class Continuation:
             text += self.text.add(token.id)
             if self.text.stopped:
                 return Delta(self.number, text, tuple(told), 'stop')
-            if self.drawn == wanted:
+            if self.drawn == self.request.max_tokens:
                 return Delta(self.number, text + self.text.finish(), tuple(told), 'length')
         return Delta(self.number, text, tuple(told), None)
 

@@ -269,8 +269,8 @@ class Engine:
                 samples.append(sample)
             if not samples:
                 return
-            chunks = [self._chunk(sample) for sample in samples]
             self._resize(self._room.fit(max(len(sample.request.prompt) for sample in samples)))
+            chunks = [self._chunk(sample) for sample in samples]
             want_top = any(sample.request.top_log_probs for sample in samples)
             self._state, drawn = self._programs.prefill(self._params, self._state, chunks, want_top=want_top)
             budget -= max(len(chunk.tokens) for chunk in chunks)
@@ -279,10 +279,7 @@ class Engine:
                 slot = self._slots[chunk.slot]
                 end = chunk.start + len(chunk.tokens)
                 slot.content = list(sample.request.prompt[:end])
-                # What it took over from another slot may go further than what is shared.
-                before = self._slots[chunk.source].written if chunk.source != chunk.slot else slot.written
-                slot.written = max(before, end)
-                sample.source = None
+                slot.written = max(slot.written, end)
                 if end == len(sample.request.prompt):
                     self._filling.remove(sample)
                     sample.asked = 1
@@ -302,24 +299,24 @@ class Engine:
         slot, source, shared = choose_slot(self._slots, prompt, room=self._ring_room, counts=self._programs.row_counts)
         self._clock += 1
         slot.sample, slot.used = sample, self._clock
-        slot.content = slot.content[:shared] if source is slot else []
-        if not shared:
+        if source is not slot:
+            self._state = self._programs.take_over(self._state, source.number, slot.number)
+            # It may go further than what is shared.
+            slot.written = source.written
+        elif not shared:
             slot.written = 0
-        sample.slot, sample.source = slot, source
+        slot.content = source.content[:shared]
+        sample.slot = slot
         self._filling.append(sample)
         self._counts['prompt'] += len(prompt)
         self._counts['shared'] += shared
-        sample.shared = shared
 
     def _chunk(self, sample: Continuation) -> Chunk:
         request, slot = sample.request, sample.slot
         assert slot is not None, 'a sample that is filled has a slot'
-        source = sample.source or slot
-        start = sample.shared if sample.source is not None else len(slot.content)
+        start = len(slot.content)
         tokens = request.prompt[start : start + self._programs.chunk]
-        return Chunk(
-            tokens, start, slot.number, source.number, request.prompt, request.sampling, request.seed, sample.number
-        )
+        return Chunk(tokens, start, slot.number, request.prompt, request.sampling, request.seed, sample.number)
 
     def _decode(self) -> None:
         """Tokens for every sample whose prompt is there and that has not been asked for all its tokens."""

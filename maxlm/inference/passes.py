@@ -6,6 +6,7 @@ N passes of one call.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -88,6 +89,10 @@ class Passes:
         layers = zip(*map(split, leaves), strict=True)
         return {**params, BLOCKS: [jax.tree.unflatten(tree, layer) for layer in layers]}
 
+    def take_over(self, state: State, source: jax.Array, slot: jax.Array) -> State:
+        """With keys and values of one slot in another, too."""
+        return state._replace(caches=jax.tree.map(lambda x: x.at[:, slot].set(x[:, source]), state.caches))
+
     def prefill(
         self,
         params: Params,
@@ -101,18 +106,21 @@ class Passes:
     ) -> tuple[State, Drawn]:
         """Puts chunks into slots, and draws what follows each: one pass.
 
-        `place` is the slot that a chunk goes to, the slot that has what is before, the position of the chunk's first
-        token, and the number of its tokens, int32 [4, P].
+        `place` is the slot that a chunk goes to, the position of its first token, and the number of its tokens, int32
+        [3, P].
         """
         P, T = tokens_PT.shape
-        slot_P, source_P, start_P, count_P = place
+        slot_P, start_P, count_P = place
         positions_PT = start_P[:, None] + jnp.arange(T)
         length_P = start_P + count_P
-        taken = jax.tree.map(lambda x: _rows_at(x, source_P), state.caches)
         decoder, blocks = self._merged(params)
-        hidden_PTD, caches = decoder(
-            tokens_PT, positions_BT=positions_PT, cache=taken, length_B=length_P, blocks=blocks
-        )
+        run = partial(decoder, tokens_PT, positions_BT=positions_PT, length_B=length_P, blocks=blocks)
+        if P == 1:
+            hidden_PTD, caches = run(cache=state.caches, first_row=slot_P[0])
+        else:
+            # Rows that are not beside each other.
+            hidden_PTD, taken = run(cache=jax.tree.map(lambda x: x[:, slot_P], state.caches))
+            caches = jax.tree.map(lambda x, new: x.at[:, slot_P].set(new, mode='drop'), state.caches, taken)
         last_P = jnp.maximum(count_P - 1, 0)
         hidden_P1D = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)
         counts_PV = jnp.zeros((P, self._num_ids), jnp.int32)
@@ -125,7 +133,7 @@ class Passes:
             return x_B.at[slot_P].set(new_P, mode='drop')
 
         state = State(
-            jax.tree.map(lambda x, new: _put_rows(x, new, slot_P), state.caches, caches),
+            caches,
             put(state.token_B, token_P),
             put(state.length_B, length_P),
             put(state.in_prompt_BV, in_prompt_PV),
@@ -213,11 +221,11 @@ class Passes:
         )
         return Drawn(*(x[None] for x in (token_B, log_prob(logits_BV, token_B), ids_BC, log_probs_BC)))
 
-    def _drawn_shapes(self, num: int) -> Drawn:
-        """Of one pass over so many rows."""
+    def _drawn_shapes(self, num: int) -> Any:
+        """Of what one pass over so many rows draws."""
         tops = (1, num, min(MAX_TOP_LOG_PROBS, self._num_ids))
         shapes = ((1, num), jnp.int32), ((1, num), jnp.float32), (tops, jnp.int32), (tops, jnp.float32)
-        return Drawn(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        return Drawn(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))  # type: ignore[arg-type]
 
 
 def layers_apart(config: Config) -> bool:
@@ -226,18 +234,3 @@ def layers_apart(config: Config) -> bool:
     A CPU copies what a loop takes out of a stack. Other compilers do not, and short programs are compiled sooner.
     """
     return jax.default_backend() == 'cpu' and config.mesh.offload == 'none'
-
-
-def _rows_at(x: jax.Array, source_P: jax.Array) -> jax.Array:
-    """Some rows of a cache's array."""
-    if len(source_P) == 1:
-        return jax.lax.dynamic_slice_in_dim(x, source_P[0], 1, axis=1)
-    return x[:, source_P]
-
-
-def _put_rows(x: jax.Array, new: jax.Array, slot_P: jax.Array) -> jax.Array:
-    """The array with these rows; those that it does not have are left out."""
-    if len(slot_P) == 1:
-        # Beyond the last row it is the last: only empty slots are beside what warms up.
-        return jax.lax.dynamic_update_slice_in_dim(x, new, slot_P[0], axis=1)
-    return x.at[:, slot_P].set(new, mode='drop')

@@ -29,7 +29,7 @@ SMALLEST_CHUNK = 32
 SMALLEST_ROOM = 256
 # Rows of a decoding call, at least, where there is more than one: a product with fewer takes as long.
 FEWEST_ROWS = 4
-# Of rows of a decoding call and of room on a CPU, where each takes its time.
+# Of rows and tokens on a CPU, where each takes its time.
 CPU_GROWTH = 2
 # Tokens of a slot that one call draws, at most.
 MOST_PASSES = 8
@@ -41,9 +41,8 @@ class Chunk(NamedTuple):
     tokens: Sequence[int]
     # Position of the first.
     start: int
+    # That has what is before.
     slot: int
-    # The slot that has what is before; its own or another.
-    source: int
     # The whole prompt, for penalties.
     prompt: Sequence[int]
     sampling: Sampling
@@ -93,10 +92,10 @@ class Programs:
         self.num_slots, self.max_context = num_slots, max_context
         self._int8 = int8
         self.chunk = min(chunk, max_context)
-        self.chunks = _sizes(min(SMALLEST_CHUNK, self.chunk), self.chunk)
         growth = CPU_GROWTH if jax.default_backend() == 'cpu' else GROWTH
-        # Positions of a slot that caches can have room for. All of it is read by every pass.
-        self.rooms = _sizes(SMALLEST_ROOM, max_context, growth)
+        # Positions of a slot that caches can have room for. All of it is read by every pass, but with layers apart.
+        self.rooms = [max_context] if self._passes.are_layers_apart else _sizes(SMALLEST_ROOM, max_context)
+        self.chunks = _sizes(min(SMALLEST_CHUNK, self.chunk), self.chunk, growth)
         # Rows of a decoding call are those of the first slots; where devices have rows of their own, all.
         self.row_counts = [num_slots] if self.rows > 1 else sorted({1, *_sizes(FEWEST_ROWS, num_slots, growth)})
         everywhere = layout.named()
@@ -106,6 +105,7 @@ class Programs:
         self._shardings = State(cache_shardings, *others)
         jit = partial(jax.jit, donate_argnames='state')
         self._prefill = jit(self._passes.prefill, out_shardings=(self._shardings, everywhere))
+        self._take_over = jax.jit(self._passes.take_over, donate_argnames='state', out_shardings=self._shardings)
         self._resized = jax.jit(self._resize, static_argnames='num')
         self._decode = jit(self._passes.decode, out_shardings=(self._shardings, everywhere))
 
@@ -153,6 +153,10 @@ class Programs:
                 caches[index] = self._resized(caches[index], num=like.shape[3])
         return state._replace(caches=jax.tree.unflatten(tree, caches))
 
+    def take_over(self, state: State, source: int, slot: int) -> State:
+        """With keys and values of one slot in another, too."""
+        return self._take_over(state, np.int32(source), np.int32(slot))
+
     def prefill(self, params: Params, state: State, chunks: Sequence[Chunk], *, want_top: bool) -> tuple[State, Drawn]:
         """Puts up to `rows` chunks into their slots, which have room, and draws what follows each: row p of the result
         is chunk p.
@@ -164,12 +168,12 @@ class Programs:
         tokens_PT = np.zeros((P, T), np.int32)
         in_prompt_PV = np.zeros((P, self._num_ids), bool)
         # What only fills the devices goes nowhere.
-        place = np.full((4, P), self.num_slots, np.int32)
+        place = np.full((3, P), self.num_slots, np.int32)
         place[1:] = 0
         for row, chunk in enumerate(chunks):
             tokens_PT[row, : len(chunk.tokens)] = chunk.tokens
             in_prompt_PV[row, [token for token in chunk.prompt if token < self._num_ids]] = True
-            place[:, row] = chunk.slot, chunk.source, chunk.start, len(chunk.tokens)
+            place[:, row] = chunk.slot, chunk.start, len(chunk.tokens)
         padding = P - len(chunks)
         rows = rows_of([chunk.sampling for chunk in chunks] + [Sampling()] * padding)
         rest = Rest(
@@ -189,7 +193,7 @@ class Programs:
         """
         return self._decode(params, state, left, rows, rest, want_top)
 
-    def shapes(self) -> Iterator[tuple[str, int, Callable[[Params, State], tuple[State, Drawn]]]]:
+    def shapes(self) -> Iterator[tuple[str, int, Callable[[Params, State], tuple[State, Any]]]]:
         """Every program that can be needed: its name, the room, and a call that compiles it and leaves slots empty."""
 
         def decode(num: int, params: Params, state: State) -> tuple[State, Drawn]:
@@ -198,10 +202,14 @@ class Programs:
             return self.decode(params, state, np.zeros(num, np.int32), rows, rest, want_top=False)
 
         def prefill(size: int, params: Params, state: State) -> tuple[State, Drawn]:
-            chunk = Chunk([0] * size, 0, self.num_slots, 0, [], Sampling(), 0, 0)
+            chunk = Chunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)
             return self.prefill(params, state, [chunk], want_top=False)
 
+        def take_over(params: Params, state: State) -> tuple[State, Any]:
+            return self.take_over(state, 0, 0), None
+
         for room in self.rooms:
+            yield f'take over {room}', room, take_over
             for num in self.row_counts:
                 yield f'decode {num} × {room}', room, partial(decode, num)
             # Padding needs no room.

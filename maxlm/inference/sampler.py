@@ -23,8 +23,8 @@ from maxlm.config.keys import Config
 from maxlm.errors import InputError
 from maxlm.inference.sampling import draw, log_prob
 from maxlm.inference.used import as_used
-from maxlm.model.attention import QUERY_BLOCK
 from maxlm.model.blocks import BLOCKS
+from maxlm.model.blockwise import QUERY_BLOCK
 from maxlm.model.cache import CACHE_AXES, Caches, init_caches
 from maxlm.model.host_memory import to_device
 from maxlm.training.sharding import Layout

@@ -6,7 +6,6 @@ X blocks of queries.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -14,8 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.keys import ModelConfig
-from maxlm.model.blockwise import QUERY_BLOCK, attend_blockwise
-from maxlm.model.cache import Cache, LayerCache, Slots
+from maxlm.model.blockwise import attend_blockwise
+from maxlm.model.cache import Cache, LayerCache, Places, Slots
+from maxlm.model.cached_attention import attend_cached, attend_slots
 from maxlm.model.cudnn import attend_documents, takes_documents
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, apply_together
@@ -76,7 +76,7 @@ class Attention(nnx.Module):
         *,
         mask_BTS: jax.Array | None,
         segments_BT: jax.Array | None,
-        slots_BT: jax.Array | None,
+        places: Places | None,
         rotary: Rotary | None,
         window: int,
         cache: LayerCache | None,
@@ -84,8 +84,8 @@ class Attention(nnx.Module):
         """Returns the attention output [B, T, D] and the cache with this call's keys and values.
 
         `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
-        a query sees the last `window` (0: all). With a cache, `slots_BT` is where this call's keys and values go, S the
-        number of its slots, and the mask must allow filled ones only. Where the length is split over
+        a query sees the last `window` (0: all). With a cache, `places` is where this call's keys and values go, S the
+        number of slots, and the mask must allow filled ones only. Where the length is split over
         devices, it is in zigzag, and `segments_BT` takes the mask's place.
         """
         q_BTNH, k_BTKH, v_BTKH = apply_together((self.query, self.key, self.value), x_BTD)
@@ -101,10 +101,10 @@ class Attention(nnx.Module):
             return self.out(self._attend_in_ring(q_BTNH, k_BSKH, v_BSKH, segments_BT, window)), None
         if cache is not None:
             # Slots are looked at by position, for which the fused kernels have no mask of their own.
-            assert slots_BT is not None, 'a cached call has slots'
+            assert places is not None, 'a cached call has places'
             assert mask_BTS is not None, 'a cached call has a mask'
-            cache = cache.write(slots_BT, k_BSKH, v_BSKH)
-            return self.out(_attend_slots(q_BTNH, cache.read(len(q_BTNH)), mask_BTS)), cache.cache
+            cache = cache.write(places, k_BSKH, v_BSKH)
+            return self.out(attend_cached(q_BTNH, cache, places, mask_BTS)), cache.cache
         kernel = self.kernel
         if kernel == 'splash' and takes_length(q_BTNH.shape[1]):
             o_BTNH = attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
@@ -173,40 +173,4 @@ def attend(
         )
     if mask_BTS is None:
         return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, None, window=window)
-    return _attend_slots(q_BTNH, Slots(k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), None, None), mask_BTS)
-
-
-def _attend_slots(q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Array:
-    """With a mask of its own for every query and slot, a block of queries at a time (Rabe & Staats 2021)."""
-    B, T, N, H = q_BTNH.shape
-    dtype = q_BTNH.dtype
-    k_BKSH, v_BKSH, k_scale_BKS, v_scale_BKS = slots
-    K = k_BKSH.shape[1]
-    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
-
-    def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q_BKGTH, mask_BTS = block
-        scores_BKGTS = jnp.einsum(
-            'BKGTH,BKSH->BKGTS', q_BKGTH, k_BKSH.astype(dtype), preferred_element_type=jnp.float32
-        )
-        if k_scale_BKS is not None:
-            scores_BKGTS *= k_scale_BKS[:, :, None, None, :]
-        # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite.
-        scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
-        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-        if v_scale_BKS is not None:
-            weights_BKGTS *= v_scale_BKS[:, :, None, None, :]
-        return jnp.einsum('BKGTS,BKSH->BKGTH', weights_BKGTS.astype(dtype), v_BKSH.astype(dtype))
-
-    if T <= QUERY_BLOCK or T % QUERY_BLOCK:
-        o_BKGTH = attend_block((q_BKGTH, mask_BTS))
-    else:
-        o_XBKGTH = jax.lax.map(attend_block, (_blocks(q_BKGTH, axis=3), _blocks(mask_BTS, axis=1)))
-        o_BKGTH = jnp.moveaxis(o_XBKGTH, 0, 3).reshape(B, K, N // K, T, H)
-    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
-
-
-def _blocks(x: jax.Array, axis: int) -> jax.Array:
-    """Cuts an axis of T into a new leading axis of blocks (X) and one of QUERY_BLOCK."""
-    x = x.reshape(*x.shape[:axis], -1, QUERY_BLOCK, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
+    return attend_slots(q_BTNH, Slots(k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), None, None), mask_BTS)

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlm.config.keys import ModelConfig
 from maxlm.model.attention import Attention
 from maxlm.model.blockwise import ATTENDED
-from maxlm.model.cache import Cache, LayerCache
+from maxlm.model.cache import Cache, LayerCache, Places
 from maxlm.model.feedforward import FeedForward
 from maxlm.model.fp8 import SCALE
 from maxlm.model.host_memory import fetch, on_host
@@ -40,8 +40,8 @@ class Context(NamedTuple):
     # By the layer's window: where its queries may look, see `Attention`.
     masks: dict[int, jax.Array | None]
     segments_BT: jax.Array | None
-    # By the layer's window: where keys and values of this call go in the cache, see `Attention`.
-    slots: dict[int, jax.Array | None]
+    # By the layer's window: where keys and values of this call are in the cache.
+    places: dict[int, Places | None]
     rotary: Rotary | None
 
 
@@ -71,7 +71,7 @@ class Block(nnx.Module):
             self.attention_norm(x_BTD),
             mask_BTS=context.masks[window],
             segments_BT=context.segments_BT,
-            slots_BT=context.slots[window],
+            places=context.places[window],
             rotary=context.rotary,
             window=window,
             cache=cache,
@@ -160,7 +160,7 @@ def run_layers_apart(
     """
     updated = []
     for window, block, cache in zip(windows, blocks, caches, strict=True):
-        x_BTD, new_cache = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(cache, 0), None)
+        x_BTD, new_cache = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(cache, 0, in_blocks=True), None)
         assert new_cache is not None
         updated.append(new_cache)
     return x_BTD, updated

@@ -5,6 +5,7 @@ Shapes: B batch, T query length, D dim, L layers, S slots, K key/value heads, H 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -50,14 +51,28 @@ class Slots(NamedTuple):
     value_scale_BKS: jax.Array | None
 
 
+class Places(NamedTuple):
+    """Where the tokens of a call are in caches of a window."""
+
+    # Slots that they go to; those that are out of range are left out.
+    slots_BT: jax.Array
+    # Slots before which all are that any of them sees.
+    end: jax.Array
+    # Row of the caches that the call's first row is.
+    first_row: jax.Array | int
+
+
 class LayerCache(NamedTuple):
     """The part of a cache that is a layer's."""
 
     cache: Cache
     layer: jax.Array | int
+    # Whether attention reads only as many slots as are in use, in a loop over blocks of them.
+    in_blocks: bool = False
 
-    def write(self, slots_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
-        """With keys and values of the first rows in these slots; those that are out of range are left out."""
+    def write(self, places: Places, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
+        """With keys and values of the call's rows in their places."""
+        slots_BT = places.slots_BT
         layers_BT = jnp.broadcast_to(jnp.asarray(self.layer, jnp.int32), slots_BT.shape)
 
         def write(x_LBKS: jax.Array, new_BTK: jax.Array) -> jax.Array:
@@ -68,7 +83,8 @@ class LayerCache(NamedTuple):
                 indices = jnp.stack([layers_BT, slots_BT], axis=-1)
                 numbers = jax.lax.ScatterDimensionNumbers(window, (0, 3), (0, 3), (1,), (0,))
             else:
-                rows_BT = jnp.broadcast_to(jnp.arange(len(slots_BT))[:, None], slots_BT.shape)
+                rows_B1 = places.first_row + jnp.arange(len(slots_BT))[:, None]
+                rows_BT = jnp.broadcast_to(rows_B1, slots_BT.shape)
                 indices = jnp.stack([layers_BT, rows_BT, slots_BT], axis=-1)
                 numbers = jax.lax.ScatterDimensionNumbers(window, (0, 1, 3), (0, 1, 3))
             new_BTK = new_BTK.astype(x_LBKS.dtype)
@@ -80,14 +96,29 @@ class LayerCache(NamedTuple):
             key_scale, value_scale = write(key_scale, k_scale_BTK), write(value_scale, v_scale_BTK)
         return self._replace(cache=Cache(write(key, k_BTKH), write(value, v_BTKH), key_scale, value_scale))
 
-    def read(self, num_rows: int) -> Slots:
-        """All slots of the first rows."""
+    def read(self, first_row: jax.Array | int, num_rows: int) -> Slots:
+        """All slots of some rows."""
 
-        def first(x_LBKS: jax.Array) -> jax.Array:
-            return x_LBKS[self.layer, :num_rows]
+        def part(x_LBKS: jax.Array) -> jax.Array:
+            if isinstance(first_row, int):
+                return x_LBKS[self.layer, first_row : first_row + num_rows]
+            return jax.lax.dynamic_slice_in_dim(x_LBKS[self.layer], first_row, num_rows, axis=0)
 
+        return self._parts(part)
+
+    def read_block(self, first_row: jax.Array | int, num_rows: int, start: jax.Array, size: int) -> Slots:
+        """So many slots of some rows, from one on."""
+
+        def part(x_LBKS: jax.Array) -> jax.Array:
+            begin = (self.layer, first_row, 0, start, *[0] * (x_LBKS.ndim - 4))
+            shape = (1, num_rows, x_LBKS.shape[2], size, *x_LBKS.shape[4:])
+            return jax.lax.dynamic_slice(x_LBKS, begin, shape)[0]
+
+        return self._parts(part)
+
+    def _parts(self, part: Callable[[jax.Array], jax.Array]) -> Slots:
         key, value, *scales = self.cache
-        return Slots(first(key), first(value), *(None if x is None else first(x) for x in scales))
+        return Slots(part(key), part(value), *(None if x is None else part(x) for x in scales))
 
 
 def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,16 +163,22 @@ def by_window(caches: Caches, config: ModelConfig) -> dict[int, Cache]:
     return caches if isinstance(caches, dict) else dict(zip(layer_windows(config), caches, strict=True))
 
 
-def slots_and_mask(
-    cache: Cache, positions_BT: jax.Array, length_B: jax.Array | None, *, window: int
-) -> tuple[jax.Array, jax.Array]:
-    """Where the tokens of a call go, [B, T], and which slots they may look at then, [B, T, S].
+def places_and_mask(
+    cache: Cache,
+    positions_BT: jax.Array,
+    length_B: jax.Array | None,
+    *,
+    window: int,
+    first_row: jax.Array | int = 0,
+) -> tuple[Places, jax.Array]:
+    """Where the tokens of a call go, and which slots they may look at then, [B, T, S].
 
     Args:
         cache: of layers that see `window`.
         positions_BT: of the call's tokens.
         length_B: tokens that each row has with these; positions behind are padding, which goes nowhere. None: none is.
         window: number of last tokens that a token sees; 0 is all.
+        first_row: of the cache, that the call's first row is.
     """
     S = cache.num_slots
     slots_BT = positions_BT % S
@@ -154,4 +191,5 @@ def slots_and_mask(
     held_BS = newest_B1 - (newest_B1 - jnp.arange(S)) % S
     behind_BTS = positions_BT[:, :, None] - held_BS[:, None, :]
     mask_BTS = (behind_BTS >= 0) & (held_BS >= 0)[:, None, :]
-    return slots_BT, mask_BTS & (behind_BTS < window) if window else mask_BTS
+    places = Places(slots_BT, jnp.minimum(newest_B1.max() + 1, S), first_row)
+    return places, mask_BTS & (behind_BTS < window) if window else mask_BTS

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers, run_layers_apart
-from maxlm.model.cache import Caches, by_window, slots_and_mask
+from maxlm.model.cache import Caches, Places, by_window, places_and_mask
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, parameter
 from maxlm.model.norm import Norm
@@ -59,6 +59,7 @@ class Decoder(nnx.Module):
         segments_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         cache: Caches | None = None,
+        first_row: jax.Array | int = 0,
         length_B: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         micro_batches: int = 1,
@@ -74,6 +75,7 @@ class Decoder(nnx.Module):
             positions_BT: position of each token in its document; None: 0, 1, 2, …
             cache: keys and values of earlier calls. A query then sees the positions up to its own; `segments_BT` must
                 be None.
+            first_row: of the cache, that the call's first row is.
             length_B: tokens that each row has with these, where some of `positions_BT` are padding, of which nothing
                 goes into a cache; see `rotary_angles` too.
             dropout_key: None turns dropout off.
@@ -101,7 +103,7 @@ class Decoder(nnx.Module):
             x_BTD = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
         else:
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
-            context = self._context(segments_BT, positions_BT, cache, length_B)
+            context = self._context(segments_BT, positions_BT, cache, first_row, length_B)
             graph, blocks_L = nnx.split(self.blocks)
             windows = layer_windows(config)
             if isinstance(cache, list):
@@ -128,21 +130,24 @@ class Decoder(nnx.Module):
         segments_BT: jax.Array | None,
         positions_BT: jax.Array,
         caches: Caches | None,
+        first_row: jax.Array | int,
         length_B: jax.Array | None,
     ) -> Context:
         config, windows = self.config, set(layer_windows(self.config))
         masks: dict[int, jax.Array | None] = dict.fromkeys(windows)
-        slots: dict[int, jax.Array | None] = dict.fromkeys(windows)
+        places: dict[int, Places | None] = dict.fromkeys(windows)
         if caches is not None:
             assert segments_BT is None, 'a cached call has one document per row'
             for window, cache in by_window(caches, config).items():
-                slots[window], masks[window] = slots_and_mask(cache, positions_BT, length_B, window=window)
+                places[window], masks[window] = places_and_mask(
+                    cache, positions_BT, length_B, window=window, first_row=first_row
+                )
         # In a ring every device makes the masks of the keys that it meets.
         elif self.placement.parts('length') == 1:
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
         rotary = rotary_angles(positions_BT, config, length_B) if config.position == 'rotary' else None
-        return Context(masks, segments_BT, slots, rotary)
+        return Context(masks, segments_BT, places, rotary)
 
     def _run_pipeline(
         self,
@@ -166,7 +171,7 @@ class Decoder(nnx.Module):
         def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> jax.Array:
             segments_BT, positions_BT, keys_L = side
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, first_layer, layers)
-            context = self._context(segments_BT, positions_BT, None, None)
+            context = self._context(segments_BT, positions_BT, None, 0, None)
             return run_layers(graph, config, self.placement, windows, x_BTD, context, (blocks, None, keys))[0]
 
         def place(variable: nnx.Variable) -> nnx.Variable:

@@ -38,9 +38,9 @@ def test_the_best_batch_counts():
         ('equal', 8),
     ]
     assert sorted(set(peer.batches)) == [1, 2, 4, 8]
-    # Three requests of each client: 24 answers in three batches.
-    assert server.nums == [96] * 24
-    rate = 24 * 96 / (3 * 1.7)
+    # Six requests of each client: 48 answers in six batches.
+    assert server.nums == [96] * 48
+    rate = 48 * 96 / (6 * 1.7)
     assert eight['transformers'] == pytest.approx({'tokens_per_second': rate, 'first_token_seconds': 0.5, 'batch': 8})
     assert eight['ratio'] == pytest.approx(800 / rate)
     assert one['ratio'] == pytest.approx(100 / 96)

@@ -346,7 +346,7 @@ def test_everything_is_compiled_before_it_is_needed():
     some = Engine(load('gpt2'), num_slots=3, chunk=40)
     names = []
     some.warm_up(names.append)
-    assert names == ['decode 1 × 100', 'decode 3 × 100', 'prefill 32 of 100', 'prefill 40 of 100']
+    assert names == ['take over 100', 'decode 1 × 100', 'decode 3 × 100', 'prefill 32 of 100', 'prefill 40 of 100']
     sizes = some._programs._prefill._cache_size(), some._programs._decode._cache_size()
     assert sizes == (2, 2)
     assert generate(some, PROMPTS) == [naive('gpt2', prompt) for prompt in PROMPTS]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.model.cache import LayerCache, init_caches, slots_and_mask
+from maxlm.model.cache import LayerCache, Places, init_caches, places_and_mask
 from tests.small import small_config
 
 
@@ -30,8 +30,8 @@ def test_a_ring_has_what_the_window_sees(window):
     for size in [16, 1, 7, 16, 16, 1, 1, 16, 16, 16, 13, 1, 16, 9]:
         count = size - 2 if size > 4 else size
         positions = jnp.arange(start, start + size)[None]
-        slots, mask = slots_and_mask(cache, positions, jnp.array([start + count]), window=window)
-        slots, mask = np.asarray(slots)[0], np.asarray(mask)[0]
+        places, mask = places_and_mask(cache, positions, jnp.array([start + count]), window=window)
+        slots, mask = np.asarray(places.slots_BT)[0], np.asarray(mask)[0]
         # Padding goes nowhere.
         assert np.all(slots[count:] == S)
         held[slots[:count]] = np.arange(start, start + count)
@@ -45,11 +45,11 @@ def test_a_ring_has_what_the_window_sees(window):
 
 def test_no_more_is_looked_at_than_there_is():
     cache = init_caches(small_config().model, 2, 16)[0]
-    _, mask = slots_and_mask(cache, jnp.array([[3], [9]]), jnp.array([4, 10]), window=0)
+    _, mask = places_and_mask(cache, jnp.array([[3], [9]]), jnp.array([4, 10]), window=0)
     assert mask.shape == (2, 1, 16)
     assert mask.sum(axis=(1, 2)).tolist() == [4, 10]
     # A row that rests sees nothing.
-    assert not slots_and_mask(cache, jnp.zeros((2, 1), int), jnp.zeros(2, int), window=0)[1].any()
+    assert not places_and_mask(cache, jnp.zeros((2, 1), int), jnp.zeros(2, int), window=0)[1].any()
 
 
 def test_8_bits_keep_what_is_written():
@@ -60,8 +60,9 @@ def test_8_bits_keep_what_is_written():
 
     def written(int8):
         (cache,) = init_caches(config, 1, 9, int8=int8).values()
-        new = jax.jit(lambda k, v: LayerCache(cache, jnp.array(1)).write(slots, k, v).cache)(k, v)
-        return LayerCache(new, jnp.array(1)).read(1, 9), LayerCache(new, jnp.array(0)).read(1, 9)
+        places = Places(slots, jnp.array(9), 0)
+        new = jax.jit(lambda k, v: LayerCache(cache, jnp.array(1)).write(places, k, v).cache)(k, v)
+        return LayerCache(new, jnp.array(1)).read(0, 1), LayerCache(new, jnp.array(0)).read(0, 1)
 
     (exact, other), (codes, _) = written(False), written(True)
     # Heads before slots; slot 9 is not there, and the layer beside has nothing.
@@ -86,10 +87,10 @@ def test_fewer_rows_are_the_first(apart):
     cache, layer = (caches[1], 0) if apart else (caches[0], jnp.array(1))
     assert len(caches) == (2 if apart else 1)
     k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 2, 8)), jnp.float32)
-    written = LayerCache(cache, layer).write(jnp.array([[4], [9]]), k, 2 * k)
-    slots = written.read(2, 5)
-    assert slots.key_BKSH.shape == (2, 2, 5, 8)
+    written = LayerCache(cache, layer).write(Places(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
+    slots = written.read(0, 2)
+    assert slots.key_BKSH.shape == (2, 2, 9, 8)
     np.testing.assert_array_equal(slots.key_BKSH[0, :, 4], k[0, 0])
     np.testing.assert_array_equal(slots.value_BKSH[0, :, 4], 2 * k[0, 0])
     # The second row's slot is not there; nothing else was touched.
-    assert np.count_nonzero(written.read(3, 9).key_BKSH) == 16
+    assert np.count_nonzero(written.read(0, 3).key_BKSH) == 16
