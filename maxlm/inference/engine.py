@@ -328,7 +328,7 @@ class Engine:
         if not active:
             return
         wanted = [sample.request.max_tokens - sample.asked for _, sample in active]
-        passes = self._pace.passes(wanted, is_next=self._has_next, is_waiting=bool(self._waiting))
+        passes = self._pace.passes(wanted, is_next=self._has_next)
         num = self._programs.num_rows(max(number for number, _ in active))
         left = np.zeros(num, np.int32)
         settings = [(_NOTHING, 0, 0)] * num

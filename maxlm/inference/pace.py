@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 # Seconds that a call takes, at most, where passes are short enough: what comes in the meantime waits so long.
 LONGEST_CALL = 0.08
+# Passes of the call behind one in which a sample ends: who asked may ask again.
+SHORT = 2
 # Of the newest call in the mean.
 _NEWEST = 0.25
 
@@ -22,20 +24,24 @@ class Pace:
         self._last = -math.inf
         # Of a pass, a mean over calls.
         self._seconds: float | None = None
+        self._is_free = False
 
-    def passes(self, left: Sequence[int], *, is_next: bool, is_waiting: bool) -> int:
+    def passes(self, left: Sequence[int], *, is_next: bool) -> int:
         """Passes of the next call.
 
         Args:
             left: tokens that samples still want, of each that is served.
             is_next: part of a prompt is to go through the model as soon as can be.
-            is_waiting: samples wait for the end of those that are served.
         """
         if is_next or self._seconds is None:
-            return 1
-        num = min(self._most, max(1, int(LONGEST_CALL / max(self._seconds, 1e-6))))
-        # The first that ends makes room; behind the last there is nothing to do.
-        return min(num, min(left) if is_waiting else max(left))
+            num = 1
+        else:
+            # To the end of the first, which makes room.
+            num = min(self._most, max(1, int(LONGEST_CALL / max(self._seconds, 1e-6))), min(left))
+        if self._is_free:
+            num = min(num, SHORT)
+        self._is_free = num == min(left)
+        return num
 
     def now(self) -> float:
         """When something is asked of the devices, which do one thing after the other."""

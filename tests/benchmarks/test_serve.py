@@ -37,7 +37,7 @@ def test_the_best_batch_counts():
         ('equal', 1),
         ('equal', 8),
     ]
-    assert sorted(set(peer.batches)) == [1, 2, 4, 8]
+    assert sorted(set(peer.batches)) == [1, 4, 8]
     # Six requests of each client: 48 answers in six batches.
     assert server.nums == [96] * 48
     rate = 48 * 96 / (6 * 1.7)
