@@ -1,11 +1,11 @@
 """lm-eval's questions answered by maxlm and by Transformers: `python -m benchmarks.evaluation [--output=FILE]`.
 
-Three kinds of requests of the shape that benchmarks have, of random words: choices of several tokens, choices of one
-token behind five examples, whole texts. A Llama of random weights in float32 answers them on all cores: through
-`maxlm.evaluation.backend`, and through lm-eval's own `HFLM` in batches of 1, 8 and 16, of which the best counts. Timed
-is the backend, from requests as text to log-probabilities. The sides take turns; ratios are of medians over rounds.
-Before, each side answers everything once, which compiles what is needed, and the answers are compared. Needs maxlm's
-`dev` extra.
+Kinds of requests of the shape that benchmarks have, of random words: choices of several tokens, choices of one token
+behind five examples, the same for all questions or of each its own, whole texts. A Llama of random weights in float32
+answers them on all cores: through `maxlm.evaluation.backend`, and through lm-eval's own `HFLM` in batches of 1, 8 and
+16, of which the best counts. Timed is the backend, from requests as text to log-probabilities. The sides take turns;
+ratios are of medians over rounds. Before, each side answers everything once, which compiles what is needed, and the
+answers are compared. Needs maxlm's `dev` extra.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from maxlm.runtime.workdir import TOKENIZER
 SIZES = {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 4096, 'context': 1024}
 BATCHES = (1, 8, 16)
 # Of questions with choices, of questions behind examples, of whole texts.
-DOCUMENTS = (40, 16, 8)
+DOCUMENTS = (160, 16, 8)
 # Between log-probabilities, of the larger of them and 1 nat.
 TOLERANCE = 1e-3
 # Tokens, both ends included.
@@ -103,11 +103,11 @@ def main(argv: list[str]) -> int:
 
 
 def parse_documents(text: str) -> list[int]:
-    """`40,16,8` → numbers of documents; of questions behind examples more than there are examples are needed."""
+    """`160,16,8` → numbers of documents; of questions behind examples more than there are examples are needed."""
     parts = text.split(',')
     least = (1, FEWSHOT + 1, 1)
     if len(parts) != len(least) or not all(map(str.isdigit, parts)):
-        raise InputError(f'--documents={text}: needs three numbers with commas between them, e.g. 40,16,8')
+        raise InputError(f'--documents={text}: needs three numbers with commas between them, e.g. 160,16,8')
     numbers = [int(part) for part in parts]
     for number, lowest in zip(numbers, least, strict=True):
         if number < lowest:
@@ -144,7 +144,7 @@ class Words:
 
 
 def make_tasks(words: Words, documents: Sequence[int]) -> list[Task]:
-    """As lm-eval spells ARC, MMLU with examples, and perplexities; names say how much it is."""
+    """As lm-eval spells ARC, MMLU with its examples and with drawn ones, and perplexities; names say how much it is."""
     choices, letters, texts = documents
     tokens = words.tokenizer
     several: list[tuple[str, ...]] = [
@@ -153,11 +153,15 @@ def make_tasks(words: Words, documents: Sequence[int]) -> list[Task]:
         for _ in LETTERS
     ]
     questions = [_lettered(words) for _ in range(letters)]
-    behind: list[tuple[str, ...]] = []
+    examples = ''.join(f'{_lettered(words)} {words.rng.choice(LETTERS)}\n\n' for _ in range(FEWSHOT))
+    behind: list[tuple[str, ...]] = [
+        (examples + question, f' {letter}') for question in questions for letter in LETTERS
+    ]
+    behind_own: list[tuple[str, ...]] = []
     for number, question in enumerate(questions):
         others = words.rng.permutation(np.delete(np.arange(letters), number))[:FEWSHOT]
-        examples = ''.join(f'{questions[other]} {words.rng.choice(LETTERS)}\n\n' for other in others)
-        behind += [(examples + question, f' {letter}') for letter in LETTERS]
+        own = ''.join(f'{questions[other]} {words.rng.choice(LETTERS)}\n\n' for other in others)
+        behind_own += [(own + question, f' {letter}') for letter in LETTERS]
     whole: list[tuple[str, ...]] = [(words.text((TEXT, TEXT)),) for _ in range(texts)]
     for letter in LETTERS:
         assert len(tokens.encode_batch([f' {letter}'])[0]) == 1, letter
@@ -167,7 +171,10 @@ def make_tasks(words: Words, documents: Sequence[int]) -> list[Task]:
             False,
             several,
         ),
-        Task(f'{letters} questions of {_range(tokens, behind, 0)} tokens, 4 answers of one', False, behind),
+        *(
+            Task(f'{letters} questions of {_range(tokens, asked, 0)} tokens, {what}, 4 answers of one', False, asked)
+            for what, asked in (('the same examples', behind), ('their own examples', behind_own))
+        ),
         Task(f'{texts} texts of {_range(tokens, whole, 0)} tokens, whole', True, whole),
     ]
 

@@ -1,8 +1,9 @@
 """Log-probabilities of given continuations, as benchmarks ask for them.
 
 Several requests share a row of the batch as documents that cannot see each other, so that nothing is filled up with
-padding and few shapes are compiled; requests that the model reads alike share a place in it. Logits are made at scored
-positions only, some at a time.
+padding and few shapes are compiled. What requests begin with in common, such as a question before its answers or
+examples before all questions, is read once: they are a tree in their row. Logits are made at scored positions only,
+some at a time.
 
 Shapes: B batch, T length, D dim, V vocabulary, P scored positions of one call.
 """
@@ -22,6 +23,7 @@ from flax import nnx
 
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
+from maxlm.inference.trees import LARGEST_TREE, Laid, grow, lay_out
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import soft_capped
 from maxlm.model.host_memory import to_device
@@ -82,6 +84,7 @@ class Scorer:
         # The rotation depends on the length of the whole text there.
         self._alone = self._config.rotary_scaling == 'dynamic'
         layout, parts = self._layout, self._layout.parts('length')
+        self._has_trees = not self._alone and parts == layout.parts('layers') == 1
         graph, _ = nnx.split(abstract_model(model.config, layout))
 
         def whole(params: Params) -> Any:
@@ -89,6 +92,11 @@ class Scorer:
             return nnx.merge(
                 graph, {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
             )
+
+        def read_trees(params: Params, tokens_BT: jax.Array, ends_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+            arrays = (layout.constrain(x, ('batch', 'length')) for x in (tokens_BT, ends_BT, positions_BT))
+            tokens, ends, positions = arrays
+            return whole(params)(tokens, ends_BT=ends, positions_BT=positions)[0]
 
         def read(params: Params, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
             T = tokens_BT.shape[1]
@@ -117,7 +125,7 @@ class Scorer:
             log_prob_P = jnp.where(is_target_PV, logits_PV, 0).sum(axis=1) - jax.nn.logsumexp(logits_PV, axis=1)
             return log_prob_P, jnp.argmax(logits_PV, axis=1) == target_P
 
-        self._read = jax.jit(read)
+        self._read, self._read_trees = jax.jit(read), jax.jit(read_trees)
         # Of several processes each reads all of it.
         self._judge = jax.jit(judge, out_shardings=layout.named())
 
@@ -142,12 +150,19 @@ class Scorer:
             np.logical_and.at(is_greedy, owner, greedy[: len(owner)])
 
         readings = self._readings(spans)
+        texts = [reading.tokens for reading in readings]
+        trees = grow(texts, largest=LARGEST_TREE if self._has_trees else 0)
         with progress_bar(total=len(spans), initial=0, unit='request', show=show) as bar:
-            for rows, T in self._batches([len(reading.tokens) for reading in readings]):
-                members = [[readings[number] for number in row] for row in rows]
-                arrays = _arrays(members, self._num_rows(len(rows), T), T)
-                hidden_BTD = self._read(self.params, *map(self._put, arrays))
-                places = _places(members, spans)
+            for rows, T in self._batches([tree.size for tree in trees]):
+                members = [[[readings[text] for text in trees[number].texts] for number in row] for row in rows]
+                laid = [[lay_out([reading.tokens for reading in tree]) for tree in row] for row in members]
+                shares = any(len(tree) > 1 for row in members for tree in row)
+                tokens, segments, ends, positions = map(self._put, _arrays(laid, self._num_rows(len(rows), T), T))
+                if shares:
+                    hidden_BTD = self._read_trees(self.params, tokens, ends, positions)
+                else:
+                    hidden_BTD = self._read(self.params, tokens, segments, positions)
+                places = _places(members, laid, spans)
                 for first in range(0, len(places), HEAD):
                     part = places[first : first + HEAD]
                     filled = np.zeros((HEAD, 3), np.int32)
@@ -159,7 +174,7 @@ class Scorer:
                 # One batch is always in the device's queue while an older one is read.
                 while len(pending) > 2 * max(1, len(places) // HEAD):
                     take()
-                bar.update(sum(len(reading.spans) for row in members for reading in row))
+                bar.update(sum(len(reading.spans) for row in members for tree in row for reading in tree))
             while pending:
                 take()
         return [Likelihood(float(p), bool(g)) for p, g in zip(log_prob, is_greedy, strict=True)]
@@ -184,7 +199,7 @@ class Scorer:
         return [_Reading(*pair) for pair in by_tokens.items()]
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[list[int]], int]]:
-        """Rows of numbers of readings, with their length: the longest first."""
+        """Rows of numbers of trees, with their length: the largest first."""
         left = sorted(range(len(lengths)), key=lambda number: -lengths[number])
         multiple = math.lcm(MULTIPLE, 2 * self._layout.parts('length'))
         while left:
@@ -245,30 +260,34 @@ def windows(tokens: Sequence[int], prefix: int, max_length: int) -> list[Span]:
     return spans
 
 
-def _arrays(rows: Sequence[Sequence[_Reading]], B: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, segments and positions, int32 [B, T]; 0 in padding."""
-    tokens, segments, positions = np.zeros((3, B, T), np.int32)
-    for row, readings in enumerate(rows):
+def _arrays(rows: Sequence[Sequence[Laid]], B: int, T: int) -> np.ndarray:
+    """Tokens, numbers of trees, ends and positions, int32 [4, B, T]; padding sees itself."""
+    arrays = np.zeros((4, B, T), np.int32)
+    tokens, segments, ends, positions = arrays
+    ends[:] = np.arange(1, T + 1)
+    for row, trees in enumerate(rows):
         start = 0
-        for segment, reading in enumerate(readings, start=1):
-            stop = start + len(reading.tokens)
-            tokens[row, start:stop] = reading.tokens
-            segments[row, start:stop] = segment
-            positions[row, start:stop] = np.arange(stop - start)
-            start = stop
-    return tokens, segments, positions
+        for segment, tree in enumerate(trees, start=1):
+            place = row, slice(start, start + len(tree.tokens))
+            tokens[place], segments[place], positions[place] = tree.tokens, segment, tree.depths
+            ends[place] = tree.ends + start
+            start += len(tree.tokens)
+    return arrays
 
 
-def _places(rows: Sequence[Sequence[_Reading]], spans: Sequence[Span]) -> np.ndarray:
+def _places(
+    rows: Sequence[Sequence[Sequence[_Reading]]], laid: Sequence[Sequence[Laid]], spans: Sequence[Span]
+) -> np.ndarray:
     """(span, row, column, target) of each scored token, int32 [tokens, 4]."""
     places = []
-    for row, readings in enumerate(rows):
+    for row, (trees, laid_trees) in enumerate(zip(rows, laid, strict=True)):
         start = 0
-        for reading in readings:
-            for number in reading.spans:
-                continuation = spans[number].continuation
-                slots = scored_slots(len(reading.tokens), len(continuation))
-                for slot, target in zip(slots, continuation, strict=True):
-                    places.append((number, row, start + slot, target))
-            start += len(reading.tokens)
+        for tree, laid_tree in zip(trees, laid_trees, strict=True):
+            for reading, path in zip(tree, laid_tree.paths, strict=True):
+                for number in reading.spans:
+                    continuation = spans[number].continuation
+                    slots = scored_slots(len(reading.tokens), len(continuation))
+                    for slot, target in zip(slots, continuation, strict=True):
+                        places.append((number, row, start + path[slot], target))
+            start += len(laid_tree.tokens)
     return np.array(places, np.int32)

@@ -37,7 +37,8 @@ class Pace:
             num = 1
         else:
             # To the end of the first, which makes room.
-            num = min(self._most, max(1, int(LONGEST_CALL / max(self._seconds, 1e-6))), min(left))
+            fitting = int(LONGEST_CALL / max(self._seconds, 1e-6))
+            num = min(self._most, max(1, fitting), *left)
         if self._is_free:
             num = min(num, SHORT)
         self._is_free = num == min(left)

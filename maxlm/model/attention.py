@@ -17,6 +17,7 @@ from maxlm.model.blockwise import attend_blockwise
 from maxlm.model.cache import Cache, LayerCache, Places, Slots
 from maxlm.model.cached_attention import attend_cached, attend_slots
 from maxlm.model.cudnn import attend_documents, takes_documents
+from maxlm.model.forest import Forest, attend_forest
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, apply_together
 from maxlm.model.lora import adapter_of
@@ -76,6 +77,7 @@ class Attention(nnx.Module):
         *,
         mask_BTS: jax.Array | None,
         segments_BT: jax.Array | None,
+        forest: Forest | None,
         places: Places | None,
         rotary: Rotary | None,
         window: int,
@@ -86,7 +88,7 @@ class Attention(nnx.Module):
         `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
         a query sees the last `window` (0: all). With a cache, `places` is where this call's keys and values go, S the
         number of slots, and the mask must allow filled ones only. Where the length is split over
-        devices, it is in zigzag, and `segments_BT` takes the mask's place.
+        devices, it is in zigzag, and `segments_BT` takes the mask's place. In rows that hold trees `forest` does.
         """
         q_BTNH, k_BTKH, v_BTKH = apply_together((self.query, self.key, self.value), x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
@@ -96,6 +98,9 @@ class Attention(nnx.Module):
         q_BTNH = self.placement.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
         k_BSKH = self.placement.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         v_BSKH = self.placement.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
+        if forest is not None:
+            assert self.placement.parts('length') == 1, 'a tree is not split over devices'
+            return self.out(attend_forest(q_BTNH, k_BSKH, v_BSKH, forest, window=window)), None
         if self.placement.parts('length') > 1:
             assert cache is None, 'a sequence that is split over devices has no cache'
             return self.out(self._attend_in_ring(q_BTNH, k_BSKH, v_BSKH, segments_BT, window)), None

@@ -19,6 +19,7 @@ from maxlm.model.attention import Attention
 from maxlm.model.blockwise import ATTENDED
 from maxlm.model.cache import Cache, LayerCache, Places
 from maxlm.model.feedforward import FeedForward
+from maxlm.model.forest import Forest
 from maxlm.model.fp8 import SCALE
 from maxlm.model.host_memory import fetch, on_host
 from maxlm.model.linear import Linear
@@ -40,6 +41,7 @@ class Context(NamedTuple):
     # By the layer's window: where its queries may look, see `Attention`.
     masks: dict[int, jax.Array | None]
     segments_BT: jax.Array | None
+    forest: Forest | None
     # By the layer's window: where keys and values of this call are in the cache.
     places: dict[int, Places | None]
     rotary: Rotary | None
@@ -71,6 +73,7 @@ class Block(nnx.Module):
             self.attention_norm(x_BTD),
             mask_BTS=context.masks[window],
             segments_BT=context.segments_BT,
+            forest=context.forest,
             places=context.places[window],
             rotary=context.rotary,
             window=window,

@@ -15,6 +15,7 @@ from flax import nnx
 from maxlm.config.keys import ModelConfig
 from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers, run_layers_apart
 from maxlm.model.cache import Caches, Places, by_window, places_and_mask
+from maxlm.model.forest import Forest
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, parameter
 from maxlm.model.norm import Norm
@@ -57,6 +58,7 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         *,
         segments_BT: jax.Array | None = None,
+        ends_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         cache: Caches | None = None,
         first_row: jax.Array | int = 0,
@@ -72,6 +74,8 @@ class Decoder(nnx.Module):
             tokens_BT: token ids.
             segments_BT: number of the document that a token belongs to; tokens see their own document only. None:
                 every row is one document.
+            ends_BT: in place of segments, of rows that hold trees (`maxlm.model.forest`): index in the row behind the
+                last token that sees this one. No gradient, cache, stages or length that is split.
             positions_BT: position of each token in its document; None: 0, 1, 2, …
             cache: keys and values of earlier calls. A query then sees the positions up to its own; `segments_BT` must
                 be None.
@@ -100,10 +104,14 @@ class Decoder(nnx.Module):
         keys_L = None if blocks_key is None else jax.random.split(blocks_key, (micro_batches, config.num_layers))
         if self.placement.parts('layers') > 1:
             assert cache is None, 'a pipeline has no cache'
+            assert ends_BT is None, 'a pipeline has no trees'
             x_BTD = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
         else:
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
             context = self._context(segments_BT, positions_BT, cache, first_row, length_B)
+            if ends_BT is not None:
+                assert cache is None, 'rows of trees have no cache'
+                context = context._replace(forest=Forest(ends_BT, positions_BT))
             graph, blocks_L = nnx.split(self.blocks)
             windows = layer_windows(config)
             if isinstance(cache, list):
@@ -147,7 +155,7 @@ class Decoder(nnx.Module):
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
         rotary = rotary_angles(positions_BT, config, length_B) if config.position == 'rotary' else None
-        return Context(masks, segments_BT, places, rotary)
+        return Context(masks, segments_BT, None, places, rotary)
 
     def _run_pipeline(
         self,

@@ -14,12 +14,15 @@ from flax import nnx
 
 from maxlm.data.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference import passes
+from maxlm.inference import passes, programs, slots
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel
+from maxlm.inference.pace import Pace
 from maxlm.inference.requests import QueueFullError, Request
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.slots import Slot
+from maxlm.model import attention, cached_attention
+from maxlm.model.cache import LayerCache
 from maxlm.training.state import abstract_model, init_state
 from tests.small import small_config, small_layout
 
@@ -124,6 +127,84 @@ def test_layers_in_a_loop_give_the_same(monkeypatch):
     looped = Engine(load('windows'), num_slots=8, chunk=16)
     assert isinstance(looped._state.caches, dict)
     assert generate(looped, PROMPTS) == [naive('windows', prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize('cache', ['model', 'int8'])
+@pytest.mark.parametrize('family', ['llama, grouped', 'windows'])
+def test_slots_in_use_are_read_in_blocks(family, cache, monkeypatch):
+    expected = generate(engine(family, chunk=16, cache=cache), PROMPTS)
+    # Of the 100 slots of a layer, and the 64 of a ring.
+    monkeypatch.setattr(cached_attention, 'BLOCKS', (20, 16))
+    read = []
+    original = LayerCache.read_block
+    monkeypatch.setattr(LayerCache, 'read_block', lambda self, *a: read.append(a[-1]) or original(self, *a))
+    assert generate(Engine(load(family), num_slots=3, chunk=16, cache=cache), PROMPTS) == expected
+    assert set(read) == ({20, 16} if family == 'windows' else {20})
+    # Control: the last block matters.
+    monkeypatch.setattr(cached_attention, 'attend_cached', one_block_less)
+    monkeypatch.setattr(attention, 'attend_cached', one_block_less)
+    assert generate(Engine(load(family), num_slots=3, chunk=16, cache=cache), PROMPTS) != expected
+
+
+ATTEND_CACHED = cached_attention.attend_cached
+
+
+def one_block_less(q_BTNH, cache, places, mask_BTS):
+    return ATTEND_CACHED(q_BTNH, cache, places._replace(end=jnp.maximum(places.end - 20, 0)), mask_BTS)
+
+
+@pytest.mark.parametrize('cache', ['model', 'int8'])
+def test_caches_have_room_for_what_is_in_them(cache, monkeypatch):
+    """As on GPUs and TPUs, where every pass reads all of them."""
+    family = 'windows'
+    expected = generate(engine(family, chunk=16, cache=cache), PROMPTS, max_tokens=25)
+    monkeypatch.setattr(passes, 'layers_apart', lambda config: False)
+    monkeypatch.setattr(programs, 'SMALLEST_ROOM', 24)
+    monkeypatch.setattr(slots, 'SPARE_PASSES', 30)
+    some = Engine(load(family), num_slots=3, chunk=16, cache=cache)
+
+    def room():
+        return some._state.caches[0].num_slots
+
+    assert some._programs.rooms == [24, 96, 100]
+    assert room() == 24
+    assert generate(some, PROMPTS[:2], max_tokens=12) == [row[:12] for row in expected[:2]]
+    assert room() == 24
+    # The second prompt grows out of its room with what it has.
+    assert generate(some, PROMPTS[1:2], max_tokens=25) == expected[1:2]
+    assert room() == 96
+    assert some._state.caches[5].num_slots == 64
+    assert generate(some, PROMPTS, max_tokens=25) == expected
+    # What was not needed for long is given up, with what idle slots have there.
+    assert max(len(slot.content) for slot in some._slots) == 70 + 24
+    assert generate(some, PROMPTS[:1] * 3, max_tokens=20) == [expected[0][:20]] * 3
+    assert room() == 96
+    assert generate(some, PROMPTS[:1], max_tokens=20) == [expected[0][:20]]
+    assert room() == 24
+    assert max(len(slot.content) for slot in some._slots) <= 24
+    assert generate(some, PROMPTS, max_tokens=25) == expected
+    # Control: without room tokens are lost.
+    monkeypatch.setattr(slots.Room, 'fit', lambda self, length, passes=0: 24)
+    some = Engine(load(family), num_slots=3, chunk=16, cache=cache)
+    assert generate(some, PROMPTS, max_tokens=25) != expected
+
+
+def test_the_number_of_tokens_of_a_call_does_not_matter(monkeypatch):
+    """Nor does it count where a text ends."""
+    family, warm = 'llama, grouped', {'sampling': Sampling(temperature=2.0), 'seed': 5, 'max_tokens': 25}
+    expected = generate(engine(family), PROMPTS), generate(engine(family), PROMPTS, **warm)
+    rng = np.random.default_rng(0)
+    for draw in (lambda left: 1, lambda left: 8, lambda left: int(rng.integers(1, 9))):
+        monkeypatch.setattr(Pace, 'passes', lambda self, left, is_next, draw=draw: min(draw(left), max(left)))
+        some = Engine(load(family), num_slots=3)
+        assert (generate(some, PROMPTS), generate(some, PROMPTS, **warm)) == expected
+        # A sample that ends within a call: what is behind is not told, and its slot serves the next.
+        some._ends = frozenset({expected[1][1][9]})
+        ended = some.complete(requests_of(PROMPTS, **warm))
+        assert ended[1][0].ids == expected[1][1][: expected[1][1].index(expected[1][1][9])]
+        assert ended[1][0].finish == 'stop'
+        some._ends = frozenset()
+        assert generate(some, PROMPTS) == expected[0]
 
 
 def test_rings_are_smaller_and_go_round():

@@ -13,6 +13,7 @@ from maxlm.errors import InputError
 from maxlm.inference import likelihood
 from maxlm.inference.likelihood import SHORTEST_ROW, Likelihood, Scorer, Span, pack, scored_slots, windows
 from maxlm.inference.load import LoadedModel
+from maxlm.inference.trees import grow
 from maxlm.training.state import abstract_model, abstract_state
 from tests.small import small_config, small_layout
 
@@ -22,6 +23,7 @@ MODEL = {'model__dim': 16, 'model__vocab_size': 264, 'model__max_positions': CON
 FAMILIES = {
     'gpt2': {'model__family': 'gpt2'},
     'llama': {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__logit_softcap': 5.0},
+    'windows': {'model__family': 'llama', 'model__sliding_window': 9, 'model__attention_pattern': 'SL'},
     'dynamic': {'model__family': 'llama', 'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
 }
 MESHES = {
@@ -136,11 +138,16 @@ def test_texts_in_one_row_do_not_see_each_other(monkeypatch):
     original = likelihood._arrays
 
     def one_segment(rows, B, T):
-        tokens, segments, positions = original(rows, B, T)
-        return tokens, np.minimum(segments, 1), positions
+        tokens, segments, ends, positions = original(rows, B, T)
+        return tokens, np.minimum(segments, 1), np.full_like(ends, T), positions
 
     expected = [naive('llama', span) for span in spans()]
+    # As documents, and as trees.
+    alone = [number for number, span in enumerate(spans()) if len(span.context) > 20]
+    agree(scorer().score([spans()[number] for number in alone]), [expected[number] for number in alone])
     monkeypatch.setattr(likelihood, '_arrays', one_segment)
+    with pytest.raises(AssertionError):
+        agree(scorer().score([spans()[number] for number in alone]), [expected[number] for number in alone])
     with pytest.raises(AssertionError):
         agree(scorer().score(spans()), expected)
 
@@ -157,7 +164,36 @@ def test_texts_that_are_read_alike_are_read_once(monkeypatch):
     choices = [Span([5, 6, 7], [choice]) for choice in range(10)]
     scorer().score([*choices, Span([5, 6, 8], [1])])
     ((row,),) = read
-    assert [len(reading.spans) for reading in row] == [10, 1]
+    assert [tree.tokens.tolist() for tree in row] == [[5, 6, 7], [5, 6, 8]]
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama', 'windows'])
+def test_what_texts_begin_with_is_read_once(family, monkeypatch):
+    """Examples before all questions, a question before all its answers; some texts are the beginning of others."""
+    rng = np.random.default_rng(3)
+    examples = rng.integers(0, VOCAB, 40).tolist()
+    asked = []
+    for _ in range(3):
+        question = [*examples, *rng.integers(0, VOCAB, 12).tolist()]
+        answers = [rng.integers(0, VOCAB, length).tolist() for length in (1, 3, 7)]
+        asked += [Span(question, answer) for answer in (*answers, [*answers[2], 9])]
+    asked = [asked[number] for number in rng.permutation(len(asked))]
+    expected = [naive(family, span) for span in asked]
+    read = []
+    original = likelihood._arrays
+    monkeypatch.setattr(likelihood, '_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
+    found = scorer(family).score(asked)
+    agree(found, expected)
+    ((row,),) = read
+    # The examples, three questions, and of each the answers without their last tokens.
+    texts = [[*span.context, *span.continuation[:-1]] for span in asked]
+    beginnings = {tuple(text[:end]) for text in texts for end in range(1, len(text) + 1)}
+    assert [len(tree.tokens) for tree in row] == [len(beginnings)]
+    assert len(beginnings) <= 40 + 3 * (12 + 2 + 7)
+    # Control: where texts are not shared, the same is read as documents.
+    monkeypatch.setattr(likelihood, 'grow', lambda texts, largest: grow(texts, largest=0))
+    agree(scorer(family).score(asked), expected)
+    assert sum(len(tree.tokens) for rows in read[1:] for row in rows for tree in row) > 4 * len(row[0].tokens)
 
 
 def test_shapes_are_few():

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from maxlm.inference.slots import SMALLEST_SHARED, Slot, choose_slot
+from maxlm.inference.slots import SMALLEST_SHARED, SPARE_PASSES, Room, Slot, choose_slot
 
 PROMPT = np.arange(100, 140)
 
@@ -66,3 +66,16 @@ def test_a_ring_that_went_on_has_lost_it():
     slots = [slot(0, range(100, 120), written=50)]
     assert choose(slots, room=30) == (0, 0, 20)
     assert choose(slots, room=29) == (0, 0, 0)
+
+
+def test_room_grows_at_once_and_shrinks_late():
+    room = Room([16, 64, 256])
+    assert room.size == 16
+    for length, size in ((16, 16), (17, 64), (200, 256)):
+        room.size = room.fit(length, 8)
+        assert room.size == size
+    assert room.fit(10, SPARE_PASSES) == 256
+    # Somebody needs it again.
+    assert room.fit(65, 1) == 256
+    assert room.fit(64, SPARE_PASSES) == 256
+    assert room.fit(17, 1) == 64
