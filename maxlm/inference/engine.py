@@ -2,7 +2,7 @@
 
 A sample of a request has a slot, which holds the keys and values of its tokens. What a slot holds stays when its sample
 ends: a prompt that begins in the same way as the content of any slot takes that over and only the rest goes through the
-model. The host reads tokens one pass late, while the next pass is on its way.
+model. The host reads tokens one call late, while the next call is on its way.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from maxlm.model.windows import layer_windows
 
 # Logical axes of a cache's arrays; scales lack the last.
 CACHE_AXES = ('layers', 'batch', 'kv_heads', 'length', 'head_dim')
-# Rings have a multiple of so many slots.
+# Rings, and caches that are read in blocks, have a multiple of so many slots.
 MULTIPLE = 64
 
 
@@ -140,8 +140,11 @@ def init_caches(
         chunk: tokens that come in one call, at most; layers with a sliding window then have a ring of slots for what
             their next call can see. 0: they have slots for all positions.
         int8: keep 8-bit codes with a scale for each head's vector, not values in the type of the computation.
-        apart: one cache for each layer, for layers that do not run in a loop.
+        apart: one cache for each layer, for layers that do not run in a loop. They have a round number of slots, as
+            those in use are read in blocks.
     """
+    if apart and slots > MULTIPLE:
+        slots = -(-slots // MULTIPLE) * MULTIPLE
 
     def make(window: int, layers: int) -> Cache:
         # The first token of a call sees window - 1 earlier ones when the last has been written.

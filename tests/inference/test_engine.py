@@ -133,13 +133,13 @@ def test_layers_in_a_loop_give_the_same(monkeypatch):
 @pytest.mark.parametrize('family', ['llama, grouped', 'windows'])
 def test_slots_in_use_are_read_in_blocks(family, cache, monkeypatch):
     expected = generate(engine(family, chunk=16, cache=cache), PROMPTS)
-    # Of the 100 slots of a layer, and the 64 of a ring.
-    monkeypatch.setattr(cached_attention, 'BLOCKS', (20, 16))
+    # Of the 128 slots of a layer, and the 64 of a ring.
+    monkeypatch.setattr(cached_attention, 'BLOCKS', (32,))
     read = []
     original = LayerCache.read_block
     monkeypatch.setattr(LayerCache, 'read_block', lambda self, *a: read.append(a[-1]) or original(self, *a))
     assert generate(Engine(load(family), num_slots=3, chunk=16, cache=cache), PROMPTS) == expected
-    assert set(read) == ({20, 16} if family == 'windows' else {20})
+    assert set(read) == {32}
     # Control: the last block matters.
     monkeypatch.setattr(cached_attention, 'attend_cached', one_block_less)
     monkeypatch.setattr(attention, 'attend_cached', one_block_less)
@@ -150,7 +150,7 @@ ATTEND_CACHED = cached_attention.attend_cached
 
 
 def one_block_less(q_BTNH, cache, places, mask_BTS):
-    return ATTEND_CACHED(q_BTNH, cache, places._replace(end=jnp.maximum(places.end - 20, 0)), mask_BTS)
+    return ATTEND_CACHED(q_BTNH, cache, places._replace(end=jnp.maximum(places.end - 32, 0)), mask_BTS)
 
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
