@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.model import attention
+from maxlm.model import cached_attention
 from maxlm.model.attention import attend
 
 
@@ -44,7 +44,7 @@ def test_blocks_of_queries_change_nothing(queries, monkeypatch):
     mask = jnp.asarray(rng.random((1, queries, 512)) < 0.5)
 
     def run(query_block):
-        monkeypatch.setattr(attention, 'QUERY_BLOCK', query_block)
+        monkeypatch.setattr(cached_attention, 'QUERY_BLOCK', query_block)
 
         def loss(q, k, v):
             return jnp.square(attend(q, k, v, mask, window=0, kernel='xla')).sum()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlm.model import linear as linear_module
 from maxlm.model.blocks import Block
 from maxlm.model.decoder import Decoder
 from maxlm.model.linear import Linear, apply_together
@@ -182,7 +183,8 @@ def test_the_formula(in_shape, out_shape):
     assert np.abs(added).mean() > 0.1
 
 
-def test_together_is_as_one_by_one_with_the_kernels_joined():
+def test_together_is_as_one_by_one_with_the_kernels_joined(monkeypatch):
+    monkeypatch.setattr(linear_module, 'JOINED_ROWS', 10)
     adapters = (Adapter(2, 0.5), None, Adapter(3, 2.0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
 
