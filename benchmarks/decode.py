@@ -26,6 +26,7 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.passes import Rest
 from maxlm.inference.programs import MOST_PASSES, Chunk, Programs
 from maxlm.inference.sampling import Sampling, rows_of
+from maxlm.inference.slots import Room
 from maxlm.inference.used import as_used
 from maxlm.planning.chips import find_chip
 from maxlm.training.sharding import make_layout
@@ -88,7 +89,7 @@ def measure(
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.model.tie_embeddings:
         weights -= params['embedding'].nbytes
-    room = programs.room(context // 2 + 1)
+    room = Room(programs.rooms).fit(context // 2 + 1)
     params, state = programs.prepare(params), programs.resize(programs.start(), room)
     rng = np.random.default_rng(0)
     chunk = min(512, context // 2)

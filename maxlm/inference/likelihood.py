@@ -157,11 +157,9 @@ class Scorer:
                 members = [[[readings[text] for text in trees[number].texts] for number in row] for row in rows]
                 laid = [[lay_out([reading.tokens for reading in tree]) for tree in row] for row in members]
                 shares = any(len(tree) > 1 for row in members for tree in row)
-                tokens, segments, ends, positions = map(self._put, _arrays(laid, self._num_rows(len(rows), T), T))
-                if shares:
-                    hidden_BTD = self._read_trees(self.params, tokens, ends, positions)
-                else:
-                    hidden_BTD = self._read(self.params, tokens, segments, positions)
+                tokens, segments, ends, positions = _arrays(laid, self._num_rows(len(rows), T), T)
+                read, seen = (self._read_trees, ends) if shares else (self._read, segments)
+                hidden_BTD = read(self.params, *map(self._put, (tokens, seen, positions)))
                 places = _places(members, laid, spans)
                 for first in range(0, len(places), HEAD):
                     part = places[first : first + HEAD]

@@ -177,8 +177,7 @@ class Passes:
                 jax.tree.map(lambda x_N, x_1: jax.lax.dynamic_update_slice_in_dim(x_N, x_1, step, 0), drawn_N, drawn),
             )
 
-        nothing = jax.tree.map(lambda x: jnp.zeros((self._most, *x.shape[1:]), x.dtype), self._drawn_shapes(num))
-        first = (state.caches, state.token_B[:num], state.counts_BV[:num], nothing)
+        first = (state.caches, state.token_B[:num], state.counts_BV[:num], self._nothing(self._most, num))
         caches, token_B, counts_BV, drawn = jax.lax.fori_loop(0, left_B.max(), run, first)
         state = State(
             caches,
@@ -213,19 +212,19 @@ class Passes:
             lambda: logits_BV,
         )
         token_B = draw_rows(shaped_BV, keys_B, rows)
-        ids, log_probs = self._drawn_shapes(len(token_B))[2:]
+        _, _, no_ids_1BC, no_log_probs_1BC = self._nothing(1, len(token_B))
         ids_BC, log_probs_BC = jax.lax.cond(
             want_top,
-            lambda: likeliest_log_probs(logits_BV, ids.shape[-1]),
-            lambda: (jnp.zeros(ids.shape[1:], ids.dtype), jnp.zeros(log_probs.shape[1:], log_probs.dtype)),
+            lambda: likeliest_log_probs(logits_BV, no_ids_1BC.shape[-1]),
+            lambda: (no_ids_1BC[0], no_log_probs_1BC[0]),
         )
         return Drawn(*(x[None] for x in (token_B, log_prob(logits_BV, token_B), ids_BC, log_probs_BC)))
 
-    def _drawn_shapes(self, num: int) -> Any:
-        """Of what one pass over so many rows draws."""
-        tops = (1, num, min(MAX_TOP_LOG_PROBS, self._num_ids))
-        shapes = ((1, num), jnp.int32), ((1, num), jnp.float32), (tops, jnp.int32), (tops, jnp.float32)
-        return Drawn(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))  # type: ignore[arg-type]
+    def _nothing(self, passes: int, num: int) -> Drawn:
+        """What so many passes over so many rows draw, before they do."""
+        tops = (passes, num, min(MAX_TOP_LOG_PROBS, self._num_ids))
+        ids, log_probs = (partial(jnp.zeros, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
+        return Drawn(ids((passes, num)), log_probs((passes, num)), ids(tops), log_probs(tops))
 
 
 def layers_apart(config: Config) -> bool:

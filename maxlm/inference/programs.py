@@ -140,10 +140,6 @@ class Programs:
         """Of all slots with the most room."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._cache_shapes(self.max_context)))
 
-    def room(self, length: int) -> int:
-        """The least that so many positions have."""
-        return _fitting(self.rooms, length)
-
     def resize(self, state: State, room: int) -> State:
         """With room for so many positions of each slot; what is behind them is lost."""
         # One array after the other, so that there are never two of all.

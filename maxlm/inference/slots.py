@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.inference.trees import common
+
 # Tokens that are worth taking over from a slot: fewer are as fast computed with the rest.
 SMALLEST_SHARED = 16
 # Passes that did without some room before it is given up.
@@ -34,9 +36,7 @@ class Slot:
 
     def holds(self, prompt: np.ndarray) -> int:
         """Tokens that its content and a prompt begin with in common."""
-        num = min(len(prompt), len(self.content))
-        differs = np.flatnonzero(prompt[:num] != np.array(self.content[:num], prompt.dtype))
-        return int(differs[0]) if len(differs) else num
+        return common(np.array(self.content[: len(prompt)], prompt.dtype), prompt)
 
 
 class Room:

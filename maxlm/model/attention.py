@@ -87,8 +87,8 @@ class Attention(nnx.Module):
 
         `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
         a query sees the last `window` (0: all). With a cache, `places` is where this call's keys and values go, S the
-        number of slots, and the mask must allow filled ones only. Where the length is split over
-        devices, it is in zigzag, and `segments_BT` takes the mask's place. In rows that hold trees `forest` does.
+        number of slots, and the mask must allow filled ones only. Where the length is split over devices, it is in
+        zigzag, and `segments_BT` takes the mask's place. In rows that hold trees `forest` does.
         """
         q_BTNH, k_BTKH, v_BTKH = apply_together((self.query, self.key, self.value), x_BTD)
         if self.query_norm is not None and self.key_norm is not None:

@@ -50,19 +50,14 @@ def test_a_call_ends_with_the_first_sample_and_the_next_is_short():
 def test_time_before_a_call_does_not_count():
     """Devices do one thing after the other: a call that was asked for early began when the one before ended."""
     pace, clock = paced(0.01)
-    first, second = pace.now(), pace.now()
-    clock.now += 0.02
-    pace.came(first, 2)
-    clock.now += 0.02
-    pace.came(second, 2)
-    assert pace.passes([50], is_next=False) == int(LONGEST_CALL / 0.01)
-    # A prompt between them neither.
-    third, fourth = pace.now(), pace.now()
-    clock.now += 5
-    pace.came(third, 0)
-    clock.now += 0.02
-    pace.came(fourth, 2)
-    assert pace.passes([50], is_next=False) == int(LONGEST_CALL / 0.01)
+    # Before it another call, or a prompt.
+    for seconds, passes in ((0.02, 2), (5, 0)):
+        first, second = pace.now(), pace.now()
+        clock.now += seconds
+        pace.came(first, passes)
+        clock.now += 0.02
+        pace.came(second, 2)
+        assert pace.passes([50], is_next=False) == int(LONGEST_CALL / 0.01)
 
 
 @pytest.mark.parametrize('calls', [1, 30])
