@@ -8,7 +8,9 @@ import time
 
 PAGE = os.sysconf('SC_PAGE_SIZE')
 KIB = 1024
-SWEEP_SECONDS = 2.0
+# Of a machine that has much else to do; an idle one takes milliseconds.
+SWEEP_SECONDS = 10.0
+PAUSE_SECONDS = 0.001
 
 
 class ProcessTree:
@@ -80,7 +82,9 @@ class ProcessTree:
     def sweep(self, spare: str = '') -> None:
         """Kills all descendants but `spare`, also those that fork meanwhile, and reaps what has ended.
 
-        For a worker without a process namespace, whose numbers are those of /proc.
+        For a worker without a process namespace, whose numbers are those of /proc, and which is the one that gets the
+        children of those who die: while a descendant lives it is this process's child or below one. A look at the whole
+        tree is not proof, since whoever changes parents between two reads is seen below neither.
         """
         deadline = time.monotonic() + SWEEP_SECONDS
         while time.monotonic() < deadline:
@@ -93,8 +97,9 @@ class ProcessTree:
                     except OSError:
                         continue
             reap()
-            if not numbers:
+            if set(self.children(self.own_number())) <= {spare}:
                 return
+            time.sleep(PAUSE_SECONDS)
 
 
 def reap() -> bool:
