@@ -115,7 +115,7 @@ def measure(
     if pending is not None:
         take(pending)
     loss_W, tokens_W, source_W = (np.concatenate(parts) for parts in zip(*windows, strict=True))
-    used = int(np.flatnonzero(classes[1]).max(initial=0)) + 1
+    used = max(np.flatnonzero(classes[1]).tolist(), default=0) + 1
     class_loss_K, class_tokens_K = classes[:, :used]
     return HeldOut(loss_W, tokens_W, source_W, class_loss_K, class_tokens_K, window)
 
