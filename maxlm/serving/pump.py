@@ -95,9 +95,16 @@ class Pump:
         except Exception:
             logger.exception('the engine broke down')
             self.failed = True
-            self._engine.fail()
-            self._tell()
+            self._end_all()
             self._call(self._on_failure)
+            # Whoever has not seen that it failed before they asked.
+            while not self._stopped:
+                self._engine.wait(_SLEEP_SECONDS)
+                self._end_all()
+
+    def _end_all(self) -> None:
+        self._engine.fail()
+        self._tell()
 
     def _tell(self) -> None:
         if self._drawn:

@@ -98,4 +98,4 @@ def test_what_a_mask_takes():
     assert not {FORWARD, BACKWARD} & set(masked['kernels'])
     assert masked['masks']
     # For each pair of tokens 2 bytes that are added to its score; what those are made of may go before.
-    assert masked['temporary'] - told['temporary'] > 2 * 2 * 4096**2
+    assert masked['temporary'] - told['temporary'] > 2 * 4096**2

@@ -93,6 +93,23 @@ def test_an_engine_that_breaks_down_ends_the_server(stream, caplog):
     assert server.exit_code == EXIT_FAILED
 
 
+def test_who_asks_an_engine_that_has_broken_down_does_not_wait():
+    async def ask_late():
+        loop = asyncio.get_running_loop()
+        engine, failed, told = FakeEngine(), asyncio.Event(), loop.create_future()
+        engine.broken = RuntimeError('the device is lost')
+        pump = Pump(engine, failed.set)
+        pump.start()
+        await failed.wait()
+        pump.submit(Request((1,), 2), told.set_result)
+        try:
+            return (await asyncio.wait_for(told, 20)).finish
+        finally:
+            assert pump.stop()
+
+    assert asyncio.run(ask_late()) == 'failed'
+
+
 def test_a_fault_of_the_server_is_not_told(caplog, monkeypatch):
     engine = FakeEngine()
     with ServerThread(served_by(engine)) as server:
