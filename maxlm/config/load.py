@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
@@ -125,9 +127,10 @@ def _freeze(values: ConfigDict) -> Config:
     return _fill_family(Config(**{section: SECTIONS[section](**keys) for section, keys in sections.items()}))
 
 
-def _fields(cls: type) -> dict[str, type]:
+@functools.cache
+def _fields(cls: type) -> Mapping[str, type]:
     """Name → type of a section's keys."""
-    return typing.get_type_hints(cls)
+    return MappingProxyType(typing.get_type_hints(cls))
 
 
 def _check_file(path: Path) -> None:

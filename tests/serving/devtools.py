@@ -4,7 +4,9 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import re
+import signal
 import subprocess
 import time
 
@@ -31,7 +33,10 @@ class Tab:
             *('--disable-background-networking', '--disable-component-update', '--remote-debugging-port=0'),
             *(f'--user-data-dir={folder}', 'about:blank'),
         ]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        # In a group of its own: what is started may be a script that starts the browser.
+        self._process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+        )
         address = next(found[1] for line in self._process.stderr if (found := re.search(r'(ws://\S+)', line)))
         self._stack = contextlib.ExitStack()
         self._socket = self._stack.enter_context(connect(address, max_size=None, compression=None))
@@ -49,7 +54,7 @@ class Tab:
 
     def __exit__(self, *_):
         self._stack.close()
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process.stderr.close()
 
