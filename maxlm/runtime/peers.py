@@ -36,6 +36,8 @@ LINGER_SECONDS = 3.0
 VERDICT_SECONDS = 12.0
 # All processes reach the end of a run at about the same time.
 END_SECONDS = 600
+# Then they take leave of each other: sooner than the abort that `_delay_abort` holds up.
+PART_SECONDS = 4.0
 # One of them may be fetching a checkpoint, while the others wait. Those that are lost are noticed long before.
 MEET_SECONDS = 6 * 3600
 
@@ -112,7 +114,12 @@ class Peers:
         if self._count == 1:
             return
         if error is None:
-            _state().client.wait_at_barrier(END, END_SECONDS * 1000)
+            try:
+                _state().client.wait_at_barrier(END, END_SECONDS * 1000)
+            except RuntimeError:
+                # As below.
+                self._stop.wait(VERDICT_SECONDS)
+                raise
             self._stop.set()
         elif isinstance(error, InputError):
             reason = ' '.join(str(error).split())
@@ -179,6 +186,20 @@ class Peers:
             verdict = self._verdict if self._verdict.reason else verdict._replace(beat=self._beat)
             store.key_value_set(f'{VERDICT}/0', json.dumps(verdict), allow_overwrite=True)
             return verdict
+
+
+def part(code: int) -> None:
+    """Takes leave of the others when all have done their work, and before this process ends with `code`.
+
+    JAX would wait for one that is lost only now until its heartbeat stays out, and then abort: a run that is done would
+    seem to have failed. Here the process ends at once, with its code, if the others do not come soon.
+    """
+    if _state().client is not None:
+        leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+        leaving.start()
+        leaving.join(PART_SECONDS)
+        if leaving.is_alive():
+            _end(code)
 
 
 def judge(lines: dict[int, str]) -> Verdict:

@@ -25,7 +25,7 @@ from maxlm.runtime.feed import Feed
 from maxlm.runtime.freed_memory import keep_freed_memory
 from maxlm.runtime.home import Home, open_home
 from maxlm.runtime.loop import Loop
-from maxlm.runtime.peers import Peers
+from maxlm.runtime.peers import Peers, part
 from maxlm.runtime.preemption import ignore_sigterm
 from maxlm.runtime.preflight import Ready, prepare_step, sample_config
 from maxlm.runtime.rendezvous import NotTogetherError
@@ -147,4 +147,5 @@ def start(command: Callable[..., int]) -> NoReturn:
     code = exit_code(partial(command, began=process_began()), sys.argv[1:])
     if code == EXIT_PREEMPTED:
         ignore_sigterm()
+    part(code)
     sys.exit(code)

@@ -1,9 +1,12 @@
-"""What follows from the lines of all processes."""
+"""What follows from the lines of all processes, and how those part that have done their work."""
+
+import signal
 
 import pytest
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from maxlm.runtime.peers import Peers, judge
+from tests.processes import Processes
 
 
 def test_waiting_processes_are_at_fault_only_when_all_wait():
@@ -28,3 +31,15 @@ def test_a_process_that_is_alone_is_left_as_it_is():
         1 / 0  # noqa: B018
     with peers:
         pass
+
+
+@pytest.mark.parametrize('suspended', [-1, 0, 1])
+def test_who_is_lost_when_all_is_done_does_not_spoil_it(suspended, tmp_path):
+    with Processes(2, 1, [str(suspended)], logs=tmp_path, cache=tmp_path, module='tests.runtime.parting_pair') as pair:
+        for number, process in enumerate(pair.all):
+            if number != suspended:
+                assert process.wait(60) == 3, pair.output(number)
+            assert (suspended == -1) == ('took leave' in pair.output(number))
+        for process in pair.all:
+            process.send_signal(signal.SIGCONT)
+        assert pair.wait(60) == [3, 3], pair.output(0) + pair.output(1)
