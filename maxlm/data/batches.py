@@ -13,11 +13,10 @@ from typing import Protocol
 import grain
 import numpy as np
 from absl import flags
-from grain.experimental import index_shuffle
 
 from maxlm.config.keys import DataConfig
 from maxlm.data.mixture import Mixture
-from maxlm.data.order import ROUNDS, Order
+from maxlm.data.order import Order, permuted
 from maxlm.data.windows import Batch, Windows
 
 
@@ -64,7 +63,7 @@ class ValidationRows:
     def locate(self, row: int) -> tuple[int, int] | None:
         if row >= len(self):
             return None
-        number = int(index_shuffle(row, max_index=len(self) - 1, seed=0, rounds=ROUNDS))
+        number = permuted(row, len(self), seed=0)
         part = bisect.bisect_right(self._firsts, number) - 1
         return part, number - self._firsts[part]
 

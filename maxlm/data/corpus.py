@@ -17,7 +17,7 @@ from maxlm.data.batches import Batches, Part, TrainingRows, ValidationRows
 from maxlm.data.fetch import Fetcher, fetch_manifest
 from maxlm.data.mixture import Mixture
 from maxlm.data.objectives import check_alike
-from maxlm.data.order import Order
+from maxlm.data.order import VERSION, Order
 from maxlm.data.outage import OnAlarm
 from maxlm.data.records import Dataset, Shard, load_manifest
 from maxlm.data.room import Use
@@ -229,6 +229,7 @@ class Corpus:
             'pool_shards': self.data.pool_shards,
             'isolate_documents': self.data.isolate_documents,
             'global_batch': global_batch,
+            'order': VERSION,
         }
 
     def _parts(self, split: str) -> list[Part]:

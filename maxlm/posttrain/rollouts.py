@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxlm.config.keys import Config
+from maxlm.data.order import VERSION
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.data.windows import Batch
 from maxlm.errors import InputError
@@ -86,6 +87,7 @@ class RolloutFeed:
             'window': self._config.data.window,
             'seed': self._config.data.seed,
             'global_batch': global_batch,
+            'order': VERSION,
         }
 
     def facts(self, global_batch: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from maxlm.data.order import Order
+from maxlm.data.order import TABLE_SIZE, VERSION, Order, permuted
 
 SHARDS = [5, 0, 17, 1, 40, 8, 3]
 
@@ -27,6 +27,23 @@ def test_every_window_once_per_epoch_and_another_order_in_each(pool_shards, seed
     # Epoch 1 of a seed is not epoch 0 of the next.
     assert epochs[1] != epoch(Order(SHARDS, seed=seed + 1, pool_shards=pool_shards))
     assert epochs[0] == epoch(pickle.loads(pickle.dumps(order)))
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, TABLE_SIZE - 1, TABLE_SIZE, TABLE_SIZE + 1])
+def test_a_permutation_has_every_item_once(size):
+    items = [permuted(place, size, seed=5) for place in range(size)]
+    assert sorted(items) == list(range(size))
+    if size > 3:
+        assert items != [permuted(place, size, seed=6) for place in range(size)]
+
+
+def test_the_order_is_the_one_that_runs_were_begun_with():
+    # Of a table, of pools, and of the cipher. Whoever changes these numbers raises VERSION.
+    assert VERSION == 2
+    assert epoch(Order([5, 5], seed=7), 3) == [8, 9, 6, 2, 5, 1, 4, 7, 0, 3]
+    assert epoch(Order([3, 2, 4, 1], seed=7, pool_shards=2)) == [5, 7, 2, 8, 0, 6, 1, 4, 9, 3]
+    large = Order([10**6], seed=7)
+    assert [large[place] for place in range(4)] == [656678, 217238, 575118, 649776]
 
 
 def test_a_pool_has_its_own_shards_and_their_order_changes():

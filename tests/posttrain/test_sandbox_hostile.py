@@ -89,18 +89,18 @@ def facts(path):
     return stat.st_mode, stat.st_uid, stat.st_gid, stat.st_nlink, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def below(process, machine):
-    """Processes below one, but for the tests' own."""
-    return [child.pid for child in process.children(recursive=True) if child.pid != machine['BYSTANDER']]
+def below(process, others):
+    """Processes below one, but for others that have nothing to do with it."""
+    return [child.pid for child in process.children(recursive=True) if child.pid not in others]
 
 
-def settled(process, machine):
+def settled(process, others):
     """Those once the last judge, which answers before it ends, has had time to."""
     for _ in range(200):
-        if len(below(process, machine)) <= 2 * WORKERS:
+        if len(below(process, others)) <= 2 * WORKERS:
             break
         time.sleep(0.02)
-    return below(process, machine)
+    return below(process, others)
 
 
 @pytest.fixture(scope='module', params=WAYS)
@@ -110,6 +110,8 @@ def outcome(request, machine):
     before = signal.signal(signal.SIGTERM, lambda *_: caught.append('SIGTERM'))
     me = psutil.Process()
     files, threads = me.num_fds(), threading.active_count()
+    # The tests' own: the bystander, and what tests before these have left.
+    others = below(me, [])
     with SandboxPool(WORKERS, without=WAYS[request.param], required=()) as pool:
         chosen = [program for program in PROGRAMS if program.name in tried(request.param)]
         chosen = [program for program in chosen if stops(program, pool.sandbox)]
@@ -117,12 +119,12 @@ def outcome(request, machine):
         verdicts = dict(zip([program.name for program in chosen], pool.run_many(programs), strict=True))
         again = pool.run(Program('print(6 * 7)', limits=AMPLE))
         sandbox = pool.sandbox
-        left = settled(me, machine)
+        left = settled(me, others)
         held = sum(psutil.Process(number).memory_info().rss for number in left)
     after = {
         'caught': caught,
         'own process': (me.num_fds(), threading.active_count()),
-        'children': below(me, machine),
+        'children': below(me, others),
         'workers': len(left),
         'memory of a worker': held / WORKERS,
         'again': (again.status, again.stdout),
