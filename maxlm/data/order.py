@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from grain.experimental import index_shuffle
 
-# Of the order: raised whenever a place leads to another window. A run does not go on in another one unless it is told to.
+# Raised whenever a place leads to another window: a run goes on in another order only if it is told to.
 VERSION = 2
 # Odd, so that different seeds stay different modulo 2³².
 SEED_STRIDE = 0x9E3779B1
@@ -30,8 +30,8 @@ EPOCHS_KEPT = 4
 def permuted(place: int, size: int, seed: int) -> int:
     """The item at a place of a permutation of `size` items, 0 … size - 1: a pure function, and the same for ever.
 
-    Up to TABLE_SIZE items the permutation sorts random bits of the seed, and is kept for a while. Of more it is computed
-    place by place by a small cipher (`grain.experimental.index_shuffle`).
+    Up to TABLE_SIZE items the permutation sorts random bits of the seed, and is kept for a while. Of more it is
+    computed place by place by a small cipher (`grain.experimental.index_shuffle`).
     """
     if size <= TABLE_SIZE:
         return int(_table(size, seed)[place])
