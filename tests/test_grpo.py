@@ -32,7 +32,7 @@ SETTINGS = {
     'grpo.eval_samples': 2,
     'eval.every': 4,
     'eval.samples': 1,
-    'optimizer.learning_rate': 0.02,
+    'optimizer.learning_rate': 0.05,
     'optimizer.warmup_steps': 0,
     'optimizer.schedule': 'constant',
     'checkpoint.every_steps': 2,
