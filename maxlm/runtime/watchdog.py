@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from maxlm.errors import EXIT_PREEMPTED
@@ -16,6 +17,14 @@ from maxlm.runtime.peers import Peers
 
 TICKS = 10
 LONGEST_TICK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Doing:
+    """What the main thread is about from one sign of life to the next; each one is told from all others."""
+
+    in_phase: bool = False
+    waiting: bool = False
 
 
 class Watchdog:
@@ -35,10 +44,9 @@ class Watchdog:
         self._seconds = seconds
         self._peers = peers
         self._workdir = workdir
-        self._age = 0.0
-        # Until `start`.
-        self._in_phase = True
-        self._waiting = False
+        # Only the main thread sets it, as one value: the watching thread never sees half of a change. In a phase until
+        # `start`.
+        self._doing = _Doing(in_phase=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name='watchdog')
 
@@ -55,51 +63,55 @@ class Watchdog:
 
     def start(self) -> None:
         """The first step is about to begin."""
-        self._age = 0.0
-        self._in_phase = False
+        self._doing = _Doing()
 
     def finish(self) -> None:
         """There will be no more steps. Not called after an error: to clean up after one must not take for ever."""
-        self._in_phase = True
+        self._doing = _Doing(in_phase=True)
 
     def step_done(self) -> None:
         """There is progress."""
-        self._age = 0.0
+        self._doing = _Doing()
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[None]:
         """What happens inside may take long: compiling, evaluating, saving."""
-        self._in_phase = True
+        self._doing = _Doing(in_phase=True)
         try:
             yield
         finally:
-            self._age = 0.0
-            self._in_phase = False
+            self._doing = _Doing()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, the main thread waits for the devices, and with them for other processes."""
-        self._waiting = True
+        """Inside, the main thread waits for the devices, and with them for other processes.
+
+        What it waited for has come when it leaves: that is progress, however long it took.
+        """
+        self._doing = _Doing(waiting=True)
         try:
             yield
         finally:
-            self._waiting = False
+            self._doing = _Doing()
 
     def _watch(self) -> None:
         tick = min(self._seconds / TICKS, LONGEST_TICK_SECONDS)
         then = time.monotonic()
+        seen, age = self._doing, 0.0
         while not self._stop.wait(tick):
             now = time.monotonic()
+            doing = self._doing
             # A process that was suspended has not been stuck.
-            self._age += min(now - then, 2 * tick)
-            then = now
-            overdue = self._age > self._seconds and not self._in_phase
-            self._peers.set_overdue(overdue and self._waiting)
-            if overdue and (not self._waiting or self._peers.all_overdue):
-                self._give_up()
+            age = age + min(now - then, 2 * tick) if doing is seen else 0.0
+            then, seen = now, doing
+            overdue = age > self._seconds and not doing.in_phase
+            self._peers.set_overdue(overdue and doing.waiting)
+            # The last look: who has gone on meanwhile is left alone.
+            if overdue and (not doing.waiting or self._peers.all_overdue) and self._doing is doing:
+                self._give_up(doing)
 
-    def _give_up(self) -> None:
-        where = 'waiting for its devices' if self._waiting else 'outside of its devices'
+    def _give_up(self, doing: _Doing) -> None:
+        where = 'waiting for its devices' if doing.waiting else 'outside of its devices'
         reason = f'stuck: no step for {self._seconds:g} s (train.stuck_seconds), {where}; start again'
         with contextlib.ExitStack() as stack:
             files = [sys.stderr]

@@ -54,6 +54,8 @@ def test_a_process_that_stands_still_tells_where_and_ends(tmp_path, body):
         ('with watchdog.phase(): stand_still()', {}),
         # Another process is at fault, and will tell.
         ('with watchdog.waiting(): stand_still()', {'others': False}),
+        # What it waited for came: then it has the whole time again.
+        ('with watchdog.waiting(): stand_still()\n    time.sleep(0.15)', {'others': False}),
         ('[(time.sleep(0.02), watchdog.step_done()) for _ in range(100)]', {'limit': 1}),
         ('stand_still()', {'limit': 0}),
         ('stand_still()', {'begin': 'watchdog.start(); watchdog.finish()'}),
