@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import threading
@@ -60,8 +59,6 @@ class Save:
         """Copies the arrays off the device and lets them be written. What fails from here on is told to `on_end`."""
         # For good: threads of a save that failed complain after its end.
         drop_echoes()
-        for name in ('absl', 'asyncio'):
-            logging.getLogger(name).addFilter(_of_others)
         try:
             # What is left there of another try is deleted.
             self._checkpointer.save(directory, args=items, force=True)
@@ -125,8 +122,3 @@ def why(error: BaseException) -> str:
         # gcsfs has an OSError without a number for this.
         return 'the bucket answers with status 403'
     return redact(f'{type(error).__name__}: {text}')[:_LONGEST_REASON]
-
-
-def _of_others(record: logging.LogRecord) -> bool:
-    """Orbax and asyncio log one failure many times, each with a trace; here it becomes one line."""
-    return 'orbax' not in record.pathname and 'orbax' not in record.getMessage()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 import threading
@@ -99,12 +100,14 @@ def key_name(entry: Any) -> str:
 
 
 def drop_echoes() -> None:
-    """Lets Orbax's other threads print nothing more when one of many arrays cannot be read or written.
+    """Lets Orbax's other threads and tasks say nothing more when one of many arrays cannot be read or written.
 
-    For good: that comes as late as the end of the process.
+    They print and log one failure many times, each with a trace. For good: that comes as late as the process ends.
     """
     if getattr(sys.excepthook, '__name__', '') != _on_exception.__name__:
         sys.excepthook, sys.unraisablehook = _on_exception, _on_unraisable
+    for name in ('absl', 'asyncio'):
+        logging.getLogger(name).addFilter(_of_others)
 
 
 _MAIN_THREAD = threading.main_thread().ident
@@ -123,3 +126,8 @@ def _on_exception(kind: type, error: BaseException, trace: Any) -> None:
 def _on_unraisable(unraisable: Any) -> None:
     if not _is_echo(unraisable.exc_value):
         sys.__unraisablehook__(unraisable)
+
+
+def _of_others(record: logging.LogRecord) -> bool:
+    # asyncio logs a task whose failure nobody asked for with the path of the file that defines it.
+    return 'orbax' not in record.pathname and 'orbax' not in record.getMessage()
