@@ -69,9 +69,9 @@ class StopRequest:
 
 
 def ignore_sigterm() -> None:
-    """For a process that has saved and is about to end with its exit code.
+    """For a process that has saved, or done all, and is about to end with its exit code.
 
-    To take down JAX lasts a second or two. A second SIGTERM would make a death by signal of it, which whoever started
+    To take down JAX lasts a second or two. Another SIGTERM would make a death by signal of it, which whoever started
     the run takes for a crash.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

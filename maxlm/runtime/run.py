@@ -145,7 +145,7 @@ def start(command: Callable[..., int]) -> NoReturn:
     # Of the whole process, and before JAX starts.
     keep_freed_memory()
     code = exit_code(partial(command, began=process_began()), sys.argv[1:])
-    if code == EXIT_PREEMPTED:
+    if code in (EXIT_DONE, EXIT_PREEMPTED):
         ignore_sigterm()
     part(code)
     sys.exit(code)
