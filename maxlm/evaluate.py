@@ -93,7 +93,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add('--tasks_path', default='', help='folder of task files whose names --tasks may give')
     add('--num_fewshot', type=int, help='examples in each prompt of lm-eval (default: as the task says)')
     add('--limit', type=int, help='documents of each task, at most')
-    add('--apply_chat_template', action='store_true', help="spell prompts of lm-eval by the model's chat template")
+    add('--apply_chat_template', action='store_true', help="ask in conversations, by the model's chat template")
     add('--samples', type=int, default=1, help='programs for each problem; one is the likeliest (default 1)')
     add('--max_tokens', type=int, default=512, help='of a program (default 512)')
     add('--temperature', type=float, default=0.8, help='of programs, where there are several (default 0.8)')

@@ -208,7 +208,7 @@ def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
     assert (tmp_path / 'run@20/needle_20.png').stat().st_size > 5000
 
 
-def test_programs(measure, tmp_path, monkeypatch):
+def test_programs(run, measure, tmp_path, monkeypatch):
     prompt = 'def one():\n'
     problem = {'task_id': 'x', 'prompt': prompt, 'entry_point': 'one', 'test': 'def check(f):\n    assert f() == 1\n'}
     (tmp_path / 'p.jsonl').write_text(json.dumps(problem))
@@ -222,6 +222,9 @@ def test_programs(measure, tmp_path, monkeypatch):
     }
     lines = (tmp_path / 'out/run@20/samples_humaneval_20.jsonl').read_text().splitlines()
     assert [json.loads(line)['passed'] for line in lines] == [True, False] * 5
+    # Of a run on texts.
+    tasks = f'--tasks=humaneval:{tmp_path / "p.jsonl"}'
+    assert 'the checkpoint has no chat template' in refused(run, tasks, '--apply_chat_template')
 
 
 def test_benchmarks_and_the_loss_in_one_table(run, measure, dataset, tmp_path):

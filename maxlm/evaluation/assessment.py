@@ -82,6 +82,9 @@ class Assessment:
             InputError: a task does not fit the model, its data cannot be had, or programs cannot be run safely here.
         """
         config = self._config
+        if config.chat and model.chat is None:
+            raise InputError('--apply_chat_template: the checkpoint has no chat template')
+        chat = model.chat if config.chat else None
         scorer, engine = Scorer(model), _EngineWhenNeeded(model, config.num_slots)
         found: list[Measure] = []
         results = None
@@ -90,7 +93,7 @@ class Assessment:
             found += measures(results)
         programs = {}
         for suite in self._suites:
-            programs[suite.name] = solve(suite, engine, model.tokenizer, config.programs)
+            programs[suite.name] = solve(suite, engine, model.tokenizer, config.programs, chat=chat)
             found += programs[suite.name].measures
         needles = None
         if self._needle:

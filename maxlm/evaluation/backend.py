@@ -129,8 +129,7 @@ class HarnessAnswers:
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Messages as the model's template spells them; without `add_generation_prompt` up to the end of the last one's
         text, from which the model goes on."""
-        if self._model.chat is None:
-            raise InputError('--apply_chat_template: the checkpoint has no chat template')
+        assert self._model.chat is not None, 'who asks for conversations has a model that has them'
         rendered = self._model.chat.template.render(chat_history, add_generation_prompt=add_generation_prompt)
         text = rendered.spelled(0, len(rendered.text))
         if add_generation_prompt:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxlm.data.chat_template import ChatError
+from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
 from maxlm.evaluation.backend import Completes
@@ -38,6 +40,10 @@ class Problem(NamedTuple):
     name: str
     prompt: str
     task: dict[str, Any]
+    # Of a model that answers: what it is asked, and what its answer begins with. What follows is judged as behind the
+    # prompt.
+    question: str
+    opening: str
 
 
 class ProgramsConfig(NamedTuple):
@@ -87,18 +93,27 @@ def open_suite(kind: str, path: str, *, limit: int | None = None) -> Suite:
     return Suite(kind, problems[:limit], stops)
 
 
-def solve(suite: Suite, engine: Completes, tokenizer: Tokenizer, config: ProgramsConfig) -> ProgramResults:
+def solve(
+    suite: Suite, engine: Completes, tokenizer: Tokenizer, config: ProgramsConfig, *, chat: ChatEncoder | None = None
+) -> ProgramResults:
     """Has the model write `num_samples` programs for each problem, and judges them.
 
+    Args:
+        suite: the problems.
+        engine: of the model.
+        tokenizer: of the model.
+        config: how programs are drawn.
+        chat: asks for programs in conversations, and begins the answers; None has the model go on from texts.
+
     Raises:
-        InputError: a problem does not fit into the model's context, or this machine cannot run programs safely.
+        InputError: a problem does not fit into the model's context, the chat template does not take a question, or this
+            machine cannot run programs safely.
     """
     S = config.num_samples
     sampling = Sampling(temperature=0) if S == 1 else Sampling(temperature=config.temperature, top_p=0.95)
-    prompts = tokenizer.encode_batch([problem.prompt for problem in suite.problems])
     requests = [
         Request(tuple(ids.tolist()), config.max_tokens, sampling, seed=config.seed, num_samples=S, stops=suite.stops)
-        for ids in prompts
+        for ids in _prompts(suite.problems, tokenizer, chat)
     ]
     # Before hours of writing, not after: whether the machine can run programs.
     with Scorer('all_tests') as scorer:
@@ -118,11 +133,24 @@ def solve(suite: Suite, engine: Completes, tokenizer: Tokenizer, config: Program
     return ProgramResults(found, rewards, records)
 
 
+def _prompts(problems: Sequence[Problem], tokenizer: Tokenizer, chat: ChatEncoder | None) -> list[np.ndarray]:
+    if chat is None:
+        return tokenizer.encode_batch([problem.prompt for problem in problems])
+    try:
+        asked = [chat.encode_prompt([{'role': 'user', 'content': problem.question}]) for problem in problems]
+    except ChatError as error:
+        raise InputError(f'--apply_chat_template: {error}') from error
+    openings = tokenizer.encode_batch_inside([problem.opening for problem in problems])
+    return [np.concatenate(pair) for pair in zip(asked, openings, strict=True)]
+
+
 def _humaneval(row: Mapping[str, Any]) -> Problem:
     prompt, entry = str(row['prompt']), str(row['entry_point'])
     tests = f'{row["test"]}\n\ncheck({entry})\n'
+    opening = f'```python\n{prompt}'
+    question = f'Complete the function `{entry}` in Python:\n\n{opening.rstrip()}\n```'
     # The prompt ends within the function that the program goes on with.
-    return Problem(str(row['task_id']), prompt, {'prefix': prompt, 'tests': tests})
+    return Problem(str(row['task_id']), prompt, {'prefix': prompt, 'tests': tests}, question, opening)
 
 
 def _mbpp(row: Mapping[str, Any]) -> Problem | None:
@@ -133,7 +161,9 @@ def _mbpp(row: Mapping[str, Any]) -> Problem | None:
     text = row['text'] if 'text' in row else row['prompt']
     prompt = f'"""\n{text}\n{tests[0]}\n"""\n'
     imports = [str(row.get('test_setup_code') or ''), *row.get('test_imports', ())]
-    return Problem(str(row['task_id']), prompt, {'tests': [text for text in (*imports, *tests) if text]})
+    task = {'tests': [text for text in (*imports, *tests) if text]}
+    question = f'{text}\n\nWrite it in Python, such that this holds:\n\n```python\n{tests[0]}\n```'
+    return Problem(str(row['task_id']), prompt, task, question, '```python\n')
 
 
 KINDS: dict[str, tuple[Callable[[Mapping[str, Any]], Problem | None], tuple[str, ...]]] = {

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from maxlm.data.chat_template import CHATML, ChatTemplate
+from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.code import HUMANEVAL_STOPS, ProgramsConfig, open_suite, solve
@@ -49,6 +51,7 @@ MBPP = [
     {'task_id': 700, 'text': 'x', 'code': '', 'test_list': ['assert 1'], 'test_setup_code': ''},
 ]
 TOKENIZER = bytes_tokenizer()
+CHAT_TOKENIZER = TOKENIZER.with_special_tokens(['<|im_start|>', '<|im_end|>'])
 
 
 def write(folder, name, rows):
@@ -68,10 +71,10 @@ def mbpp(tmp_path):
     return open_suite('mbpp', write(tmp_path, 'mbpp.jsonl', MBPP))
 
 
-def results(suite, answers, num_samples=1):
-    engine = RecitingEngine(TOKENIZER, answers)
+def results(suite, answers, num_samples=1, tokenizer=TOKENIZER, chat=None):
+    engine = RecitingEngine(tokenizer, answers)
     config = ProgramsConfig(num_samples=num_samples, max_tokens=64, temperature=0.8, seed=3)
-    return solve(suite, engine, TOKENIZER, config), engine.requests
+    return solve(suite, engine, tokenizer, config, chat=chat), engine.requests
 
 
 def test_canonical_solutions_pass_and_others_fail(humaneval):
@@ -110,6 +113,41 @@ def test_mbpp(mbpp):
     # One of two tests is not enough.
     half, _ = results(mbpp, {**right, first: ['def square(x):\n    return 3 * x']})
     assert half.rewards.tolist() == [[0.0], [1.0]]
+
+
+def test_in_conversations(humaneval, mbpp):
+    chat = ChatEncoder(CHAT_TOKENIZER, ChatTemplate(CHATML, name='chatml'))
+
+    def spelled(question, opening):
+        return f'<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{opening}'
+
+    # Asked with what there is, and answered in the middle of the program.
+    asked = {
+        ADD: spelled(f'Complete the function `add` in Python:\n\n```python\n{ADD}```', f'```python\n{ADD}'),
+        TWICE: spelled(f'Complete the function `twice` in Python:\n\n```python\n{TWICE}```', f'```python\n{TWICE}'),
+    }
+    right = {asked[row['prompt']]: [row['canonical_solution']] for row in HUMANEVAL}
+    found, requests = results(humaneval, right, tokenizer=CHAT_TOKENIZER, chat=chat)
+    assert found.rewards.tolist() == [[1.0], [1.0]]
+    # What the template writes are special tokens.
+    assert [id for id in requests[0].prompt if id > 255] == [257, 258, 257]
+    wrong, _ = results(humaneval, {**right, asked[TWICE]: ['    return x + x\n']}, tokenizer=CHAT_TOKENIZER, chat=chat)
+    assert wrong.rewards.tolist() == [[1.0], [0.0]]
+
+    programs = {}
+    for row, text in zip(MBPP[:2], (MBPP[0]['text'], MBPP[1]['prompt']), strict=True):
+        test = row['test_list'][0]
+        question = f'{text}\n\nWrite it in Python, such that this holds:\n\n```python\n{test}\n```'
+        programs[spelled(question, '```python\n')] = [row['code']]
+    assert results(mbpp, programs, tokenizer=CHAT_TOKENIZER, chat=chat)[0].rewards.tolist() == [[1.0], [1.0]]
+
+
+def test_a_template_that_takes_no_questions(humaneval):
+    source = "{% for m in messages %}{% if m.content | length > 9 %}{{ raise_exception('too long') }}{% endif %}"
+    source += '<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}'
+    chat = ChatEncoder(CHAT_TOKENIZER, ChatTemplate(source, name='short'))
+    with pytest.raises(InputError, match=r'--apply_chat_template: .*too long'):
+        results(humaneval, {}, tokenizer=CHAT_TOKENIZER, chat=chat)
 
 
 def test_a_limit(tmp_path):
