@@ -1,4 +1,5 @@
-"""The server beside Transformers' `generate` on the same weights: `python -m benchmarks.serve [--output=FILE]`.
+"""The server beside Transformers' `generate` on the same weights:
+`python -m benchmarks.serve [--size=small|0.1b] [--output=FILE]`.
 
 A Llama of random weights is written in the format of Transformers, served by `maxlm.serve`, and loaded by Transformers
 in a process of its own, both in float32 on all cores. 1, 8 and 32 clients ask over HTTP, each for one answer after the
@@ -30,7 +31,10 @@ from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.runtime.console import progress_bar
 
-SIZES = {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 8192, 'context': 1024}
+SIZES = {
+    'small': {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 8192, 'context': 1024},
+    '0.1b': {'layers': 12, 'dim': 768, 'heads': 12, 'ffn': 2048, 'vocab': 32768, 'context': 1024},
+}
 CLIENTS = (1, 8, 32)
 PROMPT_TOKENS = (16, 128)
 # From, and up to but without; both kinds have 96 in the mean.
@@ -44,6 +48,7 @@ SAME = 16
 def main(argv: list[str]) -> int:
     """Measures, prints a table, writes JSON."""
     parser = ArgumentParser(prog='benchmarks.serve', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--size', choices=SIZES, default='small', help='of the model (default small)')
     parser.add_argument('--rounds', type=int, default=3, help='turns of each side (default 3)')
     parser.add_argument('--clients', default=','.join(map(str, CLIENTS)), help='some of 1,8,32 (default all)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
@@ -54,10 +59,10 @@ def main(argv: list[str]) -> int:
     if not clients or not set(clients) <= set(CLIENTS):
         raise InputError(f'--clients={options.clients}: must be some of {",".join(map(str, CLIENTS))}')
     with tempfile.TemporaryDirectory() as folder:
-        peer = Peer(Path(folder) / 'model')
+        peer = Peer(Path(folder) / 'model', SIZES[options.size])
         server = Server(Path(folder) / 'model')
         try:
-            results = measure(server, peer, clients, options.rounds)
+            results = measure(server, peer, clients, options.rounds, vocab=SIZES[options.size]['vocab'])
         finally:
             server.end()
             peer.end()
@@ -70,17 +75,15 @@ def main(argv: list[str]) -> int:
             f'{theirs["first_token_seconds"]:.3f} s (batch {theirs["batch"]}); ratio {result["ratio"]:.2f}'
         )
     if options.output:
-        options.output.write_text(
-            json.dumps({'machine': machine(), 'sizes': SIZES, 'new_tokens': NEW_TOKENS, 'results': results}, indent=1)
-            + '\n'
-        )
+        found = {'machine': machine(), 'sizes': SIZES[options.size], 'new_tokens': NEW_TOKENS, 'results': results}
+        options.output.write_text(json.dumps(found, indent=1) + '\n')
     return EXIT_DONE
 
 
-def measure(server: Server, peer: Peer, clients: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Both sides for each number of clients, in turns."""
+def measure(server: Server, peer: Peer, clients: list[int], rounds: int, *, vocab: int) -> list[dict[str, Any]]:
+    """Both sides for each number of clients, in turns; `vocab` is that of the model."""
     rng = np.random.default_rng(0)
-    probe = rng.integers(2, SIZES['vocab'], 20).tolist()
+    probe = rng.integers(2, vocab, 20).tolist()
     ours, theirs = server.ask(probe, SAME)[0], peer.work([probe], 1, [SAME])['tokens'][0]
     if ours != theirs:
         raise SystemExit(f'not the same model: {ours} and {theirs}')
@@ -92,7 +95,7 @@ def measure(server: Server, peer: Peer, clients: list[int], rounds: int) -> list
         for _ in range(rounds):
             for answers, number in kinds:
                 lengths = rng.integers(*PROMPT_TOKENS, number * REQUESTS_PER_CLIENT[number])
-                prompts = [rng.integers(2, SIZES['vocab'], length).tolist() for length in lengths]
+                prompts = [rng.integers(2, vocab, length).tolist() for length in lengths]
                 nums = rng.integers(*NEW_TOKENS[answers], len(prompts)).tolist()
                 sides = found[answers, number]
                 sides['maxlm'].append(server.serve(prompts, nums, number))
@@ -189,8 +192,8 @@ class Server:
 class Peer:
     """Transformers in a process of its own, which makes the model first."""
 
-    def __init__(self, model: Path):
-        command = [sys.executable, '-m', 'benchmarks.serve_peer', str(model), json.dumps(SIZES)]
+    def __init__(self, model: Path, sizes: dict[str, int]):
+        command = [sys.executable, '-m', 'benchmarks.serve_peer', str(model), json.dumps(sizes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 

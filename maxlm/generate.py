@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
 from maxlm.inference.dialogue import stream, talk
 from maxlm.inference.engine import CACHES, Engine
-from maxlm.inference.jsonl import read_prompts, write_completions
+from maxlm.inference.jsonl import Line, read_prompts, write_completions
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.requests import Completion, Request
@@ -53,15 +53,19 @@ def main(argv: list[str]) -> int:
         )
 
     if options.interactive:
-        engine = _engine(model, options, 1)
+        engine, model = _with_engine(model, options, 1)
         talk(model, engine, request, chat=options.chat, read=input, output=sys.stdout)
         return EXIT_DONE
     if options.input:
-        _complete_file(model, options, request)
+        lines = read_prompts(options.input, model)
+        if not lines:
+            raise InputError(f'{options.input}: has no lines')
+        engine, model = _with_engine(model, options, len(lines) * options.num_samples)
+        _complete_lines(engine, lines, options.output, request)
         return EXIT_DONE
     requests = [request(_prompt(model, text, options)) for text in texts]
     shown = [text + ('\n\n' if options.chat else '') for text in texts]
-    engine = _engine(model, options, len(requests) * options.num_samples)
+    engine, model = _with_engine(model, options, len(requests) * options.num_samples)
     if len(requests) == options.num_samples == 1:
         engine.check(requests[0])
         print(shown[0], end='', flush=True)
@@ -157,15 +161,15 @@ def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[
         raise InputError(f'--chat: {error}') from error
 
 
-def _engine(model: LoadedModel, options: argparse.Namespace, samples: int) -> Engine:
-    return Engine(model, num_slots=min(options.slots, samples), cache=options.cache)
+def _with_engine(model: LoadedModel, options: argparse.Namespace, samples: int) -> tuple[Engine, LoadedModel]:
+    """The engine for so many samples, and the model without the parameters that it has."""
+    engine = Engine(model, num_slots=min(options.slots, samples), cache=options.cache)
+    return engine, model.without_params()
 
 
-def _complete_file(model: LoadedModel, options: argparse.Namespace, request: Callable[[list[int]], Request]) -> None:
-    lines = read_prompts(options.input, model)
-    if not lines:
-        raise InputError(f'{options.input}: has no lines')
-    engine = _engine(model, options, len(lines) * options.num_samples)
+def _complete_lines(
+    engine: Engine, lines: Sequence[Line], output: Path, request: Callable[[list[int]], Request]
+) -> None:
     requests = []
     for line in lines:
         try:
@@ -178,7 +182,7 @@ def _complete_file(model: LoadedModel, options: argparse.Namespace, request: Cal
         with progress_bar(total=len(lines), initial=0, unit='prompt', show=True) as bar:
             return engine.complete(requests, tell=lambda _: bar.update())
 
-    write_completions(options.output, lines, complete)
+    write_completions(output, lines, complete)
 
 
 def run() -> None:

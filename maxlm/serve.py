@@ -68,6 +68,7 @@ def main(argv: list[str]) -> int:
             cache=options.cache,
             max_waiting=options.max_waiting,
         )
+        model = model.without_params()
         engine.warm_up(logger.info)
         name = options.name or name_of(options.checkpoint)
         served = Served(name, model.step, model.tokenizer, model.chat, engine)

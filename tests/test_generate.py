@@ -3,10 +3,13 @@
 import io
 import json
 
+import jax
 import pytest
 
 from maxlm import generate, train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.inference.engine import Engine
+from maxlm.inference.load import LoadedModel, load_model
 from tests.test_train import arguments
 
 PROMPT = 'Licensor “shall”'
@@ -166,3 +169,28 @@ def test_bad_combinations_are_one_line(run, options, words):
     assert err.startswith('error: ')
     assert err.count('\n') == 1
     assert words in err
+
+
+def test_the_model_is_in_memory_once(run, workdir, tmp_path, monkeypatch):
+    shape = load_model(str(workdir), num_devices=1).params['blocks']['feedforward']['down']['kernel'].shape
+
+    def stacked():
+        return sum(array.shape == shape for array in jax.live_arrays())
+
+    found = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, 'step', lambda self: found.append(stacked() - before) or step(self))
+    lines = tmp_path / 'lines.jsonl'
+    lines.write_text(json.dumps({'prompt': PROMPT}))
+    ways = [['--prompt=a'], ['--prompt=a', '--num_samples=2'], [f'--input={lines}', f'--output={tmp_path}/out.jsonl']]
+    before = stacked()
+    for way in ways:
+        assert run('--max_tokens=2', *way)[0] == EXIT_DONE
+    monkeypatch.setattr('sys.stdin', io.StringIO('a\n'))
+    assert run('--max_tokens=2', '--interactive')[0] == EXIT_DONE
+    assert set(found) == {0}
+    # Control: they are found.
+    found.clear()
+    monkeypatch.setattr(LoadedModel, 'without_params', lambda self: self)
+    assert run('--max_tokens=2', '--prompt=a')[0] == EXIT_DONE
+    assert set(found) == {1}

@@ -10,6 +10,7 @@ import sys
 import threading
 
 import httpx
+import jax
 import openai
 import pytest
 
@@ -17,10 +18,11 @@ from maxlm import serve
 from maxlm.data.chat_template import CHATML
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.engine import Engine
-from maxlm.inference.load import load_model
+from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.runtime.workdir import CHAT_TEMPLATE
+from maxlm.serving import running
 from maxlm.serving.asking import Served
 from maxlm.serving.limits import Limits
 from tests.conftest import ROOT
@@ -283,6 +285,25 @@ def test_bad_input_is_one_line(workdir, options, words, capfd):
     assert err.startswith('error: ')
     assert err.count('\n') == 1
     assert words in err
+
+
+def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
+    shape = model.params['blocks']['feedforward']['down']['kernel'].shape
+
+    def stacked():
+        return sum(array.shape == shape for array in jax.live_arrays())
+
+    def start():
+        """Arrays of a run's parameters that are there while the command serves, beside those before."""
+        before, found = stacked(), []
+        monkeypatch.setattr(running, 'run_until_told', lambda _: found.append(stacked() - before) or EXIT_DONE)
+        assert serve.main([f'--checkpoint={workdir}', '--port=0', f'--slots={SLOTS}']) == EXIT_DONE
+        return found
+
+    assert start() == [0]
+    # Control: they are found.
+    monkeypatch.setattr(LoadedModel, 'without_params', lambda self: self)
+    assert start() == [1]
 
 
 def test_without_the_extra(workdir, capfd, monkeypatch):

@@ -41,6 +41,10 @@ class LoadedModel(NamedTuple):
         """Ids at which a text is over: the end of document, and that of a turn."""
         return (self.tokenizer.end_of_document, *(() if self.chat is None else (self.chat.end_of_turn,)))
 
+    def without_params(self) -> LoadedModel:
+        """For who has them in an engine, which keeps them in a form of its own: twice they may not fit."""
+        return self._replace(params=None)
+
 
 def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_layers: bool = False) -> LoadedModel:
     """Reads a checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory; a

@@ -27,6 +27,7 @@ from maxlm.inference.sampling import (
 )
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.cache import Caches
+from maxlm.model.linear import turn
 from maxlm.training.sharding import Layout
 from maxlm.training.state import Params, abstract_model
 
@@ -74,20 +75,30 @@ class Passes:
             most: tokens of a slot that one call draws, at most.
         """
         self._config = config.model
-        self._graph, abstract = nnx.split(abstract_model(config, layout))
+        self.are_layers_apart = layers_apart(config)
+        # A copy of what is not to be changed.
+        decoder = nnx.merge(*nnx.split(abstract_model(config, layout)))
+        # By path: axes of the input.
+        self._turned = decoder.turn_kernels() if self.are_layers_apart else {}
+        self._graph, abstract = nnx.split(decoder)
         self._abstract_blocks = nnx.to_pure_dict(abstract)[BLOCKS]
         self._num_ids, self._most = num_ids, most
-        self.are_layers_apart = layers_apart(config)
 
     def prepare(self, params: Params) -> Params:
         """Parameters as the passes take them."""
         if not self.are_layers_apart:
             return params
-        num = self._config.num_layers
-        split = jax.jit(lambda leaf: [leaf[layer] for layer in range(num)])
-        leaves, tree = jax.tree.flatten(params[BLOCKS])
-        layers = zip(*map(split, leaves), strict=True)
-        return {**params, BLOCKS: [jax.tree.unflatten(tree, layer) for layer in layers]}
+        split = jax.jit(lambda x_L, num_in: [turn(x, num_in) for x in x_L], static_argnums=1)
+
+        def axes_to_turn(path: tuple[Any, ...]) -> int:
+            return self._turned.get(tuple(entry.key for entry in path), 0)
+
+        # With the name of what they are part of in their paths.
+        blocks, tree = jax.tree_util.tree_flatten_with_path({BLOCKS: params[BLOCKS]})
+        layers = zip(*(split(x_L, axes_to_turn(path)) for path, x_L in blocks), strict=True)
+        others = {name: part for name, part in params.items() if name != BLOCKS}
+        others = jax.tree_util.tree_map_with_path(lambda path, x: turn(x, axes_to_turn(path)), others)
+        return {**others, BLOCKS: [jax.tree.unflatten(tree, layer)[BLOCKS] for layer in layers]}
 
     def take_over(self, state: State, source: jax.Array, slot: jax.Array) -> State:
         """With keys and values of one slot in another, too."""

@@ -17,11 +17,12 @@ from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers
 from maxlm.model.cache import Caches, Places, by_window, places_and_mask
 from maxlm.model.forest import Forest
 from maxlm.model.initializers import initializers
-from maxlm.model.linear import Linear, parameter
+from maxlm.model.linear import Linear, parameter, turned_product, worth_turning
 from maxlm.model.norm import Norm
 from maxlm.model.pipeline import run_pipeline
 from maxlm.model.placement import ONE_DEVICE, Placement
 from maxlm.model.positions import rotary_angles
+from maxlm.model.quantized import KERNEL
 from maxlm.model.windows import causal_mask, layer_windows
 
 
@@ -50,6 +51,8 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.head = None if config.tie_embeddings else untied
+        # What logits are made with is [V, D].
+        self.is_turned = False
         self.config = config
         self.placement = placement
 
@@ -122,15 +125,37 @@ class Decoder(nnx.Module):
                 x_BTD, cache = run_layers(graph, config, self.placement, windows, x_BTD, context, inputs_L, cache)
         return self.final_norm(x_BTD), cache
 
+    def turn_kernels(self) -> dict[tuple[Any, ...], int]:
+        """Says that kernels are turned where this is worth it, as a CPU wants them for a few tokens at a time.
+
+        Who calls this turns them. Returns path → axes of the input (see `maxlm.model.linear.turn`) of these kernels.
+        """
+        found = {}
+        for path, module in nnx.iter_modules(self):
+            if isinstance(module, Linear) and module.is_worth_turning:
+                module.is_turned = True
+                found[*path, KERNEL] = module.num_in
+        # The embedding's table lies so already.
+        self.is_turned = worth_turning(self.config.dim) if self.head is None else self.head.is_turned
+        return found
+
     def output_kernel(self) -> jax.Array:
         """What hidden states are multiplied by for logits: [D, V] in float32, as its parameter lies."""
+        assert not self.is_turned, 'turned kernels are for `logits`'
         kernel: jax.Array = self.embedding[...].T if self.head is None else self.head.kernel[...]
         return kernel
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Scores of the next token [B, T, V] in float32."""
-        kernel_DV = self.placement.gathered(self.output_kernel().astype(hidden_BTD.dtype), ('embed', 'vocab'))
-        logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
+        dtype, gathered = hidden_BTD.dtype, self.placement.gathered
+        if self.is_turned:
+            table = self.embedding if self.head is None else self.head.kernel
+            table_VD = gathered(table[...].astype(dtype), ('vocab', 'embed'))
+            rows_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+            logits_BTV = turned_product(rows_MD, table_VD, jnp.float32).reshape(*hidden_BTD.shape[:-1], -1)
+        else:
+            kernel_DV = gathered(self.output_kernel().astype(dtype), ('embed', 'vocab'))
+            logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
         return self.placement.constrain(soft_capped(logits_BTV, self.config.logit_softcap), ('rows', 'length', 'vocab'))
 
     def _context(

@@ -30,7 +30,7 @@ class Server:
 
 def test_the_best_batch_counts():
     peer, server = Peer(), Server()
-    *mixed, one, eight = serve.measure(server, peer, [1, 8], 2)
+    *mixed, one, eight = serve.measure(server, peer, [1, 8], 2, vocab=100)
     assert [(found['answers'], found['clients']) for found in (*mixed, one, eight)] == [
         ('mixed', 1),
         ('mixed', 8),
@@ -48,4 +48,4 @@ def test_the_best_batch_counts():
 
 def test_another_model_is_not_compared():
     with pytest.raises(SystemExit, match='not the same model'):
-        serve.measure(Server(), Peer(tokens=8), [1], 1)
+        serve.measure(Server(), Peer(tokens=8), [1], 1, vocab=100)

@@ -21,7 +21,7 @@ from maxlm.inference.pace import Pace
 from maxlm.inference.requests import QueueFullError, Request
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.slots import Slot
-from maxlm.model import attention, cached_attention
+from maxlm.model import attention, cached_attention, linear
 from maxlm.model.cache import LayerCache
 from maxlm.training.state import abstract_model, init_state
 from tests.small import small_config, small_layout
@@ -55,7 +55,15 @@ FAMILIES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures('compile_once')
+pytestmark = pytest.mark.usefixtures('compile_once', 'turn')
+
+
+@pytest.fixture(scope='module')
+def turn():
+    """Kernels of these small models are turned as those of larger ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, 'TURNED_INPUTS', 1)
+        yield
 
 
 @functools.cache
@@ -122,10 +130,18 @@ def test_cached_equals_uncached(family):
 def test_layers_in_a_loop_give_the_same(monkeypatch):
     """As they run on GPUs and TPUs."""
     # Made before, whatever ran until now.
-    assert isinstance(engine('windows', chunk=16)._state.caches, list)
+    made = engine('windows', chunk=16)
+    assert isinstance(made._state.caches, list)
+    kernel_LFD = load('windows').params['blocks']['feedforward']['down']['kernel']
+    assert kernel_LFD.shape[1] != kernel_LFD.shape[2]
+    layers = [layer['feedforward']['down']['kernel'] for layer in made._params['blocks']]
+    np.testing.assert_array_equal(layers, kernel_LFD.swapaxes(1, 2))
+    np.testing.assert_array_equal(made._params['head']['kernel'], load('windows').params['head']['kernel'].T)
     monkeypatch.setattr(passes, 'layers_apart', lambda config: False)
     looped = Engine(load('windows'), num_slots=8, chunk=16)
     assert isinstance(looped._state.caches, dict)
+    # Other compilers choose themselves how kernels lie.
+    np.testing.assert_array_equal(looped._params['blocks']['feedforward']['down']['kernel'], kernel_LFD)
     assert generate(looped, PROMPTS) == [naive('windows', prompt) for prompt in PROMPTS]
 
 

@@ -1,5 +1,7 @@
 """Several projections of one input, applied together and one by one."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 from flax import nnx
 
 from maxlm.model import linear
-from maxlm.model.linear import Linear, apply_together
+from maxlm.model.linear import Linear, apply_together, turn, turned_product
 from maxlm.model.placement import ONE_DEVICE, OneDevice
+from maxlm.model.quantized import Weights
 from maxlm.planning.program import read_program
 
 D = 8
@@ -78,3 +81,68 @@ def test_together_is_as_one_by_one(placement, rows, products, monkeypatch):
     # Forward, and both products of the backward pass.
     assert (num_together, num_alone) == (3 * products, 9)
     assert program.flops == wanted.flops
+
+
+def turned(module):
+    module.kernel = nnx.Param(turn(module.kernel[...], module.num_in))
+    module.is_turned = True
+    return module
+
+
+# One token, few, and more than are multiplied from the right.
+@pytest.mark.parametrize('rows', [(1, 1), (3, 1), (2, 5)])
+def test_a_turned_kernel_gives_the_same(rows, monkeypatch):
+    monkeypatch.setattr(linear, 'TURNED_ROWS', 4)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(*rows, D)), jnp.float32)
+    expected = [module(x) for module in make(ONE_DEVICE)]
+    monkeypatch.setattr(linear, 'JOINED_ROWS', 1)
+    for found in (
+        [turned(module)(x) for module in make(ONE_DEVICE)],
+        apply_together(list(map(turned, make(ONE_DEVICE))), x),
+    ):
+        for y, wanted in zip(found, expected, strict=True):
+            assert y.shape == wanted.shape
+            np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+    # Back, over two axes.
+    out = Linear(
+        OUTPUTS['heads'],
+        (D,),
+        in_axes=('heads', 'head_dim'),
+        out_axes=('embed',),
+        init=jax.nn.initializers.normal(1.0),
+        use_bias=True,
+        matmul='default',
+        placement=ONE_DEVICE,
+        rngs=nnx.Rngs(1),
+    )
+    wanted = out(expected[0])
+    np.testing.assert_allclose(turned(out)(expected[0]), wanted, rtol=1e-5, atol=1e-5)
+    assert out.kernel.shape == (D, *OUTPUTS['heads'])
+    # Control: how a kernel lies matters.
+    out.is_turned = False
+    assert np.abs(out(expected[0]) - wanted).max() > 0.1
+
+
+def test_few_rows_are_multiplied_from_the_left(monkeypatch):
+    def product(num_rows):
+        shapes = jax.ShapeDtypeStruct((num_rows, D), jnp.float32), jax.ShapeDtypeStruct((24, D), jnp.float32)
+        text = jax.jit(turned_product).lower(*shapes).compile().as_text()
+        found = re.search(r'f32\[(\d+),(\d+)\]\S* dot\(', text)
+        return int(found[1]), int(found[2])
+
+    assert product(linear.TURNED_ROWS) == (24, linear.TURNED_ROWS)
+    assert product(linear.TURNED_ROWS + 1) == (linear.TURNED_ROWS + 1, 24)
+    # Control: what holds the compiler from turning it back.
+    monkeypatch.setattr(jax.lax, 'optimization_barrier', lambda x: x)
+    jax.clear_caches()
+    assert product(linear.TURNED_ROWS) == (linear.TURNED_ROWS, 24)
+
+
+def test_what_is_worth_turning(monkeypatch):
+    assert not any(module.is_worth_turning for module in make(ONE_DEVICE))
+    monkeypatch.setattr(linear, 'TURNED_INPUTS', D)
+    plain, quantized, scaled = make(ONE_DEVICE)
+    quantized.quantize_kernel(Weights('int8', 0))
+    scaled.matmul = 'fp8'
+    # What codes are made of stays.
+    assert [module.is_worth_turning for module in (plain, quantized, scaled)] == [True, False, False]
