@@ -15,6 +15,7 @@ from maxlm.runtime.lines import read_lines
 from maxlm.runtime.metrics import SAMPLES, read_metrics
 from maxlm.train import main
 from tests.cpu import CHEAP_COMPILER
+from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.faults import measured
 from tests.processes import ROOT, Processes, free_port
 from tests.test_train import arguments, curve, params_of, run, same
@@ -88,36 +89,48 @@ def samples(workdir):
 
 
 @pytest.fixture(scope='module')
-def whole(dataset, tmp_path_factory, cache):
+def wanted(tmp_path_factory):
+    """Seven steps, with a sample at each evaluation and a benchmark at the last."""
+    tasks = write_tasks(tmp_path_factory.mktemp('tasks'), documents(4), ['rolling'])
+    wanted = {'train__num_steps': 7, 'eval__samples': 1}
+    return {**SETTINGS, **wanted, 'eval__tasks': f"('{tasks}',)", 'eval__tasks_every': 7, 'eval__tasks_limit': 3}
+
+
+@pytest.fixture(scope='module')
+def whole(dataset, wanted, tmp_path_factory, cache):
     """Seven steps of two processes with four devices each."""
     directory = tmp_path_factory.mktemp('whole')
-    words = arguments(dataset, directory / 'run', **SETTINGS, train__num_steps=7, eval__samples=1)
+    words = arguments(dataset, directory / 'run', **wanted)
     with Processes(2, 4, words, logs=directory / 'logs', cache=cache) as processes:
         codes = processes.wait()
         assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
         return directory / 'run', processes
 
 
-def test_two_processes_compute_what_one_does(dataset, whole, tmp_path, compile_once):
+def test_two_processes_compute_what_one_does(dataset, whole, wanted, tmp_path, compile_once):
     workdir, _ = whole
-    assert run(dataset, tmp_path / 'one', **SETTINGS, train__num_steps=7, eval__samples=1) == EXIT_DONE
-    other = {'train__seed': 1, 'model__init_std': 0.5}
-    assert run(dataset, tmp_path / 'other', **SETTINGS, train__num_steps=7, eval__samples=1, **other) == EXIT_DONE
-    wanted = losses(tmp_path / 'one')
-    assert sorted(wanted) == [1, 2, 3, 4, 5, 6, 7]
-    assert losses(workdir) == pytest.approx(wanted, rel=1e-6)
-    assert losses(tmp_path / 'other') != pytest.approx(wanted, rel=1e-6)
+    assert run(dataset, tmp_path / 'one', **wanted) == EXIT_DONE
+    assert run(dataset, tmp_path / 'other', **wanted, train__seed=1, model__init_std=0.5) == EXIT_DONE
+    expected = losses(tmp_path / 'one')
+    assert sorted(expected) == [1, 2, 3, 4, 5, 6, 7]
+    assert losses(workdir) == pytest.approx(expected, rel=1e-6)
+    assert losses(tmp_path / 'other') != pytest.approx(expected, rel=1e-6)
     # Evaluation too, whose sums every process reads.
     for step in (3, 6, 7):
         assert curve(workdir)[step]['eval/loss'] == pytest.approx(curve(tmp_path / 'one')[step]['eval/loss'], rel=1e-6)
     # And samples, in which all have a part.
     assert samples(workdir) == samples(tmp_path / 'one')
     assert samples(workdir) != samples(tmp_path / 'other')
+    # And benchmarks.
+    name = 'eval/tasks/local_rolling/bits_per_byte'
+    found, one, other = (curve(folder)[7][name] for folder in (workdir, tmp_path / 'one', tmp_path / 'other'))
+    assert found == pytest.approx(one, rel=1e-6)
+    assert found != pytest.approx(other, rel=1e-6)
 
 
 def test_the_first_process_speaks_for_all(whole):
     workdir, processes = whole
-    assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
+    assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7, 7]
     names = {entry.name for entry in workdir.iterdir()}
     small = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'run.log', SAMPLES, 'tokenizer.json'}
     # Each process has a ledger of its own.
