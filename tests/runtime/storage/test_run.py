@@ -210,28 +210,29 @@ storage = open_run_storage('gs://bucket/runs/one', cache=cache, files_seconds=0.
 storage.fetch()
 storage.workdir.mkdir(parents=True, exist_ok=True)
 (storage.workdir / 'metrics.jsonl').write_text('{"step": 1}')
-options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
 told = []
 def trees(kind, step):
-    return ocp.args.Composite(params=kind({'w': jnp.full(2000, float(step))}))
-def manage():
-    return ocp.CheckpointManager(storage.checkpoint_directory, options=options)
-manager = manage()
+    return kind({'w': jnp.full(2000, float(step))})
+def checkpointer():
+    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+writer = checkpointer()
 with storage:
     for step, faults in enumerate(plan, 1):
         for fault in faults:
             emulator.fault(**fault)
         try:
-            manager.save(step, args=trees(ocp.args.StandardSave, step))
-            manager.wait_until_finished()
+            writer.save(storage.checkpoint_directory / str(step), args=trees(ocp.args.StandardSave, step))
+            # Raises when all is over: what is answered again afterwards does not complete a step that has failed.
+            writer.wait_until_finished()
         except Exception as error:
             told.append(f'{step} failed')
-            emulator.clear()
             # The old one remembers the failure, and raises it again at every restore.
-            manager = manage()
+            writer = checkpointer()
         emulator.clear()
-        newest = manager.latest_step()
-        values = manager.restore(newest, args=trees(ocp.args.StandardRestore, 0))['params']['w']
+        newest = storage.remote_steps()[-1]
+        values = writer.restore(
+            storage.checkpoint_directory / str(newest), args=trees(ocp.args.StandardRestore, 0)
+        )['w']
         assert (values == newest).all()
         told.append([step, newest, storage.uploaded(step)])
 print(json.dumps(told))
