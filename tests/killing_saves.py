@@ -137,6 +137,9 @@ def main(workdir: str, seed: int, kills: int) -> None:
             if found.total() < kills:
                 hear(life)
                 time.sleep(rng.uniform(0, 2 * duration))
+            else:
+                # What the kills have left is in no save's way.
+                heard += [hear(life), hear(life)]
             heard += kill(life)
         for facts in heard:
             if 'steps' in facts:
@@ -145,7 +148,7 @@ def main(workdir: str, seed: int, kills: int) -> None:
                     lost.append(committed)
             committed = max(committed, facts.get('committed') or 0)
             assert facts.get('committed') == facts.get('wanted'), facts
-        # After the last kill it is only looked at.
+        # The end of the life after the last kill is none of them.
         if found.total() == kills:
             break
         found[met(workdir)] += 1
