@@ -17,7 +17,7 @@ from maxlm.config.keys import Config
 from maxlm.errors import InputError
 from maxlm.inference.passes import Drawn, Passes, Rest, State
 from maxlm.inference.sampling import Rows, Sampling, rows_of
-from maxlm.model.cache import CACHE_AXES, Caches, by_window, init_caches
+from maxlm.model.cache import CACHE_AXES, Caches, init_caches, slots_by_window
 from maxlm.training.sharding import Layout
 from maxlm.training.state import Params
 
@@ -133,8 +133,8 @@ class Programs:
 
     def ring_slots(self) -> dict[int, int]:
         """Window → slots of the layers that see so far, where these are fewer than positions."""
-        found = by_window(self._cache_shapes(self.max_context), self._config).items()
-        return {window: cache.num_slots for window, cache in found if cache.num_slots < self.max_context}
+        found = slots_by_window(self._cache_shapes(self.max_context), self._config).items()
+        return {window: num for window, num in found if num < self.max_context}
 
     def cache_bytes(self) -> int:
         """Of all slots with the most room."""

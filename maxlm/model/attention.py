@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.blockwise import attend_blockwise
-from maxlm.model.cache import Cache, LayerCache, Places, Slots
+from maxlm.model.cache import LayerCache, Places, Slots
 from maxlm.model.cached_attention import attend_cached, attend_slots
 from maxlm.model.cudnn import attend_documents, takes_documents
 from maxlm.model.forest import Forest, attend_forest
@@ -82,7 +82,7 @@ class Attention(nnx.Module):
         rotary: Rotary | None,
         window: int,
         cache: LayerCache | None,
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Returns the attention output [B, T, D] and the cache with this call's keys and values.
 
         `mask_BTS` is True where a query may look; None means causal attention over the T tokens of the call, of which
@@ -109,7 +109,7 @@ class Attention(nnx.Module):
             assert places is not None, 'a cached call has places'
             assert mask_BTS is not None, 'a cached call has a mask'
             cache = cache.write(places, k_BSKH, v_BSKH)
-            return self.out(attend_cached(q_BTNH, cache, places, mask_BTS)), cache.cache
+            return self.out(attend_cached(q_BTNH, cache, places, mask_BTS)), cache
         kernel = self.kernel
         if kernel == 'splash' and takes_length(q_BTNH.shape[1]):
             o_BTNH = attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)

@@ -66,7 +66,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, window: int, cache: LayerCache | None, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Cache | None]:
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Returns the stream [B, T, D] and the updated cache; `window` is how far it sees, 0 for all."""
         attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         attended_BTD, new_cache = self.attention(
@@ -123,9 +123,9 @@ def run_layers(
             block, slots, key, number = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
-            layer_cache = None if caches is None else LayerCache(caches[window], number)
+            layer_cache = None if caches is None else LayerCache([caches[window]], number)
             x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
-            return x_BTD, None if caches is None else {**caches, window: cache}
+            return x_BTD, None if caches is None else {**caches, window: cache.parts[0]}
 
         return rematerialize(layer, config.remat, in_loop=in_loop, gathers=placement.parts('embed') > 1)
 
@@ -156,16 +156,15 @@ def run_layers_apart(
     x_BTD: jax.Array,
     context: Context,
     blocks: Sequence[Any],
-    caches: Sequence[Cache],
-) -> tuple[jax.Array, list[Cache]]:
+    caches: Sequence[list[Cache]],
+) -> tuple[jax.Array, list[list[Cache]]]:
     """All layers, whose parameters and caches are arrays of their own: for one token, taking them out of a stack would
     cost more than what is computed. Arguments and result as in `run_layers`, each a list over layers.
     """
     updated = []
-    for window, block, cache in zip(windows, blocks, caches, strict=True):
-        x_BTD, new_cache = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(cache, 0, in_blocks=True), None)
-        assert new_cache is not None
-        updated.append(new_cache)
+    for window, block, parts in zip(windows, blocks, caches, strict=True):
+        x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(parts, 0), None)
+        updated.append(cache.parts)
     return x_BTD, updated
 
 

@@ -5,7 +5,6 @@ Shapes: B batch, T query length, D dim, L layers, S slots, K key/value heads, H 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,8 +15,10 @@ from maxlm.model.windows import layer_windows
 
 # Logical axes of a cache's arrays; scales lack the last.
 CACHE_AXES = ('layers', 'batch', 'kv_heads', 'length', 'head_dim')
-# Rings, and caches that are read in blocks, have a multiple of so many slots.
+# Rings have a multiple of so many slots.
 MULTIPLE = 64
+# Slots of a part of a layer's cache. A pass reads whole parts, and has some work with each.
+SMALLEST_PART, LARGEST_PART = 128, 2048
 
 
 class Cache(NamedTuple):
@@ -38,8 +39,8 @@ class Cache(NamedTuple):
         return self.key_LBKSH.shape[3]
 
 
-# By the number of last tokens that the layers see (0 is all), or one for each layer.
-Caches = dict[int, Cache] | list[Cache]
+# By the number of last tokens that the layers see (0 is all), or for each layer parts of its slots in their order.
+Caches = dict[int, Cache] | list[list[Cache]]
 
 
 class Slots(NamedTuple):
@@ -63,15 +64,34 @@ class Places(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """The part of a cache that is a layer's."""
+    """What a layer has in its caches."""
 
-    cache: Cache
+    # Of its slots, in their order.
+    parts: list[Cache]
+    # Its number in each.
     layer: jax.Array | int
-    # Whether attention reads only as many slots as are in use, in a loop over blocks of them.
-    in_blocks: bool = False
 
     def write(self, places: Places, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
         """With keys and values of the call's rows in their places."""
+        parts, start = [], 0
+        for part in self.parts:
+            # Slots of other parts are out of range here.
+            parts.append(self._written(part, places._replace(slots_BT=places.slots_BT - start), k_BTKH, v_BTKH))
+            start += part.num_slots
+        return self._replace(parts=parts)
+
+    def read(self, part: int, first_row: jax.Array | int, num_rows: int) -> Slots:
+        """All slots of a part, of some rows."""
+
+        def rows(x_LBKS: jax.Array) -> jax.Array:
+            if isinstance(first_row, int):
+                return x_LBKS[self.layer, first_row : first_row + num_rows]
+            return jax.lax.dynamic_slice_in_dim(x_LBKS[self.layer], first_row, num_rows, axis=0)
+
+        key, value, *scales = self.parts[part]
+        return Slots(rows(key), rows(value), *(None if x is None else rows(x) for x in scales))
+
+    def _written(self, part: Cache, places: Places, k_BTKH: jax.Array, v_BTKH: jax.Array) -> Cache:
         slots_BT = places.slots_BT
         layers_BT = jnp.broadcast_to(jnp.asarray(self.layer, jnp.int32), slots_BT.shape)
 
@@ -90,35 +110,11 @@ class LayerCache(NamedTuple):
             new_BTK = new_BTK.astype(x_LBKS.dtype)
             return jax.lax.scatter(x_LBKS, indices, new_BTK, numbers, mode='drop', unique_indices=True)
 
-        key, value, key_scale, value_scale = self.cache
+        key, value, key_scale, value_scale = part
         if key_scale is not None and value_scale is not None:
             (k_BTKH, k_scale_BTK), (v_BTKH, v_scale_BTK) = _encode(k_BTKH), _encode(v_BTKH)
             key_scale, value_scale = write(key_scale, k_scale_BTK), write(value_scale, v_scale_BTK)
-        return self._replace(cache=Cache(write(key, k_BTKH), write(value, v_BTKH), key_scale, value_scale))
-
-    def read(self, first_row: jax.Array | int, num_rows: int) -> Slots:
-        """All slots of some rows."""
-
-        def part(x_LBKS: jax.Array) -> jax.Array:
-            if isinstance(first_row, int):
-                return x_LBKS[self.layer, first_row : first_row + num_rows]
-            return jax.lax.dynamic_slice_in_dim(x_LBKS[self.layer], first_row, num_rows, axis=0)
-
-        return self._parts(part)
-
-    def read_block(self, first_row: jax.Array | int, num_rows: int, start: jax.Array, size: int) -> Slots:
-        """So many slots of some rows, from one on."""
-
-        def part(x_LBKS: jax.Array) -> jax.Array:
-            begin = (self.layer, first_row, 0, start, *[0] * (x_LBKS.ndim - 4))
-            shape = (1, num_rows, x_LBKS.shape[2], size, *x_LBKS.shape[4:])
-            return jax.lax.dynamic_slice(x_LBKS, begin, shape)[0]
-
-        return self._parts(part)
-
-    def _parts(self, part: Callable[[jax.Array], jax.Array]) -> Slots:
-        key, value, *scales = self.cache
-        return Slots(part(key), part(value), *(None if x is None else part(x) for x in scales))
+        return Cache(write(key, k_BTKH), write(value, v_BTKH), key_scale, value_scale)
 
 
 def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -140,16 +136,17 @@ def init_caches(
         chunk: tokens that come in one call, at most; layers with a sliding window then have a ring of slots for what
             their next call can see. 0: they have slots for all positions.
         int8: keep 8-bit codes with a scale for each head's vector, not values in the type of the computation.
-        apart: one cache for each layer, for layers that do not run in a loop. They have a round number of slots, as
-            those in use are read in blocks.
+        apart: for layers that do not run in a loop: each has arrays of its own, for one part of its slots after the
+            other. A pass reads those that are in use, as they lie; of one large array it would have to copy them.
     """
-    if apart and slots > MULTIPLE:
-        slots = -(-slots // MULTIPLE) * MULTIPLE
 
-    def make(window: int, layers: int) -> Cache:
+    def needed(window: int) -> int:
         # The first token of a call sees window - 1 earlier ones when the last has been written.
-        needed = window - 1 + chunk if window and chunk else slots
-        shape = (layers, batch, config.num_kv_heads, min(slots, -(-needed // MULTIPLE) * MULTIPLE), config.head_dim)
+        seen = window - 1 + chunk if window and chunk else slots
+        return min(slots, -(-seen // MULTIPLE) * MULTIPLE)
+
+    def make(layers: int, num: int) -> Cache:
+        shape = (layers, batch, config.num_kv_heads, num, config.head_dim)
         if not int8:
             return Cache(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
         codes, scales = (lambda: jnp.zeros(shape, jnp.int8)), (lambda: jnp.zeros(shape[:-1], jnp.float32))
@@ -157,17 +154,29 @@ def init_caches(
 
     windows = layer_windows(config)
     if apart:
-        return [make(window, 1) for window in windows]
-    return {window: make(window, windows.count(window)) for window in sorted(set(windows))}
+        return [[make(1, num) for num in part_sizes(needed(window))] for window in windows]
+    return {window: make(windows.count(window), needed(window)) for window in sorted(set(windows))}
 
 
-def by_window(caches: Caches, config: ModelConfig) -> dict[int, Cache]:
-    """A cache for each number of tokens that layers see: slots and masks are the same for all that see as far."""
-    return caches if isinstance(caches, dict) else dict(zip(layer_windows(config), caches, strict=True))
+def part_sizes(num_slots: int) -> list[int]:
+    """Slots of each part: as many as are before it, so that there are few parts and few slots are read in vain."""
+    sizes, start = [], 0
+    while start < num_slots:
+        sizes.append(min(max(start, SMALLEST_PART), LARGEST_PART, num_slots - start))
+        start += sizes[-1]
+    return sizes
+
+
+def slots_by_window(caches: Caches, config: ModelConfig) -> dict[int, int]:
+    """Slots that a layer has, for each number of tokens that layers see: the same for all that see as far."""
+    if isinstance(caches, dict):
+        return {window: cache.num_slots for window, cache in caches.items()}
+    nums = (sum(part.num_slots for part in parts) for parts in caches)
+    return dict(zip(layer_windows(config), nums, strict=True))
 
 
 def places_and_mask(
-    cache: Cache,
+    num_slots: int,
     positions_BT: jax.Array,
     length_B: jax.Array | None,
     *,
@@ -177,13 +186,13 @@ def places_and_mask(
     """Where the tokens of a call go, and which slots they may look at then, [B, T, S].
 
     Args:
-        cache: of layers that see `window`.
+        num_slots: of layers that see `window`.
         positions_BT: of the call's tokens.
         length_B: tokens that each row has with these; positions behind are padding, which goes nowhere. None: none is.
         window: number of last tokens that a token sees; 0 is all.
         first_row: of the cache, that the call's first row is.
     """
-    S = cache.num_slots
+    S = num_slots
     slots_BT = positions_BT % S
     if length_B is not None:
         slots_BT = jnp.where(positions_BT < length_B[:, None], slots_BT, S)

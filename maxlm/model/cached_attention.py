@@ -6,6 +6,7 @@ Shapes: B batch, T query length, S slots, N query heads, K key/value heads, G = 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +14,23 @@ import jax.numpy as jnp
 from maxlm.model.blockwise import QUERY_BLOCK
 from maxlm.model.cache import LayerCache, Places, Slots
 
-# Bytes that a block of slots has, at most, in the type of the computation: so that it stays where a core is fast.
-BLOCK_BYTES = 2**21
-# Slots of a block.
-BLOCKS = (256, 128, 64)
-
 
 def attend_cached(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_BTS: jax.Array) -> jax.Array:
     """softmax(q·k / sqrt(H)) · v over the slots that the mask allows, [B, T, N, H] in q's type."""
-    B, H = len(q_BTNH), q_BTNH.shape[-1]
-    S, K = mask_BTS.shape[-1], cache.cache.key_LBKSH.shape[2]
-    slot_bytes = B * K * H * q_BTNH.dtype.itemsize
-    sizes = [size for size in BLOCKS if S % size == 0 and (size * slot_bytes <= BLOCK_BYTES or size == BLOCKS[-1])]
-    if cache.in_blocks and sizes and sizes[0] < S:
-        return _attend_in_blocks(q_BTNH, cache, places, mask_BTS, sizes[0])
-    return attend_slots(q_BTNH, cache.read(places.first_row, B), mask_BTS)
+    if len(cache.parts) == 1:
+        return attend_slots(q_BTNH, cache.read(0, places.first_row, len(q_BTNH)), mask_BTS)
+    return _attend_to_parts(q_BTNH, cache, places, mask_BTS)
 
 
-def _attend_in_blocks(
-    q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_BTS: jax.Array, size: int
-) -> jax.Array:
-    """So many slots at a time, up to the last that is in use (Milakov & Gimelshein 2018, "Online normalizer")."""
+def _attend_to_parts(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_BTS: jax.Array) -> jax.Array:
+    """A part of the slots at a time, those that are in use (Milakov & Gimelshein 2018, "Online normalizer")."""
     B, T, N, H = q_BTNH.shape
-    K = cache.cache.key_LBKSH.shape[2]
-    q_BKGTH = _grouped(q_BTNH, K)
+    q_BKGTH = _grouped(q_BTNH, cache.parts[0].key_LBKSH.shape[2])
+    Sums = tuple[jax.Array, jax.Array, jax.Array]
 
-    def add(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        largest_BKGT, sum_BKGT, o_BKGTH = carry
-        slots = cache.read_block(places.first_row, B, index * size, size)
-        mask_BTs = jax.lax.dynamic_slice_in_dim(mask_BTS, index * size, size, axis=2)
+    def add(sums: Sums, part: int, mask_BTs: jax.Array) -> Sums:
+        largest_BKGT, sum_BKGT, o_BKGTH = sums
+        slots = cache.read(part, places.first_row, B)
         scores_BKGTs = _scores(q_BKGTH, slots, mask_BTs)
         new_BKGT = jnp.maximum(largest_BKGT, scores_BKGTs.max(axis=-1))
         weights_BKGTs = jnp.exp(scores_BKGTs - new_BKGT[..., None])
@@ -50,9 +39,14 @@ def _attend_in_blocks(
         return new_BKGT, sum_BKGT * before_BKGT + weights_BKGTs.sum(axis=-1), o_BKGTH
 
     zeros = jnp.zeros(q_BKGTH.shape, jnp.float32)
-    lowest = jnp.full(q_BKGTH.shape[:-1], jnp.finfo(jnp.float32).min)
-    first = (lowest, zeros[..., 0], zeros)
-    _, sum_BKGT, o_BKGTH = jax.lax.fori_loop(0, -(-places.end // size), add, first)
+    sums: Sums = jnp.full(q_BKGTH.shape[:-1], jnp.finfo(jnp.float32).min), zeros[..., 0], zeros
+    start = 0
+    for number, part in enumerate(cache.parts):
+        end = start + part.num_slots
+        add_part = partial(add, part=number, mask_BTs=mask_BTS[..., start:end])
+        sums = jax.lax.cond(places.end > start, add_part, lambda sums: sums, sums)
+        start = end
+    _, sum_BKGT, o_BKGTH = sums
     # Where no row has anything, nothing was added.
     o_BKGTH /= jnp.maximum(sum_BKGT, jnp.finfo(jnp.float32).tiny)[..., None]
     return o_BKGTH.astype(q_BTNH.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlm.config.keys import ModelConfig
 from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers, run_layers_apart
-from maxlm.model.cache import Caches, Places, by_window, places_and_mask
+from maxlm.model.cache import Caches, Places, places_and_mask, slots_by_window
 from maxlm.model.forest import Forest
 from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, parameter, turned_product, worth_turning
@@ -171,9 +171,9 @@ class Decoder(nnx.Module):
         places: dict[int, Places | None] = dict.fromkeys(windows)
         if caches is not None:
             assert segments_BT is None, 'a cached call has one document per row'
-            for window, cache in by_window(caches, config).items():
+            for window, num_slots in slots_by_window(caches, config).items():
                 places[window], masks[window] = places_and_mask(
-                    cache, positions_BT, length_B, window=window, first_row=first_row
+                    num_slots, positions_BT, length_B, window=window, first_row=first_row
                 )
         # In a ring every device makes the masks of the keys that it meets.
         elif self.placement.parts('length') == 1:

@@ -21,8 +21,8 @@ from maxlm.inference.pace import Pace
 from maxlm.inference.requests import QueueFullError, Request
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.slots import Slot
-from maxlm.model import attention, cached_attention, linear
-from maxlm.model.cache import LayerCache
+from maxlm.model import attention, linear
+from maxlm.model import cache as model_cache
 from maxlm.training.state import abstract_model, init_state
 from tests.small import small_config, small_layout
 
@@ -147,25 +147,23 @@ def test_layers_in_a_loop_give_the_same(monkeypatch):
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
 @pytest.mark.parametrize('family', ['llama, grouped', 'windows'])
-def test_slots_in_use_are_read_in_blocks(family, cache, monkeypatch):
+def test_slots_in_use_are_read_in_parts(family, cache, monkeypatch):
     expected = generate(engine(family, chunk=16, cache=cache), PROMPTS)
-    # Of the 128 slots of a layer, and the 64 of a ring.
-    monkeypatch.setattr(cached_attention, 'BLOCKS', (32,))
-    read = []
-    original = LayerCache.read_block
-    monkeypatch.setattr(LayerCache, 'read_block', lambda self, *a: read.append(a[-1]) or original(self, *a))
-    assert generate(Engine(load(family), num_slots=3, chunk=16, cache=cache), PROMPTS) == expected
-    assert set(read) == {32}
-    # Control: the last block matters.
-    monkeypatch.setattr(cached_attention, 'attend_cached', one_block_less)
-    monkeypatch.setattr(attention, 'attend_cached', one_block_less)
+    monkeypatch.setattr(model_cache, 'SMALLEST_PART', 16)
+    some = Engine(load(family), num_slots=3, chunk=16, cache=cache)
+    # The layers that see all, and rings.
+    found = {tuple(part.num_slots for part in parts) for parts in some._state.caches}
+    assert found == {(16, 16, 32, 36), *([(16, 16, 32)] if family == 'windows' else [])}
+    assert generate(some, PROMPTS) == expected
+    # Control: the last slots that are in use matter.
+    monkeypatch.setattr(attention, 'attend_cached', fewer_slots)
     assert generate(Engine(load(family), num_slots=3, chunk=16, cache=cache), PROMPTS) != expected
 
 
-ATTEND_CACHED = cached_attention.attend_cached
+ATTEND_CACHED = attention.attend_cached
 
 
-def one_block_less(q_BTNH, cache, places, mask_BTS):
+def fewer_slots(q_BTNH, cache, places, mask_BTS):
     return ATTEND_CACHED(q_BTNH, cache, places._replace(end=jnp.maximum(places.end - 32, 0)), mask_BTS)
 
 
@@ -427,14 +425,16 @@ def test_a_text_stops_at_stop_strings():
     assert len(cut.ids) < 40
 
 
-def test_devices_share_the_work():
+def test_devices_share_the_work(monkeypatch):
+    monkeypatch.setattr(model_cache, 'SMALLEST_PART', 32)
     family = 'llama, grouped'
     expected = [naive(family, prompt) for prompt in PROMPTS]
     # Rows and heads that a device has of 4 slots and 2 heads.
     for mesh, part in (({'data': 2, 'tensor': 2}, (2, 1)), ({'fsdp': 2}, (2, 2))):
         some = Engine(load(family, math.prod(mesh.values()), **mesh), num_slots=3)
         assert generate(some, PROMPTS) == expected, mesh
-        assert some._state.caches[0].key_LBKSH.addressable_shards[0].data.shape[1:3] == part
+        keys = [cache.key_LBKSH for cache in some._state.caches[0]]
+        assert [x.addressable_shards[0].data.shape[1:3] for x in keys] == [part] * 3
     with pytest.raises(InputError, match=r'mesh\.context=2: there is no cache'):
         Engine(load(family, 2, context=2))
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.model.cache import LayerCache, Places, init_caches, places_and_mask
+from maxlm.model.cache import LayerCache, Places, init_caches, part_sizes, places_and_mask, slots_by_window
 from tests.small import small_config
 
 
@@ -30,7 +30,7 @@ def test_a_ring_has_what_the_window_sees(window):
     for size in [16, 1, 7, 16, 16, 1, 1, 16, 16, 16, 13, 1, 16, 9]:
         count = size - 2 if size > 4 else size
         positions = jnp.arange(start, start + size)[None]
-        places, mask = places_and_mask(cache, positions, jnp.array([start + count]), window=window)
+        places, mask = places_and_mask(S, positions, jnp.array([start + count]), window=window)
         slots, mask = np.asarray(places.slots_BT)[0], np.asarray(mask)[0]
         # Padding goes nowhere.
         assert np.all(slots[count:] == S)
@@ -44,12 +44,11 @@ def test_a_ring_has_what_the_window_sees(window):
 
 
 def test_no_more_is_looked_at_than_there_is():
-    cache = init_caches(small_config().model, 2, 16)[0]
-    _, mask = places_and_mask(cache, jnp.array([[3], [9]]), jnp.array([4, 10]), window=0)
+    _, mask = places_and_mask(16, jnp.array([[3], [9]]), jnp.array([4, 10]), window=0)
     assert mask.shape == (2, 1, 16)
     assert mask.sum(axis=(1, 2)).tolist() == [4, 10]
     # A row that rests sees nothing.
-    assert not places_and_mask(cache, jnp.zeros((2, 1), int), jnp.zeros(2, int), window=0)[1].any()
+    assert not places_and_mask(16, jnp.zeros((2, 1), int), jnp.zeros(2, int), window=0)[1].any()
 
 
 def test_8_bits_keep_what_is_written():
@@ -61,8 +60,8 @@ def test_8_bits_keep_what_is_written():
     def written(int8):
         (cache,) = init_caches(config, 1, 9, int8=int8).values()
         places = Places(slots, jnp.array(9), 0)
-        new = jax.jit(lambda k, v: LayerCache(cache, jnp.array(1)).write(places, k, v).cache)(k, v)
-        return LayerCache(new, jnp.array(1)).read(0, 1), LayerCache(new, jnp.array(0)).read(0, 1)
+        parts = jax.jit(lambda k, v: LayerCache([cache], jnp.array(1)).write(places, k, v).parts)(k, v)
+        return LayerCache(parts, jnp.array(1)).read(0, 0, 1), LayerCache(parts, jnp.array(0)).read(0, 0, 1)
 
     (exact, other), (codes, _) = written(False), written(True)
     # Heads before slots; slot 9 is not there, and the layer beside has nothing.
@@ -84,13 +83,38 @@ def test_8_bits_keep_what_is_written():
 def test_fewer_rows_are_the_first(apart):
     config = small_config(model__num_kv_heads=2).model
     caches = init_caches(config, 3, 9, apart=apart)
-    cache, layer = (caches[1], 0) if apart else (caches[0], jnp.array(1))
+    parts, layer = (caches[1], 0) if apart else ([caches[0]], jnp.array(1))
     assert len(caches) == (2 if apart else 1)
     k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 2, 8)), jnp.float32)
-    written = LayerCache(cache, layer).write(Places(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
-    slots = written.read(0, 2)
+    written = LayerCache(parts, layer).write(Places(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
+    slots = written.read(0, 0, 2)
     assert slots.key_BKSH.shape == (2, 2, 9, 8)
     np.testing.assert_array_equal(slots.key_BKSH[0, :, 4], k[0, 0])
     np.testing.assert_array_equal(slots.value_BKSH[0, :, 4], 2 * k[0, 0])
     # The second row's slot is not there; nothing else was touched.
-    assert np.count_nonzero(written.read(0, 3).key_BKSH) == 16
+    assert np.count_nonzero(written.read(0, 0, 3).key_BKSH) == 16
+
+
+def test_parts_have_all_slots():
+    assert part_sizes(100) == [100]
+    assert part_sizes(1000) == [128, 128, 256, 488]
+    assert part_sizes(8192) == [128, 128, 256, 512, 1024, 2048, 2048, 2048]
+    config = small_config(model__num_layers=2, model__sliding_window=3, model__attention_pattern='SL').model
+    caches = init_caches(config, 2, 300, chunk=10, apart=True)
+    assert [[part.num_slots for part in parts] for parts in caches] == [[64], [128, 128, 44]]
+    assert slots_by_window(caches, config) == slots_by_window(init_caches(config, 2, 300, chunk=10), config)
+
+
+@pytest.mark.parametrize(('first_row', 'num'), [(0, 3), (0, 2), (1, 1)])
+def test_each_part_gets_what_belongs_to_it(first_row, num):
+    config = small_config(model__num_kv_heads=2).model
+    (parts, _), (whole,) = init_caches(config, 3, 300, apart=True), init_caches(config, 3, 300).values()
+    # At the edges of parts; 300 is behind the last.
+    slots = jnp.array([[0, 127, 128, 255, 256, 299, 300]] * num)
+    k = jnp.asarray(np.random.default_rng(0).normal(size=(*slots.shape, 2, 8)), jnp.float32)
+    places = Places(slots, jnp.array(300), jnp.array(first_row) if first_row else 0)
+    split, together = (LayerCache(x, 0).write(places, k, 2 * k).parts for x in (parts, [whole]))
+    for name in ('key_LBKSH', 'value_LBKSH'):
+        found = np.concatenate([getattr(part, name)[0] for part in split], axis=2)
+        np.testing.assert_array_equal(found, getattr(together[0], name)[0])
+        assert np.count_nonzero(found) == num * 6 * 2 * 8
