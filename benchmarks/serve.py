@@ -2,19 +2,21 @@
 `python -m benchmarks.serve [--size=small|0.1b] [--output=FILE]`.
 
 A Llama of random weights is written in the format of Transformers, served by `maxlm.serve`, and loaded by Transformers
-in a process of its own, both in float32 on all cores. 1, 8 and 32 clients ask over HTTP, each for one answer after the
-other, streamed. Transformers gets the same prompts at once, in batches of every size up to the number of clients, of
-which the best counts; a batch ends with its longest answer. Answers are as long as each request wants, as in traffic
-(`mixed`), or all of one length (`equal`), where a batch wastes nothing. The sides take turns; ratios are of medians
-over rounds. Before, the first greedy tokens of both are compared. Needs maxlm's `dev` extra.
+in a process of its own, both in float32 on all cores. 1, 8 and 32 clients ask over HTTP, streamed; who has an answer
+asks with the next prompt of all. Transformers gets the same prompts at once, in batches of every size up to the number
+of clients, of which the best counts; a batch ends with its longest answer. Answers are as long as each request wants,
+as in traffic (`mixed`), or all of one length (`equal`), where a batch wastes nothing. The sides take turns; ratios are
+of medians over rounds. Before, the first greedy tokens of both are compared. Needs maxlm's `dev` extra.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
 import os
+import queue
 import re
 import statistics
 import subprocess
@@ -160,16 +162,21 @@ class Server:
         return ids, first, time.perf_counter() - start
 
     def serve(self, prompts: list[list[int]], nums: list[int], clients: int) -> dict[str, float]:
-        """So many tokens for each prompt, by so many clients, each of which has as many of them."""
+        """So many tokens for each prompt, by so many clients, each of which takes the next prompt that is left."""
         firsts: list[float] = []
+        left: queue.SimpleQueue[tuple[list[int], int]] = queue.SimpleQueue()
+        for one in zip(prompts, nums, strict=True):
+            left.put(one)
 
-        def work(number: int) -> None:
-            for prompt, num in zip(prompts[number::clients], nums[number::clients], strict=True):
-                ids, first, _ = self.ask(prompt, num)
-                assert len(ids) == num, len(ids)
-                firsts.append(first)
+        def work() -> None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    prompt, num = left.get_nowait()
+                    ids, first, _ = self.ask(prompt, num)
+                    assert len(ids) == num, len(ids)
+                    firsts.append(first)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
+        threads = [threading.Thread(target=work) for _ in range(clients)]
         start = time.perf_counter()
         for thread in threads:
             thread.start()

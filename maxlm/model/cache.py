@@ -22,7 +22,7 @@ SMALLEST_PART, LARGEST_PART = 128, 2048
 
 
 class Cache(NamedTuple):
-    """Of one layer, or of all that see equally far.
+    """Some slots of one layer, or all of the layers that see equally far.
 
     Heads stand before slots, as products with them want it, and the arrays are changed in place: a call for one token
     copies no more than it reads. A position has slot `position mod S`.
