@@ -73,10 +73,16 @@ class LayerCache(NamedTuple):
 
     def write(self, places: Places, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
         """With keys and values of the call's rows in their places."""
+        new = [k_BTKH, v_BTKH]
+        if self.parts[0].key_scale_LBKS is not None:
+            codes_and_scales = zip(*map(_encode, new), strict=True)
+            new = [x for pair in codes_and_scales for x in pair]
         parts, start = [], 0
         for part in self.parts:
             # Slots of other parts are out of range here.
-            parts.append(self._written(part, places._replace(slots_BT=places.slots_BT - start), k_BTKH, v_BTKH))
+            own = places._replace(slots_BT=places.slots_BT - start)
+            arrays = [x for x in part if x is not None]
+            parts.append(Cache(*(self._written(x, own, y) for x, y in zip(arrays, new, strict=True))))
             start += part.num_slots
         return self._replace(parts=parts)
 
@@ -91,30 +97,22 @@ class LayerCache(NamedTuple):
         key, value, *scales = self.parts[part]
         return Slots(rows(key), rows(value), *(None if x is None else rows(x) for x in scales))
 
-    def _written(self, part: Cache, places: Places, k_BTKH: jax.Array, v_BTKH: jax.Array) -> Cache:
+    def _written(self, x_LBKS: jax.Array, places: Places, new_BTK: jax.Array) -> jax.Array:
+        """x[layer, b, :, slots[b, t]] = new[b, t]"""
         slots_BT = places.slots_BT
         layers_BT = jnp.broadcast_to(jnp.asarray(self.layer, jnp.int32), slots_BT.shape)
-
-        def write(x_LBKS: jax.Array, new_BTK: jax.Array) -> jax.Array:
-            # x[layer, b, :, slots[b, t]] = new[b, t]
-            window = tuple(range(2, new_BTK.ndim))
-            if len(slots_BT) == x_LBKS.shape[1]:
-                # Told such that rows which are split over devices stay where they are.
-                indices = jnp.stack([layers_BT, slots_BT], axis=-1)
-                numbers = jax.lax.ScatterDimensionNumbers(window, (0, 3), (0, 3), (1,), (0,))
-            else:
-                rows_B1 = places.first_row + jnp.arange(len(slots_BT))[:, None]
-                rows_BT = jnp.broadcast_to(rows_B1, slots_BT.shape)
-                indices = jnp.stack([layers_BT, rows_BT, slots_BT], axis=-1)
-                numbers = jax.lax.ScatterDimensionNumbers(window, (0, 1, 3), (0, 1, 3))
-            new_BTK = new_BTK.astype(x_LBKS.dtype)
-            return jax.lax.scatter(x_LBKS, indices, new_BTK, numbers, mode='drop', unique_indices=True)
-
-        key, value, key_scale, value_scale = part
-        if key_scale is not None and value_scale is not None:
-            (k_BTKH, k_scale_BTK), (v_BTKH, v_scale_BTK) = _encode(k_BTKH), _encode(v_BTKH)
-            key_scale, value_scale = write(key_scale, k_scale_BTK), write(value_scale, v_scale_BTK)
-        return Cache(write(key, k_BTKH), write(value, v_BTKH), key_scale, value_scale)
+        window = tuple(range(2, new_BTK.ndim))
+        if len(slots_BT) == x_LBKS.shape[1]:
+            # Told such that rows which are split over devices stay where they are.
+            indices = jnp.stack([layers_BT, slots_BT], axis=-1)
+            numbers = jax.lax.ScatterDimensionNumbers(window, (0, 3), (0, 3), (1,), (0,))
+        else:
+            rows_B1 = places.first_row + jnp.arange(len(slots_BT))[:, None]
+            rows_BT = jnp.broadcast_to(rows_B1, slots_BT.shape)
+            indices = jnp.stack([layers_BT, rows_BT, slots_BT], axis=-1)
+            numbers = jax.lax.ScatterDimensionNumbers(window, (0, 1, 3), (0, 1, 3))
+        new_BTK = new_BTK.astype(x_LBKS.dtype)
+        return jax.lax.scatter(x_LBKS, indices, new_BTK, numbers, mode='drop', unique_indices=True)
 
 
 def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from maxlm.model.blockwise import QUERY_BLOCK
 from maxlm.model.cache import LayerCache, Places, Slots
 
+# Largest scores, sums of weights, and weighted sums of values, of the slots so far.
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
+
 
 def attend_cached(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_BTS: jax.Array) -> jax.Array:
     """softmax(q·k / sqrt(H)) · v over the slots that the mask allows, [B, T, N, H] in q's type."""
@@ -26,9 +29,8 @@ def _attend_to_parts(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_
     """A part of the slots at a time, those that are in use (Milakov & Gimelshein 2018, "Online normalizer")."""
     B, T, N, H = q_BTNH.shape
     q_BKGTH = _grouped(q_BTNH, cache.parts[0].key_LBKSH.shape[2])
-    Sums = tuple[jax.Array, jax.Array, jax.Array]
 
-    def add(sums: Sums, part: int, mask_BTs: jax.Array) -> Sums:
+    def add(sums: _Sums, part: int, mask_BTs: jax.Array) -> _Sums:
         largest_BKGT, sum_BKGT, o_BKGTH = sums
         slots = cache.read(part, places.first_row, B)
         scores_BKGTs = _scores(q_BKGTH, slots, mask_BTs)
@@ -39,7 +41,7 @@ def _attend_to_parts(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_
         return new_BKGT, sum_BKGT * before_BKGT + weights_BKGTs.sum(axis=-1), o_BKGTH
 
     zeros = jnp.zeros(q_BKGTH.shape, jnp.float32)
-    sums: Sums = jnp.full(q_BKGTH.shape[:-1], jnp.finfo(jnp.float32).min), zeros[..., 0], zeros
+    sums: _Sums = jnp.full(q_BKGTH.shape[:-1], jnp.finfo(jnp.float32).min), zeros[..., 0], zeros
     start = 0
     for number, part in enumerate(cache.parts):
         end = start + part.num_slots
