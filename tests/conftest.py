@@ -1,28 +1,77 @@
-"""Eight virtual CPU devices for every test, set before JAX starts, and the data set that whole runs train on."""
+"""Settings of every test session: eight virtual CPU devices, shared compiled programs, tiers and memory."""
 
+import gc
 import os
+import shutil
 from pathlib import Path
 
 from tests.cpu import cpu_flags
+from tests.programs import IS_OWNER, MIN_COMPILE_SECONDS, PROGRAMS
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = cpu_flags(8)
-# Neither here nor in the processes of tests anything is kept for later, in the home directory above all.
-os.environ['JAX_COMPILATION_CACHE_DIR'] = ''
+os.environ |= {
+    # For child processes. A maximum size has JAX lock the directory, so that no process reads a half-written file.
+    'JAX_COMPILATION_CACHE_DIR': str(PROGRAMS / 'processes'),
+    'JAX_COMPILATION_CACHE_MAX_SIZE': str(2**33),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': str(MIN_COMPILE_SECONDS),
+}
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
 from maxlm import prepare
 from maxlm.data.batches import Batches, TrainingRows
 from maxlm.data.skips import data_step
+from maxlm.runtime import compile_cache
+from tests.durations import Durations
+
+pytest_plugins = ['tests.time_report']
 
 ROOT = Path(__file__).parent.parent
+# Fixtures that start a browser or an emulator of a bucket on loopback.
+MARK_OF_FIXTURE = {'browser': 'browser', 'gcs': 'network_emulator', 's3': 'network_emulator'}
+# A worker whose memory exceeds this drops JAX's traces and programs after the current module.
+CLEAR_CACHES_BYTES = 1.5 * 2**30
+
+
+def pytest_unconfigure(config):
+    if IS_OWNER and not hasattr(config, 'workerinput'):
+        shutil.rmtree(PROGRAMS, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    durations = Durations.load()
+    for item in items:
+        if durations.is_slow(item.nodeid):
+            item.add_marker('slow')
+        for fixture, mark in MARK_OF_FIXTURE.items():
+            if fixture in item.fixturenames:
+                item.add_marker(mark)
+    if hasattr(config, 'workerinput'):
+        # The longest files first, so that the workers finish together.
+        items.sort(key=lambda item: durations.seconds_of_file(item.nodeid), reverse=True)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _shared_programs():
+    """Shares compiled programs, with checksums, among the workers of the session."""
+    compile_cache._install(PROGRAMS)
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _bounded_memory():
+    yield
+    if psutil.Process().memory_info().rss > CLEAR_CACHES_BYTES:
+        jax.clear_caches()
+        gc.collect()
 
 
 def make_dataset(folder: Path) -> Path:
-    """The sections of the Apache license as documents of bytes: real text that every checkout has."""
+    """Tokenizes the sections of the Apache license as byte documents: real text that every checkout has."""
     text, output = folder / 'text', folder / 'license'
     text.mkdir()
     sections = [part for part in (ROOT / 'LICENSE').read_text().split('\n\n') if part.strip()]
@@ -38,25 +87,9 @@ def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp('dataset'))
 
 
-@pytest.fixture(scope='module')
-def compile_once(tmp_path_factory):
-    """A compilation cache, so that a program that is run many times is compiled once."""
-    settings = {
-        'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-        'jax_persistent_cache_min_compile_time_secs': 0,
-        'jax_persistent_cache_min_entry_size_bytes': -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.fixture
 def change_batches(monkeypatch):
-    """Has a run train on other batches: `poisoned` have weights that are not finite, `left_out` are not there."""
+    """Returns a function that changes the training batches: `poisoned` get NaN weights, `left_out` are skipped."""
     original = Batches.__getitem__
 
     def change(*, poisoned=(), left_out=()):

@@ -15,8 +15,6 @@ from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.test_train import arguments
 
-pytestmark = pytest.mark.usefixtures('compile_once')
-
 STEPS = 2
 
 

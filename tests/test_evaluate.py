@@ -19,7 +19,7 @@ from tests.test_train import arguments
 
 
 @pytest.fixture(scope='module')
-def workdir(dataset, tmp_path_factory, compile_once):
+def workdir(dataset, tmp_path_factory):
     workdir = tmp_path_factory.mktemp('evaluate') / 'run'
     # The whole validation split, at both checkpoints.
     settings = {

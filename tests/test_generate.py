@@ -16,7 +16,7 @@ PROMPT = 'Licensor “shall”'
 
 
 @pytest.fixture(scope='module')
-def workdir(dataset, tmp_path_factory, compile_once):
+def workdir(dataset, tmp_path_factory):
     workdir = tmp_path_factory.mktemp('generate') / 'run'
     settings = {'train__num_steps': 4, 'checkpoint__every_steps': 2, 'eval__every': 0, 'model__max_positions': 128}
     assert train.main(arguments(dataset, workdir, **settings)) == EXIT_DONE

@@ -18,7 +18,6 @@ from tests.processes import Processes
 from tests.starting import MODEL, make_start
 from tests.test_train import CLOCKED, SMALL, params_of, same
 
-pytestmark = pytest.mark.usefixtures('compile_once')
 # Short responses are rewarded, which a random model can learn at once: it has to end them.
 SETTINGS = {
     'train.objective': 'grpo',

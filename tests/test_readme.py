@@ -125,7 +125,6 @@ def runs(tmp_path_factory, dataset):
     return folder
 
 
-@pytest.mark.usefixtures('compile_once')
 def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
     block = README.split('## Use the model\n')[1].split('```')[1]
     lines = block.strip().splitlines()
@@ -158,7 +157,6 @@ def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
     assert 'first-int8' in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures('compile_once')
 def test_the_example_in_python_runs(runs, monkeypatch, capsys):
     (block,) = (block for block in BLOCKS if 'engine.complete' in block)
     monkeypatch.chdir(runs)

@@ -33,7 +33,6 @@ from tests.serving.serving_thread import ServerThread, request_bytes, until
 from tests.serving.test_hostile import check
 from tests.starting import make_start
 
-pytestmark = pytest.mark.usefixtures('compile_once')
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 CONTEXT = 256
 SLOTS = 4

@@ -94,7 +94,7 @@ def same(tree, other):
     return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
 
 
-def test_resume_at_every_step_is_exact(dataset, tmp_path, compile_once):
+def test_resume_at_every_step_is_exact(dataset, tmp_path):
     whole = tmp_path / 'whole'
     last = 8
     settings = {'train__num_steps': last, 'checkpoint__every_steps': 1, 'checkpoint__keep_last': last}
@@ -122,7 +122,7 @@ def test_resume_at_every_step_is_exact(dataset, tmp_path, compile_once):
     assert not same(params_of(reordered, last), wanted_params)
 
 
-def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path, compile_once, capsys):
+def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path, capsys):
     workdir = tmp_path / 'run'
     assert run(dataset, workdir, train__num_steps=3) == EXIT_DONE
     before = (workdir / 'metrics.jsonl').read_text()
@@ -147,7 +147,7 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path,
     assert lives[1].seconds['step'] == sum(life.seconds['lost'] for life in lives) == 0
 
 
-def test_a_run_starts_with_the_config_and_the_parameters_of_another(dataset, tmp_path, compile_once, capsys):
+def test_a_run_starts_with_the_config_and_the_parameters_of_another(dataset, tmp_path, capsys):
     first, second = tmp_path / 'first', tmp_path / 'second'
     assert run(dataset, first, optimizer__ema_decay=0.9) == EXIT_DONE
     capsys.readouterr()
@@ -171,7 +171,7 @@ def test_a_run_starts_with_the_config_and_the_parameters_of_another(dataset, tmp
     assert sorted(curve(second)) == [1, 2, 3, 4, 5]
 
 
-def test_an_imported_workdir_is_trained_on(dataset, tmp_path, compile_once, capsys):
+def test_an_imported_workdir_is_trained_on(dataset, tmp_path, capsys):
     first, imported = tmp_path / 'first', tmp_path / 'imported'
     assert run(dataset, first, train__num_steps=3) == EXIT_DONE
     reader = ParamsReader(first / 'checkpoints' / '3')
@@ -202,7 +202,7 @@ def test_an_imported_workdir_is_trained_on(dataset, tmp_path, compile_once, caps
     assert 'model.num_layers=1' in capsys.readouterr().err
 
 
-def test_lines_of_the_log_and_what_stands_in_the_workdir(dataset, tmp_path, compile_once, capsys):
+def test_lines_of_the_log_and_what_stands_in_the_workdir(dataset, tmp_path, capsys):
     workdir = tmp_path / 'run'
     assert run(dataset, workdir, train__num_steps=4, train__log_every=2, eval__every=4) == EXIT_DONE
     out = capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_lines_of_the_log_and_what_stands_in_the_workdir(dataset, tmp_path, comp
     assert names == {'checkpoints', 'report.html', *small}
 
 
-def test_tensorboard_gets_the_same_numbers(dataset, tmp_path, compile_once):
+def test_tensorboard_gets_the_same_numbers(dataset, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     workdir = tmp_path / 'run'
@@ -273,7 +273,7 @@ def test_sigterm_saves_and_the_next_start_goes_on_exactly(dataset, tmp_path):
     assert [event['from_step'] for event in events if event['kind'] == 'resumed'] == saved
 
 
-def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, compile_once, capsys):
+def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys):
     workdir = tmp_path / 'run'
     # At this rate the first real update blows the parameters up.
     settings = {'optimizer__learning_rate': 1e30, 'optimizer__clip_norm': 0, 'optimizer__warmup_steps': 0}
@@ -315,7 +315,7 @@ def test_golden_curve(dataset, tmp_path):
     assert other != pytest.approx(golden['train/loss 10'], rel=1e-2)
 
 
-def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, compile_once, change_batches):
+def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, change_batches):
     read = set()
 
     def watch(section, cls):

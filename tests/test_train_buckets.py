@@ -29,14 +29,14 @@ SETTINGS = {
 
 
 @pytest.fixture(scope='module')
-def whole(dataset, tmp_path_factory, compile_once):
+def whole(dataset, tmp_path_factory):
     """Eight steps in one go, in a directory."""
     workdir = tmp_path_factory.mktemp('whole') / 'run'
     assert run(dataset, workdir, **SETTINGS, train__num_steps=8) == EXIT_DONE
     return workdir
 
 
-def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole, compile_once):
+def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
     """Slow: TensorStore reads its environment once, so each life is a process."""
     url = 'gs://bucket/runs/one'
     with running('bucket') as emulator:
@@ -119,7 +119,7 @@ def s3(monkeypatch):
 
 
 @pytest.mark.parametrize('as_workdir', [True, False])
-def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, compile_once, capsys, as_workdir):
+def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsys, as_workdir):
     url = f's3://bucket/{as_workdir}'
 
     def life(machine, num_steps, **more):
@@ -176,7 +176,7 @@ def test_places_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, workdir, 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_resumed(dataset, tmp_path, whole, compile_once, capsys):
+def test_what_cannot_be_resumed(dataset, tmp_path, whole, capsys):
     def resumed(name, origin):
         command = arguments(dataset, tmp_path / name, **SETTINGS, train__num_steps=8)
         return exit_code(train.main, [*command, f'--resume={origin}'])

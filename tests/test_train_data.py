@@ -46,7 +46,7 @@ def sources(two, numbers, letters):
     return f"(('{two}/numbers', {numbers}), ('{two}/letters', {letters}))"
 
 
-def test_a_weighted_mixture_is_told_by_source(two, tmp_path, compile_once, capsys):
+def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
     settings = {
         'train__num_steps': 40,
         'eval__every': 20,
@@ -126,7 +126,7 @@ def test_bad_sources_are_refused_in_one_line(two, tmp_path, capsys):
 SCHEDULE = '((4, 0.3), (8, 0.7))'
 
 
-def test_sequences_that_become_longer(dataset, tmp_path, compile_once, capsys):
+def test_sequences_that_become_longer(dataset, tmp_path, capsys):
     """Twenty steps of 16 tokens a row, of which the first 6 have 4 and the next 8 have 8."""
     settings = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 20}
     whole = tmp_path / 'whole'
@@ -188,7 +188,7 @@ def cached(cache):
 
 
 @pytest.mark.parametrize('workers', [0, 1])
-def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, compile_once, capsys, workers):
+def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, capsys, workers):
     settings = {'data__pool_shards': 2, 'data__workers': workers, 'checkpoint__every_steps': 10}
     here = tmp_path / 'here'
     assert run(bucket.path, here, **settings) == EXIT_DONE
@@ -222,7 +222,7 @@ def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, com
     assert 'datax' in capsys.readouterr().err
 
 
-def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, compile_once, capsys):
+def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, capsys):
     workdir = tmp_path / 'run'
     settings = {'train__num_steps': 2, 'eval__every': 2, 'eval__num_batches': 0, 'data__cache': tmp_path / 'cache'}
     assert run(f'file://{bucket.path}', workdir, **settings) == EXIT_DONE
@@ -234,7 +234,7 @@ def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, compile_once, capsys):
     assert set(cached(tmp_path / 'cache')) == {'validation-00000.arrayrecord'}
 
 
-def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, compile_once, capsys, monkeypatch):
+def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, monkeypatch):
     """Nobody answers after two pools have come; the server is back when training has asked for a third."""
     settings = {'data__pool_shards': 2, 'data__prefetch': 1, 'data__threads': 1, 'eval__every': 0}
     here = tmp_path / 'here'

@@ -34,7 +34,7 @@ def steps_in(workdir):
     return sorted(int(path.name) for path in (workdir / 'checkpoints').iterdir() if path.name.isdigit())
 
 
-def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path, change_batches, compile_once, capsys):
+def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path, change_batches, capsys):
     # Batches 9, 10 and 11 are those of steps 10 to 12; with the two before the first, 7 to 11 are left out.
     change_batches(poisoned={9, 10, 11})
     alerts = tmp_path / 'alerts.jsonl'
@@ -64,7 +64,7 @@ def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path
     assert curve(tmp_path / 'run')[18]['train/skipped'] == 0
 
 
-def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, change_batches, compile_once, capsys):
+def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, change_batches, capsys):
     workdir = tmp_path / 'run'
     change_batches(poisoned=range(9, 10_000))
     assert run(dataset, workdir, **SETTINGS, guard__max_rollbacks=1) == EXIT_FAILED
@@ -77,7 +77,7 @@ def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, c
     assert ends(workdir) == [(1, 'diverged', EXIT_FAILED)]
 
 
-def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, compile_once, capsys):
+def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, capsys):
     workdir = tmp_path / 'run'
     settings = SETTINGS | {'eval__every': 2, 'guard__patience': 2, 'guard__min_delta': 100}
     assert run(dataset, workdir, **settings) == EXIT_DONE
@@ -103,7 +103,7 @@ def slow_clock(monkeypatch):
     monkeypatch.setattr(Pace, 'seconds', property(lambda pace: 60.0 * pace.steps))
 
 
-def test_a_budget_stops_a_run_with_its_state_saved(dataset, tmp_path, slow_clock, compile_once, capsys):
+def test_a_budget_stops_a_run_with_its_state_saved(dataset, tmp_path, slow_clock, capsys):
     workdir = tmp_path / 'run'
     settings = SETTINGS | {'guard__max_dollars': 9, 'train__price_per_hour': 7.5}
     assert run(dataset, workdir, **settings) == EXIT_DONE
@@ -117,7 +117,7 @@ def test_a_budget_stops_a_run_with_its_state_saved(dataset, tmp_path, slow_clock
     assert 'nothing to do: guard.max_dollars=9 is used up' in capsys.readouterr().out
 
 
-def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, compile_once, capsys):
+def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys):
     workdir = tmp_path / 'run'
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__min_learning_rate': 0}
     assert run(dataset, workdir, **settings) == EXIT_DONE
@@ -135,7 +135,7 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, compil
     assert f'nothing to do: step {num_steps} of {num_steps} is done' in capsys.readouterr().out
 
 
-def test_what_was_done_before_damaged_data_is_saved(dataset, tmp_path, monkeypatch, compile_once, capsys):
+def test_what_was_done_before_damaged_data_is_saved(dataset, tmp_path, monkeypatch, capsys):
     original = Batches.__getitem__
 
     def damaged(self, step):

@@ -39,7 +39,7 @@ CHAT = {**LONGER, 'data__context_schedule': '()', 'model__vocab_size': ROWS, 'tr
 
 
 @pytest.fixture(scope='module')
-def base(dataset, tmp_path_factory, compile_once):
+def base(dataset, tmp_path_factory):
     """A model of short windows."""
     workdir = tmp_path_factory.mktemp('base') / 'run'
     assert run(dataset, workdir, **MODEL, train__num_steps=30) == EXIT_DONE
@@ -120,7 +120,7 @@ def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path)
     assert same(params_of(resumed, 10), params_of(workdir, 10))
 
 
-def test_learned_positions_are_refused_for_longer_windows(dataset, tmp_path, compile_once, capsys):
+def test_learned_positions_are_refused_for_longer_windows(dataset, tmp_path, capsys):
     learned = {'model__family': 'gpt2', 'eval__every': 0, 'train__num_steps': 1}
     assert run(dataset, tmp_path / 'first', **learned) == EXIT_DONE
     capsys.readouterr()
@@ -203,7 +203,7 @@ def test_adapters_are_a_phase(answering, chats, tmp_path, capsys):
     assert 'maxlm.checkpoints merge' in capsys.readouterr().err
 
 
-def test_a_model_of_transformers_grows(chats, base, tmp_path, compile_once):
+def test_a_model_of_transformers_grows(chats, base, tmp_path):
     case = CASES['llama']
     make_model(case._replace(settings={**case.settings, 'vocab_size': BYTES})).save_pretrained(tmp_path / 'model')
     shutil.copy(base / 'tokenizer.json', tmp_path / 'model')

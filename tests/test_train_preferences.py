@@ -22,7 +22,6 @@ from tests.small import small_layout
 from tests.starting import MODEL, make_start
 from tests.test_train import SMALL, curve, params_of, same
 
-pytestmark = pytest.mark.usefixtures('compile_once')
 WINDOW = 64
 SETTINGS = {
     'train.objective': 'dpo',

@@ -107,7 +107,7 @@ def whole(dataset, wanted, tmp_path_factory, cache):
         return directory / 'run', processes
 
 
-def test_two_processes_compute_what_one_does(dataset, whole, wanted, tmp_path, compile_once):
+def test_two_processes_compute_what_one_does(dataset, whole, wanted, tmp_path):
     workdir, _ = whole
     assert run(dataset, tmp_path / 'one', **wanted) == EXIT_DONE
     assert run(dataset, tmp_path / 'other', **wanted, train__seed=1, model__init_std=0.5) == EXIT_DONE
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_two_processes_is_restored_in_other_numbers(
     measured(record_property, 'other-mesh', f'2 × 4 → {count} × {devices}: loss {difference:.0e}')
 
 
-def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, tmp_path, record_property, compile_once):
+def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, tmp_path, record_property):
     assert run(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=6) == EXIT_DONE
     before = params_of(tmp_path / 'run', 6)
     train_together(start, 2, 4, 'run', settings=STILL)

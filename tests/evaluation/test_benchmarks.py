@@ -19,7 +19,6 @@ from tests.huggingface.workdirs import make_workdir
 
 lm_eval = pytest.importorskip('lm_eval')
 pytest.importorskip('lm_eval.tasks')
-pytestmark = pytest.mark.usefixtures('compile_once')
 
 TOLERANCE = 1e-3
 # Kinds whose answers are likelihoods.

@@ -11,7 +11,6 @@ from maxlm.training.state import init_state
 from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout
 
-pytestmark = pytest.mark.usefixtures('compile_once')
 MESHES = {
     'one device': {},
     'micro-batches': {'train__micro_batch': 2},

@@ -19,7 +19,6 @@ TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     '{% if add_generation_prompt %}<|assistant|>{% endif %}'
 )
-pytestmark = pytest.mark.usefixtures('compile_once')
 
 
 @pytest.fixture(scope='module')

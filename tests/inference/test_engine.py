@@ -55,7 +55,7 @@ FAMILIES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures('compile_once', 'turn')
+pytestmark = pytest.mark.usefixtures('turn')
 
 
 @pytest.fixture(scope='module')

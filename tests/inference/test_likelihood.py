@@ -33,8 +33,6 @@ MESHES = {
     'stages': {'mesh__stage': 2, 'mesh__data': 4, 'train__micro_batch': 1},
 }
 
-pytestmark = pytest.mark.usefixtures('compile_once')
-
 
 @functools.cache
 def load(family='llama', mesh='one device'):

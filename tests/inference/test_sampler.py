@@ -37,8 +37,6 @@ FAMILIES = {
     'llama, bfloat16': {'model__dtype': 'bfloat16'},
 }
 
-pytestmark = pytest.mark.usefixtures('compile_once')
-
 
 class Model(NamedTuple):
     config: object

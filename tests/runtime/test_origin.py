@@ -21,8 +21,6 @@ from tests.runtime.test_checkpoint import config_on, random_state, same, save
 from tests.runtime.test_layers import flatten, streamed
 from tests.small import small_layout
 
-pytestmark = pytest.mark.usefixtures('compile_once')
-
 # Rows of the tables of the checkpoint, of which the last is of no token, and of the run. The former do not divide over
 # devices.
 ROWS, KNOWN, NEW_ROWS = 61, 60, 72

@@ -72,7 +72,7 @@ def test_auto_takes_as_much_as_fits(memory):
     assert ready('train.micro_batch=auto').config.train.micro_batch in (1, 2)
 
 
-def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, capsys, compile_once):
+def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, capsys):
     workdir = tmp_path / 'run'
     settings = {'train__num_steps': 2, 'train__micro_batch': 'auto'}
     assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_DONE

@@ -58,7 +58,7 @@ def write(dataset, params=None, num_devices=1, **overrides):
 
 
 @pytest.fixture(scope='module')
-def alone(dataset, compile_once):
+def alone(dataset):
     return write(dataset)
 
 

@@ -23,7 +23,6 @@ from tests.runtime.test_layers import flatten, streamed
 from tests.small import small_layout
 
 pytestmark = [
-    pytest.mark.usefixtures('compile_once'),
     # What Orbax has begun to read besides a damaged array is dropped, and complains about that.
     pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning'),
 ]

@@ -14,7 +14,6 @@ from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.test_train import arguments
 
 pytest.importorskip('lm_eval')
-pytestmark = pytest.mark.usefixtures('compile_once')
 
 
 def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):

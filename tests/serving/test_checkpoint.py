@@ -19,8 +19,6 @@ from maxlm.training.state import init_state
 from tests.small import small_config, small_layout
 from tests.starting import MODEL
 
-pytestmark = pytest.mark.usefixtures('compile_once')
-
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):

@@ -1,0 +1,46 @@
+"""Measured durations of tests: which are slow, and which files take longest.
+
+`launch/test.sh --times` measures them and writes `durations.json`. It lists the seconds of every test file, and of each
+test above `SLOW_SECONDS`, with its share of the module's fixtures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parent / 'durations.json'
+# Tests above this are marked `slow` and left out of the fast tier.
+SLOW_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Durations:
+    """Seconds of each test file and of each slow test, by node id."""
+
+    files: dict[str, float]
+    slow: dict[str, float]
+
+    @classmethod
+    def load(cls) -> Durations:
+        """Reads `durations.json`; without it no test is slow."""
+        return cls(**json.loads(FILE.read_text())) if FILE.exists() else cls({}, {})
+
+    @classmethod
+    def of_report(cls, report: dict[str, Any]) -> Durations:
+        """Returns the durations in a report of `tests/time_report.py`."""
+        slow = {name: seconds for name, seconds in report['tests'].items() if seconds > SLOW_SECONDS}
+        return cls({name: round(file['seconds'], 1) for name, file in report['files'].items()}, slow)
+
+    def save(self) -> None:
+        """Writes `durations.json`."""
+        FILE.write_text(json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + '\n')
+
+    def is_slow(self, nodeid: str) -> bool:
+        return nodeid in self.slow
+
+    def seconds_of_file(self, nodeid: str) -> float:
+        """Returns the seconds of the file that contains a test; a file that was not measured comes first."""
+        return self.files.get(nodeid.partition('::')[0], float('inf'))
