@@ -1,15 +1,82 @@
 #!/usr/bin/env bash
-# Makes .venv and runs everything that CI runs: lint, format, types, and all tests.
+# Makes .venv, installs what the tests need and runs them.
 #
-#   launch/test.sh [PYTEST ARGUMENT …]     e.g. launch/test.sh tests/model -k causal
+#   launch/test.sh                     lint, types and all tests except the nightly ones: what CI runs
+#   launch/test.sh --fast              lint and the tests below 0.5 s: the inner loop
+#   launch/test.sh --changed [REV]     lint and the tests that depend on what changed since REV (default: main)
+#   launch/test.sh --lint              ruff and mypy alone
+#   launch/test.sh --nightly           the long tests: full golden curve, exhaustive tables, long fuzzing
+#   launch/test.sh --times             all tests; measures them, writes tests/durations.json and prints a table
+#   launch/test.sh --coverage          all tests; fails below the floor in pyproject.toml
+#   launch/test.sh PYTEST ARGUMENT …   a part, e.g. launch/test.sh tests/model -k causal
+#
+# MAXLM_TEST_PROCESSES sets the number of workers (default: one per core).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/venv.sh
 maxlm_venv dev
-maxlm_gpu_compiler
-maxlm_browser
-ruff check .
-ruff format --check .
-mypy
-# Each process takes half of the files, one after the other, so that what the tests of a file share is made once.
-exec python -m pytest --numprocesses="${MAXLM_TEST_PROCESSES:-2}" --dist=worksteal --durations=10 "$@"
+
+format() {
+  ruff check .
+  ruff format --check .
+}
+
+lint() {
+  format
+  mypy
+}
+
+# Whole files go to one worker, so that what the tests of a file share is made once; conftest.py puts the longest first.
+run_pytest() {
+  python -m pytest --numprocesses="${MAXLM_TEST_PROCESSES:-auto}" --dist=loadfile --no-loadscope-reorder "$@"
+}
+
+case "${1:-}" in
+  --fast)
+    shift
+    format
+    run_pytest -m 'not slow and not nightly' "$@"
+    ;;
+  --lint)
+    lint
+    ;;
+  --changed)
+    format
+    maxlm_gpu_compiler
+    maxlm_browser
+    mapfile -t files < <(python -m tools.affected_tests "${2:-main}")
+    if [ "${#files[@]}" = 0 ]; then
+      echo "no test depends on what changed since ${2:-main}"
+      exit 0
+    fi
+    run_pytest "${files[@]}"
+    ;;
+  --nightly)
+    shift
+    maxlm_gpu_compiler
+    maxlm_browser
+    run_pytest -m nightly --timeout=900 "$@"
+    ;;
+  --times)
+    shift
+    maxlm_gpu_compiler
+    maxlm_browser
+    report="$(mktemp)"
+    trap 'rm -f "$report"' EXIT
+    run_pytest --time-report="$report" "$@"
+    python -m benchmarks.test_time "$report" --save
+    ;;
+  --coverage)
+    shift
+    maxlm_gpu_compiler
+    maxlm_browser
+    # From Python 3.12 on this way of measuring costs a few percent; older versions ignore it and take twice as long.
+    COVERAGE_CORE=sysmon run_pytest --cov=maxlm --cov-report=term:skip-covered --timeout=300 "$@"
+    ;;
+  *)
+    maxlm_gpu_compiler
+    maxlm_browser
+    lint
+    run_pytest --durations=10 "$@"
+    ;;
+esac

@@ -26,7 +26,7 @@ from maxlm import prepare
 from maxlm.data.batches import Batches, TrainingRows
 from maxlm.data.skips import data_step
 from maxlm.runtime import compile_cache
-from tests.durations import Durations
+from tools.durations import Durations
 
 pytest_plugins = ['tests.time_report']
 

@@ -168,10 +168,10 @@ def _scores(queries: _Queries, keys: _Keys, start: int, window: int) -> jax.Arra
     scale = 1 / math.sqrt(queries.q_BKGRH.shape[-1])
     q, k = queries.q_BKGRH, keys.k_BKSH
     scores = scale * jnp.einsum('BKGRH,BKSH->BKGRS', q, k, preferred_element_type=jnp.float32)
-    behind_RS = queries.position_R[:, None] - (start + jnp.arange(k.shape[2]))
+    behind_RS = queries.position_R[:, None] - (start + jnp.arange(k.shape[2]))[None, :]
     sees = (behind_RS >= 0) & (behind_RS < window) if window else behind_RS >= 0
     if queries.segments_BR is not None and keys.segments_BS is not None:
-        sees = sees & (queries.segments_BR[:, :, None] == keys.segments_BS[:, None, :])
+        sees = sees[None] & (queries.segments_BR[:, :, None] == keys.segments_BS[:, None, :])
         sees = sees[:, None, None]
     return jnp.where(sees, scores, jnp.finfo(jnp.float32).min)
 

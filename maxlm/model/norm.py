@@ -28,7 +28,7 @@ class Norm(nnx.Module):
             y = y - y.mean(-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.epsilon)
         if self.scale is not None:
-            y = y * self.scale[...]
+            y = y * jnp.broadcast_to(self.scale[...], y.shape)
         if self.bias is not None:
-            y = y + self.bias[...]
+            y = y + jnp.broadcast_to(self.bias[...], y.shape)
         return y.astype(x.dtype)

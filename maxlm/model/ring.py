@@ -328,7 +328,7 @@ def _scores(queries: _Queries, keys: _Keys, diagonal: bool, window: int) -> tupl
     """Scores [B, K, G, Q, C] in float32, and the mask of those that count (None: all)."""
     scores_BKGQC = _product('BKGQH,BKCH->BKGQC', queries.q_BKGCH, keys.kv_ZBKCH[0])
     scores_BKGQC *= 1 / math.sqrt(queries.q_BKGCH.shape[-1])
-    behind_QC = queries.positions_C[:, None] - keys.positions_C
+    behind_QC = queries.positions_C[:, None] - keys.positions_C[None, :]
     masks = []
     if diagonal:
         masks.append((behind_QC >= 0)[None])

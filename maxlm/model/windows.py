@@ -22,5 +22,5 @@ def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Arra
 
     Those up to its own position; with a window (not 0) only the last `window` of them.
     """
-    behind_BTS = positions_BT[:, :, None] - jnp.arange(num_keys)
+    behind_BTS = positions_BT[:, :, None] - jnp.arange(num_keys)[None, None, :]
     return (behind_BTS >= 0) & (behind_BTS < window) if window else behind_BTS >= 0

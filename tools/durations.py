@@ -1,7 +1,7 @@
 """Measured durations of tests: which are slow, and which files take longest.
 
-`launch/test.sh --times` measures them and writes `durations.json`. It lists the seconds of every test file, and of each
-test above `SLOW_SECONDS`, with its share of the module's fixtures.
+`launch/test.sh --times` measures them and writes `tests/durations.json`. It lists the seconds of every test file, and of
+each test above `SLOW_SECONDS`, with its share of the module's fixtures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parent / 'durations.json'
+FILE = Path(__file__).parent.parent / 'tests' / 'durations.json'
 # Tests above this are marked `slow` and left out of the fast tier.
 SLOW_SECONDS = 0.5
 
