@@ -1,6 +1,6 @@
 """Measured durations of tests: which are slow, and which files take longest.
 
-`launch/test.sh --times` measures them and writes `tests/durations.json`. It lists the seconds of every test file, and of
+`launch/test.sh --times` measures them and writes `tests/durations.json`. It lists the seconds of each test file, and of
 each test above `SLOW_SECONDS`, with its share of the module's fixtures.
 """
 
