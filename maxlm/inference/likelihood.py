@@ -121,7 +121,7 @@ class Scorer:
             kernel_DV = whole(params).output_kernel().astype(hidden_PD.dtype)
             logits_PV = jnp.dot(hidden_PD, kernel_DV, preferred_element_type=jnp.float32)
             logits_PV = soft_capped(layout.constrain(logits_PV, ('rows', 'vocab')), self._config.logit_softcap)
-            is_target_PV = jnp.arange(logits_PV.shape[1]) == target_P[:, None]
+            is_target_PV = jnp.arange(logits_PV.shape[1])[None, :] == target_P[:, None]
             log_prob_P = jnp.where(is_target_PV, logits_PV, 0).sum(axis=1) - jax.nn.logsumexp(logits_PV, axis=1)
             return log_prob_P, jnp.argmax(logits_PV, axis=1) == target_P
 

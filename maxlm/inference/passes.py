@@ -122,7 +122,7 @@ class Passes:
         """
         P, T = tokens_PT.shape
         slot_P, start_P, count_P = place
-        positions_PT = start_P[:, None] + jnp.arange(T)
+        positions_PT = start_P[:, None] + jnp.arange(T)[None, :]
         length_P = start_P + count_P
         decoder, blocks = self._merged(params)
         run = partial(decoder, tokens_PT, positions_BT=positions_PT, length_B=length_P, blocks=blocks)

@@ -137,7 +137,7 @@ def keep_likeliest(logits_BV: jax.Array, *, top_k_B: Array, top_p_B: Array, min_
     # A token stays if those before it have not reached top_p yet.
     kept_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV < top_p_B[:, None]
     kept_BV |= (top_p_B >= 1)[:, None]
-    kept_BV &= jnp.arange(V) < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
+    kept_BV &= jnp.arange(V)[None, :] < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
     kept_BV &= probability_BV >= min_p_B[:, None] * probability_BV[:, :1]
     # Each condition ends somewhere in the order, so what stays is a beginning of it.
     last_B1 = jnp.maximum(kept_BV.sum(axis=-1, keepdims=True) - 1, 0)
@@ -169,7 +169,7 @@ def has_penalty(rows: Rows) -> jax.Array:
 def log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     """log softmax(logits)[token] in nats, [B]."""
     # A sum over a selection, as in training: a vocabulary that is split stays so.
-    is_token_BV = jnp.arange(logits_BV.shape[1]) == token_B[:, None]
+    is_token_BV = jnp.arange(logits_BV.shape[1])[None, :] == token_B[:, None]
     return jnp.where(is_token_BV, logits_BV, 0).sum(axis=-1) - jax.nn.logsumexp(logits_BV, axis=-1)
 
 

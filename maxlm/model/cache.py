@@ -198,7 +198,7 @@ def places_and_mask(
     else:
         newest_B1 = positions_BT.max(axis=1, keepdims=True)
     # The last position that has a slot is what is in it; below 0 nothing is.
-    held_BS = newest_B1 - (newest_B1 - jnp.arange(S)) % S
+    held_BS = newest_B1 - (newest_B1 - jnp.arange(S)[None, :]) % S
     behind_BTS = positions_BT[:, :, None] - held_BS[:, None, :]
     mask_BTS = (behind_BTS >= 0) & (held_BS >= 0)[:, None, :]
     places = Places(slots_BT, jnp.minimum(newest_B1.max() + 1, S), first_row)

@@ -125,7 +125,7 @@ def _attend_backward(window: int, kept: Any, do_BTNH: jax.Array) -> tuple[jax.Ar
 
     def run(listed: _List) -> tuple[jax.Array, ...]:
         # What lies behind a document's end is not read.
-        token_CT = jnp.minimum(listed.start_C1[:-1, None] + jnp.arange(T), B * T - 1)
+        token_CT = jnp.minimum(listed.start_C1[:-1, None] + jnp.arange(T)[None, :], B * T - 1)
         statistics_CNT = statistics[token_CT].swapaxes(1, 2)
         return run_backward(q_BTNH, k_BSKH, v_BSKH, statistics_CNT, do_BTNH, o_BTNH, listed.start_C1, window=window)
 

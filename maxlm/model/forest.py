@@ -44,8 +44,8 @@ def attend_forest(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, fores
     parts = []
     # What is within the window of a text may be far away in the row.
     for first, last, _ in query_ranges(T, 0):
-        index_R1, index_S = jnp.arange(first, last)[:, None], jnp.arange(last)
-        sees_BRS = (index_S <= index_R1) & (index_R1 < forest.end_BT[:, None, :last])
+        index_R1, index_1S = jnp.arange(first, last)[:, None], jnp.arange(last)[None, :]
+        sees_BRS = (index_1S <= index_R1)[None] & (index_R1[None] < forest.end_BT[:, None, :last])
         if window:
             behind_BRS = forest.depth_BT[:, first:last, None] - forest.depth_BT[:, None, :last]
             sees_BRS &= behind_BRS < window

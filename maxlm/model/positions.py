@@ -50,7 +50,7 @@ def rotate(x_BTNH: jax.Array, rotary: Rotary) -> jax.Array:
 
 def _frequencies(config: ModelConfig) -> jax.Array:
     """Radians per position of each pair [P], scaled as `model.rotary_scaling` says."""
-    frequency_P = _unscaled(config, config.rotary_theta)
+    frequency_P = config.rotary_theta ** _exponents(config)
     factor = config.rotary_factor
     if config.rotary_scaling == 'linear':
         # Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
@@ -81,12 +81,13 @@ def _dynamic_frequencies(config: ModelConfig, length_B: jax.Array) -> jax.Array:
     original, factor = config.rotary_original_positions, config.rotary_factor
     stretch_B = factor * jnp.maximum(length_B, original).astype(jnp.float32) / original - (factor - 1)
     theta_B1 = config.rotary_theta * stretch_B[:, None] ** (rotated / (rotated - 2))
-    return _unscaled(config, theta_B1)
+    return theta_B1 ** _exponents(config)[None, :]
 
 
-def _unscaled(config: ModelConfig, theta: jax.Array | float) -> jax.Array:
+def _exponents(config: ModelConfig) -> jax.Array:
+    """Exponents of theta [P] that give the radians per position of each pair before scaling."""
     rotated = _num_rotated(config)
-    return theta ** -(jnp.arange(0, rotated, 2, dtype=jnp.float32) / rotated)
+    return -(jnp.arange(0, rotated, 2, dtype=jnp.float32) / rotated)
 
 
 def _num_rotated(config: ModelConfig) -> int:

@@ -41,7 +41,8 @@ def token_log_probs(
 
     def log_probs(scores_RPNV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = soft_capped(scores_RPNV, logit_softcap)
-        is_target = jnp.arange(scores.shape[-1]) == targets[..., None]
+        ids_RPNV = jnp.arange(scores.shape[-1])[None, None, None]
+        is_target = ids_RPNV == targets[..., None]
         log_z = jax.nn.logsumexp(scores, axis=-1)
         entropy = log_z - (jnp.exp(scores - log_z[..., None]) * scores).sum(-1)
         return jnp.where(is_target, scores, 0).sum(-1) - log_z, entropy

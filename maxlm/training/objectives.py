@@ -109,7 +109,7 @@ def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_l
         tokens_B = batch['weights'].sum(axis=1)
         source_loss = source_tokens = jnp.zeros(0)
         if num_sources:
-            is_from_BS = batch['sources'][:, None] == jnp.arange(num_sources)
+            is_from_BS = batch['sources'][:, None] == jnp.arange(num_sources)[None, :]
             # A selection: the loss of a row that is not finite stays with its own source.
             source_loss, source_tokens = (
                 jnp.where(is_from_BS, rows[:, None], 0).sum(axis=0) for rows in (loss_B, tokens_B)

@@ -115,7 +115,7 @@ def _segment_sums(x_XBT: jax.Array, segments_BT: jax.Array) -> jax.Array:
     C = min(T, SEGMENTS_AT_ONCE)
 
     def sums(first: jax.Array) -> jax.Array:
-        is_in_BCT = segments_BT[:, None, :] == (first + jnp.arange(C))[:, None]
+        is_in_BCT = segments_BT[:, None, :] == (first + jnp.arange(C))[None, :, None]
         return jnp.where(is_in_BCT, x_XBT[:, :, None, :], 0).sum(-1)
 
     found = jax.lax.map(sums, jnp.arange(1, T + 1, C))
