@@ -25,7 +25,7 @@ import pytest
 from maxlm import prepare
 from maxlm.data.batches import Batches, TrainingRows
 from maxlm.data.skips import data_step
-from maxlm.runtime import compile_cache
+from maxlm.runtime.compile_cache import keep_programs
 from tools.durations import Durations
 
 pytest_plugins = ['tests.time_report']
@@ -56,9 +56,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope='session', autouse=True)
-def _shared_programs():
-    """Shares compiled programs, with checksums, among the workers of the session."""
-    compile_cache._install(PROGRAMS)
+def _jax_settings():
+    """Raises on rank promotion, and shares compiled programs, with checksums, among the workers of the session."""
+    jax.config.update('jax_numpy_rank_promotion', 'raise')
+    jax.config.update('jax_compilation_cache_dir', None)
+    keep_programs(str(PROGRAMS / 'workers'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
 
 
