@@ -159,14 +159,17 @@ def check(copy_of: Path, mutant: Mutant, graph: dict[str, set[str]], processes: 
     path = copy_of / mutant.file
     original = path.read_text(encoding='utf-8')
     dependents = affected(graph, [mutant.file])
-    # Nearest first, since the first failure decides.
     package = Path(mutant.file).parts[1].removesuffix('.py')
-    dependents.sort(key=lambda file: f'/{package}' not in file and f'_{package}' not in file)
+    own = [file for file in dependents if package in file]
+    # The nearest tests first, since one failure decides.
+    groups = [group for group in (own, sorted({*dependents} - {*own})) if group]
     path.write_text(mutant.applied_to(original), encoding='utf-8')
     try:
-        if _fails(copy_of, ['-m', 'not slow and not nightly', *dependents], processes):
+        if any(_fails(copy_of, ['-m', 'not slow and not nightly', *group], processes) for group in groups):
             return 'fast'
-        return 'changed' if _fails(copy_of, ['-m', 'slow and not nightly', *dependents], processes) else 'survived'
+        if any(_fails(copy_of, ['-m', 'slow and not nightly', *group], processes) for group in groups):
+            return 'changed'
+        return 'survived'
     finally:
         path.write_text(original, encoding='utf-8')
 
