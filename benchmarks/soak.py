@@ -38,8 +38,9 @@ class Fault(NamedTuple):
     tests: tuple[str, ...]
 
 
-TRAIN, PROCESSES, KILLED = (
+TRAIN, RESUME, PROCESSES, KILLED = (
     'tests/test_train.py::',
+    'tests/test_resume.py::',
     'tests/test_train_processes.py::',
     'tests/test_train_processes_killed.py::',
 )
@@ -64,7 +65,8 @@ FAULTS = (
         'stopped after any step, and what a kill leaves behind',
         'goes on bit for bit as if it had never stopped, on another machine too',
         (
-            f'{TRAIN}test_resume_at_every_step_is_exact',
+            f'{RESUME}test_resume_from_each_step_is_exact',
+            f'{RESUME}test_a_run_that_ended_early_resumes_exactly',
             f'{BUCKETS}test_a_run_in_a_bucket_goes_on_elsewhere',
             f'{BUCKETS}test_a_run_with_a_copy_goes_on_elsewhere',
         ),
@@ -81,7 +83,7 @@ FAULTS = (
         'all save the same step and end with 75 within 5 s; the run goes on bit for bit',
         (
             f'{KILLED}test_one_is_told_to_stop',
-            f'{TRAIN}test_sigterm_saves_and_the_next_start_goes_on_exactly',
+            f'{RESUME}test_a_run_that_ended_early_resumes_exactly',
             f'{STOP}test_a_second_sigterm_lets_the_save_go_on',
             f'{STOP}test_signals_while_the_process_ends',
         ),

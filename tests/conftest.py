@@ -28,7 +28,7 @@ from maxlm.data.skips import data_step
 from maxlm.runtime.compile_cache import keep_programs
 from tools.durations import Durations
 
-pytest_plugins = ['tests.time_report']
+pytest_plugins = ['tests.shared_steps', 'tests.time_report']
 
 ROOT = Path(__file__).parent.parent
 # Fixtures that start a browser or an emulator of a bucket on loopback.

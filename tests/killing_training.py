@@ -1,8 +1,9 @@
 """Kills a run again and again until it is done: `python -m tests.killing_training DIR SEED KILLS VERB ARGUMENTS…`.
 
-Makes DIR/whole, the run without kills, and DIR/0, 1, …, each the end of a run with kills. ARGUMENTS are those of the
-verb, train or grpo, without --workdir. Runs are forked from one process that has imported everything and asked nothing
-of JAX: most of the time of a fresh one is its imports, where there is nothing to kill.
+After the kills one more life gets SIGTERM, twice, and must save. Makes DIR/whole, the run without kills, and DIR/0, 1,
+…, each the end of a run with kills. ARGUMENTS are those of the verb, train or grpo, without --workdir. Runs are forked
+from one process that has imported everything and asked nothing of JAX: most of the time of a fresh one is its imports,
+where there is nothing to kill.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -17,8 +19,9 @@ from collections import Counter
 from pathlib import Path
 
 from maxlm import grpo, train
-from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.runtime.checkpoint import saved_steps
+from maxlm.runtime.events import read_events
 
 VERBS = {'train': train.main, 'grpo': grpo.main}
 
@@ -34,8 +37,12 @@ def start(workdir: Path, command: list[str]) -> int:
     return pid
 
 
-def live(workdir: Path, arguments: list[str], seconds: float) -> float | None:
-    """One life of a run, killed so many seconds after its first step; how long it trained if it came to its end."""
+def live(workdir: Path, arguments: list[str], seconds: float, number: int = signal.SIGKILL) -> float | None:
+    """Runs one life, which gets a signal so many seconds after its first save.
+
+    Returns:
+        How long it trained if it came to its end; None if the signal ended it.
+    """
     before = written(workdir)
     pid = start(workdir, arguments)
     began = None
@@ -48,8 +55,18 @@ def live(workdir: Path, arguments: list[str], seconds: float) -> float | None:
         if began is None and written(workdir) != before:
             began = time.monotonic()
         time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    os.kill(pid, number)
+    if number == signal.SIGKILL:
+        os.waitpid(pid, 0)
+        return None
+    os.kill(pid, number)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == EXIT_DONE:
+        return time.monotonic() - began
+    assert code == EXIT_PREEMPTED, f'exit code {code}'
+    told = [line for line in read_events(workdir).lines if line['kind'] == 'preempted'][-1]['message']
+    (step,) = re.findall(r'^SIGTERM: step (\d+) of \d+ is saved', told)
+    assert int(step) == max(saved_steps(workdir)), told
     return None
 
 
@@ -69,22 +86,22 @@ def stage(workdir: Path) -> str:
 def main(directory: Path, seed: int, kills: int, arguments: list[str]) -> None:
     """Prints what the kills met as JSON, as the last line."""
     rng = random.Random(seed)
-    # The first compiles; the second tells how long a run trains.
-    live(directory / 'warm', arguments, 600)
     duration = live(directory / 'whole', arguments, 600)
     assert duration
+    numbers = [*[signal.SIGKILL] * kills, signal.SIGTERM]
     met: Counter[str] = Counter()
     finished = 0
     lost = []
-    while met.total() < kills or (directory / str(finished)).exists():
+    while met.total() < len(numbers) or (directory / str(finished)).exists():
         workdir = directory / str(finished)
         before = max(saved_steps(workdir), default=0)
         # The last run comes to its end.
-        seconds = rng.uniform(0, 0.8 * duration) if met.total() < kills else 600
-        if live(workdir, arguments, seconds) is not None:
+        is_last = met.total() == len(numbers)
+        number = signal.SIGKILL if is_last else numbers[met.total()]
+        if live(workdir, arguments, 600 if is_last else rng.uniform(0, 0.8 * duration), number) is not None:
             finished += 1
             continue
-        met[stage(workdir)] += 1
+        met['preempted' if number == signal.SIGTERM else stage(workdir)] += 1
         if max(saved_steps(workdir), default=0) < before:
             lost.append(before)
     print(json.dumps({'met': met, 'finished': finished, 'lost': lost}))

@@ -1,4 +1,4 @@
-"""Starts the processes of one run on this machine, each with virtual CPU devices of its own.
+"""Processes of one run on this machine, each with virtual CPU devices of its own.
 
 `python -m tests.processes FAULT ARGUMENTS…` is `maxlm.train` in which process 1 is at fault when it reads batch 3.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from maxlm import train
 from maxlm.errors import InputError, exit_code
 from maxlm.runtime import reading
 from tests.cpu import cpu_flags
+from tests.fork_server import fork_server
 
 # Not that of tests.conftest, which sets the number of devices.
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,14 @@ class Processes:
     """While entered, `count` processes that run the same command; leaving kills those that are left."""
 
     def __init__(
-        self, count: int, devices: int, command: list[str], *, logs: Path, cache: Path, module: str = 'maxlm.train'
+        self,
+        count: int,
+        devices: int,
+        command: list[str],
+        *,
+        logs: Path,
+        cache: Path | None = None,
+        module: str = 'maxlm.train',
     ):
         """
         Args:
@@ -41,33 +48,31 @@ class Processes:
             devices: virtual devices of each.
             command: arguments of `module`.
             logs: directory for what they print.
-            cache: of compiled programs, shared by all.
+            cache: of compiled programs; None = that of the test session.
             module: what they run.
         """
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         coordinator = f'127.0.0.1:{free_port()}'
+        environment = {
+            **os.environ,
+            'JAX_PLATFORMS': 'cpu',
+            'XLA_FLAGS': cpu_flags(devices),
+            'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+            'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+        }
+        if cache is not None:
+            environment['JAX_COMPILATION_CACHE_DIR'] = str(cache)
         self.all = []
         for number in range(count):
-            environment = {
-                **os.environ,
-                'JAX_PLATFORMS': 'cpu',
-                'XLA_FLAGS': cpu_flags(devices),
-                'JAX_COMPILATION_CACHE_DIR': str(cache),
-                'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-                'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-            }
             if count > 1:
                 environment |= {
                     'MAXLM_COORDINATOR': coordinator,
                     'MAXLM_NUM_PROCESSES': str(count),
                     'MAXLM_PROCESS_ID': str(number),
                 }
-            with self._log(number).open('w') as log:
-                process = subprocess.Popen(
-                    [sys.executable, '-m', module, *command], cwd=ROOT, env=environment, stdout=log, stderr=log
-                )
-            self.all.append(process)
+            started = fork_server().start(module, command, environment=environment, log=self._log(number))
+            self.all.append(started)
 
     def __enter__(self) -> Processes:
         return self
@@ -78,11 +83,11 @@ class Processes:
             process.wait()
 
     def wait(self, timeout: float = 120) -> list[int]:
-        """The exit codes of all."""
+        """Returns the exit codes of all."""
         return [process.wait(timeout) for process in self.all]
 
     def output(self, number: int) -> str:
-        """What a process has printed so far."""
+        """Returns what a process has printed so far."""
         return self._log(number).read_text()
 
     def _log(self, number: int) -> Path:

@@ -1,84 +1,27 @@
-"""Reinforcement from the command line: a run learns, goes on exactly, and says what is wrong."""
+"""Reinforcement (GRPO) from the command line: a run learns, knows its reference, and says what is wrong."""
 
-import json
-import os
-import subprocess
-import sys
+import shutil
 
 import pytest
 
 from maxlm import grpo, train
-from maxlm.data.tokenizer import chars_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.runtime.checkpoint import saved_steps
-from maxlm.runtime.metrics import read_metrics
-from tests.conftest import ROOT
-from tests.cpu import cpu_flags
 from tests.processes import Processes
-from tests.starting import MODEL, make_start
-from tests.test_train import CLOCKED, SMALL, params_of, same
+from tests.small_posttraining import grpo_arguments, make_prompts
+from tests.test_train import curve
 
-# Short responses are rewarded, which a random model can learn at once: it has to end them.
-SETTINGS = {
-    'train.objective': 'grpo',
-    'train.num_steps': 8,
-    'train.global_batch': 16,
-    'train.log_every': 1,
-    'grpo.reward': 'length',
-    'grpo.samples': 8,
-    'grpo.prompts_per_rollout': 4,
-    'grpo.max_tokens': 12,
-    'grpo.eval_samples': 2,
-    'eval.every': 4,
-    'eval.samples': 1,
-    'optimizer.learning_rate': 0.05,
-    'optimizer.warmup_steps': 0,
-    'optimizer.schedule': 'constant',
-    'checkpoint.every_steps': 2,
-    'guard.window': 0,
-    'guard.max_rollbacks': 0,
-}
-CONFIG = str(ROOT / 'configs/tiny.py')
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 
 @pytest.fixture(scope='module')
 def start(tmp_path_factory):
-    """A workdir with a random model, and files of prompts beside it."""
     directory = tmp_path_factory.mktemp('start')
-    chars_tokenizer(['abcdefghxyz']).save(directory / 'tokenizer.json')
-    make_start(directory / 'sft', directory / 'tokenizer.json', vocab_size=16)
-    for name, texts in {'prompts': 'abcdefgh', 'held_out': 'xyz'}.items():
-        lines = [json.dumps({'prompt': f'ab{text}', 'target_length': 3}) for text in texts]
-        (directory / f'{name}.jsonl').write_text('\n'.join(lines))
+    make_prompts(directory)
     return directory
 
 
-def arguments(start, **overrides):
-    settings = {
-        **{key: value for key, value in SMALL.items() if key.startswith(('metrics', 'model.'))},
-        'model.dropout': 0.0,
-        **{key.replace('__', '.'): value for key, value in MODEL.items()},
-        'model.vocab_size': 16,
-        'data.window': 24,
-        'train.init_from': start / 'sft',
-        'grpo.prompts': start / 'prompts.jsonl',
-        'grpo.eval_prompts': start / 'held_out.jsonl',
-        **SETTINGS,
-        **{key.replace('__', '.'): value for key, value in overrides.items()},
-    }
-    return [f'--config={CONFIG}', *(f'--config.{key}={value}' for key, value in settings.items())]
-
-
 def run(start, workdir, **overrides):
-    return exit_code(grpo.main, [*arguments(start, **overrides), f'--workdir={workdir}'])
-
-
-def curve(workdir):
-    clocked = (*CLOCKED, 'rollout/tokens_per_second', 'rollout/judging')
-    lines = {}
-    for line in read_metrics(workdir):
-        lines.setdefault(line['step'], {}).update({k: v for k, v in line.items() if not k.startswith(clocked)})
-    return lines
+    return exit_code(grpo.main, [*grpo_arguments(start, **overrides), f'--workdir={workdir}'])
 
 
 @pytest.fixture(scope='module')
@@ -110,40 +53,24 @@ def test_it_learns_what_is_rewarded(whole):
 
 def test_what_moves_is_the_advantage(start, tmp_path):
     """Control: without a difference within groups nothing is learned."""
-    assert run(start, tmp_path, train__num_steps=2, grpo__reward='0*length', eval__every=0) == EXIT_DONE
+    assert run(start, tmp_path, grpo__reward='0*length', eval__every=0) == EXIT_DONE
     lines = curve(tmp_path)
     assert lines[1]['rollout/agreeing'] == 1
     assert [lines[step]['train/grad_norm'] for step in (1, 2)] == [0, 0]
 
 
-def test_it_goes_on_exactly(start, whole, tmp_path):
-    assert run(start, tmp_path / 'run', train__num_steps=8, guard__max_hours=1e-9) == EXIT_DONE
-    # It was over with its budget, after a pair of steps and not within it.
-    stopped = max(saved_steps(tmp_path / 'run'))
-    assert stopped in (2, 4)
-    assert run(start, tmp_path / 'run') == EXIT_DONE
-    assert curve(tmp_path / 'run') == curve(whole)
-    assert same(params_of(tmp_path / 'run', 8), params_of(whole, 8))
-
-
-def test_a_kill_changes_nothing(start, whole, tmp_path):
-    environment = {**os.environ, 'XLA_FLAGS': cpu_flags(8)}
-    command = [sys.executable, '-m', 'tests.killing_training', str(tmp_path), '0', '1', 'grpo', *arguments(start)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert curve(tmp_path / '0') == curve(tmp_path / 'whole')
-    assert same(params_of(tmp_path / '0', 8), params_of(tmp_path / 'whole', 8))
-
-
 def test_the_reference_is_what_the_run_started_from(start, tmp_path):
     settings = {'grpo__kl_weight': 0.5, 'eval__every': 0}
-    assert run(start, tmp_path / 'run', **settings, train__num_steps=4) == EXIT_DONE
-    lines = curve(tmp_path / 'run')
+    assert run(start, tmp_path / 'once', **settings) == EXIT_DONE
+    lines = curve(tmp_path / 'once')
     # At first the model is its reference, then it moves away.
     assert abs(lines[1]['train/reference_kl']) < 1e-9
     assert lines[2]['train/reference_kl'] > 1e-6
+    # A run that goes on has the same reference.
+    shutil.copytree(tmp_path / 'once', tmp_path / 'run')
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / 'run/checkpoints' / str(step))
     assert run(start, tmp_path / 'run', **settings) == EXIT_DONE
-    assert run(start, tmp_path / 'once', **settings) == EXIT_DONE
     assert curve(tmp_path / 'run') == curve(tmp_path / 'once')
     # It is no part of a checkpoint.
     assert not [path for path in (tmp_path / 'run/checkpoints/8').iterdir() if 'reference' in path.name]
@@ -162,9 +89,10 @@ def test_another_mesh_learns_the_same(start, whole, tmp_path):
     assert lines[1]['rollout/reward'] == wanted[1]['rollout/reward']
 
 
+@pytest.mark.multiprocess
 def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
-    words = [*arguments(start), f'--workdir={tmp_path / "run"}']
-    with Processes(2, 4, words, logs=tmp_path, cache=tmp_path / 'programs', module='maxlm.grpo') as processes:
+    words = [*grpo_arguments(start), f'--workdir={tmp_path / "run"}']
+    with Processes(2, 4, words, logs=tmp_path, module='maxlm.grpo') as processes:
         codes = processes.wait()
         assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
     lines, wanted = curve(tmp_path / 'run'), curve(whole)
@@ -204,5 +132,5 @@ def test_bad_input_is_told_in_a_line(start, tmp_path, capsys, overrides, words):
 
 
 def test_train_says_which_verb_it_is(start, tmp_path, capsys):
-    assert exit_code(train.main, [*arguments(start), f'--workdir={tmp_path}']) == EXIT_BAD_INPUT
+    assert exit_code(train.main, [*grpo_arguments(start), f'--workdir={tmp_path}']) == EXIT_BAD_INPUT
     assert 'start it by python -m maxlm.grpo' in capsys.readouterr().err

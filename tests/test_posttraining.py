@@ -1,7 +1,7 @@
-"""From a teacher who errs to a model that does not: instruction, then reward.
+"""Instruction, then reward: from a teacher who errs to a model that does not.
 
-Slow, since a model learns in earnest: about half a minute. The tasks of configs/arithmetic.py and configs/synth.py,
-which take minutes, are measured by benchmarks/posttraining.py.
+Nightly a model learns in earnest, for about half a minute; otherwise both phases take a few steps. The tasks of
+configs/arithmetic.py and configs/synth.py, which take minutes, are measured by benchmarks/posttraining.py.
 """
 
 import json
@@ -11,8 +11,10 @@ import sys
 
 import pytest
 
+from maxlm import grpo, train
 from maxlm.errors import EXIT_DONE
 from maxlm.runtime.metrics import read_metrics
+from maxlm.runtime.workdir import read_config
 from tests.conftest import ROOT
 from tests.cpu import fast_environment
 from tests.preparing import run as prepare
@@ -22,25 +24,23 @@ MODEL = {'model.num_layers': 2, 'model.dim': 64, 'model.num_heads': 2, 'metrics.
 QUIET = {'metrics.tensorboard': False, 'metrics.peak_tflops': 1}
 
 
-def run(verb, variant, workdir, **settings):
-    """A process of its own, on one device with programs that XLA makes fast."""
+def arguments(variant, workdir, **settings):
     words = {**MODEL, **QUIET, **{key.replace('__', '.'): value for key, value in settings.items()}}
     command = [f'--config={ROOT}/configs/arithmetic.py:{variant}', f'--workdir={workdir}']
-    command += [f'--config.{key}={value}' for key, value in words.items()]
-    done = subprocess.run(
-        [sys.executable, '-m', f'maxlm.{verb}', *command],
-        cwd=ROOT,
-        env=fast_environment(),
-        capture_output=True,
-        text=True,
-    )
+    return [*command, *(f'--config.{key}={value}' for key, value in words.items())]
+
+
+def run(verb, variant, workdir, **settings):
+    """Runs a process of its own, on one device with programs that XLA makes fast."""
+    command = [sys.executable, '-m', f'maxlm.{verb}', *arguments(variant, workdir, **settings)]
+    done = subprocess.run(command, cwd=ROOT, env=fast_environment(), capture_output=True, text=True)
     assert done.returncode == EXIT_DONE, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.fixture(scope='module')
-def taught(tmp_path_factory):
-    """A model after chats in which a letter is answered by yes, or, seven times of ten, by no."""
-    directory = tmp_path_factory.mktemp('taught')
+def lessons(tmp_path_factory):
+    """Chats in which a letter is answered by yes, or, seven times of ten, by no, and prompts."""
+    directory = tmp_path_factory.mktemp('lessons')
     rng = random.Random(0)
     letters = 'abcdefghijklmnopqrstuvwxyz'
     chats = []
@@ -55,8 +55,12 @@ def taught(tmp_path_factory):
     (directory / 'held_out.jsonl').write_text('\n'.join(prompts[20:]))
     flags = ['--format=chat', '--chat_template=chatml', '--tokenizer=bytes', f'--pack_window={WINDOW}']
     assert prepare('--input', directory / 'chats.jsonl', '--output', directory / 'data', *flags) == EXIT_DONE
-    settings = {
-        'data__path': directory / 'data',
+    return directory
+
+
+def sft_settings(lessons):
+    return {
+        'data__path': lessons / 'data',
         'data__window': WINDOW,
         'train__num_steps': 80,
         'optimizer__warmup_steps': 10,
@@ -65,16 +69,14 @@ def taught(tmp_path_factory):
         'eval__samples': 0,
         'checkpoint__every_steps': 0,
     }
-    run('train', 'sft', directory / 'sft', **settings)
-    return directory
 
 
-def test_reward_makes_it_better_than_its_teacher(taught, tmp_path):
-    settings = {
+def rl_settings(lessons, sft):
+    return {
         'data__window': WINDOW,
-        'train__init_from': taught / 'sft',
-        'grpo__prompts': taught / 'prompts.jsonl',
-        'grpo__eval_prompts': taught / 'held_out.jsonl',
+        'train__init_from': sft,
+        'grpo__prompts': lessons / 'prompts.jsonl',
+        'grpo__eval_prompts': lessons / 'held_out.jsonl',
         'grpo__reward': 'exact',
         'grpo__max_tokens': WINDOW - PROMPT,
         'grpo__samples': 8,
@@ -88,10 +90,38 @@ def test_reward_makes_it_better_than_its_teacher(taught, tmp_path):
         'optimizer__learning_rate': 1e-3,
         'optimizer__min_learning_rate': 1e-4,
     }
-    run('grpo', 'rl', tmp_path, **settings)
-    evaluations = {line['step']: line for line in read_metrics(tmp_path) if 'eval/accuracy' in line}
-    before, after = evaluations[0]['eval/mean_accuracy'], evaluations[12]['eval/mean_accuracy']
+
+
+def evaluations(workdir):
+    return {line['step']: line for line in read_metrics(workdir) if 'eval/accuracy' in line}
+
+
+def test_reward_follows_instruction(lessons, shared_steps, tmp_path):
+    tiny = {'model__num_layers': 1, 'model__dim': 16, 'optimizer__warmup_steps': 0}
+    sft, rl = tmp_path / 'sft', tmp_path / 'rl'
+    settings = {**sft_settings(lessons), **tiny, 'train__num_steps': 2, 'train__global_batch': 8}
+    assert train.main(arguments('sft', sft, **settings)) == EXIT_DONE
+    few = {'train__num_steps': 2, 'train__log_every': 1, 'eval__every': 2, 'train__global_batch': 16}
+    few |= {'grpo__samples': 4, 'grpo__prompts_per_rollout': 4, 'grpo__eval_samples': 2}
+    assert grpo.main(arguments('rl', rl, **{**rl_settings(lessons, sft), **tiny, **few})) == EXIT_DONE
+    assert read_config(rl).model == read_config(sft).model
+    assert f'starting with the parameters of {sft}/checkpoints/2/params' in (rl / 'run.log').read_text()
+    assert (rl / 'chat_template.jinja').read_text() == (sft / 'chat_template.jinja').read_text()
+    assert sorted(evaluations(rl)) == [0, 2]
+    # A model of two steps answers nothing right, and so learns nothing from rewards.
+    lines = {line['step']: line for line in read_metrics(rl) if 'train/loss' in line}
+    assert lines[1]['train/grad_norm'] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+@pytest.mark.timeout(900)
+def test_reward_makes_it_better_than_its_teacher(lessons, tmp_path):
+    run('train', 'sft', tmp_path / 'sft', **sft_settings(lessons))
+    run('grpo', 'rl', tmp_path / 'rl', **rl_settings(lessons, tmp_path / 'sft'))
+    found = evaluations(tmp_path / 'rl')
+    before, after = found[0]['eval/mean_accuracy'], found[12]['eval/mean_accuracy']
     assert 0.1 < before < 0.5
     assert after > before + 0.2
     # Three letters, and the end, which the chats taught it.
-    assert evaluations[12]['eval/length'] == 4
+    assert found[12]['eval/length'] == 4

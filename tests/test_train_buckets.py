@@ -5,8 +5,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -16,9 +14,12 @@ from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.storage.run import RunStorage
 from tests.buckets import s3 as s3_buckets
 from tests.cpu import cpu_flags
+from tests.fork_server import fork_server
 from tests.gcs_emulator import running
 from tests.processes import Processes
 from tests.test_train import arguments, curve, params_of, run, same
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
 
 SETTINGS = {
     'checkpoint__every_steps': 2,
@@ -36,28 +37,30 @@ def whole(dataset, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.multiprocess
+@pytest.mark.network_emulator
 def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
-    """Slow: TensorStore reads its environment once, so each life is a process."""
+    """Starts a process for each life, since TensorStore reads its environment once."""
     url = 'gs://bucket/runs/one'
     with running('bucket') as emulator:
         environment = {**os.environ, **emulator.environment, 'XLA_FLAGS': cpu_flags(8), 'HOME': str(tmp_path)}
+        environment |= {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+        log = tmp_path / 'log'
 
         def maxlm(verb, *words):
-            command = [sys.executable, '-m', f'maxlm.{verb}', *words]
-            return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            process = fork_server().start(f'maxlm.{verb}', words, environment=environment, log=log)
+            assert process.wait(100) == EXIT_DONE, log.read_text()
+            return log.read_text()
 
         def life(machine, num_steps, **settings):
             settings = {**SETTINGS, 'data__cache': tmp_path / machine, 'train__num_steps': num_steps, **settings}
             return maxlm('train', *arguments(dataset, url, **settings))
 
-        first = life('first', 4)
-        assert first.returncode == EXIT_DONE, first.stderr
+        life('first', 4)
         shutil.rmtree(tmp_path / 'first')
         # The sixth step is refused, and that is all that happens.
         emulator.fault('checkpoints/6', status=403)
-        second = life('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
-        assert second.returncode == EXIT_DONE, second.stderr
-        assert 'going on from step 4' in second.stdout
+        assert 'going on from step 4' in life('second', 8, alerts__file=tmp_path / 'alerts.jsonl')
         (alert,) = map(json.loads, (tmp_path / 'alerts.jsonl').read_text().splitlines())
         assert re.search('step 6 is not saved: the bucket answers with status 403; .*the run goes on', alert['message'])
         emulator.clear()
@@ -67,44 +70,35 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
 
         (there,) = (tmp_path / 'second' / 'runs').iterdir()
         assert curve(there) == curve(whole)
-        evaluated = maxlm('evaluate', f'--checkpoint={url}@best', f'--data={dataset}')
-        assert evaluated.returncode == EXIT_DONE, evaluated.stderr
-        assert 'step 8: loss' in evaluated.stdout
+        assert 'step 8: loss' in maxlm('evaluate', f'--checkpoint={url}@best', f'--data={dataset}')
         # Another run goes on from it, with all of the state.
         (tmp_path / 'new').mkdir()
-        new = maxlm(
-            'train',
-            *arguments(dataset, tmp_path / 'new', **SETTINGS, train__num_steps=8),
-            f'--resume={url}@4',
-        )
-        assert new.returncode == EXIT_DONE, new.stderr
+        maxlm('train', *arguments(dataset, tmp_path / 'new', **SETTINGS, train__num_steps=8), f'--resume={url}@4')
         assert curve(tmp_path / 'new') == curve(whole)
         assert same(params_of(tmp_path / 'new', 8), params_of(whole, 8))
 
 
+@pytest.mark.multiprocess
+@pytest.mark.network_emulator
 def test_processes_that_share_nothing_but_a_bucket(dataset, tmp_path, whole, monkeypatch):
-    """Slow: processes. As on the machines of a TPU pod, each has a directory of its own."""
+    """Each process has a directory of its own, as on the machines of a TPU pod."""
     url = 'gs://bucket/runs/two'
     with running('bucket') as emulator:
         for name, value in emulator.environment.items():
             monkeypatch.setenv(name, value)
 
-        def life(machine, count, devices, num_steps):
+        def life(machine, num_steps):
             words = arguments(dataset, url, **SETTINGS, data__cache=tmp_path / machine, train__num_steps=num_steps)
-            with Processes(
-                count, devices, words, logs=tmp_path / f'{machine}-logs', cache=tmp_path / 'programs'
-            ) as all_:
-                assert all_.wait() == [EXIT_DONE] * count, all_.output(0) + all_.output(count - 1)
-                return all_.output(0)
+            with Processes(2, 4, words, logs=tmp_path / f'{machine}-logs') as both:
+                assert both.wait(100) == [EXIT_DONE] * 2, both.output(0) + both.output(1)
+                return both.output(0)
 
         # Refused at the first save, for all of them.
         emulator.fault('checkpoints/_probe', status=403, times=1)
-        output = life('first', 2, 4, 4)
-        assert 'step 2 is not saved' in output
+        assert 'step 2 is not saved' in life('first', 4)
         shutil.rmtree(tmp_path / 'first')
-        assert 'going on from step 4' in life('second', 2, 4, 6)
-        assert 'going on from step 6' in life('third', 1, 8, 8)
-        (there,) = (tmp_path / 'third' / 'runs').iterdir()
+        assert 'going on from step 4' in life('second', 8)
+        (there,) = (tmp_path / 'second' / 'runs').iterdir()
         found, wanted = curve(there), curve(whole)
         assert sorted(found) == sorted(wanted)
         for step in wanted:

@@ -16,6 +16,8 @@ from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.test_train import arguments
 
+pytestmark = pytest.mark.multiprocess
+
 BEAT_SECONDS = 0.1
 SETTINGS = {
     'train__num_steps': slow_training.LAST,
@@ -38,7 +40,6 @@ def held_up(dataset, tmp_path_factory):
     environment = {
         **os.environ,
         'XLA_FLAGS': cpu_flags(1),
-        'JAX_COMPILATION_CACHE_DIR': str(directory / 'programs'),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     }

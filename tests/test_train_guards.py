@@ -19,6 +19,8 @@ from maxlm.runtime.spending import Spending
 from maxlm.runtime.workdir import read_config
 from tests.test_train import curve, ends, params_of, run, same
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 # Steps that are saved: 4, 8, 12, …; one evaluation at the end.
 SETTINGS = {
     'model__dropout': 0,
@@ -27,6 +29,7 @@ SETTINGS = {
     'checkpoint__every_steps': 4,
     'eval__every': 16,
     'guard__rollback_margin': 2,
+    'optimizer__schedule': 'constant',
 }
 
 
@@ -119,7 +122,8 @@ def test_a_budget_stops_a_run_with_its_state_saved(dataset, tmp_path, slow_clock
 
 def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys):
     workdir = tmp_path / 'run'
-    settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__min_learning_rate': 0}
+    schedule = {'optimizer__schedule': 'cosine', 'optimizer__min_learning_rate': 0}
+    settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1} | schedule
     assert run(dataset, workdir, **settings) == EXIT_DONE
     out = capsys.readouterr().out
     (num_steps,) = map(int, re.findall(r'at this pace the budget is (\d+) steps', out))

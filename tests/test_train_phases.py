@@ -16,7 +16,10 @@ from tests.huggingface.transformers_models import CASES, make_model
 from tests.processes import Processes
 from tests.test_train import arguments, curve, params_of, run, same
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 MODEL = {'model__family': 'llama', 'model__dropout': 0, 'model__tie_embeddings': 'false', 'eval__every': 0}
+MODEL |= {'optimizer__schedule': 'constant'}
 SCHEDULE = '((16, 0.3), (32, 0.6))'
 LONGER = {
     **MODEL,
@@ -26,14 +29,8 @@ LONGER = {
     'model__rotary_factor': 4,
     'train__num_steps': 10,
 }
-# With hardly a rate what is saved is what the run started with.
-STILL = {
-    'optimizer__learning_rate': 1e-30,
-    'optimizer__min_learning_rate': 0,
-    'optimizer__weight_decay': 0,
-    'optimizer__warmup_steps': 0,
-    'train__num_steps': 1,
-}
+# The first step of a warm-up has no rate: what is saved is what the run started with.
+STILL = {'train__num_steps': 1}
 BYTES, TOKENS, ROWS = 257, 259, 264
 CHAT = {**LONGER, 'data__context_schedule': '()', 'model__vocab_size': ROWS, 'train__num_steps': 6}
 
@@ -215,16 +212,15 @@ def test_a_model_of_transformers_grows(chats, base, tmp_path):
     assert run(chats, tmp_path / 'still', **{**settings, **STILL}) == EXIT_DONE
     assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'still', 1))
     # Control: a step with a rate moves what it has seen.
-    rate = {'optimizer__learning_rate': 1e-3, 'optimizer__warmup_steps': 0, 'train__num_steps': 1}
-    assert run(chats, tmp_path / 'moved', **settings, **rate) == EXIT_DONE
+    assert run(chats, tmp_path / 'moved', **settings, train__num_steps=2) == EXIT_DONE
     with pytest.raises(AssertionError):
-        assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'moved', 1))
+        assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'moved', 2))
 
 
-def test_two_processes_start_with_the_same(longer, chats, tmp_path, tmp_path_factory):
+@pytest.mark.multiprocess
+def test_two_processes_start_with_the_same(longer, chats, tmp_path):
     settings = {**CHAT, **STILL, 'mesh__tensor': 2, 'train__init_from': longer[0]}
     words = arguments(chats, tmp_path / 'two', **settings)
-    cache = tmp_path_factory.mktemp('programs')
-    with Processes(2, 4, words, logs=tmp_path / 'logs', cache=cache) as processes:
-        assert processes.wait(300) == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
+    with Processes(2, 4, words, logs=tmp_path / 'logs') as processes:
+        assert processes.wait(100) == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
     assert_grown(tables(longer[0], 10), tables(tmp_path / 'two', 1))

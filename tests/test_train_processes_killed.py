@@ -12,6 +12,9 @@ from tests.cpu import cpu_flags
 from tests.faults import how_many, measured
 from tests.test_train import arguments, curve, params_of, same
 
+# All kills of the full count take up to an hour.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(how_many(120, 3600))]
+
 # Long enough to be caught in its middle, and with several lives.
 LAST = how_many(24, 60)
 SETTINGS = {
@@ -29,14 +32,12 @@ SIGNALS = ('SIGTERM', 'SIGKILL', 'SIGSTOP')
 @pytest.fixture(scope='module')
 def end_one(dataset, tmp_path_factory):
     """Ends one of the processes by each signal in turn; returns the longest seconds, and what to say of the runs."""
-    cache = tmp_path_factory.mktemp('programs')
 
     def end_one(*names):
         directory = tmp_path_factory.mktemp('runs')
         environment = {
             **os.environ,
             'XLA_FLAGS': cpu_flags(1),
-            'JAX_COMPILATION_CACHE_DIR': str(cache),
             'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
             'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
         }

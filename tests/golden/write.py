@@ -1,12 +1,19 @@
-"""Writes the golden curve anew: `python -m tests.golden.write`, after the recipe was changed on purpose."""
+"""Writes the golden curves anew: `python -m tests.golden.write`, after the recipe was changed on purpose.
+
+With arguments it writes those files only: `python -m tests.golden.write short.json`.
+"""
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
 from tests.conftest import make_dataset
-from tests.golden.curve import FILE, golden_run
+from tests.golden.curve import FULL, SHORT, golden_run
 
 with tempfile.TemporaryDirectory() as folder:
-    curve = golden_run(make_dataset(Path(folder)), Path(folder) / 'run')
-FILE.write_text(json.dumps(curve, indent=1) + '\n')
+    dataset = make_dataset(Path(folder))
+    for golden in (SHORT, FULL):
+        if not sys.argv[1:] or golden.file.name in sys.argv[1:]:
+            curve = golden_run(golden, dataset, Path(folder) / golden.file.stem)
+            golden.file.write_text(json.dumps(curve, indent=1) + '\n')

@@ -1,0 +1,107 @@
+"""Fixture with which the training runs of a process trace and compile equal steps once.
+
+A run makes its jitted functions anew, so JAX cannot share them between runs of one process. Most of the time of a run
+of three steps is tracing and compiling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxlm.config.keys import Config
+from maxlm.planning import forecast
+from maxlm.planning.compile import CompiledStep, compile_train_step
+from maxlm.runtime import evaluation, start, stepping
+from maxlm.training.sharding import Layout
+from maxlm.training.state import TrainState, init_state
+from maxlm.training.step import make_eval_step
+
+# Keys that change neither a step nor the first state; `test_shared_steps.py` proves it.
+OTHER_SECTIONS = ('eval', 'checkpoint', 'alerts', 'metrics', 'profile')
+OTHER_KEYS = {
+    'data': (
+        *('path', 'sources', 'seed', 'pool_shards', 'allow_change', 'threads', 'prefetch', 'workers'),
+        *('cache', 'cache_gib', 'fetch_threads', 'warn_epochs'),
+    ),
+    'train': ('init_from', 'price_per_hour', 'log_every', 'stuck_seconds', 'max_skipped_steps', 'compile_cache'),
+    'guard': ('max_rollbacks', 'rollback_margin', 'patience', 'min_delta', 'max_hours', 'max_dollars'),
+    'grpo': ('reward', 'eval_reward', 'prompts', 'eval_prompts', 'eval_samples'),
+}
+BATCH_KEYS = (
+    *('num_steps', 'num_tokens', 'num_epochs', 'hours', 'dollars'),
+    *('global_batch', 'global_batch_tokens', 'micro_batch'),
+)
+
+
+def computed_by(config: Config) -> Any:
+    """Returns what is equal of configs of which step and first state are equal."""
+    sections: dict[str, Any] = dict.fromkeys(OTHER_SECTIONS)
+    for section, names in OTHER_KEYS.items():
+        sections[section] = dataclasses.replace(getattr(config, section), **dict.fromkeys(names))
+    config = dataclasses.replace(config, **sections)
+    if config.optimizer.schedule == 'constant':
+        # The length of a run matters to its schedule alone.
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=None))
+    return config
+
+
+class SharedSteps:
+    """Steps and first states by what they compute."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def compile_train_step(
+        self, config: Config, layout: Layout, abstract: TrainState, num_sources: int = 0
+    ) -> CompiledStep:
+        key = ('train', computed_by(config), layout, num_sources)
+        return self._once(key, lambda: compile_train_step(config, layout, abstract, num_sources))
+
+    def make_eval_step(self, config: Config, layout: Layout, num_sources: int = 0) -> Callable[..., Any]:
+        """Returns the same function for equal configs, so that `jax.jit` finds what it compiled for it."""
+        key = ('eval', computed_by(config), layout, num_sources)
+        return self._once(key, lambda: make_eval_step(config, layout, num_sources))
+
+    def init_state(self, config: Config, layout: Layout) -> TrainState:
+        """Returns a copy, since steps donate the state that they are given."""
+
+        def make() -> tuple[TrainState, Callable[[TrainState], TrainState]]:
+            state = init_state(config, layout)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+            return state, jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)
+
+        key_config = computed_by(config)
+        # It does not depend on the batch and on the length of the run.
+        train = dataclasses.replace(key_config.train, **dict.fromkeys(BATCH_KEYS))
+        key = ('init', dataclasses.replace(key_config, train=train, data=None), layout)
+        state, copy = self._once(key, make)
+        return copy(state)
+
+
+@functools.cache
+def _of_process() -> SharedSteps:
+    return SharedSteps()
+
+
+@pytest.fixture(scope='module')
+def shared_steps() -> Iterator[None]:
+    """Shares steps and first states among the training runs of this process."""
+    steps = _of_process()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forecast, 'compile_train_step', steps.compile_train_step)
+        patch.setattr(stepping, 'compile_train_step', steps.compile_train_step)
+        patch.setattr(evaluation, 'make_eval_step', steps.make_eval_step)
+        patch.setattr(start, 'init_state', steps.init_state)
+        yield

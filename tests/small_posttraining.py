@@ -1,0 +1,113 @@
+"""Small runs of instruction, preferences (DPO) and reinforcement (GRPO), and the data that they start from."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from maxlm.data.tokenizer import chars_tokenizer
+from maxlm.errors import EXIT_DONE
+from tests.conftest import ROOT
+from tests.preparing import run as prepare
+from tests.starting import MODEL, make_start
+from tests.test_train import SMALL
+
+CONFIG = f'--config={ROOT}/configs/tiny.py'
+WINDOW = 64
+PREFERENCES = {
+    'train.objective': 'dpo',
+    'train.num_steps': 12,
+    'train.global_batch': 16,
+    'train.log_every': 1,
+    'data.window': WINDOW,
+    'model.dropout': 0.0,
+    'eval.every': 6,
+    'eval.num_batches': 0,
+    'eval.samples': 1,
+    'eval.sample_tokens': 4,
+    'optimizer.learning_rate': 0.01,
+    'optimizer.warmup_steps': 0,
+    'checkpoint.every_steps': 6,
+    'checkpoint.keep_last': 5,
+}
+# Short responses are rewarded, which a random model can learn at once: it has to end them.
+REINFORCEMENT = {
+    'train.objective': 'grpo',
+    'train.num_steps': 8,
+    'train.global_batch': 16,
+    'train.log_every': 1,
+    'grpo.reward': 'length',
+    'grpo.samples': 8,
+    'grpo.prompts_per_rollout': 4,
+    'grpo.max_tokens': 12,
+    'grpo.eval_samples': 2,
+    'eval.every': 4,
+    'eval.samples': 1,
+    'model.dropout': 0.0,
+    'optimizer.learning_rate': 0.05,
+    'optimizer.warmup_steps': 0,
+    'optimizer.schedule': 'constant',
+    'checkpoint.every_steps': 2,
+    'guard.window': 0,
+    'guard.max_rollbacks': 0,
+}
+
+
+def make_preferences(directory: Path, pairs: int = 400) -> None:
+    """Writes `data`, pairs of which the answer with fewer z is the better one, and `sft`, a model to start from."""
+    rng = random.Random(0)
+    lines = []
+    for _ in range(pairs):
+        prompt, chosen, rejected = (''.join(rng.choices(letters, k=3)) for letters in ('abc', 'abcxy', 'abcz'))
+        lines.append(json.dumps({'prompt': prompt, 'chosen': chosen, 'rejected': f'z{rejected}'}))
+    (directory / 'pairs.jsonl').write_text('\n'.join(lines))
+    flags = ['--format=preference', '--tokenizer=bytes', f'--pack_window={WINDOW}', '--validation_share=0.2']
+    assert prepare('--input', directory / 'pairs.jsonl', '--output', directory / 'data', *flags) == EXIT_DONE
+    make_start(directory / 'sft', directory / 'data/tokenizer.json')
+
+
+def make_chats(directory: Path, tokenizer: Path) -> None:
+    """Writes `chats`, conversations of one turn."""
+    turns = [[{'role': 'user', 'content': f'say {n}'}, {'role': 'assistant', 'content': str(n)}] for n in range(300)]
+    (directory / 'chats.jsonl').write_text('\n'.join(json.dumps({'messages': messages}) for messages in turns))
+    flags = ['--format=chat', f'--tokenizer={tokenizer}', f'--pack_window={WINDOW}', '--validation_share=0.2']
+    assert prepare('--input', directory / 'chats.jsonl', '--output', directory / 'chats', *flags) == EXIT_DONE
+
+
+def make_prompts(directory: Path) -> None:
+    """Writes `prompts.jsonl` and `held_out.jsonl`, and `sft`, a model to start from."""
+    chars_tokenizer(['abcdefghxyz']).save(directory / 'tokenizer.json')
+    make_start(directory / 'sft', directory / 'tokenizer.json', vocab_size=16)
+    for name, texts in {'prompts': 'abcdefgh', 'held_out': 'xyz'}.items():
+        lines = [json.dumps({'prompt': f'ab{text}', 'target_length': 3}) for text in texts]
+        (directory / f'{name}.jsonl').write_text('\n'.join(lines))
+
+
+def preference_arguments(start: Path, **overrides: Any) -> list[str]:
+    """Returns arguments of `maxlm.train` that learn from the pairs in `start`."""
+    return _arguments({'data.path': start / 'data', 'train.init_from': start / 'sft', **PREFERENCES}, overrides)
+
+
+def grpo_arguments(start: Path, **overrides: Any) -> list[str]:
+    """Returns arguments of `maxlm.grpo` that learn from the prompts in `start`."""
+    settings = {
+        'model.vocab_size': 16,
+        'data.window': 24,
+        'train.init_from': start / 'sft',
+        'grpo.prompts': start / 'prompts.jsonl',
+        'grpo.eval_prompts': start / 'held_out.jsonl',
+        **REINFORCEMENT,
+    }
+    return _arguments(settings, overrides)
+
+
+def _arguments(settings: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
+    settings = {
+        **{key: value for key, value in SMALL.items() if key.startswith('metrics')},
+        **{key.replace('__', '.'): value for key, value in MODEL.items()},
+        **settings,
+        **{key.replace('__', '.'): value for key, value in overrides.items()},
+    }
+    return [CONFIG, *(f'--config.{key}={value}' for key, value in settings.items())]

@@ -1,0 +1,181 @@
+"""Exact resume: a run that ends early and is started again has the losses and parameters of one that did not end.
+
+Rows of the matrix are objectives, columns are ways to end. A killed process is simulated by an exception; real
+processes are killed in `test_train_killed.py`, `test_train_processes_killed.py` and `test_train_buckets.py`.
+"""
+
+import functools
+import shutil
+import signal
+
+import pytest
+
+from maxlm import grpo, train
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
+from maxlm.runtime.checkpoint import saved_steps
+from maxlm.runtime.events import read_events
+from maxlm.runtime.reporter import Reporter
+from tests.small_posttraining import (
+    WINDOW,
+    grpo_arguments,
+    make_chats,
+    make_preferences,
+    make_prompts,
+    preference_arguments,
+)
+from tests.test_train import arguments, curve, ends, params_of, run, same
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
+LAST = 6
+SETTINGS = {
+    'train__num_steps': LAST,
+    'checkpoint__every_steps': 2,
+    'checkpoint__keep_last': LAST,
+    'eval__every': 2,
+    'eval__samples': 0,
+}
+# The same model for texts and for conversations, so that they share their programs.
+NEXT_TOKEN = {**SETTINGS, 'optimizer__ema_decay': 0.9, 'model__vocab_size': 264, 'data__window': WINDOW}
+# With a constant rate after a warm-up of five steps, runs of other lengths have the same step.
+NEXT_TOKEN |= {'optimizer__schedule': 'constant'}
+EVERY_STEP = {**NEXT_TOKEN, 'train__num_steps': 4, 'checkpoint__every_steps': 1}
+
+
+class KilledError(BaseException):
+    """Takes the place of SIGKILL: no code of the run handles it."""
+
+
+@pytest.fixture
+def end_at(monkeypatch):
+    """Returns a function after which the next run ends when it has dispatched a step."""
+
+    def end_at(step, how):
+        original = Reporter.submit
+
+        def submit(self, number, *words):
+            original(self, number, *words)
+            if number == step:
+                if how == 'killed':
+                    raise KilledError
+                # Twice, as by an impatient user.
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
+
+        monkeypatch.setattr(Reporter, 'submit', submit)
+
+    yield end_at
+    monkeypatch.undo()
+
+
+def without_workdir(words):
+    return [word for word in words if not word.startswith('--workdir=')]
+
+
+@pytest.fixture(scope='module')
+def commands(dataset, tmp_path_factory):
+    """Returns the main function and the arguments of each objective."""
+    directory = tmp_path_factory.mktemp('start')
+    preferences, prompts = directory / 'preferences', directory / 'prompts'
+    preferences.mkdir()
+    prompts.mkdir()
+    make_preferences(preferences)
+    make_chats(preferences, preferences / 'data/tokenizer.json')
+    make_prompts(prompts)
+    texts, chats = arguments(dataset, '', **NEXT_TOKEN), arguments(preferences / 'chats', '', **NEXT_TOKEN)
+    return {
+        'next_token': (train.main, without_workdir(texts)),
+        'instruction': (train.main, without_workdir(chats)),
+        'dpo': (train.main, preference_arguments(preferences, **SETTINGS)),
+        # A run that is told to stop does not evaluate, and GRPO stops at a step at which others would.
+        'grpo': (grpo.main, grpo_arguments(prompts, **{**SETTINGS, 'eval__every': LAST})),
+    }
+
+
+@pytest.fixture(scope='module')
+def wholes(commands, tmp_path_factory):
+    """Returns a function that makes the run of an objective that does not end early, once."""
+    made = {}
+
+    def whole(objective):
+        if objective not in made:
+            made[objective] = tmp_path_factory.mktemp('whole') / objective
+            main, words = commands[objective]
+            assert exit_code(main, [*words, f'--workdir={made[objective]}']) == EXIT_DONE
+        return made[objective]
+
+    return whole
+
+
+@pytest.fixture(scope='module')
+def last_params():
+    """Returns a function that reads the last parameters of a whole run, once."""
+    return functools.cache(lambda whole, item: params_of(whole, max(saved_steps(whole)), item))
+
+
+@pytest.fixture
+def assert_same_runs(last_params):
+    def assert_same_runs(workdir, whole, items=('params',)):
+        assert curve(workdir) == curve(whole)
+        for item in items:
+            assert same(params_of(workdir, max(saved_steps(workdir)), item), last_params(whole, item))
+
+    return assert_same_runs
+
+
+@pytest.mark.parametrize('how', ['killed', 'stopped'])
+@pytest.mark.parametrize('objective', ['next_token', 'instruction', 'dpo', 'grpo'])
+def test_a_run_that_ended_early_resumes_exactly(
+    commands, wholes, end_at, assert_same_runs, tmp_path, monkeypatch, objective, how
+):
+    main, words = commands[objective]
+    command = [*words, f'--workdir={tmp_path}']
+    # Both steps of a rollout of GRPO have to be taken before a save.
+    step = 3
+    end_at(step, how)
+    if how == 'killed':
+        with pytest.raises(KilledError):
+            exit_code(main, command)
+        expected = 2
+    else:
+        assert exit_code(main, command) == EXIT_PREEMPTED
+        expected = 4 if objective == 'grpo' else step
+    assert max(saved_steps(tmp_path)) == expected
+    monkeypatch.undo()
+    assert exit_code(main, command) == EXIT_DONE
+    assert_same_runs(tmp_path, wholes(objective), ('params',) if objective in ('dpo', 'grpo') else ('params', 'ema'))
+    first = (1, 'preempted', EXIT_PREEMPTED) if how == 'stopped' else (1, 'failed', EXIT_FAILED)
+    assert ends(tmp_path) == [first, (2, 'finished', EXIT_DONE)]
+    resumed = [event['from_step'] for event in read_events(tmp_path).lines if event['kind'] == 'resumed']
+    assert resumed == [expected]
+    # Control: the model has moved, so another one would be told apart.
+    assert not same(params_of(tmp_path, 2), params_of(tmp_path, LAST))
+
+
+@pytest.fixture(scope='module')
+def every_step(dataset, tmp_path_factory):
+    """A run that saved each of its four steps."""
+    workdir = tmp_path_factory.mktemp('every') / 'run'
+    assert run(dataset, workdir, **EVERY_STEP) == EXIT_DONE
+    assert sorted(curve(workdir)) == [1, 2, 3, 4]
+    assert not same(params_of(workdir, 4), params_of(workdir, 4, 'ema'))
+    return workdir
+
+
+@pytest.mark.parametrize('step', [1, 2, 3])
+def test_resume_from_each_step_is_exact(dataset, every_step, assert_same_runs, tmp_path, step):
+    # A run leaves later lines and no later save if it is killed a little after it saved.
+    workdir = tmp_path / 'run'
+    shutil.copytree(every_step, workdir)
+    for later in range(step + 1, 5):
+        shutil.rmtree(workdir / 'checkpoints' / str(later))
+    assert run(dataset, workdir, **{**EVERY_STEP, 'checkpoint__every_steps': 0}) == EXIT_DONE
+    assert_same_runs(workdir, every_step, ('params', 'ema'))
+
+
+@pytest.mark.parametrize('settings', [{'train__seed': 1}, {'data__seed': 1}])
+def test_another_seed_is_told_apart(dataset, every_step, last_params, tmp_path, settings):
+    """Control: equal curves and parameters are no accident."""
+    assert run(dataset, tmp_path, **{**EVERY_STEP, 'checkpoint__every_steps': 0}, **settings) == EXIT_DONE
+    assert curve(tmp_path)[1]['train/loss'] != curve(every_step)[1]['train/loss']
+    assert not same(params_of(tmp_path, 4), last_params(every_step, 'params'))

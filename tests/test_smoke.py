@@ -1,0 +1,171 @@
+"""Train, resume and generate with a tiny model: the whole way once, in the fast tier."""
+
+import contextlib
+import io
+import re
+
+import numpy as np
+import pytest
+
+from maxlm import generate
+from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.runtime.events import read_events
+from maxlm.runtime.goodput import read_ledger
+from maxlm.runtime.layers import ParamsReader
+from maxlm.runtime.metrics import read_metrics
+from maxlm.runtime.workdir import read_config
+from tests.test_train import curve, ends, params_of, run, same
+
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
+SETTINGS = {
+    'optimizer__schedule': 'constant',
+    'checkpoint__every_steps': 2,
+    'eval__every': 2,
+}
+
+
+@pytest.fixture(scope='module')
+def smoke(dataset, tmp_path_factory):
+    """Two steps and in a second life two more, four in one life, and what the result writes.
+
+    One fixture for all, so that the tests share its seconds.
+    """
+    directory = tmp_path_factory.mktemp('smoke')
+    resumed, whole = directory / 'resumed', directory / 'whole'
+    assert run(dataset, resumed, **SETTINGS, train__num_steps=2) == EXIT_DONE
+    assert run(dataset, resumed, **SETTINGS, train__num_steps=4) == EXIT_DONE
+    assert run(dataset, whole, **SETTINGS, train__num_steps=4) == EXIT_DONE
+    command = [f'--checkpoint={resumed}', '--prompt=Lic', '--max_tokens=6', '--temperature=0', '--num_samples=2']
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        assert exit_code(generate.main, command) == EXIT_DONE
+    return resumed, whole, written.getvalue()
+
+
+@pytest.fixture
+def resumed(smoke):
+    return smoke[0]
+
+
+@pytest.fixture
+def whole(smoke):
+    return smoke[1]
+
+
+def test_resumed_losses_are_exact(resumed, whole):
+    assert curve(resumed) == curve(whole)
+
+
+def test_resumed_parameters_are_exact(resumed, whole):
+    assert same(params_of(resumed, 4), params_of(whole, 4))
+
+
+def test_parameters_move(resumed):
+    """Control: equal parameters are no accident."""
+    assert not same(params_of(resumed, 2), params_of(resumed, 4))
+
+
+def test_each_step_and_evaluation_has_a_line(resumed):
+    lines = read_metrics(resumed)
+    assert [line['step'] for line in lines if 'train/loss' in line] == [1, 2, 3, 4]
+    assert [line['step'] for line in lines if 'eval/loss' in line] == [2, 4]
+
+
+def test_losses_begin_at_chance(resumed):
+    losses = [line['train/loss'] for line in read_metrics(resumed) if 'train/loss' in line]
+    assert losses == pytest.approx([np.log(257)] * 4, rel=0.03)
+    assert len(set(losses)) == 4
+
+
+def test_tokens_are_counted_over_lives(resumed):
+    tokens = [line['train/tokens'] for line in read_metrics(resumed) if 'train/loss' in line]
+    assert tokens == [128, 256, 384, 512]
+
+
+def test_the_learning_rate_warms_up(resumed):
+    rates = [line['train/learning_rate'] for line in read_metrics(resumed) if 'train/loss' in line]
+    # Of five steps to 2e-3.
+    assert rates == pytest.approx([0, 4e-4, 8e-4, 12e-4], abs=1e-9)
+
+
+def test_the_config_is_resolved_and_written(resumed):
+    config = read_config(resumed)
+    assert (config.train.num_steps, config.train.micro_batch, config.mesh.fsdp) == (4, 1, 8)
+    assert (config.model.vocab_size, config.model.head_dim, config.model.max_positions) == (257, 8, 16)
+
+
+def test_both_lives_finish(resumed):
+    assert ends(resumed) == [(1, 'finished', EXIT_DONE), (2, 'finished', EXIT_DONE)]
+    assert [event['from_step'] for event in read_events(resumed).lines if event['kind'] == 'resumed'] == [2]
+
+
+def test_saves_are_events(resumed):
+    assert [event['step'] for event in read_events(resumed).lines if event['kind'] == 'saved'] == [2, 4]
+
+
+def test_the_ledger_has_both_lives(resumed):
+    ledger = read_ledger(resumed)
+    assert [(life.number, life.start_step, life.step, life.closed) for life in ledger.lives] == [
+        *((1, 0, 2, True), (2, 2, 4, True)),
+    ]
+    assert ledger.totals['lost'] == 0
+    assert ledger.totals['step'] > 0
+
+
+def test_the_log_has_both_lives(resumed):
+    log = (resumed / 'run.log').read_text()
+    assert log.count('done: ') == 2
+    assert 'going on from step 2' in log
+    assert len(re.findall(r'step +\d  loss 5\.\d', log)) == 4
+    assert 'nats/token; unigram entropy' in log
+
+
+@pytest.mark.parametrize(
+    'words',
+    ['parameters on 8 × cpu', 'memory      fits: ', 'step       2  loss', 'validation loss', 'MFU', 'unigram'],
+)
+def test_the_log_tells(resumed, words):
+    assert words in (resumed / 'run.log').read_text()
+
+
+def test_files_of_a_workdir(resumed):
+    names = {entry.name for entry in resumed.iterdir()}
+    small = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'run.log', 'tokenizer.json'}
+    assert names == {'checkpoints', 'report.html', *small}
+    assert {entry.name for entry in (resumed / 'checkpoints').iterdir() if entry.name.isdigit()} == {'2', '4'}
+
+
+def test_events_of_evaluations(resumed):
+    events = [event for event in read_events(resumed).lines if event['kind'] == 'evaluated']
+    losses = {line['step']: line['eval/loss'] for line in read_metrics(resumed) if 'eval/loss' in line}
+    assert {event['step']: event['loss'] for event in events} == losses
+
+
+def test_parameters_are_finite(resumed):
+    reader = ParamsReader(resumed / 'checkpoints' / '4')
+    # Bytes, and the end of a document.
+    assert reader.shapes['embedding'] == (257, 16)
+    assert all(np.all(np.isfinite(reader.read(name))) for name in reader.shapes)
+
+
+def test_metrics_of_a_step(resumed):
+    last = [line for line in read_metrics(resumed) if 'train/loss' in line][-1]
+    assert last['train/perplexity'] == pytest.approx(np.exp(last['train/loss']), rel=1e-5)
+    assert last['train/best_loss'] == min(line['train/loss'] for line in read_metrics(resumed) if 'train/loss' in line)
+    assert 0 < last['perf/mfu'] < last['perf/mfu_full']
+    assert last['train/skipped'] == 0
+
+
+def test_the_report_is_written(resumed):
+    page = (resumed / 'report.html').read_text()
+    assert page.startswith('<!')
+    assert 'finished' in page
+
+
+def test_a_checkpoint_generates(smoke):
+    _, _, text = smoke
+    _, first, second = re.split(r'--- \d of 2\n', text)
+    assert first.startswith('Lic')
+    assert len(first.strip()) > len('Lic')
+    # Without a temperature both samples are the same.
+    assert first.strip() == second.strip()
