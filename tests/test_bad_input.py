@@ -139,7 +139,7 @@ def test_no_tokenizer(data, workdir, refused):
 
 
 def test_what_a_refused_run_leaves_is_in_nobodys_way(data, workdir, refused):
-    """Three mistakes that show only after the workdir was made, one after the other, then none."""
+    """Makes three mistakes that show only after the workdir is there, one after the other, then none."""
     workdir.mkdir()
     (workdir / 'config.json').write_text('{')
     refused(command(data, workdir), workdir / 'config.json', 'not a config')

@@ -49,13 +49,13 @@ def printed(*options):
 
 @pytest.fixture(scope='module')
 def whole(workdir):
-    """What `--json` prints of the newest step and the whole split."""
+    """The JSON of the newest step and the whole split."""
     return json.loads(printed(f'--checkpoint={workdir}', '--json'))
 
 
 @pytest.fixture(scope='module')
 def lines(workdir):
-    """The same, for people."""
+    """The lines for people of the newest step."""
     return printed(f'--checkpoint={workdir}')
 
 
@@ -161,7 +161,7 @@ def other_data(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def on_other_data(other_data, workdir):
-    """What `--json` prints of that data."""
+    """The JSON of the newest step on `other_data`."""
     return json.loads(printed(f'--checkpoint={workdir}', f'--data={other_data}', '--json'))
 
 
