@@ -48,9 +48,8 @@ def main(argv: list[str]) -> int:
     )
     if not 1 <= options.devices <= jax.device_count():
         raise InputError(f'--devices={options.devices}: must be from 1 to the {jax.device_count()} that are here')
-    with Console():
-        # Before the model is read: that a port is taken shows at once.
-        listener = bind(options.host, options.port)
+    # Bound before the model is read: that a port is taken shows at once.
+    with Console(), bind(options.host, options.port) as listener:
         if not is_loopback(listener) and not api_key:
             logger.warning(
                 f'--host={options.host}: whoever reaches this machine can use the model; '

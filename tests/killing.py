@@ -1,7 +1,7 @@
-"""Kills `maxlm.prepare` again and again, and compares what it makes: `python -m tests.killing DIR SEED KILLS`.
+"""Kills `maxlm.prepare` again and again, and compares what it makes: `python -m tests.killing DIR SEED [KILLS]`.
 
-Runs are forked from one process that has imported everything: most of the time of a fresh one is its imports, where
-there is nothing to kill.
+Without KILLS it is killed once in each stage, else at random moments. Runs are forked from one process that has
+imported everything: most of the time of a fresh one is its imports, where there is nothing to kill.
 """
 
 from __future__ import annotations
@@ -66,22 +66,35 @@ def finish(pid: int) -> None:
     assert os.waitstatus_to_exitcode(status) == 0, f'status {status}'
 
 
-def ended(pid: int) -> bool:
-    """Whether a run has ended by itself, as it should."""
+def has_ended(pid: int) -> bool:
+    """Returns True if a run has ended by itself, and asserts that it succeeded."""
     found, status = os.waitpid(pid, os.WNOHANG)
     assert not found or os.waitstatus_to_exitcode(status) == 0, f'status {status}'
     return found == pid
 
 
+# What the work directory holds from each stage on, the last first.
+STAGES = {'shards': 'group-*', 'tokenizer': 'begin.json', 'verdicts': 'verdicts-*', 'survey': 'survey-*'}
+
+
 def stage(output: Path) -> str:
-    """How far a run came."""
-    work = output / WORK_DIRECTORY
+    """Returns how far a run came."""
     if (output / 'dataset.json').exists():
         return 'finished'
-    for name, pattern in {'shards': 'group-*', 'tokenizer': 'begin.json', 'verdicts': 'verdicts-*'}.items():
-        if list(work.glob(pattern)):
-            return name
-    return 'survey' if list(work.glob('survey-*')) else 'start'
+    work = output / WORK_DIRECTORY
+    return next((name for name, pattern in STAGES.items() if any(work.glob(pattern))), 'start')
+
+
+def killed(pid: int, output: Path, *, at_stage: str | None, seconds: float) -> bool:
+    """Kills a run when it reaches a stage, or after some seconds; returns False if it ended before."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline if at_stage is None else stage(output) != at_stage:
+        if has_ended(pid):
+            return False
+        time.sleep(0.002)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return True
 
 
 def main(directory: Path, seed: int, kills: int) -> None:
@@ -98,18 +111,15 @@ def main(directory: Path, seed: int, kills: int) -> None:
     whole = contents(directory / 'whole')
     stages: Counter[str] = Counter()
     same = []
-    while stages.total() < kills or output.exists():
-        pid = start(texts, output, rng.choice((1, 2, 3)))
-        deadline = time.monotonic() + rng.uniform(0, duration)
-        while not (done := ended(pid)) and (stages.total() == kills or time.monotonic() < deadline):
-            time.sleep(0.005)
-        if done:
+    for name in [None] * kills or reversed(STAGES):
+        while not killed(
+            start(texts, output, rng.choice((1, 2, 3))), output, at_stage=name, seconds=rng.uniform(0, duration)
+        ):
             same.append(contents(output) == whole)
             shutil.rmtree(output)
-        else:
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            stages[stage(output)] += 1
+        stages[stage(output)] += 1
+    finish(start(texts, output, 2))
+    same.append(contents(output) == whole)
     report = {
         'groups': len(list((directory / 'whole').glob('train-*'))),
         'seconds': duration,
@@ -121,4 +131,4 @@ def main(directory: Path, seed: int, kills: int) -> None:
 
 
 if __name__ == '__main__':
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0)

@@ -1,4 +1,4 @@
-"""Running `maxlm.prepare` on small texts, and looking at what it made."""
+"""Runs `maxlm.prepare` on small texts, and reads the data sets that it makes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ WORDS = ['alpha', 'beta', 'gamma', 'größe', '\r\n', '<|endoftext|>', '🙂']
 
 
 def run(*arguments: object) -> int:
-    """The exit code of `maxlm.prepare` with these arguments."""
+    """Runs `maxlm.prepare` with these arguments; returns its exit code."""
     return exit_code(prepare.main, [str(argument) for argument in arguments])
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """All files of a directory, by name."""
+    """Returns the contents of all files of a directory, by name."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
 def write_texts(directory: Path) -> Path:
-    """Forty text files, an empty one, and a JSONL file of ten lines."""
+    """Writes forty text files, an empty one, and a JSONL file of ten lines."""
     rng = random.Random(5)
     directory.mkdir()
     for i in range(40):
@@ -40,7 +40,7 @@ def write_texts(directory: Path) -> Path:
 
 
 def ids_of(dataset: Dataset, split: str) -> list[np.ndarray]:
-    """The token ids of each document of a split without its end, in order."""
+    """Returns the token ids of each document of a split without its end, in order."""
     found = []
     for number, shard in enumerate(dataset.splits[split].shards):
         stream = TokenReader(dataset, dataset.splits[split].shards).read(number, 0, shard.tokens)
@@ -50,6 +50,6 @@ def ids_of(dataset: Dataset, split: str) -> list[np.ndarray]:
 
 
 def documents_of(dataset: Dataset, split: str) -> list[str]:
-    """The texts of a split, in order."""
+    """Returns the texts of a split, in order."""
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     return [tokenizer.decode(ids) for ids in ids_of(dataset, split)]

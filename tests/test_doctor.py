@@ -1,4 +1,4 @@
-"""`maxlm.doctor`: what it says of a machine and a run, and how it ends."""
+"""`maxlm.doctor`: what it reports of a machine and a run, and its exit code."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from maxlm.doctoring import trial
 from maxlm.doctoring.checks import NAMES
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from tests.conftest import ROOT
+from tests.cpu import cpu_flags
 from tests.processes import Processes
 from tests.test_train import SMALL, TINY
 
@@ -85,8 +86,9 @@ def test_of_several_processes_the_others_say_only_what_is_wrong(run, monkeypatch
     assert '] ok ' not in err
 
 
+@pytest.mark.multiprocess
 def test_two_steps_of_a_run(run, dataset, tmp_path, monkeypatch):
-    """Slow: it trains, in a process of its own."""
+    monkeypatch.setenv('XLA_FLAGS', cpu_flags(1))
     # A machine that is busy with other things waits for data, and would be told so.
     monkeypatch.setattr(trial, 'WAITING', math.inf)
     settings = [f'--config.{key}={value}' for key, value in {**SMALL, 'data.path': dataset}.items()]
@@ -109,6 +111,7 @@ print(exit_code(doctor.main, ['--config=x.py']))
 """
 
 
+@pytest.mark.multiprocess
 def test_where_nothing_is_installed_it_still_speaks():
     done = subprocess.run([sys.executable, '-S', '-c', BARE], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -118,8 +121,8 @@ def test_where_nothing_is_installed_it_still_speaks():
     assert 'look at the machine without --config first' in done.stderr
 
 
+@pytest.mark.multiprocess
 def test_two_processes_are_looked_at_together(tmp_path):
-    """Slow: two processes start JAX, each twice."""
     words = ['--only=python,processes,devices,links', '--json']
     with Processes(2, 2, words, logs=tmp_path / 'logs', cache=tmp_path / 'cache', module='maxlm.doctor') as processes:
         codes = processes.wait()

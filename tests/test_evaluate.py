@@ -1,7 +1,10 @@
 """`maxlm.evaluate` on a run of a few steps: the run's own numbers, on any number of devices."""
 
+import contextlib
+import io
 import json
 import math
+import shutil
 import sys
 
 import jax
@@ -23,21 +26,50 @@ def workdir(dataset, tmp_path_factory):
     workdir = tmp_path_factory.mktemp('evaluate') / 'run'
     # The whole validation split, at both checkpoints.
     settings = {
-        'train__num_steps': 20,
-        'checkpoint__every_steps': 10,
-        'eval__every': 10,
+        'train__num_steps': 4,
+        'checkpoint__every_steps': 2,
+        'eval__every': 2,
         'eval__num_batches': 0,
         'train__global_batch': 16,
         'train__micro_batch': 1,
         'optimizer__learning_rate': 1e-2,
+        'optimizer__warmup_steps': 1,
     }
     assert train.main(arguments(dataset, workdir, **settings)) == EXIT_DONE
     return workdir
 
 
+def printed(*options):
+    """Returns what the verb prints, for fixtures of the module."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        assert exit_code(evaluate.main, list(options)) == EXIT_DONE
+    assert err.getvalue() == ''
+    return out.getvalue()
+
+
+@pytest.fixture(scope='module')
+def whole(workdir):
+    """The JSON of the newest step and the whole split."""
+    return json.loads(printed(f'--checkpoint={workdir}', '--json'))
+
+
+@pytest.fixture(scope='module')
+def lines(workdir):
+    """The lines for people of the newest step."""
+    return printed(f'--checkpoint={workdir}')
+
+
+@pytest.fixture(scope='module')
+def compared(workdir, tmp_path_factory):
+    """The table of both checkpoints, and the folder of the files."""
+    folder = tmp_path_factory.mktemp('compared') / 'out'
+    checkpoints = (f'--checkpoint={workdir}', f'--checkpoint={workdir}@2')
+    return printed(*checkpoints, f'--output={folder}'), folder
+
+
 @pytest.fixture
 def run(workdir, capfd):
-    """Exit code, stdout and stderr of the verb."""
+    """Runs the verb; returns exit code, stdout and stderr."""
 
     def run(*options, checkpoint=workdir):
         capfd.readouterr()
@@ -49,7 +81,7 @@ def run(workdir, capfd):
 
 @pytest.fixture
 def measure(run):
-    """What `--json` prints."""
+    """Returns what `--json` prints."""
 
     def measure(*options, **given):
         code, out, err = run('--json', *options, **given)
@@ -64,50 +96,53 @@ def losses_of_the_run(workdir):
     return {line['step']: line['eval/loss'] for line in read_metrics(workdir) if 'eval/loss' in line}
 
 
-def test_the_loss_is_the_one_that_training_measured(measure, workdir):
+def test_the_loss_is_the_one_that_training_measured(whole, compared, workdir):
     losses = losses_of_the_run(workdir)
-    assert sorted(losses) == [10, 20]
-    assert measure()['loss'] == pytest.approx(losses[20], rel=1e-5)
-    assert measure(checkpoint=f'{workdir}@10')['loss'] == pytest.approx(losses[10], rel=1e-5)
+    assert sorted(losses) == [2, 4]
+    assert whole['loss'] == pytest.approx(losses[4], rel=1e-5)
+    _, first = json.loads((compared[1] / 'evaluation.json').read_text())['checkpoints']
+    assert first['loss'] == pytest.approx(losses[2], rel=1e-5)
     # Control: the tolerance tells the two steps apart.
-    assert losses[10] != pytest.approx(losses[20], rel=1e-3)
+    assert losses[2] != pytest.approx(losses[4], rel=1e-3)
 
 
-@pytest.mark.parametrize('num_devices', [1, 4])
-def test_the_number_of_devices_does_not_matter(measure, workdir, monkeypatch, num_devices):
-    monkeypatch.setattr(jax, 'device_count', lambda: num_devices)
-    values = measure()
-    assert values['loss'] == pytest.approx(losses_of_the_run(workdir)[20], rel=1e-5)
+def test_the_number_of_devices_does_not_matter(measure, workdir, monkeypatch):
+    # The others use all eight.
+    monkeypatch.setattr(jax, 'device_count', lambda: 1)
+    assert measure()['loss'] == pytest.approx(losses_of_the_run(workdir)[4], rel=1e-5)
 
 
-def test_fields(measure, dataset):
-    values = measure()
+def test_fields(whole, dataset):
     split = load_manifest(dataset).splits['validation']
-    assert set(values) == {'step', 'loss', 'perplexity', 'bits_per_byte', 'unigram_entropy', 'tokens'}
-    assert values['step'] == 20
-    assert values['perplexity'] == pytest.approx(math.exp(values['loss']))
-    assert values['unigram_entropy'] == split.unigram_entropy
+    assert set(whole) == {'step', 'loss', 'perplexity', 'bits_per_byte', 'unigram_entropy', 'tokens'}
+    assert whole['step'] == 4
+    assert whole['perplexity'] == pytest.approx(math.exp(whole['loss']))
+    assert whole['unigram_entropy'] == split.unigram_entropy
     # All are predicted but the first of each window, document or shard; with 16 positions a window, nearly all.
-    assert 0.85 * split.tokens < values['tokens'] < split.tokens
+    assert 0.85 * split.tokens < whole['tokens'] < split.tokens
     # Nats per token → bits per token → bits per byte. With the bytes tokenizer, a token is a byte or an end.
-    assert values['bits_per_byte'] == pytest.approx(
-        values['loss'] / math.log(2) * (split.text_bytes + split.documents) / split.text_bytes
+    assert whole['bits_per_byte'] == pytest.approx(
+        whole['loss'] / math.log(2) * (split.text_bytes + split.documents) / split.text_bytes
     )
 
 
-def test_a_part_of_the_split(measure):
-    whole, part = measure(), measure('--num_batches=1')
+def test_a_part_of_the_split(measure, whole):
+    part = measure('--num_batches=1')
     assert part['tokens'] < whole['tokens']
     assert part['tokens'] <= 8 * 16
     assert part['loss'] != whole['loss']
     assert measure('--num_batches=100000') == whole
 
 
-def test_lines_for_people(run, measure):
-    code, out, err = run()
-    assert (code, err) == (EXIT_DONE, '')
-    assert out.startswith(f'step 20: loss {measure()["loss"]:.4f} nats/token')
-    assert 'bits/byte' in out
+def test_lines_for_people(lines, whole):
+    loss, confidence, positions = lines.splitlines()
+    assert loss.startswith(f'step 4: loss {whole["loss"]:.4f} nats/token')
+    assert 'bits/byte' in loss
+    low, high = (float(part) for part in confidence.removeprefix('  95 % confidence: loss ').split(' to '))
+    assert low < whole['loss'] < high
+    assert positions.startswith('  by tokens seen, from: 1: ')
+    assert ' 32: ' not in positions
+    assert ' 16: ' in positions
 
 
 def prepared(folder, text, *options):
@@ -119,21 +154,29 @@ def prepared(folder, text, *options):
     return folder / 'data'
 
 
-def test_other_data(measure, tmp_path):
-    data = prepared(tmp_path, 'Everyone may do as they like. ', '--tokenizer', 'bytes')
-    other = measure(f'--data={data}')
-    assert other['unigram_entropy'] == load_manifest(data).splits['validation'].unigram_entropy
-    assert other['loss'] != measure()['loss']
+@pytest.fixture(scope='module')
+def other_data(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp('other'), 'Everyone may do as they like. ', '--tokenizer', 'bytes')
 
 
-def test_the_same_tokenizer_written_in_another_way(measure, tmp_path):
-    data = prepared(tmp_path, 'Everyone may do as they like. ', '--tokenizer', 'bytes')
-    before = measure(f'--data={data}')
-    tokenizer = data / 'tokenizer.json'
+@pytest.fixture(scope='module')
+def on_other_data(other_data, workdir):
+    """The JSON of the newest step on `other_data`."""
+    return json.loads(printed(f'--checkpoint={workdir}', f'--data={other_data}', '--json'))
+
+
+def test_other_data(other_data, on_other_data, whole):
+    assert on_other_data['unigram_entropy'] == load_manifest(other_data).splits['validation'].unigram_entropy
+    assert on_other_data['loss'] != whole['loss']
+
+
+def test_the_same_tokenizer_written_in_another_way(measure, other_data, on_other_data, tmp_path):
+    shutil.copytree(other_data, tmp_path / 'data')
+    tokenizer = tmp_path / 'data' / 'tokenizer.json'
     text = json.dumps(json.loads(tokenizer.read_text()))
     assert text != tokenizer.read_text()
     tokenizer.write_text(text)
-    assert measure(f'--data={data}') == before
+    assert measure(f'--data={tmp_path / "data"}') == on_other_data
 
 
 def refused(run, *options, **given):
@@ -153,7 +196,7 @@ def test_another_tokenizer_is_refused(run, tmp_path, workdir):
 
 def test_what_is_not_there_is_named(run, tmp_path, workdir):
     assert f'no checkpoint in {tmp_path}' in refused(run, checkpoint=tmp_path)
-    assert 'steps: 10, 20' in refused(run, checkpoint=f'{workdir}@15')
+    assert 'steps: 2, 4' in refused(run, checkpoint=f'{workdir}@3')
     assert str(tmp_path / 'nothing') in refused(run, f'--data={tmp_path / "nothing"}')
 
 
@@ -161,22 +204,12 @@ def test_a_negative_number_of_batches_is_refused(run):
     assert 'num_batches' in refused(run, '--num_batches=-1')
 
 
-def test_confidence_and_positions_are_told(run, measure):
-    _, out, _ = run()
-    _, confidence, positions = out.splitlines()
-    low, high = (float(part) for part in confidence.removeprefix('  95 % confidence: loss ').split(' to '))
-    assert low < measure()['loss'] < high
-    assert positions.startswith('  by tokens seen, from: 1: ')
-    assert ' 32: ' not in positions
-    assert ' 16: ' in positions
-
-
-def test_several_checkpoints_in_one_table(measure, run, workdir, tmp_path):
-    other = f'--checkpoint={workdir}@10'
-    values = measure(other, f'--output={tmp_path / "out"}')
+def test_several_checkpoints_in_one_table(compared, whole):
+    table, folder = compared
+    values = json.loads((folder / 'evaluation.json').read_text())
     last, first = values['checkpoints']
-    assert (last['name'], first['name']) == ('run@20', 'run@10')
-    assert last['loss'] == measure()['loss']
+    assert (last['name'], first['name']) == ('run@4', 'run@2')
+    assert last['loss'] == whole['loss']
     loss, *_ = values['table']
     assert loss['name'] == 'loss'
     assert loss['checkpoints'][1]['difference'] == pytest.approx(first['loss'] - last['loss'])
@@ -184,11 +217,9 @@ def test_several_checkpoints_in_one_table(measure, run, workdir, tmp_path):
     (low, high), (lower, higher) = loss['checkpoints'][1]['difference_interval'], last['loss_interval']
     assert 0 < low < high
     assert high - low < higher - lower
-    assert json.loads((tmp_path / 'out/evaluation.json').read_text()) == values
-    _, table, _ = run(other)
-    assert (tmp_path / 'out/table.txt').read_text() == table
+    assert (folder / 'table.txt').read_text() == table
     assert table.splitlines()[1].split()[:2] == ['loss', f'{last["loss"]:.4f}']
-    assert (tmp_path / 'out/positions.png').stat().st_size > 5000
+    assert (folder / 'positions.png').stat().st_size > 5000
 
 
 def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
@@ -203,9 +234,10 @@ def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
     # Which number it is this model cannot tell.
     assert one['tasks']['needle/256/choice']['value'] == 0
     assert set(one['tasks']) == {f'needle/{n}/{kind}' for n in (256, 300) for kind in ('choice', 'retrieved')}
+    assert json.loads((tmp_path / 'evaluation.json').read_text()) == values
     # The loss was not asked for.
     assert 'loss' not in one
-    assert (tmp_path / 'run@20/needle_20.png').stat().st_size > 5000
+    assert (tmp_path / 'run@4/needle_4.png').stat().st_size > 5000
 
 
 def test_programs(run, measure, tmp_path, monkeypatch):
@@ -220,22 +252,22 @@ def test_programs(run, measure, tmp_path, monkeypatch):
         'humaneval/pass@1': 0.5,
         'humaneval/pass@10': 1.0,
     }
-    lines = (tmp_path / 'out/run@20/samples_humaneval_20.jsonl').read_text().splitlines()
+    lines = (tmp_path / 'out/run@4/samples_humaneval_4.jsonl').read_text().splitlines()
     assert [json.loads(line)['passed'] for line in lines] == [True, False] * 5
     # Of a run on texts.
     tasks = f'--tasks=humaneval:{tmp_path / "p.jsonl"}'
     assert 'the checkpoint has no chat template' in refused(run, tasks, '--apply_chat_template')
 
 
-def test_benchmarks_and_the_loss_in_one_table(run, measure, dataset, tmp_path):
-    pytest.importorskip('lm_eval')
+def test_benchmarks_and_the_loss_in_one_table(run, whole, dataset, tmp_path):
+    pytest.importorskip('lm_eval', reason="needs the extra 'eval': pip install 'maxlm[eval]'")
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['letters', 'rolling'])
     code, out, err = run(f'--tasks={tasks}', f'--data={dataset}', f'--output={tmp_path / "out"}', '--json')
     assert code == EXIT_DONE, err
     (one,) = json.loads(out)['checkpoints']
-    assert one['loss'] == measure()['loss']
+    assert one['loss'] == whole['loss']
     assert {name.partition('/')[0] for name in one['tasks']} == {'local_letters', 'local_rolling'}
-    results = json.loads((tmp_path / 'out/run@20/results_20.json').read_text())
+    results = json.loads((tmp_path / 'out/run@4/results_4.json').read_text())
     assert results['results']['local_letters']['acc,none'] == one['tasks']['local_letters/acc']['value']
 
 

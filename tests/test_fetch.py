@@ -1,4 +1,4 @@
-"""`python -m maxlm.fetch`, with a bucket on loopback."""
+"""`maxlm.fetch`, with a bucket on loopback."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from maxlm.errors import exit_code
 from tests.buckets import gcs as gcs_buckets
 from tests.conftest import ROOT
 
+# The shell that starts the tests in the background has its children ignore SIGINT.
 FETCH = """
-import sys
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from maxlm import fetch
 from maxlm.data import transfer
 transfer.CHUNK_BYTES = 1000
@@ -141,20 +143,20 @@ def test_alarms_are_printed(gcs, tmp_path, capsys, monkeypatch):
     ]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(('number', 'code'), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_an_interrupted_run_goes_on_where_it_was(gcs, tmp_path, number, code):
-    """Slow: it starts a process of its own, to be interrupted."""
     content = os.urandom(5500)
     gcs.put('bucket', 'x/a', content)
     gcs.fault('nothing', times=3)
     held = gcs.fault('hold', times=1)
     arguments = ['--input', 'gs://bucket/x', '--output', str(tmp_path / 'out')]
-    process = subprocess.Popen([sys.executable, '-c', FETCH, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert held.reached.wait(60)
-    process.send_signal(number)
-    assert process.wait(60) == code
-    assert process.stderr.read() == ('interrupted\n' if number == signal.SIGINT else '')
-    process.stderr.close()
+    command = [sys.executable, '-c', FETCH, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert held.reached.wait(60)
+        process.send_signal(number)
+        assert process.wait(60) == code
+        assert process.stderr.read() == ('interrupted\n' if number == signal.SIGINT else '')
     assert contents(tmp_path / 'out') == {'.a.partial': content[:3000]}
     gcs.requests.clear()
     assert run(*arguments, '--quiet') == 0

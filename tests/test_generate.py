@@ -1,31 +1,81 @@
-"""`maxlm.generate` on a run of a few steps: what it prints, what repeats, and what it refuses."""
+"""`maxlm.generate` on a small model: what it prints, what repeats, and what it refuses."""
 
+import contextlib
 import io
 import json
 
 import jax
 import pytest
 
-from maxlm import generate, train
+from maxlm import generate
+from maxlm.data.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel, load_model
-from tests.test_train import arguments
+from tests.starting import make_start
 
 PROMPT = 'Licensor “shall”'
+GREEDY = ('--max_tokens=20', '--temperature=0')
 
 
 @pytest.fixture(scope='module')
-def workdir(dataset, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp('generate') / 'run'
-    settings = {'train__num_steps': 4, 'checkpoint__every_steps': 2, 'eval__every': 0, 'model__max_positions': 128}
-    assert train.main(arguments(dataset, workdir, **settings)) == EXIT_DONE
-    return workdir
+def workdir(tmp_path_factory):
+    """A workdir with step 5 of a random model, and step 4 of another one."""
+    folder = tmp_path_factory.mktemp('generate')
+    bytes_tokenizer().save(folder / 'tokenizer.json')
+    for name, seed in (('run', 0), ('other', 1)):
+        settings = {'model__max_positions': 128, 'model__init_std': 0.3, 'seed': seed}
+        make_start(folder / name, folder / 'tokenizer.json', **settings)
+    (folder / 'other/checkpoints/5').rename(folder / 'run/checkpoints/4')
+    return folder / 'run'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _shared_engines():
+    """Makes each engine once: most of the time of a command is its compilation."""
+    engines = {}
+
+    def make(model, **settings):
+        key = (model.step, *settings.items())
+        if key not in engines:
+            engines[key] = Engine(model, **settings)
+        return engines[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, 'Engine', make)
+        yield
+
+
+def printed(workdir, *options):
+    """Returns what the verb prints, for fixtures of the module."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        assert exit_code(generate.main, [f'--checkpoint={workdir}', *options]) == EXIT_DONE
+    assert err.getvalue() == ''
+    return out.getvalue()
+
+
+@pytest.fixture(scope='module')
+def greedy(workdir):
+    """The likeliest text behind `PROMPT`."""
+    return printed(workdir, f'--prompt={PROMPT}', *GREEDY)
+
+
+@pytest.fixture(scope='module')
+def drawn(workdir):
+    """A text that is drawn behind `PROMPT`, of seed 3."""
+    return printed(workdir, f'--prompt={PROMPT}', '--max_tokens=20', '--temperature=1', '--seed=3')
+
+
+@pytest.fixture(scope='module')
+def two(workdir):
+    """The likeliest texts behind two prompts."""
+    out = printed(workdir, '--prompt=You may', '--prompt=Work', '--max_tokens=8', '--temperature=0')
+    return [piece.split('\n', 1)[1].removesuffix('\n') for piece in out.split('--- ')[1:]]
 
 
 @pytest.fixture
 def run(workdir, capfd):
-    """Exit code, stdout and stderr of the verb on `workdir`."""
+    """Runs the verb on `workdir`; returns exit code, stdout and stderr."""
 
     def run(*options, checkpoint=workdir):
         command = [f'--checkpoint={checkpoint}', *options]
@@ -38,27 +88,22 @@ def run(workdir, capfd):
     return run
 
 
-def test_the_prompt_is_continued(run):
-    code, out, err = run('--max_tokens=20', '--temperature=0')
-    assert (code, err) == (EXIT_DONE, '')
-    assert out.startswith(PROMPT)
-    assert out.endswith('\n')
-    assert len(out) > len(PROMPT) + 1
+def test_the_prompt_is_continued(greedy):
+    assert greedy.startswith(PROMPT)
+    assert greedy.endswith('\n')
+    assert len(greedy) > len(PROMPT) + 1
 
 
-def test_the_likeliest_text_is_always_the_same(run):
-    first = run('--max_tokens=20', '--temperature=0')
-    assert run('--max_tokens=20', '--temperature=0') == first
-    assert run('--max_tokens=20', '--temperature=0', '--seed=5') == first
-    assert run('--max_tokens=20', '--temperature=1') != first
+def test_the_likeliest_text_is_always_the_same(run, greedy, drawn):
+    assert run(*GREEDY, '--seed=5') == (EXIT_DONE, greedy, '')
+    assert drawn != greedy
 
 
-def test_the_seed_decides(run):
-    first = run('--max_tokens=20', '--temperature=1', '--seed=3')
-    assert run('--max_tokens=20', '--temperature=1', '--seed=3') == first
-    assert run('--max_tokens=20', '--temperature=1', '--seed=4') != first
+def test_the_seed_decides(run, greedy, drawn):
+    assert run('--max_tokens=20', '--temperature=1', '--seed=3')[1] == drawn
+    assert run('--max_tokens=20', '--temperature=1', '--seed=4')[1] != drawn
     # The likeliest alone is the likeliest at any temperature.
-    assert run('--max_tokens=20', '--temperature=1', '--top_k=1') == run('--max_tokens=20', '--temperature=0')
+    assert run('--max_tokens=20', '--temperature=1', '--top_k=1')[1] == greedy
 
 
 def test_several_prompts_and_samples(run):
@@ -72,11 +117,11 @@ def test_several_prompts_and_samples(run):
     assert run('--prompt=Work', '--max_tokens=8', '--temperature=1')[1] == texts[0]
 
 
-def test_which_step_is_continued(run, workdir):
-    newest = run('--max_tokens=20', '--temperature=0')
-    assert run('--max_tokens=20', '--temperature=0', checkpoint=f'{workdir}@4') == newest
-    assert run('--max_tokens=20', '--temperature=0', checkpoint=workdir / 'checkpoints' / '4') == newest
-    assert run('--max_tokens=20', '--temperature=0', checkpoint=f'{workdir}@2')[0] == EXIT_DONE
+def test_which_step_is_continued(run, workdir, greedy):
+    assert run(*GREEDY, checkpoint=workdir / 'checkpoints' / '5') == (EXIT_DONE, greedy, '')
+    code, older, _ = run(*GREEDY, checkpoint=f'{workdir}@4')
+    assert code == EXIT_DONE
+    assert older != greedy
 
 
 @pytest.mark.parametrize(
@@ -106,29 +151,26 @@ def test_bad_input_is_one_line(run, options, words):
 def test_a_step_that_is_not_there(run, workdir):
     code, out, err = run(checkpoint=f'{workdir}@3')
     assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert 'steps: 2, 4' in err
+    assert 'steps: 4, 5' in err
 
 
-def test_prompts_from_files_and_a_terminal(run, tmp_path, monkeypatch):
-    expected = run('--prompt=You may', '--max_tokens=8', '--temperature=0')[1]
+def test_prompts_from_files_and_a_terminal(run, two, tmp_path, monkeypatch):
     (tmp_path / 'prompt.txt').write_text('You may')
-    assert run(f'--prompt_file={tmp_path}/prompt.txt', '--max_tokens=8', '--temperature=0')[1] == expected
+    assert run(f'--prompt_file={tmp_path}/prompt.txt', '--max_tokens=8', '--temperature=0')[1] == f'{two[0]}\n'
     monkeypatch.setattr('sys.stdin', io.StringIO('You may\n'))
     code, out, err = run('--interactive', '--max_tokens=8', '--temperature=0')
     assert (code, err) == (EXIT_DONE, '')
-    assert expected.removeprefix('You may') in out
+    assert two[0].removeprefix('You may') in out
 
 
-def test_a_file_of_prompts(run, tmp_path):
-    expected = run('--prompt=You may', '--prompt=Work', '--max_tokens=8', '--temperature=0')[1]
+def test_a_file_of_prompts(run, two, tmp_path):
     source, output = tmp_path / 'in.jsonl', tmp_path / 'out.jsonl'
     source.write_text(''.join(json.dumps({'prompt': text, 'id': text[0]}) + '\n' for text in ('You may', 'Work')))
     options = [f'--input={source}', f'--output={output}', '--max_tokens=8', '--temperature=0']
     assert run(*options) == (EXIT_DONE, '', '')
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row['id'] for row in rows] == ['Y', 'W']
-    texts = [row['prompt'] + row['completions'][0]['text'] for row in rows]
-    assert expected == f'--- 1 of 2\n{texts[0]}\n--- 2 of 2\n{texts[1]}\n'
+    assert [row['prompt'] + row['completions'][0]['text'] for row in rows] == two
     # What does not fit is named, and nothing is written over.
     code, _, err = run(*options)
     assert (code, 'is there already' in err) == (EXIT_BAD_INPUT, True)
@@ -139,10 +181,10 @@ def test_a_file_of_prompts(run, tmp_path):
     assert not (tmp_path / 'other.jsonl').exists()
 
 
-def test_a_text_ends_where_it_is_told(run):
-    text = run('--max_tokens=20', '--temperature=0')[1].removeprefix(PROMPT).rstrip('\n')
+def test_a_text_ends_where_it_is_told(run, greedy):
+    text = greedy.removeprefix(PROMPT).rstrip('\n')
     stop = text[3:5]
-    assert run('--max_tokens=20', '--temperature=0', f'--stop={stop}')[1] == PROMPT + text[: text.index(stop)] + '\n'
+    assert run(*GREEDY, f'--stop={stop}')[1] == PROMPT + text[: text.index(stop)] + '\n'
 
 
 @pytest.mark.parametrize(
@@ -179,12 +221,12 @@ def test_the_model_is_in_memory_once(run, workdir, tmp_path, monkeypatch):
 
     found = []
     step = Engine.step
+    monkeypatch.setattr(generate, 'Engine', Engine)
     monkeypatch.setattr(Engine, 'step', lambda self: found.append(stacked() - before) or step(self))
     lines = tmp_path / 'lines.jsonl'
     lines.write_text(json.dumps({'prompt': PROMPT}))
-    ways = [['--prompt=a'], ['--prompt=a', '--num_samples=2'], [f'--input={lines}', f'--output={tmp_path}/out.jsonl']]
     before = stacked()
-    for way in ways:
+    for way in (['--prompt=a'], [f'--input={lines}', f'--output={tmp_path}/out.jsonl']):
         assert run('--max_tokens=2', *way)[0] == EXIT_DONE
     monkeypatch.setattr('sys.stdin', io.StringIO('a\n'))
     assert run('--max_tokens=2', '--interactive')[0] == EXIT_DONE

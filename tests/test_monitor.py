@@ -1,4 +1,4 @@
-"""`maxlm.monitor`: prints a run once, or shows it on a terminal that is afterwards as it was before."""
+"""`maxlm.monitor` prints a run once, or shows it on a terminal and leaves that as it was before."""
 
 import codecs
 import os
@@ -14,7 +14,7 @@ import time
 import pytest
 
 from maxlm import monitor
-from maxlm.errors import EXIT_BAD_INPUT, InputError
+from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from tests import workdirs
 from tests.conftest import ROOT
 from tests.workdirs import BUILDERS
@@ -67,14 +67,16 @@ def test_bad_input(argv, message, tmp_path, monkeypatch):
         monitor.main(argv)
 
 
-def test_a_directory_that_is_no_workdir_is_bad_input(tmp_path):
+def test_a_directory_that_is_no_workdir_is_bad_input(tmp_path, capsys):
     (tmp_path / 'x').write_text('')
-    command = [sys.executable, '-m', 'maxlm.monitor', str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (EXIT_BAD_INPUT, '')
-    assert result.stderr == f'error: {tmp_path}: not a workdir of maxlm.train: no config.json of a run in it\n'
+    assert exit_code(monitor.main, [str(tmp_path)]) == EXIT_BAD_INPUT
+    assert capsys.readouterr() == (
+        '',
+        f'error: {tmp_path}: not a workdir of maxlm.train: no config.json of a run in it\n',
+    )
 
 
+@pytest.mark.multiprocess
 def test_it_starts_without_jax_and_without_tensorflow(tmp_path):
     workdirs.running(tmp_path)
     program = (
@@ -145,6 +147,7 @@ ENDS = {
 }
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize('how', ENDS)
 def test_the_terminal_is_as_before_however_it_ends(how, tmp_path):
     workdirs.running(tmp_path, time.time())
@@ -158,6 +161,7 @@ def test_the_terminal_is_as_before_however_it_ends(how, tmp_path):
     assert terminal.text.index('step 234 of 400') < terminal.text.rindex(LEAVE_SCREEN)
 
 
+@pytest.mark.multiprocess
 def test_it_follows_the_run_and_the_size_of_the_terminal(tmp_path):
     workdirs.running(tmp_path, time.time())
     with Terminal(str(tmp_path), '--every=0.1') as terminal:
@@ -178,6 +182,7 @@ def test_it_follows_the_run_and_the_size_of_the_terminal(tmp_path):
         assert terminal.end() == 0
 
 
+@pytest.mark.multiprocess
 def test_another_run_is_shown_on_a_key(tmp_path):
     names = [str(workdirs.finished(tmp_path / 'a')), str(workdirs.crashed(tmp_path / 'b'))]
     with Terminal(*names) as terminal:
@@ -192,6 +197,7 @@ def test_another_run_is_shown_on_a_key(tmp_path):
         assert terminal.end() == 0
 
 
+@pytest.mark.multiprocess
 def test_no_color(tmp_path):
     """https://no-color.org: set, whatever its value, it takes the colours away."""
     workdirs.crashed(tmp_path)

@@ -1,5 +1,7 @@
-"""`maxlm.plan`: what it says of a run, what it advises, and what it refuses. Mostly by estimate; see also
-tests/test_plan_compiled.py."""
+"""`maxlm.plan` by estimate: what it prints of a run, what it advises, and what it refuses.
+
+Compilers are tested in tests/test_plan_compiled.py.
+"""
 
 import json
 import re
@@ -160,18 +162,18 @@ def test_a_config_whose_length_is_a_budget(figures):
 
 
 def test_sweep(run, tmp_path):
-    options = ('--sweep=8,64,512', '--dollars=100000', f'--output={tmp_path}/sweep.html')
-    code, out, err = run('1b.py', 'h100:8', *options)
+    budget = '--dollars=100000'
+    code, out, err = run('1b.py', 'h100:8', '--sweep=8,16', budget, f'--output={tmp_path}/sweep.png')
     assert code == EXIT_DONE, err
     assert 'strong' in out
     assert 'weak' in out
     assert 'sizes on h100:8' in out
-    page = (tmp_path / 'sweep.html').read_text()
-    assert '<svg' in page
-    assert run('1b.py', 'h100:8', '--sweep=8,16', f'--output={tmp_path}/sweep.png')[0] == EXIT_DONE
     assert (tmp_path / 'sweep.png').read_bytes().startswith(b'\x89PNG')
 
-    code, out, _ = run('1b.py', 'h100:8', *options, '--json')
+    code, out, err = run('1b.py', 'h100:8', '--sweep=8,64,512', budget, f'--output={tmp_path}/sweep.html', '--json')
+    assert code == EXIT_DONE, err
+    page = (tmp_path / 'sweep.html').read_text()
+    assert '<svg' in page
     told = json.loads(out)
     rows = told['scaling']
     strong = {row['num_devices']: row for row in rows if row['kind'] == 'strong' and not row['refusal']}

@@ -1,3 +1,5 @@
+"""`maxlm.prepare` from the command line to the records, and its refusals."""
+
 from __future__ import annotations
 
 import json
@@ -28,7 +30,8 @@ def small_groups(monkeypatch):
 
 @pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
 def test_all_text_comes_back(texts, tmp_path, spec, small_groups):
-    assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', spec, '--validation_share', 0.2) == 0
+    arguments = ['--input', texts, '--tokenizer', spec, '--validation_share', 0.2, '--workers', 1]
+    assert run(*arguments, '--output', tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
     verify(dataset)
     # newline='': as the bytes are.
@@ -53,14 +56,15 @@ def test_all_text_comes_back(texts, tmp_path, spec, small_groups):
         assert sum(source.share for source in split.sources.values()) == pytest.approx(1)
 
 
+@pytest.mark.multiprocess
 def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, small_groups):
     arguments = ['--input', texts, '--tokenizer', 'bpe:300']
     assert run(*arguments, '--workers', 1, '--output', tmp_path / 'one') == 0
-    assert run(*arguments, '--workers', 3, '--output', tmp_path / 'three') == 0
+    assert run(*arguments, '--workers', 2, '--output', tmp_path / 'two') == 0
     one = contents(tmp_path / 'one')
     assert len([name for name in one if name.startswith('train-')]) > 3
-    assert one == contents(tmp_path / 'three')
-    assert run(*arguments, '--block', 64, '--output', tmp_path / 'other') == 0
+    assert one == contents(tmp_path / 'two')
+    assert run(*arguments, '--workers', 1, '--block', 64, '--output', tmp_path / 'other') == 0
     assert one != contents(tmp_path / 'other')
 
 
@@ -208,13 +212,12 @@ BAD = {
 
 
 @pytest.mark.parametrize('case', BAD)
-@pytest.mark.parametrize('num_workers', [1, 2])
-def test_bad_input_is_one_line_and_no_obstacle(tmp_path, capsys, monkeypatch, case, num_workers):
+def test_bad_input_is_one_line_and_no_obstacle(tmp_path, capsys, case):
     make, arguments, parts = BAD[case]
     at = tmp_path / 'at'
     at.mkdir()
     make(at)
-    command = ['--output', at / 'data', '--workers', num_workers, *(a.replace('{}', str(at)) for a in arguments)]
+    command = ['--output', at / 'data', '--workers', 1, *(a.replace('{}', str(at)) for a in arguments)]
     assert run('--tokenizer', 'bpe:300', *command) == 2
     error = capsys.readouterr().err
     assert error.startswith('error: ')
@@ -226,6 +229,7 @@ def test_bad_input_is_one_line_and_no_obstacle(tmp_path, capsys, monkeypatch, ca
         assert run('--input', at / 'good.txt', '--output', at / 'data', '--tokenizer', 'bytes') == 0
 
 
+@pytest.mark.multiprocess
 def test_bad_files_in_worker_processes(texts, tmp_path, capsys, small_groups):
     (texts / '7.txt').write_bytes(b'\xff')
     # bytes learns from no text: the bad file is met by a worker.
@@ -245,13 +249,15 @@ def test_two_runs_do_not_write_into_one_directory(texts, tmp_path, capsys):
     assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 0
 
 
-def test_the_command(texts, tmp_path):
-    command = [sys.executable, '-m', 'maxlm.prepare', '--input', texts, '--output', tmp_path / 'data']
-    done = subprocess.run([*command, '--tokenizer', 'bpe:300'], capture_output=True, text=True, check=True)
+@pytest.mark.multiprocess
+def test_the_command(texts, tmp_path, capfd):
+    arguments = ['--input', texts, '--output', tmp_path / 'data']
+    command = [sys.executable, '-m', 'maxlm.prepare', *arguments, '--tokenizer', 'bpe:300']
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 'train: ' in done.stdout
     assert done.stderr == ''
-    again = subprocess.run([*command, '--tokenizer', 'bytes'], capture_output=True, text=True, check=False)
-    assert again.returncode == 2
-    assert again.stderr.count('\n') == 1
-    quiet = subprocess.run([*command, '--tokenizer', 'bpe:300', '--quiet'], capture_output=True, text=True, check=True)
-    assert quiet.stdout == quiet.stderr == ''
+    capfd.readouterr()
+    assert run(*arguments, '--tokenizer', 'bytes') == 2
+    assert capfd.readouterr().err.count('\n') == 1
+    assert run(*arguments, '--tokenizer', 'bpe:300', '--quiet') == 0
+    assert capfd.readouterr() == ('', '')

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import resource
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -20,7 +20,6 @@ from maxlm.data.records import load_manifest
 from maxlm.data.shards import WriteShards
 from maxlm.data.storage import StorageError
 from tests.buckets import gcs as gcs_buckets
-from tests.conftest import ROOT
 from tests.preparing import contents, documents_of, run, write_texts
 
 
@@ -127,8 +126,10 @@ def objects(kind):
             yield f'{i}.jsonl', b'{"text": "text %d"}\n' % i
 
 
-@pytest.mark.parametrize('kind', ['jsonl', 'parquet'])
-@pytest.mark.parametrize('fault', [503, 'reset', 'vanish', 403])
+@pytest.mark.network_emulator
+@pytest.mark.parametrize(
+    ('kind', 'fault'), [('jsonl', 503), ('parquet', 'reset'), ('jsonl', 'vanish'), ('jsonl', 403), ('parquet', 403)]
+)
 def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
     # Several groups; the lines of JSONL are pieces.
     monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 10)
@@ -167,40 +168,40 @@ def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
         assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
 
 
-def limited(limit, *arguments):
-    """The command in a process whose files may not grow beyond `limit` bytes, as on a disk that is full there."""
-    command = [sys.executable, '-m', 'maxlm.prepare', *map(str, arguments)]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
+@contextlib.contextmanager
+def largest_file(limit: int) -> Iterator[None]:
+    """Keeps files of this process and its children at `limit` bytes, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize('workers', [1, 2])
-def test_a_disk_that_fills(tmp_path, workers):
-    """Real processes: only they can have a limit of their own."""
+@pytest.mark.parametrize('workers', [1, pytest.param(2, marks=pytest.mark.multiprocess)])
+def test_a_disk_that_fills(tmp_path, capfd, workers):
     texts = tmp_path / 'texts'
     texts.mkdir()
-    # Two groups, of which the second is too large.
-    (texts / 'a.txt').write_text('small ' * 2**19)
-    (texts / 'b.txt').write_text('large ' * 2**20)
-    command = ['--input', texts, '--tokenizer', 'bytes', '--workers', workers, '--validation_share', 0]
-    assert run(*command, '--output', tmp_path / 'whole') == 0
-    # What is moderate for a.txt, uint16, is too much for b.txt; one by one, so that the first is through.
-    done = limited(2**23, *command[:4], '--workers', 1, *command[6:], '--output', tmp_path / 'data')
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count('\n') == 1
-    assert 'cannot be written' in done.stderr
-    assert 'File too large' in done.stderr
-    assert not [path for path in (tmp_path / 'data').rglob('*.partial')]
-    kept = tmp_path / 'data' / 'train-00000.arrayrecord'
-    before = kept.stat().st_mtime_ns
-    again = limited(2**23, *command, '--output', tmp_path / 'data')
-    assert again.returncode == 2
-    assert run(*command, '--output', tmp_path / 'data') == 0
+    # Two groups, of which the second is too large: a token of two bytes for each letter.
+    (texts / 'a.txt').write_text('small ' * 2**14)
+    (texts / 'b.txt').write_text('large ' * 2**15)
+    command = ['--input', texts, '--tokenizer', 'bytes', '--validation_share', 0]
+    assert run(*command, '--workers', 1, '--output', tmp_path / 'whole') == 0
+    command += ['--output', tmp_path / 'data']
+    capfd.readouterr()
+    with largest_file(400_000):
+        # One by one, so that the first is through.
+        assert run(*command, '--workers', 1) == 2
+        error = capfd.readouterr().err
+        assert error.count('\n') == 1
+        assert 'cannot be written' in error
+        assert 'File too large' in error
+        assert not [path for path in (tmp_path / 'data').rglob('*.partial')]
+        kept = tmp_path / 'data' / 'train-00000.arrayrecord'
+        before = kept.stat().st_mtime_ns
+        assert run(*command, '--workers', workers) == 2
+    assert run(*command, '--workers', workers) == 0
     assert kept.stat().st_mtime_ns == before
     assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
 

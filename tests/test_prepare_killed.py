@@ -1,4 +1,4 @@
-"""kill -9 of `prepare` at fifty moments. Slow, three quarters of a minute: each run is a real one with processes."""
+"""`maxlm.prepare` killed by SIGKILL, in each stage and at random moments, goes on to the same bytes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,38 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import ROOT
 from tests.preparing import contents
 
+pytestmark = pytest.mark.multiprocess
 
-def test_fifty_kills_leave_the_same_bytes(tmp_path):
-    command = [sys.executable, '-m', 'tests.killing', str(tmp_path), '3', '50']
+
+def kill(directory, *kills):
+    """Returns the report of `tests.killing`, after what holds for any number of kills."""
+    command = [sys.executable, '-m', 'tests.killing', str(directory), '3', *kills]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    stages = report['stages']
-    assert sum(stages.values()) == 50
-    # Moments differ from machine to machine; on all of them they are in more than one stage of the work.
-    assert len(stages.keys() & {'survey', 'verdicts', 'tokenizer', 'shards'}) >= 2, stages
     assert report['groups'] > 4
-    assert len(report['same']) >= 1
+    assert report['same']
     assert all(report['same'])
     # Controls: other options would have been seen, and there was something to clean.
     assert not report['other_is_same']
-    removed = json.loads(contents(tmp_path / 'whole')['cleaning.json'])['removed']
+    removed = json.loads(contents(directory / 'whole')['cleaning.json'])['removed']
     assert removed.keys() >= {'c4: lorem ipsum', 'duplicate: exact', 'duplicate: near'}, removed.keys()
+    return report
+
+
+def test_a_kill_in_each_stage_leaves_the_same_bytes(tmp_path):
+    # A stage may end between the look and the kill.
+    assert sum(kill(tmp_path)['stages'].values()) == 4
+
+
+@pytest.mark.nightly
+def test_fifty_kills_leave_the_same_bytes(tmp_path):
+    stages = kill(tmp_path, '50')['stages']
+    assert sum(stages.values()) == 50
+    # Moments differ from machine to machine; on all of them they are in more than one stage of the work.
+    assert len(stages.keys() & {'survey', 'verdicts', 'tokenizer', 'shards'}) >= 2, stages

@@ -12,6 +12,7 @@ from maxlm.config.load import load, split_overrides
 from maxlm.data.chat_template import CHATML
 from maxlm.data.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.inference.engine import Engine
 from maxlm.runtime.workdir import CHAT_TEMPLATE
 from tests.conftest import ROOT
 from tests.serving.fake_engine import chat_tokenizer
@@ -131,7 +132,8 @@ def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
     assert 5 <= len(lines) <= 8
     monkeypatch.chdir(runs)
     monkeypatch.setattr('sys.stdin', io.StringIO('Hello\n/quit\n'))
-    # All but the loop of the server, which tests/test_serve.py runs.
+    # All but the loop of the server, and the compilation of all its programs, which tests/test_serve.py runs.
+    monkeypatch.setattr(Engine, 'warm_up', lambda self, tell: None)
     served = []
     monkeypatch.setattr('maxlm.serving.running.run_until_told', lambda running: served.append(running) or EXIT_DONE)
     told = []

@@ -1,4 +1,4 @@
-"""`maxlm.serve` with a model: what it answers equals what the engine draws, what it prints, and what it refuses."""
+"""`maxlm.serve` with a model answers what the engine draws; what it prints, and what it refuses."""
 
 import concurrent.futures
 import itertools
@@ -215,6 +215,7 @@ def test_hostile_requests_leave_the_engine_whole(server, complete, engine):
     assert complete('Once', temperature=0).choices[0].text == before
 
 
+@pytest.mark.multiprocess
 def test_the_command(workdir, tmp_path):
     (tmp_path / 'key').write_text('secret\n')
     command = [f'--checkpoint={workdir}', '--port=0', '--slots=2', '--context=64', f'--api_key_file={tmp_path / "key"}']
@@ -295,6 +296,8 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
     def start():
         """Arrays of a run's parameters that are there while the command serves, beside those before."""
         before, found = stacked(), []
+        # Compiling all programs takes long, and changes no array.
+        monkeypatch.setattr(Engine, 'warm_up', lambda self, tell: None)
         monkeypatch.setattr(running, 'run_until_told', lambda _: found.append(stacked() - before) or EXIT_DONE)
         assert serve.main([f'--checkpoint={workdir}', '--port=0', f'--slots={SLOTS}']) == EXIT_DONE
         return found

@@ -1,4 +1,4 @@
-"""maxlm.supervise on real processes: the rules of launch/restart.sh, and a training that gets through kills."""
+"""`maxlm.supervise` on real commands follows the same rules as launch/restart.sh, and hands signals on."""
 
 import signal
 import sys
@@ -11,7 +11,6 @@ from tests.launch.programs import Programs
 
 SUPERVISE = (sys.executable, '-m', 'maxlm.supervise')
 TRAIN = ('python', '-m', 'maxlm.train', '--config=configs/tiny.py')
-LOOPS = {'python': SUPERVISE, 'shell': ('launch/restart.sh',)}
 
 
 @pytest.fixture
@@ -19,16 +18,18 @@ def programs(tmp_path):
     return Programs(tmp_path / 'stand_ins')
 
 
-@pytest.fixture(params=LOOPS)
-def loop(request):
-    """Both loops, which must not differ."""
-    return LOOPS[request.param]
+def in_this_process(programs, monkeypatch, capfd, *words):
+    """Returns the exit code and the messages of `main`, whose commands are the stand-ins."""
+    for name, value in programs.environment.items():
+        monkeypatch.setenv(name, value)
+    return exit_code(main, list(words)), capfd.readouterr().err
 
 
 def ends(*codes):
     return [{'code': code} for code in codes]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ('lives', 'code', 'starts'),
     [
@@ -41,12 +42,19 @@ def ends(*codes):
         ([{'signal': signal.SIGKILL}] * 3 + ends(0), 128 + signal.SIGKILL, 3),
     ],
 )
-def test_the_same_rules_as_the_script(programs, tmp_path, loop, lives, code, starts):
+@pytest.mark.parametrize('loop', ['python', 'shell'])
+def test_the_same_rules_as_the_script(programs, tmp_path, monkeypatch, capfd, loop, lives, code, starts):
     programs.plan(lives=lives)
-    done = programs.run(*loop, '--backoff', '0', '--', *TRAIN, f'--workdir={tmp_path}/run')
-    assert (done.returncode, len(programs.lines('python'))) == (code, starts), done.stderr
+    words = ('--backoff', '0', '--', *TRAIN, f'--workdir={tmp_path}/run')
+    if loop == 'python':
+        ended, messages = in_this_process(programs, monkeypatch, capfd, *words)
+    else:
+        done = programs.run('launch/restart.sh', *words)
+        ended, messages = done.returncode, done.stderr
+    assert (ended, len(programs.lines('python'))) == (code, starts), messages
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_handed_on_once_and_ends_the_loop(programs, tmp_path, number):
     programs.plan(lives=[{'seconds': 30, 'saving': 0.5}, {}, {}])
@@ -63,6 +71,7 @@ def test_a_signal_is_handed_on_once_and_ends_the_loop(programs, tmp_path, number
     assert len(programs.lines('python')) == 1
 
 
+@pytest.mark.multiprocess
 def test_a_signal_during_the_pause_starts_nothing(programs, tmp_path):
     programs.plan(lives=ends(1))
     process = programs.start(*SUPERVISE, '--backoff', '60', '--', *TRAIN, f'--workdir={tmp_path}')

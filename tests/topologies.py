@@ -1,8 +1,8 @@
-"""Devices of hardware that is not there, for programs that are only compiled."""
+"""Describes devices of hardware that is absent, for programs that are only compiled."""
 
 from maxlm.planning.targets import parse_target, target_devices
 
 
 def tpu_devices(name):
-    """The chips of a TPU slice as `v4:2x2x4`, by the compiler alone."""
+    """Returns the chips of a TPU slice as `v4:2x2x4`, by the compiler alone."""
     return target_devices(parse_target(name))
