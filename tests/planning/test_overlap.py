@@ -1,6 +1,6 @@
-"""What of a program's communication is hidden: by hand in small programs, and in a step compiled for TPU v5p.
+"""What of a program's communication is hidden: by hand in small programs, and in steps compiled for TPUs.
 
-Slow: the compiler for TPUs takes up to a minute of a core for each of two programs.
+Nightly the compiler for TPU v5p makes two programs, each in up to a minute of a core.
 """
 
 import dataclasses
@@ -148,6 +148,7 @@ def compiled(options):
     return read_overlap(step.as_text(), config.mesh.sizes, target.chip, num_devices=target.num_devices)
 
 
+@pytest.mark.nightly
 def test_products_in_steps_hide_sums_of_gradients():
     ours, whole = compiled({}), compiled(WHOLE_PRODUCTS)
     # As it was compiled they are 0.92 and 0.46; gathers are waited for.
