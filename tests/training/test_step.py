@@ -1,5 +1,7 @@
 """The training step: accumulation, clipping, skipping, dropout, z-loss, moving average."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 from maxlm.training import sharding
-from maxlm.training.state import abstract_state, evaluated_params, init_state
+from maxlm.training.state import TrainState, abstract_state, evaluated_params, init_state
 from maxlm.training.step import make_eval_step, make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
 
@@ -42,27 +44,24 @@ class Step:
         return states, history
 
 
-@pytest.fixture(scope='module')
-def step():
-    return Step(**SETTINGS)
+class Runs(NamedTuple):
+    """The steps that most tests share."""
+
+    step: Step
+    # After each of 40 steps.
+    states: list
+    history: list
+    # A step of one micro-batch, without clipping and average, and what it leaves.
+    whole: Step
+    whole_state: TrainState
+    whole_metrics: dict
 
 
 @pytest.fixture(scope='module')
-def after(step):
-    """States and metrics after each of 40 steps."""
-    return step.states(40)
-
-
-@pytest.fixture(scope='module')
-def whole():
-    """One micro-batch, and nothing is clipped or averaged."""
-    return Step(optimizer__clip_norm=0.0)
-
-
-@pytest.fixture(scope='module')
-def after_whole(whole):
+def runs():
+    step, whole = Step(**SETTINGS), Step(optimizer__clip_norm=0.0)
     (state,), (metrics,) = whole.states(1)
-    return state, metrics
+    return Runs(step, *step.states(40), whole, state, metrics)
 
 
 def mean_gradient(state):
@@ -80,45 +79,46 @@ def assert_close(tree, other, rtol):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-3))
 
 
-def test_accumulation_is_exact_with_uneven_token_counts(step, after, after_whole):
-    assert step.config.accumulation == 4
-    counts = [step.rows['weights'][index::4].sum() for index in range(4)]
+def test_accumulation_is_exact_with_uneven_token_counts(runs):
+    assert runs.step.config.accumulation == 4
+    counts = [runs.step.rows['weights'][index::4].sum() for index in range(4)]
     assert len(set(map(float, counts))) > 1, 'micro-batches must differ, or a mean of means would pass'
-    metrics, wanted = after[1][0], after_whole[1]
+    metrics, wanted = runs.history[0], runs.whole_metrics
     np.testing.assert_allclose(metrics['loss'], wanted['loss'], rtol=1e-6)
     np.testing.assert_allclose(metrics['grad_norm'], wanted['grad_norm'], rtol=1e-6)
 
 
-def test_the_mean_of_means_is_another_number(whole, after_whole):
+def test_the_mean_of_means_is_another_number(runs):
     """A control of the test above: each quarter of the rows alone."""
-    rows = np.arange(8)[:, None]
+    whole, rows = runs.whole, np.arange(8)[:, None]
     quarters = [whole.with_weights(whole.rows['weights'] * np.float32(rows % 4 == quarter)) for quarter in range(4)]
     losses = [float(whole.run(whole.first, quarter)[1]['loss']) for quarter in quarters]
-    assert abs(np.mean(losses) - after_whole[1]['loss']) > 1e-5
+    assert abs(np.mean(losses) - runs.whole_metrics['loss']) > 1e-5
 
 
-def test_clipping_bounds_the_norm_and_keeps_the_direction(after, after_whole):
-    grad_norm = float(after_whole[1]['grad_norm'])
+def test_clipping_bounds_the_norm_and_keeps_the_direction(runs):
+    grad_norm = float(runs.whole_metrics['grad_norm'])
     assert grad_norm > 2 * CLIP_NORM
-    clipped, free = mean_gradient(after[0][0]), mean_gradient(after_whole[0])
+    clipped, free = mean_gradient(runs.states[0]), mean_gradient(runs.whole_state)
     np.testing.assert_allclose(norm(clipped), CLIP_NORM, rtol=1e-5)
     assert_close(clipped, jax.tree.map(lambda g: g * CLIP_NORM / grad_norm, free), 1e-5)
     np.testing.assert_allclose(norm(free), grad_norm, rtol=1e-5)
 
 
-def test_small_gradients_are_not_clipped(step, after_whole):
+def test_small_gradients_are_not_clipped(runs):
     # The sum of the weights counts as 1 or more, so light weights make a small gradient.
+    step = runs.step
     light = step.rows['weights'] * np.float32(1e-4)
     state, metrics = step.run(step.first, step.with_weights(light))
     share = float(light.sum())
     assert 0 < float(metrics['grad_norm']) < CLIP_NORM
-    np.testing.assert_allclose(metrics['grad_norm'], share * after_whole[1]['grad_norm'], rtol=1e-5)
-    assert_close(mean_gradient(state), jax.tree.map(lambda g: g * share, mean_gradient(after_whole[0])), 1e-5)
+    np.testing.assert_allclose(metrics['grad_norm'], share * runs.whole_metrics['grad_norm'], rtol=1e-5)
+    assert_close(mean_gradient(state), jax.tree.map(lambda g: g * share, mean_gradient(runs.whole_state)), 1e-5)
 
 
-def test_metrics_are_those_of_the_batch(step, after):
-    (first, *_), (metrics, *_) = after
-    assert metrics['tokens'] == step.rows['weights'].sum()
+def test_metrics_are_those_of_the_batch(runs):
+    first, metrics = runs.states[0], runs.history[0]
+    assert metrics['tokens'] == runs.step.rows['weights'].sum()
     assert abs(metrics['loss'] - np.log(61)) < 0.2
     np.testing.assert_allclose(metrics['param_norm'], norm(first.params), rtol=1e-5)
     assert not metrics['skipped']
@@ -126,18 +126,18 @@ def test_metrics_are_those_of_the_batch(step, after):
     assert not {'z_loss', 'loss_scale', 'source_loss'} & metrics.keys()
 
 
-def test_the_first_update_of_the_warmup_has_rate_0(step, after):
-    (first, second, *_), history = after
-    np.testing.assert_allclose([metrics['learning_rate'] for metrics in history[:3]], [0, 0.5e-2, 1e-2], rtol=1e-6)
+def test_the_first_update_of_the_warmup_has_rate_0(runs):
+    first, second = runs.states[:2]
+    np.testing.assert_allclose([metrics['learning_rate'] for metrics in runs.history[:3]], [0, 0.5e-2, 1e-2], rtol=1e-6)
     assert int(first.step) == 1
-    jax.tree.map(np.testing.assert_array_equal, first.params, step.first.params)
+    jax.tree.map(np.testing.assert_array_equal, first.params, runs.step.first.params)
     assert not np.array_equal(second.params['embedding'], first.params['embedding'])
 
 
-def test_the_moving_average_begins_short(step, after):
-    wanted = jax.device_get(step.first.params)
+def test_the_moving_average_begins_short(runs):
+    wanted = jax.device_get(runs.step.first.params)
     # (1 + n) / (10 + n) for n = 1, 2, 3, until it is more than the config says.
-    for state, decay in zip(after[0][:3], [2 / 11, 0.22, 0.22], strict=True):
+    for state, decay in zip(runs.states[:3], [2 / 11, 0.22, 0.22], strict=True):
         state = jax.device_get(state)
         wanted = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, wanted, state.params)
         assert_close(state.ema, wanted, 1e-5)
@@ -145,14 +145,15 @@ def test_the_moving_average_begins_short(step, after):
     assert np.abs(state.ema['embedding'] - state.params['embedding']).max() > 1e-4
 
 
-def test_the_moving_average_is_what_is_evaluated(step, whole):
-    assert evaluated_params(step.first) is step.first.ema
-    assert whole.first.ema is None
-    assert evaluated_params(whole.first) is whole.first.params
+def test_the_moving_average_is_what_is_evaluated(runs):
+    averaged, plain = runs.step.first, runs.whole.first
+    assert evaluated_params(averaged) is averaged.ema
+    assert plain.ema is None
+    assert evaluated_params(plain) is plain.params
 
 
-def test_a_batch_without_a_finite_loss_changes_nothing(step, after):
-    before = after[0][3]
+def test_a_batch_without_a_finite_loss_changes_nothing(runs):
+    step, before = runs.step, runs.states[3]
     # The weight of one token is not a number: so are loss and gradient.
     weights = step.rows['weights'].copy()
     weights[0, 0] = np.nan
@@ -164,16 +165,15 @@ def test_a_batch_without_a_finite_loss_changes_nothing(step, after):
         jax.tree.map(np.testing.assert_array_equal, getattr(state, name), getattr(before, name))
     # The next step is, bit for bit, the one of a run that never saw the bad batch.
     then, metrics = step.run(state, step.batch)
-    wanted, wanted_metrics = after[0][4], after[1][4]
+    wanted, wanted_metrics = runs.states[4], runs.history[4]
     jax.tree.map(np.testing.assert_array_equal, (then.params, then.ema), (wanted.params, wanted.ema))
     assert metrics['learning_rate'] == wanted_metrics['learning_rate']
     assert not np.array_equal(then.params['embedding'], state.params['embedding'])
     assert not np.array_equal(then.ema['embedding'], state.ema['embedding'])
 
 
-def test_training_learns(after):
-    history = after[1]
-    assert history[-1]['loss'] < 0.8 * history[0]['loss']
+def test_training_learns(runs):
+    assert runs.history[-1]['loss'] < 0.8 * runs.history[0]['loss']
 
 
 def test_training_with_muon_learns():
@@ -181,8 +181,8 @@ def test_training_with_muon_learns():
     assert history[-1]['loss'] < 0.8 * history[0]['loss']
 
 
-def test_z_loss_is_differentiated_but_not_counted_as_loss(after_whole):
-    without = after_whole[1]
+def test_z_loss_is_differentiated_but_not_counted_as_loss(runs):
+    without = runs.whole_metrics
     _, (metrics,) = Step(train__z_loss=0.1, train__micro_batch=2, optimizer__clip_norm=0.0).states(1)
     np.testing.assert_allclose(metrics['loss'], without['loss'], rtol=1e-6)
     assert abs(metrics['grad_norm'] - without['grad_norm']) > 0.01
