@@ -13,6 +13,7 @@ from maxlm.config.keys import Config
 from maxlm.config.load import build, default
 from maxlm.config.resolve import resolve
 from maxlm.training.sharding import Layout, make_layout
+from maxlm.training.state import TrainState, abstract_state
 
 VOCAB = 61
 
@@ -64,3 +65,30 @@ def small_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
             segments[row, cuts[1] :] = 0
             weights[row, cuts[1] :] = 0
     return {'tokens': tokens, 'targets': targets, 'weights': weights, 'segments': segments, 'positions': positions}
+
+
+def small_state(config: Config, layout: Layout, seed: int = 0) -> TrainState:
+    """The state before the first step with parameters from NumPy; unlike `init_state` it compiles nothing."""
+    rng = np.random.default_rng(seed)
+
+    def initial(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = path[-1].key
+        if name == 'scale':
+            return np.ones(leaf.shape, leaf.dtype)
+        if name in ('bias', 'lora_b'):
+            return np.zeros(leaf.shape, leaf.dtype)
+        return rng.normal(0, 0.02, leaf.shape).astype(leaf.dtype)
+
+    abstract = abstract_state(config, layout)
+    params = jax.tree_util.tree_map_with_path(initial, abstract.params)
+    values = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+    values = values._replace(params=params)
+    if abstract.ema is not None:
+        values = values._replace(ema=jax.tree.map(np.copy, params))
+    if abstract.reference is not None:
+        cast = jax.tree.map(lambda value, leaf: value.astype(leaf.dtype), params, abstract.reference)
+        values = values._replace(reference=cast)
+    if abstract.loss_scale is not None:
+        scale = values.loss_scale._replace(scale=np.float32(config.train.loss_scale))
+        values = values._replace(loss_scale=scale)
+    return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, abstract)

@@ -1,10 +1,9 @@
 """The configs that are shipped: they load, say what they hold, and have the parameters that Transformers counts."""
 
 import dataclasses
+import functools
 
 import pytest
-import torch
-import transformers
 
 from benchmarks.models import MODELS, Model, main, resolved, row
 from maxlm import train
@@ -34,6 +33,9 @@ def in_root(monkeypatch):
 
 def transformers_parameters(config):
     """Parameters of the model that Transformers builds from the config.json of an export; nothing is allocated."""
+    # Here, so that collecting the tests does not import them.
+    torch = pytest.importorskip('torch', reason="needs the extra 'dev'")
+    transformers = pytest.importorskip('transformers', reason="needs the extra 'dev'")
     architecture = 'nanochat' if config.model.family == 'nanochat' else 'auto'
     values = to_config(config.model, architecture)
     with torch.device('meta'):
@@ -41,6 +43,7 @@ def transformers_parameters(config):
         return transformers.AutoModelForCausalLM.from_config(cls).num_parameters()
 
 
+@functools.cache
 def our_parameters(config):
     return num_parameters(abstract_state(config, make_layout(config.mesh)).params)
 

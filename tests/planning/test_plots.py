@@ -117,6 +117,7 @@ def test_a_file_that_cannot_be_written(rows, tmp_path):
         write_html(tmp_path, 'a title', rows=rows)
 
 
+@pytest.mark.multiprocess
 def test_neither_matplotlib_nor_scipy_comes_with_the_import():
     program = (
         'import sys, maxlm.planning.plots as plots, maxlm.planning.chinchilla\n'

@@ -27,9 +27,8 @@ from maxlm.training.decisions import (
     stops_early,
     to_json,
 )
-from maxlm.training.state import init_state
 from maxlm.training.step import make_train_step
-from tests.small import small_batch, small_config, small_layout
+from tests.small import small_batch, small_config, small_layout, small_state
 
 MOST = 3
 GUARDED = {'train__max_skipped_steps': MOST, 'guard__rollback_margin': 5, 'guard__max_rollbacks': 2}
@@ -215,7 +214,8 @@ class Loop:
 
     def __init__(self):
         # Dropout shows that a step draws by its own number.
-        self.config = small_config(**{**GUARDED, 'guard__rollback_margin': 2}, model__dropout=0.1, guard__window=16)
+        model = {'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2, 'model__dropout': 0.1}
+        self.config = small_config(**{**GUARDED, 'guard__rollback_margin': 2}, **model, guard__window=16)
         self.layout = small_layout(self.config)
         self.step = jax.jit(make_train_step(self.config, self.layout))
 
@@ -252,7 +252,7 @@ class Loop:
 
 def test_a_rollback_ends_as_a_run_that_never_saw_the_window():
     loop = Loop()
-    first = init_state(loop.config, loop.layout)
+    first = small_state(loop.config, loop.layout)
     state, decisions, losses = loop.run(first, Decisions())
     # Steps 14, 15, 16 were bad, and two before them go too.
     assert decisions.rollbacks == 1

@@ -30,13 +30,19 @@ LAYOUTS = [
 ]
 
 
+@functools.cache
+def initial_params():
+    model = small_config(**COMMON).model
+    return jax.device_get(jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(model, rngs=nnx.Rngs(0)))))())
+
+
 def results(**settings):
     """Hidden states [B, T, D] of a batch, and the gradients of a weighted sum of them, whole."""
     config = small_config(num_devices=4 if 'mesh__fsdp' in settings else 1, **COMMON, **settings)
     layout = small_layout(config)
     graph, _ = nnx.split(abstract_model(config, layout))
-    params = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0))))
-    params = jax.device_put(with_arrays(params, adapter_arrays(config.model)), param_shardings(config, layout))
+    params = with_arrays(initial_params(), adapter_arrays(config.model))
+    params = jax.device_put(params, param_shardings(config, layout))
     T = config.data.window
     order = zigzag(T, layout.parts('length')) if layout.parts('length') > 1 else np.arange(T)
     batch = {name: rows[:, order] for name, rows in small_batch(config).items()}

@@ -6,10 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from maxlm.training.loss_scale import LossScale, first_loss_scale, next_loss_scale
-from maxlm.training.state import init_state
+from maxlm.training.loss_scale import LossScale, first_loss_scale
+from maxlm.training.loss_scale import next_loss_scale as next_without_jit
 from maxlm.training.step import make_train_step
-from tests.small import small_batch, small_config, small_layout
+from tests.small import small_batch, small_config, small_layout, small_state
+
+next_loss_scale = jax.jit(next_without_jit, static_argnums=2)
 
 STEPS = 20
 SETTINGS = {'train__loss_scale': 1024.0, 'train__loss_scale_steps': 100, 'optimizer__warmup_steps': 0}
@@ -19,10 +21,10 @@ class Run:
     """A compiled step, with a batch and the state before the first step."""
 
     def __init__(self, dtype):
-        self.config = small_config(model__dtype=dtype, **SETTINGS)
+        self.config = small_config(model__dtype=dtype, model__num_layers=1, **SETTINGS)
         self.layout = small_layout(self.config)
         self.step = jax.jit(make_train_step(self.config, self.layout))
-        self.state = init_state(self.config, self.layout)
+        self.state = small_state(self.config, self.layout)
         self.batch = self.layout.put_batch(small_batch(self.config), self.config.train.global_batch)
 
     def with_scale(self, scale, good_steps=0):

@@ -9,9 +9,9 @@ import pytest
 from maxlm.model.host_memory import HOST, fetch, like, on_host, to_device
 from maxlm.planning.compile import compile_train_step
 from maxlm.training.offload import layer_by_layer, norm
-from maxlm.training.state import TrainState, abstract_state, init_state
+from maxlm.training.state import TrainState, abstract_state
 from maxlm.training.step import make_eval_step
-from tests.small import small_batch, small_config, small_layout
+from tests.small import small_batch, small_config, small_layout, small_state
 
 # Of the state, what is in host memory.
 ON_HOST = {'none': (), 'optimizer': ('mu', 'nu'), 'all': ('params', 'ema', 'mu', 'nu')}
@@ -45,9 +45,8 @@ def trained(request):
     config = config_with(request.param)
     layout = small_layout(config)
     abstract = abstract_state(config, layout)
-    before = init_state(config, layout)
     # The step takes the memory of what it is given.
-    state = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), leaf.sharding), before)
+    before, state = (small_state(config, layout) for _ in range(2))
     batch = layout.put_batch(small_batch(config), config.train.global_batch)
     after, metrics = compile_train_step(config, layout, abstract).step(state, batch)
     assert np.isfinite(metrics['loss'])
@@ -86,6 +85,7 @@ def test_a_step_changes_all_that_it_should(trained):
             assert all(layer.any() for layer in layers), path
 
 
+@pytest.mark.parametrize('trained', ['all'], indirect=True)
 def test_what_is_on_the_host_is_evaluated(trained):
     config, layout, before, _ = trained
     batch = layout.put_batch(small_batch(config), config.train.global_batch)

@@ -1,5 +1,6 @@
 """Steps lowered for accelerators that are not here: what each would be given to run."""
 
+import functools
 import re
 
 import jax
@@ -15,12 +16,15 @@ from maxlm.training.step import make_train_step
 from tests.conftest import ROOT
 
 
-@pytest.fixture
-def cudnn_9_13(monkeypatch):
-    # Lowering asks the local machine for its cuDNN, which a machine without a GPU does not have.
-    monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda *_: 91300)
+@pytest.fixture(scope='module', autouse=True)
+def cudnn_9_13():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # Lowering asks the local machine for its cuDNN, which a machine without a GPU does not have.
+        monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda *_: 91300)
+        yield
 
 
+@functools.cache
 def lowered(platform, backend, *overrides, spec='1b.py', devices=1):
     config = load(f'{ROOT}/configs/{spec}', ['train.global_batch=32', *overrides])
     config = resolve(config, platform=backend, num_devices=devices, vocab_size=32, windows=100)
@@ -35,7 +39,7 @@ def fused_calls(text):
     return set(re.findall(r'__cudnn\$\w+', text))
 
 
-def test_gpu_runs_fused_attention_with_documents_masked(cudnn_9_13):
+def test_gpu_runs_fused_attention_with_documents_masked():
     with_bias = {'__cudnn$fmhaScaleBiasSoftmax', '__cudnn$fmhaScaleBiasSoftmaxBackward'}
     assert fused_calls(lowered('cuda', 'gpu')) == with_bias
     # Control: without documents to keep apart the kernel needs no mask of ours.
@@ -44,7 +48,7 @@ def test_gpu_runs_fused_attention_with_documents_masked(cudnn_9_13):
     assert fused_calls(lowered('cuda', 'gpu', 'model.attention=xla')) == set()
 
 
-def test_stages_run_fused_attention_with_documents_masked(cudnn_9_13):
+def test_stages_run_fused_attention_with_documents_masked():
     pipeline = ['mesh.stage=2', 'mesh.fsdp=1', 'model.num_layers=4']
     text = lowered('cuda', 'gpu', *pipeline, devices=2)
     assert 'CustomSPMDPartitioning' in text
@@ -61,16 +65,25 @@ def sliding_windows(text):
     return {int(size) for size in re.findall(r'sliding_window_length\\22: (\d+)', text)}
 
 
-def test_gpu_kernels_know_their_windows(cudnn_9_13):
+def test_gpu_kernels_know_their_windows():
     overrides = ['model.attention_pattern=SL', 'model.sliding_window=512', 'data.isolate_documents=false']
     assert sliding_windows(lowered('cuda', 'gpu', *overrides)) == {0, 512}
     # Control: without a pattern there is none.
     assert sliding_windows(lowered('cuda', 'gpu', overrides[-1])) <= {0}
 
 
-@pytest.mark.parametrize(('platform', 'backend'), [('cuda', 'gpu'), ('tpu', 'tpu')])
-@pytest.mark.parametrize('spec', ['depth.py:24', 'code.py:7b', 'neox.py:production'])
-def test_steps_of_other_families_lower(platform, backend, spec, cudnn_9_13):
+@pytest.mark.parametrize(
+    ('spec', 'platform', 'backend'),
+    [
+        ('depth.py:24', 'cuda', 'gpu'),
+        ('code.py:7b', 'tpu', 'tpu'),
+        ('neox.py:production', 'cuda', 'gpu'),
+        pytest.param('depth.py:24', 'tpu', 'tpu', marks=pytest.mark.nightly),
+        pytest.param('code.py:7b', 'cuda', 'gpu', marks=pytest.mark.nightly),
+        pytest.param('neox.py:production', 'tpu', 'tpu', marks=pytest.mark.nightly),
+    ],
+)
+def test_steps_of_other_families_lower(spec, platform, backend):
     text = lowered(platform, backend, 'train.micro_batch=4', 'data.window=2048', spec=spec)
     assert 'stablehlo.dot_general' in text
     assert bool(fused_calls(text)) == (platform == 'cuda')

@@ -1,0 +1,71 @@
+"""The reference of preferences and of rewards: whether the state holds one, and in which type."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.training.reference import adapters_off, as_reference, holds_reference, stored_dtype
+from tests.small import small_config
+
+DPO = {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__dtype': 'bfloat16'}
+ADAPTERS = {'model__family': 'llama', 'model__lora_rank': 2}
+
+
+@pytest.mark.parametrize(
+    ('settings', 'holds'),
+    [
+        ({}, False),
+        (DPO, True),
+        # The model without its adapters is the reference, unless something else is trained too.
+        ({**DPO, **ADAPTERS}, False),
+        ({**DPO, **ADAPTERS, 'optimizer__trained': ('embedding',)}, True),
+        (ADAPTERS, False),
+    ],
+)
+def test_a_state_holds_a_reference_where_the_model_cannot_be_its_own(settings, holds):
+    assert holds_reference(small_config(**settings)) is holds
+
+
+def test_rewards_need_a_reference_only_for_its_divergence():
+    config = small_config()
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, objective='grpo'))
+    assert not holds_reference(config)
+    assert holds_reference(dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, kl_weight=0.1)))
+
+
+def test_each_kind_is_kept_in_the_type_that_the_model_takes():
+    config = small_config(**DPO)
+    in_8_bits = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul='fp8'))
+    kinds = ('table', 'head', 'matrix', 'vector')
+    assert [stored_dtype(config, kind) for kind in kinds] == [jnp.bfloat16] * 3 + [jnp.float32]
+    # Products of 8-bit floats round the float32 parameter.
+    assert [stored_dtype(in_8_bits, kind) for kind in kinds] == [jnp.bfloat16] * 2 + [jnp.float32] * 2
+
+
+def test_a_reference_is_a_copy():
+    params = {'embedding': jnp.full((2, 2), 1.001), 'final_norm': {'scale': jnp.full(2, 1.001)}}
+    reference = as_reference(small_config(**DPO), params)
+    assert jax.tree.map(lambda leaf: leaf.dtype.name, reference) == {
+        'embedding': 'bfloat16',
+        'final_norm': {'scale': 'float32'},
+    }
+    np.testing.assert_array_equal(reference['final_norm']['scale'], params['final_norm']['scale'])
+    # A step takes the memory of the parameters.
+    pointers = [tree['final_norm']['scale'].unsafe_buffer_pointer() for tree in (params, reference)]
+    assert pointers[0] != pointers[1]
+
+
+def test_adapters_that_are_off_add_nothing():
+    ones = np.ones(3, np.float32)
+    params = {'query': {'kernel': ones, 'lora_a': ones, 'lora_b': ones}, 'norm': {'scale': ones}}
+    off = adapters_off(params)
+    assert off['norm'] == params['norm']
+    assert {name: bool(np.any(value)) for name, value in off['query'].items()} == {
+        'kernel': True,
+        'lora_a': True,
+        'lora_b': False,
+    }
+    assert params['query']['lora_b'].all()
