@@ -143,7 +143,7 @@ def test_rings_are_smaller_and_go_round(plain):
     assert plain._programs.ring_slots() == {5: 64}
     assert whole._programs.ring_slots() == {}
     assert plain.cache_bytes < 0.9 * whole.cache_bytes
-    ring = new_engine(load(FAMILY), share=False, num_slots=1)
+    ring = new_engine(load(FAMILY), all_rows=True)
     prompt = PROMPTS[1]
     (row,) = generate(ring, [prompt], max_tokens=90)
     assert row == likeliest(FAMILY, prompt, row)

@@ -51,10 +51,9 @@ def test_remat_changes_nothing(remat, plain):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize('remat', ['dots', 'dots_no_batch', 'full'])
-def test_remat_changes_nothing_of_layers_one_after_another(remat, plain):
+def test_remat_changes_nothing_of_layers_one_after_another(plain):
     config, params, wanted = plain
-    assert_same(loss_and_gradients(config, remat=remat, scan_layers=False)(params), wanted)
+    assert_same(loss_and_gradients(config, remat='full', scan_layers=False)(params), wanted)
 
 
 def test_dropout_needs_a_key_and_depends_on_it():
