@@ -83,22 +83,16 @@ class Passes:
         self._graph, abstract = nnx.split(decoder)
         self._abstract_blocks = nnx.to_pure_dict(abstract)[BLOCKS]
         self._num_ids, self._most = num_ids, most
+        # One program: one for each shape of a parameter would take longer to compile.
+        self._split_blocks = jax.jit(self._layers_of)
 
     def prepare(self, params: Params) -> Params:
         """Parameters as the passes take them."""
         if not self.are_layers_apart:
             return params
-        split = jax.jit(lambda x_L, num_in: [turn(x, num_in) for x in x_L], static_argnums=1)
-
-        def axes_to_turn(path: tuple[Any, ...]) -> int:
-            return self._turned.get(tuple(entry.key for entry in path), 0)
-
-        # With the name of what they are part of in their paths.
-        blocks, tree = jax.tree_util.tree_flatten_with_path({BLOCKS: params[BLOCKS]})
-        layers = zip(*(split(x_L, axes_to_turn(path)) for path, x_L in blocks), strict=True)
         others = {name: part for name, part in params.items() if name != BLOCKS}
-        others = jax.tree_util.tree_map_with_path(lambda path, x: turn(x, axes_to_turn(path)), others)
-        return {**others, BLOCKS: [jax.tree.unflatten(tree, layer)[BLOCKS] for layer in layers]}
+        others = jax.tree_util.tree_map_with_path(self._turn, others)
+        return {**others, BLOCKS: self._split_blocks(params[BLOCKS])}
 
     def take_over(self, state: State, source: jax.Array, slot: jax.Array) -> State:
         """With keys and values of one slot in another, too."""
@@ -198,6 +192,16 @@ class Passes:
             state.counts_BV.at[:num].set(counts_BV),
         )
         return state, drawn
+
+    def _turn(self, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        return turn(x, self._turned.get(tuple(entry.key for entry in path), 0))
+
+    def _layers_of(self, blocks: Params) -> list[Params]:
+        """Parameters of each layer of a stack."""
+        # With the name of what they are part of in their paths.
+        stacks, tree = jax.tree_util.tree_flatten_with_path({BLOCKS: blocks})
+        layers = zip(*([self._turn(path, x) for x in x_L] for path, x_L in stacks), strict=True)
+        return [jax.tree.unflatten(tree, layer)[BLOCKS] for layer in layers]
 
     def _merged(self, params: Params) -> tuple[Any, Any]:
         """The model, and the parameters of its blocks where they are apart."""

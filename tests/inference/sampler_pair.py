@@ -10,13 +10,14 @@ import json
 from maxlm.inference.sampler import Sampler
 from maxlm.runtime.distributed import join
 from maxlm.training.sharding import make_layout
-from maxlm.training.state import init_state
+from tests.parameters import random_params
 from tests.small import small_config
 
 MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES = 8, 7, 2
 PROMPTS = [[7], [3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9]]
 # Ids that divide over devices.
-SETTINGS = {'model__vocab_size': 64, 'model__init_std': 0.2}
+SETTINGS = {'model__vocab_size': 64}
+STD = 0.3
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     config = small_config(2, **SETTINGS, mesh__fsdp=2)
     layout = make_layout(config.mesh)
     sampler = Sampler(config, layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
-    responses = sampler(init_state(config, layout).params, PROMPTS, seed=0, num_samples=NUM_SAMPLES)
+    responses = sampler(random_params(config, layout, std=STD), PROMPTS, seed=0, num_samples=NUM_SAMPLES)
     print(json.dumps({'tokens': responses.tokens_BR.tolist(), 'log_probs': responses.log_probs_BR.tolist()}))
 
 

@@ -12,7 +12,7 @@ from maxlm.inference.dialogue import HELP, talk
 from maxlm.inference.engine import Engine
 from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
-from tests.inference.test_engine import load
+from tests.inference.engines import load
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"

@@ -1,12 +1,12 @@
-"""A model that was really trained, quantized: what it loses, what is written, and what is refused."""
+"""A quantized model: what it loses, what is written, and what is refused."""
 
 import dataclasses
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlm.config.load import to_json
 from maxlm.data.tokenizer import bytes_tokenizer
@@ -18,9 +18,10 @@ from maxlm.model.quantized import Weights, quantized_kernels
 from maxlm.runtime.evaluation import evaluate
 from maxlm.runtime.layers import ParamsReader, StreamedArray, write_step
 from maxlm.runtime.workdir import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
-from maxlm.training.state import init_state
+from maxlm.training.state import abstract_model, init_state
 from maxlm.training.step import make_eval_step, make_train_step
 from tests.conftest import ROOT
+from tests.parameters import logits, random_params
 from tests.small import small_config, small_layout
 
 STEPS, BATCH, WINDOW = 150, 8, 64
@@ -36,8 +37,11 @@ CONFIG_OVERRIDES = {
     'optimizer__warmup_steps': 10,
     'optimizer__schedule': 'linear',
 }
-# What a model may lose, in percent of its loss; the first two are the promise.
+# What a trained model may lose, in percent of its loss; the first two are the promise.
 LIMITS = {'int8': 0.5, 'int4': 3.0, 'fp8': 1.0}
+# Root mean square of the logits' error, relative to that of the logits: two to three times what one kernel may have,
+# since the errors of two layers add up.
+ERRORS = {'int8': 0.03, 'int4': 0.36, 'fp8': 0.1}
 
 
 def batches(text, num, seed):
@@ -98,32 +102,85 @@ def loss(model, text):
 
 
 @pytest.fixture(scope='module')
-def quantized(trained, tmp_path_factory):
-    folder = tmp_path_factory.mktemp('quantized')
+def plain(tmp_path_factory):
+    """A workdir with a model of random parameters."""
+    config = small_config(**CONFIG_OVERRIDES)
+    workdir = tmp_path_factory.mktemp('plain') / 'run'
+    write(workdir, config, random_params(config, std=0.1))
+    return workdir
+
+
+@pytest.fixture(scope='module')
+def loaded(plain):
+    return load_model(str(plain), num_devices=1)
+
+
+def quantize_to(folder, workdir):
     return {
-        kind: quantize_checkpoint(str(trained[0]), str(folder / kind), parse_weights(kind), show=False)
-        for kind in LIMITS
+        kind: quantize_checkpoint(str(workdir), str(folder / kind), parse_weights(kind), show=False) for kind in LIMITS
     }
 
 
-def test_what_is_lost(trained, quantized):
+@pytest.fixture(scope='module')
+def quantized(plain, tmp_path_factory):
+    return quantize_to(tmp_path_factory.mktemp('quantized'), plain)
+
+
+@pytest.fixture(scope='module')
+def stored(quantized):
+    """Each of them as it is loaded."""
+    return {kind: load_model(str(done.workdir), num_devices=1) for kind, done in quantized.items()}
+
+
+def with_moved_codes(model):
+    """Control: the blocks are in other codes, those of the neighbouring outputs."""
+    blocks = jax.tree.map_with_path(
+        lambda path, leaf: np.roll(leaf, 1, axis=-1) if path[-1].key == 'kernel_codes' else leaf,
+        model.params['blocks'],
+    )
+    return model._replace(params={**model.params, 'blocks': blocks})
+
+
+@pytest.mark.nightly
+def test_what_a_trained_model_loses(trained, tmp_path):
     workdir, text = trained
     before = loss(load_model(str(workdir), num_devices=1), text)
     # It has learned: all bytes alike are 5.5.
     assert before < 2.8
-    lost = {
-        kind: 100 * (loss(load_model(str(done.workdir), num_devices=1), text) / before - 1)
-        for kind, done in quantized.items()
+    models = {
+        kind: load_model(str(done.workdir), num_devices=1) for kind, done in quantize_to(tmp_path, workdir).items()
     }
+    lost = {kind: 100 * (loss(model, text) / before - 1) for kind, model in models.items()}
     assert all(abs(lost[kind]) < limit for kind, limit in LIMITS.items()), lost
     assert lost['int4'] != lost['int8']
-    # Control: that the blocks are in other codes is seen, here in those of the neighbouring outputs.
-    model = load_model(str(quantized['int4'].workdir), num_devices=1)
-    blocks = jax.tree.map_with_path(
-        lambda path, leaf: jnp.roll(leaf, 1, axis=-1) if path[-1].key == 'kernel_codes' else leaf,
-        model.params['blocks'],
-    )
-    assert 100 * (loss(model._replace(params={**model.params, 'blocks': blocks}), text) / before - 1) > LIMITS['int4']
+    assert 100 * (loss(with_moved_codes(models['int4']), text) / before - 1) > LIMITS['int4']
+
+
+@pytest.fixture(scope='module')
+def logits_of(loaded):
+    """Model → logits of a few random tokens, and those of the model that was not quantized."""
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 16), dtype=np.int32)
+    runs = {}
+
+    def run(model):
+        kind = model.config.model.weights
+        if kind not in runs:
+            graph, _ = nnx.split(abstract_model(model.config, model.layout))
+            runs[kind] = jax.jit(lambda params: logits(graph, params, tokens))
+        return np.asarray(runs[kind](model.params))
+
+    return run, run(loaded)
+
+
+@pytest.mark.parametrize('kind', LIMITS)
+def test_logits_stay_near(kind, stored, logits_of):
+    run, wanted = logits_of
+
+    def error(model):
+        return np.sqrt(np.mean((run(model) - wanted) ** 2)) / np.sqrt(np.mean(wanted**2))
+
+    assert ERRORS[kind] / 10 < error(stored[kind]) < ERRORS[kind]
+    assert error(with_moved_codes(stored[kind])) > 1.5 * ERRORS['int4']
 
 
 def leaves(params):
@@ -137,29 +194,32 @@ def same(first, second):
 
 
 @pytest.mark.parametrize('kind', LIMITS)
-def test_on_the_disk_and_in_memory_it_is_the_same(trained, quantized, kind):
-    done = quantized[kind]
-    stored = load_model(str(done.workdir), num_devices=1)
-    made = load_model(str(trained[0]), num_devices=1, quantize=kind)
-    assert stored.config == made.config
-    assert (stored.step, stored.config.model.weights) == (STEPS, kind)
-    assert same(leaves(stored.params), leaves(made.params))
-    sizes = [sum(x.nbytes for x in leaves(params).values()) for params in (stored.params, made.params)]
+def test_on_the_disk_and_in_memory_it_is_the_same(plain, loaded, quantized, stored, kind):
+    done, found = quantized[kind], stored[kind]
+    made = load_model(str(plain), num_devices=1, quantize=kind)
+    assert found.config == made.config
+    assert (found.step, found.config.model.weights) == (STEPS, kind)
+    assert same(leaves(found.params), leaves(made.params))
+    sizes = [sum(x.nbytes for x in leaves(params).values()) for params in (found.params, made.params)]
     assert sizes == [done.memory_after] * 2
-    original = leaves(load_model(str(trained[0]), num_devices=1).params)
+    original = leaves(loaded.params)
     assert sum(x.nbytes for x in original.values()) == done.memory_before
     assert done.memory_after < 0.6 * done.memory_before
     assert done.disk_after < done.disk_before
     # What is no kernel of a block stays bit by bit.
-    found, kernels = leaves(stored.params), quantized_kernels(stored.config.model)
+    arrays, kernels = leaves(found.params), quantized_kernels(found.config.model)
     rest = {name: array for name, array in original.items() if name not in kernels}
     assert {'embedding', 'head.kernel'} <= rest.keys()
-    assert same({name: found[name] for name in rest}, rest)
-    # Over two devices, too.
-    assert same(leaves(load_model(str(done.workdir), num_devices=2).params), found)
+    assert same({name: arrays[name] for name in rest}, rest)
 
 
-def test_an_export_has_the_kernels_that_codes_mean(quantized, tmp_path):
+def test_over_two_devices_it_is_the_same(quantized, stored):
+    two = load_model(str(quantized['int4'].workdir), num_devices=2)
+    assert same(leaves(two.params), leaves(stored['int4'].params))
+    assert not same(leaves(two.params), leaves(stored['int8'].params))
+
+
+def test_an_export_has_the_kernels_that_codes_mean(quantized, stored, tmp_path):
     from safetensors.numpy import load_file
 
     done = quantized['int4']
@@ -168,7 +228,7 @@ def test_an_export_has_the_kernels_that_codes_mean(quantized, tmp_path):
     )
     exported = load_file(tmp_path / 'out' / 'model.safetensors')
     weight = exported['model.layers.1.mlp.up_proj.weight'].T
-    params = leaves(load_model(str(done.workdir), num_devices=1).params)
+    params = leaves(stored['int4'].params)
     codes = params['blocks.feedforward.up.kernel_codes'][1]
     scales = params['blocks.feedforward.up.kernel_scales'][1].astype(np.float32)
     halves = np.stack([codes & 15, codes >> 4], axis=1).astype(np.int64).reshape(weight.shape)
@@ -178,13 +238,13 @@ def test_an_export_has_the_kernels_that_codes_mean(quantized, tmp_path):
     assert not np.array_equal(exported['model.layers.0.mlp.up_proj.weight'].T, wanted)
 
 
-def test_what_belongs_to_the_run_comes_along(trained, tmp_path):
-    shutil.copytree(trained[0], tmp_path / 'run')
+def test_what_belongs_to_the_run_comes_along(plain, tmp_path):
+    shutil.copytree(plain, tmp_path / 'run')
     (tmp_path / 'run' / CHAT_TEMPLATE).write_text('{{ messages }}')
     done = quantize_checkpoint(str(tmp_path / 'run'), str(tmp_path / 'new'), Weights('int8', 32), show=False)
     assert (done.workdir / CHAT_TEMPLATE).read_text() == '{{ messages }}'
-    assert (done.workdir / TOKENIZER).read_bytes() == (trained[0] / TOKENIZER).read_bytes()
-    before, after = read_config(trained[0]), read_config(done.workdir)
+    assert (done.workdir / TOKENIZER).read_bytes() == (plain / TOKENIZER).read_bytes()
+    before, after = read_config(plain), read_config(done.workdir)
     assert after.model == dataclasses.replace(before.model, weights='int8', weights_group=32)
     assert after.data == before.data
     assert sorted(path.name for path in (done.workdir / 'checkpoints').iterdir()) == [str(STEPS)]
@@ -198,8 +258,8 @@ def refuse(words, function):
     assert '\n' not in str(info.value)
 
 
-def test_refusals(trained, quantized, tmp_path):
-    workdir = trained[0]
+def test_refusals(plain, quantized, tmp_path):
+    workdir = plain
 
     def run(checkpoint=workdir, weights=('int8', 0)):
         output = tmp_path / 'new'
@@ -222,8 +282,8 @@ def test_refusals(trained, quantized, tmp_path):
     refuse(['model.lora_rank=2', 'maxlm.checkpoints merge'], lambda: run(adapted))
 
 
-def test_a_kernel_that_is_not_finite_is_told(trained, tmp_path):
-    reader = ParamsReader(trained[0] / 'checkpoints' / str(STEPS))
+def test_a_kernel_that_is_not_finite_is_told(plain, tmp_path):
+    reader = ParamsReader(plain / 'checkpoints' / str(STEPS))
     arrays = {path: reader.read(path) for path in reader.shapes}
     arrays['blocks.attention.out.kernel'][1, 0, 0, 0] = np.inf
     nested = {}
@@ -233,7 +293,7 @@ def test_a_kernel_that_is_not_finite_is_told(trained, tmp_path):
         for module in modules:
             node = node.setdefault(module, {})
         node[name] = values
-    write(tmp_path / 'run', read_config(trained[0]), nested)
+    write(tmp_path / 'run', read_config(plain), nested)
     refuse(
         ['blocks.attention.out.kernel', 'not finite in layer 1'],
         lambda: quantize_checkpoint(str(tmp_path / 'run'), str(tmp_path / 'new'), Weights('int8', 0), show=False),

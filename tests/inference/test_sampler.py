@@ -2,40 +2,52 @@
 
 import functools
 import json
+import math
 import types
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from maxlm.errors import InputError
-from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.requests import Request
 from maxlm.inference.sampler import Sampler, plan_runs
 from maxlm.inference.sampling import Sampling
-from maxlm.training.state import abstract_model, abstract_state, init_state
-from tests.inference.sampler_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS
+from maxlm.training.state import abstract_model
+from tests.inference.engines import new_engine
+from tests.inference.sampler_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS, STD
+from tests.parameters import random_params
 from tests.processes import Processes
 from tests.small import small_config, small_layout
 
 VOCAB = SETTINGS['model__vocab_size']
 FAMILIES = {
     'gpt2': {},
-    'gpt_neox': {'model__num_kv_heads': 2},
-    'qwen3': {'model__num_kv_heads': 1, 'model__head_dim': 12},
+    'gpt_neox, adapters': {'model__num_kv_heads': 2, 'model__lora_rank': 2},
     'nanochat': {},
     'llama': {'model__num_kv_heads': 2},
-    'llama, windows': {'model__num_layers': 3, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
-    'llama, yarn': {'model__rotary_scaling': 'yarn', 'model__rotary_factor': 4.0},
+    'qwen3, yarn, windows': {
+        'model__num_kv_heads': 1,
+        'model__head_dim': 12,
+        'model__attention_pattern': 'SL',
+        'model__sliding_window': 3,
+        'model__rotary_scaling': 'yarn',
+        'model__rotary_factor': 4.0,
+    },
     'llama, dynamic': {'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
-    'llama, adapters': {'model__lora_rank': 2},
     'llama, bfloat16': {'model__dtype': 'bfloat16'},
 }
+# Keys in a cache stay as they were rotated when they came, which dynamic scaling does otherwise in one pass.
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.nightly) if 'bfloat16' in name else name
+    for name in FAMILIES
+    if name not in ('llama', 'llama, dynamic')
+]
+ROWS = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
 
 
 class Model(NamedTuple):
@@ -45,27 +57,12 @@ class Model(NamedTuple):
 
 
 @functools.cache
-def make(name='llama', std=0.3):
-    """A model whose parameters are all random, biases, scales and adapters too, so that none can hide a mistake."""
-    config = small_config(**SETTINGS, **FAMILIES[name], model__family=name.split(',')[0])
-    layout = small_layout(config)
-    rng = np.random.default_rng(1)
-
-    def random(path, leaf):
-        values = rng.normal(path[-1].key == 'scale', std, leaf.shape)
-        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
-
-    return Model(config, layout, jax.tree_util.tree_map_with_path(random, abstract_state(config, layout).params))
-
-
-def on_mesh(model, num_devices, **mesh):
-    """The same model on another mesh."""
+def make(name='llama', std=STD, num_devices=1, **mesh):
+    """A model whose parameters are all random, the same on every mesh."""
     given = {f'mesh__{axis}': size for axis, size in mesh.items()}
-    config = small_config(num_devices, **SETTINGS, **FAMILIES['llama'], model__family='llama', **given)
+    config = small_config(num_devices, **SETTINGS, **FAMILIES[name], model__family=name.split(',')[0], **given)
     layout = small_layout(config)
-    abstract = abstract_state(config, layout).params
-    put = jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), model.params, abstract)
-    return Model(config, layout, put)
+    return Model(config, layout, random_params(config, layout, std=std))
 
 
 @functools.cache
@@ -76,13 +73,6 @@ def sampler(model_name='llama', ends=()):
 
 def draw(name='llama', prompts=PROMPTS, *, ends=(), seed=0, num_samples=NUM_SAMPLES, **kwargs):
     return sampler(name, ends)(make(name).params, prompts, seed=seed, num_samples=num_samples, **kwargs)
-
-
-@functools.cache
-def engine(name):
-    model = make(name)
-    tokenizer = types.SimpleNamespace(vocab_size=VOCAB, end_of_document=-1, decode=lambda ids: '')
-    return Engine(LoadedModel(model.config, model.layout, model.params, tokenizer, Path('tokenizer.json'), 1))
 
 
 @functools.cache
@@ -100,10 +90,10 @@ def forward(name):
     return log_softmax
 
 
-def in_training(name, windows, *, isolated=True):
+def in_training(name, windows, *, isolated=True, params=None):
     """For every text, log-probabilities of all ids behind each of its tokens; a window is texts, one after another."""
     T = 2 * (MAX_PROMPT + MAX_TOKENS)
-    tokens, segments, positions = np.zeros((3, len(windows), T), np.int32)
+    tokens, segments, positions = np.zeros((3, len(ROWS), T), np.int32)
     places = []
     for row, texts in enumerate(windows):
         start = 0
@@ -112,67 +102,113 @@ def in_training(name, windows, *, isolated=True):
             tokens[row, part], segments[row, part], positions[row, part] = text, number, np.arange(len(text))
             places.append((row, part))
             start = part.stop
-    given = (jnp.asarray(x) for x in (tokens, segments if isolated else np.ones_like(segments), positions))
-    found = np.asarray(forward(name)(make(name).params, *given))
+    given = (tokens, segments if isolated else np.ones_like(segments), positions)
+    found = np.asarray(forward(name)(make(name).params if params is None else params, *given))
     return [found[row, part] for row, part in places]
 
 
-@pytest.mark.parametrize('name', ['llama, windows', 'llama, dynamic'])
-def test_tokens_are_the_engines(name):
+def texts_of(responses):
+    return [prompt + row.tolist() for prompt, row in zip(ROWS, responses.tokens_BR, strict=True)]
+
+
+class Compared(NamedTuple):
+    """Responses at temperatures 1 and 0, and a pass of training over each of them."""
+
+    name: str
+    warm: object
+    cold: object
+    of_warm: list
+    of_cold: list
+
+    @property
+    def tolerance(self):
+        return 0.2 if 'bfloat16' in self.name else 1e-4
+
+
+def compare(name):
+    warm, cold = (draw(name, temperature=temperature) for temperature in (1.0, 0.0))
+    return Compared(name, warm, cold, *(in_training(name, [[text] for text in texts_of(row)]) for row in (warm, cold)))
+
+
+@pytest.fixture(scope='module')
+def llama():
+    return compare('llama')
+
+
+def error_of_log_probs(responses, found, shift=0):
+    errors = []
+    for prompt, text, logs, drawn in zip(ROWS, texts_of(responses), found, responses.log_probs_BR, strict=True):
+        own = logs[np.arange(len(text) - 1), text[1:]][len(prompt) - 1 :]
+        errors.append(np.abs(own[shift:] - drawn[: MAX_TOKENS - shift]).max())
+    return max(errors)
+
+
+def assert_log_probabilities_are_those_of_training(compared):
+    assert error_of_log_probs(compared.warm, compared.of_warm) < compared.tolerance
+    # Control: off by one.
+    assert error_of_log_probs(compared.warm, compared.of_warm, shift=1) > 0.5
+
+
+def assert_log_probabilities_are_those_of_packed_texts(compared):
+    texts = texts_of(compared.warm)
+    windows = [texts[:2], texts[2:4], texts[4:]]
+    assert error_of_log_probs(compared.warm, in_training(compared.name, windows)) < compared.tolerance
+    # Control: texts that see each other.
+    assert error_of_log_probs(compared.warm, in_training(compared.name, windows, isolated=False)) > 0.5
+
+
+def assert_each_token_is_the_likeliest_at_temperature_0(compared):
+    for prompt, row, logs in zip(ROWS, compared.cold.tokens_BR, compared.of_cold, strict=True):
+        np.testing.assert_array_equal(logs.argmax(-1)[len(prompt) - 1 : -1], row)
+    # Control: the others are not.
+    assert not np.array_equal(compared.warm.tokens_BR, compared.cold.tokens_BR)
+
+
+def test_log_probabilities_are_those_of_training(llama):
+    assert_log_probabilities_are_those_of_training(llama)
+
+
+def test_log_probabilities_are_those_of_packed_texts(llama):
+    assert_log_probabilities_are_those_of_packed_texts(llama)
+
+
+def test_at_temperature_0_each_token_is_the_likeliest(llama):
+    assert_each_token_is_the_likeliest_at_temperature_0(llama)
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_every_family_is_as_in_training(name):
+    compared = compare(name)
+    assert_log_probabilities_are_those_of_training(compared)
+    assert_log_probabilities_are_those_of_packed_texts(compared)
+    if 'bfloat16' not in name:
+        assert_each_token_is_the_likeliest_at_temperature_0(compared)
+
+
+def test_tokens_are_the_engines():
+    name = 'llama, dynamic'
+    model = make(name)
+    tokenizer = types.SimpleNamespace(vocab_size=VOCAB, end_of_document=-1, decode=lambda ids: '')
+    loaded = LoadedModel(model.config, model.layout, model.params, tokenizer, Path('tokenizer.json'), 1)
+    engine = new_engine(loaded, num_slots=4, all_rows=True)
     for temperature in (0.0, 1.0):
         found = draw(name, seed=3, temperature=temperature).tokens_BR
         for number, prompt in enumerate(PROMPTS):
             # Rows are numbered through all prompts, samples of a request from 0 on.
             rows = slice(number * NUM_SAMPLES, (number + 1) * NUM_SAMPLES)
             request = Request(tuple(prompt), MAX_TOKENS, Sampling(temperature=temperature), 3, rows.stop)
-            (samples,) = engine(name).complete([request])
+            (samples,) = engine.complete([request])
             assert [sample.ids for sample in samples[rows]] == found[rows].tolist()
     # Controls: the seed matters, and so do prompts.
     assert draw(name).tokens_BR.tolist() != found.tolist()
     assert len(np.unique(draw(name, temperature=0.0).tokens_BR, axis=0)) == len(PROMPTS)
 
 
-# Keys in a cache stay as they were rotated when they came, which dynamic scaling does otherwise in one pass.
-@pytest.mark.parametrize('name', [name for name in FAMILIES if 'dynamic' not in name])
-def test_log_probabilities_are_those_of_training(name):
-    responses = draw(name)
-    rows = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
-    texts = [prompt + row.tolist() for prompt, row in zip(rows, responses.tokens_BR, strict=True)]
-    padded = [[text] for text in texts]
-    packed = [texts[:2], texts[2:4], texts[4:], [], [], []]
-    tolerance = 0.2 if 'bfloat16' in name else 1e-4
-
-    def error(windows, shift=0, **kwargs):
-        found = in_training(name, windows, **kwargs)
-        errors = []
-        for prompt, text, logs, drawn in zip(rows, texts, found, responses.log_probs_BR, strict=True):
-            own = logs[np.arange(len(text) - 1), text[1:]][len(prompt) - 1 :]
-            errors.append(np.abs(own[shift:] - drawn[: MAX_TOKENS - shift]).max())
-        return max(errors)
-
-    assert error(padded) < tolerance
-    assert error(packed) < tolerance
-    # Controls: off by one, and texts that see each other.
-    assert error(padded, shift=1) > 0.5
-    assert error(packed, isolated=False) > 0.5
-
-
-@pytest.mark.parametrize('name', [name for name in FAMILIES if 'dynamic' not in name and 'bfloat16' not in name])
-def test_at_temperature_0_each_token_is_the_likeliest(name):
-    responses = draw(name, temperature=0.0)
-    rows = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
-    texts = [prompt + row.tolist() for prompt, row in zip(rows, responses.tokens_BR, strict=True)]
-    for prompt, row, logs in zip(rows, responses.tokens_BR, in_training(name, [[text] for text in texts]), strict=True):
-        np.testing.assert_array_equal(logs.argmax(-1)[len(prompt) - 1 : -1], row)
-    # Control: the others are not.
-    assert not np.array_equal(draw(name).tokens_BR, responses.tokens_BR)
-
-
-def test_tokens_are_drawn_as_the_softmax_says():
-    name, num = 'gpt2', 4096
-    model = make(name, std=0.15)
+def test_tokens_are_drawn_as_the_softmax_says(llama):
+    num, model = 4096, make(std=0.15)
     sampler = Sampler(model.config, model.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=1)
     prompt = PROMPTS[1]
+    log_probs = in_training('llama', [[prompt]], params=model.params)[0][-1]
 
     def chi_square(**kwargs):
         responses = sampler(model.params, [prompt], seed=0, num_samples=num, **kwargs)
@@ -182,9 +218,6 @@ def test_tokens_are_drawn_as_the_softmax_says():
         expected = num * probabilities
         return (np.square(np.bincount(tokens, minlength=VOCAB) - expected) / expected).sum()
 
-    padded = jnp.asarray([prompt + [0] * (MAX_PROMPT - len(prompt))])
-    segments, positions = jnp.ones_like(padded), jnp.arange(MAX_PROMPT)[None]
-    log_probs = np.asarray(forward(name)(model.params, padded, segments, positions))[0, len(prompt) - 1]
     assert np.ptp(log_probs) > 2
     assert num * np.exp(log_probs.min()) > 3
     # Mean and five standard deviations of chi-square with VOCAB - 1 degrees of freedom.
@@ -196,11 +229,16 @@ def test_tokens_are_drawn_as_the_softmax_says():
 
 @pytest.mark.parametrize(
     ('mesh', 'gather_once'),
-    [({'fsdp': 2, 'tensor': 2}, False), ({'data': 2, 'fsdp': 2}, True), ({'fsdp': 4, 'offload': 'all'}, False)],
+    [
+        ({'data': 2, 'fsdp': 2, 'tensor': 2}, True),
+        ({'fsdp': 2, 'tensor': 2, 'offload': 'all'}, False),
+        pytest.param({'fsdp': 2, 'tensor': 2}, False, marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
-def test_every_mesh_draws_the_same(mesh, gather_once):
-    alone, model = draw(), on_mesh(make(), 4, **mesh)
+def test_every_mesh_draws_the_same(mesh, gather_once, llama):
+    num_devices = math.prod(size for size in mesh.values() if isinstance(size, int))
+    alone, model = llama.warm, make(num_devices=num_devices, **mesh)
     there = Sampler(
         model.config,
         model.layout,
@@ -215,49 +253,51 @@ def test_every_mesh_draws_the_same(mesh, gather_once):
     np.testing.assert_array_equal(responses.num_B, alone.num_B)
 
 
+@pytest.mark.multiprocess
 def test_two_processes_draw_the_same_and_have_all(tmp_path):
     command = Processes(2, 1, [], logs=tmp_path / 'logs', cache=tmp_path, module='tests.inference.sampler_pair')
     with command as processes:
         assert processes.wait() == [0, 0], processes.output(0) + processes.output(1)
         first, second = (json.loads(processes.output(number).splitlines()[-1]) for number in range(2))
     assert first == second
-    config = small_config(**SETTINGS)
-    layout = small_layout(config)
-    sampler = Sampler(config, layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
-    alone = sampler(init_state(config, layout).params, PROMPTS, seed=0, num_samples=NUM_SAMPLES)
+    alone = draw('gpt2')
     assert first['tokens'] == alone.tokens_BR.tolist()
     np.testing.assert_allclose(first['log_probs'], alone.log_probs_BR, atol=1e-5)
 
 
-def test_neither_batch_mates_nor_the_number_of_rows_at_a_time_matter():
-    together = draw()
+def test_batch_mates_do_not_matter(llama):
+    together = llama.warm
     # Bit by bit, in a program of the same shape.
     others = draw(prompts=[PROMPTS[2], PROMPTS[1], [60]])
     own = slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
     np.testing.assert_array_equal(others.tokens_BR[own], together.tokens_BR[own])
     np.testing.assert_array_equal(others.log_probs_BR[own], together.log_probs_BR[own])
     assert not np.array_equal(others.tokens_BR[:NUM_SAMPLES], together.tokens_BR[:NUM_SAMPLES])
-    # In other shapes but for rounding: one row at a time, one prompt alone.
+
+
+def test_the_number_of_rows_at_a_time_does_not_matter(llama):
+    """But for rounding: one row at a time, one prompt alone."""
+    together, own = llama.warm, slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
     parts = draw(rows_per_run=1)
     np.testing.assert_array_equal(parts.tokens_BR, together.tokens_BR)
     np.testing.assert_allclose(parts.log_probs_BR, together.log_probs_BR, atol=1e-5)
     assert parts.drawn == together.drawn == len(PROMPTS) * NUM_SAMPLES * MAX_TOKENS
     assert parts.passes == len(PROMPTS) * NUM_SAMPLES * (MAX_TOKENS - 1)
-    alone = draw(prompts=PROMPTS[1:2], first_row=NUM_SAMPLES)
+    alone = draw(prompts=PROMPTS[1:2], first_row=NUM_SAMPLES, rows_per_run=1)
     np.testing.assert_array_equal(alone.tokens_BR, together.tokens_BR[own])
     # Control: the number of a row does matter.
-    assert not np.array_equal(draw(prompts=PROMPTS[1:2]).tokens_BR, alone.tokens_BR)
+    assert not np.array_equal(draw(prompts=PROMPTS[1:2], rows_per_run=1).tokens_BR, alone.tokens_BR)
 
 
-def test_a_response_ends_and_with_the_last_the_loop():
-    free = draw(temperature=0.0, num_samples=1)
+def test_a_response_ends_and_with_the_last_the_loop(llama):
+    free = llama.cold
     first = free.tokens_BR[0].tolist()
     end = first[2]
     assert free.passes == MAX_TOKENS - 1
     assert not free.ended_B.any()
     # An id that never comes does not matter.
     never = next(id for id in range(VOCAB) if id not in free.tokens_BR)
-    ended = draw(ends=(never, end), temperature=0.0, num_samples=1)
+    ended = draw(ends=(never, end), temperature=0.0)
     for row, whole in enumerate(free.tokens_BR.tolist()):
         num = whole.index(end) + 1 if end in whole else MAX_TOKENS
         assert ended.num_B[row] == num
@@ -268,8 +308,9 @@ def test_a_response_ends_and_with_the_last_the_loop():
     assert ended.drawn == ended.num_B.sum() < free.drawn
     # Control: some row goes on.
     assert ended.passes == ended.num_B.max() - 1 == MAX_TOKENS - 1
-    alone = draw(prompts=PROMPTS[:1], ends=(never, end), temperature=0.0, num_samples=1)
-    assert alone.passes == first.index(end) == alone.num_B[0] - 1 < MAX_TOKENS - 1
+    # Where all rows end, no pass follows.
+    alike = draw(prompts=[PROMPTS[0]] * len(PROMPTS), ends=(never, end), temperature=0.0)
+    assert alike.passes == first.index(end) == alike.num_B[0] - 1 < MAX_TOKENS - 1
 
 
 def test_runs_hold_what_they_may_and_divide_over_devices():
@@ -297,7 +338,7 @@ def refusal(act):
     return str(info.value)
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused(llama):
     model = make()
 
     def build(config=model.config, layout=model.layout, max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS):
@@ -322,7 +363,7 @@ def test_what_does_not_fit_is_refused():
     assert 'temperature=nan: must be' in refusal(lambda: draw(temperature=float('nan')))
     assert 'num_samples=0: must be' in refusal(lambda: draw(num_samples=0))
     assert 'rows_per_run=-1: must be' in refusal(lambda: draw(rows_per_run=-1))
-    spread = on_mesh(model, 4, fsdp=4)
+    spread = make(num_devices=4, fsdp=4)
     there = Sampler(spread.config, spread.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
     message = refusal(lambda: there(spread.params, PROMPTS, seed=0, rows_per_run=3))
     assert 'rows_per_run=3: rows are split over 4 devices' in message

@@ -1,5 +1,7 @@
 """Slots of a cache: which position is where, who may look at it, and what 8 bits keep."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,17 +22,16 @@ def test_layers_share_a_cache_with_those_that_see_as_far():
 
 @pytest.mark.parametrize('window', [0, 5])
 def test_a_ring_has_what_the_window_sees(window):
-    """Against a list of positions that are written one after the other, in chunks of several sizes."""
+    """Against a list of positions that are written one after the other, in chunks with more or less padding."""
     S = 64 if window else 200
     config = small_config(model__sliding_window=window, model__attention_pattern='S' if window else 'L').model
     cache = init_caches(config, 1, 200, chunk=16)[window]
     assert cache.num_slots == S
     held = np.full(S, -1)
     start = 0
-    for size in [16, 1, 7, 16, 16, 1, 1, 16, 16, 16, 13, 1, 16, 9]:
-        count = size - 2 if size > 4 else size
-        positions = jnp.arange(start, start + size)[None]
-        places, mask = places_and_mask(S, positions, jnp.array([start + count]), window=window)
+    run = jax.jit(functools.partial(places_and_mask, S, window=window))
+    for count in [14, 1, 5, 14, 16, 1, 1, 14, 16, 14, 11, 1, 14, 7]:
+        places, mask = run(np.arange(start, start + 16)[None], np.array([start + count]))
         slots, mask = np.asarray(places.slots_BT)[0], np.asarray(mask)[0]
         # Padding goes nowhere.
         assert np.all(slots[count:] == S)
@@ -44,26 +45,27 @@ def test_a_ring_has_what_the_window_sees(window):
 
 
 def test_no_more_is_looked_at_than_there_is():
-    _, mask = places_and_mask(16, jnp.array([[3], [9]]), jnp.array([4, 10]), window=0)
+    run = jax.jit(functools.partial(places_and_mask, 16, window=0))
+    _, mask = run(np.array([[3], [9]]), np.array([4, 10]))
     assert mask.shape == (2, 1, 16)
     assert mask.sum(axis=(1, 2)).tolist() == [4, 10]
     # A row that rests sees nothing.
-    assert not places_and_mask(16, jnp.zeros((2, 1), int), jnp.zeros(2, int), window=0)[1].any()
+    assert not run(np.zeros((2, 1), int), np.zeros(2, int))[1].any()
 
 
 def test_8_bits_keep_what_is_written():
     config = small_config(model__num_kv_heads=2).model
     rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.normal(scale=3, size=(1, 4, 2, 8)), jnp.float32) for _ in range(2))
-    slots = jnp.array([[0, 1, 2, 9]])
+    k, v = 3 * rng.standard_normal((2, 1, 4, 2, 8), np.float32)
 
-    def written(int8):
+    def written(k, v, int8):
         (cache,) = init_caches(config, 1, 9, int8=int8).values()
-        places = Places(slots, jnp.array(9), 0)
-        parts = jax.jit(lambda k, v: LayerCache([cache], jnp.array(1)).write(places, k, v).parts)(k, v)
-        return LayerCache(parts, jnp.array(1)).read(0, 0, 1), LayerCache(parts, jnp.array(0)).read(0, 0, 1)
+        places = Places(jnp.array([[0, 1, 2, 9]]), jnp.array(9), 0)
+        parts = LayerCache([cache], jnp.array(1)).write(places, k, v).parts
+        return [LayerCache(parts, jnp.array(layer)).read(0, 0, 1) for layer in (1, 0)]
 
-    (exact, other), (codes, _) = written(False), written(True)
+    run = jax.jit(lambda k, v: [written(k, v, int8) for int8 in (False, True)])
+    (exact, other), (codes, _) = jax.device_get(run(k, v))
     # Heads before slots; slot 9 is not there, and the layer beside has nothing.
     np.testing.assert_array_equal(exact.key_BKSH[0, :, :3], np.swapaxes(k[0, :3], 0, 1))
     assert not np.any(exact.key_BKSH[0, :, 3:])
@@ -82,17 +84,22 @@ def test_8_bits_keep_what_is_written():
 @pytest.mark.parametrize('apart', [False, True])
 def test_fewer_rows_are_the_first(apart):
     config = small_config(model__num_kv_heads=2).model
-    caches = init_caches(config, 3, 9, apart=apart)
-    parts, layer = (caches[1], 0) if apart else ([caches[0]], jnp.array(1))
-    assert len(caches) == (2 if apart else 1)
-    k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 2, 8)), jnp.float32)
-    written = LayerCache(parts, layer).write(Places(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
-    slots = written.read(0, 0, 2)
+    k = np.random.default_rng(0).standard_normal((2, 1, 2, 8), np.float32)
+
+    @jax.jit
+    def run(k):
+        caches = init_caches(config, 3, 9, apart=apart)
+        assert len(caches) == (2 if apart else 1)
+        parts, layer = (caches[1], 0) if apart else ([caches[0]], jnp.array(1))
+        written = LayerCache(parts, layer).write(Places(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
+        return written.read(0, 0, 2), written.read(0, 0, 3)
+
+    slots, all_slots = jax.device_get(run(k))
     assert slots.key_BKSH.shape == (2, 2, 9, 8)
     np.testing.assert_array_equal(slots.key_BKSH[0, :, 4], k[0, 0])
     np.testing.assert_array_equal(slots.value_BKSH[0, :, 4], 2 * k[0, 0])
     # The second row's slot is not there; nothing else was touched.
-    assert np.count_nonzero(written.read(0, 0, 3).key_BKSH) == 16
+    assert np.count_nonzero(all_slots.key_BKSH) == 16
 
 
 def test_parts_have_all_slots():
@@ -108,12 +115,17 @@ def test_parts_have_all_slots():
 @pytest.mark.parametrize(('first_row', 'num'), [(0, 3), (0, 2), (1, 1)])
 def test_each_part_gets_what_belongs_to_it(first_row, num):
     config = small_config(model__num_kv_heads=2).model
-    (parts, _), (whole,) = init_caches(config, 3, 300, apart=True), init_caches(config, 3, 300).values()
     # At the edges of parts; 300 is behind the last.
-    slots = jnp.array([[0, 127, 128, 255, 256, 299, 300]] * num)
-    k = jnp.asarray(np.random.default_rng(0).normal(size=(*slots.shape, 2, 8)), jnp.float32)
-    places = Places(slots, jnp.array(300), jnp.array(first_row) if first_row else 0)
-    split, together = (LayerCache(x, 0).write(places, k, 2 * k).parts for x in (parts, [whole]))
+    slots = np.array([[0, 127, 128, 255, 256, 299, 300]] * num)
+    k = np.random.default_rng(0).standard_normal((*slots.shape, 2, 8), np.float32)
+
+    @jax.jit
+    def run(k):
+        (parts, _), (whole,) = init_caches(config, 3, 300, apart=True), init_caches(config, 3, 300).values()
+        places = Places(jnp.asarray(slots), jnp.array(300), jnp.array(first_row) if first_row else 0)
+        return [LayerCache(x, 0).write(places, k, 2 * k).parts for x in (parts, [whole])]
+
+    split, together = jax.device_get(run(k))
     for name in ('key_LBKSH', 'value_LBKSH'):
         found = np.concatenate([getattr(part, name)[0] for part in split], axis=2)
         np.testing.assert_array_equal(found, getattr(together[0], name)[0])

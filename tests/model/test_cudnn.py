@@ -13,9 +13,8 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from maxlm.model import attention, cudnn
 from maxlm.model.attention import attend
 from maxlm.model.placement import ONE_DEVICE
-from maxlm.model.windows import causal_mask
 from maxlm.planning.program import read_program
-from maxlm.training.state import init_state
+from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.model import cudnn_on_cpu
 from tests.small import small_batch, small_config, small_layout
@@ -51,7 +50,7 @@ def formulas(monkeypatch):
 def inputs(kv_heads):
     rng = np.random.default_rng(0)
     heads = (N, kv_heads, kv_heads, N)
-    return tuple(jnp.asarray(rng.normal(size=(B, T, count, H)), jnp.float32) for count in heads)
+    return tuple(rng.standard_normal((B, T, count, H), np.float32) for count in heads)
 
 
 def value_and_gradients(function):
@@ -66,12 +65,17 @@ def by_documents(window):
     return lambda q, k, v, segments: cudnn.attend_documents(q, k, v, segments, window=window, placement=ONE_DEVICE)
 
 
-def by_mask(window):
-    def run(q, k, v, segments):
-        mask = causal_mask(jnp.arange(T)[None], T, window) & (segments[:, :, None] == segments[:, None, :])
-        return attend(q, k, v, mask, window=window, kernel='xla')
+@jax.jit
+def _by_mask(q, k, v, do, mask):
+    output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, window=0, kernel='xla'), q, k, v)
+    return output, *pull(do)
 
-    return run
+
+def by_mask(window, arrays, segments):
+    """Output and gradients; the mask is an argument, so that one program serves all."""
+    behind = np.arange(T)[:, None] - np.arange(T)[None, :]
+    is_seen = (behind >= 0) & (behind < (window or T))
+    return _by_mask(*arrays, is_seen & (segments[:, :, None] == segments[:, None, :]))
 
 
 def largest_error(ours, theirs):
@@ -82,14 +86,14 @@ def largest_error(ours, theirs):
 @pytest.mark.parametrize(('window', 'kv_heads'), [(0, N), (5, 2)])
 def test_documents_are_the_mask(formulas, window, kv_heads):
     arrays = inputs(kv_heads)
-    ours, theirs = (value_and_gradients(function(window)) for function in (by_documents, by_mask))
+    ours = value_and_gradients(by_documents(window))
     by_packing = {packing: ours(*arrays, segments) for packing, segments in PACKINGS.items()}
     for packing, segments in PACKINGS.items():
-        expected = theirs(*arrays, segments)
+        expected = by_mask(window, arrays, segments)
         for other, found in by_packing.items():
             # Control: other documents give something else.
             assert (largest_error(found, expected) < 1e-5) == (other == packing)
-    assert largest_error(by_packing['few'], value_and_gradients(by_mask(4))(*arrays, FEW)) > 1e-2
+    assert largest_error(by_packing['few'], by_mask(4, arrays, FEW)) > 1e-2
 
 
 def test_the_kernel_runs_once_for_each_list(formulas, monkeypatch):
@@ -100,10 +104,10 @@ def test_the_kernel_runs_once_for_each_list(formulas, monkeypatch):
         return cudnn_on_cpu.run_forward(*arguments, window=window)
 
     monkeypatch.setattr(cudnn, 'run_forward', run)
+    attend_documents, arrays = jax.jit(by_documents(0)), inputs(N)[:3]
     for packing, num_lists in [('few', 1), ('two_lists', 2), ('five_lists', 5)]:
         lists.clear()
-        arrays = inputs(N)[:3]
-        jax.block_until_ready(by_documents(0)(*arrays, jnp.asarray(PACKINGS[packing])))
+        jax.block_until_ready(attend_documents(*arrays, PACKINGS[packing]))
         jax.effects_barrier()
         assert len(lists) == num_lists
         # Every document is in one of them: the lists go on where the ones before ended.
@@ -128,9 +132,9 @@ def test_lists_against_numpy():
 @pytest.mark.parametrize('kv_heads', [1, 2, N])
 def test_lengths_and_offsets(kv_heads):
     q, k, *_ = inputs(kv_heads)
-    start = cudnn.list_documents(jnp.asarray(FEW)).start_BX.reshape(-1)[:7]
+    start = np.asarray(jax.jit(cudnn.list_documents)(FEW).start_BX).reshape(-1)[:7]
     assert start.tolist() == [0, 32, 42, 64, 69, 89, 96]
-    lengths, kv_lengths, offsets, kv_offsets = cudnn._lengths_and_offsets(q, k, start)
+    lengths, kv_lengths, offsets, kv_offsets = jax.jit(cudnn._lengths_and_offsets)(q, k, start)
     assert lengths.reshape(-1).tolist() == kv_lengths.reshape(-1).tolist() == [32, 10, 22, 5, 20, 7]
     assert offsets.reshape(-1)[:7].tolist() == [place * N * H for place in start.tolist()]
     assert kv_offsets.reshape(-1)[:7].tolist() == [place * kv_heads * H for place in start.tolist()]
@@ -213,12 +217,12 @@ def test_devices_work_alone(formulas, sizes):
         q, k, v = (layout.constrain(x, axes) for x in (q, k, v))
         return cudnn.attend_documents(q, k, v, segments, window=0, placement=layout)
 
-    arrays = tuple(jnp.concatenate([x, x, x])[:8] for x in inputs(2))
+    arrays = tuple(np.concatenate([x, x, x])[:8] for x in inputs(2))
     placed = [jax.device_put(x, layout.named(*axes)) for x in arrays]
     run = value_and_gradients(attend_on_mesh).lower(*placed, jax.device_put(segments, layout.batch)).compile()
     ours = run(*placed, jax.device_put(segments, layout.batch))
-    assert largest_error(ours, value_and_gradients(by_mask(0))(*arrays, segments)) < 1e-5
-    assert largest_error(ours, value_and_gradients(by_mask(0))(*arrays, segments[::-1])) > 1e-2
+    assert largest_error(ours, by_mask(0, arrays, segments)) < 1e-5
+    assert largest_error(ours, by_mask(0, arrays, segments[::-1])) > 1e-2
     # Neither rows nor heads come together, nor do devices wait for each other's lists.
     assert read_program(run.as_text(), layout.mesh.shape).transfers == []
     assert ours[0].sharding.shard_shape(ours[0].shape) == placed[0].sharding.shard_shape(placed[0].shape)
@@ -229,7 +233,7 @@ def test_remat_keeps_what_the_kernel_gives(formulas, remat, runs):
     config = on_gpu(small_config(model__num_layers=4, model__remat=remat))
     layout = small_layout(config)
     batch = layout.put_batch(small_batch(config), config.train.global_batch)
-    program = jax.make_jaxpr(make_train_step(config, layout))(init_state(config, layout), batch)
+    program = jax.make_jaxpr(make_train_step(config, layout))(abstract_state(config, layout), batch)
     # One layer is the loop's body.
     assert str(program).count('documents_dot_product_attention_fwd[') == runs
 

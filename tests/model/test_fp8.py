@@ -1,6 +1,7 @@
 """Products of 8-bit floats: those of the rounded numbers, with bytes kept for the backward pass."""
 
 import collections
+import functools
 import re
 
 import jax
@@ -8,15 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
 from maxlm.model import blocks, fp8, linear
-from maxlm.model.decoder import Decoder
+from tests.parameters import abstract_params, decoder_graph, logits, random_params
 from tests.small import small_batch, small_config
 
 KINDS = [jnp.bfloat16, jnp.float32]
-# Rows along one axis, and along two as where the length is split over devices.
-ROWS = [(64,), (4, 16)]
 
 
 def operands(kind, rows=(64,)):
@@ -39,6 +37,11 @@ def products(x, kernel_IO, gradient):
     return y, *pull(gradient)
 
 
+@jax.jit
+def quantize(x):
+    return fp8.quantize(x, fp8.E4M3)
+
+
 def rounded(x, kind, top):
     """What an array of 8-bit floats with one scale holds, in float64."""
     x = np.asarray(x, np.float32)
@@ -58,9 +61,9 @@ def difference(got, right):
     return np.abs(np.asarray(got, np.float64) - right).max() / np.abs(right).max()
 
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('rows', ROWS)
+@pytest.mark.parametrize(('kind', 'rows'), [(jnp.bfloat16, (64,)), (jnp.float32, (64,)), (jnp.float32, (4, 16))])
 def test_a_product_is_that_of_the_rounded_numbers(kind, rows):
+    """Rows lie along one axis, or along two as where the length is split over devices."""
     arrays = operands(kind, rows)
     # The sum is float32, and rounded once.
     tolerance = {jnp.bfloat16: 2.0**-8, jnp.float32: 2.0**-22}[kind]
@@ -89,7 +92,7 @@ def test_a_scale_that_is_too_small_is_seen(monkeypatch):
 
 @pytest.mark.parametrize('largest', [448.0, 449.0, 896.0, 1.0, 3.5, 1e30, 1e-25])
 def test_scales_are_powers_of_two_that_fill_the_range(largest):
-    codes = fp8.quantize(jnp.asarray([largest, -largest / 3]), fp8.E4M3)
+    codes = quantize(np.array([largest, -largest / 3], np.float32))
     mantissa, _ = np.frexp(float(codes.scale))
     assert mantissa == 0.5
     assert 224 < np.float32(largest) / float(codes.scale) <= 448
@@ -136,25 +139,29 @@ def test_small_and_large_arrays():
 @pytest.mark.parametrize('kind', KINDS)
 def test_the_backward_pass_keeps_bytes(kind):
     x, kernel_IO, _ = operands(kind)
-    codes = fp8.quantize(kernel_IO, fp8.E4M3)
-    _, pull = jax.vjp(lambda x, slot_IO: fp8.product(x, slot_IO, codes), x, kernel_IO.astype(kind))
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pull)) == x.size + kernel_IO.size + 2 * 4
+
+    def kept(multiply):
+        """Bytes of a product's residuals."""
+
+        def residuals(x, kernel_IO, codes):
+            return jax.vjp(lambda x, kernel_IO: multiply(x, kernel_IO, codes), x, kernel_IO)[1]
+
+        codes = jax.eval_shape(quantize, kernel_IO)
+        found = jax.eval_shape(residuals, x, kernel_IO.astype(kind), codes)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(found))
+
+    assert kept(fp8.product) == x.size + kernel_IO.size + 2 * 4
     # Control: without codes it keeps as many numbers, each larger.
-    _, pull = jax.vjp(lambda x, kernel_IO: x @ kernel_IO, x, kernel_IO.astype(kind))
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(pull)) == (x.size + kernel_IO.size) * jnp.dtype(kind).itemsize
+    assert kept(lambda x, kernel_IO, _: x @ kernel_IO) == (x.size + kernel_IO.size) * jnp.dtype(kind).itemsize
 
 
+@functools.cache
 def traced(**overrides):
-    """Loss and gradients of a small model as a program, and its parameters."""
+    """Loss and gradients of a small model as a program."""
     config = small_config(**{'model__matmul': 'fp8', 'model__family': 'llama', **overrides})
-    graph, variables = nnx.split(Decoder(config.model, rngs=nnx.Rngs(0)))
-    params, tokens_BT = nnx.to_pure_dict(variables), jnp.asarray(small_batch(config)['tokens'])
-
-    def loss(params):
-        model = nnx.merge(graph, params)
-        return jnp.square(model.logits(model(tokens_BT)[0])).mean()
-
-    return jax.jit(jax.value_and_grad(loss)).trace(params), params
+    graph, tokens_BT = decoder_graph(config.model), small_batch(config)['tokens'][:2]
+    loss = jax.value_and_grad(lambda params: jnp.square(logits(graph, params, tokens_BT)).mean())
+    return jax.jit(loss).trace(abstract_params(config))
 
 
 def num_scales(program):
@@ -162,23 +169,37 @@ def num_scales(program):
     return len(re.findall(r':f32\[\] = reduce_max\[', str(program.jaxpr)))
 
 
-@pytest.mark.parametrize('remat', ['dots', 'dots_no_batch', 'full'])
-def test_remat_changes_nothing_and_finds_no_scale_again(remat, monkeypatch):
-    (plain, params), (program, _) = traced(), traced(model__remat=remat)
-    value, gradients = plain.lower().compile()(params)
-    other_value, other_gradients = program.lower().compile()(params)
+@pytest.fixture(scope='module')
+def plain():
+    """The program without remat, parameters, and its results."""
+    program = traced()
+    params = random_params(small_config(model__matmul='fp8', model__family='llama'))
+    return program, params, jax.device_get(program.lower().compile()(params))
+
+
+@pytest.mark.parametrize('remat', ['dots', 'full'])
+def test_remat_changes_nothing(remat, plain):
+    _, params, (value, gradients) = plain
+    other_value, other_gradients = traced(model__remat=remat).lower().compile()(params)
     np.testing.assert_allclose(other_value, value, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), other_gradients, gradients)
+
+
+@pytest.mark.parametrize('remat', ['dots', 'dots_no_batch', 'full'])
+def test_remat_finds_no_scale_again(remat, plain):
     # Of inputs, kernels and gradients of seven projections, in the body of the loop. (That queries, keys and values
     # share an input, and gate and up, is for XLA to see.)
-    assert num_scales(plain) == num_scales(program) == 21
-    # Control: kept by no rule, those of the forward pass are found again.
+    assert num_scales(traced(model__remat=remat)) == num_scales(plain[0]) == 21
+
+
+def test_scales_that_no_rule_keeps_are_found_again(monkeypatch):
+    """The control of the test above."""
     monkeypatch.setattr(blocks, 'SCALE', 'another')
-    assert num_scales(traced(model__remat=remat)[0]) > 21
+    assert num_scales(traced.__wrapped__(model__remat='full')) > 21
 
 
 def products_by_type(**overrides):
-    text = traced(**overrides)[0].lower().as_text()
+    text = traced.__wrapped__(**overrides).lower().as_text()
     return collections.Counter(re.findall(r'dot_general .*: \(tensor<[\dx]*x(\w+)>, tensor<[\dx]*x(\w+)>\)', text))
 
 

@@ -18,14 +18,20 @@ from tests.adapters import adapter_arrays, with_arrays
 from tests.small import VOCAB, small_config
 
 RANK = {'model__lora_rank': 3, 'model__lora_alpha': 6.0}
-# Compiling is most of the time that this takes.
-quick = partial(
-    jax.jit, compiler_options={'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-)
 
 
 def started(config, seed=0):
     return nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(seed))))
+
+
+SIZES = {'model__dim': 64, 'model__num_kv_heads': 2, 'model__family': 'llama'}
+
+
+@pytest.fixture(scope='module')
+def drawn():
+    """The config of a model with adapters, and parameters that it starts from."""
+    config = small_config(**SIZES, **RANK)
+    return config, dict(dotted(jax.device_get(jax.jit(partial(started, config))())))
 
 
 def params_of(config):
@@ -59,16 +65,20 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 16), dtype=np.int32)
 
 @pytest.mark.parametrize('family', ['gpt2', 'llama', 'nanochat'])
 def test_the_names_are_those_of_the_modules(family):
-    config = small_config(model__family=family, model__lora_rank=3)
-    block = nnx.eval_shape(lambda: Block(config.model, placement=ONE_DEVICE, rngs=nnx.Rngs(0)))
-    found = {'.'.join(map(str, path)): module for path, module in nnx.iter_modules(block) if isinstance(module, Linear)}
+    def linears(**settings):
+        config = small_config(model__family=family, model__lora_rank=3, **settings)
+        block = nnx.eval_shape(lambda: Block(config.model, placement=ONE_DEVICE, rngs=nnx.Rngs(0)))
+        modules = {'.'.join(map(str, path)): module for path, module in nnx.iter_modules(block)}
+        return config, {name: module for name, module in modules.items() if isinstance(module, Linear)}
+
+    config, found = linears()
     assert set(found) == set(projections(config.model))
     assert all(module.lora_a is not None for module in found.values())
     # Of each module its own name decides.
     for name in found:
-        config = small_config(model__family=family, model__lora_rank=3, model__lora_targets=(name,))
-        paths = {path for path, _ in dotted(jax.eval_shape(partial(started, config))) if 'lora' in path}
-        assert paths == {f'blocks.{name}.lora_a', f'blocks.{name}.lora_b'}
+        _, others = linears(model__lora_targets=(name,))
+        assert {other for other, module in others.items() if module.lora_a is not None} == {name}
+        assert {other for other, module in others.items() if module.lora_b is not None} == {name}
 
 
 def test_the_scale():
@@ -77,9 +87,8 @@ def test_the_scale():
     assert adapter_of(model, 'attention.query') is None
 
 
-def test_how_they_start():
-    config = small_config(model__dim=64, model__num_heads=4, model__num_kv_heads=2, model__family='llama', **RANK)
-    params = dict(dotted(started(config)))
+def test_how_they_start(drawn):
+    config, params = drawn
     shapes = {path.removeprefix('blocks.'): array.shape for path, array in params.items() if 'lora' in path}
     assert shapes['attention.key.lora_a'] == (2, 64, 3)
     assert shapes['attention.key.lora_b'] == (2, 3, 2, 16)
@@ -94,19 +103,19 @@ def test_how_they_start():
         assert not np.any(params[f'blocks.{name}.lora_b'])
 
 
-def test_everything_else_starts_as_without_them():
-    base = dict(dotted(started(small_config(model__family='llama'))))
-    params = dict(dotted(started(small_config(model__family='llama', **RANK))))
+def test_everything_else_starts_as_without_them(drawn):
+    _, params = drawn
+    config = small_config(**SIZES)
+    base = dict(dotted(jax.device_get(jax.jit(partial(started, config))())))
     assert {path for path in params if 'lora' not in path} == set(base)
     assert all(np.array_equal(params[path], array) for path, array in base.items())
     # Control: another seed starts elsewhere.
-    assert not np.array_equal(params['embedding'], started(small_config(model__family='llama'), seed=1)['embedding'])
+    assert not np.array_equal(params['embedding'], jax.jit(lambda: started(config, seed=1)['embedding'])())
 
 
 @pytest.mark.parametrize(
     'settings',
     [
-        {},
         {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__scan_layers': False},
         {'model__dtype': 'bfloat16', 'model__family': 'gpt_neox'},
         {'model__matmul': 'fp8', 'model__dim': 64, 'model__family': 'nanochat'},
@@ -114,14 +123,14 @@ def test_everything_else_starts_as_without_them():
     ids=str,
 )
 def test_new_adapters_change_nothing(settings):
-    config = small_config(**settings, **RANK)
+    config, plain = small_config(**settings, **RANK), small_config(**settings)
     params = params_of(config)
-    wanted = quick(forward(small_config(**settings)))(params_of(small_config(**settings)), TOKENS)
-    found = quick(forward(config))(params, TOKENS)
+    run = jax.jit(forward(config))
+    wanted, found = jax.jit(forward(plain))(params_of(plain), TOKENS), run(params, TOKENS)
     assert np.array_equal(found, wanted)
     assert found.dtype == jnp.dtype(config.model.dtype)
     # Control: others do.
-    changed = quick(forward(config))(with_arrays(params, adapter_arrays(config.model)), TOKENS)
+    changed = run(with_arrays(params, adapter_arrays(config.model)), TOKENS)
     assert np.abs(np.float32(changed) - np.float32(wanted)).mean() > 0.02
 
 
@@ -144,42 +153,42 @@ def test_stacked_and_unrolled_layers_and_what_is_kept_are_the_same():
         def loss(params):
             return (forward(config)(params, TOKENS) ** 2 * jnp.arange(config.model.dim)).mean()
 
-        return quick(jax.value_and_grad(loss))(params)
+        return jax.jit(jax.value_and_grad(loss))(params)
 
     wanted = results()
-    for settings in ({'model__remat': 'full'}, {'model__remat': 'dots', 'model__scan_layers': False}):
-        found = results(**settings)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, wanted)
+    found = results(model__remat='dots', model__scan_layers=False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, wanted)
     gradients = dict(dotted(wanted[1]))
     assert all(np.abs(gradient).max() > 1e-3 for path, gradient in gradients.items() if 'lora' in path)
 
 
-def make_linear(rngs, in_shape, out_shape, adapter, axis='heads'):
+def make_linear(rng, in_shape, out_shape, adapter, axis='heads'):
     linear = Linear(
         in_shape,
         out_shape,
         in_axes=('heads', 'head_dim') if len(in_shape) == 2 else ('embed',),
         out_axes=(axis, 'head_dim')[: len(out_shape)],
-        init=jax.nn.initializers.normal(1.0),
+        init=lambda key, shape, dtype: rng.standard_normal(shape, np.float32),
         use_bias=True,
         matmul='default',
         placement=ONE_DEVICE,
-        rngs=rngs,
+        rngs=nnx.Rngs(0),
         adapter=adapter,
     )
     if adapter:
-        linear.lora_b[...] = jax.random.normal(rngs.params(), linear.lora_b.shape)
+        for name in ('lora_a', 'lora_b'):
+            setattr(linear, name, nnx.Param(rng.standard_normal(getattr(linear, name).shape, np.float32)))
     return linear
 
 
 @pytest.mark.parametrize(('in_shape', 'out_shape'), [((6,), (2, 5)), ((2, 3), (7,)), ((6,), (7,))])
 def test_the_formula(in_shape, out_shape):
-    linear = make_linear(nnx.Rngs(0), in_shape, out_shape, Adapter(4, 2.5))
+    linear = make_linear(np.random.default_rng(1), in_shape, out_shape, Adapter(4, 2.5))
     x = np.random.default_rng(0).normal(size=(3, 5, *in_shape)).astype(np.float32)
     n = len(in_shape)
     plain = np.tensordot(x, linear.kernel[...], n) + linear.bias[...]
     added = 2.5 * np.tensordot(np.tensordot(x, linear.lora_a[...], n), linear.lora_b[...], 1)
-    np.testing.assert_allclose(linear(x), plain + added, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(linear.__call__)(x), plain + added, rtol=1e-5, atol=1e-5)
     assert np.abs(added).mean() > 0.1
 
 
@@ -189,8 +198,8 @@ def test_together_is_as_one_by_one_with_the_kernels_joined(monkeypatch):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
 
     def run(apply):
-        rngs = nnx.Rngs(0)
-        linears = [make_linear(rngs, (8,), (heads, 6), one) for heads, one in zip((4, 2, 2), adapters, strict=True)]
+        rng = np.random.default_rng(1)
+        linears = [make_linear(rng, (8,), (heads, 6), one) for heads, one in zip((4, 2, 2), adapters, strict=True)]
         graph, params = nnx.split(linears)
 
         def total(params, x):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -21,8 +21,8 @@ def test_rotary_is_the_formula(fraction):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1, 5, 2, 8)).astype(np.float32)
     positions = np.array([[0, 1, 2, 0, 7]])
-    rotary = rotary_angles(jnp.asarray(positions), rotary_config(rotary_fraction=fraction))
-    out = np.asarray(rotate(jnp.asarray(x), rotary))
+    config = rotary_config(rotary_fraction=fraction)
+    out = np.asarray(jax.jit(lambda x: rotate(x, rotary_angles(positions, config)))(x))
     half = int(8 * fraction) // 2
     for t in range(5):
         for i in range(half):
@@ -35,20 +35,26 @@ def test_rotary_is_the_formula(fraction):
 
 def test_rotary_scores_depend_on_distance_only():
     rng = np.random.default_rng(0)
-    q, k = jnp.asarray(rng.normal(size=(2, 1, 1, 1, 8)), jnp.float32)
+    q, k = rng.standard_normal((2, 1, 1, 1, 8), np.float32)
+    config = rotary_config()
 
+    @jax.jit
     def score(at_q, at_k):
         def turn(x, at):
-            return rotate(x, rotary_angles(jnp.array([[at]]), rotary_config()))
+            return rotate(x, rotary_angles(at.reshape(1, 1), config))
 
-        return float((turn(q, at_q) * turn(k, at_k)).sum())
+        return (turn(q, at_q) * turn(k, at_k)).sum()
 
-    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
-    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-3)
+    near = float(score(np.int32(9), np.int32(4)))
+    assert near == pytest.approx(float(score(np.int32(105), np.int32(100))), abs=1e-4)
+    assert near != pytest.approx(float(score(np.int32(9), np.int32(5))), abs=1e-3)
+
+
+_angles = jax.jit(rotary_angles, static_argnums=1)
 
 
 def cosines(config, positions, length=None):
-    rotary = rotary_angles(jnp.asarray(positions), config, None if length is None else jnp.asarray(length))
+    rotary = _angles(np.array(positions), config, None if length is None else np.array(length))
     return np.asarray(rotary.cos_BT1P)[:, :, 0]
 
 
@@ -74,10 +80,8 @@ def test_fast_pairs_stay_and_slow_pairs_are_interpolated(scaling):
     settings = {'head_dim': 64, 'rotary_original_positions': 1024, 'rotary_factor': 8.0}
     plain = dataclasses.replace(rotary_config(**settings), rotary_theta=10_000.0)
     scaled = dataclasses.replace(plain, rotary_scaling=scaling, rotary_attention_factor=1.0)
-    one = jnp.array([[1]])
-    frequency, scaled_frequency = (
-        np.arcsin(rotary_angles(one, config).sin_BT1P[0, 0, 0]) for config in (plain, scaled)
-    )
+    one = np.array([[1]])
+    frequency, scaled_frequency = (np.arcsin(_angles(one, config).sin_BT1P[0, 0, 0]) for config in (plain, scaled))
     ratio = frequency / scaled_frequency
     np.testing.assert_allclose(ratio[0], 1, rtol=1e-4)
     np.testing.assert_allclose(ratio[-4:], 8, rtol=1e-4)

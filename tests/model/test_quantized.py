@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.model.decoder import Decoder
 from maxlm.model.quantized import (
     CODE_DTYPES,
     Weights,
@@ -22,6 +21,7 @@ from maxlm.model.quantized import (
     why_not,
 )
 from maxlm.training.state import abstract_model, param_shardings
+from tests.parameters import decoder_graph, random_params
 from tests.small import small_config, small_layout
 
 # Axes of inputs, and how to store [4, 24, 10].
@@ -33,8 +33,6 @@ CASES = [
     (1, Weights('fp8', 0)),
     (2, Weights('fp8', 12)),
 ]
-# Compiling is most of the time that this takes.
-QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 # Root mean square of the error, relative to that of normal values.
 ERRORS = {'int8': 0.012, 'int4': 0.12, 'fp8': 0.03}
 
@@ -43,9 +41,15 @@ def kernel(seed=0, shape=(4, 24, 10)):
     return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def stored_and_back(values, num_in, weights):
+    stored = quantize(values, num_in, weights)
+    return stored, dequantize(stored, num_in, weights.kind, jnp.float32)
+
+
 def both_ways(values, num_in, weights):
-    stored = jax.jit(lambda x: quantize(x, num_in, weights))(values)
-    return stored, np.asarray(dequantize(stored, num_in, weights.kind, jnp.float32))
+    stored, again = stored_and_back(values, num_in, weights)
+    return stored, np.asarray(again)
 
 
 @pytest.mark.parametrize(('num_in', 'weights'), CASES, ids=str)
@@ -61,7 +65,8 @@ def test_there_and_back(num_in, weights):
     _, third = both_ways(again, num_in, weights)
     assert np.sqrt(np.mean((third - again) ** 2)) < 0.3 * np.sqrt(np.mean((again - values) ** 2))
     # Control: of codes in another order nothing is left.
-    moved = dequantize(stored._replace(codes=jnp.roll(stored.codes, 1, axis=-1)), num_in, weights.kind, jnp.float32)
+    rolled = stored._replace(codes=np.roll(stored.codes, 1, axis=-1))
+    moved = jax.jit(lambda x: dequantize(x, num_in, weights.kind, jnp.float32))(rolled)
     assert np.sqrt(np.mean((np.asarray(moved) - values) ** 2)) > np.sqrt(np.mean(values**2))
 
 
@@ -124,42 +129,39 @@ def with_weights(config, kind, group):
     return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=kind, weights_group=group))
 
 
-def float_params(config):
-    """Nested parameters of the model, with biases that are not 0."""
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def make():
-        state = nnx.to_pure_dict(nnx.state(Decoder(config.model, rngs=nnx.Rngs(0))))
-        return jax.tree.map(lambda x: x + 0.01 if x.ndim < 3 else x, state)
-
-    return make()
-
-
 def in_codes(params, config):
     """The parameters of the same model quantized, and what its kernels then are in float32."""
     weights = Weights(config.model.weights, config.model.weights_group)
+
+    @jax.jit
+    def run(kernels):
+        def both(kernel_L, num_in):
+            found = jax.vmap(functools.partial(quantize, num_in=num_in, weights=weights))(kernel_L)
+            return found, jax.vmap(lambda x: dequantize(x, num_in, weights.kind, jnp.float32))(found)
+
+        return {path: both(kernels[path], num_in) for path, num_in in quantized_kernels(config.model).items()}
+
     codes, floats = jax.tree.map(lambda x: x, params), jax.tree.map(lambda x: x, params)
-    for path, num_in in quantized_kernels(config.model).items():
-        *modules, name = path.split('.')
-        module, plain = codes, floats
-        for key in modules:
-            module, plain = module[key], plain[key]
-        run = jax.jit(jax.vmap(functools.partial(quantize, num_in=num_in, weights=weights)), compiler_options=QUICK)
-        found = run(module.pop(name))
+
+    def module_of(tree, path):
+        for key in path.split('.')[:-1]:
+            tree = tree[key]
+        return tree
+
+    kernels = {path: module_of(params, path)['kernel'] for path in quantized_kernels(config.model)}
+    for path, (found, plain) in run(kernels).items():
+        module = module_of(codes, path)
+        del module['kernel']
         module['kernel_codes'], module['kernel_scales'] = found
-        plain[name] = jax.vmap(lambda x, num_in=num_in: dequantize(x, num_in, weights.kind, jnp.float32))(found)
+        module_of(floats, path)['kernel'] = plain
     return codes, floats
 
 
 def hidden(config, params, layout=None):
-    graph, _ = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0)))
-        if layout is None
-        else abstract_model(config, layout)
-    )
+    graph = decoder_graph(config.model) if layout is None else nnx.split(abstract_model(config, layout))[0]
     if layout is not None:
         params = jax.device_put(params, param_shardings(config, layout))
-    run = jax.jit(lambda params: nnx.merge(graph, params)(TOKENS)[0], compiler_options=QUICK)
+    run = jax.jit(lambda params: nnx.merge(graph, params)(TOKENS)[0])
     return np.asarray(run(params))
 
 
@@ -167,7 +169,7 @@ def hidden(config, params, layout=None):
 def test_a_model_computes_with_the_kernels_that_codes_mean(kind, group, scan):
     config = small_config(**MODEL, model__scan_layers=scan)
     quantized = with_weights(config, kind, group)
-    params = float_params(config)
+    params = random_params(config)
     codes, floats = in_codes(params, quantized)
     found = hidden(quantized, codes)
     np.testing.assert_allclose(found, hidden(config, floats), atol=2e-5)
@@ -180,7 +182,7 @@ def test_layouts_compute_the_same():
     settings = {**MODEL, 'model__dim': 36, 'model__head_dim': 8}
     alone = with_weights(small_config(**settings), 'int4', 16)
     config = with_weights(small_config(num_devices=4, **settings, mesh__fsdp=2, mesh__tensor=2), 'int4', 16)
-    codes, _ = in_codes(float_params(small_config(**settings)), alone)
+    codes, _ = in_codes(random_params(small_config(**settings)), alone)
     found = hidden(config, codes, small_layout(config))
     wanted = hidden(alone, codes)
     np.testing.assert_allclose(found, wanted, atol=2e-5)

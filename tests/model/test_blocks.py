@@ -1,0 +1,78 @@
+"""Blocks in a loop or one after another, rematerialization and dropout: what changes nothing, and what does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.model.blocks import drop
+from tests.parameters import decoder_graph, logits, random_params
+from tests.small import small_batch, small_config
+
+
+def loss_and_gradients(config, **changes):
+    """Parameters → both, compiled."""
+    graph = decoder_graph(dataclasses.replace(config.model, **changes))
+    tokens = small_batch(config)['tokens'][:2]
+    run = jax.jit(jax.value_and_grad(lambda params: jnp.square(logits(graph, params, tokens)).mean()))
+    return lambda params: jax.device_get(run(params))
+
+
+def assert_same(found, wanted):
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[1], wanted[1])
+
+
+def test_layers_in_a_loop_are_as_one_after_another():
+    # Two periods of two layers and a rest of one.
+    config = small_config(model__num_layers=5, model__attention_pattern='SL', model__sliding_window=3)
+    params = random_params(config)
+    looped, unrolled = loss_and_gradients(config), loss_and_gradients(config, scan_layers=False)
+    wanted = unrolled(params)
+    assert_same(looped(params), wanted)
+    # Control: the order of layers matters.
+    swapped = {**params, 'blocks': jax.tree.map(lambda x: x[::-1], params['blocks'])}
+    assert abs(looped(swapped)[0] / wanted[0] - 1) > 1e-3
+
+
+@pytest.fixture(scope='module')
+def plain():
+    config = small_config()
+    params = random_params(config)
+    return config, params, loss_and_gradients(config, remat='none')(params)
+
+
+@pytest.mark.parametrize('remat', ['dots', 'dots_no_batch', 'full'])
+def test_remat_changes_nothing(remat, plain):
+    config, params, wanted = plain
+    assert_same(loss_and_gradients(config, remat=remat)(params), wanted)
+
+
+@pytest.mark.nightly
+def test_remat_changes_nothing_of_layers_one_after_another(plain):
+    config, params, wanted = plain
+    assert_same(loss_and_gradients(config, remat='full', scan_layers=False)(params), wanted)
+
+
+def test_dropout_needs_a_key_and_depends_on_it():
+    config = small_config(model__dropout=0.5, model__num_layers=1)
+    tokens, params = small_batch(config)['tokens'][:2], random_params(config)
+
+    def program(dropout):
+        graph = decoder_graph(dataclasses.replace(config.model, dropout=dropout))
+        return str(jax.make_jaxpr(lambda params: logits(graph, params, tokens))(params))
+
+    assert program(0.5) == program(0.0)
+    graph = decoder_graph(config.model)
+    run = jax.jit(lambda params, key: logits(graph, params, tokens, dropout_key=key))
+    dropped = [run(params, jax.random.key(seed)) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(dropped[0], dropped[1])
+    assert not np.allclose(dropped[0], dropped[2])
+
+
+def test_dropout_keeps_the_mean():
+    dropped = np.asarray(jax.jit(lambda key: drop(jnp.ones(100_000), 0.3, key))(jax.random.key(0)))
+    assert abs(dropped.mean() - 1) < 0.01
+    assert abs((dropped == 0).mean() - 0.3) < 0.01
