@@ -107,6 +107,7 @@ def test_damage_is_raised_where_it_is_met(dataset, workers):
         list(iterate(batches, 0, data, 10))
 
 
+@pytest.mark.multiprocess
 def test_a_closed_iterator_leaves_no_process(dataset):
     data = DataConfig(window=16, workers=2)
     iterator = iterate(train_batches(dataset, data, 4), 0, data)

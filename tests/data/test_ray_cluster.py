@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 
@@ -16,6 +15,8 @@ from tests.conftest import ROOT
 from tests.data.tasks import Told
 from tests.preparing import contents, run, write_texts
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.fixture(scope='module')
 def cluster():
@@ -24,7 +25,7 @@ def cluster():
         patch.setenv('RAY_USAGE_STATS_ENABLED', '0')
         # Its workers import what the tests do.
         patch.setenv('PYTHONPATH', str(ROOT))
-        cluster_utils = importlib.import_module('ray.cluster_utils')
+        cluster_utils = pytest.importorskip('ray.cluster_utils', reason='the extra ray')
         made = cluster_utils.Cluster()
         made.add_node(num_cpus=1, include_dashboard=False)
         made.add_node(num_cpus=1)
@@ -86,6 +87,7 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch):
 
 
 def test_a_cluster_that_is_not_there(capsys, tmp_path):
+    pytest.importorskip('ray', reason='the extra ray')
     (tmp_path / 'x.txt').write_text('text')
     arguments = ['--input', tmp_path / 'x.txt', '--output', tmp_path / 'data', '--engine', 'ray']
     for address in ('127.0.0.1:1', 'ray://127.0.0.1:1', '127.0.0.1:99999'):

@@ -17,8 +17,8 @@ from maxlm.inference.load import load_model
 from tests.evaluation.harness_tasks import KINDS, documents, write_tasks
 from tests.huggingface.workdirs import make_workdir
 
-lm_eval = pytest.importorskip('lm_eval')
-pytest.importorskip('lm_eval.tasks')
+lm_eval = pytest.importorskip('lm_eval', reason='the extra eval')
+pytest.importorskip('lm_eval.tasks', reason='the extra eval')
 
 TOLERANCE = 1e-3
 # Kinds whose answers are likelihoods.

@@ -18,6 +18,8 @@ from maxlm.posttrain.limits import MIB, Limits
 from maxlm.posttrain.sandbox import ALWAYS, GUARANTEES, SWITCHES, Program, Sandbox, SandboxPool
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.multiprocess
+
 LIMITS = Limits(wall_seconds=30.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
 GOOD = {
     'prints': ('print(6 * 7)', '', '42\n'),
