@@ -72,7 +72,8 @@ def test_every_character(tokenizer):
     assert_same(tokenizer, [around(characters_between(first, first + 0x800)) for first in range(0, 0x110000, 0x800)])
 
 
-def test_random_texts(tokenizer):
+@pytest.mark.parametrize('count', [3000, pytest.param(20_000, marks=pytest.mark.nightly)])
+def test_random_texts(tokenizer, count):
     rng = random.Random(0)
     alphabets = [
         " \n\t\r'sdmtlvre.",
@@ -82,7 +83,7 @@ def test_random_texts(tokenizer):
         ''.join(map(chr, range(0x3000))),
     ]
     alphabets.append(''.join(alphabets[:4]))
-    texts = [''.join(rng.choices(rng.choice(alphabets), k=rng.randrange(80))) for _ in range(20000)]
+    texts = [''.join(rng.choices(rng.choice(alphabets), k=rng.randrange(80))) for _ in range(count)]
     assert_same(tokenizer, texts)
 
 
@@ -91,9 +92,8 @@ def test_long_runs(tokenizer, text):
     assert_same(tokenizer, [text * n for n in (7, 501, 20000)])
 
 
-@pytest.mark.parametrize('blank', [' ', '\n'])
-def test_what_it_cannot_split_is_left_to_the_library(tokenizer, blank):
-    texts = ['before', blank * 1_000_000, 'after']
+def test_what_it_cannot_split_is_left_to_the_library(tokenizer):
+    texts = ['before', ' ' * 1_000_000, 'after']
     with pytest.raises(ValueError, match='stack'):
         byte_pair_encoder(library_of(tokenizer))(texts[1])
     for one, other in zip(tokenizer.encode_batch(texts), tokenizer.encode_batch_by_library(texts), strict=True):

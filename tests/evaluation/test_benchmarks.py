@@ -25,6 +25,14 @@ TOLERANCE = 1e-3
 LIKELIHOODS = ('local_choice', 'local_letters', 'local_last_word', 'local_rolling')
 
 
+@pytest.fixture(scope='module', autouse=True)
+def _no_environment():
+    """Keeps lm-eval from describing the machine after each run, for which it starts a dozen programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('lm_eval.evaluator.add_env_info', lambda results: None)
+        yield
+
+
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp('benchmarks')

@@ -7,10 +7,11 @@ import pytest
 from maxlm.evaluation.held_out import bits_per_byte, draw_positions, make_token_losses, measure, perplexity_of
 from maxlm.evaluation.measures import mean_of
 from maxlm.runtime.evaluation import evaluate
-from maxlm.training.state import init_state
+from maxlm.training.state import init_state, param_shardings
 from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout
 
+MODEL = {'model__vocab_size': 64, 'model__num_layers': 1}
 MESHES = {
     'one device': {},
     'micro-batches': {'train__micro_batch': 2},
@@ -25,10 +26,10 @@ def batches(config):
     return found
 
 
-def run(**settings):
-    config = small_config(num_devices=8 if 'mesh__data' in settings else 1, model__vocab_size=64, **settings)
+def run(params, **settings):
+    config = small_config(num_devices=8 if 'mesh__data' in settings else 1, **MODEL, **settings)
     layout = small_layout(config)
-    params = init_state(config, layout).params
+    params = jax.device_put(params, param_shardings(config, layout))
     given = {'layout': layout, 'global_batch': config.train.global_batch}
     found = measure(make_token_losses(config, layout), params, batches(config), **given)
     expected = evaluate(jax.jit(make_eval_step(config, layout, 2)), params, batches(config), **given)
@@ -37,7 +38,9 @@ def run(**settings):
 
 @pytest.fixture(scope='module')
 def results():
-    return {name: run(**settings) for name, settings in MESHES.items()}
+    config = small_config(**MODEL)
+    params = jax.device_get(init_state(config, small_layout(config)).params)
+    return {name: run(params, **settings) for name, settings in MESHES.items()}
 
 
 @pytest.mark.parametrize('mesh', MESHES)

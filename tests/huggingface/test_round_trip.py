@@ -67,7 +67,7 @@ def save(name, directory, dtype='float32', **options):
 
 # The layout of a tensor and its type do not depend on each other: each type with two architectures.
 @pytest.mark.parametrize(
-    ('name', 'dtype'), zip(ONE_OF_EACH, ['float32', 'bfloat16', 'float16'] * 2, strict=True), ids=str
+    ('name', 'dtype'), list(zip(ONE_OF_EACH, ['float32', 'bfloat16', 'float16'] * 2, strict=True)), ids=str
 )
 def test_an_import_is_exported_byte_by_byte(tmp_path, name, dtype):
     save(name, tmp_path / 'theirs', dtype)
