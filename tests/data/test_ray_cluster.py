@@ -37,14 +37,19 @@ def cluster():
         made.shutdown()
 
 
-def test_tasks_run_on_all_machines_and_are_tried_again(cluster, tmp_path):
+def test_tasks_run_on_all_machines_are_tried_again_and_end_on_bad_input(cluster, tmp_path):
     tasks = [Told(tmp_path, str(i)) for i in range(4)]
     tasks += [Told(tmp_path, 'once', 'killed', times=1), Told(tmp_path, 'always', 'killed')]
     tasks += [Told(tmp_path, 'slow to answer', 'unreachable', times=1)]
+    bad = [Told(tmp_path, 'hangs', 'hang'), Told(tmp_path, 'done'), Told(tmp_path, 'bad', 'bad')]
     done = []
     with RayCluster(cluster) as engine:
         assert engine.num_slots == 4
         failed = run_tasks(engine, tasks, retries=1, on_progress=lambda *new: done.append(new), sleep=lambda _: None)
+        # Bad input ends the others.
+        with pytest.raises(InputError, match='bad: not UTF-8'):
+            run_tasks(engine, bad, retries=1, on_progress=lambda *_: None)
+    assert [task.is_done() for task in bad] == [False, True, False]
     assert list(failed) == [5]
     assert 'Crashed' in failed[5] or 'died' in failed[5]
     assert [task.is_done() for task in tasks] == [True] * 5 + [False, True]
@@ -52,14 +57,6 @@ def test_tasks_run_on_all_machines_and_are_tried_again(cluster, tmp_path):
     assert os.getpid() not in {pid for task in tasks for pid in task.tries}
     # What is told: 10 bytes for each that was done, 4 for the try that did not reach the storage.
     assert sum(num_bytes for num_bytes, _, _ in done) == 6 * 10 + 4
-
-
-def test_bad_input_ends_the_others(cluster, tmp_path):
-    tasks = [Told(tmp_path, 'hangs', 'hang'), Told(tmp_path, 'done'), Told(tmp_path, 'bad', 'bad')]
-    with pytest.raises(InputError, match='bad: not UTF-8'), RayCluster(cluster) as engine:
-        run_tasks(engine, tasks, retries=1, on_progress=lambda *_: None)
-    assert tasks[1].is_done()
-    assert not tasks[0].is_done()
 
 
 def test_a_cluster_writes_the_same_bytes(cluster, tmp_path, monkeypatch):

@@ -36,6 +36,29 @@ def run(params, **settings):
     return found, expected
 
 
+def test_sums_over_windows_sources_and_positions():
+    """Takes a token's id for its loss, so that no model is needed."""
+    config = small_config(**MODEL)
+    given = batches(config)
+
+    def losses(params, batch):
+        rows = {name: np.asarray(batch[name])[None] for name in ('weights', 'positions', 'sources')}
+        return {'loss': np.asarray(batch['targets'], np.float32)[None], **rows}
+
+    found = measure(losses, None, given, layout=small_layout(config), global_batch=config.train.global_batch)
+    weights, targets, positions = (
+        np.concatenate([batch[name] for batch in given]) for name in ('weights', 'targets', 'positions')
+    )
+    np.testing.assert_array_equal(found.loss_W, (targets * weights).sum(axis=1))
+    np.testing.assert_array_equal(found.tokens_W, weights.sum(axis=1))
+    np.testing.assert_array_equal(found.source_W, np.concatenate([batch['sources'] for batch in given]))
+    assert found.window == config.data.window
+    for k, (loss, tokens) in enumerate(zip(found.class_loss_K, found.class_tokens_K, strict=True)):
+        mine = (positions + 1 >= 2**k) & (positions + 1 < 2 ** (k + 1))
+        assert (loss, tokens) == ((targets * weights)[mine].sum(), weights[mine].sum())
+    assert found.loss().value == pytest.approx((targets * weights).sum() / weights.sum())
+
+
 @pytest.fixture(scope='module')
 def results():
     config = small_config(**MODEL)

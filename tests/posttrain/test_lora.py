@@ -60,6 +60,19 @@ def test_merged_parameters_compute_the_same(settings):
     assert np.abs(np.asarray(hidden_of(plain)(kept)) - wanted).max() > 1e-2
 
 
+def test_a_merge_adds_the_scaled_product():
+    rng = np.random.default_rng(0)
+    shapes = {'kernel': (2, 5, 4, 3), 'lora_a': (2, 5, 3), 'lora_b': (2, 3, 4, 3), 'bias': (2, 4, 3)}
+    module = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    params = {'blocks': {'query': module}, 'embedding': np.ones(2, np.float32)}
+    merged = jax.jit(lambda params: merge(params, small_config(**SETTINGS).model))(params)
+    wanted = module['kernel'] + 2 * np.einsum('lir,lrnh->linh', module['lora_a'], module['lora_b'])
+    assert merged['blocks']['query'].keys() == {'kernel', 'bias'}
+    np.testing.assert_allclose(merged['blocks']['query']['kernel'], wanted, atol=1e-5)
+    np.testing.assert_array_equal(merged['blocks']['query']['bias'], module['bias'])
+    np.testing.assert_array_equal(merged['embedding'], params['embedding'])
+
+
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
     """A workdir of a model with adapters, and the same without."""
@@ -97,6 +110,18 @@ def test_the_verb(made, tmp_path, capsys):
         params['blocks']['attention']['key']['kernel'], base['blocks']['attention']['key']['kernel'], atol=0.1
     )
     assert from_json((workdir / 'config.json').read_text()).train.init_from == ''
+
+
+def test_a_layer_is_read_with_its_adapter(made):
+    (step,) = (made / 'run' / 'checkpoints').iterdir()
+    plain = ParamsReader(step)
+    merged = MergedReader(plain, small_config(**SETTINGS).model, 'run')
+    name = 'blocks.attention.query'
+    parts = [plain.read(f'{name}.{part}', 1) for part in ('kernel', 'lora_a', 'lora_b')]
+    wanted = parts[0] + 2 * np.tensordot(parts[1], parts[2], axes=1)
+    np.testing.assert_allclose(merged.read(f'{name}.kernel', 1), wanted, atol=1e-6)
+    assert np.abs(wanted - parts[0]).max() > 0.1
+    np.testing.assert_array_equal(merged.read('embedding'), plain.read('embedding'))
 
 
 def test_what_cannot_be_merged(made, tmp_path, capfd, monkeypatch):
