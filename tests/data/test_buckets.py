@@ -47,6 +47,7 @@ def test_threads_share_a_file_system(gcs):
     assert open_filesystem('file:///a')[0] is not found[0]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.filterwarnings('ignore:.*fork:DeprecationWarning', 'ignore:.*fork:RuntimeWarning')
 def test_a_forked_process_has_its_own(gcs):
     assert read_file('gs://bucket/a') == b'content'

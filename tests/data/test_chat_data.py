@@ -105,17 +105,18 @@ def test_answers_are_learned_and_nothing_else(tmp_path, kinds):
         verify(dataset)
 
 
+@pytest.mark.multiprocess
 def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 3000)
     write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80)
-    for workers in (1, 4):
+    for workers in (1, 2):
         assert (
             prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), '--pack_window', 128, '--workers', workers)
             == EXIT_DONE
         )
     one = contents(tmp_path / '1')
     assert len([name for name in one if name.startswith('train-')]) >= 4
-    assert one == contents(tmp_path / '4')
+    assert one == contents(tmp_path / '2')
     write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80, seed=5)
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', '--pack_window', 128) == EXIT_DONE
     assert contents(tmp_path / 'other') != one

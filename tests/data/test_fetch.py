@@ -240,6 +240,7 @@ def output_of(process):
         return process.stdout.read()
 
 
+@pytest.mark.multiprocess
 def test_readers_in_other_processes_wait(gcs, files, alarms):
     """Slow: it starts three processes, one after another."""
     held = gcs.fault('hold', match='data/0')

@@ -55,8 +55,9 @@ def test_sources_take_turns_at_random():
     sources = [mixture[row][0] for row in range(4000)]
     runs = sum(a != b for a, b in itertools.pairwise(sources))
     assert 1700 < runs < 2300  # of fair coins about 2000; blocks would give few, strict turns 3999
-    assert sources != [Mixture([0.5, 0.5], seed=1)[row][0] for row in range(4000)]
-    assert sources == [pickle.loads(pickle.dumps(mixture))[row][0] for row in range(4000)]
+    other, copied = Mixture([0.5, 0.5], seed=1), pickle.loads(pickle.dumps(mixture))
+    assert sources != [other[row][0] for row in range(4000)]
+    assert sources == [copied[row][0] for row in range(4000)]
 
 
 def test_a_rare_source_is_served():

@@ -34,7 +34,7 @@ def test_a_permutation_has_every_item_once(size):
     items = [permuted(place, size, seed=5) for place in range(size)]
     assert sorted(items) == list(range(size))
     if size > 3:
-        assert items != [permuted(place, size, seed=6) for place in range(size)]
+        assert items[:100] != [permuted(place, size, seed=6) for place in range(min(size, 100))]
 
 
 def test_the_order_is_the_one_that_runs_were_begun_with():
@@ -95,8 +95,9 @@ def chi_square(windows, bins):
     return ((table - expected) ** 2 / expected).sum(), (bins - 1) ** 2
 
 
-@pytest.mark.parametrize('count', [1_000, 20_000, 65_537])
-@pytest.mark.parametrize('seed', range(5))
+@pytest.mark.parametrize(
+    ('count', 'seed'), [*((1_000, seed) for seed in range(5)), (20_000, 0), (20_000, 1), (65_537, 0)]
+)
 def test_as_well_mixed_as_a_true_permutation(count, seed):
     windows = np.array(epoch(Order([count // 2, count - count // 2], seed=seed)))
     # Of a true permutation the mean of |window - place| is (n² - 1) / 3n, with a standard deviation near n / √n · 0.3.

@@ -96,6 +96,7 @@ def test_chars_are_sorted_and_know_the_unknown():
     assert chars_tokenizer(['a']).encode_batch(['\x00'])[0].tolist() == [2]
 
 
+@pytest.mark.multiprocess
 def test_bpe_learns_and_is_deterministic():
     tokenizer = train_bpe(CORPUS, 300)
     assert (tokenizer.kind, tokenizer.vocab_size, tokenizer.end_of_document) == ('library', 300, 0)

@@ -100,6 +100,7 @@ def test_odd_sizes(gcs, tmp_path, size):
     assert (tmp_path / 'odd').read_bytes() == CONTENT[:size]
 
 
+@pytest.mark.multiprocess
 def test_a_killed_process_is_gone_on_for(gcs, file):
     """Slow: it starts a process of its own, to be killed."""
     gcs.fault('nothing', times=2)
@@ -120,6 +121,7 @@ def test_a_killed_process_is_gone_on_for(gcs, file):
     assert added[0] == 2 * CHUNK
 
 
+@pytest.mark.multiprocess
 def test_two_processes_fetch_a_file_once(gcs, file):
     """Slow: it starts two processes."""
     held = gcs.fault('hold', times=1)

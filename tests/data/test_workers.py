@@ -12,6 +12,8 @@ from maxlm.data.workers import Processes
 from maxlm.errors import InputError
 from tests.data.tasks import Told
 
+pytestmark = pytest.mark.multiprocess
+
 
 def run(tasks, *, num_slots=2, retries=1):
     progress = [0, 0, 0]

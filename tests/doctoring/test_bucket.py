@@ -9,6 +9,8 @@ from tests.doctoring.machines import CPU, case_on
 from tests.gcs_emulator import running
 from tests.small import small_config
 
+pytestmark = pytest.mark.network_emulator
+
 URL = 'gs://bucket/runs/one'
 
 

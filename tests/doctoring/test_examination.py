@@ -130,6 +130,7 @@ leave(130)
 """
 
 
+@pytest.mark.multiprocess
 def test_a_check_that_is_broken_off_tidies_up():
     done = subprocess.run([sys.executable, '-c', BROKEN_OFF], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, 'tidied up\n', '')

@@ -45,6 +45,7 @@ def environment(**changes):
     return {**kept, 'JAX_PLATFORMS': 'cpu', **changes}
 
 
+@pytest.mark.multiprocess
 def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
     """Slow: JAX starts."""
     tmp_path.chmod(0o777)
@@ -54,6 +55,7 @@ def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
     assert f'{tmp_path} can be written to by others' in start.complaint
 
 
+@pytest.mark.multiprocess
 def test_a_real_start_with_a_flag_that_there_is_not():
     """Slow: JAX starts. It ends the process that it is in."""
     start = start_jax('', environment(XLA_FLAGS='--xla_no_such_flag=1'))

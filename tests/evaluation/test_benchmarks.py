@@ -17,12 +17,20 @@ from maxlm.inference.load import load_model
 from tests.evaluation.harness_tasks import KINDS, documents, write_tasks
 from tests.huggingface.workdirs import make_workdir
 
-lm_eval = pytest.importorskip('lm_eval')
-pytest.importorskip('lm_eval.tasks')
+lm_eval = pytest.importorskip('lm_eval', reason='the extra eval')
+pytest.importorskip('lm_eval.tasks', reason='the extra eval')
 
 TOLERANCE = 1e-3
 # Kinds whose answers are likelihoods.
 LIKELIHOODS = ('local_choice', 'local_letters', 'local_last_word', 'local_rolling')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _no_environment():
+    """Keeps lm-eval from describing the machine after each run, for which it starts a dozen programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('lm_eval.evaluator.add_env_info', lambda results: None)
+        yield
 
 
 @pytest.fixture(scope='module')

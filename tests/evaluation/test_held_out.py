@@ -7,10 +7,11 @@ import pytest
 from maxlm.evaluation.held_out import bits_per_byte, draw_positions, make_token_losses, measure, perplexity_of
 from maxlm.evaluation.measures import mean_of
 from maxlm.runtime.evaluation import evaluate
-from maxlm.training.state import init_state
+from maxlm.training.state import init_state, param_shardings
 from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout
 
+MODEL = {'model__vocab_size': 64, 'model__num_layers': 1}
 MESHES = {
     'one device': {},
     'micro-batches': {'train__micro_batch': 2},
@@ -25,19 +26,44 @@ def batches(config):
     return found
 
 
-def run(**settings):
-    config = small_config(num_devices=8 if 'mesh__data' in settings else 1, model__vocab_size=64, **settings)
+def run(params, **settings):
+    config = small_config(num_devices=8 if 'mesh__data' in settings else 1, **MODEL, **settings)
     layout = small_layout(config)
-    params = init_state(config, layout).params
+    params = jax.device_put(params, param_shardings(config, layout))
     given = {'layout': layout, 'global_batch': config.train.global_batch}
     found = measure(make_token_losses(config, layout), params, batches(config), **given)
     expected = evaluate(jax.jit(make_eval_step(config, layout, 2)), params, batches(config), **given)
     return found, expected
 
 
+def test_sums_over_windows_sources_and_positions():
+    """Takes a token's id for its loss, so that no model is needed."""
+    config = small_config(**MODEL)
+    given = batches(config)
+
+    def losses(params, batch):
+        rows = {name: np.asarray(batch[name])[None] for name in ('weights', 'positions', 'sources')}
+        return {'loss': np.asarray(batch['targets'], np.float32)[None], **rows}
+
+    found = measure(losses, None, given, layout=small_layout(config), global_batch=config.train.global_batch)
+    weights, targets, positions = (
+        np.concatenate([batch[name] for batch in given]) for name in ('weights', 'targets', 'positions')
+    )
+    np.testing.assert_array_equal(found.loss_W, (targets * weights).sum(axis=1))
+    np.testing.assert_array_equal(found.tokens_W, weights.sum(axis=1))
+    np.testing.assert_array_equal(found.source_W, np.concatenate([batch['sources'] for batch in given]))
+    assert found.window == config.data.window
+    for k, (loss, tokens) in enumerate(zip(found.class_loss_K, found.class_tokens_K, strict=True)):
+        mine = (positions + 1 >= 2**k) & (positions + 1 < 2 ** (k + 1))
+        assert (loss, tokens) == ((targets * weights)[mine].sum(), weights[mine].sum())
+    assert found.loss().value == pytest.approx((targets * weights).sum() / weights.sum())
+
+
 @pytest.fixture(scope='module')
 def results():
-    return {name: run(**settings) for name, settings in MESHES.items()}
+    config = small_config(**MODEL)
+    params = jax.device_get(init_state(config, small_layout(config)).params)
+    return {name: run(params, **settings) for name, settings in MESHES.items()}
 
 
 @pytest.mark.parametrize('mesh', MESHES)

@@ -3,7 +3,6 @@
 import json
 import sys
 
-import gguf
 import jax
 import numpy as np
 import pytest
@@ -23,6 +22,8 @@ from maxlm.training.state import abstract_model
 from tests.conftest import ROOT
 from tests.huggingface.workdirs import MODELS, make_workdir, parameters
 from tests.small import small_config
+
+gguf = pytest.importorskip('gguf', reason='the extra gguf')
 
 # Transformers does not read the width of a head from files of Qwen3: it has 128.
 PLAIN = {'model__attention_pattern': 'L', 'model__sliding_window': 0, 'model__rotary_scaling': 'none'}

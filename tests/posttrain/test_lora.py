@@ -1,5 +1,6 @@
 """Adapters merged into their kernels: as a function, and from one workdir into another."""
 
+import functools
 import os
 import re
 import shutil
@@ -26,9 +27,17 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (3, 16), dtype=np.int32)
 SETTINGS = {**MODELS['llama'], 'model__lora_rank': 3, 'model__lora_alpha': 6.0}
 
 
-def hidden(model, params):
+@functools.cache
+def hidden_of(model):
+    """Parameters → hidden states, compiled."""
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
-    return np.asarray(jax.jit(lambda params: nnx.merge(graph, params)(TOKENS)[0])(params))
+    return jax.jit(lambda params: nnx.merge(graph, params)(TOKENS)[0])
+
+
+def random_params(model):
+    rng = np.random.default_rng(1)
+    shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))))
+    return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32) * np.float32(0.2), shapes)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +50,27 @@ def hidden(model, params):
 )
 def test_merged_parameters_compute_the_same(settings):
     model = small_config(**settings, model__lora_rank=3, model__lora_alpha=6.0).model
-    params = nnx.to_pure_dict(nnx.state(Decoder(model, rngs=nnx.Rngs(0))))
-    params = with_arrays(params, adapter_arrays(model))
-    wanted = hidden(model, params)
+    params = with_arrays(random_params(model), adapter_arrays(model))
+    wanted = np.asarray(hidden_of(model)(params))
     merged, plain = jax.jit(lambda params: merge(params, model))(params), without_adapters(model)
     assert plain == small_config(**(settings | {'model__lora_targets': ('*',)})).model
-    np.testing.assert_allclose(hidden(plain, merged), wanted, atol=1e-5)
+    np.testing.assert_allclose(hidden_of(plain)(merged), wanted, atol=1e-5)
     # Control: without them it is another model.
     kept = with_arrays(merged, {'blocks.attention.out.kernel': params['blocks']['attention']['out']['kernel']})
-    assert np.abs(hidden(plain, kept) - wanted).max() > 1e-2
+    assert np.abs(np.asarray(hidden_of(plain)(kept)) - wanted).max() > 1e-2
+
+
+def test_a_merge_adds_the_scaled_product():
+    rng = np.random.default_rng(0)
+    shapes = {'kernel': (2, 5, 4, 3), 'lora_a': (2, 5, 3), 'lora_b': (2, 3, 4, 3), 'bias': (2, 4, 3)}
+    module = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    params = {'blocks': {'query': module}, 'embedding': np.ones(2, np.float32)}
+    merged = jax.jit(lambda params: merge(params, small_config(**SETTINGS).model))(params)
+    wanted = module['kernel'] + 2 * np.einsum('lir,lrnh->linh', module['lora_a'], module['lora_b'])
+    assert merged['blocks']['query'].keys() == {'kernel', 'bias'}
+    np.testing.assert_allclose(merged['blocks']['query']['kernel'], wanted, atol=1e-5)
+    np.testing.assert_array_equal(merged['blocks']['query']['bias'], module['bias'])
+    np.testing.assert_array_equal(merged['embedding'], params['embedding'])
 
 
 @pytest.fixture(scope='module')
@@ -79,7 +100,7 @@ def test_the_verb(made, tmp_path, capsys):
     jax.tree.map(
         lambda found, wanted: np.testing.assert_allclose(found, wanted, atol=1e-6),
         params,
-        jax.device_get(merge(original.params, original.config.model)),
+        jax.device_get(jax.jit(lambda params: merge(params, original.config.model))(original.params)),
     )
     assert [path.name for path in tmp_path.rglob('*.partial')] == []
     # What has no adapter stays, what has one does not.
@@ -89,6 +110,18 @@ def test_the_verb(made, tmp_path, capsys):
         params['blocks']['attention']['key']['kernel'], base['blocks']['attention']['key']['kernel'], atol=0.1
     )
     assert from_json((workdir / 'config.json').read_text()).train.init_from == ''
+
+
+def test_a_layer_is_read_with_its_adapter(made):
+    (step,) = (made / 'run' / 'checkpoints').iterdir()
+    plain = ParamsReader(step)
+    merged = MergedReader(plain, small_config(**SETTINGS).model, 'run')
+    name = 'blocks.attention.query'
+    parts = [plain.read(f'{name}.{part}', 1) for part in ('kernel', 'lora_a', 'lora_b')]
+    wanted = parts[0] + 2 * np.tensordot(parts[1], parts[2], axes=1)
+    np.testing.assert_allclose(merged.read(f'{name}.kernel', 1), wanted, atol=1e-6)
+    assert np.abs(wanted - parts[0]).max() > 0.1
+    np.testing.assert_array_equal(merged.read('embedding'), plain.read('embedding'))
 
 
 def test_what_cannot_be_merged(made, tmp_path, capfd, monkeypatch):

@@ -10,6 +10,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.multiprocess
+
 # A child with a child. As soon as the tree is read below the first, it has died, and the other has changed its parent.
 PROGRAM = """
 import os, signal, sys, time

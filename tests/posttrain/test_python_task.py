@@ -64,6 +64,7 @@ def test_a_share_counts_tests_and_cases():
     assert share_passed([tested._replace(tests=0, tests_passed=0)], {'tests': 'x'}) == 0.0
 
 
+@pytest.mark.multiprocess
 def test_tasks_are_run():
     cases = [{'stdin': '3', 'stdout': '9\n'}, {'stdin': '-3', 'stdout': '9'}, {'stdin': '0', 'stdout': '1'}]
     tasks = [{'cases': cases}, {'prefix': 'def f(x):', 'tests': 'assert f(2) == 4'}]

@@ -133,6 +133,7 @@ def test_a_sum_scores_a_batch():
         parse_reward('numeric').score(['42'], [])
 
 
+@pytest.mark.multiprocess
 def test_programs_are_scored_in_the_sandbox():
     response = 'I square it:\n```python\ndef f(x):\n    return x * abs(x)\n```'
     tasks = [{'tests': ['assert f(2) == 4', 'assert f(-2) == 4']}, {'tests': 'assert f(3) == 9'}]

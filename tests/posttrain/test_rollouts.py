@@ -47,7 +47,8 @@ def drawn(request):
 def test_the_step_computes_the_log_probabilities_that_the_sampler_saw(drawn):
     config, layout, params, responses, batch = drawn
     placed = layout.put_batch(batch, 6)
-    found = np.asarray(jax.jit(make_log_probs(config, layout))(params, None, placed, None).log_probs_BT)
+    log_probs = jax.jit(make_log_probs(config, layout))
+    found = np.asarray(log_probs(params, None, placed, None).log_probs_BT)
     predicted = batch['predicted'] > 0
     assert predicted.sum() == responses.drawn
     assert np.abs(found - batch['old_log_probs'])[predicted].max() < 1e-4
@@ -55,8 +56,8 @@ def test_the_step_computes_the_log_probabilities_that_the_sampler_saw(drawn):
     for shift in (-1, 1):
         shifted = np.roll(batch['old_log_probs'], shift, axis=1)
         assert np.abs(found - shifted)[predicted].max() > 0.1
-    other = {**placed, 'targets': (placed['targets'] + 1) % 61}
-    wrong = np.asarray(jax.jit(make_log_probs(config, layout))(params, None, other, None).log_probs_BT)
+    other = layout.put_batch({**batch, 'targets': (batch['targets'] + 1) % 61}, 6)
+    wrong = np.asarray(log_probs(params, None, other, None).log_probs_BT)
     assert np.abs(wrong - batch['old_log_probs'])[predicted].max() > 0.1
 
 
@@ -76,8 +77,7 @@ def test_several_responses_in_a_window_have_the_same(drawn):
     )
     if config.model.position == 'learned':
         # Positions begin anew in each document, so that the rows there are suffice.
-        table = np.pad(np.asarray(params['position_embedding']), [(0, T), (0, 0)])
-        params = {**params, 'position_embedding': jax.numpy.asarray(table)}
+        params = {**params, 'position_embedding': np.pad(np.asarray(params['position_embedding']), [(0, T), (0, 0)])}
     log_probs = jax.jit(make_log_probs(wide, layout))
     found = np.asarray(log_probs(params, None, layout.put_batch(packed, 3), None).log_probs_BT)
     predicted = packed['predicted'] > 0

@@ -18,6 +18,8 @@ from maxlm.posttrain.limits import MIB, Limits
 from maxlm.posttrain.sandbox import ALWAYS, GUARANTEES, SWITCHES, Program, Sandbox, SandboxPool
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.multiprocess
+
 LIMITS = Limits(wall_seconds=30.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
 GOOD = {
     'prints': ('print(6 * 7)', '', '42\n'),
@@ -160,16 +162,18 @@ def test_it_refuses_to_start_without_what_is_required():
 def test_a_worker_that_dies_is_replaced():
     with SandboxPool(2, limits=LIMITS) as pool:
         workers = [worker.process.pid for worker in pool.workers]
+        # The child of a worker has a child while a program runs.
+        children = [psutil.Process(worker).children()[0] for worker in workers]
 
         def kill():
-            time.sleep(0.5)
+            while not all(child.children() for child in children):
+                time.sleep(0.01)
             os.kill(workers[0], signal.SIGKILL)
-            for child in psutil.Process(workers[1]).children():
-                child.kill()
+            children[1].kill()
 
         killer = threading.Thread(target=kill)
         killer.start()
-        program = Program('import time\ntime.sleep(1.5)\nprint(1)')
+        program = Program('import time\ntime.sleep(0.4)\nprint(1)')
         assert [verdict.status for verdict in pool.run_many([program] * 4)] == ['passed'] * 4
         killer.join()
         assert not set(workers) & {worker.process.pid for worker in pool.workers}
@@ -212,7 +216,7 @@ def test_a_machine_that_pauses_stops_no_program():
                 time.sleep(0.01)
             judge = worker.children()[0]
             judge.suspend()
-            time.sleep(2.0)
+            time.sleep(1.0)
             judge.resume()
 
         pauser = threading.Thread(target=pause)

@@ -18,6 +18,8 @@ import maxlm
 from maxlm.posttrain.sandbox import Program, SandboxPool
 from tests.posttrain.hostile import AMPLE, ANYWHERE, ATTEMPT, PROGRAMS
 
+pytestmark = pytest.mark.multiprocess
+
 WORKERS = 4
 NAMESPACES = ('mount namespace', 'network namespace', 'process namespace', 'ipc namespace', 'user namespace')
 WAYS = {'everything': (), 'no root': ('root',), 'no namespaces': NAMESPACES}

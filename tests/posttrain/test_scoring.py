@@ -53,6 +53,7 @@ def test_the_same_response_to_a_task_is_judged_once(monkeypatch):
     assert sorted(judged) == [('a', 'a'), ('a', 'b'), ('b', 'a'), ('b', 'b')]
 
 
+@pytest.mark.multiprocess
 def test_programs_are_judged_in_one_sandbox(caplog):
     tasks = [{'tests': ['assert f(2) == 4', 'assert f(-2) == 4']}, {'tests': 'assert f(3) == 9'}]
     response = 'def f(x):\n    return x * abs(x)'

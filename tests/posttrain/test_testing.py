@@ -11,6 +11,8 @@ from maxlm.posttrain.limits import MIB, Limits
 from maxlm.posttrain.sandbox import Program, SandboxPool
 from maxlm.posttrain.testing import count_tests
 
+pytestmark = pytest.mark.multiprocess
+
 LIMITS = Limits(wall_seconds=20.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
 SHORT = LIMITS._replace(wall_seconds=1.5)
 SQUARE = 'assert f(3) == 9\nassert f(-4) == 16'

@@ -38,7 +38,7 @@ def test_which_file_a_command_names(command, name):
 def test_what_a_workdir_names_is_not_run(tmp_path):
     planted = tmp_path / 'configs' / 'tiny.py'
     planted.parent.mkdir()
-    planted.write_text(f'open({str(tmp_path / "ran")!r}, "w")\n')
+    planted.write_text(f'open({str(tmp_path / "ran")!r}, "w").close()\n')
     name, config = shipped_config(['x', f'--config={planted}'])
     assert (name, config) == ('configs/tiny.py', load(TINY))
     assert shipped_config(['x', f'--config={planted.parent}/../configs/planted.py']) is None

@@ -138,6 +138,7 @@ def test_at_the_end_of_a_run_a_fault_is_a_warning(tmp_path, caplog, monkeypatch)
     assert not list(workdir.glob('*.tmp'))
 
 
+@pytest.mark.multiprocess
 def test_it_needs_no_jax():
     program = (
         'import sys, maxlm.report; print([name for name in ("jax", "tensorflow", "matplotlib") if name in sys.modules])'

@@ -12,6 +12,8 @@ from maxlm.runtime.history import read_history
 from tests import workdirs
 from tests.reporting.browser import look_at, page_of, undrawn
 
+pytestmark = pytest.mark.browser
+
 NARROW, WIDE = 360, 1280
 TITLES = (
     *('Training and validation loss', 'Training loss by source', 'Validation loss by source'),

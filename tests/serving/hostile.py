@@ -1,5 +1,6 @@
 """Requests that nobody should send, from a seeded generator; and a client that sends bytes as they are."""
 
+import contextlib
 import json
 import random
 import socket
@@ -254,7 +255,9 @@ class Wire:
                 self.close()
                 return None
             if not hostile.answer:
-                self._socket.shutdown(socket.SHUT_WR)
+                # The server may have cut the connection already.
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_WR)
             answer = self._read()
         except (ConnectionError, EOFError):
             self.close()

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import socket
 from functools import partial
 
 import httpx
@@ -432,7 +433,10 @@ def test_an_abort_of_the_client(server, ask, engine):
 def test_a_client_that_does_not_read_frees_its_slot():
     engine = FakeEngine(max_context=10**6)
     with ServerThread(served_by(engine), limits=Limits(stall_seconds=0.3, drain_seconds=1)) as server:
+        # Accepted connections inherit the size: a small buffer is full soon.
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with server.connect() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             body = {'prompt': 'a', 'max_tokens': 900_000, 'stream': True, 'logprobs': 5}
             connection.sendall(request_bytes('/v1/completions', body))
             until(lambda: engine.state.running == 1)
@@ -443,7 +447,7 @@ def test_a_client_that_does_not_read_frees_its_slot():
 def test_the_time_of_a_request():
     engine = FakeEngine()
     engine.open.clear()
-    limits = Limits(max_seconds=1, drain_seconds=1)
+    limits = Limits(max_seconds=0.5, drain_seconds=1)
     with ServerThread(served_by(engine), limits=limits) as server, client_of(server) as client:
         ask = {'model': 'tiny', 'prompt': 'a', 'max_tokens': 5}
         error = refused(openai.InternalServerError, 504, lambda: client.completions.create(**ask))

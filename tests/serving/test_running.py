@@ -192,6 +192,7 @@ def start():
     return process, process.stdout.readline().strip()
 
 
+@pytest.mark.multiprocess
 def test_a_second_signal_ends_it_at_once():
     process, url = start()
     with process, socket.create_connection(('127.0.0.1', int(url.rpartition(':')[2]))) as connection:

@@ -14,6 +14,8 @@ from maxlm.data.readers.reading import read_documents
 from maxlm.errors import InputError
 from tests.buckets import gcs
 
+pytestmark = pytest.mark.network_emulator
+
 LINES = [json.dumps({'text': f'line {number} ' * 5}) for number in range(40)]
 
 

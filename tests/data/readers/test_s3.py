@@ -19,6 +19,8 @@ from maxlm.data.readers.options import ReadOptions
 from maxlm.data.readers.reading import read_documents
 from maxlm.errors import InputError
 
+pytestmark = pytest.mark.network_emulator
+
 TEXTS = [f'{i} ü' * (i % 7) for i in range(200)]
 
 

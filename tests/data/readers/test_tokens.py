@@ -47,7 +47,8 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(tokens, 'MAX_DOCUMENT_TOKENS', 16)
 
 
-@pytest.mark.parametrize('seed', range(20))
+# All four types of numbers.
+@pytest.mark.parametrize('seed', [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 20))])
 def test_pieces_of_any_size_give_the_documents_of_the_stream(tmp_path, small_chunks, seed):
     rng = np.random.default_rng(seed)
     num_tokens, vocab = int(rng.integers(1, 150)), int(rng.choice([3, 30, 200]))

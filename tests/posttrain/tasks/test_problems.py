@@ -74,6 +74,7 @@ def test_programs_are_right_but_for_their_mistakes():
         assert not passes(problem.wrong, problem.task['tests']), problem
 
 
+@pytest.mark.multiprocess
 def test_the_sandbox_agrees():
     problems = synth.make_problems(0)[::60]
     tasks = [problem.task for problem in problems]
