@@ -1,18 +1,44 @@
-"""Programs that the launch scripts call, replaced: a folder first on PATH, a plan of what they do, a record."""
+"""Stand-ins for the programs that the launch scripts call: a folder first on PATH, a plan and a record of calls."""
 
+import functools
 import json
 import os
+import py_compile
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.programs import PROGRAMS
 
 SOURCES = Path(__file__).parent / 'stand_ins'
 ANSWERING = ('kubectl', 'srun', 'scontrol', 'git', 'nvidia-smi')
 SECRET = 'hf_not-a-real-token-5d41402abc'
+# The scripts look once a second, or five times. Pauses between attempts, which tests set, keep their length.
+SLEEP = """#!/bin/sh
+case "$1" in 1) set -- 0.2 ;; 0.2) set -- 0.05 ;; esac
+exec {sleep} "$1"
+"""
+
+
+@functools.cache
+def _binaries():
+    """Writes the stand-ins, once in a process; returns their folder."""
+    folder = PROGRAMS / f'stand-ins-{os.getpid()}'
+    folder.mkdir()
+    # Compiled once, not at each start.
+    py_compile.compile(shutil.copy(SOURCES / 'record.py', folder), doraise=True)
+    sources = dict.fromkeys(ANSWERING, 'answering') | {'gcloud': 'gcloud', 'python': 'python', 'python3': 'python'}
+    # Without site-packages and settings Python starts in a fifth of the time.
+    scripts = {name: f'#!{sys.executable} -SEs\n' + (SOURCES / f'{it}.py').read_text() for name, it in sources.items()}
+    scripts['sleep'] = SLEEP.format(sleep=shutil.which('sleep'))
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
 
 
 class Programs:
@@ -20,15 +46,7 @@ class Programs:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        binaries = folder / 'bin'
-        binaries.mkdir(parents=True)
-        shutil.copy(SOURCES / 'record.py', binaries)
-        sources = dict.fromkeys(ANSWERING, 'answering') | {'gcloud': 'gcloud', 'python': 'python', 'python3': 'python'}
-        for name, source in sources.items():
-            program = binaries / name
-            # Without site-packages Python starts in a fifth of the time.
-            program.write_text(f'#!{sys.executable} -S\n' + (SOURCES / f'{source}.py').read_text())
-            program.chmod(0o755)
+        folder.mkdir(parents=True)
         (folder / 'calls.jsonl').touch()
         self.plan()
         # What the machine of the test has set must not be taken for what a script sets.
@@ -39,9 +57,7 @@ class Programs:
         }
         self.environment = {
             **kept,
-            'PATH': f'{binaries}:{os.environ["PATH"]}',
-            # Where a copy of a stand-in finds record.py.
-            'PYTHONPATH': str(binaries),
+            'PATH': f'{_binaries()}:{os.environ["PATH"]}',
             'STAND_INS': str(folder),
             'HF_TOKEN': SECRET,
         }
@@ -55,19 +71,24 @@ class Programs:
         (self.folder / 'plan.json').write_text(json.dumps({**plan, 'python_is_new': python_is_new}))
 
     def start(self, *command, cwd=ROOT, **environment):
-        """A script with the stand-ins, not waited for."""
-        return subprocess.Popen(
-            [str(word) for word in command],
-            cwd=cwd,
-            env={**self.environment, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        """Starts a script with the stand-ins."""
+        # In a process that ignores SIGINT, as one in the background does, bash could not trap it.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(
+                [str(word) for word in command],
+                cwd=cwd,
+                env={**self.environment, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def run(self, *command, cwd=ROOT, **environment):
-        """A script with the stand-ins, to its end."""
+        """Runs a script with the stand-ins to its end."""
         return self.finish(self.start(*command, cwd=cwd, **environment))
 
     def finish(self, process):

@@ -1,4 +1,4 @@
-"""launch/gpu_node.sh: which processes it starts with which environment, and that they end together."""
+"""launch/gpu_node.sh: the processes that it starts, their environment, and that they end together."""
 
 import os
 import signal
@@ -6,6 +6,8 @@ import signal
 import pytest
 
 from tests.conftest import ROOT
+
+pytestmark = pytest.mark.multiprocess
 
 NODE = 'launch/gpu_node.sh'
 JOIN = ('MAXLM_COORDINATOR', 'MAXLM_NUM_PROCESSES', 'MAXLM_PROCESS_ID', 'MAXLM_LOCAL_DEVICES')
@@ -175,18 +177,17 @@ def test_who_does_not_end_is_killed(programs, tmp_path):
 
 
 def test_one_that_is_done_ends_nobody(programs, tmp_path):
-    programs.plan(lives={'0': [{}], '1': [{'seconds': 1}]})
+    programs.plan(lives={'0': [{}], '1': [{'seconds': 0.5}]})
     done = programs.run(NODE, '--once', '--grace', '0', '--per_gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 0
     assert programs.calls('python', signal='SIGTERM') == []
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize('processes', [1, 2])
+@pytest.mark.parametrize(('number', 'processes'), [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGINT, 2)])
 def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processes):
     # The save takes longer than the grace, which is for the dead only.
-    programs.plan(lives={name: [{'seconds': 60, 'saving': 1.5}] for name in ('', '0', '1')})
-    options = ('--grace', '1', '--per_gpu', f'--gpus={processes}')
+    programs.plan(lives={name: [{'seconds': 60, 'saving': 0.5}] for name in ('', '0', '1')})
+    options = ('--grace', '0', '--per_gpu', f'--gpus={processes}')
     process = programs.start(NODE, *options, *arguments(tmp_path))
     programs.wait_for(processes, ready=True)
     process.send_signal(number)

@@ -9,6 +9,8 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 
 from tests.launch.programs import SECRET
 
+pytestmark = pytest.mark.multiprocess
+
 APPLY = 'launch/k8s/apply.sh'
 GPU = ('gpu', '--name', 'run', '--image', 'registry.example/maxlm:1', '--nodes=4')
 TPU = ('tpu', '--name', 'run', '--image', 'registry.example/maxlm:1', '--accelerator=tpu-v6e-slice')

@@ -8,6 +8,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.launch.programs import SECRET
 
+pytestmark = pytest.mark.multiprocess
+
 TEXT = (ROOT / 'docs/launch.md').read_text()
 BLOCKS = re.findall(r'^```\n(.*?)^```', TEXT, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.replace('\\\n', ' ').splitlines() if line.strip()]

@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+pytestmark = pytest.mark.multiprocess
+
 RESTART = 'launch/restart.sh'
 TRAIN = ('python', '-m', 'maxlm.train', '--config=configs/tiny.py')
 

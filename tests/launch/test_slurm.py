@@ -6,6 +6,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.multiprocess
+
 SCRIPT = ROOT / 'launch/slurm/train.sbatch'
 TRAIN = ('--config=configs/1b.py', '--workdir=run')
 

@@ -4,13 +4,11 @@ plan['machines'] and plan['queue'] are the states that `describe` tells, None fo
 """
 
 import os
-import shutil
-import subprocess
 import sys
 
 from record import FOLDER, Plan, record, reply
 
-WORKERS = [FOLDER / 'workers' / str(number) for number in range(2)]
+WORKERS = [f'{FOLDER}/workers/{number}' for number in range(2)]
 NEXT = {'WAITING_FOR_RESOURCES': 'PROVISIONING', 'PROVISIONING': 'ACTIVE'}
 words = sys.argv[1:]
 line = ' '.join(words)
@@ -25,12 +23,14 @@ def fail(message, code=1):
 def make_machines(plan):
     plan['machines'] = 'READY'
     for home in WORKERS:
-        home.mkdir(parents=True)
+        os.makedirs(home)
 
 
 def remove_machines(plan):
+    import shutil
+
     plan['machines'] = None
-    shutil.rmtree(FOLDER / 'workers', ignore_errors=True)
+    shutil.rmtree(f'{FOLDER}/workers', ignore_errors=True)
 
 
 record()
@@ -68,12 +68,15 @@ with Plan() as plan:
         fail('Could not SSH into the machine', 255)
 
 if verb in ('ssh', 'scp'):
+    import shutil
+    import subprocess
+
     chosen = WORKERS if options['worker'] == 'all' else [WORKERS[int(options['worker'])]]
     for home in chosen:
         if verb == 'scp':
-            shutil.copy(words[4], home / words[5].split(':')[1])
+            shutil.copy(words[4], f'{home}/{words[5].split(":")[1]}')
             continue
-        environment = {**os.environ, 'HOME': str(home)}
+        environment = {**os.environ, 'HOME': home}
         done = subprocess.run(['bash', '-c', options['command']], cwd=home, env=environment)
         if done.returncode:
             sys.exit(done.returncode)

@@ -6,13 +6,11 @@ it stays until as many trainings, itself included, are ready to be told.
 """
 
 import os
-import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
-from record import FOLDER, Plan, record
+from record import Plan, count_ready, record
 
 arguments = sys.argv[1:]
 record()
@@ -21,9 +19,8 @@ if arguments[:1] == ['-c']:
         # The version is asked for.
         sys.exit(0 if plan['python_is_new'] else 1)
 if arguments[:2] in (['-m', 'venv'], ['-m', 'uv']):
-    target = Path(arguments[-1]) / 'bin/python'
-    target.parent.mkdir(parents=True)
-    shutil.copy(sys.argv[0], target)
+    os.makedirs(f'{arguments[-1]}/bin')
+    os.symlink(os.path.realpath(sys.argv[0]), f'{arguments[-1]}/bin/python')
 if arguments[:2] != ['-m', 'maxlm.train']:
     sys.exit(0)
 
@@ -45,10 +42,10 @@ signal.signal(signal.SIGINT, stop)
 print('training', *arguments[2:], flush=True)
 if 'step' in life:
     workdir = next(word.removeprefix('--workdir=') for word in arguments if word.startswith('--workdir='))
-    (Path(workdir) / 'checkpoints' / str(life['step'])).mkdir(parents=True, exist_ok=True)
+    os.makedirs(f'{workdir}/checkpoints/{life["step"]}', exist_ok=True)
 record(ready=True)
 end = time.monotonic() + life.get('seconds', 0)
-while time.monotonic() < end or (FOLDER / 'calls.jsonl').read_text().count('"ready"') < life.get('after', 0):
+while time.monotonic() < end or count_ready() < life.get('after', 0):
     time.sleep(0.02)
 if 'signal' in life:
     os.kill(os.getpid(), life['signal'])

@@ -1,47 +1,55 @@
-"""What the stand-ins share: each call leaves a line in calls.jsonl, and plan.json says how to behave.
+"""Shared parts of the stand-ins: each call appends a line to calls.jsonl, and plan.json says how to behave.
 
-They run without site-packages, beside the scripts that are tested: nothing but the standard library is imported.
+The stand-ins start hundreds of times: they run without site-packages and import as little as possible.
 """
 
 import fcntl
 import json
 import os
 import sys
-from pathlib import Path
 
-FOLDER = Path(os.environ['STAND_INS'])
+FOLDER = os.environ['STAND_INS']
+PROGRAM = os.path.basename(sys.argv[0])
 PREFIXES = ('MAXLM_', 'NCCL_', 'XLA_', 'JAX_', 'CUDA_')
 
 
 def record(**more):
-    """Appends this call. One write, so that lines of processes that run side by side do not mix."""
+    """Appends this call in one write, so that lines of concurrent processes do not mix."""
     call = {
-        'program': Path(sys.argv[0]).name,
+        'program': PROGRAM,
         'arguments': sys.argv[1:],
         'environment': {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
         'pid': os.getpid(),
         **more,
     }
-    with (FOLDER / 'calls.jsonl').open('a') as file:
+    with open(f'{FOLDER}/calls.jsonl', 'a') as file:
         file.write(json.dumps(call) + '\n')
+
+
+def count_ready():
+    """Returns how many trainings have said that they are ready."""
+    with open(f'{FOLDER}/calls.jsonl') as file:
+        return file.read().count('"ready"')
 
 
 class Plan:
     """plan.json, locked while it is read and written: `with Plan() as plan`."""
 
     def __enter__(self):
-        self.lock = (FOLDER / 'lock').open('w')
+        self.lock = open(f'{FOLDER}/lock', 'w')
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        self.data = json.loads((FOLDER / 'plan.json').read_text())
+        with open(f'{FOLDER}/plan.json') as file:
+            self.data = json.load(file)
         return self.data
 
     def __exit__(self, *_):
-        (FOLDER / 'plan.json').write_text(json.dumps(self.data))
+        with open(f'{FOLDER}/plan.json', 'w') as file:
+            json.dump(self.data, file)
         self.lock.close()
 
 
 def reply(plan, line):
-    """The first of plan['replies'] whose `match` is in the call and that is not used up; None if there is none."""
+    """Returns the first of plan['replies'] whose `match` is in the call and that is not used up, or None."""
     for rule in plan['replies']:
         if rule['match'] in line and rule.get('times', 1):
             rule['times'] = rule.get('times', 1) - 1
