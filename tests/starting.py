@@ -26,7 +26,8 @@ MODEL = {
 def make_start(workdir: Path, tokenizer: Path, *, vocab_size: int = 0, seed: int = 0, **overrides: Any) -> None:
     """Writes step 5 of a random model of `vocab_size` ids (0: the tokenizer's), its config and its tokenizer."""
     vocab_size = vocab_size or Tokenizer.load(tokenizer).vocab_size
-    config = small_config(**MODEL, model__vocab_size=max(vocab_size, VOCAB), train__seed=seed, **overrides)
+    settings = {**MODEL, 'model__vocab_size': max(vocab_size, VOCAB), 'train__seed': seed, **overrides}
+    config = small_config(**settings)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
     state = init_state(config, small_layout(config))
     with Checkpoints(workdir, keep_last=1) as checkpoints:

@@ -130,36 +130,37 @@ SCHEDULE = '((4, 0.3), (8, 0.7))'
 
 
 def test_sequences_that_become_longer(dataset, tmp_path, capsys):
-    """Twenty steps of 16 tokens a row, of which the first 6 have 4 and the next 8 have 8."""
-    settings = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 20}
+    """Ten steps of 16 tokens a row, of which the first 3 have 4 and the next 4 have 8."""
+    settings = {'train__num_steps': 10, 'checkpoint__every_steps': 1, 'checkpoint__keep_last': 10}
     whole = tmp_path / 'whole'
     assert run(dataset, whole, data__context_schedule=SCHEDULE, **settings) == EXIT_DONE
     told = capsys.readouterr().out
-    assert 'step       7  sequences of 8 tokens' in told
-    assert 'step      15  sequences of 16 tokens' in told
+    assert 'step       4  sequences of 8 tokens' in told
+    assert 'step       8  sequences of 16 tokens' in told
     lines = curve(whole)
-    assert [lines[step]['data/window'] for step in (6, 7, 14, 15, 20)] == [4, 8, 8, 16, 16]
-    tokens = [lines[step]['train/tokens'] for step in range(1, 21)]
-    assert [b - a for a, b in itertools.pairwise(tokens)] == [tokens[0]] * 19
+    assert [lines[step]['data/window'] for step in (3, 4, 7, 8, 10)] == [4, 8, 8, 16, 16]
+    tokens = [lines[step]['train/tokens'] for step in range(1, 11)]
+    assert [b - a for a, b in itertools.pairwise(tokens)] == [tokens[0]] * 9
     # The work of a step becomes more with the length of its sequences, and is counted so.
     flops = [line['perf/mfu'] * line['perf/step_seconds'] for line in read_metrics(whole) if 'perf/mfu' in line]
-    assert flops[5] < flops[6] < flops[14]
-    assert flops[0] == pytest.approx(flops[5], rel=1e-6)
+    assert flops[2] < flops[3] < flops[7]
+    assert flops[0] == pytest.approx(flops[2], rel=1e-6)
     # Going on before, at and behind a switch.
-    for step in (5, 6, 7, 14):
+    settings['checkpoint__every_steps'] = 0
+    for step in (2, 3, 4, 7):
         resumed = tmp_path / f'from_{step}'
         shutil.copytree(whole, resumed)
-        for later in range(step + 1, 21):
+        for later in range(step + 1, 11):
             shutil.rmtree(resumed / 'checkpoints' / str(later))
         assert run(dataset, resumed, data__context_schedule=SCHEDULE, **settings) == EXIT_DONE
         assert curve(resumed) == lines, step
-        assert same(params_of(resumed, 20), params_of(whole, 20)), step
+        assert same(params_of(resumed, 10), params_of(whole, 10)), step
     plain = tmp_path / 'plain'
-    assert run(dataset, plain) == EXIT_DONE
+    assert run(dataset, plain, train__num_steps=10) == EXIT_DONE
     # Control: short sequences are another training, on the same tokens.
     assert curve(plain)[1]['train/tokens'] == tokens[0]
     assert curve(plain)[1]['train/loss'] != lines[1]['train/loss']
-    assert curve(plain)[20]['train/loss'] != lines[20]['train/loss']
+    assert curve(plain)[10]['train/loss'] != lines[10]['train/loss']
 
 
 @pytest.mark.parametrize(

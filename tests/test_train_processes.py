@@ -1,6 +1,5 @@
 """Runs of several processes: the same numbers as one process, and all end together, whatever happens to one of them."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -23,7 +22,6 @@ from tests.test_train import arguments, curve, params_of, run, same
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures('shared_steps')]
 
-HAS_TASKS = importlib.util.find_spec('lm_eval') is not None
 # A constant rate, so that a step is the same in runs of all lengths.
 SETTINGS = {
     'optimizer__schedule': 'constant',
@@ -33,6 +31,8 @@ SETTINGS = {
     'train__stuck_seconds': 60,
 }
 ENDLESS = {**SETTINGS, 'train__num_steps': 1_000_000, 'checkpoint__every_steps': 0, 'eval__every': 0}
+# Seven steps, with a sample at each evaluation.
+WANTED = {**SETTINGS, 'train__num_steps': 7, 'eval__samples': 1, 'eval__sample_tokens': 8}
 # With hardly a rate step 7 changes nothing: what it saves is what was restored.
 STILL = {
     **SETTINGS,
@@ -88,20 +88,10 @@ def samples(workdir):
 
 
 @pytest.fixture(scope='module')
-def wanted(tmp_path_factory):
-    """Seven steps, with a sample at each evaluation and a benchmark at the last."""
-    wanted = {**SETTINGS, 'train__num_steps': 7, 'eval__samples': 1, 'eval__sample_tokens': 8}
-    if not HAS_TASKS:
-        return wanted
-    tasks = write_tasks(tmp_path_factory.mktemp('tasks'), documents(4), ['rolling'])
-    return {**wanted, 'eval__tasks': f"('{tasks}',)", 'eval__tasks_every': 7, 'eval__tasks_limit': 3}
-
-
-@pytest.fixture(scope='module')
-def whole(dataset, wanted, tmp_path_factory):
+def whole(dataset, tmp_path_factory):
     """Seven steps of two processes with four devices each."""
     directory = tmp_path_factory.mktemp('whole')
-    words = arguments(dataset, directory / 'run', **wanted)
+    words = arguments(dataset, directory / 'run', **WANTED)
     with Processes(2, 4, words, logs=directory / 'logs') as processes:
         codes = processes.wait()
         assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
@@ -109,11 +99,11 @@ def whole(dataset, wanted, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def alone(dataset, wanted, tmp_path_factory):
+def alone(dataset, tmp_path_factory):
     """The same seven steps in one process, and seven of another model as a control."""
     one, other = (tmp_path_factory.mktemp('alone') / name for name in ('one', 'other'))
-    assert run(dataset, one, **wanted) == EXIT_DONE
-    assert run(dataset, other, **wanted, train__seed=1, model__init_std=0.5) == EXIT_DONE
+    assert run(dataset, one, **WANTED) == EXIT_DONE
+    assert run(dataset, other, **WANTED, train__seed=1, model__init_std=0.5) == EXIT_DONE
     return one, other
 
 
@@ -131,17 +121,27 @@ def test_two_processes_compute_what_one_does(whole, alone):
     assert samples(workdir) != samples(other)
 
 
-@pytest.mark.skipif(not HAS_TASKS, reason='needs the extra eval: pip install maxlm[eval]')
-def test_two_processes_compute_the_benchmarks_of_one(whole, alone):
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_two_processes_compute_the_benchmarks_of_one(dataset, tmp_path):
+    pytest.importorskip('lm_eval', reason='needs the extra eval: pip install maxlm[eval]')
+    tasks = write_tasks(tmp_path / 'tasks', documents(4), ['rolling'])
+    settings = {**SETTINGS, 'train__num_steps': 1, 'eval__every': 0}
+    settings |= {'eval__tasks': f"('{tasks}',)", 'eval__tasks_every': 1, 'eval__tasks_limit': 3}
+    words = arguments(dataset, tmp_path / 'two', **settings)
+    with Processes(2, 4, words, logs=tmp_path / 'logs') as processes:
+        assert processes.wait(300) == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
+    assert run(dataset, tmp_path / 'one', **settings) == EXIT_DONE
+    assert run(dataset, tmp_path / 'other', **settings, train__seed=1, model__init_std=0.5) == EXIT_DONE
     name = 'eval/tasks/local_rolling/bits_per_byte'
-    found, one, other = (curve(workdir)[7][name] for workdir in (whole[0], *alone))
+    found, one, other = (curve(tmp_path / workdir)[1][name] for workdir in ('two', 'one', 'other'))
     assert found == pytest.approx(one, rel=1e-6)
     assert found != pytest.approx(other, rel=1e-6)
 
 
 def test_the_first_process_speaks_for_all(whole):
     workdir, processes = whole
-    assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7, *[7] * HAS_TASKS]
+    assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
     names = {entry.name for entry in workdir.iterdir()}
     small = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'run.log', SAMPLES, 'tokenizer.json'}
     # Each process has a ledger of its own.

@@ -12,8 +12,8 @@ from tests.cpu import cpu_flags
 from tests.faults import how_many, measured
 from tests.test_train import arguments, curve, params_of, same
 
-# All kills of the full count take up to an hour.
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(how_many(120, 3600))]
+# Lives follow one another: a minute, on a busy machine several, and of the full count up to an hour.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(how_many(300, 3600))]
 
 # Long enough to be caught in its middle, and with several lives.
 LAST = how_many(24, 60)

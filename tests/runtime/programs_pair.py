@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # As for a user who has told JAX nothing.
-os.environ.pop('JAX_COMPILATION_CACHE_DIR')
+os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from maxlm.runtime.peers import Peers
 
 def main(directory):
     """Prints what each case has come to, as JSON in the last line."""
+    # JAX was imported before, where the process was forked.
+    jax.config.update('jax_compilation_cache_dir', None)
     join()
     process = jax.process_index()
     (directory / 'of_one').write_text('a file, no directory')
