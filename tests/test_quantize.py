@@ -1,4 +1,4 @@
-"""The verb: the table that it prints, and every mistake as one line that leaves nothing behind."""
+"""`maxlm.quantize`: the table that it prints, and every mistake as one line that leaves nothing behind."""
 
 import re
 
@@ -6,6 +6,7 @@ import pytest
 
 from maxlm import hf, quantize
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.inference.quantizing import Quantized
 from tests.huggingface.workdirs import MODELS, make_workdir
 from tests.test_bad_input import assert_one_line
 
@@ -48,6 +49,19 @@ def test_without_losses_then_as_one_file(workdir, tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()[-1]
     assert told.startswith(f'{file}: llama of ')
     assert told.endswith(' matrices in f16, rows of which are no multiple of 32')
+
+
+def test_the_table(tmp_path):
+    done = Quantized(
+        tmp_path, 7, memory_before=4_000_000, memory_after=1_250_000, disk_before=3_000_000, disk_after=900
+    )
+    assert quantize._table(done, 'int8', [2.0, 2.01]).splitlines() == [
+        f'{tmp_path}: step 7 in int8',
+        'weights  in memory  on disk    loss  difference',
+        'float32    4.00 MB  3.00 MB  2.0000',
+        'int8       1.25 MB  0.00 MB  2.0100     +0.50 %',
+    ]
+    assert quantize._table(done, 'int4', []).splitlines()[-1] == 'int4       1.25 MB  0.00 MB     -'
 
 
 @pytest.mark.parametrize(
