@@ -20,7 +20,7 @@ class Program:
     def __init__(self, platform='gpu', **sizes):
         self._sizes = sizes
         device = SimpleNamespace(platform=platform)
-        self.input_shardings = [SimpleNamespace(device_set={device})]
+        self.input_shardings = [SimpleNamespace(device_set=[device])]
 
     def memory_analysis(self):
         names = ('argument', 'temp', 'host_argument', 'host_temp')

@@ -1,4 +1,4 @@
-"""What of a program's communication is hidden: by hand in small programs, and in steps compiled for TPUs.
+"""Communication that a program hides behind computation: by hand in small programs, and in steps compiled for TPUs.
 
 Nightly the compiler for TPU v5p makes two programs, each in up to a minute of a core.
 """

@@ -1,5 +1,4 @@
-"""What a layout promises, read in the program for sixteen TPU v4 chips: which collectives there are, and how much lies
-on a chip.
+"""Collectives and memory of layouts, read in the programs for sixteen TPU v4 chips.
 
 Slow: the compiler for TPUs takes 20 seconds of a core for each program. One is compiled here, three more nightly.
 """

@@ -1,4 +1,4 @@
-"""What a run decides by itself: tables of numbers, and a rollback in a loop of real steps."""
+"""Decisions that a run takes by itself: tables of numbers, and a rollback in a loop of real steps."""
 
 import json
 import math

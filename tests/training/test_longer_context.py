@@ -1,4 +1,4 @@
-"""What a model has learned at short windows it uses at longer ones, once positions are scaled and it has adapted."""
+"""A model that learned at short windows works at longer ones, once positions are scaled and it has adapted."""
 
 from __future__ import annotations
 

@@ -134,7 +134,9 @@ def test_the_loss_of_responses(found):
         'old_kl': wanted.old_kl,
         'reference_kl': wanted.reference_kl,
     }
-    assert sums.parts == pytest.approx(parts, rel=1e-5)
+    assert sums.parts.keys() == parts.keys()
+    for name, value in parts.items():
+        np.testing.assert_allclose(sums.parts[name], value, rtol=1e-5)
     assert sums.tokens == sums.parts_count == batch_of_responses()['predicted'].sum()
     assert sums.weight == batch_of_responses()['weights'].sum()
     assert wanted.reference_kl > 0
@@ -153,7 +155,7 @@ def test_sums_begin_as_zeros_of_the_same_shapes(found, name):
     _, sums = found[0][name]
     config = CONFIGS[name]
     zeros = no_sums(config, NUM_SOURCES if config.train.objective == 'next_token' else 0)
-    assert tuple(sums.parts) == tuple(zeros.parts) == part_names(config)
+    assert set(sums.parts) == set(zeros.parts) == set(part_names(config))
     for zero, value in zip(jax.tree.leaves(zeros), jax.tree.leaves(sums), strict=True):
         assert (zero.shape, zero.dtype) == (value.shape, value.dtype) == (value.shape, jnp.float32)
         assert not np.any(zero)

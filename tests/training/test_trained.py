@@ -1,4 +1,4 @@
-"""What is trained and what stays: by pattern, with no state of the optimizer for the rest."""
+"""Frozen and trained parameters: by pattern, with no state of the optimizer for the frozen ones."""
 
 import functools
 
