@@ -1,5 +1,7 @@
 """Which parameters a checkpoint gives to those who use it, and what it must have with it."""
 
+import shutil
+
 import jax
 import pytest
 
@@ -16,16 +18,28 @@ from tests.runtime.test_checkpoint import abstract_on, config_on, random_state, 
 from tests.runtime.test_layers import flatten, streamed
 
 
+@pytest.fixture(scope='module')
+def saved(dataset, tmp_path_factory):
+    """Workdirs with a step 7 of random parameters, without and with an average of others; both as arrays."""
+    state = random_state(abstract_on(8), step=7, skipped=0)
+    average = random_state(abstract_on(8), step=7, skipped=0, seed=1).params
+    workdirs = []
+    for ema in (None, average):
+        workdirs.append(tmp_path_factory.mktemp('saved') / 'run')
+        workdirs[-1].mkdir()
+        save(workdirs[-1], [state._replace(ema=ema)])
+        describe_run(workdirs[-1], config_on(8), load_manifest(str(dataset)).tokenizer_path)
+    return workdirs, jax.device_get(state.params), jax.device_get(average)
+
+
 @pytest.fixture
-def make(dataset, tmp_path):
-    """A workdir with a step 7 of random parameters, with or without an average of others."""
+def make(saved, tmp_path):
+    """A copy of a workdir with or without an average."""
+    workdirs, params, average = saved
 
     def make(*, averaged):
-        state = random_state(abstract_on(8), step=7, skipped=0)
-        average = random_state(abstract_on(8), step=7, skipped=0, seed=1).params
-        save(tmp_path, [state._replace(ema=average) if averaged else state])
-        describe_run(tmp_path, config_on(8), load_manifest(str(dataset)).tokenizer_path)
-        return tmp_path, state.params, average
+        shutil.copytree(workdirs[averaged], tmp_path / 'run')
+        return tmp_path / 'run', params, average
 
     return make
 
@@ -34,24 +48,24 @@ def make(dataset, tmp_path):
 def test_the_average_is_what_is_used(make, num_devices):
     workdir, params, average = make(averaged=True)
     model = load_model(str(workdir), num_devices=num_devices)
-    assert same(jax.device_get(model.params), jax.device_get(average))
-    assert not same(jax.device_get(model.params), jax.device_get(params))
+    assert same(jax.device_get(model.params), average)
+    assert not same(jax.device_get(model.params), params)
     assert model.step == 7
 
 
 def test_without_one_the_parameters_are(make):
     workdir, params, average = make(averaged=False)
     model = load_model(f'{workdir}@7', num_devices=1)
-    assert same(jax.device_get(model.params), jax.device_get(params))
-    assert not same(jax.device_get(model.params), jax.device_get(average))
+    assert same(jax.device_get(model.params), params)
+    assert not same(jax.device_get(model.params), average)
 
 
 def test_an_import_is_loaded_like_any_other(make):
     workdir, params, _ = make(averaged=True)
-    write_step(workdir, 8, streamed(flatten(jax.device_get(params))))
+    write_step(workdir, 8, streamed(flatten(params)))
     model = load_model(str(workdir), num_devices=2)
     assert model.step == 8
-    assert same(jax.device_get(model.params), jax.device_get(params))
+    assert same(jax.device_get(model.params), params)
 
 
 def test_a_checkpoint_without_a_tokenizer(make):

@@ -142,6 +142,7 @@ def with_moved_codes(model):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_what_a_trained_model_loses(trained, tmp_path):
     workdir, text = trained
     before = loss(load_model(str(workdir), num_devices=1), text)

@@ -145,7 +145,10 @@ def test_prefill_equals_the_full_pass(results):
 def test_cached_steps_equal_the_full_pass(results):
     for offset, step in enumerate(results.steps):
         np.testing.assert_allclose(step, results.full[np.arange(2), LENGTHS + offset], atol=3e-5)
-    # Control: the same token at another position gives something else.
+
+
+def test_the_same_token_at_another_position_gives_something_else(results):
+    """The control of the test above."""
     assert not np.allclose(results.moved, results.steps[-1], atol=1e-2)
 
 

@@ -57,7 +57,7 @@ class Case:
         y_BTD = jnp.tanh(normal_BTD @ params['up']) @ params['down']
         # A quarter of the width, another for each micro-batch and layer; JAX's random bits take long to compile.
         keep_D = (jnp.arange(x_BTD.shape[-1]) + side['dropout'] + 2 * layer) % 4 > 0
-        return x_BTD + jnp.where(keep_D, y_BTD, 0), None
+        return x_BTD + jnp.where(keep_D[None, None], y_BTD, 0), None
 
     def run(self, params_P, x_BTD, side, first_layer):
         num_layers = params_P['up'].shape[0]
@@ -143,18 +143,31 @@ def test_chunks_go_round_the_stages():
     assert largest_difference(y, plain(swapped, case.x, case.side)) > 0.1
 
 
-def test_every_micro_batch_brings_its_own_along():
-    case = Case(4, 2, 5)
+@pytest.fixture(scope='module')
+def pair():
+    """A case, the pipeline and the plain loop as programs, and what the pipeline gives."""
+    case = Case(4, 2, 5, data=1)
     pipelined, plain = jax.jit(case.pipelined), jax.jit(case.plain)
-    before = np.asarray(pipelined(case.params, case.x, case.side))
-    for name in ('segments', 'dropout'):
-        other = {**case.side, name: case.side[name].copy()}
-        other[name][3] += 1
-        after = pipelined(case.params, case.x, other)
-        changed = np.abs(before - after).max(axis=(1, 2, 3))
-        assert changed[3] > 0.1
-        assert np.all(np.delete(changed, 3) == 0)
-        assert largest_difference(after, plain(case.params, case.x, other)) <= 2e-6
+    return case, pipelined, plain, np.asarray(pipelined(case.params, case.x, case.side))
+
+
+def test_values_are_those_of_the_plain_loop(pair):
+    case, _, plain, y = pair
+    assert largest_difference(y, plain(case.params, case.x, case.side)) <= 2e-6
+    # Control: the order of micro-batches matters.
+    assert largest_difference(y, plain(case.params, case.x[::-1], case.side)) > 0.1
+
+
+@pytest.mark.parametrize('name', ['segments', 'dropout'])
+def test_every_micro_batch_brings_its_own_along(name, pair):
+    case, pipelined, plain, before = pair
+    other = {**case.side, name: case.side[name].copy()}
+    other[name][3] += 1
+    after = pipelined(case.params, case.x, other)
+    changed = np.abs(before - after).max(axis=(1, 2, 3))
+    assert changed[3] > 0.1
+    assert np.all(np.delete(changed, 3) == 0)
+    assert largest_difference(after, plain(case.params, case.x, other)) <= 2e-6
 
 
 def test_dropout_is_that_of_the_keys():

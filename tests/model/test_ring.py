@@ -102,7 +102,8 @@ def largest_error(ours, theirs):
 # Any two of the four choices meet in all ways.
 @pytest.mark.parametrize(
     ('devices', 'num_kv_heads', 'isolated', 'window'),
-    [(2, 2, True, 0), (2, N, False, 11), (4, 2, False, 11), (4, N, True, 0), (8, 2, True, 11), (8, N, False, 0)],
+    # `two_devices` is (2, 2, True, 0).
+    [(2, N, False, 11), (4, 2, False, 11), (4, N, True, 0), (8, 2, True, 11), (8, N, False, 0)],
 )
 def test_a_ring_is_one_device(devices, num_kv_heads, isolated, window):
     arrays, segments = inputs(num_kv_heads)
@@ -115,6 +116,30 @@ def test_a_ring_is_one_device(devices, num_kv_heads, isolated, window):
     else:
         other = on_one_device(window, arrays, None)
     assert largest_error(ours, other) > 1e-4
+
+
+@pytest.fixture(scope='module')
+def two_devices():
+    """Inputs, and results of a ring of two."""
+    arrays, segments = inputs(2)
+    return arrays, segments, compiled_ring(2, 0)(*arrays, segments)
+
+
+def test_a_ring_of_two_has_the_outputs_of_one_device(two_devices):
+    arrays, segments, ours = two_devices
+    assert largest_error(ours[:1], on_one_device(0, arrays, segments)[:1]) <= 2e-6
+
+
+def test_a_ring_of_two_has_the_gradients_of_one_device(two_devices):
+    arrays, segments, ours = two_devices
+    assert largest_error(ours[1:], on_one_device(0, arrays, segments)[1:]) <= 2e-6
+
+
+def test_documents_matter_to_a_ring_of_two(two_devices):
+    """The control of the two tests above."""
+    arrays, _, ours = two_devices
+    for found, other in zip(ours, on_one_device(0, arrays, None), strict=True):
+        assert largest_error([found], [other]) > 1e-4
 
 
 def test_the_batch_is_spread_too():
