@@ -1,14 +1,10 @@
-"""One of two processes that look for a directory in common: `python -m tests.runtime.programs_pair DIRECTORY`."""
+"""One of two processes that look for a directory in common; started by `tests.forking`."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-
-# As for a user who has told JAX nothing.
-os.environ.pop('JAX_COMPILATION_CACHE_DIR')
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +14,9 @@ from maxlm.runtime.distributed import join
 from maxlm.runtime.peers import Peers
 
 
-def main(directory):
+def main():
     """Prints what each case has come to, as JSON in the last line."""
+    directory = Path(sys.argv[1])
     join()
     process = jax.process_index()
     (directory / 'of_one').write_text('a file, no directory')
@@ -39,7 +36,3 @@ def main(directory):
         jax.config.update('jax_compilation_cache_dir', kept['the same'])
         jax.jit(lambda x: x * 3 + process)(jnp.ones(5)).block_until_ready()
     print(json.dumps([kept, sorted(path.name for path in directory.glob(f'*/*{SUFFIX}'))]))
-
-
-if __name__ == '__main__':
-    main(Path(sys.argv[1]))

@@ -4,7 +4,9 @@ import pytest
 
 from benchmarks.growth_devices import run_on
 
-STEPS = 14
+STEPS = 10
+
+pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope='module')
