@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import math
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.cpu import cpu_flags
 
@@ -32,7 +34,7 @@ class Forked:
         self.pid, self._parent, self._output = pid, parent, output
         self.returncode: int | None = None
 
-    def wait(self, timeout: float = 100) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Returns the exit code, below 0 after a signal."""
         deadline = time.monotonic() + timeout
         while self.returncode is None:
@@ -84,12 +86,11 @@ class Parent:
             for number in range(count)
         ]
 
-    def ask(self, request: dict[str, object]) -> int:
+    def ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer: int = json.loads(self._process.stdout.readline())
-        return answer
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         """Ends the parent, which kills the processes that are left."""
@@ -160,7 +161,7 @@ def main(name: str) -> None:
         os.waitpid(pid, 0)
 
 
-def become(request: dict[str, object]) -> None:
+def become(request: dict[str, Any]) -> None:
     """Gives a forked process its command line, environment, input and outputs."""
     sys.argv[1:] = request['arguments']
     os.environ.update(request['environment'])

@@ -1,4 +1,4 @@
-"""One of two processes that look for a directory in common; started by `tests.forking`."""
+"""Processes that keep their programs; started by `tests.forking` with the directory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ from maxlm.runtime.distributed import join
 from maxlm.runtime.peers import Peers
 
 
+def compile_and_print():
+    """Compiles two programs that are kept in the directory, and prints their results."""
+    keep_programs(sys.argv[1])
+    x = jnp.linspace(0.1, 0.9, 64).reshape(8, 8)
+    for factor in (2, 3):
+        print(jax.jit(lambda x, factor=factor: jnp.sin(x @ x) * factor)(x).tolist())
+
+
 def main():
-    """Prints what each case has come to, as JSON in the last line."""
+    """Looks with another process for a directory in common; prints what each case has come to, as JSON, at the end."""
     directory = Path(sys.argv[1])
     join()
     process = jax.process_index()

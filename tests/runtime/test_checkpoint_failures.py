@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from maxlm.runtime.checkpoint import Checkpoints, saved_steps
+from maxlm.runtime.integrity import damages
 from maxlm.runtime.save import why
 from maxlm.runtime.step_folder import FOLDER, UNFINISHED
 from tests.faults import how_many, measured
@@ -145,3 +146,7 @@ def test_no_process_waits_for_one_that_failed(tmp_path):
         assert one['same'] == [True, True]
         # Orbax alone would wait for 20 minutes.
         assert max(one['seconds']) < 20
+    # The checksums of both are those of what one reads.
+    found, compared = damages(tmp_path / FOLDER / '6')
+    assert found == []
+    assert compared > 40

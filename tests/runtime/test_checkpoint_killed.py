@@ -17,12 +17,12 @@ def parent():
         yield parent
 
 
-@pytest.mark.parametrize('place', ['disk', 'bucket'])
+@pytest.mark.parametrize('place', ['disk', pytest.param('bucket', marks=pytest.mark.nightly)])
 def test_kills_while_saving(parent, tmp_path, record_property, place):
     kills = how_many(5, 200) if place == 'disk' else how_many(3, 100)
     workdir = 'gs://bucket/runs/one' if place == 'bucket' else tmp_path / 'run'
     process = parent.start([workdir, 0, kills], tmp_path / 'output')
-    assert process.wait(100 if kills < 10 else 3600) == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    assert process.wait() == 0, process.stdout[-3000:] + process.stderr[-3000:]
     report = json.loads(process.stdout.splitlines()[-1])
     assert (report['lost'], report['bad']) == ([], [])
     assert sum(report['met'].values()) == kills

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.multiprocess
 SETTINGS = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 100, 'eval__every': 0, 'train__stuck_seconds': 60}
 
 
+# Two processes that save, without training, are in test_checkpoint_failures.py.
+@pytest.mark.nightly
 def test_two_processes_go_back_together(dataset, tmp_path):
     workdir = tmp_path / 'run'
 

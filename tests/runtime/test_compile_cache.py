@@ -218,6 +218,35 @@ def test_plans_keep_programs_for_this_machine_only(monkeypatch, tmp_path):
 
 
 @pytest.mark.multiprocess
+def test_the_next_process_finds_programs_and_makes_damaged_ones_anew(tmp_path):
+    directory = tmp_path / 'programs'
+    environment = {**dict.fromkeys(name for name in os.environ if name.startswith('JAX_')), 'JAX_PLATFORMS': 'cpu'}
+    with forking('tests.runtime.programs_pair:compile_and_print', environment=environment) as parent:
+
+        def printed(name):
+            process = parent.start([directory], tmp_path / name)
+            assert (process.wait(), process.stderr) == (0, '')
+            return process.stdout
+
+        cold = printed('cold')
+        # Control: the programs differ.
+        assert len(set(cold.splitlines())) == 2
+        made = {path: path.stat().st_ino for path in files(directory)}
+        assert len(made) >= 2
+        assert printed('warm') == cold
+        # Each was found, and none was made.
+        assert {path: path.stat().st_ino for path in files(directory)} == made
+        for number, path in enumerate(made):
+            content = path.read_bytes()
+            path.write_bytes([bytes([content[0] ^ 1]) + content[1:], content[: len(content) // 2], b''][number % 3])
+        assert printed('damaged') == cold
+    for path in made:
+        key, dash, host = path.name.removesuffix(SUFFIX).rpartition('-')
+        assert Programs(directory, host=dash + host).get(key)
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
 def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
     home = tmp_path / 'home'
     directory = home / '.cache' / 'maxlm' / 'programs'
