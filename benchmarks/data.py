@@ -170,6 +170,7 @@ class _Peer:
     def close(self) -> None:
         self._stdin.close()
         self._process.wait()
+        self._stdout.close()
 
 
 def random_tokens(count: int) -> np.ndarray:

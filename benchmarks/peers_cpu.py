@@ -64,9 +64,8 @@ class Side:
 
     def end(self) -> None:
         """Ends the process."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        # Waits, and closes its pipes.
+        self._process.communicate()
 
     def _answer(self) -> Any:
         assert self._process.stdout

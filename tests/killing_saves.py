@@ -1,4 +1,4 @@
-"""Kills a process that saves one step after the other: `python -m tests.killing_saves WORKDIR SEED KILLS`.
+"""Kills a process that saves one step after the other; started by `tests.forking` with WORKDIR SEED KILLS.
 
 WORKDIR may be gs://bucket/run in the emulator of which the environment tells. Each life first restores all steps that
 it sees and compares them with what was saved. Lives are forked, as in `killing_training`.
@@ -15,6 +15,9 @@ import sys
 import time
 from collections import Counter
 from typing import Any, NamedTuple
+
+# Imported once, not by each life.
+import gcsfs  # noqa: F401
 
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.step_folder import FOLDER, MARKER, TRASH, UNFINISHED, to_path
@@ -110,9 +113,10 @@ def met(workdir: str) -> str:
     return 'writing' if max(partial) > max(complete, default=0) else 'deleting'
 
 
-def main(workdir: str, seed: int, kills: int) -> None:
+def main() -> None:
     """Prints what was found as JSON, as the last line."""
-    rng = random.Random(seed)
+    workdir, kills = sys.argv[1], int(sys.argv[3])
+    rng = random.Random(int(sys.argv[2]))
     life = start(workdir)
     began = None
     for _ in range(2 + 2 * SAVES_TO_MEASURE):
@@ -153,7 +157,3 @@ def main(workdir: str, seed: int, kills: int) -> None:
             break
         found[met(workdir)] += 1
     print(json.dumps({'met': found, 'lost': lost, 'bad': bad, 'committed': committed, 'seconds': duration}))
-
-
-if __name__ == '__main__':
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""The loop benchmark: what it makes of a run's lines, and that it runs, with and without what a run needs."""
+"""The loop benchmark: its reading of a run's lines, and that it runs, with and without what a run needs."""
 
 import importlib.util
 import json
@@ -15,8 +15,10 @@ SMALL = ['model.num_layers=1', 'model.dim=16', 'model.ffn_dim=16', 'data.window=
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch):
+def _small(monkeypatch):
     monkeypatch.setenv('XLA_FLAGS', cpu_flags(1))
+    monkeypatch.setattr(loop, 'PACKAGES', ('json', 'logging'))
+    monkeypatch.setattr(loop, 'VOCABULARY', 300)
 
 
 def line(step, time, *, waits=0.0, seconds=0.25, **pauses):
@@ -41,7 +43,9 @@ def test_what_is_read_from_the_lines_of_a_run():
     assert turn.data_wait_share == pytest.approx(1.25 / 7.5)
 
 
-def test_a_run_and_its_bare_step(tmp_path):
+@pytest.mark.multiprocess
+def test_a_run_and_its_bare_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, 'WARMUP', 10)
     every = ['eval.every=10', 'eval.num_batches=1', 'checkpoint.every_steps=10']
     bench = Bench(f'{ROOT}/configs/tiny.py', [*SMALL, *every], tmp_path)
     assert bench.missing == []

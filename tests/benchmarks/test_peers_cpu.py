@@ -1,5 +1,6 @@
-"""Slow: each side is a process that imports its library, about five seconds of a core."""
+"""The comparison with PyTorch on a CPU. Each side is a process that imports its library: 5 seconds of a core."""
 
+import functools
 import json
 
 import pytest
@@ -14,8 +15,11 @@ def two_small_sides(monkeypatch):
     monkeypatch.setattr(peers_cpu, 'PEERS', ('maxlm', 'torch'))
     monkeypatch.setattr(peers_cpu, 'SIZES', {'tiny': TINY})
     monkeypatch.setattr(peers_cpu, 'TURN_SECONDS', 0.05)
+    # Measured once, not before and after.
+    monkeypatch.setattr(peers_cpu, 'product_rate', functools.cache(peers_cpu.product_rate))
 
 
+@pytest.mark.multiprocess
 def test_both_sides_compute_the_same_and_are_timed(tmp_path, capsys):
     output = tmp_path / 'peers.json'
     assert peers_cpu.main(['--threads=1', '--rounds=2', f'--output={output}']) == 0
@@ -28,7 +32,28 @@ def test_both_sides_compute_the_same_and_are_timed(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f'worst ratio: {result["ratio"]:.2f}'
 
 
+class Side:
+    """Stands in for a side whose losses are its own."""
+
+    ended = []  # noqa: RUF012
+
+    def __init__(self, peer, sizes, threads):
+        self.peer, self.seconds, self.steps = peer, [], 1
+        self.losses = [4.0, 3.0, 2.0 if peer == 'maxlm' else 2.001]
+
+    def work(self, steps):
+        return [0.5]
+
+    def end(self):
+        self.ended.append(self.peer)
+
+
 def test_sides_that_compute_something_else_are_not_compared(monkeypatch):
-    monkeypatch.setattr(peers_cpu, 'TOLERANCE', 0.0)
+    monkeypatch.setattr(peers_cpu, 'Side', Side)
+    monkeypatch.setattr(peers_cpu, 'product_rate', lambda threads: 1.0)
     with pytest.raises(SystemExit, match='torch computes something else'):
         peers_cpu.measure(TINY, 1, 1, lambda: None)
+    assert Side.ended == ['maxlm', 'torch']
+    # Control: as different as another order of additions.
+    monkeypatch.setattr(peers_cpu, 'TOLERANCE', 1e-3)
+    assert peers_cpu.measure(TINY, 1, 1, lambda: None)['ratio'] == 1

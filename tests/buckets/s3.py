@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import urllib.request
 
 import boto3
 from moto.server import ThreadedMotoServer
 
+CREDENTIALS = {'AWS_ACCESS_KEY_ID': 'test', 'AWS_SECRET_ACCESS_KEY': 'test', 'AWS_DEFAULT_REGION': 'us-east-1'}
 
-@contextlib.contextmanager
-def running(monkeypatch):
-    """A client of boto3, to put objects with."""
-    from maxlm.data import buckets
 
+@functools.cache
+def _server():
+    """Starts the server of this process, and returns its URL and a client: each takes longer than most tests."""
     server = ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for name, value in {
-        'AWS_ENDPOINT_URL': f'http://{host}:{port}',
-        'AWS_ACCESS_KEY_ID': 'test',
-        'AWS_SECRET_ACCESS_KEY': 'test',
-        'AWS_DEFAULT_REGION': 'us-east-1',
-        # A failing request is not tried again by the library.
-        'AWS_MAX_ATTEMPTS': '1',
-    }.items():
+    url = f'http://{host}:{port}'
+    key, secret, region = CREDENTIALS.values()
+    return url, boto3.client(
+        's3', endpoint_url=url, aws_access_key_id=key, aws_secret_access_key=secret, region_name=region
+    )
+
+
+@contextlib.contextmanager
+def running(monkeypatch):
+    """Yields a client of boto3, to put objects with. Nothing is stored before, nor afterwards."""
+    from maxlm.data import buckets
+
+    url, client = _server()
+    # A failing request is not tried again by the library.
+    for name, value in {**CREDENTIALS, 'AWS_ENDPOINT_URL': url, 'AWS_MAX_ATTEMPTS': '1'}.items():
         monkeypatch.setenv(name, value)
     # The endpoint is read when the first request is made.
     buckets._filesystem.cache_clear()
     try:
-        yield boto3.client('s3')
+        yield client
     finally:
-        server.stop()
+        urllib.request.urlopen(f'{url}/moto-api/reset', b'').close()
         buckets._filesystem.cache_clear()

@@ -1,10 +1,12 @@
-"""What a run does with checkpoints in a bucket, as a process: `python -m tests.runtime.bucket_checkpoints STORY …`.
+"""Scenarios of checkpoints in a bucket, each a process that `tests.forking` starts with the name of the scenario.
 
-TensorStore reads where Google's storage is once in a process. What a story found is printed as JSON, as the last line.
+TensorStore reads the address of Google's storage once in a process. What was found is printed as JSON, as the last
+line.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -12,6 +14,8 @@ import statistics
 import sys
 import time
 
+# Imported once, by the parent of all scenarios.
+import gcsfs  # noqa: F401
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,16 +32,21 @@ from maxlm.runtime.step_folder import to_path
 from tests.gcs_emulator import Emulator
 from tests.runtime.test_checkpoint import FACTS, abstract_on, random_state, same
 
-URL = 'gs://bucket/runs/one'
-ABSTRACT = abstract_on(2)
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0}
 
 emulator = Emulator.__new__(Emulator)
-emulator.url = os.environ['STORAGE_EMULATOR_HOST']
+emulator.url = os.environ.get('STORAGE_EMULATOR_HOST')
+# Set by `main`.
+URL = ''
+
+
+@functools.cache
+def abstract():
+    return abstract_on(2)
 
 
 def state(step):
-    return random_state(ABSTRACT, step=step, skipped=0, seed=step)
+    return random_state(abstract(), step=step, skipped=0, seed=step)
 
 
 def save(checkpoints, *steps):
@@ -46,13 +55,14 @@ def save(checkpoints, *steps):
 
 
 def objects(step):
-    return sorted(name for name in emulator.objects if f'/checkpoints/{step}/' in name)
+    return sorted(name for name in emulator.objects if f'{URL.removeprefix("gs://")}/checkpoints/{step}/' in name)
 
 
 def deleted(step):
     """Names in a step, in the order in which they were deleted."""
+    folder = f'{URL.partition("bucket/")[2]}/checkpoints/{step}/'
     names = [one['name'] for one in emulator.log if one['kind'] == 'delete']
-    return [name.partition(f'checkpoints/{step}/')[2] for name in names if f'checkpoints/{step}/' in name]
+    return [name.partition(folder)[2] for name in names if folder in name]
 
 
 def whole_run():
@@ -70,10 +80,10 @@ def whole_run():
         checkpoints.remove_after(3)
         assert (checkpoints.steps(), objects(4)) == ([2], [])
         save(checkpoints, 4)
-        assert same(checkpoints.restore(4, ABSTRACT).state, state(4))
+        assert same(checkpoints.restore(4, abstract()).state, state(4))
     # Known anew from what lies there.
     with Checkpoints(to_path(URL), keep_last=1, keep_best=1) as checkpoints:
-        restored = checkpoints.restore_newest(ABSTRACT)
+        restored = checkpoints.restore_newest(abstract())
         assert same(restored.state, state(4))
         assert not same(restored.state, state(2))
         assert (restored.fingerprint, restored.history) == (FACTS, {})
@@ -81,8 +91,8 @@ def whole_run():
         save(checkpoints, 5)
     found = {name: str(find_step(f'{URL}{name}')) for name in ('', '@2', '@best', '/checkpoints/2')}
     step = find_step(f'{URL}@2')
-    check_params(step, ABSTRACT.params)
-    params = restore_params(step, ABSTRACT.params)
+    check_params(step, abstract().params)
+    params = restore_params(step, abstract().params)
     assert same(params, state(2).params)
     assert damages(step)[0] == []
     read = ParamsReader(step).read('embedding')
@@ -112,7 +122,7 @@ def faults():
         # The same step, and that of before has stayed although one is kept.
         save(checkpoints, 3)
         assert (checkpoints.wait(), len(told)) == (3, 1)
-        assert same(checkpoints.restore_newest(ABSTRACT).state, state(3))
+        assert same(checkpoints.restore_newest(abstract()).state, state(3))
     return {'told': told, 'steps': saved_steps(URL)}
 
 
@@ -127,7 +137,7 @@ def steady(rounds, delay):
         'none': [],
     }
     compute = jax.jit(lambda x: x @ x / jnp.linalg.norm(x))
-    x = compute(jnp.ones((400, 400)))
+    x = compute(jnp.ones((200, 200)))
     told, number = [], 0
     steps = {kind: [] for kind in kinds}
     saves = {kind: [] for kind in kinds}
@@ -145,10 +155,12 @@ def steady(rounds, delay):
                 before = time.monotonic()
                 x = compute(x).block_until_ready()
                 steps[kind].append(time.monotonic() - before)
+                # Leaves the cores to the save.
+                time.sleep(0.002)
             saves[kind].append(time.monotonic() - began)
             emulator.clear()
             assert (checkpoints.wait(), told) == (number, []), kind
-            assert same(checkpoints.restore(number, ABSTRACT).state, state(number))
+            assert same(checkpoints.restore(number, abstract()).state, state(number))
     return {
         'steps': {k: len(v) for k, v in steps.items()},
         'saves': saves,
@@ -181,7 +193,7 @@ def outage(patience):
         # If it has failed by then.
         save(checkpoints, 2)
         assert checkpoints.wait() == 2
-        assert same(checkpoints.restore_newest(ABSTRACT).state, state(2))
+        assert same(checkpoints.restore_newest(abstract()).state, state(2))
     # Control: a save that is not looked at for so long is over before.
     told_then = [*told]
     with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
@@ -207,7 +219,7 @@ def half_deleted():
         left = {step: len(objects(step)) for step in (1, 2, 3)}
         half = saved_steps(URL)
         for step in half:
-            checkpoints.restore(step, ABSTRACT)
+            checkpoints.restore(step, abstract())
     emulator.clear()
     with Checkpoints(URL, keep_last=1) as checkpoints:
         checkpoints.wait()
@@ -223,22 +235,26 @@ def damage():
     with Console(), Checkpoints(URL, keep_last=3) as checkpoints:
         emulator.fault(match=r'^GET .*/checkpoints.*alt=media', status=403)
         try:
-            checkpoints.restore_newest(ABSTRACT)
+            checkpoints.restore_newest(abstract())
         except InputError as error:
             refused = f'{type(error).__name__}: {error}'
         assert saved_steps(URL) == [1, 2]
         emulator.clear()
-        restored = checkpoints.restore_newest(ABSTRACT)
+        restored = checkpoints.restore_newest(abstract())
         assert same(restored.state, state(1))
         assert checkpoints.wait() == 1
     with Checkpoints(URL, keep_last=3) as checkpoints:
         kept, aside = len(objects(2)), damaged_steps(URL)
         save(checkpoints, 2)
-        assert same(checkpoints.restore_newest(ABSTRACT).state, state(2))
+        assert same(checkpoints.restore_newest(abstract()).state, state(2))
     return {'refused': refused, 'kept': kept, 'aside': aside, 'after': damaged_steps(URL)}
 
 
-if __name__ == '__main__':
+def main():
+    """Runs the scenario that is named first, with the numbers after it."""
+    global URL  # noqa: PLW0603
+    name, *numbers = sys.argv[1:]
+    URL = f'gs://bucket/runs/{name}'
     logging.getLogger('absl').setLevel(logging.ERROR)
     jax.config.update('jax_platforms', 'cpu')
-    print(json.dumps(globals()[sys.argv[1]](*map(float, sys.argv[2:]))))
+    print(json.dumps(globals()[name](*map(float, numbers))))

@@ -1,4 +1,4 @@
-"""One of two processes whose disks are full in turn: `python -m tests.runtime.failing_pair WORKDIR`."""
+"""One of two processes whose disks are full in turn; started by `tests.forking` with the workdir."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from maxlm.training.state import abstract_state
 from tests.small import small_config
 
 
-def main(workdir):
+def main():
     """Prints what was found as JSON, as the last line."""
+    (workdir,) = sys.argv[1:]
     logging.getLogger('absl').setLevel(logging.ERROR)
     join()
     config = small_config(num_devices=2, model__num_layers=2, model__dim=64, model__num_heads=2)
@@ -70,7 +71,3 @@ def main(workdir):
         checkpoints.save(6, make(7), {}, must=False)
         newest.append(checkpoints.wait())
     print(json.dumps({'told': told, 'newest': newest, 'seconds': seconds, 'same': alike}))
-
-
-if __name__ == '__main__':
-    main(sys.argv[1])

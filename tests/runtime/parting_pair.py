@@ -1,4 +1,4 @@
-"""One of two processes of which one is suspended when all is done: `python -m tests.runtime.parting_pair WHO`."""
+"""One of two processes of which one is suspended when all is done; started by `tests.forking`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from maxlm.runtime.distributed import join
 from maxlm.runtime.peers import Peers, part
 
 
-def main(who: int) -> None:
-    """Ends with 3; process `who` is suspended before it has taken leave, -1 = nobody."""
+def main() -> None:
+    """Ends with 3; the process whose number is the argument is suspended before it has taken leave, -1 = none."""
+    suspended = int(sys.argv[1])
     join()
     with Peers():
         # Opens what the processes have between them.
         jax.device_count()
-    if jax.process_index() == who:
+    if jax.process_index() == suspended:
         os.kill(os.getpid(), signal.SIGSTOP)
     part(3)
     print('took leave')
     sys.exit(3)
-
-
-if __name__ == '__main__':
-    main(int(sys.argv[1]))

@@ -1,14 +1,10 @@
-"""One of two processes that look for a directory in common: `python -m tests.runtime.programs_pair DIRECTORY`."""
+"""Processes that keep their programs; started by `tests.forking` with the directory."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-
-# As for a user who has told JAX nothing.
-os.environ.pop('JAX_COMPILATION_CACHE_DIR', None)
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +14,17 @@ from maxlm.runtime.distributed import join
 from maxlm.runtime.peers import Peers
 
 
-def main(directory):
-    """Prints what each case has come to, as JSON in the last line."""
-    # JAX was imported before, where the process was forked.
-    jax.config.update('jax_compilation_cache_dir', None)
+def compile_and_print():
+    """Compiles two programs that are kept in the directory, and prints their results."""
+    keep_programs(sys.argv[1])
+    x = jnp.linspace(0.1, 0.9, 64).reshape(8, 8)
+    for factor in (2, 3):
+        print(jax.jit(lambda x, factor=factor: jnp.sin(x @ x) * factor)(x).tolist())
+
+
+def main():
+    """Looks with another process for a directory in common; prints what each case has come to, as JSON, at the end."""
+    directory = Path(sys.argv[1])
     join()
     process = jax.process_index()
     (directory / 'of_one').write_text('a file, no directory')
@@ -41,7 +44,3 @@ def main(directory):
         jax.config.update('jax_compilation_cache_dir', kept['the same'])
         jax.jit(lambda x: x * 3 + process)(jnp.ones(5)).block_until_ready()
     print(json.dumps([kept, sorted(path.name for path in directory.glob(f'*/*{SUFFIX}'))]))
-
-
-if __name__ == '__main__':
-    main(Path(sys.argv[1]))

@@ -52,6 +52,12 @@ def random_state(abstract, *, step, skipped, seed=0):
     return TrainState(*counters, params, opt_state, window=window)
 
 
+def zero_state(config, layout):
+    """Stands in for `init_state`, whose random values are of no interest where all parameters are read."""
+    abstract = abstract_state(config, layout)
+    return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract)
+
+
 def same(tree, other):
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
     return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
@@ -104,7 +110,7 @@ def test_a_sharded_state_comes_back_bit_for_bit(saved, eight):
     assert not any(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(earlier), jax.tree.leaves(eight), strict=True))
 
 
-@pytest.mark.parametrize('num_devices', [1, 2, 4])
+@pytest.mark.parametrize('num_devices', [1, 4])
 def test_it_comes_back_on_another_mesh(saved, eight, num_devices):
     state, *_ = restore(saved, abstract_on(num_devices))
     assert same(jax.device_get(state), jax.device_get(eight))
@@ -243,7 +249,7 @@ OTHERS = {
 @pytest.mark.parametrize('other', OTHERS)
 def test_another_model_is_refused(saved, other):
     overrides, parts = OTHERS[other]
-    abstract = abstract_on(8, **overrides)
+    abstract = abstract_on(1, **overrides)
     for read in (lambda: restore(saved, abstract), lambda: restore_params(saved / FOLDER / '7', abstract.params)):
         with pytest.raises(InputError, match='checkpoint of another model') as info:
             read()
@@ -276,7 +282,7 @@ def assert_one_line(info, *parts):
 
 def refused(workdir, *parts):
     with pytest.raises(InputError) as info:
-        restore(workdir, abstract_on(8))
+        restore(workdir, abstract_on(1))
     assert_one_line(info, str(workdir / FOLDER / '7'), *parts)
 
 
@@ -324,7 +330,7 @@ def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         try:
-            state, facts, _ = restore(copy, abstract_on(8))
+            state, facts, _ = restore(copy, abstract_on(1))
         except InputError as error:
             refusals.append(str(error))
         else:
@@ -334,7 +340,7 @@ def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
     assert refusals
     assert all(str(step) in message and '\n' not in message for message in refusals)
     # Control: whole again, it can be read.
-    assert same(restore(copy, abstract_on(8)).state, eight)
+    assert same(restore(copy, abstract_on(1)).state, eight)
 
 
 def test_what_is_damaged_is_named(copy):
@@ -348,7 +354,7 @@ def test_the_step_before_a_damaged_one_is_used_once_that_is_removed(copy):
     shutil.rmtree(copy / FOLDER / '7')
     with Checkpoints(copy, keep_last=10) as checkpoints:
         assert checkpoints.latest_step() == 3
-        assert int(checkpoints.restore(3, abstract_on(8)).state.step) == 3
+        assert int(checkpoints.restore(3, abstract_on(1)).state.step) == 3
 
 
 @pytest.mark.parametrize('name', ['9.orbax-checkpoint-tmp', '9.orbax-checkpoint-tmp-1700000000'])

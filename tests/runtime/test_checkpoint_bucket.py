@@ -1,42 +1,48 @@
 """Checkpoints that Orbax writes into a bucket: the same promises as on a disk, where nothing can be renamed."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.cpu import cpu_flags
 from tests.faults import how_many, measured
+from tests.forking import forking
 from tests.gcs_emulator import running
 
-URL = 'gs://bucket/runs/one'
+pytestmark = [pytest.mark.multiprocess, pytest.mark.network_emulator]
+
+
+@pytest.fixture(scope='module')
+def emulator():
+    with running('bucket') as emulator:
+        yield emulator
+
+
+@pytest.fixture(scope='module')
+def parent(emulator):
+    with forking('tests.runtime.bucket_checkpoints:main', devices=2, environment=emulator.environment) as parent:
+        yield parent
 
 
 @pytest.fixture
-def tell(tmp_path):
-    """What a story of `bucket_checkpoints` found, and the lines that a person saw before."""
+def tell(parent, emulator, tmp_path):
+    """Runs a scenario of `bucket_checkpoints`; returns what it found, and the lines that a person saw before."""
 
-    def tell(story, *words):
-        with running('bucket') as emulator:
-            environment = {**os.environ, **emulator.environment, 'XLA_FLAGS': cpu_flags(2)}
-            command = [sys.executable, '-m', 'tests.runtime.bucket_checkpoints', story, *map(str, words)]
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
-            *lines, last = done.stdout.splitlines()
-            # There gcsfs itself tells of what it tried.
-            assert story in ('damage', 'outage') or 'Traceback' not in done.stderr, done.stderr
-            return json.loads(last), lines
+    def tell(name, *numbers):
+        process = parent.start([name, *numbers], tmp_path / 'output')
+        assert process.wait() == 0, process.stdout + process.stderr
+        *lines, last = process.stdout.splitlines()
+        # In these, gcsfs itself tells of what it tried.
+        assert name in ('damage', 'outage') or 'Traceback' not in process.stderr, process.stderr
+        return json.loads(last), lines
 
-    return tell
+    yield tell
+    emulator.clear()
 
 
 def test_a_run_in_a_bucket(tell):
     found, lines = tell('whole_run')
-    folder = f'{URL}/checkpoints'
+    folder = 'gs://bucket/runs/whole_run/checkpoints'
     assert found['found'] == {
         '': f'{folder}/5',
         '@2': f'{folder}/2',
@@ -108,4 +114,4 @@ def test_a_damaged_step_is_set_aside_and_an_outage_is_no_damage(tell):
     assert found['after'] == []
     assert len(lines) == 1
     assert 'step 2 is damaged and not used' in lines[0]
-    assert f'kept in {URL}/checkpoints/2; going back to step 1' in lines[0]
+    assert 'kept in gs://bucket/runs/damage/checkpoints/2; going back to step 1' in lines[0]

@@ -31,7 +31,7 @@ UNREAD = {'commit_success.txt', '_CHECKPOINT_METADATA', '_sharding'}
 
 
 def abstract():
-    return abstract_on(8, **EMA)
+    return abstract_on(2, **EMA)
 
 
 @pytest.fixture(scope='module')
@@ -166,9 +166,15 @@ def test_the_step_before_takes_the_place_of_a_damaged_one(copy, states, newest, 
     assert steps(copy) == [3, 5]
     assert (copy / FOLDER / DAMAGED / '7' / 'params').is_dir()
     assert find_step(str(copy)).name == '5'
-    # The run goes on, also past the number of the damaged one.
-    again, out = newest(copy)
-    assert (same(again.state, states[5]), out) == (True, '')
+
+
+def test_a_run_goes_on_past_the_number_of_a_damaged_step(copy, states, newest):
+    replaced('params', copy, states)
+    for _ in range(2):
+        restored, out = newest(copy)
+        assert same(restored.state, states[5])
+    # Said once.
+    assert out == ''
     save(copy, [states[7]])
     assert same(newest(copy)[0].state, states[7])
 
@@ -195,7 +201,7 @@ def test_where_none_is_whole_nothing_is_touched(copy, newest):
 
 
 def test_another_model_is_no_damage(copy, newest):
-    other = abstract_on(8, model__num_layers=3, **EMA)
+    other = abstract_on(2, model__num_layers=3, **EMA)
     with pytest.raises(InputError, match='checkpoint of another model'):
         newest(copy, other)
     assert steps(copy) == [3, 5, 7]

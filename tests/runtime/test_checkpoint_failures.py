@@ -7,10 +7,11 @@ import signal
 import pytest
 
 from maxlm.runtime.checkpoint import Checkpoints, saved_steps
+from maxlm.runtime.integrity import damages
 from maxlm.runtime.save import why
 from maxlm.runtime.step_folder import FOLDER, UNFINISHED
 from tests.faults import how_many, measured
-from tests.processes import Processes
+from tests.forking import forking
 from tests.runtime.test_checkpoint import FACTS, abstract_on, random_state, same
 
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
@@ -127,14 +128,12 @@ def test_the_reason_is_one_line(error, told):
     assert why(error) == told
 
 
+@pytest.mark.multiprocess
 def test_no_process_waits_for_one_that_failed(tmp_path):
-    with Processes(
-        2, 1, [str(tmp_path)], logs=tmp_path / 'logs', cache=tmp_path / 'programs', module='tests.runtime.failing_pair'
-    ) as processes:
-        codes = processes.wait()
-        outputs = [processes.output(number) for number in range(2)]
-    assert codes == [0, 0], outputs
-    found = [json.loads(output.splitlines()[-1]) for output in outputs]
+    with forking('tests.runtime.failing_pair:main') as parent:
+        pair = parent.start_run(2, [tmp_path], tmp_path / 'logs')
+        assert [process.wait() for process in pair] == [0, 0], pair[0].stderr + pair[1].stderr
+    found = [json.loads(process.stdout.splitlines()[-1]) for process in pair]
     # At step 2 process 1 meets a full disk, at step 3 process 0 does; the other one hears of it at once.
     end = 'File too large; the newest is step 1; the run goes on'
     busy = 'step 6 is not saved: the one before is still being written; the run goes on'
@@ -147,3 +146,7 @@ def test_no_process_waits_for_one_that_failed(tmp_path):
         assert one['same'] == [True, True]
         # Orbax alone would wait for 20 minutes.
         assert max(one['seconds']) < 20
+    # The checksums of both are those of what one reads.
+    found, compared = damages(tmp_path / FOLDER / '6')
+    assert found == []
+    assert compared > 40

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout restores into any other: the same state in other places, from which training goes on."""
+"""Checkpoints restored into another layout: the same state in other places, from which training goes on."""
 
 import itertools
 from typing import NamedTuple
@@ -18,6 +18,8 @@ COMMON = {
     'model__num_layers': 4,
     'model__vocab_size': 64,
     'train__global_batch': 16,
+    'data__window': 8,
+    'model__dim': 16,
     'optimizer__warmup_steps': 0,
     'optimizer__ema_decay': 0.9,
 }
@@ -30,10 +32,16 @@ LAYOUTS = {
 }
 # That each layout was trained for; all are saved.
 STEPS = 2
+# Each layout is saved once and restored once, and the scale of the loss goes on in the layout that has one.
+RING = {*itertools.pairwise([*LAYOUTS, next(iter(LAYOUTS))]), ('float16', 'float16')}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in RING else pytest.mark.nightly)
+    for pair in itertools.product(LAYOUTS, LAYOUTS)
+]
 
 
 class Trained(NamedTuple):
-    """A layout, with a run on it and what the run would do next."""
+    """A layout, a run on it and the loss of the step after the run."""
 
     config: object
     layout: object
@@ -56,7 +64,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-    """By layout, a run and the workdir with its checkpoints."""
+    """Returns by layout a run and the workdir with its checkpoints."""
     config = small_config(num_devices=8, **COMMON)
     # Made once: to compile it for each layout would take as long as all else here.
     initial = jax.device_get(init_state(config, small_layout(config)))
@@ -90,7 +98,7 @@ def same(tree, other):
     return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
-@pytest.mark.parametrize(('saved', 'wanted'), list(itertools.product(LAYOUTS, LAYOUTS)))
+@pytest.mark.parametrize(('saved', 'wanted'), PAIRS)
 def test_a_checkpoint_goes_on_in_another_layout(runs, saved, wanted):
     (run, workdir), (other, _) = runs[saved], runs[wanted]
     state, facts, _ = restore(workdir, other.abstract)

@@ -1,12 +1,11 @@
-"""Programs that are kept: found again by the next process, bit for bit; nothing damaged or of others is ever run."""
+"""Compile cache: programs are found again bit for bit by the next process; none that is damaged or foreign is run."""
 
 import json
 import os
 import random
 import shutil
 import stat
-import subprocess
-import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from maxlm.errors import InputError
 from maxlm.runtime import compile_cache
 from maxlm.runtime.compile_cache import SUFFIX, Programs, keep_programs
 from tests.conftest import ROOT
-from tests.cpu import cpu_flags
-from tests.processes import Processes
+from tests.forking import forking
 from tests.test_train import arguments, curve
 
 SETTINGS = (
@@ -219,33 +217,62 @@ def test_plans_keep_programs_for_this_machine_only(monkeypatch, tmp_path):
         plan.main([*command, *small, '--target=cpu:1'])
 
 
+@pytest.mark.multiprocess
+def test_the_next_process_finds_programs_and_makes_damaged_ones_anew(tmp_path):
+    directory = tmp_path / 'programs'
+    environment = {**dict.fromkeys(name for name in os.environ if name.startswith('JAX_')), 'JAX_PLATFORMS': 'cpu'}
+    with forking('tests.runtime.programs_pair:compile_and_print', environment=environment) as parent:
+
+        def printed(name):
+            process = parent.start([directory], tmp_path / name)
+            assert (process.wait(), process.stderr) == (0, '')
+            return process.stdout
+
+        cold = printed('cold')
+        # Control: the programs differ.
+        assert len(set(cold.splitlines())) == 2
+        made = {path: path.stat().st_ino for path in files(directory)}
+        assert len(made) >= 2
+        assert printed('warm') == cold
+        # Each was found, and none was made.
+        assert {path: path.stat().st_ino for path in files(directory)} == made
+        for number, path in enumerate(made):
+            content = path.read_bytes()
+            path.write_bytes([bytes([content[0] ^ 1]) + content[1:], content[: len(content) // 2], b''][number % 3])
+        assert printed('damaged') == cold
+    for path in made:
+        key, dash, host = path.name.removesuffix(SUFFIX).rpartition('-')
+        assert Programs(directory, host=dash + host).get(key)
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
 def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
     home = tmp_path / 'home'
     directory = home / '.cache' / 'maxlm' / 'programs'
 
-    def train(name, **overrides):
-        kept = {key: value for key, value in os.environ.items() if not key.startswith('JAX_COMPILATION')}
-        settings = {'train__num_steps': 4, 'eval__every': 4, **overrides}
-        done = subprocess.run(
-            [sys.executable, '-m', 'maxlm.train', *arguments(dataset, tmp_path / name, **settings)],
-            cwd=ROOT,
-            env={**kept, 'HOME': str(home), 'XLA_FLAGS': cpu_flags(2)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+    def train(parent, name, **overrides):
+        settings = {'train__num_steps': 2, 'eval__every': 2, **overrides}
+        process = parent.start(arguments(dataset, tmp_path / name, **settings), tmp_path / 'logs' / name)
+        assert process.wait() == 0, process.stderr
         # Of a damaged program nothing is said; XLA may complain that compiling is slow.
-        assert 'cache' not in done.stderr
+        assert 'cache' not in process.stderr
         if name == 'warm':
             # Nor has it anything to say of a program that it did not make.
-            assert done.stderr == ''
+            assert process.stderr == ''
         return curve(tmp_path / name)
 
+    untold = dict.fromkeys(name for name in os.environ if name.startswith('JAX_'))
+    with forking('maxlm.train:run', environment={**untold, 'HOME': str(home), 'JAX_PLATFORMS': 'cpu'}) as parent:
+        check_runs(partial(train, parent), directory)
+
+
+def check_runs(train, directory):
     # Control: another seed is told apart, and a run that keeps nothing leaves nothing.
     other = train('other', train__seed=1, train__compile_cache='')
     assert not directory.exists()
     cold = train('cold')
-    assert cold[4]['train/loss'] != other[4]['train/loss']
+    assert cold[2]['train/loss'] != other[2]['train/loss']
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     times = {path: path.stat().st_ino for path in files(directory)}
     assert {'jit_train_step', 'jit_eval_step', 'jit_init'} <= {path.name.partition('-')[0] for path in times}
@@ -265,14 +292,13 @@ def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
         assert Programs(directory, host=dash + host).get(key)
 
 
+@pytest.mark.multiprocess
 def test_processes_keep_programs_only_in_common(tmp_path):
-    with Processes(
-        2, 1, [str(tmp_path)], logs=tmp_path / 'logs', cache=tmp_path, module='tests.runtime.programs_pair'
-    ) as processes:
-        assert processes.wait() == [0, 0], processes.output(0) + processes.output(1)
-        outputs = [processes.output(number) for number in (0, 1)]
-    for output in outputs:
-        kept, names = json.loads(output.splitlines()[-1])
+    with forking('tests.runtime.programs_pair:main', environment={'JAX_COMPILATION_CACHE_DIR': None}) as parent:
+        pair = parent.start_run(2, [tmp_path], tmp_path / 'logs')
+        assert [process.wait() for process in pair] == [0, 0], pair[0].stderr + pair[1].stderr
+    for process in pair:
+        kept, names = json.loads(process.stdout.splitlines()[-1])
         assert kept == {
             'each its own': None,
             'not the first': None,
@@ -282,6 +308,7 @@ def test_processes_keep_programs_only_in_common(tmp_path):
         }
         assert len(names) >= 1
     # One line for each case that went wrong, by the first.
+    outputs = [process.stdout + process.stderr for process in pair]
     assert outputs[0].count('is not the same directory for all processes') == 2
     assert outputs[0].count('compiled programs are not kept') == 3
     assert outputs[1].count('compiled programs are not kept') == 0

@@ -1,4 +1,4 @@
-"""What a run takes from the checkpoint that it starts from: larger vocabularies, adapters, positions; and refusals."""
+"""A run that starts from the checkpoint of another: larger vocabularies, adapters, positions; and refusals."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 
 from maxlm.data.tokenizer import Tokenizer, chars_tokenizer
 from maxlm.errors import InputError
+from maxlm.runtime import start as starting
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import Console
 from maxlm.runtime.layers import write_step
 from maxlm.runtime.start import check_init_from, first_state
 from maxlm.runtime.workdir import CONFIG, TOKENIZER, describe_run
 from maxlm.training.state import abstract_state, init_state
-from tests.runtime.test_checkpoint import config_on, random_state, same, save
+from tests.runtime.test_checkpoint import config_on, random_state, same, save, zero_state
 from tests.runtime.test_layers import flatten, streamed
 from tests.small import small_layout
 
@@ -41,7 +42,7 @@ def make(tmp_path_factory):
         key = json.dumps([tokenizer and tokenizer.sha256, overrides], sort_keys=True)
         if key not in made:
             workdir = tmp_path_factory.mktemp('origin')
-            config = config_on(8, **overrides)
+            config = config_on(2, **overrides)
             state = random_state(abstract_state(config, small_layout(config)), step=7, skipped=0)
             save(workdir, [state])
             if tokenizer:
@@ -54,10 +55,14 @@ def make(tmp_path_factory):
 
 
 @pytest.fixture
-def start(tmp_path, capsys):
-    """The first state of a config that starts from a workdir, and what was logged."""
+def start(tmp_path, capsys, monkeypatch):
+    """Returns the first state of a config that starts from a workdir, and what was logged.
 
-    def start(origin, tokenizer=OLD, *, num_devices=8, **overrides):
+    Only with `random` the state before is really made, which takes longer than all the rest.
+    """
+
+    def start(origin, tokenizer=OLD, *, num_devices=2, random=False, **overrides):
+        monkeypatch.setattr(starting, 'init_state', init_state if random else zero_state)
         config = config_on(num_devices, **overrides)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(origin)))
         layout = small_layout(config)
@@ -81,7 +86,7 @@ def start(tmp_path, capsys):
 
 
 def fresh(**overrides):
-    config = config_on(8, **overrides)
+    config = config_on(2, **overrides)
     return jax.device_get(init_state(config, small_layout(config)))
 
 
@@ -106,29 +111,25 @@ def assert_grown(params, before, *, rows=NEW_ROWS, known=KNOWN):
     ('num_devices', 'overrides'),
     [
         (8, {}),
-        (8, UNTIED),
         (8, {**UNTIED, 'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__context': 2}),
         (8, {'mesh__tensor': 8, 'mesh__fsdp': 1, 'model__num_heads': 8}),
         (1, UNTIED),
         (2, {**UNTIED, 'mesh__zero': 1, 'optimizer__ema_decay': 0.9}),
+        # In the memory of the host.
+        (2, {**UNTIED, 'mesh__offload': 'all'}),
     ],
 )
 def test_new_tokens_start_at_the_mean_of_the_old(make, start, num_devices, overrides):
     model = {key: value for key, value in overrides.items() if key.startswith('model')}
     origin, before = make(**model)
-    state, out = start(origin, NEW, num_devices=num_devices, model__vocab_size=NEW_ROWS, **overrides)
+    random = overrides == {}
+    state, out = start(origin, NEW, num_devices=num_devices, model__vocab_size=NEW_ROWS, random=random, **overrides)
     assert_grown(state.params, before)
     assert f'vocabulary grows from {KNOWN} to {KNOWN + 2} tokens: new rows start at the mean of the old' in out
     if state.ema is not None:
         assert same(state.ema, state.params)
     # The moments are those of a run that has not begun.
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
-
-
-def test_in_the_memory_of_the_host(make, start):
-    origin, before = make(**UNTIED)
-    overrides = {**UNTIED, 'mesh__offload': 'all', 'model__vocab_size': NEW_ROWS}
-    assert_grown(start(origin, NEW, num_devices=2, **overrides)[0].params, before)
 
 
 def test_rows_of_no_token_become_those_of_new_tokens(make, start):
@@ -198,10 +199,11 @@ def is_adapter(name):
     return name.endswith(('lora_a', 'lora_b'))
 
 
-@pytest.mark.parametrize('mesh', [{}, {'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__stage': 2, 'train__micro_batch': 2}])
-def test_adapters_start_anew(make, start, mesh):
+def test_adapters_start_anew(make, start):
     origin, before = make(**UNTIED)
-    state, _ = start(origin, NEW, **UNTIED, **LORA, **mesh, model__vocab_size=NEW_ROWS)
+    mesh = {'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__stage': 2, 'train__micro_batch': 2}
+    options = {'num_devices': 8, 'random': True, 'model__vocab_size': NEW_ROWS}
+    state, _ = start(origin, NEW, **UNTIED, **LORA, **mesh, **options)
     params, random = flatten(state.params), flatten(fresh(**UNTIED, **LORA, model__vocab_size=NEW_ROWS).params)
     adapters = {name for name in params if is_adapter(name)}
     assert len(adapters) == 2 * 7

@@ -1,4 +1,4 @@
-"""What follows from the lines of all processes, and how those part that have done their work."""
+"""The verdict on the lines of all processes, and the end of processes that have done their work."""
 
 import signal
 
@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from maxlm.runtime.peers import Peers, judge
-from tests.processes import Processes
+from tests.forking import forking
 
 
 def test_waiting_processes_are_at_fault_only_when_all_wait():
@@ -33,13 +33,20 @@ def test_a_process_that_is_alone_is_left_as_it_is():
         pass
 
 
+@pytest.fixture(scope='module')
+def parent():
+    with forking('tests.runtime.parting_pair:main') as parent:
+        yield parent
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize('suspended', [-1, 0, 1])
-def test_who_is_lost_when_all_is_done_does_not_spoil_it(suspended, tmp_path):
-    with Processes(2, 1, [str(suspended)], logs=tmp_path, cache=tmp_path, module='tests.runtime.parting_pair') as pair:
-        for number, process in enumerate(pair.all):
-            if number != suspended:
-                assert process.wait(60) == 3, pair.output(number)
-            assert (suspended == -1) == ('took leave' in pair.output(number))
-        for process in pair.all:
-            process.send_signal(signal.SIGCONT)
-        assert pair.wait(60) == [3, 3], pair.output(0) + pair.output(1)
+def test_who_is_lost_when_all_is_done_does_not_spoil_it(parent, suspended, tmp_path):
+    pair = parent.start_run(2, [suspended], tmp_path)
+    for number, process in enumerate(pair):
+        if number != suspended:
+            assert process.wait(60) == 3, process.stderr
+        assert (suspended == -1) == ('took leave' in process.stdout)
+    if suspended != -1:
+        pair[suspended].send_signal(signal.SIGCONT)
+    assert [process.wait(60) for process in pair] == [3, 3], pair[0].stderr + pair[1].stderr

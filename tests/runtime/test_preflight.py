@@ -1,4 +1,4 @@
-"""Before a run: what fits is compiled, what does not is refused with advice, and the micro-batch that fits is found."""
+"""Preflight of a run: a step that fits is compiled, another is refused with advice, and a micro-batch is chosen."""
 
 import dataclasses
 from functools import partial
@@ -11,7 +11,7 @@ from maxlm.config.keys import AUTO
 from maxlm.config.load import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
-from maxlm.planning import machine
+from maxlm.planning import forecast, machine
 from maxlm.runtime import preflight
 from maxlm.runtime import run as runs
 from maxlm.runtime.preflight import prepare_step
@@ -19,7 +19,30 @@ from maxlm.runtime.workdir import read_config
 from tests.conftest import ROOT
 from tests.test_train import arguments
 
-SMALL = ('model.num_layers=4', 'model.dim=64', 'data.window=64', 'train.global_batch=64', 'metrics.peak_tflops=1')
+SMALL = (
+    'model.num_layers=2',
+    'model.dim=32',
+    'model.num_heads=2',
+    'data.window=64',
+    'train.global_batch=64',
+    'metrics.peak_tflops=1',
+)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _compiled_once():
+    """Keeps the compiled step of each config for the tests of this module."""
+    compile_train_step, kept = forecast.compile_train_step, {}
+
+    def compile_once(config, layout, *rest):
+        key = repr((config, layout.mesh, rest[1:]))
+        if key not in kept:
+            kept[key] = compile_train_step(config, layout, *rest)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forecast, 'compile_train_step', compile_once)
+        yield
 
 
 @pytest.fixture
@@ -47,7 +70,13 @@ def test_what_fits_is_compiled():
     assert found.layout.mesh.size == jax.device_count()
 
 
-def test_the_length_that_a_run_goes_on_with_is_compiled():
+@pytest.fixture
+def estimated(monkeypatch):
+    """Estimates a step where it would be compiled."""
+    monkeypatch.setattr(preflight, 'compile_for', lambda config, machine, *_: forecast.estimate(config, machine))
+
+
+def test_the_length_that_a_run_goes_on_with_is_compiled(estimated):
     growing = 'data.context_schedule=((32,0.5),)'
     assert ready(growing).forecast.config.data.window == 32
     assert ready(growing, first_step=399).forecast.config.data.window == 64
@@ -61,13 +90,23 @@ def test_what_does_not_fit_is_refused_and_the_advice_fits(memory):
     advice = str(info.value).partition('this would fit: ')[2].replace('--config.', '').split()
     found = ready('train.micro_batch=8', *advice)
     assert found.forecast.needed <= 0.6 * needed
+
+
+def test_what_cannot_fit_is_refused_without_advice(memory, estimated):
     memory(1000)
     with pytest.raises(InputError, match='nothing that was tried would fit'):
         ready('train.micro_batch=8')
 
 
-def test_auto_takes_as_much_as_fits(memory):
+def test_auto_takes_as_much_as_fits(memory, estimated):
     assert ready('train.micro_batch=auto').config.train.micro_batch == 8
+    needed = {size: ready(f'train.micro_batch={size}').forecast.needed for size in (1, 2, 4)}
+    for size in needed:
+        memory(int(1.02 * needed[size]))
+        assert ready('train.micro_batch=auto').config.train.micro_batch == size
+
+
+def test_auto_takes_less_where_the_compiled_step_does_not_fit(memory):
     memory(int(1.02 * ready('train.micro_batch=2').forecast.needed))
     assert ready('train.micro_batch=auto').config.train.micro_batch in (1, 2)
 

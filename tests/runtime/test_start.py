@@ -1,4 +1,4 @@
-"""Where a run starts: random, from another checkpoint, from an import, or where it was; and what stands in the way."""
+"""Start of a run: random, from another checkpoint, from an import, or from its own last step; and refusals."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ import pytest
 
 from maxlm.data.records import load_manifest
 from maxlm.errors import InputError
+from maxlm.runtime import start as starting
 from maxlm.runtime.checkpoint import Checkpoints
 from maxlm.runtime.console import Console
 from maxlm.runtime.layers import write_step
@@ -18,7 +19,7 @@ from maxlm.runtime.start import check_init_from, start_state
 from maxlm.runtime.step_folder import FOLDER
 from maxlm.runtime.workdir import TOKENIZER
 from maxlm.training.state import abstract_state, init_state
-from tests.runtime.test_checkpoint import FACTS, abstract_on, config_on, random_state, same, save
+from tests.runtime.test_checkpoint import FACTS, abstract_on, config_on, random_state, same, save, zero_state
 from tests.runtime.test_layers import flatten, streamed
 from tests.small import small_layout
 
@@ -37,14 +38,14 @@ def data(dataset):
 
 @pytest.fixture(scope='module')
 def trained():
-    return random_state(abstract_on(8), step=7, skipped=2)
+    return random_state(abstract_on(2), step=7, skipped=2)
 
 
 @pytest.fixture(scope='module')
 def origin(tmp_path_factory, trained):
     """A run with the steps 3 and 7."""
     workdir = tmp_path_factory.mktemp('origin')
-    save(workdir, [random_state(abstract_on(8), step=3, skipped=0, seed=3), trained])
+    save(workdir, [random_state(abstract_on(2), step=3, skipped=0, seed=3), trained])
     return workdir
 
 
@@ -56,10 +57,14 @@ def imported(tmp_path, trained):
 
 
 @pytest.fixture
-def start(data, capsys):
-    """The state with which a config starts in a workdir, and what was logged."""
+def start(data, capsys, monkeypatch):
+    """Returns the state with which a config starts in a workdir, and what was logged.
 
-    def start(workdir, *, num_devices=8, init_from='', **overrides):
+    Only with `random` the state before is really made, which takes longer than all the rest.
+    """
+
+    def start(workdir, *, num_devices=2, init_from='', random=False, **overrides):
+        monkeypatch.setattr(starting, 'init_state', init_state if random else zero_state)
         config = config_on(num_devices, **overrides)
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(init_from)))
         layout = small_layout(config)
@@ -86,7 +91,7 @@ def start(data, capsys):
 
 @functools.cache
 def fresh_state(**overrides):
-    config = config_on(8, **overrides)
+    config = config_on(2, **overrides)
     return init_state(config, small_layout(config))
 
 
@@ -101,14 +106,14 @@ def assert_fresh(state, params, **overrides):
 
 
 def test_a_run_without_a_past_starts_random(start, tmp_path):
-    state, out = start(tmp_path)
+    state, out = start(tmp_path, random=True)
     assert same(state, fresh_state())
     assert out == ''
 
 
-@pytest.mark.parametrize('num_devices', [8, 1])
+@pytest.mark.parametrize('num_devices', [2, 1])
 def test_a_run_starts_from_the_parameters_of_another(start, tmp_path, origin, trained, num_devices):
-    state, out = start(tmp_path, num_devices=num_devices, init_from=origin)
+    state, out = start(tmp_path, num_devices=num_devices, init_from=origin, random=True)
     assert_fresh(jax.device_get(state), trained.params)
     assert out.count('\n') == 1
     assert f'{origin}/checkpoints/7/params' in out
@@ -117,12 +122,12 @@ def test_a_run_starts_from_the_parameters_of_another(start, tmp_path, origin, tr
 
 def test_the_step_that_is_asked_for(start, tmp_path, origin):
     state, out = start(tmp_path, init_from=f'{origin}@3')
-    assert_fresh(state, random_state(abstract_on(8), step=3, skipped=0, seed=3).params)
+    assert_fresh(state, random_state(abstract_on(2), step=3, skipped=0, seed=3).params)
     assert f'{origin}/checkpoints/3/params' in out
 
 
 def test_the_average_of_a_run_is_what_another_starts_from(start, tmp_path, trained):
-    average = random_state(abstract_on(8), step=0, skipped=0, seed=9).params
+    average = random_state(abstract_on(2), step=0, skipped=0, seed=9).params
     save(tmp_path / 'averaged', [trained._replace(ema=average)])
     state, out = start(tmp_path / 'run', init_from=tmp_path / 'averaged')
     assert_fresh(state, average)
@@ -147,7 +152,7 @@ def memory(tree):
 
 
 def test_a_past_wins(start, tmp_path, origin, trained):
-    past = random_state(abstract_on(8), step=4, skipped=1, seed=4)
+    past = random_state(abstract_on(2), step=4, skipped=1, seed=4)
     save(tmp_path, [past])
     state, out = start(tmp_path, init_from=origin)
     assert same(state, past)
@@ -165,7 +170,7 @@ def test_an_import_is_trained_on(start, imported, trained, origin):
     # It is a past too.
     assert same(start(imported, init_from=f'{origin}@3')[0].params, trained.params)
     # Once there is a later step, the run goes on from that.
-    past = random_state(abstract_on(8), step=4, skipped=1, seed=4)
+    past = random_state(abstract_on(2), step=4, skipped=1, seed=4)
     save(imported, [past])
     assert same(start(imported)[0], past)
 
@@ -182,7 +187,7 @@ def test_parameters_alone_are_no_past_at_another_step(start, tmp_path, trained):
 
 
 def test_a_step_0_that_training_saved_is_gone_on_from(start, tmp_path):
-    past = random_state(abstract_on(8), step=0, skipped=0, seed=4)
+    past = random_state(abstract_on(2), step=0, skipped=0, seed=4)
     save(tmp_path, [past])
     state, out = start(tmp_path)
     assert same(state, past)

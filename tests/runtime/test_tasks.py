@@ -1,5 +1,6 @@
 """Benchmarks within a run: every so many steps, into its metrics, as maxlm.evaluate finds them afterwards."""
 
+import importlib.util
 import json
 
 import pytest
@@ -13,9 +14,11 @@ from tests.conftest import ROOT
 from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.test_train import arguments
 
-pytest.importorskip('lm_eval')
+# Found without its import, which takes seconds.
+needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs the extra eval')
 
 
+@needs_lm_eval
 def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['letters', 'rolling'])
     settings = {
@@ -41,6 +44,7 @@ def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):
     )
 
 
+@needs_lm_eval
 def test_tasks_that_write_text_are_refused_at_the_start(dataset, tmp_path, capfd):
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['generate'])
     settings = {'eval__tasks': f"('{tasks}',)", 'eval__tasks_every': 3}

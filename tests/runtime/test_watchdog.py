@@ -1,66 +1,98 @@
-"""A run that stands still is ended, with all stacks; one that goes on, waits for another or is in a phase is not."""
+"""Watchdog: it ends a process that stands still, but not one that steps, waits for another or is in a phase."""
 
-import subprocess
-import sys
+import threading
+import time
 
 import pytest
 
 from maxlm.errors import EXIT_PREEMPTED
-from tests.processes import ROOT
-
-# The end of a process is seen from outside only. `others` says whether all other processes wait too.
-PROGRAM = """
-import sys, time
-from pathlib import Path
 from maxlm.runtime.watchdog import Watchdog
 
+LIMIT = 0.1
+
+
 class Peers:
-    all_overdue = {others}
-    def set_overdue(self, yes):
+    """The other processes. `leave` is the end of this process, which the test outlives."""
+
+    def __init__(self, all_overdue):
+        self.all_overdue = all_overdue
+        self.left = threading.Event()
+        self.code, self.reason = None, ''
+
+    def set_overdue(self, overdue):
         pass
+
     def leave(self, code, reason):
-        import os
-        sys.stderr.flush()
-        os._exit(code)
-
-def stand_still():
-    time.sleep({seconds})
-
-with Watchdog({limit}, Peers(), Path(sys.argv[1])) as watchdog:
-    {begin}
-    {body}
-print('went on')
-"""
+        self.code, self.reason = code, reason
+        self.left.set()
 
 
-def run(tmp_path, body, *, limit=0.3, seconds=30, others=True, begin='watchdog.start()'):
-    program = PROGRAM.format(begin=begin, body=body, limit=limit, seconds=seconds, others=others)
-    command = [sys.executable, '-c', program, str(tmp_path)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def stand_still(peers, seconds):
+    peers.left.wait(seconds)
 
 
-@pytest.mark.parametrize('body', ['stand_still()', 'with watchdog.waiting(): stand_still()'])
-def test_a_process_that_stands_still_tells_where_and_ends(tmp_path, body):
-    result = run(tmp_path, body)
-    assert result.returncode == EXIT_PREEMPTED
-    for text in (result.stderr, (tmp_path / 'run.log').read_text()):
-        assert 'stuck: no step for 0.3 s (train.stuck_seconds)' in text
+def stands_still(watchdog, peers, seconds):
+    stand_still(peers, seconds)
+
+
+def waits(watchdog, peers, seconds):
+    with watchdog.waiting():
+        stand_still(peers, seconds)
+
+
+def is_in_a_phase(watchdog, peers, seconds):
+    with watchdog.phase():
+        stand_still(peers, seconds)
+
+
+def steps(watchdog, peers, seconds):
+    for _ in range(50):
+        time.sleep(seconds / 50)
+        watchdog.step_done()
+
+
+@pytest.mark.parametrize('body', [stands_still, waits])
+def test_a_process_that_stands_still_tells_where_and_ends(tmp_path, capfd, body):
+    peers = Peers(all_overdue=True)
+    with Watchdog(LIMIT, peers, tmp_path) as watchdog:
+        watchdog.start()
+        body(watchdog, peers, 30)
+    assert peers.code == EXIT_PREEMPTED
+    for text in (capfd.readouterr().err, (tmp_path / 'run.log').read_text()):
+        assert peers.reason in text
+        assert f'stuck: no step for {LIMIT} s (train.stuck_seconds)' in text
         assert 'in stand_still' in text
 
 
 @pytest.mark.parametrize(
     ('body', 'options'),
     [
-        ('with watchdog.phase(): stand_still()', {}),
+        (is_in_a_phase, {}),
         # Another process is at fault, and will tell.
-        ('with watchdog.waiting(): stand_still()', {'others': False}),
-        # What it waited for came: then it has the whole time again.
-        ('with watchdog.waiting(): stand_still()\n    time.sleep(0.15)', {'others': False}),
-        ('[(time.sleep(0.02), watchdog.step_done()) for _ in range(100)]', {'limit': 1}),
-        ('stand_still()', {'limit': 0}),
-        ('stand_still()', {'begin': 'watchdog.start(); watchdog.finish()'}),
+        (waits, {'all_overdue': False}),
+        (steps, {'limit': 0.4, 'seconds': 1.0}),
+        (stands_still, {'limit': 0}),
+        (stands_still, {'calls': ['start', 'finish']}),
+        (stands_still, {'calls': []}),
     ],
 )
-def test_a_process_that_has_a_reason_is_left_alone(tmp_path, body, options):
-    result = run(tmp_path, body, seconds=2, **options)
-    assert (result.returncode, result.stdout, result.stderr) == (0, 'went on\n', '')
+def test_a_process_that_has_a_reason_is_left_alone(tmp_path, capfd, body, options):
+    peers = Peers(options.get('all_overdue', True))
+    with Watchdog(options.get('limit', LIMIT), peers, tmp_path) as watchdog:
+        for name in options.get('calls', ['start']):
+            getattr(watchdog, name)()
+        body(watchdog, peers, options.get('seconds', 4 * LIMIT))
+    assert not peers.left.is_set()
+    assert capfd.readouterr().err == ''
+    assert not (tmp_path / 'run.log').exists()
+
+
+def test_what_a_process_waited_for_has_come_when_it_leaves(tmp_path):
+    """It then has the whole time again."""
+    peers = Peers(all_overdue=False)
+    with Watchdog(4 * LIMIT, peers, tmp_path) as watchdog:
+        watchdog.start()
+        waits(watchdog, peers, 5 * LIMIT)
+        peers.all_overdue = True
+        stand_still(peers, 2 * LIMIT)
+    assert not peers.left.is_set()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import urllib.request
 
 import pytest
 
@@ -31,8 +29,6 @@ def url(request, monkeypatch):
     with s3_buckets.running(monkeypatch) as client:
         client.create_bucket(Bucket='bucket')
         yield 's3://bucket/runs/one'
-        # Servers of one process share what is stored.
-        urllib.request.urlopen(f'{os.environ["AWS_ENDPOINT_URL"]}/moto-api/reset', b'').close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Where a run keeps what it has: by its flags, on a machine it comes back to, and on one that is new."""
+"""Storage of a run: by its flags, on a machine that it comes back to, and on a new one."""
 
 from __future__ import annotations
 
