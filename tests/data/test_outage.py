@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import errno
 
-import aiohttp
-import botocore.exceptions
-import gcsfs.retry
-import google.auth.exceptions
 import pytest
-import requests
 
 from maxlm.data.outage import Outage, UnreachableError, backoff_seconds, fault, redact
 from maxlm.errors import InputError
+
+aiohttp = pytest.importorskip('aiohttp', reason='the extra gcs or s3')
+requests = pytest.importorskip('requests', reason='the extra gcs')
+botocore_errors = pytest.importorskip('botocore.exceptions', reason='the extra s3')
+gcsfs_errors = pytest.importorskip('gcsfs.retry', reason='the extra gcs')
+google_errors = pytest.importorskip('google.auth.exceptions', reason='the extra gcs')
 
 
 def test_backoff_doubles_up_to_a_minute():
@@ -20,7 +21,7 @@ def test_backoff_doubles_up_to_a_minute():
 
 def s3_error(status):
     response = {'Error': {'Code': str(status)}, 'ResponseMetadata': {'HTTPStatusCode': status}}
-    return botocore.exceptions.ClientError(response, 'GetObject')
+    return botocore_errors.ClientError(response, 'GetObject')
 
 
 def caused(error, cause):
@@ -36,11 +37,11 @@ def caused(error, cause):
         OSError(errno.EHOSTUNREACH, 'no route'),
         aiohttp.ClientPayloadError('not completed'),
         requests.exceptions.ProxyError(),
-        google.auth.exceptions.TransportError('x'),
-        botocore.exceptions.EndpointConnectionError(endpoint_url='http://127.0.0.1'),
-        botocore.exceptions.ReadTimeoutError(endpoint_url='http://127.0.0.1'),
-        gcsfs.retry.HttpError({'code': 503, 'message': 'busy'}),
-        gcsfs.retry.HttpError({'code': '429', 'message': 'slow down'}),
+        google_errors.TransportError('x'),
+        botocore_errors.EndpointConnectionError(endpoint_url='http://127.0.0.1'),
+        botocore_errors.ReadTimeoutError(endpoint_url='http://127.0.0.1'),
+        gcsfs_errors.HttpError({'code': 503, 'message': 'busy'}),
+        gcsfs_errors.HttpError({'code': '429', 'message': 'slow down'}),
         s3_error(500),
         caused(OSError(errno.EBUSY, 'slow down'), s3_error(503)),
     ],
@@ -59,9 +60,9 @@ def test_what_may_pass_is_told_apart(error):
         (PermissionError('no'), 'access denied'),
         (caused(PermissionError('no'), s3_error(403)), 'access denied'),
         (OSError('Forbidden: b/x\nno'), 'access denied'),
-        (gcsfs.retry.HttpError({'code': 401, 'message': 'no'}), 'no valid credentials'),
-        (botocore.exceptions.NoCredentialsError(), 'Unable to locate credentials'),
-        (gcsfs.retry.HttpError({'code': 416, 'message': 'no such range'}), 'no such range'),
+        (gcsfs_errors.HttpError({'code': 401, 'message': 'no'}), 'no valid credentials'),
+        (botocore_errors.NoCredentialsError(), 'Unable to locate credentials'),
+        (gcsfs_errors.HttpError({'code': 416, 'message': 'no such range'}), 'no such range'),
         (ValueError('of a\nlibrary'), 'of a library'),
     ],
     ids=repr,

@@ -2,7 +2,7 @@
 
 import json
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 import torch
@@ -75,6 +75,9 @@ def test_each_of_the_two_forms_is_enough(family, scaling):
         assert essentials(from_config(old, 'config.json')) == essentials(model)
 
 
+angles = jax.jit(rotary_angles, static_argnums=1)
+
+
 def angles_in_transformers(config, length):
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**config))
     with torch.no_grad():
@@ -90,12 +93,12 @@ def test_angles_are_those_of_transformers(family, scaling):
     length, model = 40, scaled_model(family, scaling)
     config = {**to_config(model), 'num_hidden_layers': 1, 'layer_types': None, 'vocab_size': 4}
     cos, sin = angles_in_transformers(config, length)
-    ours = rotary_angles(jnp.arange(length)[None], model)
+    ours = angles(np.arange(length)[None, :], model)
     half = cos.shape[-1] // 2
     np.testing.assert_allclose(ours.cos_BT1P[0, :, 0], cos[:, :half], atol=1e-5)
     np.testing.assert_allclose(ours.sin_BT1P[0, :, 0], sin[:, :half], atol=1e-5)
     if scaling != 'none':
-        plain = rotary_angles(jnp.arange(length)[None], scaled_model(family, 'none'))
+        plain = angles(np.arange(length)[None, :], scaled_model(family, 'none'))
         assert np.abs(np.asarray(plain.cos_BT1P[0, :, 0]) - cos[:, :half]).max() > 1e-2
 
 
