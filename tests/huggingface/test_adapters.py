@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from flax import nnx
-from peft import PeftModel
 from safetensors.numpy import load_file
 
 from maxlm import hf
@@ -81,6 +80,9 @@ def test_peft_computes_what_maxlm_computes(tmp_path, family, targets, capsys):
     assert f'adapters of {sum(array.size for array in arrays.values()):,} parameters' in capsys.readouterr().out
     assert sorted(path.name for path in adapter.iterdir()) == ['adapter_config.json', 'adapter_model.safetensors']
     wanted = our_logits(workdir)
+    # Its import takes three seconds, which every worker would spend.
+    from peft import PeftModel
+
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype='float32')
     plain = their_logits(model)
     np.testing.assert_allclose(their_logits(PeftModel.from_pretrained(model, adapter)), wanted, atol=1e-4)

@@ -199,7 +199,8 @@ def rewrite(directory, change):
 class Saved(NamedTuple):
     """A model that Transformers saved, and the parameters of its import."""
 
-    model: transformers.PreTrainedModel
+    # A string: evaluating it takes three seconds at import.
+    model: 'transformers.PreTrainedModel'
     directory: Path
     wanted: dict[str, np.ndarray]
 
