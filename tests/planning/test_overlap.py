@@ -159,6 +159,8 @@ def compiled(options):
     return read_overlap(step.as_text(), config.mesh.sizes, target.chip, num_devices=target.num_devices)
 
 
+# Two programs, of up to a minute of a core each.
+@pytest.mark.timeout(600)
 @pytest.mark.nightly
 def test_products_in_steps_hide_sums_of_gradients():
     ours, whole = compiled({}), compiled(WHOLE_PRODUCTS)

@@ -17,6 +17,9 @@ from maxlm.training.state import abstract_state
 from tests.small import small_config
 from tests.topologies import tpu_devices
 
+# The compiler takes 20 seconds of an idle core, and a test may need two programs.
+pytestmark = pytest.mark.timeout(300)
+
 CHIPS = 16
 DIM, WINDOW, GLOBAL_BATCH = 1024, 512, 32
 MODEL = {
