@@ -15,6 +15,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/venv.sh
 maxlm_venv dev
+# The workers and the processes that tests start compile each module once, not every time.
+unset PYTHONDONTWRITEBYTECODE
 
 format() {
   ruff check .
