@@ -1,22 +1,26 @@
-"""Starts several processes of one program for the imports of one: `python -m tests.forking MODULE:FUNCTION`.
+"""Starts processes by fork, which skip the seconds that importing JAX and maxlm takes.
 
-The parent imports the module, asks nothing of JAX, and forks a process for each request that it reads. What JAX reads
-from the environment when it is imported is the same for all of them.
+`python -m tests.forking` is the server of a test process. It imports the modules that are to run, each once, asks
+nothing of JAX's devices, and forks a process for each request that it reads, one JSON value a line. A process gets the
+arguments, environment and files that it would have if it had been started by `python -m`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib
-import inspect
+import itertools
 import json
-import math
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,27 +29,78 @@ from tests.cpu import cpu_flags
 
 # Not that of tests.conftest, which sets the number of devices.
 ROOT = Path(__file__).parent.parent
+# The server imports without these variables, so that a process that lacks one finds the default.
+READ_BY_IMPORTS = ('JAX_', 'FSSPEC_')
+
+
+class Server:
+    """The server, seen from the test process."""
+
+    def __init__(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(READ_BY_IMPORTS)}
+        command = [sys.executable, '-m', 'tests.forking']
+        pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+        self._numbers = itertools.count()
+
+    def ask(self, **request: Any) -> Any:
+        """Returns the answer to a request."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        number = next(self._numbers)
+        print(json.dumps([number, request]), file=self._process.stdin, flush=True)
+        # A test that ran out of time may have left the answer to its last request unread.
+        answered = -1
+        while answered != number:
+            answered, answer = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        """Ends the server, which kills the processes that are left."""
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+
+@functools.cache
+def server() -> Server:
+    """Returns the server of this process, which ends with it."""
+    started = Server()
+    atexit.register(started.close)
+    return started
 
 
 class Forked:
-    """A process that the parent has forked, as `subprocess.Popen` shows one."""
+    """A process of the server, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, parent: Parent, pid: int, output: Path):
-        self.pid, self._parent, self._output = pid, parent, output
+    def __init__(self, pid: int, output: Path):
+        self.pid, self._output = pid, output
         self.returncode: int | None = None
 
-    def wait(self, timeout: float = math.inf) -> int:
-        """Returns the exit code, below 0 after a signal."""
-        deadline = time.monotonic() + timeout
-        while self.returncode is None:
-            self.returncode = self._parent.ask({'poll': self.pid})
-            assert self.returncode is not None or time.monotonic() < deadline, f'still running: {self.stdout}'
-            time.sleep(0.01)
+    def poll(self) -> int | None:
+        """Returns the exit code, below 0 after a signal; None while the process runs."""
+        if self.returncode is None:
+            self.returncode = server().ask(poll=self.pid)
         return self.returncode
 
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the exit code; raises TimeoutError after `timeout` seconds."""
+        began = time.monotonic()
+        while (code := self.poll()) is None:
+            if timeout is not None and time.monotonic() - began > timeout:
+                raise TimeoutError(f'still running after {timeout} s: {self.stdout}{self.stderr}')
+            time.sleep(0.01)
+        return code
+
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the process."""
-        os.kill(self.pid, number)
+        """Sends a signal, unless the process has ended."""
+        # A process that nobody has polled keeps its id.
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Sends SIGKILL, unless the process has ended."""
+        self.send_signal(signal.SIGKILL)
 
     @property
     def stdout(self) -> str:
@@ -59,56 +114,58 @@ class Forked:
 
 
 class Parent:
-    """The parent, seen from the test. `forking` makes one."""
+    """Starts processes that run the same; `forking` makes one."""
 
-    def __init__(self, function: str, environment: dict[str, str]):
-        command = [sys.executable, '-m', 'tests.forking', function]
-        pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+    def __init__(self, target: str, environment: dict[str, str]):
+        self._target, self._environment = target, environment
+        self._started: list[Forked] = []
 
-    def start(self, arguments: Sequence[object], output: Path, environment: dict[str, str] | None = None) -> Forked:
-        """Forks a process.
+    def start(self, arguments: Sequence[object], output: Path, environment: Mapping[str, str] | None = None) -> Forked:
+        """Starts a process.
 
         Args:
             arguments: its command line.
             output: file for its standard output; that of standard error lies beside it.
-            environment: variables to set, for what is not read by imports.
+            environment: variables to set for this process.
         """
         output.parent.mkdir(parents=True, exist_ok=True)
-        request = {'arguments': list(map(str, arguments)), 'output': str(output), 'environment': environment or {}}
-        return Forked(self, self.ask(request), output)
+        # By the time the server answers, the process may not have opened them.
+        for path in (output, Path(f'{output}.err')):
+            path.write_bytes(b'')
+        pid = server().ask(
+            target=self._target,
+            arguments=list(map(str, arguments)),
+            output=str(output),
+            environment={**self._environment, **(environment or {})},
+        )
+        self._started.append(Forked(pid, output))
+        return self._started[-1]
 
     def start_run(self, count: int, arguments: Sequence[object], folder: Path) -> list[Forked]:
-        """Forks `count` processes of one run, whose outputs go to `folder`."""
-        together = {'MAXLM_COORDINATOR': f'127.0.0.1:{free_port()}', 'MAXLM_NUM_PROCESSES': str(count)}
+        """Starts `count` processes of one run, whose outputs go to `folder`."""
+        run = {'MAXLM_COORDINATOR': f'127.0.0.1:{free_port()}', 'MAXLM_NUM_PROCESSES': str(count)}
         return [
-            self.start(arguments, folder / f'process-{number}.log', {**together, 'MAXLM_PROCESS_ID': str(number)})
+            self.start(
+                arguments,
+                folder / f'process-{number}.log',
+                {**run, 'MAXLM_PROCESS_ID': str(number)} if count > 1 else None,
+            )
             for number in range(count)
         ]
 
-    def ask(self, request: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
-
     def close(self) -> None:
-        """Ends the parent, which kills the processes that are left."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        """Kills the processes that are left."""
+        for process in self._started:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
-def forking(
-    function: str, *, devices: int = 1, environment: Mapping[str, str | None] | None = None
-) -> Iterator[Parent]:
-    """Yields the parent of processes that call `function`.
+def forking(target: str, *, devices: int = 1, environment: Mapping[str, str | None] | None = None) -> Iterator[Parent]:
+    """Yields the parent of processes that run `target`; those that are left at the end are killed.
 
     Args:
-        function: as MODULE:NAME. It takes the arguments of the command line, or nothing and reads `sys.argv`.
+        target: MODULE, which runs as by `python -m`, or MODULE:FUNCTION, which is called without arguments.
         devices: virtual CPU devices of each process.
         environment: variables to set; None removes one.
     """
@@ -120,7 +177,7 @@ def forking(
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     }
     merged = {**os.environ, **settings, **(environment or {})}
-    parent = Parent(function, {name: value for name, value in merged.items() if value is not None})
+    parent = Parent(target, {name: value for name, value in merged.items() if value is not None})
     try:
         yield parent
     finally:
@@ -128,49 +185,79 @@ def forking(
 
 
 def free_port() -> int:
+    """Returns a TCP port of this machine on which nobody listens."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         port: int = listener.getsockname()[1]
         return port
 
 
-def main(name: str) -> None:
+def main() -> None:
     """Serves requests until the input ends."""
-    module, _, function = name.partition(':')
-    run = getattr(importlib.import_module(module), function)
-    takes_arguments = bool(inspect.signature(run).parameters)
+    # The first module to be imported may set variables that JAX reads.
+    importlib.import_module('jax')
     children: set[int] = set()
     # By descriptor: nothing is buffered that a child would read or write again.
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), 'w')
+    # What an import prints is no answer.
+    os.dup2(2, 1)
     while line := requests.readline():
-        request = json.loads(line)
+        number, request = json.loads(line)
         if 'poll' in request:
             pid, status = os.waitpid(request['poll'], os.WNOHANG)
             children.discard(pid)
             answer = os.waitstatus_to_exitcode(status) if pid else None
-        elif (answer := os.fork()) == 0:
-            requests.close()
-            answers.close()
-            become(request)
-            sys.exit(run(*([sys.argv[1:]] if takes_arguments else [])))
         else:
+            # An error is raised once more in the process, whose output shows it.
+            with contextlib.suppress(Exception):
+                importlib.import_module(request['target'].partition(':')[0])
+            with warnings.catch_warnings():
+                # NumPy's BLAS has a thread, which Python 3.12 warns of.
+                warnings.simplefilter('ignore', DeprecationWarning)
+                answer = os.fork()
+            if answer == 0:
+                requests.close()
+                answers.close()
+                become(**request)
+                return
             children.add(answer)
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps([number, answer]), file=answers, flush=True)
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def become(request: dict[str, Any]) -> None:
-    """Gives a forked process its command line, environment, input and outputs."""
-    sys.argv[1:] = request['arguments']
-    os.environ.update(request['environment'])
+def become(target: str, arguments: list[str], output: str, environment: dict[str, str]) -> None:
+    """Runs a module or a function in this process, which was forked for it."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    for descriptor, path in enumerate(('/dev/null', request['output'], f'{request["output"]}.err')):
+    for descriptor, path in enumerate((os.devnull, output, f'{output}.err')):
         opened = os.open(path, os.O_RDONLY if descriptor == 0 else flags, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
+    os.environ.clear()
+    os.environ.update(environment)
+    read_environment()
+    module, _, function = target.partition(':')
+    sys.argv = [module, *arguments]
+    if function:
+        sys.exit(getattr(importlib.import_module(module), function)())
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name='__main__', alter_sys=True)
+
+
+def read_environment() -> None:
+    """Reads the variables that modules read when the server imported them."""
+    import jax
+
+    for name, value in os.environ.items():
+        key = name.lower()
+        if name.startswith('JAX_') and key in jax.config.values:
+            kind = type(jax.config.values[key])
+            jax.config.update(key, kind(json.loads(value.lower())) if kind in (bool, int, float) else value)
+    if 'fsspec.config' in sys.modules:
+        config = sys.modules['fsspec.config']
+        config.set_conf_env(config.conf)
 
 
 if __name__ == '__main__':
-    main(sys.argv[1])
+    main()

@@ -23,8 +23,8 @@ from maxlm import train
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED
 from maxlm.runtime.checkpoint import saved_steps
 from maxlm.runtime.metrics import read_metrics
+from tests.forking import free_port
 from tests.killing_training import written
-from tests.processes import free_port
 
 COUNT = 2
 # A test that fails comes to its end.

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -16,82 +16,34 @@ from typing import Any
 from maxlm import train
 from maxlm.errors import InputError, exit_code
 from maxlm.runtime import reading
-from tests.cpu import cpu_flags
-from tests.fork_server import fork_server
-
-# Not that of tests.conftest, which sets the number of devices.
-ROOT = Path(__file__).parent.parent
+from tests.forking import forking
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return listener.getsockname()[1]
+class Processes(contextlib.AbstractContextManager['Processes']):
+    """Processes that run the same command; leaving the context kills those that are left."""
 
-
-class Processes:
-    """While entered, `count` processes that run the same command; leaving kills those that are left."""
-
-    def __init__(
-        self,
-        count: int,
-        devices: int,
-        command: list[str],
-        *,
-        logs: Path,
-        cache: Path | None = None,
-        module: str = 'maxlm.train',
-    ):
+    def __init__(self, count: int, devices: int, command: list[str], *, logs: Path, module: str = 'maxlm.train'):
         """
         Args:
             count: of processes.
             devices: virtual devices of each.
             command: arguments of `module`.
             logs: directory for what they print.
-            cache: of compiled programs; None = that of the test session.
             module: what they run.
         """
-        self._logs = logs
-        logs.mkdir(parents=True, exist_ok=True)
-        coordinator = f'127.0.0.1:{free_port()}'
-        environment = {
-            **os.environ,
-            'JAX_PLATFORMS': 'cpu',
-            'XLA_FLAGS': cpu_flags(devices),
-            'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-            'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-        }
-        if cache is not None:
-            environment['JAX_COMPILATION_CACHE_DIR'] = str(cache)
-        self.all = []
-        for number in range(count):
-            if count > 1:
-                environment |= {
-                    'MAXLM_COORDINATOR': coordinator,
-                    'MAXLM_NUM_PROCESSES': str(count),
-                    'MAXLM_PROCESS_ID': str(number),
-                }
-            started = fork_server().start(module, command, environment=environment, log=self._log(number))
-            self.all.append(started)
-
-    def __enter__(self) -> Processes:
-        return self
+        self._stack = contextlib.ExitStack()
+        self.all = self._stack.enter_context(forking(module, devices=devices)).start_run(count, command, logs)
 
     def __exit__(self, *_: object) -> None:
-        for process in self.all:
-            process.kill()
-            process.wait()
+        self._stack.close()
 
     def wait(self, timeout: float = 120) -> list[int]:
         """Returns the exit codes of all."""
         return [process.wait(timeout) for process in self.all]
 
     def output(self, number: int) -> str:
-        """Returns what a process has printed so far."""
-        return self._log(number).read_text()
-
-    def _log(self, number: int) -> Path:
-        return self._logs / f'process-{number}.log'
+        """Returns what a process has printed so far, to standard error last."""
+        return self.all[number].stdout + self.all[number].stderr
 
 
 def main(fault: str, arguments: list[str]) -> int:

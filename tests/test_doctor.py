@@ -124,7 +124,7 @@ def test_where_nothing_is_installed_it_still_speaks():
 @pytest.mark.multiprocess
 def test_two_processes_are_looked_at_together(tmp_path):
     words = ['--only=python,processes,devices,links', '--json']
-    with Processes(2, 2, words, logs=tmp_path / 'logs', cache=tmp_path / 'cache', module='maxlm.doctor') as processes:
+    with Processes(2, 2, words, logs=tmp_path / 'logs', module='maxlm.doctor') as processes:
         codes = processes.wait()
         said = [processes.output(number) for number in range(2)]
     assert codes == [EXIT_DONE] * 2, said

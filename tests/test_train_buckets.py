@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 
@@ -13,8 +12,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.runtime.metrics import read_metrics
 from maxlm.runtime.storage.run import RunStorage
 from tests.buckets import s3 as s3_buckets
-from tests.cpu import cpu_flags
-from tests.fork_server import fork_server
+from tests.forking import forking
 from tests.gcs_emulator import running
 from tests.processes import Processes
 from tests.test_train import arguments, curve, params_of, run, same
@@ -43,14 +41,13 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
     """Starts a process for each life, since TensorStore reads its environment once."""
     url = 'gs://bucket/runs/one'
     with running('bucket') as emulator:
-        environment = {**os.environ, **emulator.environment, 'XLA_FLAGS': cpu_flags(8), 'HOME': str(tmp_path)}
-        environment |= {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
-        log = tmp_path / 'log'
+        environment = {**emulator.environment, 'HOME': str(tmp_path)}
 
         def maxlm(verb, *words):
-            process = fork_server().start(f'maxlm.{verb}', words, environment=environment, log=log)
-            assert process.wait(100) == EXIT_DONE, log.read_text()
-            return log.read_text()
+            with forking(f'maxlm.{verb}', devices=8, environment=environment) as parent:
+                process = parent.start(words, tmp_path / 'log')
+                assert process.wait(100) == EXIT_DONE, process.stdout + process.stderr
+                return process.stdout + process.stderr
 
         def life(machine, num_steps, **settings):
             settings = {**SETTINGS, 'data__cache': tmp_path / machine, 'train__num_steps': num_steps, **settings}

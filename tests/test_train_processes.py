@@ -14,10 +14,12 @@ from maxlm.runtime.goodput import read_ledger
 from maxlm.runtime.lines import read_lines
 from maxlm.runtime.metrics import SAMPLES, read_metrics
 from maxlm.train import main
+from tests.conftest import ROOT
 from tests.cpu import CHEAP_COMPILER
 from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.faults import measured
-from tests.processes import ROOT, Processes, free_port
+from tests.forking import free_port
+from tests.processes import Processes
 from tests.test_train import arguments, curve, params_of, run, same
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures('shared_steps')]

@@ -255,10 +255,9 @@ def test_every_mesh_draws_the_same(mesh, gather_once, llama):
 
 @pytest.mark.multiprocess
 def test_two_processes_draw_the_same_and_have_all(tmp_path):
-    command = Processes(2, 1, [], logs=tmp_path / 'logs', cache=tmp_path, module='tests.inference.sampler_pair')
-    with command as processes:
+    with Processes(2, 1, [], logs=tmp_path / 'logs', module='tests.inference.sampler_pair') as processes:
         assert processes.wait() == [0, 0], processes.output(0) + processes.output(1)
-        first, second = (json.loads(processes.output(number).splitlines()[-1]) for number in range(2))
+        first, second = (json.loads(process.stdout.splitlines()[-1]) for process in processes.all)
     assert first == second
     alone = draw('gpt2')
     assert first['tokens'] == alone.tokens_BR.tolist()

@@ -34,9 +34,8 @@ from tests.runtime.test_checkpoint import FACTS, abstract_on, random_state, same
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0}
 
+# Its address and the other are set by `main`.
 emulator = Emulator.__new__(Emulator)
-emulator.url = os.environ.get('STORAGE_EMULATOR_HOST')
-# Set by `main`.
 URL = ''
 
 
@@ -255,6 +254,7 @@ def main():
     global URL  # noqa: PLW0603
     name, *numbers = sys.argv[1:]
     URL = f'gs://bucket/runs/{name}'
+    emulator.url = os.environ['STORAGE_EMULATOR_HOST']
     logging.getLogger('absl').setLevel(logging.ERROR)
     jax.config.update('jax_platforms', 'cpu')
     print(json.dumps(globals()[name](*map(float, numbers))))

@@ -15,8 +15,8 @@ import pytest
 from maxlm.errors import EXIT_BAD_INPUT, InputError
 from maxlm.runtime import lock
 from maxlm.runtime.lock import LOCK, WorkdirLock, is_alive, this_process
+from tests.conftest import ROOT
 from tests.faults import how_many, measured
-from tests.processes import ROOT
 
 QUICK = {'beat_seconds': 0.1, 'stale_seconds': 1.0}
 # Takes the lock of a directory, says so, and keeps it until its input ends.

@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.errors import EXIT_PREEMPTED
 from maxlm.runtime.preemption import StopRequest
-from tests.processes import ROOT
+from tests.conftest import ROOT
 
 
 def send(number):

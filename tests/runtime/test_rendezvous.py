@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.runtime.rendezvous import NotTogetherError, meet
-from tests.processes import free_port
+from tests.forking import free_port
 
 
 def outcomes(members, seconds=30.0):
