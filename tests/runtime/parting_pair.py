@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import jax
 
@@ -13,13 +15,17 @@ from maxlm.runtime.peers import Peers, part
 
 
 def main() -> None:
-    """Ends with 3; the process whose number is the argument is suspended before it has taken leave, -1 = none."""
-    suspended = int(sys.argv[1])
+    """Exits with 3. Arguments: number of the process that is suspended before it parts (-1: none), and a directory."""
+    suspended, directory = int(sys.argv[1]), Path(sys.argv[2])
     join()
     with Peers():
         # Opens what the processes have between them.
         jax.device_count()
+    (directory / f'done-{jax.process_index()}').touch()
     if jax.process_index() == suspended:
+        # Until then the other one may need an answer of this process' coordination service.
+        while not (directory / f'done-{1 - suspended}').exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
     part(3)
     print('took leave')

@@ -42,7 +42,7 @@ def parent():
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('suspended', [-1, 0, 1])
 def test_who_is_lost_when_all_is_done_does_not_spoil_it(parent, suspended, tmp_path):
-    pair = parent.start_run(2, [suspended], tmp_path)
+    pair = parent.start_run(2, [suspended, tmp_path], tmp_path)
     for number, process in enumerate(pair):
         if number != suspended:
             assert process.wait(60) == 3, process.stderr
