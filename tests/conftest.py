@@ -1,5 +1,6 @@
 """Settings of every test session: eight virtual CPU devices, shared compiled programs, tiers and memory."""
 
+import ctypes
 import gc
 import os
 import shutil
@@ -34,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 # Fixtures that start a browser or an emulator of a bucket on loopback.
 MARK_OF_FIXTURE = {'browser': 'browser', 'gcs': 'network_emulator', 's3': 'network_emulator'}
 # A worker whose memory exceeds this drops JAX's traces and programs after the current module.
-CLEAR_CACHES_BYTES = 1.5 * 2**30
+CLEAR_CACHES_BYTES = 1.25 * 2**30
 
 
 def pytest_unconfigure(config):
@@ -70,6 +71,8 @@ def _bounded_memory():
     if psutil.Process().memory_info().rss > CLEAR_CACHES_BYTES:
         jax.clear_caches()
         gc.collect()
+        # Runs in this process have malloc keep what is freed.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def make_dataset(folder: Path) -> Path:
