@@ -87,7 +87,8 @@ class Side:
         """Ends the process, whatever it is doing."""
         if self._process.poll() is None:
             self._process.terminate()
-        self._process.wait()
+        # Waits, and closes its pipes.
+        self._process.communicate()
 
     def _ask(self, line: str) -> Any:
         assert self._process.stdin

@@ -193,7 +193,8 @@ class Server:
     def end(self) -> None:
         """Stops it."""
         self._process.terminate()
-        self._process.wait()
+        # Waits, and closes its pipe.
+        self._process.communicate()
 
 
 class Peer:
@@ -212,9 +213,8 @@ class Peer:
 
     def end(self) -> None:
         """Ends the process."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        # Waits, and closes its pipes.
+        self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout

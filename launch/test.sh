@@ -46,12 +46,13 @@ case "${1:-}" in
     format
     maxlm_gpu_compiler
     maxlm_browser
-    mapfile -t files < <(python -m tools.affected_tests "${2:-main}")
-    if [ "${#files[@]}" = 0 ]; then
+    files="$(python -m tools.affected_tests "${2:-main}")"
+    if [ -z "$files" ]; then
       echo "no test depends on what changed since ${2:-main}"
       exit 0
     fi
-    run_pytest "${files[@]}"
+    # shellcheck disable=SC2086  # one word for each file
+    run_pytest $files
     ;;
   --nightly)
     shift

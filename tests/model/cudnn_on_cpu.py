@@ -39,8 +39,8 @@ def run_backward(q_BTNH, k_BSKH, v_BSKH, statistics_CNT, do_BTNH, o_BTNH, start_
 
 def _tokens(start_C1, length):
     """Of each document the tokens of the device from its first on, and which of them are its own."""
-    places = jnp.arange(length)
-    return start_C1[:-1, None] + places, places < jnp.diff(start_C1)[:, None]
+    places_1T = jnp.arange(length)[None, :]
+    return start_C1[:-1, None] + places_1T, places_1T < jnp.diff(start_C1)[:, None]
 
 
 def _by_document(start_C1, *arrays):
@@ -53,9 +53,9 @@ def _by_document(start_C1, *arrays):
 def _scores(q, k, start_C1, window):
     T, H = q.shape[1], q.shape[-1]
     _, is_inside_CT = _tokens(start_C1, T)
-    behind_TS = jnp.arange(T)[:, None] - jnp.arange(T)
+    behind_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
     is_seen_TS = (behind_TS >= 0) & (behind_TS < (window or T))
-    is_seen_CNTS = is_seen_TS & is_inside_CT[:, None, None, :]
+    is_seen_CNTS = is_seen_TS[None, None] & is_inside_CT[:, None, None, :]
     return jnp.where(is_seen_CNTS, jnp.einsum('CTNH,CSNH->CNTS', q, k) / math.sqrt(H), -1e30), is_inside_CT
 
 

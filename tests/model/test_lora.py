@@ -151,7 +151,7 @@ def test_stacked_and_unrolled_layers_and_what_is_kept_are_the_same():
         params = with_arrays(params_of(config), adapter_arrays(config.model))
 
         def loss(params):
-            return (forward(config)(params, TOKENS) ** 2 * jnp.arange(config.model.dim)).mean()
+            return (forward(config)(params, TOKENS) ** 2 * jnp.arange(config.model.dim)[None, None, :]).mean()
 
         return jax.jit(jax.value_and_grad(loss))(params)
 
@@ -186,7 +186,7 @@ def test_the_formula(in_shape, out_shape):
     linear = make_linear(np.random.default_rng(1), in_shape, out_shape, Adapter(4, 2.5))
     x = np.random.default_rng(0).normal(size=(3, 5, *in_shape)).astype(np.float32)
     n = len(in_shape)
-    plain = np.tensordot(x, linear.kernel[...], n) + linear.bias[...]
+    plain = np.tensordot(x, linear.kernel[...], n) + np.asarray(linear.bias[...])
     added = 2.5 * np.tensordot(np.tensordot(x, linear.lora_a[...], n), linear.lora_b[...], 1)
     np.testing.assert_allclose(jax.jit(linear.__call__)(x), plain + added, rtol=1e-5, atol=1e-5)
     assert np.abs(added).mean() > 0.1
