@@ -170,7 +170,10 @@ class Linear(nnx.Module):
             lora_b = self._gathered(self.lora_b, (RANK, *self.axes[self.num_in :]), y.dtype)
             # The scale where the arrays are small.
             y = y + self._product(lowered * self.lora_scale, lora_b, 1).reshape(y.shape)
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(y.dtype)
+        return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
 
     @property
     def _is_whole(self) -> bool:

@@ -28,7 +28,7 @@ class Norm(nnx.Module):
             y = y - y.mean(-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.epsilon)
         if self.scale is not None:
-            y = y * jnp.broadcast_to(self.scale[...], y.shape)
+            y = y * jnp.expand_dims(self.scale[...], range(y.ndim - 1))
         if self.bias is not None:
-            y = y + jnp.broadcast_to(self.bias[...], y.shape)
+            y = y + jnp.expand_dims(self.bias[...], range(y.ndim - 1))
         return y.astype(x.dtype)

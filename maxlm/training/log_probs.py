@@ -41,8 +41,7 @@ def token_log_probs(
 
     def log_probs(scores_RPNV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = soft_capped(scores_RPNV, logit_softcap)
-        ids_RPNV = jnp.arange(scores.shape[-1])[None, None, None]
-        is_target = ids_RPNV == targets[..., None]
+        is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
         log_z = jax.nn.logsumexp(scores, axis=-1)
         entropy = log_z - (jnp.exp(scores - log_z[..., None]) * scores).sum(-1)
         return jnp.where(is_target, scores, 0).sum(-1) - log_z, entropy

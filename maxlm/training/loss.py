@@ -60,8 +60,7 @@ def cross_entropy(
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
         scores = soft_capped(scores_RPNV, logit_softcap)
         # A sum over a selection: its gradient is a selection too, where that of an index would be a scatter.
-        ids_RPNV = jnp.arange(scores.shape[-1])[None, None, None]
-        is_target = ids_RPNV == targets[..., None]
+        is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
         log_z = jax.nn.logsumexp(scores, axis=-1)
         loss = weights * (log_z - jnp.where(is_target, scores, 0).sum(-1))
         log_z_squared = weights * jnp.square(log_z)
