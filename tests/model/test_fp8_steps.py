@@ -25,8 +25,8 @@ LAYOUTS = [
         marks=pytest.mark.nightly,
     ),
 ]
-# Of float32's sums in another order, as measured with four seeds: 2e-7 at most. Other products change the norm of the
-# gradient by 3e-4 to 3e-3.
+# Sums of float32 in another order differ by 2e-7 at most, and by 1.5e-4 where one number moves to the next 8-bit float.
+# Other products change the norm of the gradient by 3e-4 to 3e-3.
 TOLERANCE = 2e-5
 # Loss, after which blocks have learnt something: it starts at ln 61 = 4.1.
 LEARNED = 3.2
@@ -73,20 +73,28 @@ def test_with_other_scales_a_model_does_not(monkeypatch):
     assert last_loss(*compiled.__wrapped__(**FP8)) > last_loss(*compiled()) + 2 * SAME
 
 
-def first_step(**overrides):
-    """Loss and norm of the gradient."""
+def first_steps(**overrides):
+    """Loss and norm of the gradient [3, 2] of the first step on three batches."""
     config, layout, step = compiled(**overrides)
-    batch = layout.put_batch(small_batch(config), config.train.global_batch)
-    _, metrics = step(first_state(config, layout), batch)
-    return np.array([float(metrics[name]) for name in ('loss', 'grad_norm')])
+    rows = []
+    for seed in range(3):
+        batch = layout.put_batch(small_batch(config, seed), config.train.global_batch)
+        _, metrics = step(first_state(config, layout), batch)
+        rows.append([float(metrics[name]) for name in ('loss', 'grad_norm')])
+    return np.array(rows)
+
+
+def difference(measured, expected):
+    """Relative difference of most batches: a sum in another order may move a number to the next 8-bit float."""
+    return np.median(np.abs(measured / expected - 1), axis=0)
 
 
 @pytest.mark.parametrize('layout', LAYOUTS, ids=str)
 def test_every_layout_computes_what_one_device_computes(layout):
-    difference = np.abs(first_step(num_devices=8, **FP8, **layout) / first_step(**FP8) - 1)
-    assert (difference < TOLERANCE).all()
+    expected = first_steps(**FP8)
+    assert (difference(first_steps(num_devices=8, **FP8, **layout), expected) < TOLERANCE).all()
     # Control: other products compute something else.
-    assert (np.abs(first_step() / first_step(**FP8) - 1) > 5 * TOLERANCE).any()
+    assert (difference(first_steps(), expected) > 5 * TOLERANCE).any()
 
 
 PROGRAM = """
