@@ -66,8 +66,10 @@ case "${1:-}" in
     maxlm_browser
     report="$(mktemp)"
     trap 'rm -f "$report"' EXIT
-    run_pytest --time-report="$report" "$@"
+    code=0
+    run_pytest --time-report="$report" "$@" || code=$?
     python -m benchmarks.test_time "$report" --save
+    exit "$code"
     ;;
   --coverage)
     shift

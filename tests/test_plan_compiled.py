@@ -33,8 +33,10 @@ ON_TPU_LARGE = [
 ]
 ON_GPU = [
     ('1b.py', 'h100:8', (), True),
-    ('neox.py:production_8gpu', 'h100:8', (), True),
     ('depth.py:64', 'h100:8', ('--vocab_size=32',), True),
+]
+ON_GPU_MORE = [
+    ('neox.py:production_8gpu', 'h100:8', (), True),
     ('depth.py:64', 'h100:8', ('--vocab_size=32', '--config.model.remat=none'), False),
     ('mix.py:xlarge', 'a100:8', (), True),
     ('code.py:7b', 'h100:8', (), True),
@@ -87,7 +89,9 @@ def test_tpu(capfd, config, target, options, fits):
 @pytest.mark.gpu
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not FOLDER, reason='launch/test.sh sets MAXLM_GPU_COMPILER: the compiler for NVIDIA GPUs')
-@pytest.mark.parametrize(('config', 'target', 'options', 'fits'), ON_GPU)
+@pytest.mark.parametrize(
+    ('config', 'target', 'options', 'fits'), ON_GPU + [pytest.param(*case, marks=LONG) for case in ON_GPU_MORE]
+)
 def test_gpu(capfd, config, target, options, fits):
     told = figures_by_gpu_compiler(config, target, *options)
     estimated = figures(capfd, config, target, *options, '--estimate')

@@ -1,4 +1,7 @@
-"""A run that is killed at random moments ends like one that was not: the same losses, the same parameters."""
+"""A run that is killed at random moments ends like one that was not: the same losses, the same parameters.
+
+Nightly, since lives follow one another. `test_resume.py` kills a run of each objective once.
+"""
 
 import json
 import os
@@ -12,8 +15,8 @@ from tests.cpu import cpu_flags
 from tests.faults import how_many, measured
 from tests.test_train import arguments, curve, params_of, same
 
-# Lives follow one another: a minute, on a busy machine several, and of the full count up to an hour.
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(how_many(300, 3600))]
+# A minute, on a busy machine several, and of the full count up to an hour.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly, pytest.mark.timeout(how_many(900, 3600))]
 
 LAST = 20
 SETTINGS = {

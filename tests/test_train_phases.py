@@ -217,6 +217,7 @@ def test_a_model_of_transformers_grows(chats, base, tmp_path):
         assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'moved', 2))
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 def test_two_processes_start_with_the_same(longer, chats, tmp_path):
     settings = {**CHAT, **STILL, 'mesh__tensor': 2, 'train__init_from': longer[0]}

@@ -165,7 +165,7 @@ def test_each_process_tells_where_its_time_went(whole):
     assert {event['life'] for event in read_events(workdir).lines} == {1}
 
 
-@pytest.mark.parametrize(('count', 'devices'), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(('count', 'devices'), [pytest.param(1, 1, marks=pytest.mark.nightly), (2, 2)])
 def test_a_checkpoint_of_two_processes_is_restored_in_other_numbers(
     start, whole, tmp_path, record_property, count, devices
 ):
@@ -191,6 +191,7 @@ def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, t
     measured(record_property, 'other-mesh', f'1 × 8 → 2 × 4: loss {difference:.0e}')
 
 
+@pytest.mark.nightly
 def test_processes_that_hold_the_same_rows(start, tmp_path):
     # Each sequence is split over both processes, so both read all rows.
     mesh = {'mesh__fsdp': 1, 'mesh__context': 2, 'train__num_steps': 3}
@@ -202,7 +203,7 @@ def test_processes_that_hold_the_same_rows(start, tmp_path):
     assert found[2] != pytest.approx(expected[3], rel=1e-6)
 
 
-@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize('victim', [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_the_others_follow_a_killed_process(start, tmp_path, victim):
     with start(2, 4, 'run', ENDLESS) as processes:
         wait_for_lines(processes, tmp_path / 'run', 3)
@@ -265,6 +266,8 @@ def test_variables_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, variab
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
 def test_the_launcher_of_a_node_starts_them(dataset, whole, tmp_path):
     words = arguments(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=7)
     environment = {

@@ -1,4 +1,7 @@
-"""Two processes of which one is killed, stopped or told to stop at random moments: both end soon, and go on exactly."""
+"""Two processes of which one is killed, stopped or told to stop at random moments: both end soon, and go on exactly.
+
+Nightly, since lives follow one another. `test_train_processes.py` kills one process and stops another once each.
+"""
 
 import json
 import os
@@ -12,8 +15,8 @@ from tests.cpu import cpu_flags
 from tests.faults import how_many, measured
 from tests.test_train import arguments, curve, params_of, same
 
-# Lives follow one another: a minute, on a busy machine several, and of the full count up to an hour.
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(how_many(300, 3600))]
+# A minute, on a busy machine several, and of the full count up to an hour.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly, pytest.mark.timeout(how_many(900, 3600))]
 
 # Long enough to be caught in its middle, and with several lives.
 LAST = how_many(24, 60)

@@ -109,6 +109,7 @@ class WorkerTimes:
         now = self._counters.now()
         report.costs = {key: now[key] - self._before.get(key, 0.0) for key in now}
         report.costs['shared'] = self._shared_seconds
+        report.peak_gib = peak_gib()
         if call.when == 'setup':
             definitions = item._fixtureinfo.name2fixturedefs.items()  # type: ignore[attr-defined]
             names = [name for name, found in definitions if found[-1].scope in ('module', 'class')]
@@ -135,6 +136,8 @@ class TimeReport:
         self._began = time.monotonic()
         self.tests: dict[str, dict[str, float]] = {}
         self.workers: list[dict[str, Any]] = []
+        # Largest memory that a worker has had by the end of each file.
+        self.peaks: dict[str, float] = {}
         # Module fixtures of each test, and the number of tests that use each fixture.
         self.fixtures_of: dict[str, list[str]] = {}
         self.users: Counter[str] = Counter()
@@ -146,6 +149,8 @@ class TimeReport:
         self.fixtures_of.setdefault(report.nodeid, []).extend(fixtures)
         for key, value in getattr(report, 'costs', {}).items():
             costs[key] += value
+        file = report.nodeid.partition('::')[0]
+        self.peaks[file] = max(self.peaks.get(file, 0.0), getattr(report, 'peak_gib', 0.0))
 
     def pytest_testnodedown(self, node: Any) -> None:
         self.workers.append(getattr(node, 'workeroutput', {}).get('times', {}))
@@ -162,6 +167,7 @@ class TimeReport:
                 file[key] += value
         for name, file in files.items():
             file['import'] = max((worker.get('imports', {}).get(name, 0.0) for worker in self.workers), default=0.0)
+            file['peak_gib'] = self.peaks[name]
             file['run'] = max(0.0, file['seconds'] - sum(file[key] for key in ('compile', 'trace', 'process')))
         report = {
             'seconds': round(time.monotonic() - self._began, 1),

@@ -43,7 +43,9 @@ def test_what_is_read_from_the_lines_of_a_run():
     assert turn.data_wait_share == pytest.approx(1.25 / 7.5)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
+@pytest.mark.timeout(600)
 def test_a_run_and_its_bare_step(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, 'WARMUP', 10)
     every = ['eval.every=10', 'eval.num_batches=1', 'checkpoint.every_steps=10']

@@ -72,7 +72,7 @@ def compiled(target, told, *overrides):
 
 @pytest.mark.parametrize(
     ('overrides', 'windows'),
-    [(HEADS_SPLIT, [0]), ((*GROUPED, *SLIDING), [0, 512])],
+    [(HEADS_SPLIT, [0]), pytest.param((*GROUPED, *SLIDING), [0, 512], marks=pytest.mark.nightly)],
     ids=['heads_split', 'grouped_and_sliding'],
 )
 def test_no_mask_is_left(overrides, windows):

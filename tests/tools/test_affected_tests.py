@@ -47,6 +47,7 @@ def test_tests_follow_imports_names_and_folders(graph, changed, wanted):
     assert affected(graph, [changed]) == [f'tests/{name}' for name in wanted]
 
 
+@pytest.mark.nightly
 def test_the_graph_of_the_project():
     graph = dependencies(ROOT)
     assert 'tests/data/test_order.py' in affected(graph, ['maxlm/data/order.py'])

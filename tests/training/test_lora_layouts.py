@@ -26,7 +26,9 @@ COMMON = {
 LAYOUTS = [
     {'mesh__fsdp': 2, 'mesh__tensor': 2},
     {'mesh__stage': 2, 'mesh__fsdp': 2, 'train__micro_batch': 1, 'model__remat': 'full'},
-    {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__zero': 2, 'model__scan_layers': False},
+    pytest.param(
+        {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__zero': 2, 'model__scan_layers': False}, marks=pytest.mark.nightly
+    ),
 ]
 
 
