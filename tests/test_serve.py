@@ -14,6 +14,8 @@ import jax
 import openai
 import pytest
 
+pytest.importorskip('fastapi', reason='the extra serve')
+
 from maxlm import serve
 from maxlm.data.chat_template import CHATML
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
