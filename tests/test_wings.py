@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / 'maxlm'
 FILES = sorted(PACKAGE.rglob('*.py'))
 WINGS = (
+    'storage',
     'data',
     'model',
     'training',
@@ -31,6 +32,7 @@ WINGS = (
 # What a wing must not know.
 FORBIDDEN = {
     **{wing: {*VERBS, '__main__'} for wing in WINGS},
+    'storage': {*VERBS, '__main__', *WINGS[1:]},
     'data': {*VERBS, '__main__', 'model', 'training', 'inference'},
     'model': {*VERBS, '__main__', 'training', 'runtime', 'data', 'inference'},
     'training': {*VERBS, '__main__', 'runtime', 'data', 'inference'},

@@ -1,0 +1,46 @@
+"""Parses JSON that other programs or people wrote."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+# Deep enough for every format that maxlm reads, and far from the recursion limit of code that walks the values.
+MAX_DEPTH = 100
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text.
+
+    Args:
+        text: JSON, as a string or as UTF-8 bytes.
+
+    Raises:
+        ValueError: if the text is not UTF-8, is not JSON, or nests arrays and objects deeper than `MAX_DEPTH`.
+    """
+    try:
+        value = json.loads(text if isinstance(text, str) else text.decode('utf-8'))
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    # A text with few brackets cannot be deep. Counting them costs much less than parsing.
+    opening = ('[', '{') if isinstance(text, str) else (b'[', b'{')
+    if sum(text.count(bracket) for bracket in opening) > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):  # type: ignore[arg-type]
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP = f'arrays or objects are nested deeper than {MAX_DEPTH} levels'
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+        if not level:
+            return False
+    return True

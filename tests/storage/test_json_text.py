@@ -1,0 +1,36 @@
+"""JSON text of any kind: a value, or a ValueError."""
+
+import json
+
+import pytest
+
+from maxlm.storage.json_text import MAX_DEPTH, parse_json
+
+BRACKETS = [('[', ']'), ('{"a":', '}'), ('[{"a":', '}]')]
+
+
+@pytest.mark.parametrize('text', ['{"a": [1, 2.5, null, "é"]}', '[' * MAX_DEPTH + ']' * MAX_DEPTH])
+def test_value(text):
+    assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
+
+
+@pytest.mark.parametrize('brackets', BRACKETS)
+@pytest.mark.parametrize('depth', [MAX_DEPTH + 1, 900, 100_000])
+@pytest.mark.parametrize('is_closed', [True, False])
+def test_deep(brackets, depth, is_closed):
+    opening, closing = brackets
+    text = opening * depth + '1' + (closing * depth if is_closed else '')
+    for form in (text, text.encode()):
+        with pytest.raises(ValueError):
+            parse_json(form)
+
+
+def test_wide_is_not_deep():
+    wide = json.dumps([{'a': [{}]}] * 1000)
+    assert parse_json(wide) == json.loads(wide)
+
+
+@pytest.mark.parametrize('text', [b'\xff', b'"\xed\xa0\x80"', '', 'nul', b'\x00', '1' * 5000])
+def test_not_json(text):
+    with pytest.raises(ValueError):
+        parse_json(text)
