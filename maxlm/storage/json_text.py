@@ -18,13 +18,13 @@ def parse_json(text: str | bytes) -> Any:
     Raises:
         ValueError: if the text is not UTF-8, is not JSON, or nests arrays and objects deeper than `MAX_DEPTH`.
     """
+    decoded = text if isinstance(text, str) else text.decode('utf-8')
     try:
-        value = json.loads(text if isinstance(text, str) else text.decode('utf-8'))
+        value = json.loads(decoded)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     # A text with few brackets cannot be deep. Counting them costs much less than parsing.
-    opening = ('[', '{') if isinstance(text, str) else (b'[', b'{')
-    if sum(text.count(bracket) for bracket in opening) > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):  # type: ignore[arg-type]
+    if decoded.count('[') + decoded.count('{') > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(_TOO_DEEP)
     return value
 
