@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxlm.data.chat import Conversation, Message
-from maxlm.data.chat_template import ChatError, ChatTemplate, Rendered, Span
+from maxlm.data.chat_jinja import ChatError, Rendered, Span
+from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.documents import Document
 from maxlm.data.marks import TokenDocument, mark
 from maxlm.data.records import CHAT_TEMPLATE_FILE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from maxlm.data.chat_template import ChatError
+from maxlm.data.chat_jinja import ChatError
 from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
