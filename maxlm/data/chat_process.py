@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import maxlm
 from maxlm.data.chat import Message
@@ -206,13 +206,13 @@ def _rendered(result: Sequence[Any]) -> Rendered:
     return Rendered(text, tuple(Span(*span) for span in said), stand_ins)
 
 
-def _write(pipe: BinaryIO, data: bytes) -> None:
+def _write(pipe: IO[bytes], data: bytes) -> None:
     pipe.write(_LENGTH.pack(len(data)))
     pipe.write(data)
     pipe.flush()
 
 
-def _read(pipe: BinaryIO) -> bytes:
+def _read(pipe: IO[bytes]) -> bytes:
     head = pipe.read(_LENGTH.size)
     (size,) = _LENGTH.unpack(head) if len(head) == _LENGTH.size else (0,)
     data = pipe.read(size)
