@@ -10,6 +10,7 @@ import pytest
 from maxlm.posttrain.limits import MIB, Limits
 from maxlm.posttrain.sandbox import Program, SandboxPool
 from maxlm.posttrain.testing import count_tests
+from tests.posttrain.hostile import CHEATED, CHEATS, EXPECTED
 
 pytestmark = pytest.mark.multiprocess
 
@@ -164,6 +165,28 @@ def test_what_looks_for_the_tests_would_find_them(text):
     with SandboxPool(1, limits=LIMITS) as pool:
         assert pool.run(Program(text + planted)).stdout == '9\n'
         assert pool.run(Program(text + 'print(f(3))')).stdout == '0\n'
+
+
+@pytest.fixture(scope='module')
+def cheated():
+    # Statements between the tests must not end them.
+    cases = [f'def test_{number}():\n    ' + text.replace('\n', '\n    ') for number, text in enumerate(CHEATED)]
+    tests = '\n'.join(text if 'def test' in text else case for text, case in zip(CHEATED, cases, strict=True))
+    tests = tests.replace('class T(', 'class Test(').replace('def test():', 'def test_caught():')
+    right = Program(f'def f(x): return {EXPECTED}', tests=f'assert f(2) == {EXPECTED}', limits=LIMITS)
+    programs = [right, *(Program(text, tests=tests, limits=LIMITS) for text in CHEATS.values())]
+    with SandboxPool(2) as pool:
+        return dict(zip(['right', *CHEATS], pool.run_many(programs), strict=True))
+
+
+@pytest.mark.parametrize('name', CHEATS)
+def test_no_object_takes_part_in_a_comparison(name, cheated):
+    assert cheated['right'].tests_passed == 1
+    verdict = cheated[name]
+    assert (verdict.status, verdict.tests_passed) == ('failed', 0), verdict
+    assert verdict.tests >= len(CHEATED) - 1
+    # Nothing of a test has reached the program.
+    assert '31' not in verdict.stdout, verdict.stdout
 
 
 def test_what_passed_before_the_end_counts(verdicts):
