@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxlm.data.chat import Conversation, Message
-from maxlm.data.chat_template import ChatError, ChatTemplate, Rendered, Span
+from maxlm.data.chat_jinja import ChatError, Rendered, Span
+from maxlm.data.chat_template import ChatTemplate
 from maxlm.data.documents import Document
 from maxlm.data.marks import TokenDocument, mark
 from maxlm.data.records import CHAT_TEMPLATE_FILE
@@ -79,7 +80,18 @@ class ChatEncoder:
         Raises:
             ChatError: the template does not take them.
         """
-        rendered = self.template.render(messages, special=tuple(self._special), tools=tools, add_generation_prompt=True)
+        return self.encode_rendered(self.render_prompt(messages, tools=tools))
+
+    def render_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> Rendered:
+        """The text of `encode_prompt`, before it is tokenized.
+
+        Raises:
+            ChatError: the template does not take the messages.
+        """
+        return self.template.render(messages, special=tuple(self._special), tools=tools, add_generation_prompt=True)
+
+    def encode_rendered(self, rendered: Rendered) -> np.ndarray:
+        """Ids of what `render_prompt` gave: uint32 [number of tokens]."""
         (ids,) = self._ids([list(self._cut(rendered, []))])
         return np.concatenate(ids)
 

@@ -12,6 +12,7 @@ from maxlm.errors import InputError, os_message
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.requests import Completion
+from maxlm.storage.json_text import parse_json
 
 # What a line asks for: exactly one of the first two.
 PROMPT, MESSAGES, SUFFIX = 'prompt', 'messages', 'suffix'
@@ -48,8 +49,8 @@ def read_prompts(path: Path, model: LoadedModel) -> list[Line]:
 
 def _line(name: str, text: str, model: LoadedModel) -> Line:
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(text)
+    except ValueError as error:
         raise InputError(f'{name}: is not JSON: {error}') from error
     if not isinstance(fields, dict) or (PROMPT in fields) == (MESSAGES in fields):
         raise InputError(f'{name}: needs an object with either "{PROMPT}" or "{MESSAGES}"')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.data.chat_template import ChatError
+from maxlm.data.chat_jinja import ChatError
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel

@@ -51,6 +51,8 @@ BY_NAME: tuple[Any, ...] = (
     *(hash, hex, int, isinstance, issubclass, iter, len, list, map, max, min, next, object, oct, ord, pow, range, repr),
     *(reversed, round, set, slice, sorted, str, sum, tuple, type, zip),
 )
+# In the place of an object's class: it is one itself.
+CLASS = -1
 # Looked at where a class has been derived from one of them.
 PLAIN = (bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 

@@ -7,9 +7,20 @@ import operator
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from maxlm.posttrain.far_objects import MUTABLE, Channel, Ended, builtin_name, builtin_named, decode, encode, update
+from maxlm.posttrain.far_objects import (
+    CLASS,
+    MUTABLE,
+    PLAIN,
+    Channel,
+    Ended,
+    builtin_name,
+    builtin_named,
+    decode,
+    encode,
+    update,
+)
 
 ABSENT = object()
 BINARY = {
@@ -18,19 +29,38 @@ BINARY = {
     **{'and': 'and_', 'or': 'or_'},
 }
 UNARY = {'neg': 'neg', 'pos': 'pos', 'abs': 'abs', 'invert': 'invert'}
-ASKED = ('repr', 'reversed', 'round', 'next')
-# The program answers with text, a number …, and nothing else will do.
-TYPED = {'str': str, 'int': int, 'float': float, 'complex': complex, 'bytes': bytes, 'index': int}
+# Methods of plain data that change it.
+MUTATING = frozenset(
+    [
+        *('append', 'extend', 'insert', 'remove', 'pop', 'clear', 'sort', 'reverse', 'add', 'discard', 'update'),
+        *('popitem', 'setdefault', 'difference_update', 'intersection_update', 'symmetric_difference_update'),
+    ]
+)
+# Methods of plain data that are true or false, such as `issubset`: nothing but plain data answers them.
+DECIDING = frozenset(name for kind in PLAIN for name in dir(kind) if name.startswith('is') or name.endswith('swith'))
+# The program answers with a number …, and nothing else will do.
+TYPED = {'int': int, 'float': float, 'complex': complex, 'bytes': bytes, 'index': int}
+
+
+class RefusedError(TypeError):
+    """Tests use an object of the program where only plain data decide."""
 
 
 class FarSide:
-    """The program that is tested: its names, and how to ask it."""
+    """The program that is tested: its names, and how to ask it.
+
+    Attributes:
+        made: numbers of the classes that the tests have called.
+        refused: the first refusal since the last `take_refusal`, '' for none.
+    """
 
     def __init__(self, channel: Channel):
         self.channel = channel
         self.functions: list[Callable] = []
         self.known: dict[int, Any] = {}
         self.errors: dict[str, type[BaseException]] = {}
+        self.made: set[int] = set()
+        self.refused = ''
         first = channel.receive()
         if first[0] != 'names' or not isinstance(first[1], dict):
             raise Ended('no names')
@@ -92,9 +122,19 @@ class FarSide:
         if tag != 'r' or type(which) is not int:
             raise ValueError(f'{tag!r} is no kind of value')
         if which not in self.known:
-            content = decode(rest[0], self.restore) if rest else ABSENT
-            self.known[which] = FarObject(self, which, content)
+            kind, *content = rest
+            self.known[which] = FarObject(self, which, kind, decode(content[0], self.restore) if content else ABSENT)
         return self.known[which]
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raises RefusedError, which counts even where the tests catch it."""
+        self.refused = self.refused or f'{what} of an object of the program: tests compare and compute with plain data'
+        raise RefusedError(self.refused)
+
+    def take_refusal(self) -> str | None:
+        """The first refusal since the last call."""
+        refused, self.refused = self.refused, ''
+        return refused or None
 
     def error_class(self, number: int, names: list[str]) -> type[BaseException]:
         """The program's exception class, to be caught here."""
@@ -124,57 +164,101 @@ def builtin_error(names: list[str]) -> type[Exception]:
 class FarObject:
     """An object of the program, or of a class derived from plain data with its content.
 
-    It equals itself, another of the program's that says so, and plain data that its content equals; it is neither less
-    nor more than anything else, and holds what it yields. The program has no say in comparisons with plain data.
+    With a content it is compared and computed with as that content, and has the methods of plain data; the program has
+    no part in it. Without one it equals itself alone, and everything else that a test compares or computes with it is
+    refused. Only an object of a class that the tests call takes arguments in its methods.
     """
 
-    def __init__(self, side: FarSide, number: int, content: Any):
-        object.__setattr__(self, 'far_side', side)
-        object.__setattr__(self, 'far_number', number)
-        object.__setattr__(self, 'far_content', content)
+    def __init__(self, side: FarSide, number: int, kind: int, content: Any, *, is_method: bool = False):
+        """`is_method`: whether it is an attribute of an object that takes no arguments."""
+        for name, value in (('side', side), ('number', number), ('kind', kind), ('content', content)):
+            object.__setattr__(self, f'far_{name}', value)
+        object.__setattr__(self, 'far_is_method', is_method)
+
+    def far_is_open(self):
+        """Whether arguments of the tests may reach it."""
+        return not self.far_is_method and (self.far_kind == CLASS or self.far_kind in self.far_side.made)
+
+    def far_data(self):
+        """The content as it is now; ABSENT for an object that is no plain data."""
+        if isinstance(self.far_content, MUTABLE) and self.far_is_open():
+            return expect(type(self.far_content), self.far_side.ask('content', self))
+        return self.far_content
+
+    def far_open(self, what):
+        """Refuses what only an object of a class that the tests call may do."""
+        if not self.far_is_open():
+            self.far_side.refuse(what)
 
     def __getattr__(self, name):
-        return self.far_side.ask('getattr', self, name)
+        data = self.far_content
+        if data is ABSENT and name in DECIDING:
+            self.far_side.refuse(f'method {name}')
+        if data is not ABSENT and hasattr(data, name) and not (name in MUTATING and self.far_is_open()):
+            return getattr(self.far_data(), name)
+        found = self.far_side.ask('getattr', self, name)
+        if isinstance(found, FarObject) and found.far_content is ABSENT and not self.far_is_open():
+            return FarObject(found.far_side, found.far_number, found.far_kind, ABSENT, is_method=True)
+        return found
 
     def __setattr__(self, name, value):
+        self.far_open('setting an attribute')
         self.far_side.ask('setattr', self, name, value)
 
     def __delattr__(self, name):
+        self.far_open('deleting an attribute')
         self.far_side.ask('delattr', self, name)
 
     def __call__(self, *arguments, **keywords):
+        if self.far_is_method and (arguments or keywords):
+            self.far_side.refuse('an argument for a method')
+        if self.far_kind == CLASS:
+            self.far_side.made.add(self.far_number)
         return self.far_side.ask('call', self, *arguments, **keywords)
 
     def __instancecheck__(self, value):
         return isinstance(value, FarObject) and self.far_side.ask('isinstance', value, self) is True
 
     def __hash__(self):
-        return hash(self.far_number) if self.far_content is ABSENT else hash(self.far_content)
+        return hash((FarObject, self.far_number)) if self.far_content is ABSENT else hash(self.far_content)
 
     def __bool__(self):
-        return self.far_side.ask('truth', self) is True if self.far_content is ABSENT else bool(self.far_content)
+        return self.far_side.ask('truth', self) is True if self.far_content is ABSENT else bool(self.far_data())
 
     def __len__(self):
         if self.far_content is not ABSENT:
-            return len(self.far_content)
+            return len(self.far_data())
         return expect(int, self.far_side.ask('len', self))
 
     def __iter__(self):
         if self.far_content is not ABSENT:
-            return iter(self.far_content)
+            return iter(self.far_data())
         iterator = self.far_side.ask('iter', self)
         return iterator if isinstance(iterator, FarObject) else iter(iterator)
 
+    def __next__(self):
+        return self.far_side.ask('next', self)
+
+    def __reversed__(self):
+        return self.far_side.ask('reversed', self) if self.far_content is ABSENT else reversed(self.far_data())
+
     def __contains__(self, value):
+        if self.far_content is not ABSENT:
+            return value in self.far_data()
         return any(value is item or value == item for item in self)
 
     def __getitem__(self, key):
+        if self.far_content is not ABSENT:
+            return self.far_data()[key]
+        self.far_open('an item')
         return self.far_side.ask('getitem', self, key)
 
     def __setitem__(self, key, value):
+        self.far_open('setting an item')
         self.far_side.ask('setitem', self, key, value)
 
     def __delitem__(self, key):
+        self.far_open('deleting an item')
         self.far_side.ask('delitem', self, key)
 
     def __enter__(self):
@@ -182,6 +266,22 @@ class FarObject:
 
     def __exit__(self, *error):
         self.far_side.ask('leave', self)
+
+    def __repr__(self):
+        return expect(str, self.far_side.ask('repr', self))
+
+    def __str__(self):
+        return expect(str, self.far_side.ask('str', self))
+
+    def __format__(self, spec):
+        if self.far_content is not ABSENT:
+            return format(self.far_data(), spec)
+        return self.far_side.refuse('formatting') if spec else str(self)
+
+    def __round__(self, *digits):
+        if self.far_content is not ABSENT:
+            return round(self.far_data(), *digits)
+        return self.far_side.refuse('rounding') if digits else self.far_side.ask('round', self)
 
 
 def expect(kind: type, value: Any) -> Any:
@@ -191,49 +291,71 @@ def expect(kind: type, value: Any) -> Any:
     return value
 
 
-def content_of(value: Any) -> Any:
+def data_of(value: Any) -> Any:
     """What a value is compared by; ABSENT for an object that is no plain data."""
-    return value.far_content if isinstance(value, FarObject) else value
+    return value.far_data() if isinstance(value, FarObject) else value
 
 
 def comparison(name: str) -> Callable:
-    """__eq__, __lt__ …: by contents where both have one, by the program's word only among its own objects."""
+    """__eq__, __lt__ …: by plain data alone, but for an object and itself."""
 
     def compare(self, other):
-        mine, others = content_of(self), content_of(other)
+        mine, others = data_of(self), data_of(other)
         if mine is not ABSENT and others is not ABSENT:
             return getattr(operator, name)(mine, others)
-        if mine is ABSENT and others is ABSENT:
-            return (
-                (name == 'eq')
-                if other is self and name in ('eq', 'ne')
-                else self.far_side.ask(name, self, other) is True
-            )
-        return {'eq': False, 'ne': True}.get(name, NotImplemented)
+        if name in ('eq', 'ne') and isinstance(other, FarObject) and other.far_number == self.far_number:
+            return name == 'eq'
+        return self.far_side.refuse('a comparison')
 
     return compare
 
 
-def asked(function: str, *, swapped: bool = False) -> Callable:
-    """A special method that the program answers."""
+def operation(function: Callable, *, swapped: bool) -> Callable:
+    """__add__, __rsub__ …: by plain data; objects of the program alone are left to the program."""
 
-    def method(self, *arguments):
-        return self.far_side.ask(function, *((*arguments, self) if swapped else (self, *arguments)))
+    def method(self, other):
+        operands = (other, self) if swapped else (self, other)
+        mine, others = map(data_of, operands)
+        if mine is not ABSENT and others is not ABSENT:
+            return function(mine, others)
+        if mine is others is ABSENT and function is not divmod:
+            return self.far_side.ask(function.__name__, *operands)
+        return self.far_side.refuse('an operation')
 
     return method
 
 
-def typed(function: str, kind: type) -> Callable:
-    """A special method whose result must be exactly of one type."""
-    return lambda self: expect(kind, self.far_side.ask(function, self))
+def unary(name: str) -> Callable:
+    """__neg__, __abs__ …: of the content, or by the program."""
+
+    def method(self):
+        data = self.far_data()
+        return self.far_side.ask(name, self) if data is ABSENT else getattr(operator, name)(data)
+
+    return method
+
+
+def typed(name: str, kind: type) -> Callable:
+    """__int__, __float__ …: of the content, or by the program, exactly of one type."""
+
+    def method(self):
+        data = self.far_data()
+        if data is ABSENT:
+            return expect(kind, self.far_side.ask(name, self))
+        return operator.index(data) if name == 'index' else kind(data)
+
+    return method
 
 
 for _name in ('eq', 'ne', 'lt', 'le', 'gt', 'ge'):
     setattr(FarObject, f'__{_name}__', comparison(_name))
-for _name, _function in BINARY.items():
-    setattr(FarObject, f'__{_name}__', asked(_function))
-    setattr(FarObject, f'__r{_name}__', asked(_function, swapped=True))
-for _name, _function in {**UNARY, **{name: name for name in ASKED}}.items():
-    setattr(FarObject, f'__{_name}__', asked(_function))
+for _name, _function in {
+    **{name: getattr(operator, found) for name, found in BINARY.items()},
+    'divmod': divmod,
+}.items():
+    setattr(FarObject, f'__{_name}__', operation(_function, swapped=False))
+    setattr(FarObject, f'__r{_name}__', operation(_function, swapped=True))
+for _name, _function in UNARY.items():
+    setattr(FarObject, f'__{_name}__', unary(_function))
 for _name, _kind in TYPED.items():
     setattr(FarObject, f'__{_name}__', typed(_name, _kind))

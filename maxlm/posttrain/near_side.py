@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxlm.posttrain.far_objects import (
+    CLASS,
     MUTABLE,
     PLAIN,
     Channel,
@@ -28,6 +29,7 @@ def call(function: Callable, *arguments: Any, **keywords: Any) -> Any:
 
 FUNCTIONS: dict[str, Callable] = {
     'call': call,
+    'content': lambda value: plain_content(value)[0],
     'enter': lambda manager: type(manager).__enter__(manager),
     'leave': lambda manager: type(manager).__exit__(manager, None, None, None),
 }
@@ -42,20 +44,24 @@ class NearSide:
         self.numbers: dict[int, int] = {}
 
     def export(self, value: Any) -> list:
-        """A reference, with the content of plain data that a class was derived from."""
+        """A reference: number, that of its class (CLASS for a class), and the content of an object of derived data."""
         if isinstance(value, types.ModuleType):
             return ['m', value.__name__]
         if (name := builtin_name(value)) is not None:
             return ['u', name]
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.objects)
-            self.objects.append(value)
-        reference = ['r', self.numbers[id(value)]]
+        reference = ['r', self.number(value), CLASS if isinstance(value, type) else self.number(type(value))]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ['e', reference[1], *names_of(value)]
         if isinstance(value, PLAIN):
             reference += [encode(content, self.export) for content in plain_content(value)]
         return reference
+
+    def number(self, value: Any) -> int:
+        """That of an object, which is kept."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self.numbers[id(value)]
 
     def restore(self, data: list) -> Any:
         """What the tests speak of: an object from here, a builtin, or a function of theirs."""

@@ -81,14 +81,14 @@ def run_tests(text: str, channel: Channel, report: Report) -> None:
         return
     report(['total', count_tests(tree)])
     try:
-        names = FarSide(channel).names
+        side = FarSide(channel)
     except Ended:
         report(['error', 'the program ended before its tests began'])
         return
     except Exception as error:
         report(['error', f'the names of the program make no sense: {error}'])
         return
-    namespace = test_module(usable_names(tree, names))
+    namespace = test_module(usable_names(tree, side.names))
     functions = defined_functions(tree)
     for statement in tree.body:
         code = compile(ast.Module([statement], []), FILE, 'exec')
@@ -96,14 +96,14 @@ def run_tests(text: str, channel: Channel, report: Report) -> None:
         def execute(code=code):
             exec(code, namespace)
 
-        why = failure(execute)
+        why = failure(execute) or side.take_refusal()
         if is_test(statement, functions):
             report(['pass'] if why is None else ['fail', why])
         elif why is not None:
             report(['error', why])
             return
     for case in defined_cases(tree, namespace):
-        why = failure(case)
+        why = failure(case) or side.take_refusal()
         report(['pass'] if why is None else ['fail', why])
 
 

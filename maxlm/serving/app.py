@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Collection
 from typing import Any
@@ -84,16 +85,17 @@ def make_app(service: Service, access: Access, *, origins: Collection[str] = ())
     async def answer(request: Request, *, chat: bool) -> Response:
         try:
             body = await service.bodies.read(request)
+            asked, questions = await service.encoders.run(
+                functools.partial(_encode, service, body, chat=chat),
+                chat=chat,
+                size=len(body),
+                receive=request.receive,
+                started=request.scope['state']['started'],
+                release=functools.partial(service.bodies.release, len(body)),
+            )
         except ClientDisconnect:
             # Nobody is there to be told.
             return Response(status_code=499)
-        try:
-            asked = await service.encode(parse_chat if chat else parse_completion, body)
-            service.check_model(asked.model)
-            ask = ask_chat if chat else ask_completions
-            questions = await service.encode(ask, asked, served, max_tokens=limits.max_tokens)
-        finally:
-            service.bodies.release(body)
         return _answer(service, asked, questions, chat=chat, started=request.scope['state']['started'])
 
     @app.post(COMPLETIONS)
@@ -111,6 +113,18 @@ def make_app(service: Service, access: Access, *, origins: Collection[str] = ())
     return CORSMiddleware(
         guarded, allow_origins=list(origins), allow_methods=['GET', 'POST'], allow_headers=['*'], max_age=600
     )
+
+
+def _encode(service: Service, body: bytes, *, chat: bool) -> tuple[Asked, Questions]:
+    """Raises ApiError for a request that cannot be answered."""
+    context, max_tokens = service.served.engine.max_context, service.limits.max_tokens
+    if chat:
+        conversation = parse_chat(body, max_context=context)
+        service.check_model(conversation.model)
+        return conversation, ask_chat(conversation, service.served, max_tokens=max_tokens)
+    completion = parse_completion(body)
+    service.check_model(completion.model)
+    return completion, ask_completions(completion, service.served, max_tokens=max_tokens)
 
 
 def _answer(service: Service, asked: Asked, questions: Questions, *, chat: bool, started: float) -> Response:

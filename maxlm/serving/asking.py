@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from maxlm.data.chat_template import ChatError
+from maxlm.data.chat_jinja import ChatError
 from maxlm.data.chat_tokens import ChatEncoder
+from maxlm.data.longest_token import longest_token
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.prompts import infill_prompt
-from maxlm.inference.requests import MAX_SAMPLES, Request
+from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.errors import ApiError, from_input
 from maxlm.serving.pump import EngineLike
@@ -43,9 +44,10 @@ def ask_completions(asked: CompletionAsked, served: Served, *, max_tokens: int) 
     if asked.echo and asked.logprobs is not None:
         raise ApiError(400, 'echo: prompts have no log-probabilities here; leave out one of the two', param='echo')
     tokenizer = served.tokenizer
-    prompts = prompts_of(asked, vocab_size=tokenizer.vocab_size)
-    if len(prompts) * (asked.n or 1) > MAX_SAMPLES:
-        raise ApiError(400, f'n: {len(prompts)} prompts × n are more than {MAX_SAMPLES} answers', param='n')
+    prompts = prompts_of(asked, vocab_size=tokenizer.vocab_size, max_context=served.engine.max_context)
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            _check_size(prompt + (asked.suffix or ''), served, 'prompt')
     try:
         ids = [_ids(prompt, asked.suffix, tokenizer) for prompt in prompts]
     except InputError as error:
@@ -74,17 +76,36 @@ def ask_chat(asked: ChatAsked, served: Served, *, max_tokens: int) -> Questions:
             code='no_chat_template',
         )
     messages = [
-        {'role': message.role, 'content': text_of(message, number), **({'name': message.name} if message.name else {})}
+        {
+            'role': message.role,
+            'content': text_of(message, number, max_parts=served.engine.max_context),
+            **({'name': message.name} if message.name else {}),
+        }
         for number, message in enumerate(asked.messages)
     ]
     try:
-        ids = served.chat.encode_prompt(messages).tolist()
+        rendered = served.chat.render_prompt(messages)
+        # Only now: a template may leave out much of what it gets.
+        _check_size(rendered.text, served, 'messages')
+        ids = served.chat.encode_rendered(rendered).tolist()
     except (ChatError, InputError) as error:
         raise ApiError(400, f'messages: {error}', param='messages') from error
     top = (asked.top_logprobs or 0) if asked.logprobs else None
     limit = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     request = _request(ids, asked, served, limit=limit, most=max_tokens, top=top, param='messages')
     return Questions([request], [''])
+
+
+def _check_size(text: str, served: Served, param: str) -> None:
+    """Raises ApiError for a text that has more tokens than the context, before it is tokenized."""
+    longest, size = longest_token(served.tokenizer), len(text.encode())
+    if longest is not None and size > longest * served.engine.max_context:
+        raise ApiError(
+            400,
+            f'the context has {served.engine.max_context} tokens; the prompt has {size} bytes, which are more',
+            param=param,
+            code='context_length_exceeded',
+        )
 
 
 def _ids(prompt: str | list[int], suffix: str | None, tokenizer: Tokenizer) -> list[int]:

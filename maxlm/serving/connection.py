@@ -24,7 +24,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins to wait for the head of a request."""
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
+        # `connections` has those of all clients, with this one.
+        same = sum(self._address_of(connection) == self._address_of(self) for connection in self.connections)
+        if len(self.connections) > self.limits.max_connections or same > self.limits.max_client_connections:
             transport.abort()
             return
         self._listen()
@@ -82,6 +84,10 @@ class Connection(H11Protocol):
 
     def _listen(self) -> None:
         self._listening = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
+
+    @staticmethod
+    def _address_of(connection: Any) -> str:
+        return connection.client[0] if connection.client else ''
 
     @staticmethod
     def _stop(timer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import time
@@ -117,7 +118,10 @@ class Guard:
             await self._app(scope, receive, send_on)
         except ApiError as error:
             await error_response(error)(scope, receive, send_on)
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        # Also what is no Exception, such as the panic of a library in Rust.
+        except BaseException:
             # For the log alone: what went wrong inside is nobody else's business.
             logger.exception(f'{scope["method"]} {path} failed')
             if not status:

@@ -32,14 +32,17 @@ class Limits:
     max_tokens: int = 0
     # Samples that may wait for a slot, as the engine was told; 0 = as many as come.
     max_waiting: int = 0
+    # Requests of one kind that may wait to be tokenized.
+    max_encoding: int = 64
     # From the first byte of the request to the last of its answer.
     max_seconds: float = 600.0
     # Until a body is there.
     body_seconds: float = 30.0
     # Between two pieces that a client takes of its answer, and until the head of a request is there.
     stall_seconds: float = 30.0
-    # Connections at a time.
+    # Connections at a time, and those of one address: clients of a proxy share one.
     max_connections: int = 1024
+    max_client_connections: int = 256
     # Until the running requests are cut off when the server is told to stop.
     drain_seconds: float = 30.0
 
@@ -79,9 +82,9 @@ class Bodies:
                 408, f'the body did not come within {self._limits.body_seconds:g} s', headers={'connection': 'close'}
             ) from None
 
-    def release(self, body: bytes) -> None:
-        """The body is not needed any more."""
-        self.held -= len(body)
+    def release(self, size: int) -> None:
+        """A body of so many bytes is not needed any more."""
+        self.held -= size
 
     async def _read(self, request: Request, *, too_long: bool) -> bytes:
         largest = self._limits.max_body

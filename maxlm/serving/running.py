@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -21,8 +22,10 @@ from maxlm.serving.limits import Limits
 from maxlm.serving.service import Service
 
 _KEEP_ALIVE_SECONDS = 75
-# What clients get to take the end of their answers.
-_LAST_SECONDS = 5
+# What requests that are cut off, connections and the engine each get after the drain.
+_LAST_SECONDS = 2
+# All of that, after which the process ends whatever it is at.
+_END_SECONDS = 5
 _BACKLOG = 1024
 _LAST_PORT = 65535
 
@@ -39,9 +42,11 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        with contextlib.ExitStack() as on_error:
+            listener = on_error.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            on_error.pop_all()
     except OSError as error:
         raise InputError(f'--host={host} --port={port}: {os_message(error)}; choose another') from error
     return listener
@@ -125,12 +130,17 @@ class Running:
         finally:
             server.should_exit = True
             await serving
-            service.close()
+            service.close(_END_SECONDS - 2 * _LAST_SECONDS)
         return EXIT_FAILED if service.pump.failed else EXIT_DONE
 
     def stop(self) -> None:
         """New requests are refused, those that run are finished; to be called in the event loop."""
         self._told.set()
+
+    @property
+    def drain_seconds(self) -> float:
+        """Limit of the time for the last requests."""
+        return self._limits.drain_seconds
 
     @property
     def is_stopping(self) -> bool:
@@ -143,7 +153,7 @@ class Running:
             async with asyncio.timeout(self._limits.drain_seconds):
                 await service.idle.wait()
         except TimeoutError:
-            logger.warning(f'{len(service.open)} answers are not finished in time, and cut off')
+            logger.warning(f'{service.num_requests} answers are not finished in time, and cut off')
             service.end_all()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_SECONDS):
@@ -164,6 +174,11 @@ def run_until_told(running: Running) -> int:
             # Threads of the device may never come back: nothing is waited for.
             os._exit(128 + number)
         logger.info(f'{number.name}: running requests are finished, new ones refused; a second signal ends at once')
+        # A thread of the interpreter could not do it: one that never lets go of it may be what is stuck.
+        faulthandler.dump_traceback_later(running.drain_seconds + _END_SECONDS, exit=True)
         running.stop()
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -145,12 +145,14 @@ def parse_completion(body: bytes) -> CompletionAsked:
     return asked
 
 
-def parse_chat(body: bytes) -> ChatAsked:
+def parse_chat(body: bytes, *, max_context: int) -> ChatAsked:
     """Raises ApiError when it is none, or asks for what is not done."""
     try:
         asked = ChatAsked.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error) from None
+    # A template writes at least a token for each.
+    _check_number('messages', asked.messages, max_context)
     _refuse(asked, _REFUSED | _REFUSED_IN_CHAT)
     _check(asked)
     for number, message in enumerate(asked.messages):
@@ -165,20 +167,30 @@ def parse_chat(body: bytes) -> ChatAsked:
     return asked
 
 
-def prompts_of(asked: CompletionAsked, *, vocab_size: int) -> list[str] | list[list[int]]:
-    """The prompts, all texts or all ids.
+def prompts_of(asked: CompletionAsked, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:
+    """The prompts, all texts or all ids. Their numbers are looked at first: there may be millions.
 
     Raises:
-        ApiError: they are neither.
+        ApiError: they are neither, or too many.
     """
     given = asked.prompt
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
+        if type(given[0]) is int:
+            given = [given]
+        if len(given) * (asked.n or 1) > MAX_SAMPLES:
+            raise ApiError(400, f'n: {len(given)} prompts × n are more than {MAX_SAMPLES} answers', param='n')
         if all(isinstance(one, str) for one in given):
             return given
-        if all(type(one) is int for one in given):
-            given = [given]
+        longest = max((len(one) for one in given if isinstance(one, list)), default=0)
+        if longest > max_context:
+            raise ApiError(
+                400,
+                f'the context has {max_context} tokens; the prompt has {longest}',
+                param='prompt',
+                code='context_length_exceeded',
+            )
         if all(isinstance(one, list) and all(type(i) is int for i in one) for one in given):
             if all(0 <= i < vocab_size for one in given for i in one):
                 return given
@@ -186,17 +198,18 @@ def prompts_of(asked: CompletionAsked, *, vocab_size: int) -> list[str] | list[l
     raise ApiError(400, 'prompt: must be a text, texts, token ids, or lists of token ids', param='prompt')
 
 
-def text_of(message: Message, number: int) -> str:
+def text_of(message: Message, number: int, *, max_parts: int) -> str:
     """What a message says.
 
     Raises:
-        ApiError: it is not text.
+        ApiError: it is not text, or in too many parts.
     """
     param = f'messages[{number}].content'
     if isinstance(message.content, str):
         return message.content
     if not isinstance(message.content, list):
         raise ApiError(400, f'{param}: must be a text, or a list of parts of type text', param=param)
+    _check_number(param, message.content, max_parts)
     texts = []
     for place, part in enumerate(message.content):
         kind = part.get('type') if isinstance(part, dict) else None
@@ -216,6 +229,16 @@ def _refuse(given: _Object, refused: dict[str, tuple[Any, ...]], prefix: str = '
         if name in refused and not any(value is one or value == one for one in refused[name]):
             param = f'{prefix}{name}'
             raise ApiError(400, f'{param}: is not done here; leave it out', param=param, code='unsupported_parameter')
+
+
+def _check_number(param: str, items: list[Any], most: int) -> None:
+    if len(items) > most:
+        raise ApiError(
+            400,
+            f'{param}: {len(items)} are more than the {most} tokens of the context',
+            param=param,
+            code='context_length_exceeded',
+        )
 
 
 def _check(asked: Asked) -> None:

@@ -7,22 +7,18 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
 
 from maxlm.inference.requests import Delta, QueueFullError, Request
 from maxlm.serving.answers import Spelling
 from maxlm.serving.asking import Served
+from maxlm.serving.encoding import Encoders, stopping, too_slow
 from maxlm.serving.errors import SERVER, ApiError
 from maxlm.serving.limits import Bodies, Limits
 from maxlm.serving.metrics import Metrics
 from maxlm.serving.pump import Pump, Ticket
 
-_ENCODERS = 2
 # What a client that is refused waits at most.
 _LONGEST_RETRY = 60
-
-Result = TypeVar('Result')
 
 
 class Question:
@@ -79,12 +75,7 @@ class Question:
             except TimeoutError:
                 pass
         if not found and time.monotonic() >= self._deadline:
-            raise ApiError(
-                504,
-                f'the answer took longer than {self._service.limits.max_seconds:g} s',
-                kind='timeout_error',
-                code='timeout',
-            )
+            raise too_slow(self._service.limits)
         while not self._drawn.empty():
             found.append(self._checked(self._drawn.get_nowait()))
         return found
@@ -131,6 +122,7 @@ class Service:
         served, limits: these.
         open: questions that are not answered yet.
         draining: whether no more are taken.
+        num_requests: those that are not over yet; `idle` is set when there are none.
     """
 
     def __init__(self, served: Served, limits: Limits, *, on_failure: Callable[[], None] = lambda: None):
@@ -142,17 +134,11 @@ class Service:
         self.pump = Pump(served.engine, on_failure)
         self.open: set[Question] = set()
         self.draining = False
-        # Requests of which something is on its way; `idle` is set when there are none.
-        self._requests = 0
+        self.num_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix='encode')
+        self.encoders = Encoders(limits)
         self._mean_seconds = 1.0
-
-    async def encode(self, function: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
-        """Calls what tokenizes, in a thread: a long text must not hold up the answers of others."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoders, functools.partial(function, *arguments, **named))
 
     def ask(self, requests: list[Request], *, started: float) -> Question:
         """Hands requests to the engine.
@@ -187,7 +173,7 @@ class Service:
 
     def begin(self) -> None:
         """A request for an answer comes in."""
-        self._requests += 1
+        self.num_requests += 1
         self.idle.clear()
 
     def took(self, seconds: float) -> None:
@@ -196,16 +182,17 @@ class Service:
 
     def finish(self) -> None:
         """It is over."""
-        self._requests -= 1
-        if not self._requests:
+        self.num_requests -= 1
+        if not self.num_requests:
             self.idle.set()
 
     def end_all(self) -> None:
-        """Ends all questions that are open."""
+        """Ends all requests that are open."""
+        self.encoders.end_all(stopping())
         for question in list(self.open):
-            question.end(ApiError(503, 'the server is stopping', kind=SERVER, code='draining'))
+            question.end(stopping())
 
-    def close(self) -> None:
-        """Lets go of the threads."""
-        self._encoders.shutdown(wait=False, cancel_futures=True)
-        self.pump.stop()
+    def close(self, timeout: float) -> None:
+        """Lets go of the threads; that of the engine has `timeout` seconds for its step."""
+        self.encoders.close()
+        self.pump.stop(timeout)

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from maxlm.data.chat_template import CHATML, LLAMA3, TEMPLATES, ChatError, ChatTemplate, load_template, set_variables
+from maxlm.data.chat_jinja import ChatError
+from maxlm.data.chat_template import CHATML, LLAMA3, TEMPLATES, ChatTemplate, load_template, set_variables
 from maxlm.errors import InputError
 
 # Templates as models have them, without `generation`.

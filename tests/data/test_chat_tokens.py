@@ -7,7 +7,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from maxlm.data.chat import Conversation, parse_conversation
-from maxlm.data.chat_template import CHATML, ChatError, ChatTemplate
+from maxlm.data.chat_jinja import ChatError
+from maxlm.data.chat_template import CHATML, ChatTemplate
 from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.documents import Document
 from maxlm.data.marks import ids_of, is_first, is_predicted

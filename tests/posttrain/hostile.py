@@ -444,3 +444,76 @@ LOOPS += ('waits for input', 'sleeps in atexit', 'waits for a thread', 'takes me
 ANYWHERE = frozenset({*LOOPS, *(program.name for program in CRASHES)})
 
 PROGRAMS = [*FILES, *OTHER_PROCESSES, *NETWORK, *PRIVILEGES, *SECRETS, *EXHAUSTION, *CRASHES]
+
+# Programs whose f returns an object that takes part in a test of f(2) against EXPECTED, which f never computes. Each
+# special method, and each other one, prints what it gets, so that what reaches a program is seen.
+EXPECTED = 31.4159
+_METHODS = [
+    *('eq', 'ne', 'lt', 'le', 'gt', 'ge', 'contains', 'getitem', 'setitem', 'delitem', 'round', 'format', 'divmod'),
+    *('add', 'sub', 'mul', 'truediv', 'floordiv', 'mod', 'pow', 'matmul', 'lshift', 'rshift', 'and', 'or', 'xor'),
+    *('radd', 'rsub', 'rmul', 'rtruediv', 'rfloordiv', 'rmod', 'rpow', 'rmatmul', 'rlshift', 'rrshift', 'rand', 'ror'),
+    *('rxor', 'rdivmod', 'iadd', 'isub', 'imul', 'iand', 'ior', 'instancecheck', 'isclose', 'count', 'index', 'get'),
+]
+_BODIES = ('return s', 'return True', 'return 0.0', 'return a[-1] if a else s')
+CHEATS = {
+    f'{base or "an object"} whose methods {body}': f'class A({base}):\n'
+    + ''.join(f'    def {name}(s, *a):\n        print(a, flush=True)\n        {body}\n' for name in names)
+    + '    __hash__ = lambda s: 0\n    __iter__ = lambda s: iter([])\n    __getattr__ = lambda s, name: A.__eq__.__get__(s)\n'
+    + f'def f(x): return A({content})\n'
+    for base, content in {
+        '': '',
+        'int': '1',
+        'float': '1.0',
+        'str': '"a"',
+        'list': '[1]',
+        'set': '[1]',
+        'dict': '',
+    }.items()
+    for body in _BODIES
+    for names in [[name if name in ('isclose', 'count', 'index', 'get') else f'__{name}__' for name in _METHODS]]
+}
+# Tests of the shape of HumanEval's and MBPP's, which none of the cheats may pass.
+CHEATED = [
+    *(f'assert f(2) {sign} {EXPECTED}' for sign in ('==', 'is', '>', '>=')),
+    *(f'assert {EXPECTED} {sign} f(2)' for sign in ('==', '<', 'in')),
+    f'assert not f(2) != {EXPECTED}',
+    f'assert abs(f(2) - {EXPECTED}) < 1e-6',
+    f'assert abs({EXPECTED} - f(2)) < 1e-6',
+    *(f'assert (f(2) {sign} {EXPECTED}) == {EXPECTED} ** 2' for sign in ['+', '-', '*', '/', '//', '%', '**', '@']),
+    *(f'assert ({EXPECTED} {sign} f(2)) == {EXPECTED} ** 2' for sign in ['+', '-', '*', '/', '//', '%', '@']),
+    *(f'assert (f(2) {sign} 31) == 314159' for sign in ['<<', '>>', '&', '|', '^']),
+    *(f'assert (31 {sign} f(2)) == 314159' for sign in ['<<', '>>', '&', '|', '^']),
+    *(f'x = f(2)\nx {sign}= {EXPECTED}\nassert x == {EXPECTED} ** 2' for sign in '+-*&|'),
+    *('assert (f(2) & {31}) == {31}', 'assert ({31} | f(2)) == {31}', 'assert f(2) + [31] == [31, 31]'),
+    f'assert divmod(f(2), {EXPECTED}) == (0, {EXPECTED})',
+    f'assert divmod({EXPECTED}, f(2)) == ({EXPECTED}, {EXPECTED})',
+    'assert round(f(2), 31) == 31.41',
+    'assert pow(f(2), 31) == 31',
+    'assert f"{f(2):31.4f}" == "31.4159"',
+    'assert format(f(2), "31.4") == "31.41"',
+    f'assert max(f(2), {EXPECTED}) == {EXPECTED} ** 2',
+    f'assert min(f(2), {EXPECTED}) == {EXPECTED} ** 2',
+    f'assert sorted([f(2), {EXPECTED}]) == [{EXPECTED}, {EXPECTED}]',
+    f'assert sum([f(2), {EXPECTED}]) == {EXPECTED}',
+    f'assert f(2) in [{EXPECTED}]',
+    f'assert f(2) in {{{EXPECTED}: 1}}',
+    f'assert [f(2)] == [{EXPECTED}]',
+    f'assert (f(2),) == ({EXPECTED},)',
+    f'assert {{1: f(2)}} == {{1: {EXPECTED}}}',
+    f'assert [{EXPECTED}].index(f(2)) == 0',
+    f'assert [{EXPECTED}].count(f(2)) == 1',
+    f'import math\nassert math.isclose(f(2), {EXPECTED})',
+    f'import math\nassert math.dist([f(2)], [{EXPECTED}]) < 1e-9',
+    f'assert isinstance(f(2), float) and f(2) == {EXPECTED}',
+    'assert f(2)[31] == 314159',
+    'assert f(2).issubset({31})',
+    'assert f(2).isdisjoint({1, 31})',
+    'assert f(2).startswith("31.4159")',
+    'assert f(2).count(31) == 31',
+    'assert f(2).index(31) == 31',
+    f'assert f(2).get(31, {EXPECTED}) == {EXPECTED} ** 2',
+    f'try: f(2) == {EXPECTED}\nexcept Exception: pass\nassert f(2) == {EXPECTED}',
+    f'import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertAlmostEqual(f(2), {EXPECTED})',
+    f'import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertIn(f(2), [{EXPECTED}])',
+    f'def test():\n    try: assert f(2) == {EXPECTED}\n    except TypeError: pass',
+]

@@ -10,6 +10,7 @@ import pytest
 from maxlm.posttrain.limits import MIB, Limits
 from maxlm.posttrain.sandbox import Program, SandboxPool
 from maxlm.posttrain.testing import count_tests
+from tests.posttrain.hostile import CHEATED, CHEATS, EXPECTED
 
 pytestmark = pytest.mark.multiprocess
 
@@ -25,7 +26,7 @@ GOOD = [
     ('unittest', 'class Stack(list):\n    def push(self, x): self.append(x)', 'import unittest\nclass T(unittest.TestCase):\n    def setUp(self): self.s = Stack()\n    def test_push(self):\n        self.s.push(1)\n        self.assertEqual(self.s.pop(), 1)\n    def test_empty(self):\n        with self.assertRaises(IndexError): self.s.pop()', 2),
     ('pytest', 'def f(x): return x * x', 'def test_small():\n    assert f(1) == 1\nclass TestF:\n    def test_large(self):\n        assert f(10 ** 30) == 10 ** 60', 2),
     ('imports of the program', 'def f(x): return x * x', 'from solution import f as g\nimport program\nassert g(2) == 4 == program.f(2)', 1),
-    ('a class', 'class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n    def __add__(self, o): return P(self.x + o.x)\n    def __len__(self): return 7\n    def __str__(self): return "P"', 'p = P(2)\nassert p.x == 2\nassert p == P(2)\nassert p != P(3)\nassert (p + p).x == 4\nassert len(p) == 7\nassert str(p) == "P"\np.x = 5\nassert p == P(5)\nassert isinstance(p, P)', 8),
+    ('a class', 'class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n    def __add__(self, o): return P(self.x + o.x)\n    def __len__(self): return 7\n    def __str__(self): return "P"', 'p = P(2)\nassert p.x == 2\nassert p == p\nassert (p + p).x == 4\nassert len(p) == 7\nassert str(p) == "P"\np.x = 5\nassert p.x == 5\nassert isinstance(p, P)', 7),
     ('a generator', 'def f(n):\n    for i in range(n): yield i', 'assert list(f(3)) == [0, 1, 2]\nassert 2 in f(3)\nassert sum(f(4)) == 6', 3),
     ('a function of functions', 'def f(g, n): return [g(i) for i in range(n)]\ndef h(n): return lambda x: x + n', 'assert f(lambda x: x * 2, 3) == [0, 2, 4]\nassert f(abs, 2) == [0, 1]\nassert h(1)(2) == 3\nassert f(h(1), 2) == [1, 2]', 4),
     ('calls back and forth', 'def f(g, n): return n and g(n - 1)', 'def g(n): return f(g, n)\nassert f(g, 20) == 0', 1),
@@ -37,7 +38,7 @@ GOOD = [
     ('keywords', 'def f(a, *b, c=1, **d): return a, b, c, d', 'assert f(1, 2, c=3, e=4) == (1, (2,), 3, {"e": 4})', 1),
     ('a script with tests', 'def f(x): return x * x\nif __name__ == "__main__":\n    raise SystemExit(1)', SQUARE, 2),
     ('a setting before', 'import sys\nsys.setrecursionlimit(5000)\ndef f(n): return n and 1 + f(n - 1)', 'assert f(3000) == 3000', 1),
-    ('dataclasses', 'from dataclasses import dataclass\n@dataclass(order=True)\nclass D:\n    x: int = 1', 'assert D() == D(1)\nassert D(1) < D(2)\nassert repr(D()) == "D(x=1)"', 3),
+    ('dataclasses', 'from dataclasses import dataclass\n@dataclass(order=True)\nclass D:\n    x: int = 1', 'assert D().x == D(1).x\nassert repr(D()) == "D(x=1)"', 2),
     ('a context', 'from contextlib import contextmanager\n@contextmanager\ndef f(): yield 5', 'with f() as x:\n    assert x == 5\nassert x == 5', 1),
     ('threads', 'import threading\ndef f(x):\n    r = []\n    t = threading.Thread(target=lambda: r.append(x * x))\n    t.start(); t.join()\n    return r[0]', SQUARE, 2),
     ('asyncio', 'import asyncio\nasync def g(x):\n    await asyncio.sleep(0)\n    return x * x\ndef f(x): return asyncio.run(g(x))', SQUARE, 2),
@@ -164,6 +165,28 @@ def test_what_looks_for_the_tests_would_find_them(text):
     with SandboxPool(1, limits=LIMITS) as pool:
         assert pool.run(Program(text + planted)).stdout == '9\n'
         assert pool.run(Program(text + 'print(f(3))')).stdout == '0\n'
+
+
+@pytest.fixture(scope='module')
+def cheated():
+    # Statements between the tests must not end them.
+    cases = [f'def test_{number}():\n    ' + text.replace('\n', '\n    ') for number, text in enumerate(CHEATED)]
+    tests = '\n'.join(text if 'def test' in text else case for text, case in zip(CHEATED, cases, strict=True))
+    tests = tests.replace('class T(', 'class Test(').replace('def test():', 'def test_caught():')
+    right = Program(f'def f(x): return {EXPECTED}', tests=f'assert f(2) == {EXPECTED}', limits=LIMITS)
+    programs = [right, *(Program(text, tests=tests, limits=LIMITS) for text in CHEATS.values())]
+    with SandboxPool(2) as pool:
+        return dict(zip(['right', *CHEATS], pool.run_many(programs), strict=True))
+
+
+@pytest.mark.parametrize('name', CHEATS)
+def test_no_object_takes_part_in_a_comparison(name, cheated):
+    assert cheated['right'].tests_passed == 1
+    verdict = cheated[name]
+    assert (verdict.status, verdict.tests_passed) == ('failed', 0), verdict
+    assert verdict.tests >= len(CHEATED) - 1
+    # Nothing of a test has reached the program.
+    assert '31' not in verdict.stdout, verdict.stdout
 
 
 def test_what_passed_before_the_end_counts(verdicts):

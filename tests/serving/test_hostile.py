@@ -6,6 +6,7 @@ import ctypes
 import gc
 import itertools
 import json
+import socket
 
 import psutil
 import pytest
@@ -147,3 +148,18 @@ def test_many_connections():
         wire = Wire(server.port)
         until(lambda: (answer := wire.exchange(GOOD)) is not None and answer[0] == 200)
         wire.close()
+
+
+def test_many_connections_of_one_client():
+    limits = Limits(max_client_connections=5, drain_seconds=1)
+    with ServerThread(served_by(FakeEngine()), limits=limits) as server:
+        connections = [server.connect() for _ in range(5)]
+        with server.connect() as refused, contextlib.suppress(ConnectionError):
+            assert refused.recv(1) == b''
+        # Another client is not shut out.
+        address = ('127.0.0.2', 0)
+        with socket.create_connection(('127.0.0.1', server.port), timeout=20, source_address=address) as other:
+            other.sendall(GOOD.content)
+            assert other.recv(12) == b'HTTP/1.1 200'
+        for connection in connections:
+            connection.close()
