@@ -3,8 +3,8 @@
     python -m maxlm.report WORKDIR… [--output FILE]
 
 Several workdirs are compared on one page, compare.html in the current directory. The page of one is
-WORKDIR/report.html; WORKDIR may be a URL (gs://…, s3://…), for which --output is needed. A file at --output that is not such a page is not
-overwritten. #dark or #light behind its address sets the colors of a page.
+WORKDIR/report.html; WORKDIR may be a URL (gs://…, s3://…), for which --output is needed. A file at --output that is not
+such a page is not overwritten. #dark or #light behind its address sets the colors of a page.
 """
 
 from __future__ import annotations
