@@ -29,9 +29,8 @@ from maxlm.evaluation.held_out import (
     draw_positions,
     make_token_losses,
     measure,
-    perplexity_of,
 )
-from maxlm.evaluation.measures import Measure
+from maxlm.evaluation.measures import Measure, exponential_of
 from maxlm.evaluation.requested import parse_tasks
 from maxlm.evaluation.table import Column, table_json, table_text
 from maxlm.inference.load import LoadedModel, load_model
@@ -188,7 +187,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
             global_batch=config.train.global_batch,
         )
     loss = held_out.loss()
-    measures = [loss, perplexity_of(loss)]
+    measures = [loss, exponential_of('perplexity', loss)]
     if text_bytes:
         measures.append(bits_per_byte(loss, num_tokens / text_bytes))
     by_source = held_out.source_losses(corpus.names)

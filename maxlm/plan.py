@@ -87,9 +87,9 @@ def _plan(config: Config, target: Target, data: Data, terms: Terms, options: arg
         told = as_json(shown, cost, None if advice is None else advice.changes)
         print(json.dumps({**told, 'why_estimated': missing or None}, indent=1))
         return EXIT_DONE if shown.fits else EXIT_FAILED
-    print(as_text(shown, cost))
     if missing:
         print(f'All figures are estimates: {missing}')
+    print(as_text(shown, cost))
     if options.dollars or options.hours:
         print(what_a_budget_buys(shown, terms, dollars=options.dollars, hours=options.hours))
     if options.fit or not shown.fits:

@@ -2,8 +2,9 @@
 
     python -m maxlm.report WORKDIR… [--output FILE]
 
-Several workdirs are compared on one page. WORKDIR may be a URL (gs://…, s3://…); --output is needed then. The page is
-WORKDIR/report.html of the first one otherwise. #dark or #light behind its address sets its colours.
+Several workdirs are compared on one page, compare.html in the current directory. The page of one is
+WORKDIR/report.html; WORKDIR may be a URL (gs://…, s3://…), for which --output is needed. A file at --output that is not
+such a page is not overwritten. #dark or #light behind its address sets the colors of a page.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from maxlm.data.storage import is_url, shown
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
-from maxlm.reporting.page import NAME, write_page
+from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
 from maxlm.runtime.history import read_history
 
 
@@ -22,14 +23,17 @@ def main(argv: list[str]) -> int:
     """Writes the page and says where it lies."""
     options = _parse(argv)
     first = options.workdirs[0]
-    if options.output is None and is_url(first):
+    alone = len(options.workdirs) == 1
+    if alone and options.output is None and is_url(first):
         raise InputError(f'{shown(first)}: the page cannot be written there; give --output=FILE')
-    path = options.output or Path(first) / NAME
+    path = options.output or (Path(first) / NAME if alone else Path(COMPARISON))
     histories = [read_history(workdir) for workdir in options.workdirs]
-    if options.output is None and not histories[0].begun:
+    if alone and options.output is None and not histories[0].begun:
         print(f'{first}: no run has begun here yet, so there is no page')
         return EXIT_DONE
     try:
+        if is_foreign(path):
+            raise InputError(f'{path}: exists and is not a page of maxlm.report; give another --output=FILE')
         write_page(path, histories)
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; give --output=FILE that can be written') from error
@@ -54,7 +58,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument('workdirs', nargs='+', metavar='WORKDIR', help='directory or URL of a run')
     parser.add_argument(
-        '--output', type=Path, metavar='FILE', help=f'where the page goes (default: {NAME} in the first WORKDIR)'
+        '--output',
+        type=Path,
+        metavar='FILE',
+        help=f'page to write (default: {NAME} in WORKDIR; {COMPARISON} here for several)',
     )
     return parser.parse_args(argv)
 

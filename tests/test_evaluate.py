@@ -217,6 +217,11 @@ def test_several_checkpoints_in_one_table(compared, whole):
     (low, high), (lower, higher) = loss['checkpoints'][1]['difference_interval'], last['loss_interval']
     assert 0 < low < high
     assert high - low < higher - lower
+    perplexity = values['table'][1]['checkpoints']
+    assert perplexity[1]['difference'] == pytest.approx(first['perplexity'] - last['perplexity'])
+    (low, high), (lower, higher) = perplexity[1]['difference_interval'], perplexity[0]['interval']
+    assert 0 < low < high
+    assert high - low < higher - lower
     assert (folder / 'table.txt').read_text() == table
     assert table.splitlines()[1].split()[:2] == ['loss', f'{last["loss"]:.4f}']
     assert (folder / 'positions.png').stat().st_size > 5000
@@ -259,11 +264,14 @@ def test_programs(run, measure, tmp_path, monkeypatch):
     assert 'the checkpoint has no chat template' in refused(run, tasks, '--apply_chat_template')
 
 
-def test_benchmarks_and_the_loss_in_one_table(run, whole, dataset, tmp_path):
+def test_benchmarks_and_the_loss_in_one_table(run, whole, dataset, tmp_path, monkeypatch):
     pytest.importorskip('lm_eval', reason="needs the extra 'eval': pip install 'maxlm[eval]'")
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['letters', 'rolling'])
+    # Outside of a repository git says so on stderr.
+    monkeypatch.chdir(tmp_path)
     code, out, err = run(f'--tasks={tasks}', f'--data={dataset}', f'--output={tmp_path / "out"}', '--json')
     assert code == EXIT_DONE, err
+    assert 'git' not in err
     (one,) = json.loads(out)['checkpoints']
     assert one['loss'] == whole['loss']
     assert {name.partition('/')[0] for name in one['tasks']} == {'local_letters', 'local_rolling'}

@@ -348,6 +348,8 @@ TENSORS = [
         ['model.norm.weight', 'F64', 'F32'],
     ),
     (lambda arrays: arrays.clear(), ['missing']),
+    (lambda arrays: arrays['model.norm.weight'].fill(np.nan), ['model.norm.weight', 'not finite']),
+    (lambda arrays: arrays['model.norm.weight'].fill(-np.inf), ['model.norm.weight', 'not finite']),
 ]
 
 
@@ -355,6 +357,17 @@ TENSORS = [
 def test_tensors_that_do_not_fit(model, tmp_path, refused, change, parts):
     change_tensors(model, change)
     refused(command(tmp_path), model, *parts)
+
+
+@pytest.mark.parametrize('num_layers', [10**9, 10**30])
+def test_more_layers_than_tensors_are_refused_before_they_are_made(model, tmp_path, refused, num_layers):
+    change_config(model, num_hidden_layers=num_layers)
+    refused(command(tmp_path), f'num_hidden_layers={num_layers}', 'tensors are missing')
+
+
+def test_a_deeply_nested_config(model, tmp_path, refused):
+    (model / 'config.json').write_text('[' * 100_000)
+    refused(command(tmp_path), 'config.json', 'nested deeper')
 
 
 def test_damaged_files(model, tmp_path, refused):

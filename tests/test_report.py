@@ -35,6 +35,36 @@ def test_several_workdirs_on_one_page(run, tmp_path):
     assert not (names[0] / 'report.html').exists()
 
 
+def test_a_comparison_leaves_the_reports_of_its_runs(run, tmp_path, monkeypatch):
+    names = [workdirs.finished(tmp_path / 'a'), workdirs.crashed(tmp_path / 'b')]
+    assert run(names[0])[0] == EXIT_DONE
+    before = (names[0] / 'report.html').read_bytes()
+    monkeypatch.chdir(tmp_path)
+    # The second time over the first page, which is ours.
+    for _ in range(2):
+        code, out, _ = run(*names)
+        assert code == EXIT_DONE
+        assert out.startswith('compare.html: ')
+    assert '<h1>a and b</h1>' in (tmp_path / 'compare.html').read_text()
+    assert (names[0] / 'report.html').read_bytes() == before
+
+
+@pytest.mark.parametrize('content', [b'my notes', b'', b'<!doctype html>\n<p>mine', b'\xff\xfe'])
+def test_a_file_of_someone_else_is_not_overwritten(run, tmp_path, monkeypatch, content):
+    workdir, other = workdirs.finished(tmp_path / 'a'), workdirs.crashed(tmp_path / 'b')
+    monkeypatch.chdir(tmp_path)
+    for words, path in (
+        ([workdir], workdir / 'report.html'),
+        ([workdir, other], tmp_path / 'compare.html'),
+        ([workdir, '--output', tmp_path / 'mine.html'], tmp_path / 'mine.html'),
+    ):
+        path.write_bytes(content)
+        code, out, err = run(*words)
+        assert (code, out) == (EXIT_BAD_INPUT, '')
+        assert 'is not a page of maxlm.report' in err
+        assert path.read_bytes() == content
+
+
 def test_what_is_torn_is_said(run, tmp_path):
     code, out, _ = run(workdirs.torn(tmp_path))
     assert code == EXIT_DONE

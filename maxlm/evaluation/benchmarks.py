@@ -8,8 +8,9 @@ import json
 import logging
 import math
 import os
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from maxlm.errors import InputError, os_message
 from maxlm.evaluation.backend import EXTRA, HarnessAnswers, harness_model
-from maxlm.evaluation.measures import Measure, mean_of
+from maxlm.evaluation.measures import Measure, exponential_of, mean_of
 
 # Draws for the standard errors of metrics that are no means.
 BOOTSTRAPS = 1000
@@ -118,7 +119,7 @@ class Benchmarks:
         # It prints, and draws bars into logs too.
         shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
         try:
-            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), _quiet_git():
                 results = simple_evaluate(
                     model,
                     tasks=list(self._names),
@@ -131,6 +132,27 @@ class Benchmarks:
         except Exception as error:  # of data sets, of the hub, of what a task file says
             raise InputError(f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_line(error)}') from error
         return dict(results)
+
+
+@contextlib.contextmanager
+def _quiet_git() -> Iterator[None]:
+    """Keeps `git describe`, which lm-eval runs, from writing its errors to the terminal."""
+    from lm_eval import evaluator
+
+    original = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = _git_hash
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = original
+
+
+def _git_hash() -> str | None:
+    try:
+        done = subprocess.run(['git', 'describe', '--always'], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
 
 
 def measures(results: Mapping[str, Any]) -> list[Measure]:
@@ -163,8 +185,7 @@ def _of_documents(told: Measure, metric: str, values: Sequence[Any]) -> Measure 
     mean = mean_of(told.name, -log_probs / counts / RATES[metric], counts)
     if metric == 'bits_per_byte' or mean.error is None:
         return mean
-    # Of e to a mean, by its slope.
-    return Measure(told.name, told.value, told.value * mean.error)
+    return exponential_of(told.name, mean)._replace(value=told.value)
 
 
 def write_results(results: Mapping[str, Any], folder: Path, *, step: int) -> None:

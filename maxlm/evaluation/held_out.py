@@ -120,12 +120,6 @@ def measure(
     return HeldOut(loss_W, tokens_W, source_W, class_loss_K, class_tokens_K, window)
 
 
-def perplexity_of(loss: Measure) -> Measure:
-    """exp(loss), with the error by its slope."""
-    value = math.exp(loss.value) if loss.value < 700 else math.inf
-    return Measure('perplexity', value, None if loss.error is None else value * loss.error)
-
-
 def bits_per_byte(loss: Measure, tokens_per_byte: float) -> Measure:
     """Nats per token → bits per byte of the text."""
     factor = tokens_per_byte / math.log(2)

@@ -12,6 +12,8 @@ import numpy as np
 
 # Of a normal distribution, 95 % lie within so many standard deviations.
 DEVIATIONS = 1.959964
+# exp of more than this overflows float64.
+MAX_EXPONENT = 700.0
 
 
 class Measure(NamedTuple):
@@ -51,6 +53,19 @@ def mean_of(name: str, values: np.ndarray, weights: np.ndarray | None = None) ->
     residuals = (values - value) * weights
     error = math.sqrt(N / max(N - 1, 1) * float((residuals**2).sum())) / float(total)
     return Measure(name, value, None if np.ptp(values) == 0 else error, values, weights)
+
+
+def exponential_of(name: str, mean: Measure) -> Measure:
+    """Returns exp(mean), with the error by the delta method.
+
+    Its values are those of the linear approximation around the mean, so that `difference` of two of these compares them
+    unit by unit.
+    """
+    value = math.exp(mean.value) if mean.value < MAX_EXPONENT else math.inf
+    error = None if mean.error is None else value * mean.error
+    if mean.values is None or math.isinf(value):
+        return Measure(name, value, error)
+    return Measure(name, value, error, value * (1 + mean.values - mean.value), mean.weights)
 
 
 def difference(first: Measure, second: Measure) -> Measure | None:

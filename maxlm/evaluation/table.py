@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxlm.evaluation.measures import DEVIATIONS, Measure, difference
 
 LARGE = 1e5
+# Decimals of a number that has no small ones beside it, and more than these are written with an exponent.
+FEWEST_DECIMALS, MOST_DECIMALS = 4, 9
+# Parts of the largest number of a cell that rounding may have left.
+ROUNDING = 1e-9
+LEGEND = (
+    '±: half of the 95 % interval, 1.96 standard errors (lm-eval prints one standard error). '
+    '[ ]: 95 % interval of a difference; *: it excludes 0.'
+)
 
 
 class Column(NamedTuple):
@@ -22,10 +31,7 @@ class Column(NamedTuple):
 
 
 def table_text(columns: Sequence[Column]) -> str:
-    """Lines for people: what, each checkpoint, and what the others differ from the first by.
-
-    A difference whose interval does not hold 0 has a star.
-    """
+    """Lines for people: what, each checkpoint, what the others differ from the first by, and the legend."""
     first, *others = columns
     header = ['', *(column.name for column in columns), *(f'{column.name} − {first.name}' for column in others)]
     rows = [header]
@@ -41,11 +47,11 @@ def table_text(columns: Sequence[Column]) -> str:
         )
         for row in rows
     )
-    return '\n'.join(line.rstrip() for line in lines)
+    return '\n'.join([*(line.rstrip() for line in lines), LEGEND])
 
 
 def table_json(columns: Sequence[Column]) -> list[dict[str, Any]]:
-    """The same as objects: `name`, and for each checkpoint `value`, `interval`, `difference`, `difference_interval`."""
+    """The same as objects: `name`, and for each checkpoint `value`, `standard_error`, `interval` and differences."""
     rows = []
     for name in _names(columns):
         found = [column.find(name) for column in columns]
@@ -54,6 +60,7 @@ def table_json(columns: Sequence[Column]) -> list[dict[str, Any]]:
             {
                 'checkpoint': column.name,
                 'value': measure and measure.value,
+                'standard_error': measure and measure.error,
                 'interval': measure and measure.interval,
                 'difference': change and change.value,
                 'difference_interval': change and change.interval,
@@ -75,20 +82,32 @@ def _differences(first: Measure | None, others: Sequence[Measure | None]) -> lis
 def _told(measure: Measure | None) -> str:
     if measure is None:
         return '–'
-    return _short(measure.value) + ('' if measure.error is None else f' ± {_short(DEVIATIONS * measure.error)}')
+    if measure.error is None:
+        return _written(measure.value)[0]
+    return ' ± '.join(_written(measure.value, DEVIATIONS * measure.error))
 
 
 def _told_difference(change: Measure | None) -> str:
     if change is None:
         return '–'
-    told, interval = _short(change.value, '+'), change.interval
-    if interval is None:
-        return told
-    star = '*' if interval[0] > 0 or interval[1] < 0 else ' '
-    low, high = (_short(bound, '+') for bound in interval)
-    return f'{told} [{low}, {high}]{star}'
+    if change.interval is None:
+        return _written(change.value, sign='+')[0]
+    low, high = change.interval
+    told, *bounds = _written(change.value, low, high, sign='+')
+    return f'{told} [{", ".join(bounds)}]{"*" if low > 0 or high < 0 else " "}'
 
 
-def _short(value: float, sign: str = '-') -> str:
-    """With four decimals; perplexities of bad models have many digits before them."""
-    return f'{value:{sign}.4f}' if abs(value) < LARGE else f'{value:{sign}.3e}'
+def _written(*numbers: float, sign: str = '-') -> list[str]:
+    """Numbers with the same decimals, enough for two digits of each; perplexities of bad models get an exponent."""
+    # Sums that cancel leave something like 1e-17, which is 0.
+    largest = max((abs(number) for number in numbers if math.isfinite(number)), default=0.0)
+    sizes = [abs(number) for number in numbers if math.isfinite(number) and abs(number) > ROUNDING * largest]
+    decimals = max((1 - math.floor(math.log10(size)) for size in sizes), default=0)
+    decimals = max(decimals, FEWEST_DECIMALS)
+    return [
+        # Plus 0.0, since -0.0 would be written with its sign.
+        f'{number + 0.0:{sign}.{decimals}f}'
+        if decimals <= MOST_DECIMALS and abs(number) < LARGE
+        else f'{number + 0.0:{sign}.3e}'
+        for number in numbers
+    ]

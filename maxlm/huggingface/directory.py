@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxlm.errors import InputError, os_message
+from maxlm.storage.json_text import parse_json
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -215,7 +216,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
     if not path.is_file():
         raise _no_tensors(directory)
     try:
-        weight_map = json.loads(path.read_text(encoding='utf-8'))['weight_map']
+        weight_map = parse_json(path.read_bytes())['weight_map']
         if not weight_map:
             raise ValueError('it is empty')
         for name in set(weight_map.values()):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from maxlm.errors import InputError, os_message
+from maxlm.storage.json_text import parse_json
 
 
 class Fields:
@@ -62,7 +62,7 @@ def read_object(path: Path) -> dict[str, Any]:
         InputError: the file is missing or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding='utf-8'))
+        value = parse_json(path.read_bytes())
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     except ValueError as error:

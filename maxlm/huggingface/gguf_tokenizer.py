@@ -5,11 +5,11 @@ How text is split into words is no part of the file, only the name of a split th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxlm.errors import InputError
+from maxlm.storage.json_text import parse_json
 
 # What `general` types of llama.cpp's tokens are (llama.h, llama_token_type).
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -44,7 +44,7 @@ def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
     Raises:
         InputError: llama.cpp has no such tokenizers.
     """
-    facts = json.loads(text)
+    facts = parse_json(text)
     model = facts['model']
     merges = [merge if isinstance(merge, str) else ' '.join(merge) for merge in model.get('merges') or []]
     if model['type'] != 'BPE' or model.get('byte_fallback'):

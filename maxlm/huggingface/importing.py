@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,10 +55,11 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         )
     path = directory / CONFIG
     values = read_object(path)
+    files = TensorFiles(directory)
+    check_layers(values, files, str(path))
     model = from_config(values, str(path))
     architecture = values['model_type']
     rows = tensors(architecture, model)
-    files = TensorFiles(directory)
     names = match(files, rows, architecture, str(directory))
     text, remark = files_for_import(directory)
     if remark:
@@ -86,6 +87,20 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
 
         write_step(partial, 0, {name: counted(array) for name, array in arrays.items()})
     return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters)
+
+
+def check_layers(values: Mapping[str, Any], files: TensorFiles, source: str) -> None:
+    """Raises InputError where config.json has more layers than there are tensors.
+
+    Everything else is made layer by layer, so the number must be known to be true before anything is made.
+    """
+    for key in ('num_hidden_layers', 'n_layer'):
+        num_layers = values.get(key)
+        if isinstance(num_layers, int) and num_layers > len(files.shapes):
+            raise InputError(
+                f'{source}: {key}={num_layers}: tensors are missing, the files have only {len(files.shapes)} in all; '
+                f' fetch config.json and the weights of the same model'
+            )
 
 
 def match(files: TensorFiles, rows: Sequence[Tensor], architecture: str, source: str) -> dict[str, str]:
@@ -148,7 +163,11 @@ def _arrays(
     def array(path: str) -> StreamedArray:
         def read(layer: int | None) -> np.ndarray:
             tensor, place = parts[path, layer]
-            return tensor.from_hf(files.read(names[tensor.name]))[place]
+            name = names[tensor.name]
+            values = files.read(name)
+            if not np.isfinite(values).all():
+                raise InputError(f'{files.path(name)}: tensor {name} has values that are not finite; fetch it again')
+            return tensor.from_hf(values)[place]
 
         return StreamedArray(shapes[path], read, stacked=(path, None) not in parts)
 

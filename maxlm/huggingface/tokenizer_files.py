@@ -16,6 +16,7 @@ from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.fields import read_object
 from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER
+from maxlm.storage.json_text import parse_json
 
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS = 'special_tokens_map.json'
@@ -44,13 +45,16 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
     if (workdir / TOKENIZER).is_file():
         files[TOKENIZER] = (workdir / TOKENIZER).read_bytes()
         library = _read_library(workdir / TOKENIZER)
-        if TOKENIZER_CONFIG not in files:
+        made_here = TOKENIZER_CONFIG not in files
+        if made_here:
             files |= _make_tokenizer_files(library, model, has_chat=CHAT_TEMPLATE in files)
-        ids |= _special_ids(json.loads(files[TOKENIZER_CONFIG]), library)
-    # Rows of a batch that have ended are filled with what ends them. Only there: as the padding of the model or of its
-    # tokenizer, the end of a text would be left out of later training.
+        ids |= _special_ids(parse_json(files[TOKENIZER_CONFIG]), library)
+        if made_here:
+            # The model has no padding of its own: Transformers would not train the row of the end of a text.
+            ids['pad_token_id'] = None
+    # Rows of a batch that have ended are filled with what ends them.
     made = {**ids, 'pad_token_id': ids['eos_token_id'] if ids['pad_token_id'] is None else ids['pad_token_id']}
-    generation = json.loads(files[GENERATION]) if GENERATION in files else made
+    generation = parse_json(files[GENERATION]) if GENERATION in files else made
     ids |= {name: generation[name] for name in ids if GENERATION in files and generation.get(name) is not None}
     ends = _with_end_of_turn(ids['eos_token_id'], workdir)
     if GENERATION not in files or ends != ids['eos_token_id']:
@@ -123,8 +127,9 @@ def _make_tokenizer_files(library: tokenizers.Tokenizer, model: ModelConfig, *, 
     # One that maxlm has no use for may still be somebody's.
     with contextlib.suppress(InputError):
         end = library.id_to_token(Tokenizer(library).end_of_document)
-        tokens |= {'bos_token': end, 'eos_token': end}
-    unknown = json.loads(library.to_str())['model'].get('unk_token')
+        # Transformers cannot pad the texts of a batch without a token for it.
+        tokens |= {'bos_token': end, 'eos_token': end, 'pad_token': end}
+    unknown = parse_json(library.to_str())['model'].get('unk_token')
     if unknown is not None:
         tokens['unk_token'] = unknown
     config = {

@@ -342,7 +342,9 @@ def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
     logits = 4 * sizes.B * chunk * sizes.V
     stream = sizes.B * sizes.T * sizes.D * sizes.width
     # The gradient of the head is summed in float32.
-    work = backend.logits * logits + elements * (4 + sizes.width) + 3 * stream
+    # Read off the programs of configs/mix.py; those of configs/1b.py, tied too, have LayerNorm and all the copies.
+    copies = backend.logits - (1 if config.model.tie_embeddings and config.model.norm == 'rmsnorm' else 0)
+    work = copies * logits + elements * (4 + sizes.width) + 3 * stream
     return _Vocabulary(int(table), int(work))
 
 

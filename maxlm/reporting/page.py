@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import time
 from collections.abc import Sequence
@@ -26,8 +27,12 @@ from maxlm.runtime.console import logger
 from maxlm.runtime.history import History, read_history
 
 NAME = 'report.html'
+# Name of the page that compares several runs, in the current directory.
+COMPARISON = 'compare.html'
 # Nothing is fetched from anywhere, whatever a run wrote into the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+# The head of a page up to its policy, by which it is known to be ours, is shorter.
+_START_BYTES = 1024
 _SECTIONS = (summary, learning, goodput, plan, machines, events, samples, scaling, origin)
 _LINKS = {
     'loss': 'Loss',
@@ -50,6 +55,21 @@ def write_at_end(workdir: Path) -> None:
     except Exception as error:
         # The run is done, and its state saved: no fault of its report may change how it ends.
         logger.warning(f'{NAME} could not be written: {type(error).__name__}: {" ".join(str(error).split())}')
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a file exists there that is not a page of ours: `write_page` may not replace it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not path.exists():
+        return False
+    if not path.is_file():
+        return True
+    with path.open('rb') as file:
+        start = file.read(_START_BYTES).decode('utf-8', 'replace')
+    return not (start.startswith('<!doctype html>') and POLICY in html.unescape(start))
 
 
 def write_page(path: Path, histories: list[History]) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlm.evaluation.measures import DEVIATIONS, Measure, difference, mean_of
+from maxlm.evaluation.measures import DEVIATIONS, Measure, difference, exponential_of, mean_of
 
 
 def test_without_weights_the_error_is_that_of_a_mean():
@@ -58,3 +58,39 @@ def test_what_has_no_error_has_a_difference_without_one():
     assert difference(Measure('x', 1.0, None), Measure('x', float('nan'), None)) is None
     assert Measure('x', 1.0, None).interval is None
     assert Measure('x', 1.0, 1.0).interval == (1 - DEVIATIONS, 1 + DEVIATIONS)
+
+
+def test_the_exponential_of_a_mean():
+    loss = mean_of('loss', np.array([1.0, 2.0, 3.0]))
+    perplexity = exponential_of('perplexity', loss)
+    assert perplexity.value == pytest.approx(np.exp(2))
+    assert perplexity.error == pytest.approx(np.exp(2) * loss.error)
+    assert mean_of('', perplexity.values, perplexity.weights).error == pytest.approx(perplexity.error)
+    large = exponential_of('perplexity', loss._replace(value=1e6))
+    assert (large.value, large.values) == (np.inf, None)
+    assert exponential_of('perplexity', Measure('loss', 2.0, None)).error is None
+
+
+def test_perplexities_on_the_same_units_differ_as_their_losses_do():
+    rng = np.random.default_rng(3)
+    hard, weights = rng.normal(4, 1, 400), rng.integers(1, 30, 400).astype(float)
+    losses = [mean_of('loss', values, weights) for values in (hard, hard - 0.001 + rng.normal(0, 0.004, 400))]
+    first, second = (exponential_of('perplexity', loss) for loss in losses)
+    of_losses, of_perplexities = difference(*losses), difference(first, second)
+    assert of_perplexities.value == pytest.approx(second.value - first.value)
+    # exp(b) - exp(a) is nearly exp(a) · (b - a) where b is near a.
+    assert of_perplexities.error == pytest.approx(first.value * of_losses.error, rel=0.02)
+    assert [bound < 0 for bound in of_perplexities.interval] == [bound < 0 for bound in of_losses.interval]
+    # Control: without the units it is a thousand times as wide.
+    assert difference(first._replace(values=None), second).error > 100 * of_perplexities.error
+
+
+def test_the_interval_of_a_perplexity_difference_holds_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(4)
+    hits = 0
+    for _ in range(600):
+        hard = rng.normal(2, 0.5, 100)
+        pair = (hard, hard + 0.3 + rng.normal(0, 0.2, 100))
+        low, high = difference(*(exponential_of('', mean_of('', values)) for values in pair)).interval
+        hits += low < np.exp(2.3) - np.exp(2) < high
+    assert 0.92 < hits / 600 < 0.98

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxlm.evaluation.measures import Measure, mean_of
-from maxlm.evaluation.table import Column, table_json, table_text
+from maxlm.evaluation.table import LEGEND, Column, table_json, table_text
 
 VALUES = np.array([1.0, 2.0, 4.0, 3.0])
 COLUMNS = [
@@ -14,7 +14,8 @@ COLUMNS = [
 
 
 def test_text():
-    header, loss, acc, other = table_text(COLUMNS).splitlines()
+    header, loss, acc, other, legend = table_text(COLUMNS).splitlines()
+    assert '95 %' in legend
     assert header.split() == ['a@1', 'b@2', 'b@2', '−', 'a@1']
     told = 'loss 2.5000 ± 1.2652 2.0000 ± 1.2422 -0.5000 [-0.5800, -0.4200]*'
     assert loss.split() == told.split()
@@ -26,13 +27,30 @@ def test_text():
 
 def test_a_difference_that_may_be_none_has_no_star():
     near = [COLUMNS[0], Column('c@1', [Measure('acc', 0.6, 0.1)])]
-    assert '*' not in table_text(near)
+    assert '*' not in table_text(near).replace(LEGEND, '')
     far = [COLUMNS[0], Column('c@1', [Measure('acc', 0.9, 0.1)])]
-    assert '*' in table_text(far)
+    assert '*' in table_text(far).replace(LEGEND, '')
 
 
 def test_large_numbers_are_short():
     assert '1.234e+17 ± 1.960e+06' in table_text([Column('a', [Measure('x', 1.2343e17, 1e6)])])
+
+
+@pytest.mark.parametrize(
+    ('change', 'told'),
+    [
+        (Measure('x', -0.00005, 0.00002), '-0.000050 [-0.000089, -0.000011]*'),
+        (Measure('x', 3e-12, 1e-12), '+3.000e-12 [+1.040e-12, +4.960e-12]*'),
+        (Measure('x', 0.25, 0.02), '+0.2500 [+0.2108, +0.2892]*'),
+    ],
+)
+def test_small_differences_have_digits(change, told):
+    columns = [Column('a', [Measure('x', 0.0, 0.0)]), Column('b', [change])]
+    assert table_text(columns).splitlines()[1].endswith(f'  {told}')
+
+
+def test_no_number_is_written_as_a_negative_zero():
+    assert '-0' not in table_text([Column('a', [Measure('x', -0.0, 0.0)])])
 
 
 def test_objects():
@@ -45,6 +63,7 @@ def test_objects():
     assert acc['checkpoints'][1] == {
         'checkpoint': 'b@2',
         'value': None,
+        'standard_error': None,
         'interval': None,
         'difference': None,
         'difference_interval': None,

@@ -64,7 +64,11 @@ def test_the_ids_of_transformers_are_ours(tmp_path, name, kind):
     assert len(theirs) == tokenizer.vocab_size
     assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_document
     assert theirs.decode([theirs.eos_token_id]) == END_OF_DOCUMENT
-    assert theirs.pad_token is None
+    assert theirs.pad_token == END_OF_DOCUMENT
+    batch = theirs(TEXTS, padding=True)
+    assert {len(ids) for ids in batch['input_ids']} == {max(map(len, ours))}
+    real = [[i for i, m in zip(*row, strict=True) if m] for row in zip(*batch.values(), strict=True)]
+    assert real == ours
     # What generate takes.
     assert set(theirs(TEXTS)) == {'input_ids', 'attention_mask'}
     # Control: the file alone reads special tokens out of texts.
