@@ -126,9 +126,9 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1} | schedule
     assert run(dataset, workdir, **settings) == EXIT_DONE
     out = capsys.readouterr().out
-    (num_steps,) = map(int, re.findall(r'at this pace the budget is (\d+) steps', out))
-    # An hour of minutes, without what is kept for evaluating and saving.
-    assert 56 <= num_steps <= 60
+    num_steps = int(re.findall(r'at 60 s per step the budget is (\d+) steps', out)[-1])
+    # An hour of minutes, without what is kept for what cannot be predicted.
+    assert 58 <= num_steps <= 60
     assert steps_in(workdir)[-1] == num_steps == read_config(workdir).train.num_steps
     rates = {line['step']: line['train/learning_rate'] for line in read_metrics(workdir) if 'train/loss' in line}
     # Level while the length is not known, then down to the end.
@@ -137,6 +137,33 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     # Who goes on later knows the length from the start.
     assert run(dataset, workdir, **settings) == EXIT_DONE
     assert f'nothing to do: step {num_steps} of {num_steps} is done' in capsys.readouterr().out
+
+
+def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path, monkeypatch, capsys):
+    """Steps take a minute, and from step 33 on two."""
+
+    def seconds(steps):
+        return 60.0 * steps + 60.0 * max(0, steps - 32)
+
+    class Clocked(Spending):
+        def __init__(self, *arguments, began, pace, **more):
+            begun = seconds(first)
+            super().__init__(*arguments, began=begun, pace=pace, clock=lambda: seconds(first + pace.steps), **more)
+
+    monkeypatch.setattr(loop, 'Spending', Clocked)
+    monkeypatch.setattr(Pace, 'seconds', property(lambda pace: seconds(first + pace.steps) - seconds(first)))
+    monkeypatch.setattr(Pace, 'pauses', {}, raising=False)
+    settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__schedule': 'cosine'}
+    settings |= {'checkpoint__keep_last': 99}
+    first = 0
+    assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
+    lengths = [*map(int, re.findall(r'per step the budget is (\d+) steps', capsys.readouterr().out))]
+    assert lengths[0] >= 58 and lengths[-1] <= 47
+    rates = {
+        line['step']: line['train/learning_rate'] for line in read_metrics(tmp_path / 'run') if 'train/loss' in line
+    }
+    assert rates[lengths[-1]] < 0.02 * rates[25]
+    assert steps_in(tmp_path / 'run')[-1] == lengths[-1]
 
 
 def test_what_was_done_before_damaged_data_is_saved(dataset, tmp_path, monkeypatch, capsys):
