@@ -96,6 +96,9 @@ class Spending:
         self._counted, self._counted_steps = now, in_steps
         self._measured = self._pace.steps, in_steps
         passed, in_steps, whole_step, *measured = map(float, self._agree(np.asarray(mine, np.float64)))
+        if done < UNMEASURED_STEPS and decisions.step_seconds:
+            # What was measured before the restart is better than these.
+            measured[:2] = 0.0, 0.0
         decisions = spend(
             decisions,
             passed,
