@@ -1,8 +1,8 @@
 """Whole runs that go wrong or come to an end before their length: rollbacks, early stopping, budgets."""
 
 import json
-import math
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -126,17 +126,57 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1} | schedule
     assert run(dataset, workdir, **settings) == EXIT_DONE
     out = capsys.readouterr().out
-    (num_steps,) = map(int, re.findall(r'at this pace the budget is (\d+) steps', out))
-    # An hour of minutes, without what is kept for evaluating and saving.
-    assert 56 <= num_steps <= 60
+    num_steps = int(re.findall(r'at 60 s per step the budget is (\d+) steps', out)[-1])
+    # An hour of minutes, without what is kept for what cannot be predicted.
+    assert 58 <= num_steps <= 60
     assert steps_in(workdir)[-1] == num_steps == read_config(workdir).train.num_steps
     rates = {line['step']: line['train/learning_rate'] for line in read_metrics(workdir) if 'train/loss' in line}
-    # Level while the length is not known, then down to the end.
-    assert math.isclose(rates[10], rates[25], rel_tol=1e-4)
+    # Each step is a large share of the budget: the length is known soon, and from there rates fall to the end.
+    assert int(re.findall(r'step +(\d+)  at 60 s per step', out)[0]) < 10
+    assert all(rates[step + 1] < rates[step] for step in range(10, num_steps))
     assert rates[num_steps] < 0.1 * rates[25]
     # Who goes on later knows the length from the start.
     assert run(dataset, workdir, **settings) == EXIT_DONE
     assert f'nothing to do: step {num_steps} of {num_steps} is done' in capsys.readouterr().out
+
+
+def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path, monkeypatch, capsys):
+    """Steps take a minute, and from step 33 on two."""
+
+    def seconds(steps):
+        return 60.0 * steps + 60.0 * max(0, steps - 32)
+
+    class Clocked(Spending):
+        def __init__(self, *arguments, began, pace, **more):
+            super().__init__(
+                *arguments, began=seconds(first), pace=pace, clock=lambda: seconds(first + pace.steps), **more
+            )
+
+    monkeypatch.setattr(loop, 'Spending', Clocked)
+    monkeypatch.setattr(Pace, 'seconds', property(lambda pace: seconds(first + pace.steps) - seconds(first)))
+    monkeypatch.setattr(Pace, 'pauses', {}, raising=False)
+    settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__schedule': 'cosine'}
+    settings |= {'optimizer__min_learning_rate': 0, 'checkpoint__keep_last': 99}
+    first = 0
+    assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
+    lengths = [*map(int, re.findall(r'per step the budget is (\d+) steps', capsys.readouterr().out))]
+    assert lengths[0] >= 58
+    assert lengths[-1] <= 47
+    rates = {
+        line['step']: line['train/learning_rate'] for line in read_metrics(tmp_path / 'run') if 'train/loss' in line
+    }
+    assert rates[lengths[-1]] < 0.05 * rates[25]
+    # Resumed at a step after the last decision, it has the same rates, and ends with the same parameters.
+    replanned = [event['step'] for event in read_events(tmp_path / 'run').lines if event['kind'] == 'length']
+    first = min(step for step in steps_in(tmp_path / 'run') if step >= replanned[-1])
+    assert 33 < first < lengths[-1]
+    shutil.copytree(tmp_path / 'run', tmp_path / 'again')
+    for step in steps_in(tmp_path / 'again'):
+        if step > first:
+            shutil.rmtree(tmp_path / 'again' / 'checkpoints' / str(step))
+    assert run(dataset, tmp_path / 'again', **settings) == EXIT_DONE
+    assert curve(tmp_path / 'again') == curve(tmp_path / 'run')
+    assert same(params_of(tmp_path / 'again', lengths[-1]), params_of(tmp_path / 'run', lengths[-1]))
 
 
 def test_what_was_done_before_damaged_data_is_saved(dataset, tmp_path, monkeypatch, capsys):

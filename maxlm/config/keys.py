@@ -156,8 +156,8 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    # Length of the run, given as exactly one of the five. One in hours or dollars becomes a number of steps once the
-    # pace is measured, so that the schedule ends with it; what is spent in earlier lives of the run counts.
+    # Length of the run, given as exactly one of the five. One in hours or dollars becomes a number of steps, which
+    # follows the measured throughput, so that the schedule ends with it; time of all attempts of the run counts.
     num_steps: int = 0
     num_tokens: int = 0
     num_epochs: float = 0.0
@@ -341,6 +341,11 @@ class Config:
     def has_reference(self) -> bool:
         """Whether what is minimized looks at the model that the run starts from."""
         return self.train.objective == 'dpo' or (self.train.objective == 'grpo' and self.grpo.kl_weight > 0)
+
+    @property
+    def by_budget(self) -> bool:
+        """Whether hours or dollars give the length, which is then decided during the run."""
+        return bool(self.train.hours or self.train.dollars)
 
     @property
     def batch_shards(self) -> int:

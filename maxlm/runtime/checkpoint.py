@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,6 +82,8 @@ class Checkpoints:
         # The first process alone deletes.
         self._losses = {one.step: one.validation_loss for one in saved_losses(workdir)} if self._first else {}
         self._save: Save | None = None
+        # What the newest complete save took until it was stored; 0 = there is none yet.
+        self.save_seconds = 0.0
         # Whether something lies there that is to be deleted.
         self._unclean = False
         # In the background: a large step takes long to delete on some file systems.
@@ -139,6 +143,7 @@ class Checkpoints:
         self._settle_save()
         if step in self._complete:
             return True
+        began = time.monotonic()
         trees = items_of(state)
         started = integrity.start_checksums(trees)
         progress: dict[str, Any] = {'step': step, 'skipped': int(state.skipped), integrity.ITEM: integrity.VERSION}
@@ -163,7 +168,7 @@ class Checkpoints:
             self._ended(step, problem)
             return False
         loss = progress.get(VALIDATION_LOSS)
-        self._save = Save(self._together.begin(), lambda reason: self._ended(step, reason, loss))
+        self._save = Save(self._together.begin(), lambda reason: self._ended(step, reason, loss, began))
         self._save.begin(self.directory / str(step), items)
         if self._first and self._folder.in_bucket:
             threading.Thread(target=self._look_after, args=(self._save, step), daemon=True, name='look-after').start()
@@ -270,7 +275,7 @@ class Checkpoints:
                 problem = why(error)
         return self._together.from_first(problem)
 
-    def _ended(self, step: int, reason: str, loss: float | None = None) -> None:
+    def _ended(self, step: int, reason: str, loss: float | None = None, began: float = math.inf) -> None:
         """A save is over, for good or not."""
         if reason:
             with self._lock:
@@ -282,6 +287,7 @@ class Checkpoints:
             self._unclean = True
             self._on_failure(f'step {step} is not saved: {reason}; {instead}; the run goes on')
             return
+        self.save_seconds = max(0.0, time.monotonic() - began)
         with self._lock:
             self._complete.add(step)
             self._losses[step] = loss

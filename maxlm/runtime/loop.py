@@ -51,7 +51,8 @@ from maxlm.training.decisions import (
     rolled_back,
     to_json,
 )
-from maxlm.training.state import TrainState, evaluated_params
+from maxlm.training.run_length import at_start, progress_of
+from maxlm.training.state import TrainState, evaluated_params, with_progress
 
 
 class Leg(NamedTuple):
@@ -113,7 +114,7 @@ class Loop:
             )
         # Should metrics.jsonl be lost.
         self._best_loss = float(history.get('best_loss', math.inf))
-        return state, from_json(history.get('decisions'))
+        return state, at_start(from_json(history.get('decisions')), self._config, int(state.step))
 
     def tell(self, start: int, decisions: Decisions) -> None:
         """Says what is about to happen, and makes ready to tell what does."""
@@ -164,12 +165,14 @@ class Loop:
             pace=self._pace,
             num_devices=jax.device_count(),
             evaluation_share=feed.evaluation_share,
+            save_seconds=lambda: self._checkpoints.save_seconds,
         )
 
     def leg(self, state: TrainState, decisions: Decisions) -> Leg:
         """Trains until the run is over, is told to stop, or has met too many bad steps."""
         config, reporter, watchdog = self._config, self._reporter, self._watchdog
         start = int(state.step)
+        state = self._lay_schedule(state, decisions)
         with contextlib.ExitStack() as stack:
             alarm = partial(self._home.alerts.send, 'data')
             reading = self._feed.batches(start, config, decisions, layout=self._layout, alarm=alarm)
@@ -219,7 +222,9 @@ class Loop:
                         decisions = after_evaluation(decisions, loss, config.guard)
                     if examine:
                         self._examine(step, state)
-                    decisions = self._spend(step, decisions, look=owed or told or validate)
+                    before, decisions = decisions, self._spend(step, decisions, look=owed or told or validate)
+                    if decisions.num_steps != before.num_steps:
+                        state = self._lay_schedule(state, decisions)
                     why = ended(config, decisions, step)
                     if why:
                         # A budget may end a run at any step.
@@ -246,7 +251,7 @@ class Loop:
     def _examine(self, step: int, state: TrainState) -> None:
         """Runs the benchmarks and tells of them."""
         assert self._tasks, 'tell() made them, since eval.tasks_every is set'
-        with self._pace.paused('eval'), self._timeline.phase('evaluation'):
+        with self._pace.paused('eval', name='tasks'), self._timeline.phase('evaluation'):
             scores = self._tasks(evaluated_params(state))
             self._reporter.wrote(step, scores, task_text(scores))
 
@@ -340,6 +345,13 @@ class Loop:
             config = dataclasses.replace(self._config, train=train)
             describe_run(self._home.workdir, config, self._feed.tokenizer_path)
 
+    def _lay_schedule(self, state: TrainState, decisions: Decisions) -> TrainState:
+        """Returns the state with the length that was decided on, which the reporter gets too."""
+        if not self._config.by_budget:
+            return state
+        self._reporter.change_config(decided(self._config, decisions))
+        return with_progress(state, progress_of(decisions, self._config), self._layout)
+
     def _judge(self, decisions: Decisions) -> Rollback | Stop | None:
         bad = self._reporter.bad_steps
         if bad.in_a_row < self._config.train.max_skipped_steps:
@@ -356,10 +368,14 @@ class Loop:
             self._home.alerts.send('budget', f'{budget.share:.0%} of {budget.name} is spent')
         if after.num_steps != decisions.num_steps:
             self._describe(after)
-            text = f'at this pace the budget is {after.num_steps} steps, where the schedule ends'
+            self._reporter.change_config(decided(self._config, after))
+            text = (
+                f'at {after.step_seconds:.3g} s per step the budget is {after.num_steps} steps, where the schedule ends'
+            )
             logger.info(f'step {step:>7}  {text}')
             self._diary.event('length', text, step=step, num_steps=after.num_steps)
-            self._sources.log_start(after.num_steps * self._config.train.global_batch)
+            if not decisions.num_steps:
+                self._sources.log_start(after.num_steps * self._config.train.global_batch)
         return after
 
 

@@ -23,6 +23,8 @@ class Pace:
         self._mark = time.perf_counter()
         self._interval = _Sums()
         self._total = _Sums()
+        # Seconds of the newest pause of each name.
+        self.pauses: dict[str, float] = {}
 
     def start(self) -> None:
         """Call before the first step."""
@@ -44,12 +46,16 @@ class Pace:
         self._mark = now
 
     @contextlib.contextmanager
-    def paused(self, what: str) -> Iterator[None]:
-        """What happens inside does not count as time of a step; it is told as `perf/WHAT_seconds`."""
+    def paused(self, what: str, *, name: str = '') -> Iterator[None]:
+        """What happens inside does not count as time of a step; it is told as `perf/WHAT_seconds`.
+
+        `pauses` has it as `name`, by default `what`.
+        """
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
         self._mark += seconds
+        self.pauses[name or what] = seconds
         for sums in (self._interval, self._total):
             sums.pauses[what] = sums.pauses.get(what, 0.0) + seconds
 

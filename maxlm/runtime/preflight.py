@@ -14,7 +14,8 @@ from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine
 from maxlm.planning.plan_report import advice_text, size_text
 from maxlm.runtime.console import logger
-from maxlm.training.decisions import Decisions, decided, ended
+from maxlm.training.decisions import Decisions, ended, with_rates
+from maxlm.training.run_length import at_start
 from maxlm.training.sharding import Layout, make_layout
 from maxlm.training.state import TrainState, abstract_state
 
@@ -65,7 +66,7 @@ def prepare_step(
     machine = present_machine(sample_config(config, resolve))
 
     def compiled(resolved: Config) -> Forecast:
-        now = decided(resolved, decisions)
+        now = with_rates(resolved, decisions)
         at_first = now.at_context(now.context_at(min(first_step, now.train.num_steps - 1)))
         with compiling():
             return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
@@ -76,7 +77,7 @@ def prepare_step(
     resolved = resolve(config)
     layout = make_layout(resolved.mesh)
     abstract = abstract_state(resolved, layout)
-    if ended(resolved, decisions, first_step):
+    if ended(resolved, at_start(decisions, resolved, first_step), first_step):
         # There is nothing to compile for.
         return Ready(resolved, layout, abstract, estimate(resolved, machine))
     forecast = compiled(resolved)

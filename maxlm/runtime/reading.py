@@ -10,7 +10,7 @@ from maxlm.data.batches import iterate
 from maxlm.data.corpus import Corpus
 from maxlm.data.skips import RemainingBatches, data_step
 from maxlm.data.windows import Batch
-from maxlm.training.decisions import Decisions, decided
+from maxlm.training.decisions import Decisions
 from maxlm.training.sharding import Layout
 
 
@@ -23,15 +23,14 @@ def batches_after(
     Args:
         start: number of the last step that is done.
         config: resolved.
-        decisions: of the run so far, for what it leaves out and how long it is.
+        decisions: of the run so far, for what it leaves out.
         corpus: where the batches are from.
         layout: of the run's devices.
         alarm: told of a bucket that does not answer.
     """
-    skips, global_batch = decisions.skips, config.train.global_batch
+    skips, global_batch, num_steps = decisions.skips, config.train.global_batch, config.train.num_steps
     cuts = tuple((data_step(first, skips), config.data.window // window) for first, window in config.contexts)
     data = corpus.train_batches(global_batch, layout.local_rows(global_batch), cuts)
-    num_steps = decided(config, decisions).train.num_steps
     with (
         corpus.fetcher(data, data_step(start, skips), alarm) as fetcher,
         contextlib.closing(iterate(RemainingBatches(data, skips), start, config.data, num_steps)) as batches,

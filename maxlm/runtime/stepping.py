@@ -20,7 +20,7 @@ from maxlm.runtime.preflight import Ready
 from maxlm.runtime.profile import Profile
 from maxlm.runtime.reporter import Reporter
 from maxlm.runtime.watchdog import Watchdog
-from maxlm.training.decisions import Decisions, decided
+from maxlm.training.decisions import Decisions, decided, with_rates
 from maxlm.training.state import TrainState
 
 
@@ -88,8 +88,8 @@ class Stepping:
         self._reporter.sampled(step, written.samples)
 
     def _compiled_for(self, step: int, decisions: Decisions) -> jax.stages.Compiled:
-        """The program of a step: another one after a change of the sequences' length or of the schedule."""
-        now = decided(self._config, decisions)
+        """The program of a step: another one after a change of the sequences' length or of the rates."""
+        now = with_rates(self._config, decisions)
         wanted = now.at_context(now.context_at(step - 1))
         before, compiled = self._program
         if compiled is None or wanted != before:
@@ -100,7 +100,7 @@ class Stepping:
                 compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._feed.names))
             self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
             self._pace.change_flops(step_flops(now, wanted.data.window))
-            self._reporter.change_config(now)
+            self._reporter.change_config(decided(self._config, decisions))
             if wanted.data.window != before.data.window:
                 text = f'sequences of {wanted.data.window} tokens from here on'
                 logger.info(f'step {step:>7}  {text}')

@@ -14,11 +14,6 @@ from maxlm.config.keys import Config, GuardConfig
 
 # From this share of a budget on there is an alert.
 ALERT_SHARE = 0.8
-# Steps after which a length in hours or dollars becomes one in steps: the first are slower (caches, connections).
-UNMEASURED_STEPS = 5
-MEASURED_STEPS = 20
-# Share of the rest of a budget that is left for evaluating, saving and starting.
-RESERVE = 0.03
 
 
 class Decisions(NamedTuple):
@@ -30,7 +25,7 @@ class Decisions(NamedTuple):
     rollbacks: int = 0
     # What the config's learning rates are multiplied by.
     rate_factor: float = 1.0
-    # Length of the run where a budget gives it; 0 = not decided, or the config's.
+    # Length of the run where train.hours or train.dollars gives it, as decided last; 0 = not decided, or the config's.
     num_steps: int = 0
     # What the run has cost in all of its lives, and how much of the time went into steps.
     hours: float = 0.0
@@ -39,6 +34,14 @@ class Decisions(NamedTuple):
     # For early stopping.
     best_validation_loss: float = math.inf
     evaluations_without_progress: int = 0
+    # Where num_steps is decided: steps done at the last decision, the share of the schedule that they were and the
+    # share that the warm-up was (see `maxlm.training.schedule.Progress`).
+    planned_step: int = 0
+    planned_share: float = 0.0
+    warmup_share: float = 0.0
+    # The budget that it was decided for, and the duration of a step; 0 = not measured.
+    budget: float = 0.0
+    step_seconds: float = 0.0
 
 
 class BadSteps(NamedTuple):
@@ -110,7 +113,7 @@ def rolled_back(
 
     Args:
         now: from before it: what was spent is spent.
-        restored: of the checkpoint, whose evaluations are the last that count.
+        restored: of the checkpoint, whose evaluations are the last that count, and whose schedule continues.
         skips: with the batches of the rollback.
         guard: the section of the run's config.
     """
@@ -120,14 +123,24 @@ def rolled_back(
         rate_factor=now.rate_factor * guard.rollback_rate_factor,
         best_validation_loss=restored.best_validation_loss,
         evaluations_without_progress=restored.evaluations_without_progress,
+        num_steps=restored.num_steps,
+        planned_step=restored.planned_step,
+        planned_share=restored.planned_share,
+        warmup_share=restored.warmup_share,
     )
 
 
 def decided(config: Config, decisions: Decisions) -> Config:
     """A resolved config with the length and the learning rates that the run has decided on."""
-    train, optimizer = config.train, config.optimizer
-    if decisions.num_steps:
-        train = dataclasses.replace(train, num_steps=decisions.num_steps)
+    config = with_rates(config, decisions)
+    if not (config.by_budget and decisions.num_steps):
+        return config
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=decisions.num_steps))
+
+
+def with_rates(config: Config, decisions: Decisions) -> Config:
+    """A resolved config with the learning rates alone: the step is compiled for it, whatever its budget comes to."""
+    optimizer = config.optimizer
     if decisions.rate_factor != 1:
         # 0 stands for another of them, and stays 0.
         optimizer = dataclasses.replace(
@@ -137,7 +150,7 @@ def decided(config: Config, decisions: Decisions) -> Config:
             embedding_learning_rate=decisions.rate_factor * optimizer.embedding_learning_rate,
             min_learning_rate=decisions.rate_factor * optimizer.min_learning_rate,
         )
-    return dataclasses.replace(config, train=train, optimizer=optimizer)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def after_evaluation(decisions: Decisions, validation_loss: float, guard: GuardConfig) -> Decisions:
@@ -220,34 +233,6 @@ def ended(config: Config, decisions: Decisions, step: int) -> str:
         return f'{budget.name} is used up'
     stop = stops_early(decisions, config.guard)
     return stop.reason if stop else ''
-
-
-def must_decide_length(decisions: Decisions, steps_of_this_life: int, config: Config) -> bool:
-    """Whether now is the time for `decide_length`."""
-    by_budget = config.train.hours or config.train.dollars
-    return bool(by_budget and not decisions.num_steps and steps_of_this_life >= UNMEASURED_STEPS + MEASURED_STEPS)
-
-
-def decide_length(
-    decisions: Decisions, *, step: int, step_seconds: float, num_devices: int, config: Config
-) -> Decisions:
-    """With the number of steps that end with `train.hours` or `train.dollars`, so that the schedule does too.
-
-    Args:
-        decisions: with what was spent until now.
-        step: steps done.
-        step_seconds: mean duration of a step, the first left out. All processes must give the same.
-        num_devices: of the run.
-        config: of the run.
-    """
-    train = config.train
-    if train.hours:
-        hours = train.hours - decisions.hours
-    else:
-        hours = (train.dollars - decisions.dollars) / (num_devices * train.price_per_hour)
-    more = math.floor((1 - RESERVE) * hours * 3600 / step_seconds)
-    # A budget that is used up already still ends with a step.
-    return decisions._replace(num_steps=step + max(1, more))
 
 
 def to_json(decisions: Decisions) -> dict[str, Any]:

@@ -26,7 +26,10 @@ DECAYED = {
 
 
 def make_optimizer(
-    config: Config, axes: Mapping[tuple[str, ...], tuple[str, ...]], layout: Layout
+    config: Config,
+    axes: Mapping[tuple[str, ...], tuple[str, ...]],
+    layout: Layout,
+    schedule: optax.Schedule | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer of a resolved config: p ← p - rate · (direction + weight_decay · p). Clipping is the step's.
 
@@ -37,8 +40,10 @@ def make_optimizer(
         config: of the run.
         axes: logical axes of every parameter, by path.
         layout: where parameters lie.
+        schedule: of the learning rate; None = the config's for `train.num_steps`.
     """
     optimizer = config.optimizer
+    schedule = schedule or make_schedule(optimizer, config.train.num_steps)
     decayed = DECAYED[optimizer.weight_decay_mask]
     direction = scale_by_adam(
         beta1=optimizer.beta1,
@@ -62,7 +67,7 @@ def make_optimizer(
     return optax.chain(
         direction,
         optax.add_decayed_weights(optimizer.weight_decay, map_kinds(lambda kind, _: kind in decayed)),
-        scale_by_rates(make_schedule(optimizer, config.train.num_steps), rate_ratios(optimizer)),
+        scale_by_rates(schedule, rate_ratios(optimizer)),
     )
 
 

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from maxlm.config.keys import Config
+from maxlm.config.keys import UNDECIDED_STEPS, Config
 from maxlm.model.decoder import Decoder
 from maxlm.model.host_memory import HOST
 from maxlm.training.guards import SpikeWindow, first_window
@@ -19,6 +20,7 @@ from maxlm.training.loss_scale import LossScale, first_loss_scale
 from maxlm.training.moments import Blocks, place_moment
 from maxlm.training.optimizer import kind_of, make_optimizer
 from maxlm.training.reference import as_reference, holds_reference, stored_dtype
+from maxlm.training.schedule import Progress
 from maxlm.training.sharding import Layout
 from maxlm.training.trained import check_patterns, dotted_names, trained_part
 
@@ -44,6 +46,9 @@ class TrainState(NamedTuple):
     # Where the objective asks for one and it is not the model without its adapters. It never changes and is no part of
     # a checkpoint: a run that goes on reads it from train.init_from again.
     reference: Params | None = None
+    # Where train.hours or train.dollars gives the length. It changes between steps and is no part of a checkpoint: it
+    # follows from the decisions of the run.
+    progress: Progress | None = None
 
 
 def evaluated_params(state: TrainState) -> Params:
@@ -129,7 +134,8 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
         reference = jax.tree_util.tree_map_with_path(
             lambda path, param: param.update(dtype=stored_dtype(config, kind_of(path))), params
         )
-    return TrainState(counter, counter, params, opt_state, ema, scale, window, reference)
+    progress = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: _first_progress(config)))
+    return TrainState(counter, counter, params, opt_state, ema, scale, window, reference, progress)
 
 
 def init_state(config: Config, layout: Layout) -> TrainState:
@@ -143,14 +149,29 @@ def init_state(config: Config, layout: Layout) -> TrainState:
         scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
         reference = as_reference(config, params) if holds_reference(config) else None
         opt_state = optimizer.init(trained_part(config, params))
-        return TrainState(zero, zero, params, opt_state, ema, scale, first_window(config.guard), reference)
+        window, progress = first_window(config.guard), _first_progress(config)
+        return TrainState(zero, zero, params, opt_state, ema, scale, window, reference, progress)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, layout))
     return jax.jit(init, out_shardings=shardings)()
 
 
-def optimizer_of(config: Config, layout: Layout) -> optax.GradientTransformation:
-    """The optimizer of a config's model."""
+def with_progress(state: TrainState, progress: Progress, layout: Layout) -> TrainState:
+    """Returns the state with other progress of the schedule, as Python numbers the same in all processes."""
+    return state._replace(progress=jax.device_put(jax.tree.map(np.float32, progress), layout.named()))
+
+
+def _first_progress(config: Config) -> Progress | None:
+    if not config.by_budget:
+        return None
+    numbers = (0, 0, UNDECIDED_STEPS, config.optimizer.warmup_steps / UNDECIDED_STEPS)
+    return Progress(*map(jnp.float32, numbers))
+
+
+def optimizer_of(
+    config: Config, layout: Layout, schedule: optax.Schedule | None = None
+) -> optax.GradientTransformation:
+    """The optimizer of a config's model; see `make_optimizer`."""
     _, variables = nnx.split(abstract_model(config, layout))
     axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}
-    return make_optimizer(config, axes, layout.of_moments)
+    return make_optimizer(config, axes, layout.of_moments, schedule)

@@ -20,7 +20,7 @@ from maxlm.training.loss_scale import next_loss_scale
 from maxlm.training.objectives import Batch, LossSums, make_objective, no_sums
 from maxlm.training.offload import layer_by_layer, norm
 from maxlm.training.reference import adapters_off
-from maxlm.training.schedule import make_schedule
+from maxlm.training.schedule import make_schedule, rate_at
 from maxlm.training.sharding import Layout
 from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
 from maxlm.training.trained import trained_part, with_trained
@@ -34,8 +34,6 @@ def make_train_step(
     With `num_sources` batches have `sources`, and metrics tell losses by source.
     """
     minimized = make_objective(config, layout, num_sources)
-    schedule = make_schedule(config.optimizer, config.train.num_steps)
-    optimizer = optimizer_of(config, layout)
     A, clip_norm = config.rounds, config.optimizer.clip_norm
     gradient_shardings = trained_part(config, param_shardings(config, layout.of_gradients))
     moment_shardings = trained_part(config, param_shardings(config, layout.of_moments))
@@ -86,6 +84,11 @@ def make_train_step(
             scale *= jnp.minimum(1, clip_norm / jnp.maximum(grad_norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale, grads)
         num_updates = state.step - state.skipped
+        schedule = make_schedule(config.optimizer, config.train.num_steps)
+        if state.progress is not None:
+            # Its length changes during the run and must not be a constant of the program.
+            schedule = optax.constant_schedule(rate_at(config.optimizer, state.progress, state.step))
+        optimizer = optimizer_of(config, layout, schedule)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         ok, window = judge(state.window, loss, grad_norm, config.guard)
 
@@ -123,7 +126,8 @@ def make_train_step(
             **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
         counters = state.step + 1, state.skipped + ~ok
-        return TrainState(*counters, params, opt_state, ema, loss_scale, window, state.reference), metrics
+        kept = state.reference, state.progress
+        return TrainState(*counters, params, opt_state, ema, loss_scale, window, *kept), metrics
 
     return train_step
 

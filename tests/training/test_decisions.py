@@ -16,16 +16,15 @@ from maxlm.training.decisions import (
     after_bad_steps,
     after_evaluation,
     budget_spent,
-    decide_length,
     decided,
     ended,
     from_json,
-    must_decide_length,
     rolled_back,
     seconds_left,
     spend,
     stops_early,
     to_json,
+    with_rates,
 )
 from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
@@ -77,28 +76,34 @@ def test_where_there_is_no_way_back_the_run_stops_and_says_why(decisions, saved,
 
 
 def test_after_a_rollback():
-    now = Decisions(rollbacks=1, rate_factor=0.5, hours=3.0, num_steps=70, evaluations_without_progress=4)
-    restored = Decisions(hours=2.0, best_validation_loss=3.5, evaluations_without_progress=1)
+    line = {'num_steps': 70, 'planned_step': 30, 'planned_share': 0.25, 'warmup_share': 0.125}
+    restored = Decisions(hours=2.0, best_validation_loss=3.5, evaluations_without_progress=1, step_seconds=9.0, **line)
+    # Decided later, for a place in the run to which it does not come any more.
+    now = Decisions(rollbacks=1, rate_factor=0.5, hours=3.0, evaluations_without_progress=4, step_seconds=8.0)
+    now = now._replace(num_steps=60, planned_step=50, planned_share=0.75, warmup_share=0.5)
     guard = small_config(guard__rollback_rate_factor=0.5).guard
     assert rolled_back(now, restored, ((4, 6),), guard) == Decisions(
         skips=((4, 6),),
         rollbacks=2,
         rate_factor=0.25,
-        num_steps=70,
         hours=3.0,
         best_validation_loss=3.5,
         evaluations_without_progress=1,
+        step_seconds=8.0,
+        **line,
     )
     assert rolled_back(now, restored, (), small_config().guard).rate_factor == 0.5
 
 
 def test_the_config_with_what_was_decided():
-    config = small_config(
-        optimizer__name='muon', optimizer__min_learning_rate=1e-3, optimizer__embedding_learning_rate=0.1
-    )
+    rates = {'optimizer__min_learning_rate': 1e-3, 'optimizer__embedding_learning_rate': 0.1}
+    config = small_config(optimizer__name='muon', train__num_steps=0, train__hours=1.0, **rates)
     assert decided(config, Decisions()) == config
     after = decided(config, Decisions(rate_factor=0.5, num_steps=33))
     assert after.train.num_steps == 33
+    # A step is compiled for the rates alone, and only a budget has its length decided.
+    assert with_rates(config, Decisions(num_steps=33)) == config
+    assert decided(small_config(), Decisions(num_steps=33)) == small_config()
     rates = ('learning_rate', 'min_learning_rate', 'embedding_learning_rate', 'adam_learning_rate')
     assert [getattr(after.optimizer, name) for name in rates] == [0.5e-2, 0.5e-3, 0.05, 0.0]
 
@@ -178,31 +183,18 @@ def test_whether_a_run_is_over():
     config = small_config(train__num_steps=9, guard__max_hours=2.0, guard__patience=2, eval__every=1)
     assert ended(config, Decisions(), 8) == ''
     assert ended(config, Decisions(), 9) == 'step 9 of 9 is done'
-    assert ended(config, Decisions(num_steps=20), 9) == ''
+    hours = small_config(train__num_steps=0, train__hours=1.0)
+    assert ended(hours, Decisions(num_steps=20), 19) == ''
+    assert ended(hours, Decisions(num_steps=20), 20) == 'step 20 of 20 is done'
     assert 'guard.max_hours=2 is used up' in ended(config, Decisions(hours=2.0), 1)
     assert 'guard.patience' in ended(config, Decisions(evaluations_without_progress=2), 1)
 
 
-def test_a_length_in_hours_or_dollars_becomes_one_in_steps_once():
-    hours = small_config(train__num_steps=0, train__hours=1.0)
-    assert [must_decide_length(Decisions(), steps, hours) for steps in (0, 24, 25)] == [False, False, True]
-    assert not must_decide_length(Decisions(num_steps=9), 25, hours)
-    assert not must_decide_length(Decisions(), 25, small_config())
-    # A quarter of an hour is spent: 97 % of 2700 s are left for steps of half a second.
-    spent = Decisions(hours=0.25)
-    chosen = decide_length(spent, step=25, step_seconds=0.5, num_devices=8, config=hours)
-    assert chosen == spent._replace(num_steps=25 + 5238)
-    assert decided(hours, chosen).train.num_steps == 5263
-    # 100 dollars less 10 buy 8 devices at 1.5 dollars 7.5 hours.
-    dollars = small_config(train__num_steps=0, train__dollars=100.0, train__price_per_hour=1.5)
-    chosen = decide_length(Decisions(dollars=10.0), step=25, step_seconds=8.0, num_devices=8, config=dollars)
-    assert chosen.num_steps == 25 + 3273
-    late = decide_length(Decisions(hours=2.0), step=25, step_seconds=0.5, num_devices=8, config=hours)
-    assert late.num_steps == 26
-
-
 def test_decisions_come_back_from_json():
-    for decisions in (Decisions(), Decisions(((3, 5), (9, 12)), 2, 0.25, 700, 1.5, 7.25, 1.25, 3.125, 4)):
+    for decisions in (
+        Decisions(),
+        Decisions(((3, 5), (9, 12)), 2, 0.25, 700, 1.5, 7.25, 1.25, 3.125, 4, 55, 0.5, 0.1, 3.0, 0.3),
+    ):
         assert from_json(json.loads(json.dumps(to_json(decisions)))) == decisions
     assert from_json(None) == Decisions()
 

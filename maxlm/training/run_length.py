@@ -1,0 +1,145 @@
+"""Number of steps of a run whose length is given in hours or dollars, decided again and again, as pure functions.
+
+A decision continues from the progress that the schedule has made, so that the learning rate never jumps and reaches its
+minimum when the budget is spent, however the throughput changes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from maxlm.config.keys import UNDECIDED_STEPS, Config
+from maxlm.training.decisions import Decisions, decided
+from maxlm.training.schedule import Progress
+
+# Steps at the start of a process that are not measured: they are slower (caches, connections).
+UNMEASURED_STEPS = 5
+# Steps that the first decision follows from; fewer where they take this share of the budget.
+MEASURED_STEPS = 20
+MEASURED_SHARE = 0.02
+# Steps that later ones follow from at least, and as a share of all.
+FEWEST_STEPS = 4
+WINDOW_SHARE = 0.01
+# Share of the budget that is left for what cannot be predicted.
+RESERVE = 0.01
+# A length is decided anew where it differs by more than this share of the remaining steps.
+TOLERANCE = 0.02
+# The longest time between two decisions, as shares of the budget and of the time left.
+BUDGET_SHARE = 0.005
+LEFT_SHARE = 0.1
+
+
+class Costs(NamedTuple):
+    """Expected seconds of what a run does."""
+
+    step: float
+    evaluation: float = 0.0
+    # The benchmarks of `eval.tasks`.
+    tasks: float = 0.0
+    # Time for which a save holds up the steps, and time until the last one is stored.
+    save: float = 0.0
+    last_save: float = 0.0
+
+
+def budget_seconds(config: Config, num_devices: int) -> float:
+    """Returns the budget of a run of `train.hours` or `train.dollars` as time on `num_devices` devices."""
+    train = config.train
+    return 3600 * (train.hours or train.dollars / (num_devices * train.price_per_hour))
+
+
+def budget_left(decisions: Decisions, config: Config, num_devices: int) -> float:
+    """Returns the seconds until that budget is spent."""
+    train = config.train
+    if train.hours:
+        return 3600 * (train.hours - decisions.hours)
+    return 3600 * (train.dollars - decisions.dollars) / (num_devices * train.price_per_hour)
+
+
+def seconds_until(num_steps: int, *, step: int, costs: Costs, config: Config) -> float:
+    """Returns the expected time from the end of step `step` until a run of `num_steps` steps is stored."""
+    steps = num_steps - step
+
+    def times(every: int) -> int:
+        """Multiples of `every` between the two steps."""
+        return (num_steps - 1) // every - step // every if every else 0
+
+    evaluation, checkpoint = config.eval, config.checkpoint
+    saves = times(checkpoint.every_steps) + times(checkpoint.permanent_every)
+    if checkpoint.every_minutes:
+        saves += int(steps * costs.step / (60 * checkpoint.every_minutes))
+    seconds = steps * costs.step + saves * costs.save + max(costs.save, costs.last_save)
+    if evaluation.every:
+        seconds += (times(evaluation.every) + 1) * costs.evaluation
+    if evaluation.tasks_every:
+        seconds += (times(evaluation.tasks_every) + 1) * costs.tasks
+    return seconds
+
+
+def decide_length(decisions: Decisions, *, step: int, costs: Costs, num_devices: int, config: Config) -> Decisions:
+    """Returns the decisions with the most steps that fit into what is left of the budget, at least one more.
+
+    Args:
+        decisions: with what was spent until now.
+        step: steps done, fewer than the length that was decided before.
+        costs: expected from here on. All processes must pass the same.
+        num_devices: of the run.
+        config: of a run of `train.hours` or `train.dollars`.
+    """
+    left = budget_left(decisions, config, num_devices) - RESERVE * budget_seconds(config, num_devices)
+    low, high = step + 1, step + 1 + max(0, int(left / max(costs.step, 1e-9)))
+    high = min(high, UNDECIDED_STEPS - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if seconds_until(middle, step=step, costs=costs, config=config) <= left:
+            low = middle
+        else:
+            high = middle - 1
+    rest = low - step
+    # A step more is within the precision of the clock, but a step less may be needed.
+    if decisions.num_steps and -TOLERANCE * rest <= low - decisions.num_steps <= max(1, TOLERANCE * rest):
+        return decisions
+    before = progress_of(decisions, config)
+    return decisions._replace(
+        num_steps=low, planned_step=step, planned_share=before.at(step), warmup_share=before.warmup
+    )
+
+
+def measured_steps(decisions: Decisions, step: int) -> int:
+    """Returns the number of recent steps whose mean duration is expected of the remaining ones, which may be few."""
+    if not decisions.num_steps:
+        return MEASURED_STEPS
+    most = max(MEASURED_STEPS, int(WINDOW_SHARE * decisions.num_steps))
+    return max(FEWEST_STEPS, min(most, decisions.num_steps - step))
+
+
+def next_decision(step: int, *, seconds_left: float, step_seconds: float, config: Config, num_devices: int) -> int:
+    """Returns the step after which the length is to be decided again."""
+    seconds = min(BUDGET_SHARE * budget_seconds(config, num_devices), LEFT_SHARE * seconds_left)
+    return step + max(1, int(seconds / max(step_seconds, 1e-9)))
+
+
+def progress_of(decisions: Decisions, config: Config) -> Progress:
+    """Returns the progress of the schedule of a run of `train.hours` or `train.dollars`."""
+    num_steps, warmup = decided(config, decisions).train.num_steps, config.optimizer.warmup_steps
+    line = Progress(decisions.planned_step, decisions.planned_share, num_steps, decisions.warmup_share)
+    if decisions.planned_step <= warmup:
+        # The warm-up is given in steps: as long as it lasts, every decision moves its share.
+        line = line._replace(warmup=line.at(warmup))
+    return line
+
+
+def at_start(decisions: Decisions, config: Config, step: int) -> Decisions:
+    """Returns the decisions of a checkpoint for a run whose config may have another length than the one that saved it.
+
+    After a change of the budget, the schedule is laid over the new one, as after a change of `train.num_steps`:
+    its progress is the share that is spent, and its length is decided after the next step.
+    """
+    if not config.by_budget:
+        return decisions._replace(num_steps=0, budget=0.0)
+    budget = config.train.hours or config.train.dollars
+    # Checkpoints of older versions have a length and no budget.
+    if decisions.budget == budget or not step or (decisions.num_steps and not decisions.budget):
+        return decisions
+    share = min(1.0, (decisions.hours if config.train.hours else decisions.dollars) / budget)
+    warmup = share * min(1.0, config.optimizer.warmup_steps / step)
+    return decisions._replace(num_steps=0, planned_step=step, planned_share=share, warmup_share=warmup, budget=budget)
