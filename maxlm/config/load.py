@@ -23,6 +23,7 @@ from maxlm.config.keys import AUTO, FAMILY, SECTIONS, Config, ModelConfig
 from maxlm.config.rules import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.errors import InputError, os_message
 from maxlm.model.families import FAMILIES
+from maxlm.storage.json_text import parse_json
 
 # Of each group, one key says the same as another would.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
@@ -170,7 +171,7 @@ def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str
 
 def _parse_json(text: str) -> ConfigDict:
     """The defaults with a config's JSON on top: a key that is younger than the text has its default."""
-    sections = json.loads(text)
+    sections = parse_json(text)
     values = default()
     if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
         raise InputError('a config is an object of sections, each an object of keys')

@@ -11,6 +11,7 @@ from typing import NoReturn, Protocol
 
 import jax
 
+from maxlm.config.default_workdir import default_workdir
 from maxlm.config.keys import Config
 from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
@@ -58,7 +59,11 @@ def main(argv: list[str], open_feed: OpenFeed, *, prog: str, description: str | 
     parser.add_argument(
         '--config', required=True, help='configs/x.py, with a variant as configs/x.py:big, or a config.json'
     )
-    parser.add_argument('--workdir', required=True, help='directory or URL of the run; made if need be')
+    parser.add_argument(
+        '--workdir',
+        default='',
+        help='directory or URL of the run, created if missing; default: runs/NAME or runs/NAME-VARIANT of the config',
+    )
     parser.add_argument(
         '--resume',
         default='',
@@ -84,6 +89,10 @@ def _prepare(
     stack: contextlib.ExitStack,
 ) -> int:
     config = load(options.config, overrides)
+    if not options.workdir:
+        options.workdir = default_workdir(options.config)
+        if jax.process_index() == 0:
+            print(f'workdir: {options.workdir} (choose another with --workdir)', flush=True)
     keep_programs(config.train.compile_cache)
     feed, vocab_size = open_feed(config, stack)
     resolver: Callable[[Config], Config] = partial(

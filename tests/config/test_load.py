@@ -248,7 +248,7 @@ def test_a_wrong_config_json_is_one_line_that_names_it(run_file, change, words):
         load.from_json(text)
 
 
-@pytest.mark.parametrize('content', [b'{', b'', b'\xff\xfe{}', b'{"model": {"dim": NaN}}'])
+@pytest.mark.parametrize('content', [b'{', b'', b'\xff\xfe{}', b'{"model": {"dim": NaN}}', b'[' * 100_000])
 def test_what_is_no_json_is_named(tmp_path, content):
     (tmp_path / 'config.json').write_bytes(content)
     with pytest.raises(InputError, match=r'config\.json: ') as error:
