@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from maxlm.config.keys import AUTO, FAMILY, SECTIONS, Config, ModelConfig
+from maxlm.config.ranges import check_ranges
 from maxlm.config.rules import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.errors import InputError, os_message
 from maxlm.model.families import FAMILIES
@@ -97,10 +99,12 @@ def from_json(text: str) -> Config:
     """The config that `to_json` wrote, e.g. from a workdir's config.json; of a resolved config, the same again.
 
     Raises:
-        ValueError: it is not JSON, or has a section, key or type that no config has.
+        ValueError: it is not JSON, or has a section, key, type or number that no config has.
     """
     try:
-        return _freeze(_parse_json(text))
+        config = _freeze(_parse_json(text))
+        check_ranges(config)
+        return config
     except InputError as error:
         raise ValueError(str(error)) from error
 
@@ -184,7 +188,7 @@ def _parse_json(text: str) -> ConfigDict:
                 raise InputError(_unknown_key(section, name))
             kind = kinds[name]
             if kind is float and type(value) is int:
-                value = float(value)
+                value = float(value) if abs(value) < 10**300 else math.inf
             if kind is tuple and isinstance(value, list):
                 value = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
             if type(value) is not kind:
