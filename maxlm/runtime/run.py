@@ -28,7 +28,7 @@ from maxlm.runtime.home import Home, open_home
 from maxlm.runtime.loop import Loop
 from maxlm.runtime.peers import Peers, part
 from maxlm.runtime.preemption import ignore_sigterm
-from maxlm.runtime.preflight import Ready, prepare_step, sample_config
+from maxlm.runtime.preflight import Ready, check_size, prepare_step, sample_config
 from maxlm.runtime.rendezvous import NotTogetherError
 from maxlm.runtime.start import check_init_from, newest_decisions
 from maxlm.runtime.timeline import Timeline, process_began
@@ -103,6 +103,7 @@ def _prepare(
         windows=feed.windows_per_epoch,
         capability=capability_of(jax.local_devices()[0]),
     )
+    check_size(config, resolver)
     sample = sample_config(config, resolver)
     try:
         home = stack.enter_context(
