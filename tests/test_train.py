@@ -212,3 +212,8 @@ def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys, monkeyp
     assert 'train.max_skipped_steps' in out
     assert 'after 2 rollback(s)' in out
     assert read_metrics(workdir)[-1]['train/skipped'] >= 3
+    # A run that is too short for so many bad steps has not succeeded either, and saves none of them.
+    short = tmp_path / 'short'
+    assert run(dataset, short, **settings, train__num_steps=3, checkpoint__every_steps=1) == EXIT_FAILED
+    assert 'are not finite; the newest checkpoint is of step None' in capsys.readouterr().out
+    assert not list(short.glob('checkpoints/[0-9]*'))

@@ -68,7 +68,7 @@ DOLLARS = Range(0, 1e10)
 
 RANGES: dict[str, Range] = {
     'model.vocab_size': Range(0, INT32),
-    'model.num_layers': Range(1, 10_000),
+    'model.num_layers': Range(1, 1000),
     'model.dim': Range(1, 2**20),
     'model.num_heads': Range(1, 2**16),
     'model.num_kv_heads': Range(0, 2**16),
@@ -87,7 +87,7 @@ RANGES: dict[str, Range] = {
     'model.norm_epsilon': EPSILON,
     'model.logit_softcap': Range(0.1, 1e5, or_zero=True),
     'model.sliding_window': Range(0, INT32),
-    'model.init_std': Range(1e-30, 10),
+    'model.init_std': Range(1e-30, 1),
     'model.dropout': SHARE_BELOW_1,
     'model.weights_group': Range(0, 2**24),
     'model.lora_rank': Range(0, 2**16),
@@ -140,7 +140,7 @@ RANGES: dict[str, Range] = {
     'optimizer.clip_norm': Range(0, 1e9),
     'optimizer.ema_decay': SHARE_BELOW_1,
     **{f'mesh.{axis}': Range(-1, 2**20) for axis in MESH_AXES},
-    'mesh.stage_repeats': Range(1, 10_000),
+    'mesh.stage_repeats': Range(1, 1000),
     'checkpoint.every_steps': STEPS,
     'checkpoint.every_minutes': Range(0, 1e6),
     'checkpoint.keep_last': STEPS_FROM_1,

@@ -47,6 +47,9 @@ CHOICES = {
 
 SOURCE_WEIGHT = Range(0, 1e9, above=True)
 
+# A step of 200 blocks that are not in a loop already compiles for minutes.
+MAX_UNROLLED_LAYERS = 200
+
 # Of fewer steps median and deviation are too uncertain.
 MIN_SPIKE_WINDOW = 16
 
@@ -88,6 +91,11 @@ def validate(config: Config) -> None:
         raise InputError(
             f'optimizer.momentum={optimizer.momentum} is below 0.85, from which its warm-up rises; raise it, or set '
             f'optimizer.momentum_warmup_steps to 0'
+        )
+    if not model.scan_layers and model.num_layers > MAX_UNROLLED_LAYERS:
+        raise InputError(
+            f'model.num_layers={model.num_layers} with model.scan_layers=False: compiling each of more than '
+            f'{MAX_UNROLLED_LAYERS} blocks takes too long; set model.scan_layers=True'
         )
     if not model.head_dim:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)

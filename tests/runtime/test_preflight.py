@@ -116,7 +116,7 @@ def test_auto_takes_less_where_the_compiled_step_does_not_fit(memory):
     [
         ('model.dim=1000000', 'model.num_heads=1'),
         ('model.vocab_size=2000000000',),
-        ('model.num_layers=10000', 'model.dim=4096'),
+        ('model.num_layers=1000', 'model.dim=65536', 'model.scan_layers=True'),
         ('data.window=10000000', 'train.global_batch=8'),
         ('model.num_heads=65536', 'model.head_dim=65536'),
     ],
