@@ -23,7 +23,7 @@ from ml_collections import ConfigDict, config_dict
 from maxlm.config.keys import AUTO, FAMILY, SECTIONS, Config, ModelConfig
 from maxlm.config.ranges import check_ranges
 from maxlm.config.rules import EXCLUSIVE, check_choice, nearest, validate
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, StoppedError, os_message
 from maxlm.model.families import FAMILIES
 from maxlm.storage.json_text import parse_json
 
@@ -139,6 +139,8 @@ def _fields(cls: type) -> Mapping[str, type]:
 
 
 def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise InputError(f'--config={path}: is a directory; give a file, such as configs/tiny.py')
     if not path.is_file():
         others = sorted(path.parent.glob(f'*{path.suffix}')) if path.parent.is_dir() else []
         raise InputError(f'--config: no file {path}; {nearest(str(path), map(str, others))}')
@@ -213,11 +215,12 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
         if not variant and any(parameter.default is parameter.empty for parameter in parameters):
             raise InputError(f'{path} needs a variant: {path}:NAME')
         values = module.get_config(variant) if variant else module.get_config()
-    except InputError:
+    except (InputError, KeyboardInterrupt, StoppedError):
         raise
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
-    except Exception as error:
+    except BaseException as error:
+        # SystemExit too: a config that exits would end the command without a word.
         # A config file is the user's input: its own mistakes are named with their line, without our stack.
         lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == str(path)]  # type: ignore[arg-type]
         where = f'{path}:{lines[-1]}' if lines else str(path)
