@@ -25,13 +25,6 @@ class InputError(Exception):
     """
 
 
-class StoppedError(SystemExit):
-    """The process was told to stop before its training began, or after. Its exit code says to start it again."""
-
-    def __init__(self) -> None:
-        super().__init__(EXIT_PREEMPTED)
-
-
 class ArgumentParser(argparse.ArgumentParser):
     """argparse whose errors are InputErrors: one line, exit code 2, like all other bad input."""
 

@@ -23,7 +23,7 @@ from ml_collections import ConfigDict, config_dict
 from maxlm.config.keys import AUTO, FAMILY, SECTIONS, Config, ModelConfig
 from maxlm.config.ranges import check_ranges
 from maxlm.config.rules import EXCLUSIVE, check_choice, nearest, validate
-from maxlm.errors import InputError, StoppedError, os_message
+from maxlm.errors import InputError, os_message
 from maxlm.model.families import FAMILIES
 from maxlm.storage.json_text import parse_json
 
@@ -215,7 +215,7 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
         if not variant and any(parameter.default is parameter.empty for parameter in parameters):
             raise InputError(f'{path} needs a variant: {path}:NAME')
         values = module.get_config(variant) if variant else module.get_config()
-    except (InputError, KeyboardInterrupt, StoppedError):
+    except (InputError, KeyboardInterrupt):
         raise
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
