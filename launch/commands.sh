@@ -42,19 +42,43 @@ need_number() {
   esac
 }
 
-# The value of --workdir in the arguments of maxlm.train; nothing if it is not there.
-find_workdir() {
+# find_option NAME ARGUMENT…: the value of an option in the arguments of maxlm.train; nothing if it is not there.
+find_option() {
+  local name="$1"
+  shift
   while [ $# -gt 0 ]; do
     case "$1" in
-      --workdir=*)
-        echo "${1#--workdir=}"
+      "$name="*)
+        echo "${1#"$name="}"
         return
         ;;
-      --workdir)
+      "$name")
         echo "${2:-}"
         return
         ;;
     esac
     shift
   done
+}
+
+find_workdir() {
+  find_option --workdir "$@"
+}
+
+# The workdir that maxlm.train uses without --workdir, by the rule of maxlm/config/default_workdir.py.
+default_workdir() {
+  local config path name variant=
+  config="$(find_option --config "$@")"
+  [ -n "$config" ] || return 0
+  path="${config%%:*}"
+  if [ "$path" != "$config" ]; then variant="${config#*:}"; fi
+  if [ "${path##*/}" = config.json ]; then
+    name="$(basename "$(cd "$(dirname "$path")" 2>/dev/null && pwd -L)")"
+    variant=2
+  else
+    name="${path##*/}"
+    name="${name%.*}"
+  fi
+  name="$name${variant:+-$variant}"
+  echo "runs/${name//[^A-Za-z0-9._-]/_}"
 }

@@ -72,6 +72,7 @@ await_child() {
 }
 
 workdir="$(find_workdir "$@")"
+[ -n "$workdir" ] || workdir="$(default_workdir "$@")"
 before="$(newest_step "$workdir")"
 failures=0
 first_pause=$pause

@@ -29,6 +29,7 @@ from maxlm.runtime.integrity import damages
 from maxlm.runtime.inventory import StoredStep, checkpoint_config, damaged_steps, inventory, select
 from maxlm.runtime.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
 from maxlm.runtime.step_folder import FOLDER, StepFolder
+from maxlm.storage.json_text import parse_json
 from maxlm.training.retention import SavedStep, reasons_to_keep
 
 RULES = ('keep_last', 'keep_best', 'permanent_every')
@@ -192,7 +193,7 @@ def _check_free(workdir: Path) -> None:
     holder = None
     try:
         age = time.time() - path.stat().st_mtime
-        holder = Owner(**json.loads(path.read_text(encoding='utf-8')))
+        holder = Owner(**parse_json(path.read_text(encoding='utf-8')))
     except FileNotFoundError:
         return
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Reinforcement: `python -m maxlm.grpo --config=FILE[:variant] --workdir=DIR [--config.section.key=value …]`.
+"""Reinforcement: `python -m maxlm.grpo --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
 
 The model of train.init_from answers the prompts of grpo.prompts, its answers are judged by grpo.reward, and it learns
 from those that are better than others to the same prompt (GRPO). Workdir, going on, exit codes: as of maxlm.train.

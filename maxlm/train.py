@@ -1,6 +1,7 @@
-"""Train a model: `python -m maxlm.train --config=FILE[:variant] --workdir=DIR [--config.section.key=value …]`.
+"""Train a model: `python -m maxlm.train --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
 
-Started again on its workdir, a run goes on where its newest checkpoint left it. The workdir may be in a bucket, gs://…
+The default workdir is runs/NAME or runs/NAME-VARIANT, by the name of the config file. Started again on its workdir, a
+run goes on where its newest checkpoint left it. The workdir may be in a bucket, gs://…
 or s3://…; --resume=WORKDIR[@STEP] is where a new one goes on from. Exit codes: 0 done; 1 the loss or gradient is not
 finite any more, or spikes, in spite of going back; 2 bad input; 75 told to stop (SIGTERM, Ctrl-C, a notice of the
 machine) with the state saved, or a bucket does not answer: start again. Of several processes (see

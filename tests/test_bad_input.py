@@ -168,6 +168,13 @@ def test_a_checkpoint_of_another_model_in_the_workdir(dataset, trained, refused)
     assert state(trained) == before
 
 
+def test_a_checkpoint_of_another_model_to_resume_from(dataset, finished, tmp_path, refused):
+    argv = [*command(dataset, tmp_path / 'new', model__dim=32), f'--resume={finished}']
+    refused(argv, f'--resume={finished} has model.dim=16, the config has 32')
+    refused([*argv, f'--resume={finished}@7'], f'{finished}@7', "no step '7' there; steps: 2")
+    assert not (tmp_path / 'new').exists()
+
+
 def test_a_workdir_of_another_model(dataset, trained, refused):
     before = state(trained)
     refused(command(dataset, trained, model__num_layers=2), trained, 'model.num_layers=1', '2')
@@ -213,11 +220,21 @@ def test_keys_and_values(dataset, workdir, refused, override, parts):
     assert not workdir.exists()
 
 
-@pytest.mark.parametrize('missing', ['--workdir', '--config'])
-def test_a_missing_option(dataset, workdir, refused, missing):
-    argv = [word for word in command(dataset, workdir) if not word.startswith(f'{missing}=')]
-    refused(argv, missing, '--help')
+def test_no_config_is_given(dataset, workdir, refused):
+    argv = [word for word in command(dataset, workdir) if not word.startswith('--config=')]
+    refused(argv, '--config', '--help')
     assert not workdir.exists()
+
+
+def test_no_workdir_is_given(dataset, finished, tmp_path, monkeypatch, capfd):
+    shutil.copytree(finished, tmp_path / 'runs' / 'tiny')
+    monkeypatch.chdir(tmp_path)
+    argv = [word for word in command(dataset, finished) if not word.startswith('--workdir=')]
+    assert exit_code(train.main, argv) == EXIT_DONE
+    first, *others = capfd.readouterr().out.splitlines()
+    assert first == 'workdir: runs/tiny (choose another with --workdir)'
+    # It resumes the run in that workdir.
+    assert any('nothing to do' in line for line in others)
 
 
 def test_no_config_file(dataset, workdir, refused):

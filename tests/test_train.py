@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxlm import train
+from maxlm.config.ranges import RANGES, Range
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.runtime.events import ENDS, read_events
 from maxlm.runtime.goodput import read_ledger
@@ -201,7 +202,8 @@ def test_an_imported_workdir_is_trained_on(dataset, tmp_path, capsys):
     assert 'model.num_layers=1' in capsys.readouterr().err
 
 
-def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys):
+def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(RANGES, 'optimizer.learning_rate', Range(0, 1e30))
     workdir = tmp_path / 'run'
     # At this rate the first real update blows the parameters up.
     settings = {'optimizer__learning_rate': 1e30, 'optimizer__clip_norm': 0, 'optimizer__warmup_steps': 0}
@@ -210,3 +212,8 @@ def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys):
     assert 'train.max_skipped_steps' in out
     assert 'after 2 rollback(s)' in out
     assert read_metrics(workdir)[-1]['train/skipped'] >= 3
+    # A run that is too short for so many bad steps has not succeeded either, and saves none of them.
+    short = tmp_path / 'short'
+    assert run(dataset, short, **settings, train__num_steps=3, checkpoint__every_steps=1) == EXIT_FAILED
+    assert 'are not finite; the newest checkpoint is of step None' in capsys.readouterr().out
+    assert not list(short.glob('checkpoints/[0-9]*'))

@@ -281,10 +281,10 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    # Steps between two checkpoints; 0 = the last step only.
+    # Steps between two checkpoints; 0 = by time only, and the last step.
     every_steps: int = 1000
-    # Minutes after which the next step is saved, whatever its number; 0 = by steps only.
-    every_minutes: float = 0.0
+    # Minutes since the last save after which the next step is saved, whatever its number; 0 = by steps only.
+    every_minutes: float = 20.0
     # Newest checkpoints that are kept.
     keep_last: int = 5
     # Checkpoints with the lowest validation loss that are kept too, of those that were saved at an evaluation.

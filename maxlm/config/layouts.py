@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from maxlm.config.keys import Config, MeshConfig
+from maxlm.config.rules import divisors
 from maxlm.errors import InputError
 
 
@@ -19,7 +20,7 @@ def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
     sizes: dict[str, Any] = dict(mesh.sizes)
     fixed = math.prod(max(size, 1) for size in sizes.values())
     told = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1) or 'of 1 along every axis'
-    working = _listed(_divisors(num_devices))
+    working = _listed(divisors(num_devices))
     for axis, size in sizes.items():
         if size == -1:
             if num_devices % fixed:
@@ -71,7 +72,7 @@ def _check_axis(config: Config, axis: str, wholes: list[tuple[str, int]], *, pie
     for key, whole in wholes:
         if whole % (pieces * size):
             shared = math.gcd(*(number for _, number in wholes))
-            working = [n for n in _divisors(_num_devices(config)) if n == 1 or shared % (pieces * n) == 0]
+            working = [n for n in divisors(_num_devices(config)) if n == 1 or shared % (pieces * n) == 0]
             each = f' with {pieces} pieces on a device' if pieces > 1 else ''
             raise InputError(
                 f'mesh.{axis}={size}{each} does not divide {key}={whole}; on {_num_devices(config)} devices '
@@ -86,8 +87,8 @@ def _check_stages(config: Config) -> None:
         periods = layers // period if layers % period == 0 else 0
         working = [
             f'{stage} × {repeats}'
-            for stage in _divisors(periods)
-            for repeats in _divisors(periods // stage)
+            for stage in divisors(periods)
+            for repeats in divisors(periods // stage)
             if stage > 1 and _num_devices(config) % stage == 0
         ]
         needs = f', each a multiple of the {period} of model.attention_pattern' if period > 1 else ''
@@ -98,7 +99,7 @@ def _check_stages(config: Config) -> None:
     if config.accumulation % mesh.stage:
         global_batch, shards = config.train.global_batch, config.batch_shards
         per_device = global_batch // shards
-        sizes = [micro for micro in _divisors(per_device) if per_device // micro % mesh.stage == 0]
+        sizes = [micro for micro in divisors(per_device) if per_device // micro % mesh.stage == 0]
         right = f'micro-batches that work with train.global_batch={global_batch}: {_listed(sizes)}'
         if not sizes:
             multiple = shards * mesh.stage
@@ -116,7 +117,3 @@ def _num_devices(config: Config) -> int:
 
 def _listed(numbers: list[int]) -> str:
     return ', '.join(map(str, numbers))
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

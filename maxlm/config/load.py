@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from maxlm.config.keys import AUTO, FAMILY, SECTIONS, Config, ModelConfig
+from maxlm.config.ranges import check_ranges
 from maxlm.config.rules import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.errors import InputError, os_message
 from maxlm.model.families import FAMILIES
+from maxlm.storage.json_text import parse_json
 
 # Of each group, one key says the same as another would.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
@@ -96,10 +99,12 @@ def from_json(text: str) -> Config:
     """The config that `to_json` wrote, e.g. from a workdir's config.json; of a resolved config, the same again.
 
     Raises:
-        ValueError: it is not JSON, or has a section, key or type that no config has.
+        ValueError: it is not JSON, or has a section, key, type or number that no config has.
     """
     try:
-        return _freeze(_parse_json(text))
+        config = _freeze(_parse_json(text))
+        check_ranges(config)
+        return config
     except InputError as error:
         raise ValueError(str(error)) from error
 
@@ -134,6 +139,8 @@ def _fields(cls: type) -> Mapping[str, type]:
 
 
 def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise InputError(f'--config={path}: is a directory; give a file, such as configs/tiny.py')
     if not path.is_file():
         others = sorted(path.parent.glob(f'*{path.suffix}')) if path.parent.is_dir() else []
         raise InputError(f'--config: no file {path}; {nearest(str(path), map(str, others))}')
@@ -170,7 +177,7 @@ def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str
 
 def _parse_json(text: str) -> ConfigDict:
     """The defaults with a config's JSON on top: a key that is younger than the text has its default."""
-    sections = json.loads(text)
+    sections = parse_json(text)
     values = default()
     if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
         raise InputError('a config is an object of sections, each an object of keys')
@@ -183,7 +190,7 @@ def _parse_json(text: str) -> ConfigDict:
                 raise InputError(_unknown_key(section, name))
             kind = kinds[name]
             if kind is float and type(value) is int:
-                value = float(value)
+                value = float(value) if abs(value) < 10**300 else math.inf
             if kind is tuple and isinstance(value, list):
                 value = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
             if type(value) is not kind:
@@ -208,11 +215,12 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
         if not variant and any(parameter.default is parameter.empty for parameter in parameters):
             raise InputError(f'{path} needs a variant: {path}:NAME')
         values = module.get_config(variant) if variant else module.get_config()
-    except InputError:
+    except (InputError, KeyboardInterrupt):
         raise
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
-    except Exception as error:
+    except BaseException as error:
+        # SystemExit too: a config that exits would end the command without a word.
         # A config file is the user's input: its own mistakes are named with their line, without our stack.
         lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == str(path)]  # type: ignore[arg-type]
         where = f'{path}:{lines[-1]}' if lines else str(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fnmatch import fnmatchcase
 
 from maxlm.config.keys import Config, ModelConfig
@@ -36,8 +35,6 @@ def check_dpo(config: Config) -> None:
         InputError: some do not go together.
     """
     dpo, data = config.dpo, config.data
-    if not math.isfinite(dpo.beta):
-        raise InputError(f'dpo.beta={dpo.beta}: needs a finite strength, e.g. 0.1')
     if dpo.label_smoothing >= 0.5:
         raise InputError(
             f'dpo.label_smoothing={dpo.label_smoothing}: must be below 0.5, from which on most pairs would be the '

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.keys import AUTO, MESH_AXES, Config, DataConfig, ModelConfig
+from maxlm.config.keys import Config, DataConfig, ModelConfig
 from maxlm.config.posttrain_rules import check_adapters, check_dpo, check_trained
+from maxlm.config.ranges import Range, check_ranges
 from maxlm.errors import InputError
 from maxlm.model.families import FAMILIES
 
@@ -44,67 +45,13 @@ CHOICES = {
     'metrics.wandb': ('', 'online', 'offline'),
 }
 
+SOURCE_WEIGHT = Range(0, 1e9, above=True)
+
+# A step of 200 blocks that are not in a loop already compiles for minutes.
+MAX_UNROLLED_LAYERS = 200
+
 # Of fewer steps median and deviation are too uncertain.
 MIN_SPIKE_WINDOW = 16
-
-# key → (smallest allowed, whether that bound itself is allowed)
-BOUNDS: dict[str, tuple[float, bool]] = {
-    **{f'model.{key}': (1, True) for key in ('num_layers', 'dim', 'num_heads')},
-    **{
-        f'model.{key}': (0, True)
-        for key in ('vocab_size', 'num_kv_heads', 'head_dim', 'ffn_dim', 'max_positions', 'dropout')
-    },
-    **{
-        f'model.{key}': (0, True)
-        for key in ('rotary_original_positions', 'rotary_attention_factor', 'logit_softcap', 'sliding_window')
-    },
-    **{f'model.{key}': (0, False) for key in ('rotary_fraction', 'rotary_theta', 'norm_epsilon', 'init_std')},
-    **{f'model.{key}': (0, False) for key in ('rotary_low_turns', 'rotary_beta_slow')},
-    'model.rotary_factor': (1, True),
-    **{f'data.{key}': (1, True) for key in ('threads', 'prefetch')},
-    **{f'data.{key}': (0, True) for key in ('workers', 'seed', 'pool_shards', 'cache_gib')},
-    **{f'data.{key}': (1, True) for key in ('fetch_threads', 'warn_epochs')},
-    'data.window': (2, True),
-    **{f'train.{key}': (0, True) for key in ('num_steps', 'num_tokens', 'num_epochs', 'global_batch')},
-    **{f'train.{key}': (0, True) for key in ('global_batch_tokens', 'seed', 'z_loss')},
-    'train.micro_batch': (AUTO, True),
-    **{f'train.{key}': (1, True) for key in ('log_every', 'loss_chunk', 'max_skipped_steps')},
-    **{f'eval.{key}': (0, True) for key in ('every', 'num_batches', 'samples', 'tasks_every', 'tasks_limit')},
-    'eval.sample_tokens': (1, True),
-    **{
-        f'optimizer.{key}': (0, True)
-        for key in ('warmup_steps', 'warmup_tokens', 'min_learning_rate', 'beta1', 'beta2')
-    },
-    **{f'optimizer.{key}': (0, True) for key in ('adam_learning_rate', 'embedding_learning_rate', 'momentum')},
-    **{f'optimizer.{key}': (0, True) for key in ('momentum_warmup_steps', 'weight_decay', 'clip_norm', 'ema_decay')},
-    'optimizer.decay_fraction': (0, False),
-    **{f'optimizer.{key}': (0, False) for key in ('learning_rate', 'epsilon')},
-    **{f'mesh.{axis}': (-1, True) for axis in MESH_AXES},
-    'mesh.stage_repeats': (1, True),
-    'train.loss_scale': (1, True),
-    'train.loss_scale_steps': (1, True),
-    'train.stuck_seconds': (0, False),
-    **{f'train.{key}': (0, True) for key in ('hours', 'dollars', 'price_per_hour')},
-    **{f'guard.{key}': (0, True) for key in ('window', 'max_rollbacks', 'rollback_margin', 'patience', 'min_delta')},
-    **{f'guard.{key}': (0, True) for key in ('max_hours', 'max_dollars')},
-    **{f'guard.{key}': (0, False) for key in ('spike_deviations', 'rollback_rate_factor')},
-    **{f'checkpoint.{key}': (0, True) for key in ('every_steps', 'every_minutes', 'keep_best', 'permanent_every')},
-    'checkpoint.keep_last': (1, True),
-    'model.lora_rank': (0, True),
-    'model.weights_group': (0, True),
-    'model.lora_alpha': (0, False),
-    'dpo.beta': (0, False),
-    **{f'dpo.{key}': (0, True) for key in ('label_smoothing', 'next_token_weight')},
-    'grpo.samples': (2, True),
-    'grpo.epochs': (1, True),
-    **{f'grpo.{key}': (0, True) for key in ('prompts_per_rollout', 'max_tokens', 'clip_low', 'clip_high')},
-    **{f'grpo.{key}': (0, True) for key in ('kl_weight', 'eval_num_prompts', 'eval_samples')},
-    'metrics.peak_tflops': (0, True),
-    'metrics.devices_seconds': (0, True),
-    'metrics.ledger_seconds': (0, True),
-    'profile.start': (0, True),
-    'profile.num_steps': (1, True),
-}
 
 
 def _value(config: Config, key: str) -> Any:
@@ -122,10 +69,7 @@ def check_choice(config: Config, key: str) -> None:
 def validate(config: Config) -> None:
     for key in CHOICES:
         check_choice(config, key)
-    for key, (bound, inclusive) in BOUNDS.items():
-        value = _value(config, key)
-        if not (value >= bound if inclusive else value > bound):
-            raise InputError(f'{key}={value}: must be {"at least" if inclusive else "greater than"} {bound}')
+    check_ranges(config)
 
     model, data, train, optimizer = config.model, config.data, config.train, config.optimizer
     for group in EXCLUSIVE:
@@ -148,15 +92,11 @@ def validate(config: Config) -> None:
             f'optimizer.momentum={optimizer.momentum} is below 0.85, from which its warm-up rises; raise it, or set '
             f'optimizer.momentum_warmup_steps to 0'
         )
-    for key in ('train.seed', 'data.seed'):
-        if _value(config, key) >= 2**32:
-            raise InputError(f'{key}={_value(config, key)}: must be below 2³² = {2**32}')
-    for key in ('model.dropout', 'optimizer.beta1', 'optimizer.beta2', 'optimizer.momentum', 'optimizer.ema_decay'):
-        if _value(config, key) >= 1:
-            raise InputError(f'{key}={_value(config, key)}: must be below 1')
-    for key in ('model.rotary_fraction', 'optimizer.decay_fraction'):
-        if _value(config, key) > 1:
-            raise InputError(f'{key}={_value(config, key)}: must be at most 1, a share')
+    if not model.scan_layers and model.num_layers > MAX_UNROLLED_LAYERS:
+        raise InputError(
+            f'model.num_layers={model.num_layers} with model.scan_layers=False: compiling each of more than '
+            f'{MAX_UNROLLED_LAYERS} blocks takes too long; set model.scan_layers=True'
+        )
     if not model.head_dim:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
     if model.num_kv_heads:
@@ -205,8 +145,11 @@ def check_sources(sources: Any) -> None:
         if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([str, float], [str, int]):
             raise InputError(f'data.sources: {entry!r} is not a directory and a weight; {example}')
         path, weight = entry
-        if not path or not weight > 0 or not math.isfinite(weight):
-            raise InputError(f'data.sources: {entry!r}: the weight must be above 0, and the directory named; {example}')
+        if not path or weight not in SOURCE_WEIGHT:
+            raise InputError(
+                f'data.sources: {entry!r}: the weight must be above 0 and at most {SOURCE_WEIGHT.high:g}, and the '
+                f'directory named; {example}'
+            )
     repeated = [path for path, count in Counter(path for path, _ in sources).items() if count > 1]
     if repeated:
         raise InputError(f'data.sources: {repeated[0]} is there twice; give it once, with the sum of the weights')
@@ -262,8 +205,6 @@ def _check_guard(config: Config) -> None:
         raise InputError(
             f'guard.window={guard.window}: too few steps to tell a spike by; at least {MIN_SPIKE_WINDOW}, or 0 for none'
         )
-    if guard.rollback_rate_factor > 1:
-        raise InputError(f'guard.rollback_rate_factor={guard.rollback_rate_factor}: must be at most 1, a share')
     if guard.patience and not config.eval.every:
         raise InputError(f'guard.patience={guard.patience}: nothing is evaluated; set eval.every')
     for key in ('train.dollars', 'guard.max_dollars'):
@@ -333,8 +274,14 @@ def _exactly_one(config: Config, *keys: str) -> None:
 
 def divides(small_key: str, small: int, large_key: str, large: int) -> None:
     if large % small:
-        nearest = min((n for n in range(1, large + 1) if large % n == 0), key=lambda n: (abs(n - small), -n))
+        nearest = min(divisors(large), key=lambda n: (abs(n - small), -n))
         raise InputError(f'{small_key}={small} does not divide {large_key}={large}; nearest that does: {nearest}')
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a positive number, in rising order."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
 def nearest(word: str, options: Iterable[str]) -> str:

@@ -6,7 +6,6 @@ Problems come from the files that their authors published (`HumanEval.jsonl`, `m
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from maxlm.evaluation.measures import Measure, mean_of
 from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.posttrain.scoring import Scorer, is_right, pass_at_k
+from maxlm.storage.json_text import parse_json
 
 # Chen et al. 2021, "Evaluating Large Language Models Trained on Code": where a function's body is over; and where text
 # about it begins.
@@ -176,7 +176,7 @@ def _rows(path: str) -> list[dict[str, Any]]:
     try:
         content = Path(path).read_bytes()
         text = (gzip.decompress(content) if path.endswith('.gz') else content).decode()
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = [parse_json(line) for line in text.splitlines() if line.strip()]
     except (OSError, EOFError) as error:
         reason = os_message(error) if isinstance(error, OSError) else 'ends too early'
         raise InputError(f'{path}: {reason}') from error

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config.keys import Config
+from maxlm.errors import InputError
 from maxlm.model.blockwise import QUERY_BLOCK, attend_blockwise, query_ranges
 from maxlm.model.windows import layer_windows
-from maxlm.planning.chips import Chip, host_memory, measure_matmul_tflops
+from maxlm.planning.chips import GIB, Chip, host_memory, measure_matmul_tflops
 from maxlm.planning.matrices import block_kernels, model_parameters
 from maxlm.planning.roofline import Efficiency
 from maxlm.planning.work import estimate_work
@@ -44,12 +45,17 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
 
     Takes some seconds, most of them to compile. All devices of this process share the machine's cores, so each has its
     part of them.
+
+    Raises:
+        InputError: the parameters alone are larger than the memory of the machine.
     """
-    rows = max(1, min(config.train.micro_batch, SAMPLED // config.data.window))
-    if rows < config.train.micro_batch:
+    _check_parameters(config)
+    window = min(config.data.window, SAMPLED)
+    rows = max(1, min(config.train.micro_batch, SAMPLED // window))
+    if rows < config.train.micro_batch or window < config.data.window:
         # Rates are those of larger arrays too.
         train = dataclasses.replace(config.train, micro_batch=rows, global_batch=rows * config.batch_shards)
-        config = dataclasses.replace(config, train=train)
+        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, window=window))
     model, window = config.model, config.data.window
     tokens = max(1, config.train.micro_batch * window)
     dtype = jnp.dtype(model.dtype)
@@ -100,6 +106,15 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
         latency=20e-6,
     )
     return Cpu(chip, efficiency)
+
+
+def _check_parameters(config: Config) -> None:
+    size = model_parameters(config.model) * jnp.dtype(jnp.float32).itemsize
+    if size > host_memory():
+        raise InputError(
+            f'the parameters of the model take {size / GIB:,.0f} GiB and this machine has {host_memory() / GIB:,.0f} '
+            f'GiB of memory; lower model.dim, model.num_layers, model.ffn_dim or model.vocab_size'
+        )
 
 
 def num_cores() -> int:

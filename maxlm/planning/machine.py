@@ -52,10 +52,14 @@ def machine_of(target: Target, config: Config) -> Machine:
     return Machine(target, usable_memory(target.chip))
 
 
-def present_machine(config: Config) -> Machine:
+def present_machine(config: Config, *, measured: bool = True) -> Machine:
     """The devices of this run, for a resolved config.
 
-    Of a kind that is not known, and of a CPU with a configured peak, which is not measured then, the times are nan.
+    Of a kind that is not known, and of a CPU that is not measured, the times are nan.
+
+    Args:
+        config: of the run.
+        measured: measures a CPU, unless its peak is configured. This allocates arrays of the config's sizes.
     """
     device, num_devices = jax.local_devices()[0], jax.device_count()
     islands = len({island_of(device) for device in jax.devices()})
@@ -63,7 +67,7 @@ def present_machine(config: Config) -> Machine:
     known = find_chip(device.device_kind)
     if known:
         chip = known
-    elif device.platform == 'cpu' and not config.metrics.peak_tflops:
+    elif device.platform == 'cpu' and measured and not config.metrics.peak_tflops:
         chip, efficiency = calibrate_cpu(config)
     else:
         chip, efficiency = _unknown(device), Efficiency(math.nan, math.nan, math.nan)

@@ -29,6 +29,7 @@ from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.runtime.console import logger
 from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER
+from maxlm.storage.json_text import parse_json
 
 # What a line asks, one or the other.
 ASKED = ('prompt', 'messages')
@@ -148,10 +149,10 @@ def _entries(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
             stream = decompressed(stack.enter_context(storage.open_file(path)), path)
             for number, line in enumerate(stream, start=1):
                 try:
-                    entry = json.loads(line.decode('utf-8-sig')) if line.strip() else None
+                    entry = parse_json(line.decode('utf-8-sig')) if line.strip() else None
                 except UnicodeDecodeError as error:
                     raise InputError(f'{name}:{number}: not UTF-8') from error
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     raise InputError(f'{name}:{number}: not JSON ({error}); each line must be an object') from error
                 if line.strip() and not isinstance(entry, dict):
                     raise InputError(

@@ -28,6 +28,7 @@ CAPACITY = 4 * 2**30
 SUFFIX = '.program'
 DIGEST = hashlib.sha256().digest_size
 VOTE_SECONDS = 600
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def keep_programs(given: str) -> None:
@@ -133,7 +134,9 @@ def _open(given: str) -> Path | None:
     """The directory, made if need be; None, with a line that says why, if it should not or cannot be used."""
     try:
         directory = Path(given).expanduser()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in (*reversed(directory.parents), directory):
+            # Not by parents=True, which makes parents that a group can write to where the umask is 002.
+            path.mkdir(mode=0o700, exist_ok=True)
         reason = _danger(directory)
         if not reason:
             # Whether a directory is writable shows by writing.
@@ -153,8 +156,18 @@ def _danger(directory: Path) -> str:
     status = directory.stat()
     if status.st_uid != os.geteuid():
         return f'{directory} belongs to another user, whose code would be run'
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & WRITABLE_BY_OTHERS:
         return f'{directory} can be written to by others, whose code would be run; chmod 700 it'
+    # Whoever can write to a parent can put another directory in its place, unless it is sticky, as /tmp is.
+    for parent in directory.resolve().parents:
+        status = parent.stat()
+        if status.st_uid not in (0, os.geteuid()):
+            return f'{parent}, in which {directory} is, belongs to another user, who could exchange it'
+        if status.st_mode & WRITABLE_BY_OTHERS and not status.st_mode & stat.S_ISVTX:
+            return (
+                f'{parent}, in which {directory} is, can be written to by others, who could exchange it; '
+                f'chmod go-w {parent}'
+            )
     return ''
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
 from types import TracebackType
 
 from tqdm import tqdm
+
+from maxlm.errors import InputError, os_message
 
 logger = logging.getLogger('maxlm')
 
@@ -20,6 +23,25 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stdout)
         sys.stdout.flush()
+
+
+class _LogFile(logging.FileHandler):
+    """Appends to run.log. A file that cannot be written is reported once, and does not end the run."""
+
+    _failing = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, the name is that of logging
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._failing:
+            self._failing = True
+            print(f'{self.baseFilename}: {os_message(error)}; lines are missing in it', file=sys.stderr)
+
+    def close(self) -> None:
+        # What could not be written stays in the buffer, and closing tries again.
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class Console:
@@ -36,7 +58,10 @@ class Console:
             warnings.setFormatter(logging.Formatter(f'[process {process}] %(message)s'))
             self._handlers = [warnings]
         if workdir is not None and not process:
-            file = logging.FileHandler(workdir / RUN_LOG, encoding='utf-8')
+            try:
+                file = _LogFile(workdir / RUN_LOG, encoding='utf-8')
+            except OSError as error:
+                raise InputError(f'{workdir / RUN_LOG}: {os_message(error)}; choose another --workdir') from error
             file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
             self._handlers.append(file)
 

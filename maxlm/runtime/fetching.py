@@ -23,6 +23,7 @@ from maxlm.runtime.step_folder import FOLDER
 from maxlm.runtime.storage.run import cache_directory
 from maxlm.runtime.stored import JSON_FILE
 from maxlm.runtime.workdir import CHAT_TEMPLATE, CONFIG, TOKENIZER
+from maxlm.storage.json_text import parse_json
 
 # What a step grows in, in the folder of checkpoints.
 UNFINISHED = '_fetching'
@@ -86,7 +87,7 @@ def fetch_step(given: str, output: Path, *, weights_only: bool, threads: int, sh
 
         fetch_tree(missing, threads=threads, on_alarm=logger.warning, on_bytes=on_bytes)
     if weights_only and read_checksums(unfinished) is not None:
-        content = json.loads(rewritten.read_text(encoding='utf-8'))
+        content = parse_json(rewritten.read_text(encoding='utf-8'))
         write_whole(rewritten, json.dumps({name: content[name] for name in content if name != OPTIMIZER}).encode())
     found, num_checksums = damages(unfinished)
     if found:
@@ -122,9 +123,11 @@ def find_step_here(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
 def _is_copy(place: Path, source: str) -> bool:
     """Whether the checksums of what was fetched earlier are still those of the source."""
     try:
-        there = json.loads(read_bytes(f'{source}/{ITEM}/{JSON_FILE}'))
-        here = json.loads((place / ITEM / JSON_FILE).read_bytes())
+        there = parse_json(read_bytes(f'{source}/{ITEM}/{JSON_FILE}'))
+        here = parse_json((place / ITEM / JSON_FILE).read_bytes())
     except (StorageError, OSError, ValueError):
+        return False
+    if not isinstance(there, dict):
         return False
     return bool(here == {name: sums for name, sums in there.items() if name != OPTIMIZER})
 

@@ -6,7 +6,6 @@ Nothing in a workdir makes reading it fail. What is torn, damaged or missing is 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from maxlm.runtime.goodput import LIVE, YOUNGER, Ledger, account, ledger_name
 from maxlm.runtime.lock import LOCK, Owner, is_alive
 from maxlm.runtime.tail import Tail
 from maxlm.runtime.workdir import CONFIG
+from maxlm.storage.json_text import parse_json
 
 METRICS, EVENTS, SAMPLES = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl'
 # Process 0's has this name, process N's `goodput-N.jsonl`.
@@ -170,7 +170,7 @@ class HistoryReader:
             # Who trains here holds it from before the first line to after the last one.
             return False
         try:
-            return is_alive(Owner(**json.loads(read_bytes(lock.path))))
+            return is_alive(Owner(**parse_json(read_bytes(lock.path))))
         except (StorageError, ValueError, TypeError):
             return None
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from maxlm.config.keys import CheckpointConfig, Config
-from maxlm.data.storage import is_url
+from maxlm.config.load import from_json
+from maxlm.data.storage import StorageError, is_url, read_bytes, shown
 from maxlm.errors import EXIT_FAILED, InputError
 from maxlm.runtime.alerts import Alerts
 from maxlm.runtime.checkpoint import saved_steps
@@ -19,13 +20,13 @@ from maxlm.runtime.console import Console, logger
 from maxlm.runtime.costs import price_of
 from maxlm.runtime.diary import Diary
 from maxlm.runtime.fetching import THREADS, fetch_step
-from maxlm.runtime.inventory import inventory
+from maxlm.runtime.inventory import inventory, select
 from maxlm.runtime.lock import WorkdirLock
 from maxlm.runtime.peers import Peers
 from maxlm.runtime.storage.run import MIRRORED, RunStorage, open_run_storage
 from maxlm.runtime.timeline import Timeline
 from maxlm.runtime.together import Together
-from maxlm.runtime.workdir import check_same_model, open_workdir
+from maxlm.runtime.workdir import CONFIG, check_same_model, model_difference, open_workdir
 from maxlm.training.retention import SavedStep, reasons_to_keep
 
 
@@ -91,6 +92,9 @@ def open_home(
         peers.on_leave = lambda code, reason: None
         peers.leave(EXIT_FAILED, reason)
 
+    if resume and process == 0 and not (is_url(given) or config.checkpoint.mirror or saved_steps(Path(given))):
+        # Before the workdir exists: a refused start leaves nothing.
+        check_resume(resume, config)
     with contextlib.ExitStack() as stack:
         storage = open_run_storage(
             given,
@@ -110,7 +114,7 @@ def open_home(
             with timeline.phase('restore'):
                 storage.fetch()
                 if resume:
-                    _resume(resume, checkpoints, storage.workdir)
+                    _resume(resume, checkpoints, storage.workdir, config)
             check_same_model(storage.workdir, config)
         peers.meet('home')
         diary = _open_diary(storage.workdir, config, timeline)
@@ -163,7 +167,27 @@ def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
     return [step for step in steps if kept.get(step) == ()]
 
 
-def _resume(name: str, checkpoints: Any, workdir: Path) -> None:
+def check_resume(name: str, config: Config) -> None:
+    """Compares the model of the checkpoint that a new run continues from with that of its config.
+
+    Raises:
+        InputError: the checkpoint does not exist, or is of another model.
+    """
+    source = select(name).workdir
+    try:
+        old = from_json(read_bytes(f'{source}/{CONFIG}').decode())
+    except (StorageError, ValueError):
+        # Imports have none. Then the shapes of the parameters are compared.
+        return
+    if found := model_difference(old, config):
+        key, before, now = found
+        raise InputError(
+            f'--resume={shown(name)} has {key}={before}, the config has {now}; set {key}={before}, or resume from a '
+            f'run of the same model'
+        )
+
+
+def _resume(name: str, checkpoints: Any, workdir: Path, config: Config) -> None:
     if saved_steps(checkpoints):
         logger.info(f'--resume={name}: the workdir has checkpoints of its own, from which it goes on')
         return
@@ -171,6 +195,7 @@ def _resume(name: str, checkpoints: Any, workdir: Path) -> None:
         raise InputError(
             f'--resume={name}: only into a directory; give one as --workdir, and the bucket as checkpoint.mirror'
         )
+    check_resume(name, config)
     found = fetch_step(name, workdir, weights_only=False, threads=THREADS, show=True)
     if found.damages:
         raise InputError(f'--resume={name}: {found.damages[0]}')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import NamedTuple
 
 from maxlm.config.keys import CheckpointConfig
@@ -13,6 +12,7 @@ from maxlm.runtime.checkpoint import VALIDATION_LOSS
 from maxlm.runtime.step_folder import ASIDE, BEST, DAMAGED, FOLDER, MARKER, split_name
 from maxlm.runtime.stored import JSON_FILE
 from maxlm.runtime.workdir import CONFIG
+from maxlm.storage.json_text import parse_json
 from maxlm.training.retention import SavedStep, best_step
 
 
@@ -104,7 +104,7 @@ def _is_set_aside(workdir: str, name: str) -> bool:
 
 def _loss(workdir: str, step: int) -> float | None:
     try:
-        loss = json.loads(read_bytes(f'{workdir}/{FOLDER}/{step}/progress/{JSON_FILE}'))[VALIDATION_LOSS]
+        loss = parse_json(read_bytes(f'{workdir}/{FOLDER}/{step}/progress/{JSON_FILE}'))[VALIDATION_LOSS]
     except (StorageError, ValueError, KeyError, TypeError):
         return None
     return loss if isinstance(loss, float) else None

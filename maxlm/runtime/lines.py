@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from maxlm.data import whole
 from maxlm.errors import InputError, os_message
 from maxlm.runtime.console import logger
+from maxlm.storage.json_text import parse_json
 
 
 class Lines(NamedTuple):
@@ -62,7 +63,7 @@ def torn_note(name: str) -> str:
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise InputError(f'{path}: line {number} is not JSON ({error}); mend or remove it') from error
     if not isinstance(value, dict):

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from maxlm.errors import InputError, os_message
 from maxlm.runtime.console import logger
+from maxlm.storage.json_text import parse_json
 
 LOCK = 'run.lock'
 BEAT_SECONDS = 10.0
@@ -201,7 +202,7 @@ class WorkdirLock:
             FileNotFoundError: there is no lock.
         """
         try:
-            facts = json.loads((path or self._path).read_text(encoding='utf-8'))
+            facts = parse_json((path or self._path).read_text(encoding='utf-8'))
             return Owner(**facts)
         except (ValueError, TypeError):
             return None

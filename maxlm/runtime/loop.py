@@ -229,7 +229,12 @@ class Loop:
                     if why:
                         # A budget may end a run at any step.
                         reporter.flush()
-                    if why or told or (owed and not reporter.bad_steps.in_a_row):
+                    if why and not (told or self._is_finite(loss)):
+                        # Older checkpoints are better, and a run that is started again must not count as done.
+                        watchdog.finish()
+                        reason = 'the loss of the last step, or its parameters, are not finite'
+                        return Leg(step, decisions, Stop(reason), '')
+                    if why or told or (owed and reporter.is_finite and not reporter.bad_steps.in_a_row):
                         with self._pace.paused('save'):
                             self._save(step, state, decisions, loss, must=bool(why or told))
                         times.saved(step)
@@ -351,6 +356,9 @@ class Loop:
             return state
         self._reporter.change_config(decided(self._config, decisions))
         return with_progress(state, progress_of(decisions, self._config), self._layout)
+
+    def _is_finite(self, validation_loss: float | None) -> bool:
+        return self._reporter.is_finite and (validation_loss is None or math.isfinite(validation_loss))
 
     def _judge(self, decisions: Decisions) -> Rollback | Stop | None:
         bad = self._reporter.bad_steps

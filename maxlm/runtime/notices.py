@@ -15,7 +15,6 @@ over and over until the machine is gone.
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import threading
 import urllib.error
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxlm.runtime.console import logger
+from maxlm.storage.json_text import parse_json
 
 # The variables that Google's own libraries read.
 HOST, NOT_ON_GCE = 'GCE_METADATA_HOST', 'NO_GCE_CHECK'
@@ -61,7 +61,7 @@ def read_maintenance(value: str) -> Notice | None:
 def read_upcoming(value: str) -> Notice | None:
     """Of `upcoming-maintenance`, an object in JSON."""
     try:
-        facts = json.loads(value)
+        facts = parse_json(value)
     except ValueError:
         return None
     facts = {key.lower().replace('_', ''): str(text) for key, text in facts.items()} if isinstance(facts, dict) else {}

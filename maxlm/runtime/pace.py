@@ -20,6 +20,7 @@ class Pace:
         self._tokens_per_step = tokens_per_step
         self._flops = flops
         self._peak_flops = peak.tflops * 1e12 * num_devices
+        self._is_peak_wrong = False
         self._mark = time.perf_counter()
         self._interval = _Sums()
         self._total = _Sums()
@@ -89,8 +90,12 @@ class Pace:
             **{f'perf/{what}_seconds': seconds for what, seconds in sums.pauses.items()},
         }
         if self._peak_flops:
-            metrics['perf/mfu'] = sums.causal_flops / sums.seconds / self._peak_flops
-            metrics['perf/mfu_full'] = sums.full_flops / sums.seconds / self._peak_flops
+            mfu, mfu_full = (flops / sums.seconds / self._peak_flops for flops in (sums.causal_flops, sums.full_flops))
+            # Nothing is faster than its peak: this one was measured on a busy machine, or configured too low.
+            self._is_peak_wrong |= max(mfu, mfu_full) > 1
+            if not self._is_peak_wrong:
+                metrics['perf/mfu'] = mfu
+                metrics['perf/mfu_full'] = mfu_full
         return metrics
 
 

@@ -7,11 +7,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+
 from maxlm.config.keys import AUTO, Config
 from maxlm.errors import InputError
-from maxlm.planning.fit import choose_micro_batch, confirm, search
+from maxlm.planning.chips import host_memory
+from maxlm.planning.fit import Candidate, choose_micro_batch, confirm, search
 from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine
+from maxlm.planning.matrices import model_parameters
 from maxlm.planning.plan_report import advice_text, size_text
 from maxlm.runtime.console import logger
 from maxlm.training.decisions import Decisions, ended, with_rates
@@ -21,6 +25,8 @@ from maxlm.training.state import TrainState, abstract_state
 
 Resolve = Callable[[Config], Config]
 FIRST_DECISIONS = Decisions()
+# Estimates of memory are closer to what the compiler needs than this.
+SURELY_TOO_LARGE = 2
 
 
 class Ready(NamedTuple):
@@ -39,6 +45,41 @@ def sample_config(config: Config, resolve: Resolve) -> Config:
     if config.train.micro_batch == AUTO:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=1))
     return resolve(config)
+
+
+def check_size(config: Config, resolve: Resolve) -> None:
+    """Refuses a step that cannot fit these devices, by arithmetic on the config; nothing is traced or allocated.
+
+    The compiler decides on a step that is closer to the limit: see `prepare_step`.
+
+    Args:
+        config: not resolved.
+        resolve: of a config for the devices of this run.
+
+    Raises:
+        InputError: the step needs more than `SURELY_TOO_LARGE` times the memory of a device.
+    """
+    sample = sample_config(config, resolve)
+    machine = present_machine(sample, measured=False)
+    forecast = estimate(sample, machine)
+    if forecast.needed > SURELY_TOO_LARGE * forecast.available:
+        # Beyond that the search, which takes a while for many layers, has nothing to find.
+        parameters = model_parameters(sample.model) * 4 // machine.target.num_devices
+        hopeless = parameters > machine.available + host_memory() // jax.local_device_count()
+        candidates = [] if hopeless else search(config, machine, resolve)
+        # Without times, the way that changes least.
+        best = min(candidates, key=lambda c: (len(c.changes), c.forecast.needed), default=None)
+        raise InputError(_refusal(forecast, best))
+
+
+def _refusal(forecast: Forecast, advice: Candidate | None) -> str:
+    would = 'nothing that was tried would fit; take more devices or a smaller model'
+    if advice:
+        would = f'this would fit: {advice_text(advice.changes)}'
+    return (
+        f'the step needs {size_text(forecast.needed)} of each device and may have {size_text(forecast.available)}, '
+        f'{size_text(forecast.needed - forecast.available)} too few; {would}'
+    )
 
 
 def prepare_step(
@@ -83,12 +124,5 @@ def prepare_step(
     forecast = compiled(resolved)
     if not forecast.fits:
         logger.info('the step does not fit; looking for what would')
-        advice = confirm(search(config, machine, resolve), compiled)
-        would = 'nothing that was tried would fit; take more devices or a smaller model'
-        if advice:
-            would = f'this would fit: {advice_text(advice.changes)}'
-        raise InputError(
-            f'the step needs {size_text(forecast.needed)} of each device and may have {size_text(forecast.available)}, '
-            f'{size_text(forecast.needed - forecast.available)} too few; {would}'
-        )
+        raise InputError(_refusal(forecast, confirm(search(config, machine, resolve), compiled)))
     return Ready(resolved, layout, abstract, forecast)

@@ -61,6 +61,8 @@ class Reporter:
         self.best_loss = math.inf
         self.bad_steps = BadSteps()
         self.last_loss = math.nan
+        # The loss of the last step, and the parameters after it.
+        self.is_finite = True
         self.validation_loss: float | None = None
 
     @property
@@ -85,6 +87,7 @@ class Reporter:
         self._bar.update()
         self._count_skips(step, values)
         self.last_loss = float(values['loss'])
+        self.is_finite = math.isfinite(self.last_loss) and math.isfinite(values['param_norm'])
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
             self._report(step, values)
 

@@ -11,6 +11,7 @@ from typing import NoReturn, Protocol
 
 import jax
 
+from maxlm.config.default_workdir import default_workdir
 from maxlm.config.keys import Config
 from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
@@ -27,7 +28,7 @@ from maxlm.runtime.home import Home, open_home
 from maxlm.runtime.loop import Loop
 from maxlm.runtime.peers import Peers, part
 from maxlm.runtime.preemption import ignore_sigterm
-from maxlm.runtime.preflight import Ready, prepare_step, sample_config
+from maxlm.runtime.preflight import Ready, check_size, prepare_step, sample_config
 from maxlm.runtime.rendezvous import NotTogetherError
 from maxlm.runtime.start import check_init_from, newest_decisions
 from maxlm.runtime.timeline import Timeline, process_began
@@ -58,7 +59,11 @@ def main(argv: list[str], open_feed: OpenFeed, *, prog: str, description: str | 
     parser.add_argument(
         '--config', required=True, help='configs/x.py, with a variant as configs/x.py:big, or a config.json'
     )
-    parser.add_argument('--workdir', required=True, help='directory or URL of the run; made if need be')
+    parser.add_argument(
+        '--workdir',
+        default='',
+        help='directory or URL of the run, created if missing; default: runs/NAME or runs/NAME-VARIANT of the config',
+    )
     parser.add_argument(
         '--resume',
         default='',
@@ -84,6 +89,10 @@ def _prepare(
     stack: contextlib.ExitStack,
 ) -> int:
     config = load(options.config, overrides)
+    if not options.workdir:
+        options.workdir = default_workdir(options.config)
+        if jax.process_index() == 0:
+            print(f'workdir: {options.workdir} (choose another with --workdir)', flush=True)
     keep_programs(config.train.compile_cache)
     feed, vocab_size = open_feed(config, stack)
     resolver: Callable[[Config], Config] = partial(
@@ -94,6 +103,7 @@ def _prepare(
         windows=feed.windows_per_epoch,
         capability=capability_of(jax.local_devices()[0]),
     )
+    check_size(config, resolver)
     sample = sample_config(config, resolver)
     try:
         home = stack.enter_context(

@@ -173,7 +173,7 @@ class Samples:
 
 
 def prompts(corpus: Corpus, num: int) -> list[list[int]]:
-    """Beginnings of so many validation documents, chosen by data.seed; fewer if there are fewer windows.
+    """Beginnings of so many validation documents, chosen by data.seed; all different, so fewer if there are fewer.
 
     Of conversations, all up to what the assistant says first. Where documents are so much longer than windows that none
     is found, what any window begins with.
@@ -190,14 +190,16 @@ def prompts(corpus: Corpus, num: int) -> list[list[int]]:
             ids = _question(windows.stream(number), corpus.data.window // 2)
         else:
             ids = _beginning(windows, number, length, corpus.first.end_of_document)
-        if ids:
+        if ids and ids not in found:
             found.append(ids)
-        else:
+        elif not ids:
             others.append((windows, number))
         if len(found) == num:
             return found
-    for windows, number in others[: num - len(found)]:
-        found.append(ids_of(windows.stream(number)[:length]).tolist())
+    for windows, number in others:
+        ids = ids_of(windows.stream(number)[:length]).tolist()
+        if len(found) < num and ids not in found:
+            found.append(ids)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
@@ -17,6 +16,7 @@ from etils import epath
 
 from maxlm.data.outage import UnreachableError, fault, redact
 from maxlm.errors import InputError
+from maxlm.storage.json_text import parse_json
 
 # The file that holds a JSON item, in the folder of the item's name.
 JSON_FILE = 'metadata'
@@ -62,7 +62,7 @@ def read_json(item: epath.Path) -> dict[str, Any]:
     """
 
     def read() -> dict[str, Any]:
-        content = json.loads((item / JSON_FILE).read_text(encoding='utf-8'))
+        content = parse_json((item / JSON_FILE).read_text(encoding='utf-8'))
         if not isinstance(content, dict):
             raise TypeError(f'{item.name} holds {content!r}')
         return content

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from maxlm.config.default_workdir import default_workdir
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
 from maxlm.runtime.step_folder import FOLDER, MARKER
 
@@ -73,13 +74,18 @@ def decide(policy: Policy, history: History, code: int, newest: int) -> tuple[De
 
 
 def find_workdir(command: Sequence[str]) -> str:
-    """The value of --workdir in a command; '' if there is none."""
+    """Returns the workdir of a command: the value of --workdir, or the default for its --config; '' without either."""
+    config = _find_option(command, '--config')
+    return _find_option(command, '--workdir') or (default_workdir(config) if config else '')
+
+
+def _find_option(command: Sequence[str], name: str) -> str:
     words = iter(command)
     for word in words:
-        if word == '--workdir':
+        if word == name:
             return next(words, '')
-        if word.startswith('--workdir='):
-            return word.removeprefix('--workdir=')
+        if word.startswith(f'{name}='):
+            return word.removeprefix(f'{name}=')
     return ''
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from maxlm.data.storage import Entry, open_file
 from maxlm.runtime.lines import torn_note
+from maxlm.storage.json_text import parse_json
 
 # So much of what was read is read again and compared: it shows whether the file was written anew, as a run does that
 # goes back to an older step.
 OVERLAP_BYTES = 512
-# The second: thousands of brackets.
-NO_JSON = (ValueError, RecursionError)
 
 
 class Tail:
@@ -93,8 +91,8 @@ def _parse(whole: bytes) -> tuple[list[dict[str, Any]], int]:
     pieces = whole.split(b'\n')[:-1]
     try:
         # At once is several times faster, and the names of values are kept once instead of for each line.
-        values = json.loads(b'[' + b','.join(pieces) + b']')
-    except NO_JSON:
+        values = parse_json(b'[' + b','.join(pieces) + b']')
+    except ValueError:
         values = []
     if len(values) != len(pieces):
         values = [_value(piece) for piece in pieces]
@@ -104,6 +102,6 @@ def _parse(whole: bytes) -> tuple[list[dict[str, Any]], int]:
 
 def _value(piece: bytes) -> Any:
     try:
-        return json.loads(piece)
-    except NO_JSON:
+        return parse_json(piece)
+    except ValueError:
         return None

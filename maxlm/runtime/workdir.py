@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from maxlm.config.keys import Config
 from maxlm.config.load import from_json, to_json
@@ -44,16 +45,24 @@ def check_same_model(workdir: Path, config: Config) -> None:
     """
     if not (workdir / CONFIG).exists():
         return
-    old, new = read_config(workdir).model, config.model
+    if found := model_difference(read_config(workdir), config):
+        key, before, now = found
+        raise InputError(
+            f'--workdir={workdir} holds a run with {key}={before}, the config has {now}; '
+            f'choose another --workdir or set {key}={before}'
+        )
+
+
+def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, Any] | None:
+    """Returns the first key by which the models of two configs differ, and its values; None if they are equal."""
+    old, new = old_config.model, new_config.model
     # How the same function of the same parameters is computed may change between two lives of a run.
     free = {'family', 'remat', 'scan_layers', 'attention', 'matmul', 'dtype', 'dropout', 'init', 'init_std'}
     for field in dataclasses.fields(new):
         before, now = getattr(old, field.name), getattr(new, field.name)
         if field.name not in free and before != now:
-            raise InputError(
-                f'--workdir={workdir} holds a run with model.{field.name}={before}, the config has {now}; '
-                f'choose another --workdir or set model.{field.name}={before}'
-            )
+            return f'model.{field.name}', before, now
+    return None
 
 
 def describe_run(workdir: Path, config: Config, tokenizer: Path) -> None:

@@ -118,6 +118,8 @@ def test_what_only_muon_reads_is_taken_under_muon(config_file):
     [
         ('x = (', ['base.py', 'SyntaxError']),
         ('def get_config():\n    return undefined', ['base.py:2', 'NameError']),
+        ('import sys\nsys.exit(0)', ['base.py:2', 'SystemExit']),
+        ('def get_config():\n    raise GeneratorExit', ['base.py:2', 'GeneratorExit']),
         ('x = 1', ['get_config']),
         ('def get_config():\n    return {}', ['dict', 'ConfigDict']),
         (CONFIG.replace('num_steps', 'num_stepz'), ['num_stepz', 'num_steps']),
@@ -132,6 +134,11 @@ def test_a_wrong_config_file_is_named(tmp_path, text, words):
         load.load(str(path))
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_directory_is_no_config(tmp_path):
+    with pytest.raises(InputError, match='is a directory'):
+        load.load(str(tmp_path))
 
 
 def test_missing_file_and_unknown_variant(config_file):
@@ -248,7 +255,7 @@ def test_a_wrong_config_json_is_one_line_that_names_it(run_file, change, words):
         load.from_json(text)
 
 
-@pytest.mark.parametrize('content', [b'{', b'', b'\xff\xfe{}', b'{"model": {"dim": NaN}}'])
+@pytest.mark.parametrize('content', [b'{', b'', b'\xff\xfe{}', b'{"model": {"dim": NaN}}', b'[' * 100_000])
 def test_what_is_no_json_is_named(tmp_path, content):
     (tmp_path / 'config.json').write_bytes(content)
     with pytest.raises(InputError, match=r'config\.json: ') as error:

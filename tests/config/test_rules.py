@@ -17,6 +17,7 @@ def model_config(**settings):
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
+        ({'scan_layers': False, 'num_layers': 201}, ['num_layers=201', 'scan_layers=True']),
         ({'rotary_factor': 2.0}, ['rotary_factor=2.0', 'rotary_scaling', 'yarn']),
         ({'rotary_scaling': 'ntk'}, ['rotary_scaling', 'ntk', 'dynamic']),
         ({'rotary_scaling': 'yarn', 'rotary_factor': 0.5}, ['rotary_factor=0.5', '1']),

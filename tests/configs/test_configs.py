@@ -181,3 +181,8 @@ def test_a_phase_is_of_the_model_before_it():
     assert (before.train.init_from, before.model.max_positions) == ('', 0)
     assert (long.data.window, long.model.max_positions, chat.model.max_positions) == (16_384,) * 3
     assert {config.train.init_from for config in (chat, lora)} == {'runs/code-7b-long'}
+
+
+@pytest.mark.parametrize('spec', VARIANTS)
+def test_every_preset_saves_at_least_every_20_minutes(spec):
+    assert 0 < load(spec).checkpoint.every_minutes <= 20

@@ -154,6 +154,22 @@ def test_a_directory_that_others_can_write_to_or_nobody_can(tmp_path, untold, ca
     assert len(caplog.messages) == 1
 
 
+def test_a_parent_that_others_can_write_to(tmp_path, untold, caplog):
+    parent = tmp_path / 'parent'
+    (parent / 'programs').mkdir(parents=True, mode=0o700)
+    (tmp_path / 'link').symlink_to(parent / 'programs')
+    parent.chmod(0o777)
+    for given in (parent / 'programs', tmp_path / 'link'):
+        keep_programs(str(given))
+        assert kept_at() is None
+    assert all(f'chmod go-w {parent}' in line for line in caplog.messages)
+    assert len(caplog.messages) == 2
+    # Control: in a sticky directory nobody can exchange those of others.
+    parent.chmod(0o1777)
+    keep_programs(str(parent / 'programs'))
+    assert kept_at() == str(parent / 'programs')
+
+
 def test_a_directory_of_another_user(tmp_path, untold, caplog, monkeypatch):
     monkeypatch.setattr(compile_cache.os, 'geteuid', lambda: tmp_path.stat().st_uid + 1)
     keep_programs(str(tmp_path))

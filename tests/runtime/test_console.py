@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from maxlm.runtime.console import Console, logger, progress_bar
+from maxlm.errors import InputError
+from maxlm.runtime.console import RUN_LOG, Console, logger, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -62,3 +63,19 @@ def test_handlers_go_after_an_error_too(tmp_path):
     with pytest.raises(RuntimeError), Console(tmp_path):
         raise RuntimeError
     assert logger.handlers == before
+
+
+def test_a_disk_that_is_full_is_reported_once(tmp_path, capsys):
+    (tmp_path / RUN_LOG).symlink_to('/dev/full')
+    with Console(tmp_path):
+        logger.info('first line')
+        logger.info('second line')
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ['first line', 'second line']
+    assert err == f'{tmp_path}/{RUN_LOG}: No space left on device; lines are missing in it\n'
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / RUN_LOG).mkdir()
+    with pytest.raises(InputError, match=f'{RUN_LOG}: Is a directory'):
+        Console(tmp_path)

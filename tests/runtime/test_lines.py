@@ -42,7 +42,7 @@ def test_a_last_line_that_is_not_whole_is_left_out_and_told(path, content, count
     assert read_lines(path) == (found.lines, False)
 
 
-@pytest.mark.parametrize('line', [b'{"a": 1', b'nonsense', b'[1]', b'', b'\xff'])
+@pytest.mark.parametrize('line', [b'{"a": 1', b'nonsense', b'[1]', b'', b'\xff', b'[' * 100_000])
 def test_another_line_that_is_no_object_is_an_error_that_tells_where(path, line):
     path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
     with pytest.raises(InputError, match=r'x\.jsonl: line 2 '):

@@ -57,6 +57,16 @@ def test_share_of_the_peak(clock):
     assert metrics['perf/mfu_full'] == pytest.approx(0.375)
 
 
+def test_a_peak_that_is_exceeded_gives_no_share_any_more(clock):
+    pace = make_pace()
+    pace.start()
+    step(pace, clock, 0.1)
+    assert 'perf/mfu' not in pace.read_interval()
+    # The peak is as wrong where steps are slower.
+    step(pace, clock, 0.5)
+    assert not {'perf/mfu', 'perf/mfu_full'} & {*pace.read_interval(), *pace.read_total()}
+
+
 def test_without_a_peak_there_is_no_share(clock):
     pace = make_pace(tflops=0.0)
     pace.start()

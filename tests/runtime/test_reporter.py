@@ -37,7 +37,7 @@ def reporter():
 
 def skips_in_a_row(reporter, history):
     for step, metrics in enumerate(history, start=1):
-        reporter.submit(step, metrics, data_wait=0.0)
+        reporter.submit(step, {'param_norm': 1.0, **metrics}, data_wait=0.0)
     reporter.flush()
     return reporter.bad_steps.in_a_row
 
@@ -105,3 +105,18 @@ def test_after_a_rollback_it_reports_on_from_there(reporter):
     reporter.submit(2, DIVERGED, data_wait=0.0)
     reporter.flush()
     assert reporter.bad_steps == BadSteps(2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ('last', 'is_finite'),
+    [
+        ({}, True),
+        ({'loss': math.nan, 'skipped': True}, False),
+        ({'loss': math.inf, 'skipped': True}, False),
+        # The update itself made them so.
+        ({'param_norm': math.nan}, False),
+    ],
+)
+def test_the_last_step_tells_whether_the_run_is_finite(reporter, last, is_finite):
+    skips_in_a_row(reporter, [{**DIVERGED}, {**GOOD, **last}])
+    assert reporter.is_finite is is_finite

@@ -132,3 +132,11 @@ def test_a_prompt_that_fills_the_context_is_refused(dataset, alone):
     config = make_config(dataset, eval__sample_prompts=('x' * 32,))
     with pytest.raises(InputError, match=r'eval.sample_prompts: .* has 32 tokens.* at most 31'):
         Samples(config, open_corpus(config.data), layout)
+
+
+def test_prompts_are_all_different(dataset):
+    config = make_config(dataset, eval__sample_prompts=(), eval__samples=2)
+    found = prompts(open_corpus(config.data), 1000)
+    assert 1 < len(found) < 1000
+    assert len({tuple(ids) for ids in found}) == len(found)
+    assert prompts(open_corpus(config.data), 1000) == found

@@ -14,7 +14,7 @@ class Run:
         self.now = offset
         self.asked = []
         self.times = SaveTimes(
-            CheckpointConfig(**{'every_steps': 0, **config}),
+            CheckpointConfig(**{'every_steps': 0, 'every_minutes': 0.0, **config}),
             start=0,
             clock=lambda: self.now,
             agree=agree or self.ask,

@@ -54,6 +54,8 @@ def test_the_workdir_of_a_command():
     assert find_workdir(['python', '--workdir', 'gs://bucket/x']) == 'gs://bucket/x'
     assert find_workdir(['python', '--workdirs=x']) == ''
     assert find_workdir(['python', '--workdir']) == ''
+    # What maxlm.train takes where none is given.
+    assert find_workdir(['python', '-m', 'maxlm.train', '--config', 'configs/depth.py:24']) == 'runs/depth-24'
 
 
 def test_steps_of_a_directory(tmp_path):

@@ -132,7 +132,18 @@ def test_no_permission_to_read_the_config(open_folder):
 
 
 @pytest.mark.parametrize(
-    'content', [b'', b'{', b'[]', b'null', b'{"model": 3}', b'{"modle": {}}', b'{"model": {"dmi": 3}}', b'\xff\xfe']
+    'content',
+    [
+        b'',
+        b'{',
+        b'[]',
+        b'null',
+        b'{"model": 3}',
+        b'{"modle": {}}',
+        b'{"model": {"dmi": 3}}',
+        b'\xff\xfe',
+        b'[' * 100_000,
+    ],
 )
 def test_a_garbled_config_is_named(tmp_path, tokenizer, content):
     path = tmp_path / 'run' / CONFIG

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from maxlm.data import whole
 from maxlm.runtime.step_folder import DAMAGED, FOLDER
+from maxlm.storage.json_text import parse_json
 
 MIRROR = '.mirror'
 
@@ -102,7 +103,7 @@ class Staging:
 
 def _read(path: Path) -> dict:
     try:
-        facts = json.loads(path.read_bytes())
+        facts = parse_json(path.read_bytes())
     except (OSError, ValueError):
         # Without it more is compared, and nothing is lost.
         return {}

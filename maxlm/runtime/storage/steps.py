@@ -17,6 +17,7 @@ from maxlm.data.transfer import RemoteFile, fetch_file, raise_fault
 from maxlm.errors import InputError
 from maxlm.runtime.step_folder import FOLDER, MARKER
 from maxlm.runtime.storage.bucket import Bucket, Listed, LocalFile, TroubleError
+from maxlm.storage.json_text import parse_json
 
 MANIFEST = 'mirror.json'
 FORMAT_VERSION = 1
@@ -144,7 +145,7 @@ def _remote_files(bucket: Bucket, step: int, folder: Path) -> Iterator[RemoteFil
 def _read_manifest(bucket: Bucket, name: str) -> dict[str, tuple[int, str]]:
     content = bucket.read(name)
     try:
-        facts = json.loads(content)
+        facts = parse_json(content)
         files = {str(file): (int(size), str(sha256)) for file, (size, sha256) in facts['files'].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{redact(bucket.url)}/{name}: not a list of files ({error}); delete this step') from error

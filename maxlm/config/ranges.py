@@ -1,0 +1,199 @@
+"""The range of every numeric key."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from maxlm.config.keys import AUTO, MESH_AXES, Config
+from maxlm.errors import InputError
+
+
+class Range(NamedTuple):
+    """The finite values that a key can have.
+
+    Attributes:
+        low, high: smallest and largest value.
+        above, below: the value must be larger than `low`, smaller than `high`.
+        or_zero: 0 is allowed too.
+    """
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+    or_zero: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """Returns whether a number is in the range; nan and infinities are not."""
+        assert isinstance(value, (int, float)), value
+        if self.or_zero and value == 0:
+            return True
+        # Comparisons with nan are false.
+        from_low = value > self.low if self.above else value >= self.low
+        return from_low and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        low = f'{"greater than" if self.above else "at least"} {_shown(self.low)}'
+        zero = ', or 0' if self.or_zero else ''
+        return f'{low} and {"below" if self.below else "at most"} {_shown(self.high)}{zero}'
+
+
+# Step numbers, token ids and positions are 32-bit integers on the devices.
+INT32 = 2**31 - 1
+# Random generators take 32 bits.
+SEED = Range(0, 2**32 - 1)
+STEPS = Range(0, INT32)
+STEPS_FROM_1 = Range(1, INT32)
+TOKENS = Range(0, 10**18)
+# A rate above 1 per step is already far beyond every published recipe.
+RATE = Range(0, 100)
+WEIGHT = Range(0, 1000)
+SHARE = Range(0, 1)
+SHARE_BELOW_1 = Range(0, 1, below=True)
+SHARE_ABOVE_0 = Range(0, 1, above=True)
+# Added to a root or a variance; smaller ones are 0 in float32.
+EPSILON = Range(1e-30, 1)
+# Turns and factors of rotary positions.
+TURNS = Range(0, 1e5, above=True)
+COUNT = Range(0, 10**5)
+COUNT_FROM_1 = Range(1, 10**5)
+# Threads and processes of one machine.
+WORKERS = Range(0, 1024)
+WORKERS_FROM_1 = Range(1, 1024)
+# The largest is about three years, which threads can still wait for.
+SECONDS = Range(0, 1e8)
+HOURS = Range(0, 1e5)
+DOLLARS = Range(0, 1e10)
+
+RANGES: dict[str, Range] = {
+    'model.vocab_size': Range(0, INT32),
+    'model.num_layers': Range(1, 1000),
+    'model.dim': Range(1, 2**20),
+    'model.num_heads': Range(1, 2**16),
+    'model.num_kv_heads': Range(0, 2**16),
+    'model.head_dim': Range(0, 2**16),
+    'model.ffn_dim': Range(0, 2**24),
+    'model.max_positions': Range(0, INT32),
+    'model.rotary_fraction': SHARE_ABOVE_0,
+    'model.rotary_theta': Range(1, 1e12),
+    'model.rotary_factor': Range(1, 1e5),
+    'model.rotary_original_positions': Range(0, INT32),
+    'model.rotary_low_turns': TURNS,
+    'model.rotary_high_turns': TURNS,
+    'model.rotary_beta_slow': TURNS,
+    'model.rotary_beta_fast': TURNS,
+    'model.rotary_attention_factor': Range(0.01, 100, or_zero=True),
+    'model.norm_epsilon': EPSILON,
+    'model.logit_softcap': Range(0.1, 1e5, or_zero=True),
+    'model.sliding_window': Range(0, INT32),
+    'model.init_std': Range(1e-30, 1),
+    'model.dropout': SHARE_BELOW_1,
+    'model.weights_group': Range(0, 2**24),
+    'model.lora_rank': Range(0, 2**16),
+    'model.lora_alpha': Range(0, 1e5, above=True),
+    'data.warn_epochs': Range(1, 1e5),
+    'data.window': Range(2, 2**24),
+    'data.seed': SEED,
+    'data.pool_shards': Range(0, 10**9),
+    'data.threads': WORKERS_FROM_1,
+    'data.prefetch': Range(1, 10**5),
+    'data.workers': WORKERS,
+    'data.cache_gib': Range(0, 1e9),
+    'data.fetch_threads': WORKERS_FROM_1,
+    'train.num_steps': STEPS,
+    'train.num_tokens': TOKENS,
+    'train.num_epochs': Range(0, 1e6),
+    'train.hours': HOURS,
+    'train.dollars': DOLLARS,
+    'train.price_per_hour': Range(0, 1e5),
+    'train.global_batch': Range(0, 10**8),
+    'train.global_batch_tokens': Range(0, 10**12),
+    'train.micro_batch': Range(AUTO, 10**8),
+    'train.log_every': STEPS_FROM_1,
+    'train.seed': SEED,
+    'train.loss_chunk': Range(1, INT32),
+    'train.z_loss': WEIGHT,
+    'train.loss_scale': Range(1, 2**24),
+    'train.loss_scale_steps': STEPS_FROM_1,
+    'train.stuck_seconds': Range(0, SECONDS.high, above=True),
+    'train.max_skipped_steps': STEPS_FROM_1,
+    'eval.every': STEPS,
+    'eval.num_batches': STEPS,
+    'eval.samples': Range(0, 1000),
+    'eval.sample_tokens': Range(1, 10**5),
+    'eval.tasks_every': STEPS,
+    'eval.tasks_limit': STEPS,
+    'optimizer.learning_rate': Range(0, RATE.high, above=True),
+    'optimizer.adam_learning_rate': RATE,
+    'optimizer.embedding_learning_rate': RATE,
+    'optimizer.decay_fraction': SHARE_ABOVE_0,
+    'optimizer.warmup_steps': STEPS,
+    'optimizer.warmup_tokens': TOKENS,
+    'optimizer.min_learning_rate': RATE,
+    'optimizer.beta1': SHARE_BELOW_1,
+    'optimizer.beta2': SHARE_BELOW_1,
+    'optimizer.epsilon': EPSILON,
+    'optimizer.momentum': SHARE_BELOW_1,
+    'optimizer.momentum_warmup_steps': STEPS,
+    'optimizer.weight_decay': Range(0, 10),
+    'optimizer.clip_norm': Range(0, 1e9),
+    'optimizer.ema_decay': SHARE_BELOW_1,
+    **{f'mesh.{axis}': Range(-1, 2**20) for axis in MESH_AXES},
+    'mesh.stage_repeats': Range(1, 1000),
+    'checkpoint.every_steps': STEPS,
+    'checkpoint.every_minutes': Range(0, 1e6),
+    'checkpoint.keep_last': STEPS_FROM_1,
+    'checkpoint.keep_best': STEPS,
+    'checkpoint.permanent_every': STEPS,
+    # The steps are kept on the devices and sorted at every step.
+    'guard.window': Range(0, 2**16),
+    'guard.spike_deviations': Range(0, 1e6, above=True),
+    'guard.max_rollbacks': COUNT,
+    'guard.rollback_margin': STEPS,
+    'guard.rollback_rate_factor': SHARE_ABOVE_0,
+    'guard.patience': STEPS,
+    'guard.min_delta': Range(0, 1e6),
+    'guard.max_hours': HOURS,
+    'guard.max_dollars': DOLLARS,
+    'dpo.beta': Range(0, WEIGHT.high, above=True),
+    'dpo.label_smoothing': SHARE_BELOW_1,
+    'dpo.next_token_weight': WEIGHT,
+    'grpo.samples': Range(2, 10**5),
+    'grpo.prompts_per_rollout': Range(0, 10**6),
+    'grpo.max_tokens': Range(0, 2**24),
+    'grpo.epochs': COUNT_FROM_1,
+    'grpo.clip_low': SHARE,
+    'grpo.clip_high': WEIGHT,
+    'grpo.kl_weight': WEIGHT,
+    'grpo.eval_num_prompts': STEPS,
+    'grpo.eval_samples': COUNT,
+    'metrics.devices_seconds': SECONDS,
+    'metrics.ledger_seconds': SECONDS,
+    'metrics.peak_tflops': Range(0, 1e6),
+    'profile.start': STEPS,
+    'profile.num_steps': COUNT_FROM_1,
+}
+
+
+def check_ranges(config: Config) -> None:
+    """Compares every numeric key with its range.
+
+    Raises:
+        InputError: a value is not in its range; nan and infinities never are.
+    """
+    for key, allowed in RANGES.items():
+        section, name = key.split('.')
+        value = getattr(getattr(config, section), name)
+        if value not in allowed:
+            finite = '' if abs(value) < math.inf else 'finite, '
+            raise InputError(f'{key}={_shown(value)}: must be {finite}{allowed}')
+
+
+def _shown(value: float) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) >= 10**5:
+        return f'{value:g}'
+    # Python refuses to write integers of many thousand digits.
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f'{"-" if value < 0 else ""}10^{int(value.bit_length() * 0.30103)}'
+    return str(value)

@@ -1,0 +1,115 @@
+"""Every numeric key has a finite range, and what is not in it is refused with one line."""
+
+import dataclasses
+import math
+import typing
+
+import pytest
+
+from maxlm.config import load
+from maxlm.config.keys import FAMILY, SECTIONS, Config
+from maxlm.config.ranges import RANGES, Range, check_ranges
+from maxlm.config.rules import CHOICES
+from maxlm.errors import InputError
+
+NUMERIC = {
+    f'{section}.{name}': kind
+    for section, cls in SECTIONS.items()
+    for name, kind in typing.get_type_hints(cls).items()
+    if kind in (int, float)
+}
+# Values that no key takes, and values that some keys take.
+ABSURD = ('inf', '-inf', 'nan', '1e30', '-1e30')
+UNUSUAL = ('0', '-1', '1e6', '1e-30')
+
+
+@pytest.fixture(scope='module')
+def config_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp('config') / 'small.py'
+    path.write_text(
+        'from maxlm.config.load import default\n'
+        'def get_config():\n'
+        '    config = default()\n'
+        '    config.model.num_layers, config.model.dim, config.model.num_heads = 2, 64, 2\n'
+        '    config.train.num_steps, config.train.global_batch = 20, 8\n'
+        '    return config\n'
+    )
+    return str(path)
+
+
+def test_every_numeric_key_has_one_range():
+    assert set(RANGES) == set(NUMERIC) - set(CHOICES)
+    for key, allowed in RANGES.items():
+        assert -1 <= allowed.low < allowed.high <= 1e18, key
+
+
+def test_every_default_is_in_its_range():
+    # Of the keys that a config must set, and of those that a family sets, there is no default.
+    unset = {key: 1 for key in ('num_layers', 'dim', 'num_heads')}
+    config = Config()
+    families = {f.name: 1.0 for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is FAMILY}
+    check_ranges(dataclasses.replace(config, model=dataclasses.replace(config.model, **families, **unset)))
+
+
+def refusal(config_file, key, text):
+    """Returns the message with which an override is refused; '' where it is accepted."""
+    try:
+        config = load.load(config_file, [f'{key}={text}'])
+    except InputError as error:
+        return str(error)
+    section, name = key.split('.')
+    # What is accepted is what was given.
+    assert getattr(getattr(config, section), name) == float(text)
+    return ''
+
+
+@pytest.mark.parametrize('text', ABSURD)
+def test_absurd_numbers_are_refused(config_file, text):
+    for key in NUMERIC:
+        message = refusal(config_file, key, text)
+        assert message.startswith(f'{key}='), key
+        assert '\n' not in message
+        assert len(message) < 250
+
+
+@pytest.mark.parametrize('text', UNUSUAL)
+def test_unusual_numbers_are_refused_by_name_or_in_the_range(config_file, text):
+    for key in NUMERIC:
+        message = refusal(config_file, key, text)
+        # Rules about several keys may name another one first.
+        assert key.partition('.')[2] in message if message else key in CHOICES or float(text) in RANGES[key], key
+        assert '\n' not in message
+
+
+@pytest.mark.parametrize('value', [10**400, -(10**400), math.inf, math.nan])
+@pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.learning_rate'])
+def test_numbers_of_python_configs(config_file, key, value):
+    section, name = key.split('.')
+    config = load.load(config_file)
+    changed = dataclasses.replace(getattr(config, section), **{name: value})
+    with pytest.raises(InputError, match=f'^{key}=.*must be (finite, )?(at least|greater than) 0') as error:
+        check_ranges(dataclasses.replace(config, **{section: changed}))
+    assert len(str(error.value)) < 100
+
+
+@pytest.mark.parametrize('text', ['Infinity', 'NaN', '-1', '1e30', '1' * 400])
+def test_numbers_of_a_config_json(config_file, text):
+    written = load.to_json(load.load(config_file))
+    assert load.from_json(written)
+    with pytest.raises(ValueError, match='learning_rate'):
+        load.from_json(written.replace('"learning_rate": 0.0003', f'"learning_rate": {text}'))
+
+
+@pytest.mark.parametrize(
+    ('allowed', 'inside', 'outside', 'words'),
+    [
+        (Range(0, 1), (0, 0.5, 1), (-0.1, 1.1, math.inf, math.nan), 'at least 0 and at most 1'),
+        (Range(0, 1, above=True), (1e-300, 1), (0, math.nan), 'greater than 0 and at most 1'),
+        (Range(0, 1, below=True), (0, 0.999), (1, math.nan), 'at least 0 and below 1'),
+        (Range(1, 2, or_zero=True), (0, 1, 2), (0.5, -1, math.nan), 'at least 1 and at most 2, or 0'),
+    ],
+)
+def test_a_range(allowed, inside, outside, words):
+    assert all(value in allowed for value in inside)
+    assert not any(value in allowed for value in outside)
+    assert str(allowed) == words

@@ -1,0 +1,82 @@
+"""Input of other programs and people is parsed by functions that refuse what would break the parser."""
+
+import ast
+
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / 'maxlm'
+PARSER = 'storage/json_text.py'
+# Files that parse JSON without the limits of `parse_json`, each with the reason.
+OWN_MESSAGES = {
+    'data/byte_pairs.py': 'a tokenizer in memory',
+    'data/tokenizer.py': 'a tokenizer in memory',
+    'data/tokenizer_extension.py': 'tokenizers in memory',
+    'doctoring/probe.py': 'output of a child process that runs our own program',
+    'huggingface/gguf_tokenizer.py': 'a tokenizer in memory',
+    'posttrain/far_objects.py': 'pipe to the supervisor of a sandbox',
+    'posttrain/judge.py': 'pipe from the supervisor of a sandbox',
+    'posttrain/program_processes.py': 'pipe between processes of a sandbox',
+    'posttrain/sandbox.py': 'pipe from the supervisor of a sandbox',
+    'posttrain/sandbox_child.py': 'command line from the pool of sandboxes',
+    'runtime/checkpoint.py': 'broadcast between the processes of a run',
+    'runtime/peers.py': 'key-value store of the processes of a run',
+    'runtime/wandb_upload.py': 'pipe from the parent process',
+}
+# Files that are to be changed to `parse_json`.
+PENDING = {
+    'data/chat_recipe.py',
+    'data/cleaning/report.py',
+    'data/cleaning/signatures.py',
+    'data/readers/jsonl.py',
+    'data/records.py',
+    'data/remote_manifest.py',
+    'data/results.py',
+    'huggingface/directory.py',
+    'huggingface/fields.py',
+    'huggingface/tokenizer_files.py',
+    'inference/jsonl.py',
+}
+
+
+def parses_json(source):
+    """Returns whether a source text refers to `json.load` or `json.loads`, under any name."""
+    nodes = list(ast.walk(ast.parse(source)))
+    attributes = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == 'json'
+    }
+    names = {
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == 'json'
+        for alias in node.names
+    }
+    renamed = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names if alias.asname}
+    return bool((attributes | names) & {'load', 'loads', 'JSONDecoder'} or 'json' in renamed)
+
+
+def test_foreign_json_is_parsed_in_one_place():
+    paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob('*.py')}
+    found = {name for name, path in paths.items() if parses_json(path.read_text())}
+    # Equality: an exception that is not needed any more must go.
+    assert found == {PARSER, *OWN_MESSAGES, *PENDING}
+
+
+@pytest.mark.parametrize(
+    ('source', 'found'),
+    [
+        ('import json\njson.loads(text)', True),
+        ('import json\nread = json.load', True),
+        ('from json import loads', True),
+        ('import json as js\njs.loads(text)', True),
+        ('import json\njson.JSONDecoder().decode(text)', True),
+        ('import json\njson.dumps(value)', False),
+        ('from json import dumps', False),
+        ('from maxlm.storage.json_text import parse_json\nparse_json(text)', False),
+    ],
+)
+def test_a_call_would_be_found(source, found):
+    assert parses_json(source) is found
