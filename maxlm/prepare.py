@@ -18,6 +18,7 @@ from maxlm.data.cleaning.filters import FILTERS, make_cleaner
 from maxlm.data.groups import Group, Reading, make_groups
 from maxlm.data.infill import Infill
 from maxlm.data.inputs import InputFile, find_inputs, refuse_overlap
+from maxlm.data.paths import ANY, BUCKETS, Kind, PathOption
 from maxlm.data.preparation import (
     GROUPS_LEFT_OUT,
     LEARNED,
@@ -83,12 +84,25 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         '--input',
         nargs='+',
         required=True,
+        type=PathOption(urls=ANY),
         metavar='PATH',
         help='text, .jsonl[.gz|.zst], .parquet and token files (.npy .npz .bin), directories, globs, URLs of them, '
         'hf:NAME[:CONFIG][@REVISION][#SPLIT], tfds:NAME[#SPLIT]',
     )
-    what('--output', type=Path, required=True, metavar='DIR', help='directory of the data set')
-    what('--validation', nargs='+', metavar='PATH', help='what to validate on, instead of a share of --input')
+    what(
+        '--output',
+        type=PathOption(Kind.DIRECTORY, BUCKETS, as_path=True),
+        required=True,
+        metavar='DIR',
+        help='directory of the data set, or gs://…, s3://…',
+    )
+    what(
+        '--validation',
+        nargs='+',
+        type=PathOption(urls=ANY),
+        metavar='PATH',
+        help='what to validate on, instead of a share of --input',
+    )
     what(
         '--validation_share',
         type=float,
@@ -117,6 +131,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     made = parser.add_argument_group('what is made of it').add_argument
     made(
         '--tokenizer',
+        type=PathOption(),
         default='bpe:8192',
         metavar='SPEC',
         help=f'{SPECS}; bpe learns from up to 32 MB of the text (%(default)s)',
@@ -151,6 +166,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     made(
         '--chat_template',
+        type=PathOption(may_be_empty=True),
         default='',
         metavar='FILE|NAME',
         help='how conversations are spelled: a Jinja file, chatml or llama3 (what lies beside --tokenizer, or chatml)',
