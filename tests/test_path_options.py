@@ -46,7 +46,6 @@ NO_PATHS = {
 NO_PATH_KEYS = {
     'data.sources': 'checked entry by entry',
     'eval.tasks': 'checked entry by entry',
-    'alerts.command': 'a line of shell',
     'alerts.webhook': 'a variable of the environment',
     'metrics.wandb': 'a choice',
 }

@@ -82,7 +82,7 @@ def write_completions(
         InputError: it is there already, or cannot be written.
     """
     if path.exists():
-        raise InputError(f'{path}: is there already; choose another name or remove it')
+        raise InputError(f'{path}: is there already; choose another name')
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         # Before hours go into what cannot be kept.

@@ -64,9 +64,9 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise InputError(f'{path}: line {number} is not JSON ({error}); mend or remove it') from error
+        raise InputError(f'{path}: line {number} is not JSON ({error}); fix the line') from error
     if not isinstance(value, dict):
-        raise InputError(f'{path}: line {number} is not a JSON object; mend or remove it')
+        raise InputError(f'{path}: line {number} is not a JSON object; fix the line')
     return value
 
 

@@ -176,10 +176,10 @@ def _read_manifest(bucket: Bucket, name: str) -> dict[str, tuple[int, str]]:
         facts = json.loads(content)
         files = {str(file): (int(size), str(sha256)) for file, (size, sha256) in facts['files'].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{redact(bucket.url)}/{name}: not a list of files ({error}); delete this step') from error
+        raise InputError(f'{redact(bucket.url)}/{name}: not a list of files ({error}); use another step') from error
     outside = [file for file in files if os.path.isabs(file) or '..' in file.split('/')]
     if outside:
-        raise InputError(f'{redact(bucket.url)}/{name}: {outside[0]!r} is outside of the step; delete this step')
+        raise InputError(f'{redact(bucket.url)}/{name}: {outside[0]!r} is outside of the step; use another step')
     return files
 
 
