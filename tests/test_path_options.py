@@ -17,8 +17,14 @@ from maxlm.__main__ import VERBS
 from maxlm.config import keys, posttrain_keys, reporting_keys
 from maxlm.config.load import load
 from maxlm.config.path_keys import PATHS
+from maxlm.data import storage
+from maxlm.data.chat_template import load_template
 from maxlm.data.paths import ANY, BUCKETS, Kind, PathList, PathOption
+from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
+from maxlm.runtime.compile_cache import SUFFIX, Programs
+from maxlm.runtime.lines import read_lines
+from maxlm.runtime.lock import LOCK, WorkdirLock
 from tests.conftest import ROOT
 
 # An option or a key with one of these words in its name, metavar or help takes a path, or stands below.
@@ -304,3 +310,28 @@ def test_special_files_are_refused(here, capsys, in_time, command, name, kind):
     for path in special:
         assert_refused(capsys, run_with(command, name, path), [shown_as(name), str(path), 'not a'])
     assert sorted(here.iterdir()) == before
+
+
+def test_readers_do_not_wait_for_special_files(here, in_time):
+    """What is below a directory that was given, and files named in another way than by an option."""
+    for path in make_special(here):
+        for read in (storage.stat, storage.read_bytes, Tokenizer.load, load_template, read_lines):
+            with pytest.raises(InputError, match=r'is a (FIFO|socket|character device)'):
+                read(path if read is read_lines else str(path))
+    # In a directory they are left out.
+    (here / 'text.txt').write_text('x')
+    assert {entry.name for entry in storage.walk(str(here))} == {'text.txt', 'link'}
+
+
+def test_a_lock_that_is_a_fifo(here, in_time):
+    os.mkfifo(here / LOCK)
+    with pytest.raises(InputError, match=f'{LOCK}: is a FIFO, not a regular file'), WorkdirLock(here):
+        pass
+
+
+def test_a_program_that_is_a_fifo(here, in_time):
+    programs = Programs(here)
+    os.mkfifo(here / f'key{SUFFIX}')
+    assert programs.get('key') is None
+    programs.put('other', b'program')
+    assert programs.get('other') == b'program'

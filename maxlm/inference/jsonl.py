@@ -12,6 +12,7 @@ from maxlm.errors import InputError, os_message
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.requests import Completion
+from maxlm.storage.regular import open_descriptor
 
 # What a line asks for: exactly one of the first two.
 PROMPT, MESSAGES, SUFFIX = 'prompt', 'messages', 'suffix'
@@ -38,7 +39,7 @@ def read_prompts(path: Path, model: LoadedModel) -> list[Line]:
         InputError: the file cannot be read, or a line is none of these; names it.
     """
     try:
-        with path.open(encoding='utf-8') as file:
+        with open(path, encoding='utf-8', opener=open_descriptor) as file:
             return [_line(f'{path}:{number}', text, model) for number, text in enumerate(file, start=1) if text.strip()]
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
