@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import MappingProxyType
+from typing import Any
 
 from maxlm.config.keys import Config
 from maxlm.data.paths import ANY, Kind, PathOption, check_key
@@ -34,7 +35,7 @@ def check_paths(config: Config) -> Config:
     Raises:
         InputError: a path or URL cannot be used, whatever the other keys are; the message names its key.
     """
-    sections = {}
+    sections: dict[str, Any] = {}
     for key, option in PATHS.items():
         section, _, name = key.partition('.')
         before = sections.get(section, getattr(config, section))
