@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from maxlm.config.keys import CheckpointConfig
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.data.storage import shown
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.posttrain.lora import merge_checkpoint
@@ -30,8 +31,14 @@ from maxlm.runtime.inventory import StoredStep, checkpoint_config, damaged_steps
 from maxlm.runtime.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
 from maxlm.runtime.step_folder import FOLDER, StepFolder
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import read_text
 from maxlm.training.retention import SavedStep, reasons_to_keep
 
+WORKDIR = PathOption(Kind.DIRECTORY, ANY)
+LOCAL_WORKDIR = PathOption(
+    Kind.DIRECTORY, advice='only a local directory can be verified or pruned; fetch it first with `checkpoints fetch`'
+)
+NEW_WORKDIR = PathOption(Kind.DIRECTORY)
 RULES = ('keep_last', 'keep_best', 'permanent_every')
 
 
@@ -62,8 +69,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         'prune': 'delete the steps that no rule keeps',
     }
     made = {name: commands.add_parser(name, allow_abbrev=False, help=text) for name, text in helps.items()}
-    for one in made.values():
-        one.add_argument('workdirs', nargs='+', metavar='WORKDIR', help='directory of a run, or WORKDIR@STEP')
+    for name, one in made.items():
+        runs = WORKDIR if name == 'list' else LOCAL_WORKDIR
+        one.add_argument(
+            'workdirs', nargs='+', type=runs, metavar='WORKDIR', help='directory of a run, or WORKDIR@STEP'
+        )
     made['list'].add_argument('--json', action='store_true', help='a line of JSON for each step')
     for name in ('list', 'prune'):
         add = made[name].add_argument
@@ -72,13 +82,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         add('--permanent_every', type=int, metavar='M', help='multiples of it stay; 0 = none')
     made['prune'].add_argument('--dry_run', '--dry-run', action='store_true', help='tell, and delete nothing')
     fetcher = commands.add_parser('fetch', allow_abbrev=False, help='copy one step, with config and tokenizer')
-    fetcher.add_argument('workdir', metavar='WORKDIR', help='directory or URL of a run, or WORKDIR@STEP')
-    fetcher.add_argument('--output', required=True, type=Path, metavar='DIR', help='workdir to put it into')
+    fetcher.add_argument('workdir', type=WORKDIR, metavar='WORKDIR', help='directory or URL of a run, or WORKDIR@STEP')
+    fetcher.add_argument('--output', required=True, type=NEW_WORKDIR, metavar='DIR', help='workdir to put it into')
     fetcher.add_argument('--weights_only', action='store_true', help='parameters without the optimizer state')
     fetcher.add_argument('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')
     merger = commands.add_parser('merge', allow_abbrev=False, help='a workdir of the model with its adapters added')
-    merger.add_argument('--checkpoint', required=True, metavar='CKPT', help='workdir, WORKDIR@STEP, or one step of it')
-    merger.add_argument('--output', required=True, metavar='DIR', help='workdir to make')
+    merger.add_argument(
+        '--checkpoint', required=True, type=WORKDIR, metavar='CKPT', help='workdir, WORKDIR@STEP, or one step of it'
+    )
+    merger.add_argument('--output', required=True, type=NEW_WORKDIR, metavar='DIR', help='workdir to make')
     options = parser.parse_args(argv)
     for name, smallest in {'keep_last': 1, 'keep_best': 0, 'permanent_every': 0, 'threads': 1}.items():
         value = getattr(options, name, None)
@@ -116,7 +128,7 @@ def _verify(options: argparse.Namespace) -> int:
     num_damaged = 0
     for given in options.workdirs:
         chosen = select(given)
-        workdir = _local(chosen.workdir)
+        workdir = Path(chosen.workdir)
         for one in chosen.steps:
             found, num_sums = damages(workdir / FOLDER / str(one.step))
             num_damaged += bool(found)
@@ -131,7 +143,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     for given in options.workdirs:
         chosen = select(given)
-        workdir, everything = _local(chosen.workdir), inventory(chosen.workdir)
+        workdir, everything = Path(chosen.workdir), inventory(chosen.workdir)
         reasons = _reasons(chosen.workdir, everything, options, need_config=True)
         going = [one for one in chosen.steps if not reasons[one.step]]
         if going and not options.dry_run:
@@ -150,7 +162,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 def _fetch(options: argparse.Namespace) -> int:
     found = fetch_step(
-        options.workdir, options.output, weights_only=options.weights_only, threads=options.threads, show=True
+        options.workdir, Path(options.output), weights_only=options.weights_only, threads=options.threads, show=True
     )
     for line in found.damages:
         print(f'damaged   {line}')
@@ -181,19 +193,13 @@ def _reasons(
     return reasons_to_keep([SavedStep(one.step, one.validation_loss) for one in steps], **rules)
 
 
-def _local(workdir: str) -> Path:
-    if '://' in workdir:
-        raise InputError(f'{shown(workdir)}: only a local directory can be verified or pruned; fetch it first')
-    return Path(workdir)
-
-
 def _check_free(workdir: Path) -> None:
     """Refuses a workdir in which a run runs, or ran a minute ago on another machine, which cannot be asked."""
     path = workdir / LOCK
     holder = None
     try:
         age = time.time() - path.stat().st_mtime
-        holder = Owner(**parse_json(path.read_text(encoding='utf-8')))
+        holder = Owner(**parse_json(read_text(path)))
     except FileNotFoundError:
         return
     except (ValueError, TypeError):

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.doctoring.case import Case
 from maxlm.doctoring.checks import CHECKS, choose
 from maxlm.doctoring.examination import examine, leave
@@ -73,9 +74,17 @@ def _parser() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        '--config', default='', help='the run to check for: configs/x.py, configs/x.py:big, or a config.json'
+        '--config',
+        type=PathOption(Kind.FILE, may_be_empty=True),
+        default='',
+        help='the run to check for: configs/x.py, configs/x.py:big, or a config.json',
     )
-    parser.add_argument('--workdir', default='', help='where the run will live: a directory or a URL')
+    parser.add_argument(
+        '--workdir',
+        type=PathOption(Kind.DIRECTORY, ANY, may_be_empty=True),
+        default='',
+        help='where the run will live: a directory or a URL',
+    )
     parser.add_argument('--only', default='', metavar='NAME,…', help='make these checks alone')
     parser.add_argument('--skip', default='', metavar='NAME,…', help='leave these checks out')
     parser.add_argument('--json', action='store_true', help='print one JSON object')

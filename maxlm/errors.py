@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -16,6 +17,8 @@ EXIT_PREEMPTED = 75
 # What a shell reports for a program ended by SIGINT.
 EXIT_INTERRUPTED = 130
 
+_REPEATED = re.compile(r'argument (\S+): =')
+
 
 class InputError(Exception):
     """What the user gave cannot be used.
@@ -26,9 +29,14 @@ class InputError(Exception):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse whose errors are InputErrors: one line, exit code 2, like all other bad input."""
+    """argparse whose errors are InputErrors: one line, exit code 2, like all other bad input.
+
+    The error of a `type` that begins with `=` repeats the value: it becomes `--option=value: …`.
+    """
 
     def error(self, message: str) -> NoReturn:
+        if match := _REPEATED.match(message):
+            raise InputError(message.replace(match[0], f'{match[1]}=', 1))
         raise InputError(f'{message} (see {self.prog} --help)')
 
 

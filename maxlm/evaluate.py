@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from maxlm.data.corpus import Corpus, open_corpus
+from maxlm.data.paths import ANY, Kind, PathList, PathOption
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
 from maxlm.evaluation.assessment import Assessed, Assessment, AssessmentConfig
@@ -84,12 +85,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         '--checkpoint',
         required=True,
         action='append',
+        type=PathOption(Kind.DIRECTORY, ANY),
         help='workdir, WORKDIR@STEP, or a directory of one step; several are compared with the first',
     )
-    add('--data', help="data set of maxlm.prepare (default: the run's)")
+    add('--data', type=PathOption(Kind.DIRECTORY, ANY), help="data set of maxlm.prepare (default: the run's)")
     add('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
-    add('--tasks', default='', help='names, task files, humaneval:FILE, mbpp:FILE, needle; commas between')
-    add('--tasks_path', default='', help='folder of task files whose names --tasks may give')
+    add(
+        '--tasks',
+        type=PathList(PathOption()),
+        default='',
+        help='names, task files, humaneval:FILE, mbpp:FILE, needle; commas between',
+    )
+    folder = PathOption(Kind.DIRECTORY, may_be_empty=True)
+    add('--tasks_path', type=folder, default='', help='folder of task files whose names --tasks may give')
     add('--num_fewshot', type=int, help='examples in each prompt of lm-eval (default: as the task says)')
     add('--limit', type=int, help='documents of each task, at most')
     add('--apply_chat_template', action='store_true', help="ask in conversations, by the model's chat template")
@@ -100,7 +108,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add('--num_slots', type=int, default=32, help='texts that are continued at a time (default 32)')
     add('--needle_lengths', default='', help="e.g. 1024,4096 (default: powers of two up to the model's context)")
     add('--needle_trials', type=int, default=5, help='facts hidden at each length and depth (default 5)')
-    add('--output', default='', help='folder for results, samples, the table and pictures')
+    add('--output', type=folder, default='', help='folder for results, samples, the table and pictures')
     add('--json', action='store_true', help='print one JSON object')
     options = parser.parse_args(argv)
     if options.num_batches < 0:

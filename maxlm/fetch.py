@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from maxlm.data.outage import redact
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.data.transfer import RemoteFile
 from maxlm.data.tree import fetch_tree, list_tree, with_checksums
 from maxlm.errors import ArgumentParser, InputError, exit_code
@@ -55,10 +56,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         '--input',
         nargs='+',
         required=True,
+        type=PathOption(urls=ANY),
         metavar='URL',
         help='files, folders and globs: gs://…, s3://…, anything that fsspec knows',
     )
-    add('--output', type=Path, required=True, metavar='DIR', help='directory that gets what is below the URLs')
+    add(
+        '--output',
+        type=PathOption(Kind.DIRECTORY, as_path=True),
+        required=True,
+        metavar='DIR',
+        help='directory that gets what is below the URLs',
+    )
     add('--include', default='', metavar='GLOB', help="only files of this name, e.g. '*.parquet' or 'train/*'")
     add('--max_files', type=int, default=0, metavar='N', help='at most so many of each URL, the first by name; 0 = all')
     add('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')

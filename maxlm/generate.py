@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
 from maxlm.inference.dialogue import stream, talk
 from maxlm.inference.engine import CACHES, Engine
@@ -23,6 +24,7 @@ from maxlm.inference.sampling import Sampling
 from maxlm.model.quantized import KINDS
 from maxlm.runtime.compile_cache import keep_programs
 from maxlm.runtime.console import Console, progress_bar
+from maxlm.storage.regular import read_text
 
 
 def main(argv: list[str]) -> int:
@@ -83,12 +85,18 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog='maxlm.generate', allow_abbrev=False, description=__doc__)
-    parser.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
+    file = PathOption(Kind.FILE, as_path=True)
+    parser.add_argument(
+        '--checkpoint',
+        required=True,
+        type=PathOption(Kind.DIRECTORY, ANY),
+        help='workdir, WORKDIR@STEP, or a directory of one step',
+    )
     parser.add_argument('--prompt', action='append', help='text to continue; can be given several times')
-    parser.add_argument('--prompt_file', action='append', type=Path, help='file with a text to continue')
+    parser.add_argument('--prompt_file', action='append', type=file, help='file with a text to continue')
     parser.add_argument('--interactive', action='store_true', help='read prompts from the terminal')
-    parser.add_argument('--input', type=Path, help='JSON lines with "prompt" or "messages"')
-    parser.add_argument('--output', type=Path, help='gets the lines of --input with "completions"')
+    parser.add_argument('--input', type=file, help='JSON lines with "prompt" or "messages"')
+    parser.add_argument('--output', type=file, help='gets the lines of --input with "completions"')
     parser.add_argument('--chat', action='store_true', help='the prompt is a question, spelled by the chat template')
     parser.add_argument('--suffix', help='text behind a hole that is to be filled, for models trained to')
     parser.add_argument('--max_tokens', type=int, default=128, help='tokens per continuation (default 128)')
@@ -140,7 +148,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding='utf-8')
+        return read_text(path)
     except OSError as error:
         raise InputError(f'--prompt_file={path}: {os_message(error)}') from error
     except UnicodeDecodeError as error:

@@ -17,6 +17,8 @@ import argparse
 import re
 import sys
 
+from maxlm.data.paths import ANY, BUCKETS, Kind, PathOption
+from maxlm.data.storage import is_url, shown
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.huggingface.adapters import export_adapter
 from maxlm.huggingface.architectures import AUTO
@@ -26,7 +28,10 @@ from maxlm.huggingface.exporting import export_model
 from maxlm.huggingface.gguf import BLOCK, TYPES, export_gguf
 from maxlm.huggingface.importing import import_model
 from maxlm.runtime.console import Console
+from maxlm.runtime.storage.upload import Upload
+from maxlm.runtime.workdir import CONFIG
 
+CHECKPOINT = 'workdir, WORKDIR@STEP, or a directory of one step'
 UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}
 
 
@@ -40,18 +45,28 @@ def main(argv: list[str]) -> int:
     )
     commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter|export-gguf')
     importer = commands.add_parser('import', allow_abbrev=False, help='a directory of Transformers → a workdir')
-    importer.add_argument('--input', required=True, help='directory with config.json and safetensors')
-    importer.add_argument('--output', required=True, help='workdir to make')
+    local, checkpoint = PathOption(Kind.DIRECTORY), PathOption(Kind.DIRECTORY, ANY)
+    importer.add_argument('--input', type=local, required=True, help='directory with config.json and safetensors')
+    importer.add_argument('--output', type=local, required=True, help='workdir to make')
     exporter = commands.add_parser('export', allow_abbrev=False, help='a checkpoint → a directory for Transformers')
-    exporter.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
-    exporter.add_argument('--output', required=True, help='directory to make')
+    exporter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    exporter.add_argument(
+        '--output', type=PathOption(Kind.DIRECTORY, BUCKETS), required=True, help='directory to make, or gs://…, s3://…'
+    )
+    exporter.add_argument(
+        '--cache',
+        type=PathOption(Kind.DIRECTORY),
+        default='~/.cache/maxlm',
+        help='where files are written before they are uploaded, if --output is a URL (%(default)s)',
+    )
     exporter.add_argument('--dtype', choices=list(DTYPES), default='bfloat16', help='of the weights (%(default)s)')
     exporter.add_argument('--max_shard_size', default='1GB', help='of one file, e.g. 500MB (%(default)s)')
     adapter = commands.add_parser('export-adapter', allow_abbrev=False, help='adapters of a checkpoint → for PEFT')
-    adapter.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
-    adapter.add_argument('--output', required=True, help='directory to make')
+    adapter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    adapter.add_argument('--output', type=local, required=True, help='directory to make')
     adapter.add_argument(
         '--base',
+        type=PathOption(may_be_empty=True),
         default='',
         help='name or directory, for Transformers, of the model that the run started from, for PEFT to load it by '
         '(default: none is written, and the parameters of train.init_from are compared)',
@@ -65,8 +80,8 @@ def main(argv: list[str]) -> int:
             'never nanochat, which Transformers alone can run)',
         )
     single = commands.add_parser('export-gguf', allow_abbrev=False, help='a checkpoint → a file for llama.cpp')
-    single.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
-    single.add_argument('--output', required=True, help='file to make')
+    single.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    single.add_argument('--output', type=PathOption(Kind.FILE), required=True, help='file to make')
     single.add_argument('--dtype', choices=TYPES, default='f16', help='of matrices (%(default)s)')
     options = parser.parse_args(argv)
 
@@ -89,19 +104,34 @@ def main(argv: list[str]) -> int:
             left = f'; {len(file.left)} matrices in f16, rows of which are no multiple of {BLOCK}' if file.left else ''
             print(f'{file.path}: {file.kind} of {file.parameters:,} parameters, {file.bytes / 1e9:.2f} GB{left}')
             return EXIT_DONE
+        upload = _upload(options)
         exported = export_model(
             options.checkpoint,
-            options.output,
+            str(upload.folder) if upload else options.output,
             architecture=options.architecture,
             dtype=options.dtype,
             max_shard_size=parse_size(options.max_shard_size),
             show=True,
         )
+        if upload:
+            upload.finish(show=True)
+    place = shown(options.output) if upload else exported.directory
     print(
-        f'{exported.directory}: {exported.class_name} of {exported.parameters:,} parameters, '
+        f'{place}: {exported.class_name} of {exported.parameters:,} parameters, '
         f'{exported.bytes / 1e9:.2f} GB in {options.dtype}'
     )
     return EXIT_DONE
+
+
+def _upload(options: argparse.Namespace) -> Upload | None:
+    """Makes ready for an export that goes into a bucket; None for one into a directory."""
+    if not is_url(options.output):
+        return None
+    upload = Upload('--output', options.output, cache=options.cache, last=CONFIG)
+    upload.check_new()
+    # The same checkpoint gives the same bytes: what an interrupted upload has sent is not sent again.
+    upload.discard()
+    return upload
 
 
 def parse_size(text: str) -> int:

@@ -14,6 +14,7 @@ import time
 
 from rich.console import Console
 
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.monitoring.live import show_once, watch
 from maxlm.runtime.history import HistoryReader
@@ -30,7 +31,13 @@ def main(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument('workdirs', nargs='+', metavar='WORKDIR', help='directory or URL of a run')
+    parser.add_argument(
+        'workdirs',
+        nargs='+',
+        type=PathOption(Kind.DIRECTORY, ANY),
+        metavar='WORKDIR',
+        help='directory or URL of a run',
+    )
     parser.add_argument('--once', action='store_true', help='print the runs and end')
     parser.add_argument('--every', type=float, default=2.0, metavar='SECONDS', help='between two looks (%(default)s)')
     options = parser.parse_args(argv)

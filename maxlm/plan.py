@@ -24,6 +24,7 @@ from maxlm.config.keys import AUTO, Config
 from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.data.corpus import open_corpus
+from maxlm.data.paths import Kind, PathOption
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.planning import plots, tables
 from maxlm.planning.budget import BudgetPlan, plan_budget
@@ -235,7 +236,10 @@ def _parser() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        '--config', required=True, help='configs/x.py, with a variant as configs/x.py:big, or a config.json'
+        '--config',
+        type=PathOption(Kind.FILE),
+        required=True,
+        help='configs/x.py, with a variant as configs/x.py:big, or a config.json',
     )
     parser.add_argument('--target', required=True, help='hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')
     parser.add_argument(
@@ -252,7 +256,11 @@ def _parser() -> ArgumentParser:
     parser.add_argument('--dollars', type=float, help='a budget: what it buys; with --sweep, the best size for it')
     parser.add_argument('--hours', type=float, help='likewise, in hours on the whole target')
     parser.add_argument(
-        '--refit', nargs='+', type=Path, metavar='WORKDIR', help='--sweep: the law of the loss from own runs'
+        '--refit',
+        nargs='+',
+        type=PathOption(Kind.DIRECTORY, as_path=True),
+        metavar='WORKDIR',
+        help='--sweep: the law of the loss from own runs',
     )
     parser.add_argument(
         '--price-per-hour', type=float, help="dollars for one device for one hour (default: the table's)"
@@ -260,7 +268,11 @@ def _parser() -> ArgumentParser:
     parser.add_argument('--spot-price-per-hour', type=float, help='likewise of spot devices')
     parser.add_argument('--spot-share', type=float, default=1.0, help='share of the steps on spot devices (default 1)')
     parser.add_argument('--vocab_size', type=int, default=0, help="token ids, where the config takes the data set's")
-    parser.add_argument('--output', type=Path, help='--sweep: picture to write, FILE.png or FILE.html')
+    parser.add_argument(
+        '--output',
+        type=PathOption(Kind.FILE, as_path=True),
+        help='--sweep: picture to write, FILE.png or FILE.html',
+    )
     parser.add_argument('--json', action='store_true', help='print one JSON object')
     return parser
 

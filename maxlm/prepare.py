@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxlm.data.cleaning.duplicates import choose_bands
 from maxlm.data.cleaning.filters import FILTERS, make_cleaner
+from maxlm.data.finished import OtherDataError, locked, published, refuse_other_data
 from maxlm.data.groups import Group, Reading, make_groups
 from maxlm.data.infill import Infill
 from maxlm.data.inputs import InputFile, find_inputs, refuse_overlap
+from maxlm.data.paths import ANY, BUCKETS, Kind, PathOption
 from maxlm.data.preparation import (
-    GROUPS_LEFT_OUT,
     LEARNED,
     Means,
     Recipe,
@@ -36,13 +35,10 @@ from maxlm.data.summary import summary
 from maxlm.data.survey import Cleaning
 from maxlm.data.tokenizer import SPECS, Tokenizer, check_spec, make_tokenizer
 from maxlm.data.workers import InProcess, Processes
-from maxlm.errors import ArgumentParser, InputError, exit_code, os_message
+from maxlm.errors import ArgumentParser, InputError, exit_code
 
 if TYPE_CHECKING:
     from maxlm.data.chat_recipe import ChatRecipe
-
-# Keys of `made_from` that only data with conversations has.
-CHAT_FACTS = ('format', 'chat_template', 'pack_window')
 
 
 def main(argv: list[str]) -> int:
@@ -53,23 +49,50 @@ def main(argv: list[str]) -> int:
     validation = find_inputs(options.validation, **find) if options.validation else []
     refuse_overlap(training, validation)
     recipe = _recipe(options, training, validation)
-    with _locked(options.output):
-        if (options.output / MANIFEST_NAME).exists():
-            dataset = load_manifest(options.output)
-            _refuse_other_data(dataset, recipe.made_from, skip_failed=options.skip_failed)
-            message = f'{options.output} is already prepared from these inputs'
-        else:
-            dataset = _make(options, recipe, make_groups(training, validation))
-            message = f'wrote {options.output}'
-        remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
+    groups = make_groups(training, validation)
+    lines = _prepare(options, recipe, groups) if isinstance(options.output, Path) else _publish(options, recipe, groups)
     if not options.quiet:
-        print('\n'.join(summary(dataset, message, cleaned=bool(recipe.cleaning))))
+        print('\n'.join(lines))
     return 0
 
 
 def run() -> None:
     """Entry point: exits with 0 when the data set is there, 2 after bad input."""
     sys.exit(exit_code(main, sys.argv[1:]))
+
+
+def _prepare(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> list[str]:
+    """Makes the data set in the directory `options.output`; returns its summary."""
+    with locked(options.output):
+        if (options.output / MANIFEST_NAME).exists():
+            dataset = load_manifest(options.output)
+            refuse_other_data(dataset, str(dataset.path), recipe.made_from, skip_failed=options.skip_failed)
+            message = f'{options.output} is already prepared from these inputs'
+        else:
+            dataset = _make(options, recipe, groups)
+            message = f'wrote {options.output}'
+        remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
+    return summary(dataset, message, cleaned=bool(recipe.cleaning))
+
+
+def _publish(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> list[str]:
+    """Makes the data set in the cache and uploads it to the URL `options.output`; returns its summary."""
+    from maxlm.runtime.storage.upload import Upload  # needs fsspec
+
+    url = options.output
+    upload = Upload('--output', url, cache=options.cache, last=MANIFEST_NAME)
+    if upload.is_complete():
+        return published(url, recipe.made_from, skip_failed=options.skip_failed)
+    upload.begin()
+    local = argparse.Namespace(**{**vars(options), 'output': upload.folder})
+    try:
+        lines = _prepare(local, recipe, groups)
+    except OtherDataError:
+        # Made for this URL earlier, from other inputs, and not uploaded.
+        upload.discard()
+        lines = _prepare(local, recipe, groups)
+    upload.finish(show=not options.quiet)
+    return [line.replace(str(upload.folder), shown(url)) for line in lines]
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -83,12 +106,25 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         '--input',
         nargs='+',
         required=True,
+        type=PathOption(urls=ANY),
         metavar='PATH',
         help='text, .jsonl[.gz|.zst], .parquet and token files (.npy .npz .bin), directories, globs, URLs of them, '
         'hf:NAME[:CONFIG][@REVISION][#SPLIT], tfds:NAME[#SPLIT]',
     )
-    what('--output', type=Path, required=True, metavar='DIR', help='directory of the data set')
-    what('--validation', nargs='+', metavar='PATH', help='what to validate on, instead of a share of --input')
+    what(
+        '--output',
+        type=PathOption(Kind.DIRECTORY, BUCKETS, as_path=True),
+        required=True,
+        metavar='DIR',
+        help='directory of the data set, or gs://…, s3://…',
+    )
+    what(
+        '--validation',
+        nargs='+',
+        type=PathOption(urls=ANY),
+        metavar='PATH',
+        help='what to validate on, instead of a share of --input',
+    )
     what(
         '--validation_share',
         type=float,
@@ -117,6 +153,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     made = parser.add_argument_group('what is made of it').add_argument
     made(
         '--tokenizer',
+        type=PathOption(),
         default='bpe:8192',
         metavar='SPEC',
         help=f'{SPECS}; bpe learns from up to 32 MB of the text (%(default)s)',
@@ -151,6 +188,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     made(
         '--chat_template',
+        type=PathOption(may_be_empty=True),
         default='',
         metavar='FILE|NAME',
         help='how conversations are spelled: a Jinja file, chatml or llama3 (what lies beside --tokenizer, or chatml)',
@@ -180,6 +218,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     how('--ray_address', default='', metavar='ADDRESS', help='the cluster (the variable RAY_ADDRESS, or this machine)')
     how('--retries', type=int, default=2, metavar='N', help='further tries of a group that fails (%(default)s)')
     how('--skip_failed', action='store_true', help='leave out groups that fail to the end, and list them')
+    how(
+        '--cache',
+        type=PathOption(Kind.DIRECTORY),
+        default='~/.cache/maxlm',
+        metavar='DIR',
+        help='where the data set is made before it is uploaded, if --output is a URL (%(default)s)',
+    )
     how('--quiet', action='store_true', help='print errors only')
     options = parser.parse_args(argv)
     _check(options)
@@ -198,6 +243,10 @@ def _check(options: argparse.Namespace) -> None:
             raise InputError(f'--{name}={getattr(options, name)}: needs a share from 0 to 1')
     if options.ray_address and options.engine != 'ray':
         raise InputError(f'--ray_address={options.ray_address} needs --engine=ray')
+    if options.engine == 'ray' and not isinstance(options.output, Path):
+        raise InputError(
+            f'--output={shown(options.output)}: --engine=ray needs a directory that the cluster shares; upload it then'
+        )
     make_cleaner(options.filter)
     choose_bands(options.near_threshold)
     check_spec(options.tokenizer, infill=options.infill > 0)
@@ -323,43 +372,6 @@ def _made_from(
         'block': options.block,
         'inputs': hashlib.sha256(json.dumps(files).encode()).hexdigest(),
     }
-
-
-@contextlib.contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """Makes the directory and keeps other runs out of it."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        if not os.access(output, os.W_OK | os.X_OK):
-            raise PermissionError(0, 'no permission to write')
-        directory = os.open(output, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(f'--output={output}: {os_message(error)}; give a directory that can be written') from error
-    try:
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f'--output={output}: another maxlm.prepare is writing there') from error
-        yield
-    finally:
-        os.close(directory)
-
-
-def _refuse_other_data(dataset: Dataset, made_from: dict[str, Any], *, skip_failed: bool) -> None:
-    changes = [
-        f'{name} {dataset.made_from.get(name)}, not {value}' if name != 'inputs' else 'other input files'
-        for name, value in {**dict.fromkeys(CHAT_FACTS), **made_from}.items()
-        if dataset.made_from.get(name) != value
-    ]
-    if changes:
-        raise InputError(
-            f'{dataset.path} holds a data set made from {"; ".join(changes)}; choose another --output or delete it'
-        )
-    lost = dataset.made_from.get(GROUPS_LEFT_OUT)
-    if lost and not skip_failed:
-        raise InputError(
-            f'{dataset.path} was made with --skip_failed, without {lost} groups that failed; delete it to try again'
-        )
 
 
 def _make(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> Dataset:

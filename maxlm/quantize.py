@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from maxlm.data.corpus import Corpus, open_corpus
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.load import load_model
@@ -54,13 +55,16 @@ def _parser() -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = ', '.join(f'{kind}: {group}' for kind, group in DEFAULT_GROUPS.items())
-    parser.add_argument('--checkpoint', required=True, help='workdir, WORKDIR@STEP, or a directory of one step')
+    source = PathOption(Kind.DIRECTORY, ANY)
+    parser.add_argument(
+        '--checkpoint', type=source, required=True, help='workdir, WORKDIR@STEP, or a directory of one step'
+    )
     parser.add_argument('--weights', required=True, choices=KINDS, help='what the kernels of the blocks are stored as')
     parser.add_argument(
         '--group', type=int, help=f'inputs that share a scale, at most; 0 = all (default, by kind: {groups})'
     )
-    parser.add_argument('--output', required=True, help='workdir to make')
-    parser.add_argument('--data', help="data set of maxlm.prepare to evaluate on (default: the run's)")
+    parser.add_argument('--output', type=PathOption(Kind.DIRECTORY), required=True, help='workdir to make')
+    parser.add_argument('--data', type=source, help="data set of maxlm.prepare to evaluate on (default: the run's)")
     parser.add_argument('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
     parser.add_argument('--no_evaluate', action='store_true', help='do not compare the losses')
     return parser

@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.data.storage import is_url, shown
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
@@ -56,10 +57,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument('workdirs', nargs='+', metavar='WORKDIR', help='directory or URL of a run')
+    parser.add_argument(
+        'workdirs',
+        nargs='+',
+        type=PathOption(Kind.DIRECTORY, ANY),
+        metavar='WORKDIR',
+        help='directory or URL of a run',
+    )
     parser.add_argument(
         '--output',
-        type=Path,
+        type=PathOption(Kind.FILE, as_path=True),
         metavar='FILE',
         help=f'page to write (default: {NAME} in WORKDIR; {COMPARISON} here for several)',
     )

@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.errors import ArgumentParser, InputError, exit_code, os_message
 from maxlm.model.quantized import KINDS
 from maxlm.runtime.console import Console, logger
+from maxlm.storage.regular import read_text
 
 API_KEY = 'MAXLM_API_KEY'
 _NEEDED = ('fastapi', 'uvicorn', 'prometheus_client')
@@ -85,11 +86,19 @@ def main(argv: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog='maxlm.serve', allow_abbrev=False, description=__doc__)
     parser.add_argument(
-        '--checkpoint', required=True, help="workdir, WORKDIR@STEP, a step's directory, or one of Transformers"
+        '--checkpoint',
+        type=PathOption(Kind.DIRECTORY, ANY),
+        required=True,
+        help="workdir, WORKDIR@STEP, a step's directory, or one of Transformers",
     )
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on (%(default)s)')
     parser.add_argument('--port', type=int, default=8000, help='0 = any that is free (%(default)s)')
-    parser.add_argument('--api_key_file', default='', help=f'file of the key to ask clients for; else {API_KEY}')
+    parser.add_argument(
+        '--api_key_file',
+        type=PathOption(Kind.FILE, may_be_empty=True),
+        default='',
+        help=f'file of the key to ask clients for; else {API_KEY}',
+    )
     parser.add_argument('--name', default='', help='of the model (default: of its directory)')
     parser.add_argument('--slots', type=int, default=8, help='samples that are drawn at a time (%(default)s)')
     parser.add_argument('--context', type=int, default=0, help="tokens of prompt and answer; 0 = the model's context")
@@ -132,7 +141,7 @@ def _api_key(path: str) -> str:
     else:
         source = f'--api_key_file={path}'
         try:
-            key = Path(path).read_text(encoding='utf-8').strip()
+            key = read_text(path).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = os_message(error) if isinstance(error, OSError) else 'not UTF-8'
             raise InputError(f'{source}: {reason}') from error

@@ -108,7 +108,7 @@ def test_several_inputs_and_some_of_their_files(gcs, tmp_path, capsys):
     [
         (['--input', 'gs://bucket/none'], 'gs://bucket/none: no such file'),
         (['--input', 'gs://nobody/x'], 'gs://nobody/x: there is no bucket nobody'),
-        (['--input', 'nonsense://x'], 'nonsense://x: nonsense:// is no known protocol; gs:// and s3:// are'),
+        (['--input', 'nonsense://x'], '--input=nonsense://x: nonsense:// is no known protocol; gs:// and s3:// are'),
         (['--input', 'gs://bucket/x', '--threads', '0'], '--threads=0: needs 1 or more'),
         (['--input', 'gs://bucket/x', '--max_files', '-1'], '--max_files=-1: needs 0 or more'),
         (

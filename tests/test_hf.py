@@ -99,10 +99,9 @@ def test_export_of_a_run(dataset, tmp_path):
 @pytest.mark.parametrize(
     ('option', 'parts'),
     [
-        ('--output=gs://bucket/model', ['--output=gs://bucket/model', 'local directory']),
-        ('--output=s3://bucket/model', ['--output=s3://bucket/model', 'local directory']),
+        ('--output=az://bucket/model', ['--output=az://bucket/model', 'local directory']),
         ('--output={tmp}', ['--output={tmp}', 'new or empty']),
-        ('--output={tmp}/run/config.json', ['config.json', 'new or empty']),
+        ('--output={tmp}/run/config.json', ['config.json', 'is a file', 'give a directory']),
         ('--output={tmp}/run/config.json/x', ['config.json', 'no directory']),
         ('--checkpoint={tmp}', ['--checkpoint={tmp}', 'no checkpoint']),
         ('--checkpoint={tmp}/run@8', ['run@8', "no step '8'", 'steps: 7']),

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from maxlm import prepare
 from maxlm.data import groups, preparation
+from maxlm.data.finished import locked
 from maxlm.data.records import load_manifest, verify
 from maxlm.data.shards import WriteShards
 from maxlm.errors import InputError
@@ -243,7 +243,7 @@ def test_bad_files_in_worker_processes(texts, tmp_path, capsys, small_groups):
 
 
 def test_two_runs_do_not_write_into_one_directory(texts, tmp_path, capsys):
-    with prepare._locked(tmp_path / 'data'):
+    with locked(tmp_path / 'data'):
         assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 2
     assert 'another maxlm.prepare' in capsys.readouterr().err
     assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 0

@@ -273,13 +273,16 @@ def test_the_command(workdir, tmp_path):
         (['--max_body=0'], '--max_body=0: must be above 0'),
         (['--drain_seconds=-1'], '--drain_seconds=-1.0: must be'),
         (['--api_key_file=nowhere'], '--api_key_file=nowhere: No such file'),
-        (['--api_key_file=/dev/null'], '--api_key_file=/dev/null: is empty'),
+        (['--api_key_file={empty}'], '/empty: is empty'),
+        (['--api_key_file=/dev/null'], '--api_key_file=/dev/null: is a character device'),
         (['--allow_origin=chat.example.org'], '--allow_origin=chat.example.org: must be like'),
         (['--allow_origin=https://x.org/path'], '--allow_origin=https://x.org/path: must be like'),
         (['--chekpoint=x'], '--chekpoint=x'),
     ],
 )
-def test_bad_input_is_one_line(workdir, options, words, capfd):
+def test_bad_input_is_one_line(workdir, options, words, capfd, tmp_path):
+    (tmp_path / 'empty').touch()
+    options = [option.format(empty=tmp_path / 'empty') for option in options]
     given = options if options[0].startswith('--checkpoint') else [f'--checkpoint={workdir}', *options]
     given += [] if any(option.startswith('--port') for option in options) else ['--port=0']
     assert exit_code(serve.main, given) == EXIT_BAD_INPUT

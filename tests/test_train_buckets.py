@@ -142,6 +142,26 @@ def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsy
     assert 10 in complete()
 
 
+@pytest.mark.multiprocess
+def test_processes_that_share_a_bucket_of_s3_and_its_cache(dataset, tmp_path, whole, s3):
+    def life(machine, num_steps):
+        words = arguments(
+            dataset, 's3://bucket/two', **SETTINGS, data__cache=tmp_path / machine, train__num_steps=num_steps
+        )
+        with Processes(2, 4, words, logs=tmp_path / f'{machine}-logs') as both:
+            assert both.wait(100) == [EXIT_DONE] * 2, both.output(0) + both.output(1)
+            return both.output(0)
+
+    life('first', 4)
+    shutil.rmtree(tmp_path / 'first')
+    assert 'going on from step 4' in life('second', 6)
+    (there,) = (tmp_path / 'second' / 'runs').iterdir()
+    found, wanted = curve(there), curve(whole)
+    assert sorted(found) == sorted(wanted)[:6]
+    for step in found:
+        assert math.isclose(found[step]['train/loss'], wanted[step]['train/loss'], rel_tol=1e-6)
+
+
 def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monkeypatch, capsys):
     monkeypatch.setitem(RunStorage.fetch.__kwdefaults__, 'patience_seconds', 0.0)
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')

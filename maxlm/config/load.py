@@ -21,11 +21,13 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from maxlm.config.keys import AUTO, FAMILY, SECTIONS, Config, ModelConfig
+from maxlm.config.path_keys import check_paths
 from maxlm.config.ranges import check_ranges
 from maxlm.config.rules import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.errors import InputError, os_message
 from maxlm.model.families import FAMILIES
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import NotRegularError, check_regular, read_text
 
 # Of each group, one key says the same as another would.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
@@ -92,7 +94,7 @@ def build(values: ConfigDict) -> Config:
     """Turns a ConfigDict into a validated, frozen Config with the family's settings filled in."""
     config = _freeze(values)
     validate(config)
-    return config
+    return check_paths(config)
 
 
 def from_json(text: str) -> Config:
@@ -139,11 +141,13 @@ def _fields(cls: type) -> Mapping[str, type]:
 
 
 def _check_file(path: Path) -> None:
-    if path.is_dir():
-        raise InputError(f'--config={path}: is a directory; give a file, such as configs/tiny.py')
-    if not path.is_file():
+    try:
+        check_regular(path)
+    except NotRegularError as error:
+        raise InputError(f'--config={path}: {os_message(error)}; give a file, such as configs/tiny.py') from error
+    except OSError:
         others = sorted(path.parent.glob(f'*{path.suffix}')) if path.parent.is_dir() else []
-        raise InputError(f'--config: no file {path}; {nearest(str(path), map(str, others))}')
+        raise InputError(f'--config: no file {path}; {nearest(str(path), map(str, others))}') from None
 
 
 def _read_json_file(path: Path, variant: str) -> ConfigDict:
@@ -151,7 +155,7 @@ def _read_json_file(path: Path, variant: str) -> ConfigDict:
     if variant:
         raise InputError(f'{path} has no variants, but {variant!r} was asked for')
     try:
-        values = _parse_json(path.read_text(encoding='utf-8'))
+        values = _parse_json(read_text(path))
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     except (ValueError, InputError) as error:

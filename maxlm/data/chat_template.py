@@ -10,13 +10,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from maxlm.data.chat import Message
 from maxlm.data.chat_jinja import ChatError, JinjaTemplate, Rendered
 from maxlm.data.chat_process import RemoteTemplate, RenderLimits
 from maxlm.errors import InputError, os_message
+from maxlm.storage.regular import read_text
 
 # OpenAI's ChatML, with the calls of tools as Hermes and Qwen write them.
 CHATML = """\
@@ -164,7 +164,7 @@ def load_template(given: str) -> ChatTemplate:
     if given in TEMPLATES:
         return ChatTemplate(TEMPLATES[given], name=given)
     try:
-        source = Path(given).read_text(encoding='utf-8')
+        source = read_text(given)
     except UnicodeDecodeError as error:
         raise InputError(f'--chat_template={given}: byte {error.start} is not UTF-8; a Jinja file is needed') from error
     except OSError as error:

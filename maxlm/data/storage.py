@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from maxlm.data import outage
 from maxlm.data.buckets import open_filesystem
 from maxlm.errors import InputError, os_message
+from maxlm.storage.regular import check_regular, kind_of, open_descriptor
 
 # Bytes that a local file is read by; fsspec reads buckets ahead by itself.
 BUFFER_BYTES = 2**20
@@ -69,7 +70,7 @@ def stat(path: str) -> Entry:
     """Facts of a file or directory; links are followed.
 
     Raises:
-        StorageError: there is none, or it may not be looked at.
+        StorageError: there is none, it may not be looked at, or it is a special file, e.g. a FIFO.
     """
     name = shown(path).rstrip('/').rsplit('/', 1)[-1]
     try:
@@ -81,6 +82,7 @@ def stat(path: str) -> Entry:
         facts = os.stat(path)
         if os.path.isdir(path):
             return Entry(path, name, 0, '', is_directory=True)
+        check_regular(path)
         return Entry(path, name, facts.st_size, str(facts.st_mtime_ns), is_directory=False)
     except Exception as error:
         raise fault(path, error) from error
@@ -88,6 +90,8 @@ def stat(path: str) -> Entry:
 
 def list_directory(path: str) -> list[Entry]:
     """The entries of a directory, sorted by name. A local link that leads nowhere is a file of 0 bytes.
+
+    Local special files (FIFOs, sockets, devices) are left out.
 
     Raises:
         StorageError: it cannot be listed.
@@ -101,7 +105,8 @@ def list_directory(path: str) -> list[Entry]:
             names = {name.rsplit('/', 1)[-1]: fact for name, fact in facts.items()}
             return [_remote_entry(_join(path, name), name, names[name]) for name in sorted(names)]
         with os.scandir(path) as entries:
-            return [_local_entry(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
+            found = [_local_entry(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
+            return [entry for entry in found if entry is not None]
     except Exception as error:
         raise fault(path, error) from error
 
@@ -174,7 +179,10 @@ def one_line(path: str, error: Exception) -> str:
 
 
 class _LocalFile(io.FileIO):
-    """A local file whose failing reads say which file it was."""
+    """A local regular file whose failing reads say which file it was."""
+
+    def __init__(self, path: str):
+        super().__init__(path, 'rb', opener=open_descriptor)
 
     def readinto(self, buffer: Any) -> int | None:
         try:
@@ -249,13 +257,15 @@ def _walk_local(directory: str, below: str, skip: Callable[[str], bool]) -> Iter
             yield from _walk_local(entry.path, f'{name}/', skip)
 
 
-def _local_entry(entry: os.DirEntry[str]) -> Entry:
+def _local_entry(entry: os.DirEntry[str]) -> Entry | None:
     if entry.is_dir():
         return Entry(entry.path, entry.name, 0, '', is_directory=True)
     try:
         facts = entry.stat()
     except OSError:
         return Entry(entry.path, entry.name, 0, '', is_directory=False)
+    if kind_of(facts.st_mode):
+        return None
     return Entry(entry.path, entry.name, facts.st_size, str(facts.st_mtime_ns), is_directory=False)
 
 

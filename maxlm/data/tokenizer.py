@@ -26,6 +26,7 @@ from maxlm.data.special_tokens import (
     find_infill_ids,
 )
 from maxlm.errors import InputError, os_message
+from maxlm.storage.regular import read_text
 
 TOKENIZER_FILE = 'tokenizer.json'
 # 256 bytes and the end of a document.
@@ -68,7 +69,7 @@ class Tokenizer:
             InputError: the file is missing, is not a tokenizer, has no end-of-document token, or cannot be added to.
         """
         try:
-            text = Path(path).read_text(encoding='utf-8')
+            text = read_text(path)
         except OSError as error:
             raise InputError(f'{path}: {os_message(error)}; a tokenizer.json is needed') from error
         except UnicodeDecodeError as error:

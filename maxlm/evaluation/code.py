@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.posttrain.scoring import Scorer, is_right, pass_at_k
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import read_bytes
 
 # Chen et al. 2021, "Evaluating Large Language Models Trained on Code": where a function's body is over; and where text
 # about it begins.
@@ -174,7 +174,7 @@ KINDS: dict[str, tuple[Callable[[Mapping[str, Any]], Problem | None], tuple[str,
 
 def _rows(path: str) -> list[dict[str, Any]]:
     try:
-        content = Path(path).read_bytes()
+        content = read_bytes(path)
         text = (gzip.decompress(content) if path.endswith('.gz') else content).decode()
         rows = [parse_json(line) for line in text.splitlines() if line.strip()]
     except (OSError, EOFError) as error:

@@ -21,7 +21,7 @@ from maxlm.errors import InputError, os_message
 from maxlm.huggingface.architectures import choose
 from maxlm.huggingface.exporting import check_shapes, open_parameters
 from maxlm.huggingface.gguf_tokenizer import vocabulary
-from maxlm.huggingface.output import check_local, check_space
+from maxlm.huggingface.output import check_space
 from maxlm.huggingface.tensors import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import TextFiles, files_for_export
 from maxlm.model.windows import layer_windows
@@ -125,7 +125,6 @@ def _library() -> Any:
 
 
 def _check_new_file(output: str) -> Path:
-    check_local('--output', output)
     path = Path(output).expanduser().resolve()
     if path.exists():
         raise InputError(f'--output={output}: there is something already; choose a file that is new')

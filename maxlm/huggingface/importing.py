@@ -17,7 +17,7 @@ from maxlm.huggingface.architectures import from_config, run_config
 from maxlm.huggingface.catalog import ARCHITECTURES
 from maxlm.huggingface.directory import TensorFiles
 from maxlm.huggingface.fields import read_object
-from maxlm.huggingface.output import check_local, check_new, check_space, new_directory
+from maxlm.huggingface.output import check_new, check_space, new_directory
 from maxlm.huggingface.tensors import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import files_for_import
 from maxlm.runtime.console import logger, progress_bar
@@ -45,7 +45,6 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         InputError: the model is none that maxlm has, or its files are damaged or do not fit together, or the output
             cannot be written. Nothing is left behind.
     """
-    check_local('--input', source)
     workdir = check_new('--output', output)
     directory = Path(source).expanduser()
     if not directory.is_dir():

@@ -14,20 +14,12 @@ from maxlm.errors import InputError, os_message
 _MARGIN = 64 * 10**6
 
 
-def check_local(option: str, path: str) -> None:
-    """Raises InputError for the address of a bucket, `option` being what the path was given by."""
-    scheme, separator, _ = path.partition('://')
-    if separator:
-        raise InputError(f'{option}={path}: must be a local directory for now; copy from or to {scheme}:// yourself')
-
-
 def check_new(option: str, path: str) -> Path:
     """The absolute path of a directory to be made.
 
     Raises:
-        InputError: it is no local path, or something is there already.
+        InputError: something is there already.
     """
-    check_local(option, path)
     directory = Path(path).expanduser().resolve()
     try:
         taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))

@@ -13,6 +13,7 @@ from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.requests import Completion
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import open_descriptor
 
 # What a line asks for: exactly one of the first two.
 PROMPT, MESSAGES, SUFFIX = 'prompt', 'messages', 'suffix'
@@ -39,7 +40,7 @@ def read_prompts(path: Path, model: LoadedModel) -> list[Line]:
         InputError: the file cannot be read, or a line is none of these; names it.
     """
     try:
-        with path.open(encoding='utf-8') as file:
+        with open(path, encoding='utf-8', opener=open_descriptor) as file:
             return [_line(f'{path}:{number}', text, model) for number, text in enumerate(file, start=1) if text.strip()]
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
@@ -83,7 +84,7 @@ def write_completions(
         InputError: it is there already, or cannot be written.
     """
     if path.exists():
-        raise InputError(f'{path}: is there already; choose another name or remove it')
+        raise InputError(f'{path}: is there already; choose another name')
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         # Before hours go into what cannot be kept.

@@ -26,6 +26,7 @@ from typing import Any
 from maxlm.config.reporting_keys import AlertsConfig
 from maxlm.errors import InputError
 from maxlm.runtime.console import logger
+from maxlm.storage.regular import open_descriptor
 
 # Between two alerts of one kind.
 INTERVAL_SECONDS = 60.0
@@ -175,7 +176,7 @@ def _reason(error: Exception) -> str:
 
 def _append(path: Path, alert: Alert) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open('a', encoding='utf-8') as file:
+    with open(path, 'a', encoding='utf-8', opener=open_descriptor) as file:
         file.write(json.dumps(dataclasses.asdict(alert)) + '\n')
 
 

@@ -21,13 +21,13 @@ from jax._src import compilation_cache
 from maxlm.data.storage import is_url
 from maxlm.errors import InputError, os_message
 from maxlm.runtime.console import logger
-from maxlm.runtime.together import PeerError, Together
+from maxlm.runtime.together import Together, is_shared
+from maxlm.storage.regular import read_bytes
 
 # Of all programs together; those of one run are some hundred kilobytes to a few megabytes.
 CAPACITY = 4 * 2**30
 SUFFIX = '.program'
 DIGEST = hashlib.sha256().digest_size
-VOTE_SECONDS = 600
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -71,7 +71,7 @@ class Programs:
         """The program that was kept under a key; None if there is none that is whole."""
         path = self._file(key)
         try:
-            stored = path.read_bytes()
+            stored = read_bytes(path)
             digest, program = stored[:DIGEST], stored[DIGEST:]
             if digest != self._digest(key, program):
                 path.unlink(missing_ok=True)
@@ -183,26 +183,12 @@ def _all_share(directory: Path | None) -> bool:
     JAX writes in the first process only. When that finds its program and the others compile theirs, these wait for it
     without an end: of GPUs XLA shares out the trials of kernels among the processes.
     """
-    together = Together()
-    if together.count == 1:
+    if Together().count == 1:
         return directory is not None
-    vote = together.begin()
-    with contextlib.ExitStack() as stack:
-        mark = ''
-        if together.process == 0 and directory is not None:
-            with contextlib.suppress(OSError):
-                mark = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=directory)).name).name
-        mark = together.from_first(mark)
-        sees = directory is not None and mark != '' and (directory / mark).exists()
-        try:
-            if sees:
-                vote.barrier(key='', timeout_ms=VOTE_SECONDS * 1000)
-            else:
-                vote.fail('has no common directory for programs')
-        except PeerError:
-            sees = False
-            _refuse(f'{directory} is not the same directory for all processes')
-    return sees
+    shared = is_shared(directory)
+    if not shared and directory is not None:
+        _refuse(f'{directory} is not the same directory for all processes')
+    return shared
 
 
 def _install(directory: Path) -> None:

@@ -63,7 +63,7 @@ def fetch_step(given: str, output: Path, *, weights_only: bool, threads: int, sh
     # A step with less in it is no continuation of one with more.
     unfinished = folder / UNFINISHED / f'{step}{"-weights" if weights_only else ""}'
     if finished.exists():
-        raise InputError(f'{finished}: there is a checkpoint already; choose another --output or remove it')
+        raise InputError(f'{finished}: there is a checkpoint already; choose another --output')
     files = list_tree(source, unfinished)
     if weights_only:
         files = [file for file in files if file.path.relative_to(unfinished).parts[0] != OPTIMIZER]

@@ -107,7 +107,7 @@ def read_ledger(workdir: Path, process: int = 0, *, count_lost: bool = True) -> 
     try:
         lives = account(lines, count_lost=count_lost)
     except (KeyError, TypeError) as error:
-        raise InputError(f'{workdir / name}: not a ledger that maxlm wrote ({error!r}); remove it') from error
+        raise InputError(f'{workdir / name}: not a ledger that maxlm wrote ({error!r}); move it elsewhere') from error
     return Ledger(lives, [torn_note(name)] if torn else [])
 
 

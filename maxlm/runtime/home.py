@@ -25,7 +25,7 @@ from maxlm.runtime.lock import WorkdirLock
 from maxlm.runtime.peers import Peers
 from maxlm.runtime.storage.run import MIRRORED, RunStorage, open_run_storage
 from maxlm.runtime.timeline import Timeline
-from maxlm.runtime.together import Together
+from maxlm.runtime.together import Together, is_shared
 from maxlm.runtime.workdir import CONFIG, check_same_model, model_difference, open_workdir
 from maxlm.training.retention import SavedStep, reasons_to_keep
 
@@ -72,12 +72,6 @@ def open_home(
         UnreachableError: the bucket does not answer.
     """
     process = jax.process_index()
-    if given.startswith(f'{MIRRORED}://') and jax.process_count() > 1:
-        raise InputError(
-            f'--workdir={given}: several processes need a place that all can write to; give gs://…, or a directory '
-            f'that all machines reach with --config.checkpoint.mirror={given}'
-        )
-
     diary: Diary | None = None
 
     def warn(line: str) -> None:
@@ -107,6 +101,9 @@ def open_home(
         alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, record=record)
         if process == 0:
             open_workdir(storage.workdir)
+        if given.startswith(f'{MIRRORED}://'):
+            _check_shared(given, storage.workdir)
+        if process == 0:
             stack.enter_context(WorkdirLock(storage.workdir, on_lost=lost))
         stack.enter_context(Console(storage.workdir, process=process))
         checkpoints = storage.checkpoint_directory.parent
@@ -126,6 +123,18 @@ def open_home(
         storage.start()
         stack.callback(_close, storage, timeline)
         yield Home(storage.workdir, checkpoints, alerts, diary)
+
+
+def _check_shared(given: str, workdir: Path) -> None:
+    """Several processes write one checkpoint together into the directory that is uploaded."""
+    together = Together()
+    # Nobody looks before it is made.
+    together.meet()
+    if not is_shared(workdir):
+        raise InputError(
+            f'--workdir={given}: {workdir} is not the same directory for all processes; set data.cache to a directory '
+            f'that all machines share, or give --workdir=gs://…'
+        )
 
 
 def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> Diary:

@@ -163,7 +163,7 @@ def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) ->
     """
     directory = workdir.resolve() / FOLDER / str(step)
     if directory.exists():
-        raise InputError(f'{directory}: there is a checkpoint already; choose another workdir or remove it')
+        raise InputError(f'{directory}: there is a checkpoint already; choose another workdir')
     registry = type_handlers.create_type_handler_registry((StreamedArray, _Stream()))
     # Zarr 2, since `_Stream` writes in its terms how an array is cut.
     params_handler = ocp.PyTreeCheckpointHandler(use_zarr3=False, type_handler_registry=registry)

@@ -15,6 +15,7 @@ from maxlm.data import whole
 from maxlm.errors import InputError, os_message
 from maxlm.runtime.console import logger
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import NotRegularError, read_bytes
 
 
 class Lines(NamedTuple):
@@ -36,9 +37,11 @@ def read_lines(path: Path) -> Lines:
         InputError: another line than the last is not a JSON object.
     """
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except FileNotFoundError:
         return Lines([], False)
+    except NotRegularError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
     # A whole file ends with a newline, so the last piece is empty or torn; bytes, since it may end inside a letter.
     *complete, rest = content.split(b'\n')
     return Lines([_parse(path, number, line) for number, line in enumerate(complete, start=1)], bool(rest))
@@ -47,9 +50,11 @@ def read_lines(path: Path) -> Lines:
 def drop_torn_line(path: Path) -> None:
     """Cuts off a torn last line, so that what is appended next begins a line of its own."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
     except FileNotFoundError:
         return
+    except NotRegularError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
     complete = content.rfind(b'\n') + 1
     if complete < len(content):
         with path.open('r+b') as file:
@@ -65,9 +70,9 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise InputError(f'{path}: line {number} is not JSON ({error}); mend or remove it') from error
+        raise InputError(f'{path}: line {number} is not JSON ({error}); fix the line') from error
     if not isinstance(value, dict):
-        raise InputError(f'{path}: line {number} is not a JSON object; mend or remove it')
+        raise InputError(f'{path}: line {number} is not a JSON object; fix the line')
     return value
 
 

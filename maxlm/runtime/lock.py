@@ -24,6 +24,7 @@ from typing import NamedTuple
 from maxlm.errors import InputError, os_message
 from maxlm.runtime.console import logger
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import NotRegularError, read_text
 
 LOCK = 'run.lock'
 BEAT_SECONDS = 10.0
@@ -140,6 +141,8 @@ class WorkdirLock:
         """
         try:
             self._acquire()
+        except NotRegularError as error:
+            raise InputError(f'{self._path}: {os_message(error)}; move it elsewhere') from error
         except OSError as error:
             raise InputError(f'--workdir={self._workdir}: {LOCK} cannot be written: {os_message(error)}') from error
         self._thread.start()
@@ -202,7 +205,7 @@ class WorkdirLock:
             FileNotFoundError: there is no lock.
         """
         try:
-            facts = parse_json((path or self._path).read_text(encoding='utf-8'))
+            facts = parse_json(read_text(path or self._path))
             return Owner(**facts)
         except (ValueError, TypeError):
             return None

@@ -93,7 +93,7 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
     """Items of arrays, `progress`, `data` and checksums of a step, by this process alone."""
     if holds_only_params(path):
         raise InputError(
-            f'{path / "optimizer"}: missing in the checkpoint; remove {path} to go on from the one before, or '
+            f'{path / "optimizer"}: missing in the checkpoint; '
             f'start a new run from its parameters with another --workdir and --config.train.init_from={path}'
         )
     stored = integrity.read_checksums(path)

@@ -16,6 +16,7 @@ from maxlm.config.keys import Config
 from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.data.outage import UnreachableError
+from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
 from maxlm.planning.chips import capability_of
 from maxlm.reporting.page import write_at_end
@@ -57,15 +58,19 @@ def main(argv: list[str], open_feed: OpenFeed, *, prog: str, description: str | 
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog=prog, allow_abbrev=False, description=description)
     parser.add_argument(
-        '--config', required=True, help='configs/x.py, with a variant as configs/x.py:big, or a config.json'
+        '--config',
+        type=PathOption(Kind.FILE),
+        required=True,
+        help='configs/x.py, with a variant as configs/x.py:big, or a config.json',
     )
     parser.add_argument(
         '--workdir',
-        default='',
+        type=PathOption(Kind.DIRECTORY, ANY),
         help='directory or URL of the run, created if missing; default: runs/NAME or runs/NAME-VARIANT of the config',
     )
     parser.add_argument(
         '--resume',
+        type=PathOption(Kind.DIRECTORY, ANY, may_be_empty=True),
         default='',
         metavar='WORKDIR[@STEP]',
         help='where a new run goes on from, with its state, history and place in the data; a directory or a URL',

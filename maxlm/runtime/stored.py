@@ -20,7 +20,7 @@ from maxlm.storage.json_text import parse_json
 
 # The file that holds a JSON item, in the folder of the item's name.
 JSON_FILE = 'metadata'
-REMEDY = 'remove this step to go on from the one before'
+REMEDY = 'verify it with `maxlm checkpoints verify`, or start from an older step with --resume=WORKDIR@STEP'
 
 T = TypeVar('T')
 

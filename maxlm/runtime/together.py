@@ -6,7 +6,10 @@ devices compute, and a process whose save has failed can tell the others, who wo
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ from jax._src import distributed
 
 # A peer that is lost is noticed long before, by `Peers`.
 TIMEOUT_SECONDS = 6 * 3600
+VOTE_SECONDS = 600
 SHORTEST_POLL, LONGEST_POLL = 0.02, 1.0
 
 ROOT, SAVES = 'maxlm/checkpoints', 'maxlm/saves'
@@ -108,6 +112,32 @@ class Joint:
                 raise PeerError('the other processes did not finish in time')
             time.sleep(poll)
             poll = min(poll * 1.5, LONGEST_POLL)
+
+
+def is_shared(directory: Path | None) -> bool:
+    """Returns whether all processes see one and the same directory, which exists; all call it together.
+
+    A process that has none gives None.
+    """
+    together = Together()
+    if together.count == 1:
+        return directory is not None
+    vote = together.begin()
+    with contextlib.ExitStack() as stack:
+        mark = ''
+        if together.process == 0 and directory is not None:
+            with contextlib.suppress(OSError):
+                mark = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=directory)).name).name
+        mark = together.from_first(mark)
+        sees = directory is not None and mark != '' and (directory / mark).exists()
+        try:
+            if sees:
+                vote.barrier(key='', timeout_ms=VOTE_SECONDS * 1000)
+            else:
+                vote.fail('does not see the directory')
+        except PeerError:
+            sees = False
+    return sees
 
 
 def _client() -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 from maxlm.config.keys import Config
 from maxlm.config.load import from_json, to_json
 from maxlm.errors import InputError, os_message
+from maxlm.storage.regular import read_text
 
 CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
@@ -84,7 +85,7 @@ def read_config(workdir: Path) -> Config:
     """
     path = workdir / CONFIG
     try:
-        return from_json(path.read_text(encoding='utf-8'))
+        return from_json(read_text(path))
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; give a workdir of maxlm.train') from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -96,6 +96,16 @@ class Bucket:
         """The content of an object. Raises TroubleError when it cannot be had."""
         return self._ask(name, functools.partial(read_range, self._filesystem, f'{self._root}/{name}', None, None))
 
+    def sha256(self, name: str, size: int) -> str:
+        """Reads an object in parts and returns its checksum. Raises TroubleError when it cannot be had."""
+        digest = hashlib.sha256()
+        for start in range(0, size, PART_BYTES):
+            read = functools.partial(
+                read_range, self._filesystem, f'{self._root}/{name}', start, min(start + PART_BYTES, size)
+            )
+            digest.update(self._ask(name, read))
+        return digest.hexdigest()
+
     def put(self, name: str, content: bytes) -> None:
         """Writes a small object. Raises TroubleError when it cannot be written."""
         self._ask(name, lambda: self._filesystem.pipe_file(f'{self._root}/{name}', content))

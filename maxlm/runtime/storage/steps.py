@@ -66,9 +66,39 @@ def upload_step(bucket: Bucket, step: int, files: dict[str, LocalFile], on_bytes
         there = {}
     markers = {f'{name.partition("/")[0]}/{MARKER}' for name in files if '/' in name} - files.keys()
     bucket.delete(f'{folder}/{name}' for name in sorted(there.keys() - files.keys() - markers))
+    upload_files(bucket, folder, files, on_bytes)
+    for name in sorted(markers):
+        bucket.put(f'{folder}/{name}', MARKER_CONTENT)
+    bucket.put(f'{folder}/{MANIFEST}', manifest)
+    bucket.put(f'{folder}/{MARKER}', MARKER_CONTENT)
+
+
+def upload_files(
+    bucket: Bucket,
+    folder: str,
+    files: dict[str, LocalFile],
+    on_bytes: Callable[[int], None],
+    *,
+    read_back: bool = False,
+) -> None:
+    """Uploads files to a folder of a bucket and verifies them; those with the same content there are not sent again.
+
+    Args:
+        bucket: of the folder.
+        folder: its name; '' = the bucket's own URL.
+        files: name within the folder → file.
+        on_bytes: is called with the progress.
+        read_back: whether a file is read again when the bucket tells no checksum of it that can be compared.
+
+    Raises:
+        TroubleError: one is not there, or has another content; the same call goes on.
+        OSError: a file cannot be read any more.
+    """
+    prefix = f'{folder}/' if folder else ''
+    there = _below(bucket, folder)
     missing = {name: file for name, file in files.items() if there.get(name) != Listed(file.size, file.digest)}
     with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='upload') as pool:
-        puts = [pool.submit(bucket.put_file, f'{folder}/{name}', f.path, on_bytes) for name, f in missing.items()]
+        puts = [pool.submit(bucket.put_file, prefix + name, f.path, on_bytes) for name, f in missing.items()]
         try:
             for put in concurrent.futures.as_completed(puts):
                 put.result()
@@ -77,12 +107,11 @@ def upload_step(bucket: Bucket, step: int, files: dict[str, LocalFile], on_bytes
     there = _below(bucket, folder)
     for name, file in files.items():
         found = there.get(name)
-        if found is None or found.size != file.size or (bucket.tells_md5 and found.digest != file.digest):
-            raise TroubleError(f'{redact(bucket.url)}/{folder}/{name}: what arrived there is something else')
-    for name in sorted(markers):
-        bucket.put(f'{folder}/{name}', MARKER_CONTENT)
-    bucket.put(f'{folder}/{MANIFEST}', manifest)
-    bucket.put(f'{folder}/{MARKER}', MARKER_CONTENT)
+        same = found is not None and found.size == file.size
+        if same and found != Listed(file.size, file.digest):
+            same = not bucket.tells_md5 and (not read_back or bucket.sha256(prefix + name, file.size) == file.sha256)
+        if not same:
+            raise TroubleError(f'{redact(bucket.url)}/{prefix}{name}: what arrived there is something else')
 
 
 def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -> None:
@@ -148,10 +177,10 @@ def _read_manifest(bucket: Bucket, name: str) -> dict[str, tuple[int, str]]:
         facts = parse_json(content)
         files = {str(file): (int(size), str(sha256)) for file, (size, sha256) in facts['files'].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{redact(bucket.url)}/{name}: not a list of files ({error}); delete this step') from error
+        raise InputError(f'{redact(bucket.url)}/{name}: not a list of files ({error}); use another step') from error
     outside = [file for file in files if os.path.isabs(file) or '..' in file.split('/')]
     if outside:
-        raise InputError(f'{redact(bucket.url)}/{name}: {outside[0]!r} is outside of the step; delete this step')
+        raise InputError(f'{redact(bucket.url)}/{name}: {outside[0]!r} is outside of the step; use another step')
     return files
 
 
@@ -160,4 +189,5 @@ def _is_marker(name: str) -> bool:
 
 
 def _below(bucket: Bucket, folder: str) -> dict[str, Listed]:
-    return {name.removeprefix(f'{folder}/'): facts for name, facts in bucket.list(folder).items()}
+    prefix = f'{folder}/' if folder else ''
+    return {name.removeprefix(prefix): facts for name, facts in bucket.list(folder).items()}

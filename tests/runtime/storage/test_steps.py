@@ -185,6 +185,6 @@ def test_a_manifest_that_is_none(bucket, tmp_path, manifest):
     facts = json.loads(bucket.read(f'checkpoints/3/{MANIFEST}'))
     assert facts['files'].keys() == {*NAMES}
     bucket.put(f'checkpoints/3/{MANIFEST}', manifest)
-    with pytest.raises(InputError, match=rf'checkpoints/3/{MANIFEST}: .*delete this step'):
+    with pytest.raises(InputError, match=rf'checkpoints/3/{MANIFEST}: .*use another step'):
         fetch_step(bucket, 3, tmp_path / 'deep' / 'back')
     assert not (tmp_path / 'out').exists()

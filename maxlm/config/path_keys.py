@@ -1,0 +1,54 @@
+"""Config keys that take a path, each with the URLs that work for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+from typing import Any
+
+from maxlm.config.keys import Config
+from maxlm.data.paths import ANY, Kind, PathOption, check_key
+
+_ADVICE = 'fetch it with `maxlm checkpoints fetch` and give the directory'
+PATHS = MappingProxyType(
+    {
+        'data.path': PathOption(Kind.DIRECTORY, ANY),
+        'data.cache': PathOption(Kind.DIRECTORY),
+        'train.init_from': PathOption(Kind.DIRECTORY, ('gs',), may_be_empty=True, advice=_ADVICE),
+        'train.compile_cache': PathOption(Kind.EITHER, may_be_empty=True),
+        'checkpoint.mirror': PathOption(urls=ANY, may_be_empty=True),
+        'grpo.prompts': PathOption(Kind.FILE, ANY, may_be_empty=True),
+        'grpo.eval_prompts': PathOption(Kind.FILE, ANY, may_be_empty=True),
+        'alerts.file': PathOption(Kind.FILE, may_be_empty=True),
+    }
+)
+# Whoever uses these expands `~`, so that config.json suits other users too.
+EXPANDED_AT_USE = ('data.cache', 'train.compile_cache', 'alerts.file')
+# Of each entry of data.sources the directory, which `#SOURCE` may follow; names of tasks may be paths.
+SOURCE = PathOption(urls=ANY)
+TASK = PathOption()
+
+
+def check_paths(config: Config) -> Config:
+    """Returns the config with `~` of paths resolved, and `file://` of those for which no other URL works.
+
+    Raises:
+        InputError: a path or URL cannot be used, whatever the other keys are; the message names its key.
+    """
+    sections: dict[str, Any] = {}
+    for key, option in PATHS.items():
+        section, _, name = key.partition('.')
+        before = sections.get(section, getattr(config, section))
+        given = getattr(before, name)
+        path = check_key(key, given, option)
+        # A data set at file:// is fetched like one of a bucket.
+        as_given = (option.urls == ANY and given.startswith('file://')) or (
+            key in EXPANDED_AT_USE and given.startswith('~')
+        )
+        sections[section] = dataclasses.replace(before, **{name: given if as_given else path})
+    config = dataclasses.replace(config, **sections)
+    for source, _ in config.data.sources:
+        check_key('data.sources', source, SOURCE)
+    for task in config.eval.tasks:
+        check_key('eval.tasks', task, TASK)
+    return config

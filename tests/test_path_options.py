@@ -1,0 +1,337 @@
+"""Every option and config key that takes a path: its type, URLs that do not work for it, and special files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from maxlm import errors
+from maxlm.__main__ import VERBS
+from maxlm.config import keys, posttrain_keys, reporting_keys
+from maxlm.config.load import load
+from maxlm.config.path_keys import PATHS
+from maxlm.data import storage
+from maxlm.data.chat_template import load_template
+from maxlm.data.paths import ANY, BUCKETS, Kind, PathList, PathOption
+from maxlm.data.tokenizer import Tokenizer
+from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
+from maxlm.runtime.compile_cache import SUFFIX, Programs
+from maxlm.runtime.lines import read_lines
+from maxlm.runtime.lock import LOCK, WorkdirLock
+from tests.conftest import ROOT
+
+# An option or a key with one of these words in its name, metavar or help takes a path, or stands below.
+WORDS = re.compile(
+    r'(?i)\b(path|file|dir|directory|folder|workdir|checkpoint|ckpt|url|gs://)s?\b|_file\b|_path\b|\bpaths\b'
+)
+NO_PATHS = {
+    'prepare --exclude': 'patterns of names',
+    'prepare --max_files': 'a number',
+    'prepare --skip_bad': 'a switch',
+    'prepare --token_dtype': 'a choice',
+    'prepare --end_of_document': 'a number',
+    'prepare --engine': 'a choice',
+    'prepare --special_tokens': 'tokens',
+    'fetch --include': 'patterns of names',
+    'fetch --max_files': 'a number',
+    'fetch --threads': 'a number',
+    'evaluate --limit': 'a number',
+    'generate --interactive': 'a switch',
+    'serve --name': 'a name',
+    'hf export --max_shard_size': 'a number',
+    'supervise --max_failures': 'a number',
+    'checkpoints fetch --threads': 'a number',
+}
+NO_PATH_KEYS = {
+    'data.sources': 'checked entry by entry',
+    'eval.tasks': 'checked entry by entry',
+    'alerts.webhook': 'a variable of the environment',
+    'metrics.wandb': 'a choice',
+}
+
+
+class _FoundError(Exception):
+    """The parser of a command, which is not run."""
+
+
+def _parser_of(verb, monkeypatch):
+    def found(self, *_, **__):
+        raise _FoundError(self)
+
+    monkeypatch.setattr(errors.ArgumentParser, 'parse_args', found)
+    monkeypatch.setattr(errors.ArgumentParser, 'parse_known_args', found)
+    with pytest.raises(_FoundError) as info:
+        importlib.import_module(f'maxlm.{verb}').main(['--', 'x'] if verb == 'supervise' else [])
+    return info.value.args[0]
+
+
+def options_of(parser, prefix):
+    """Each option of a parser and its subcommands as (command, name, action)."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield from options_of(below, f'{prefix} {name}')
+        elif not isinstance(action, argparse._HelpAction):
+            yield prefix, (action.option_strings or [action.dest])[0], action
+
+
+def takes_path(name, action):
+    metavar = action.metavar if isinstance(action.metavar, str) else ''
+    return WORDS.search(' '.join([name, metavar, action.help or ''])) is not None
+
+
+def forgotten(options):
+    return [
+        f'{command} {name}'
+        for command, name, action in options
+        if takes_path(name, action)
+        and not isinstance(action.type, PathOption | PathList)
+        and f'{command} {name}' not in NO_PATHS
+    ]
+
+
+@pytest.mark.parametrize('verb', VERBS)
+def test_every_option_that_takes_a_path_has_the_type(verb, monkeypatch):
+    assert forgotten(options_of(_parser_of(verb, monkeypatch), verb)) == []
+
+
+def test_a_forgotten_option_is_found():
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--output', metavar='DIR')
+    parser.add_argument('--log_file')
+    parser.add_argument('--text', help='name of a file')
+    parser.add_argument('--good', type=PathOption(), help='directory')
+    parser.add_argument('--seed', type=int, help='number')
+    assert forgotten(options_of(parser, 'x')) == ['x --output', 'x --log_file', 'x --text']
+
+
+def keys_with_comments():
+    """Each key of a config, with the comment above it."""
+    for module in (keys, posttrain_keys, reporting_keys):
+        text = Path(module.__file__).read_text()
+        for section, body in re.findall(r'class (\w+)Config:\n(.*?)(?=\n\n\n|\Z)', text, re.DOTALL):
+            comment = ''
+            for line in body.splitlines():
+                if match := re.match(r'    (\w+): (\w+)', line):
+                    yield f'{section.lower()}.{match[1]}', match[2], comment
+                    comment = ''
+                elif line.strip().startswith('#'):
+                    comment += line
+
+
+def test_every_key_that_takes_a_path_has_the_type():
+    found = list(keys_with_comments())
+    sections = {name for name, _, _ in found}
+    assert {'data.path', 'grpo.prompts', 'alerts.file', 'train.num_steps'} <= sections
+    assert len(found) >= 150
+    paths = {name for name, kind, comment in found if kind in ('str', 'tuple') and WORDS.search(f'{name} {comment}')}
+    assert paths - set(PATHS) - set(NO_PATH_KEYS) == set()
+    # Nor does a reason stay when its key is gone.
+    assert set(NO_PATH_KEYS) <= paths
+    assert set(PATHS) <= sections
+
+
+def test_what_is_given():
+    paths = PathOption(), PathOption(Kind.FILE, may_be_empty=True), PathOption(Kind.DIRECTORY, BUCKETS)
+    for option in paths:
+        assert option(r'C:\x\y') == r'C:\x\y'
+        assert option('a:b/c') == 'a:b/c'
+        assert option('file:///a b/c') == '/a b/c'
+        assert option('file://localhost/a') == '/a'
+        assert option('~/x') == os.path.expanduser('~/x')
+    assert PathOption(as_path=True)('x') == Path('x')
+    assert PathOption(urls=ANY, as_path=True)('memory://x') == 'memory://x'
+    assert PathOption(urls=BUCKETS)('s3://b/x') == 's3://b/x'
+    assert PathOption(may_be_empty=True)('') == ''
+    assert PathList(PathOption())('arc_easy,humaneval:x.jsonl') == 'arc_easy,humaneval:x.jsonl'
+
+
+@pytest.mark.parametrize(
+    ('option', 'text', 'words'),
+    [
+        (PathOption(), '', 'is empty'),
+        (PathOption(), ' ', 'is empty'),
+        (PathOption(), 'a\0b', 'NUL'),
+        (PathOption(), 'gs://b/x', 'gs://b/x: URLs do not work here; give a local file or directory'),
+        (PathOption(Kind.DIRECTORY), 's3://b/x', 'give a local directory'),
+        (PathOption(urls=ANY), 'foo://b/x', 'foo:// is no known protocol; gs:// and s3:// are'),
+        (PathOption(urls=BUCKETS), 'http://b/x', 'http:// does not work here, gs:// and s3:// do'),
+        (PathOption(urls=ANY), 'gs:/b/x', 'two slashes; give gs://…'),
+        (PathOption(urls=ANY), 'gs://', 'names no bucket'),
+        (PathOption(urls=ANY), 's3:///x', 'names no bucket'),
+        (PathOption(urls=ANY), 'file://host/x', 'give file:///path'),
+        (PathOption(), 'http://me:secret@host/x', 'http://host/x: URLs do not work'),
+        (PathList(PathOption()), 'arc_easy,gs://b/x', 'gs://b/x: URLs do not work'),
+        (PathList(PathOption()), 'humaneval:gs://b/x.jsonl', 'gs://b/x.jsonl: URLs do not work'),
+    ],
+)
+def test_what_is_refused(option, text, words):
+    with pytest.raises(argparse.ArgumentTypeError) as info:
+        option(text)
+    assert words in str(info.value)
+    assert 'secret' not in str(info.value)
+    assert '\n' not in str(info.value)
+
+
+def required(command, replaced):
+    """Words for all required options of a command but one."""
+    words = {
+        'prepare': ['--input=in', '--output=out'],
+        'fetch': ['--input=in', '--output=out'],
+        'plan': ['--config=in', '--target=cpu'],
+        'doctor': ['--workdir=out'],
+        'train': ['--config=in', '--workdir=out'],
+        'grpo': ['--config=in', '--workdir=out'],
+        'monitor': ['workdirs=in'],
+        'report': ['workdirs=in'],
+        'checkpoints list': ['workdirs=in'],
+        'checkpoints verify': ['workdirs=in'],
+        'checkpoints prune': ['workdirs=in'],
+        'checkpoints fetch': ['workdir=in', '--output=out'],
+        'checkpoints merge': ['--checkpoint=in', '--output=out'],
+        'evaluate': ['--checkpoint=in'],
+        'generate': ['--checkpoint=in', '--prompt=x'],
+        'serve': ['--checkpoint=in'],
+        'quantize': ['--checkpoint=in', '--weights=int8', '--output=out'],
+        'hf import': ['--input=in', '--output=out'],
+        'hf export': ['--checkpoint=in', '--output=out'],
+        'hf export-adapter': ['--checkpoint=in', '--output=out'],
+        'hf export-gguf': ['--checkpoint=in', '--output=out'],
+    }[command]
+    others = [word for word in words if word.partition('=')[0] != replaced]
+    # Positionals have no name on the command line.
+    return [*command.split()[1:], *(word if word.startswith('-') else word.partition('=')[2] for word in others)]
+
+
+def run_with(command, name, value):
+    words = required(command, name)
+    words += [f'{name}={value}'] if name.startswith('-') else [str(value)]
+    return exit_code(importlib.import_module(f'maxlm.{command.split()[0]}').main, words)
+
+
+def path_options():
+    """(command, name, type) of all options that take a path."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for verb in VERBS:
+            for command, name, action in list(options_of(_parser_of(verb, monkeypatch), verb)):
+                if isinstance(action.type, PathOption | PathList):
+                    yield command, name, action.type
+
+
+OPTIONS = list(path_options())
+NAMES = [f'{command} {name}' for command, name, _ in OPTIONS]
+
+
+def test_the_table_has_all_commands():
+    assert len(OPTIONS) >= 45
+    assert {command.split()[0] for command, _, _ in OPTIONS} == set(VERBS) - {'supervise'}
+
+
+def shown_as(name):
+    return name if name.startswith('-') else 'WORKDIR'
+
+
+def refused_urls(option):
+    no = [] if option.urls == ANY else {'gs', 's3', 'http'} - {*option.urls}
+    return ['foo://b/x', 'gs:/b/x', *(f'{protocol}://b/x' for protocol in sorted(no))]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def assert_refused(capsys, code, words):
+    error = capsys.readouterr().err
+    assert code == EXIT_BAD_INPUT, error
+    assert error.startswith('error: ')
+    assert error.count('\n') == 1, error
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.parametrize(('command', 'name', 'kind'), OPTIONS, ids=NAMES)
+def test_a_url_that_does_not_work_is_refused_before_anything_is_made(here, capsys, command, name, kind):
+    option = kind.option if isinstance(kind, PathList) else kind
+    for url in refused_urls(option):
+        assert_refused(capsys, run_with(command, name, url), [shown_as(name), url])
+        assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize('key', [*PATHS, 'data.sources', 'eval.tasks'])
+def test_a_url_that_does_not_work_for_a_key_is_refused(here, key):
+    option = PATHS.get(key, PathOption(urls=ANY if key == 'data.sources' else ()))
+    for url in refused_urls(option):
+        value = {'data.sources': f'(({url!r}, 1.0),)', 'eval.tasks': f'({url!r},)'}.get(key, url)
+        more = ['eval.tasks_every=1', 'eval.every=1'] if key == 'eval.tasks' else []
+        with pytest.raises(InputError, match=f'^{re.escape(f"{key}={url}")}'):
+            load(f'{ROOT}/configs/tiny.py', [f'{key}={value}', *more])
+    assert not list(here.iterdir())
+
+
+def test_a_key_that_is_right_is_kept():
+    given = ['data.path=gs://b/x', 'train.init_from=gs://b/x@7', 'data.cache=~/c']
+    config = load(f'{ROOT}/configs/tiny.py', given)
+    assert (config.data.path, config.train.init_from, config.data.cache) == ('gs://b/x', 'gs://b/x@7', '~/c')
+    assert load(f'{ROOT}/configs/tiny.py', ['data.path=~/x']).data.path == os.path.expanduser('~/x')
+
+
+def make_special(folder):
+    """One special file of each kind that can be made, and a link to nothing."""
+    os.mkfifo(folder / 'fifo')
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(folder / 'socket'))
+    (folder / 'link').symlink_to(folder / 'nowhere')
+    (folder / 'to_fifo').symlink_to(folder / 'fifo')
+    return [folder / 'fifo', folder / 'socket', folder / 'to_fifo', Path('/dev/zero'), Path('/dev/tty')]
+
+
+@pytest.fixture
+def in_time():
+    """Ends a test that hangs."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail('hangs'))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize(('command', 'name', 'kind'), OPTIONS, ids=NAMES)
+def test_special_files_are_refused(here, capsys, in_time, command, name, kind):
+    special = make_special(here)
+    before = sorted(here.iterdir())
+    for path in special:
+        assert_refused(capsys, run_with(command, name, path), [shown_as(name), str(path), 'not a'])
+    assert sorted(here.iterdir()) == before
+
+
+def test_readers_do_not_wait_for_special_files(here, in_time):
+    """What is below a directory that was given, and files named in another way than by an option."""
+    for path in make_special(here):
+        for read in (storage.stat, storage.read_bytes, Tokenizer.load, load_template, read_lines):
+            with pytest.raises(InputError, match=r'is a (FIFO|socket|character device)'):
+                read(path if read is read_lines else str(path))
+    # In a directory they are left out.
+    (here / 'text.txt').write_text('x')
+    assert {entry.name for entry in storage.walk(str(here))} == {'text.txt', 'link'}
+
+
+def test_a_lock_that_is_a_fifo(here, in_time):
+    os.mkfifo(here / LOCK)
+    with pytest.raises(InputError, match=f'{LOCK}: is a FIFO, not a regular file'), WorkdirLock(here):
+        pass
+
+
+def test_a_program_that_is_a_fifo(here, in_time):
+    programs = Programs(here)
+    os.mkfifo(here / f'key{SUFFIX}')
+    assert programs.get('key') is None
+    programs.put('other', b'program')
+    assert programs.get('other') == b'program'

@@ -1,0 +1,179 @@
+"""Data sets and exported models that are written to a bucket: the same files as in a directory, the last one last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from maxlm import hf, prepare
+from maxlm.data.records import MANIFEST_NAME
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.runtime.storage import bucket as buckets
+from maxlm.runtime.storage import upload as uploads
+from maxlm.runtime.storage.bucket import Bucket
+from tests.buckets import gcs as gcs_buckets
+from tests.buckets import s3 as s3_buckets
+from tests.huggingface.workdirs import MODELS, make_workdir
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    with gcs_buckets.running(monkeypatch) as server:
+        server.buckets.add('bucket')
+        yield server
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    with s3_buckets.running(monkeypatch) as client:
+        client.create_bucket(Bucket='bucket')
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(uploads, 'PATIENCE_SECONDS', 0.0)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / 'texts').mkdir()
+    for number in range(30):
+        (tmp_path / 'texts' / f'{number}.txt').write_text(f'text of number {number}')
+    return tmp_path / 'texts'
+
+
+def make(texts, output, *more):
+    words = ['--input', texts, '--output', output, '--tokenizer=bytes', '--workers=1', '--cache=cache', *more]
+    return exit_code(prepare.main, [str(word) for word in words])
+
+
+def local_files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def remote_files(server, prefix):
+    return {name.removeprefix(prefix): one.content for (_, name), one in server.objects.items()}
+
+
+def written(server):
+    """Names of the objects in the order in which they were written, also those that were written more than once."""
+    return [request.name for request in server.asked('upload')]
+
+
+def test_a_data_set_in_gcs_is_the_one_that_a_directory_gets(gcs, texts, tmp_path, capsys):
+    assert make(texts, 'local', '--filter=gopher_repetition') == EXIT_DONE
+    assert make(texts, 'gs://bucket/some/data', '--filter=gopher_repetition') == EXIT_DONE
+    assert 'wrote gs://bucket/some/data: vocabulary' in capsys.readouterr().out
+    assert remote_files(gcs, 'some/data/') == local_files(tmp_path / 'local')
+    assert written(gcs)[-1] == f'some/data/{MANIFEST_NAME}'
+    # The copy in the cache is gone, and nothing else was made.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['cache', 'local', 'texts']
+    assert not list((tmp_path / 'cache' / 'uploads').iterdir())
+
+
+def test_a_data_set_in_s3_is_the_one_that_a_directory_gets(s3, texts, tmp_path):
+    assert make(texts, 'local') == EXIT_DONE
+    assert make(texts, 's3://bucket/data') == EXIT_DONE
+    names = [one['Key'] for one in s3.list_objects_v2(Bucket='bucket')['Contents']]
+    there = {name: s3.get_object(Bucket='bucket', Key=name)['Body'].read() for name in names}
+    assert there == {f'data/{name}': content for name, content in local_files(tmp_path / 'local').items()}
+
+
+def test_a_data_set_that_is_there_is_not_made_again(gcs, texts, capsys):
+    assert make(texts, 'gs://bucket/data') == EXIT_DONE
+    before = written(gcs)
+    assert make(texts, 'gs://bucket/data/') == EXIT_DONE
+    assert 'gs://bucket/data/ is already prepared from these inputs' in capsys.readouterr().out
+    assert make(texts, 'gs://bucket/data', '--block=7') == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert 'gs://bucket/data holds a data set made from block 2048, not 7; choose another --output' in error
+    assert error.count('\n') == 1
+    assert written(gcs) == before
+
+
+def test_an_interrupted_upload_goes_on(gcs, texts, tmp_path, capsys):
+    gcs.fault(403, 'data/validation*', requests='upload')
+    assert make(texts, 'gs://bucket/data') == EXIT_BAD_INPUT
+    assert capsys.readouterr().err.count('\n') == 1
+    assert f'data/{MANIFEST_NAME}' not in {name for _, name in gcs.objects}
+    assert 'data/tokenizer.json' in {name for _, name in gcs.objects}
+    gcs.faults.clear()
+    before = len(written(gcs))
+    assert make(texts, 'gs://bucket/data') == EXIT_DONE
+    # What had arrived was not sent again.
+    assert {name.partition('-')[0] for name in written(gcs)[before:]} == {'data/validation', f'data/{MANIFEST_NAME}'}
+    assert make(texts, 'local') == EXIT_DONE
+    assert remote_files(gcs, 'data/') == local_files(tmp_path / 'local')
+
+
+def test_other_inputs_after_an_interrupted_upload(gcs, texts, tmp_path):
+    gcs.fault(403, f'data/{MANIFEST_NAME}', requests='upload')
+    assert make(texts, 'gs://bucket/data') == EXIT_BAD_INPUT
+    gcs.faults.clear()
+    assert make(texts, 'gs://bucket/data', '--block=7') == EXIT_DONE
+    assert make(texts, 'local', '--block=7') == EXIT_DONE
+    assert remote_files(gcs, 'data/') == local_files(tmp_path / 'local')
+
+
+def test_what_arrives_damaged_is_no_data_set(gcs, texts, monkeypatch, capsys):
+    put_file = Bucket.put_file
+
+    def damage(self, name, path, on_bytes):
+        put_file(self, name, path, on_bytes)
+        if name.startswith('train'):
+            gcs.put('bucket', f'data/{name}', bytes(path.stat().st_size))
+
+    monkeypatch.setattr(Bucket, 'put_file', damage)
+    assert make(texts, 'gs://bucket/data') == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert 'what arrived there is something else' in error
+    assert 'run the same command again' in error
+    assert f'data/{MANIFEST_NAME}' not in {name for _, name in gcs.objects}
+
+
+def test_without_a_checksum_of_the_bucket_files_are_read_back(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr(buckets, 'PART_BYTES', 10)
+    there = Bucket('s3://bucket/x')
+    there.put('file', b'0123456789' * 3 + b'end')
+    assert there.sha256('file', 33) == hashlib.sha256(b'0123456789' * 3 + b'end').hexdigest()
+    assert there.sha256('file', 32) != hashlib.sha256(b'0123456789' * 3 + b'end').hexdigest()
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp('made') / 'run'
+    make_workdir(workdir, MODELS['llama'], step=7)
+    return workdir
+
+
+def export(workdir, output):
+    return exit_code(hf.main, ['export', f'--checkpoint={workdir}', f'--output={output}', '--cache=cache'])
+
+
+def test_a_model_in_gcs_is_the_one_that_a_directory_gets(gcs, workdir, tmp_path, capsys):
+    assert export(workdir, 'model') == EXIT_DONE
+    gcs.fault(403, 'some/model/model*.safetensors', requests='upload')
+    assert export(workdir, 'gs://bucket/some/model') == EXIT_BAD_INPUT
+    assert 'some/model/config.json' not in {name for _, name in gcs.objects}
+    gcs.faults.clear()
+    capsys.readouterr()
+    assert export(workdir, 'gs://bucket/some/model') == EXIT_DONE
+    assert 'gs://bucket/some/model: LlamaForCausalLM of' in capsys.readouterr().out
+    assert remote_files(gcs, 'some/model/') == local_files(tmp_path / 'model')
+    assert written(gcs)[-1] == 'some/model/config.json'
+    assert export(workdir, 'gs://bucket/some/model') == EXIT_BAD_INPUT
+    assert 'there is something already' in capsys.readouterr().err
+    # Nor is anything written beside what others have there.
+    gcs.put('bucket', 'mine/notes.txt', b'x')
+    assert export(workdir, 'gs://bucket/mine') == EXIT_BAD_INPUT
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['cache', 'model']
+
+
+def test_a_model_in_s3_is_the_one_that_a_directory_gets(s3, workdir, tmp_path):
+    assert export(workdir, 's3://bucket/model') == EXIT_DONE
+    there = json.loads(s3.get_object(Bucket='bucket', Key='model/config.json')['Body'].read())
+    assert there['model_type'] == 'llama'
