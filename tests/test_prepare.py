@@ -14,7 +14,7 @@ from maxlm.data import groups, preparation
 from maxlm.data.records import load_manifest, verify
 from maxlm.data.shards import WriteShards
 from maxlm.errors import InputError
-from tests.preparing import contents, documents_of, run, write_texts
+from tests.preparing import contents, documents_of, ids_of, run, write_texts
 
 
 @pytest.fixture
@@ -164,6 +164,82 @@ def test_a_handful_of_documents(tmp_path, capsys, count):
     assert dataset.splits['validation'].documents == min(count - 1, 1)
     assert dataset.splits['train'].documents == max(count - 1, 1)
     assert ('validation: empty' in capsys.readouterr().out) == (count == 1)
+
+
+LINES = ''.join(f'line {number} of the text\n' for number in range(100))
+
+
+@pytest.mark.parametrize(
+    ('texts', 'share', 'expected'),
+    [
+        # One long document: the last lines of it, about the share.
+        ([LINES], 0.01, LINES[-40:]),
+        ([LINES], 0.5, LINES[-1000:]),
+        # Few documents: of the longest, the share of all.
+        ([LINES, 'short'], 0.01, LINES[-40:]),
+        ([LINES] * 10, 0.01, LINES[-200:]),
+        # No lines: at a blank; no blanks: anywhere.
+        (['word ' * 100], 0.1, 'word ' * 10),
+        (['ü' * 1000], 0.1, 'ü' * 100),
+        # Blanks at the end are no text to validate on.
+        (['word ' * 100 + '\n' * 200], 0.1, 'word ' * 14 + '\n' * 200),
+        # Nothing is validated on.
+        ([LINES], 0.0, None),
+        (['one line'], 0.01, None),
+    ],
+)
+def test_of_few_documents_the_end_of_one_is_validated_on(tmp_path, capsys, texts, share, expected):
+    (tmp_path / 'texts').mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / 'texts' / f'{number}.txt').write_text(text)
+    arguments = ['--input', tmp_path / 'texts', '--tokenizer', 'bytes', '--validation_share', share]
+    assert run(*arguments, '--output', tmp_path / 'data') == 0
+    out = capsys.readouterr().out
+    dataset = load_manifest(tmp_path / 'data')
+    train, validation = documents_of(dataset, 'train'), documents_of(dataset, 'validation')
+    if expected is None:
+        assert (validation, train) == ([], texts)
+        assert 'validation: empty' in out
+        assert ('too few to split; more text' in out) == (share > 0)
+        return
+    assert abs(len(expected.strip()) - share * len(''.join(texts))) <= 32
+    assert validation == [expected]
+    assert sorted(train) == sorted([texts[0].removesuffix(expected), *texts[1:]])
+    assert 'the end of 0.txt, from character' in out
+    assert dataset.made_from[preparation.VALIDATION_NOTE] in out
+    # A control: with more documents, whole ones are validated on.
+    for number in range(60):
+        (tmp_path / 'texts' / f'more {number}.txt').write_text(LINES)
+    assert run(*arguments, '--output', tmp_path / 'other') == 0
+    assert not {*documents_of(load_manifest(tmp_path / 'other'), 'validation')} - {LINES, *texts}
+
+
+@pytest.mark.parametrize(('name', 'tokens'), [('x.npz', 500), ('x.bin', 500), ('x.npy', 40)])
+def test_the_end_of_a_token_document_is_validated_on(tmp_path, capsys, name, tokens):
+    ids = np.arange(tokens, dtype=np.uint16)
+    path = tmp_path / name
+    {'x.npz': np.savez, 'x.bin': lambda at, array: array.tofile(at), 'x.npy': np.save}[name](path, ids)
+    arguments = ['--input', path, '--output', tmp_path / 'data', '--tokenizer', 'ids:512']
+    assert run(*arguments, *(['--token_dtype', 'uint16'] if name == 'x.bin' else [])) == 0
+    dataset = load_manifest(tmp_path / 'data')
+    train, validation = ([part.tolist() for part in ids_of(dataset, split)] for split in ('train', 'validation'))
+    if tokens < 64:
+        assert (train, validation) == ([ids.tolist()], [])
+        assert 'has 40 tokens, too few to split' in capsys.readouterr().out
+    else:
+        assert (train, validation) == ([ids[:-32].tolist()], [ids[-32:].tolist()])
+
+
+def test_a_cut_document_is_the_same_after_an_interruption(tmp_path, monkeypatch):
+    (tmp_path / 'x.txt').write_text(LINES)
+    arguments = ['--input', tmp_path / 'x.txt', '--tokenizer', 'bpe:300', '--quiet', '--output']
+    assert run(*arguments, tmp_path / 'whole') == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*arguments, tmp_path / 'data') == 130
+    monkeypatch.setattr(preparation, 'choose_validation', lambda *_: pytest.fail('the choice is there'))
+    assert run(*arguments, tmp_path / 'data') == 0
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
 
 
 BAD = {

@@ -48,7 +48,9 @@ def corpus(tmp_path):
 
 
 def prepare(tmp_path, corpus, *more, output='data', expected=0):
+    # Whole documents are validated on.
     arguments = ['--input', corpus, '--output', tmp_path / output, '--tokenizer', 'bytes', '--workers', 1]
+    arguments += ['--validation_share', 0.3]
     assert run(*arguments, *more) == expected
     return load_manifest(tmp_path / output) if expected == 0 else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.records import CHAT_TEMPLATE_FILE
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
+from maxlm.storage.json_text import parse_json
 
 DEFAULT_TEMPLATE = 'chatml'
 # What lies beside a `tokenizer.json` of Transformers, and may hold names of tokens and a template.
@@ -108,7 +108,7 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding='utf-8'))
+        config = parse_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -6,8 +6,8 @@ import gzip
 import io
 from typing import Any, BinaryIO, cast
 
-# Compressed bytes that are decompressed together; some blocks of Zstandard grow by thousands.
-INPUT_BYTES = 2**14
+# Compressed bytes that are decompressed together. Blocks of Zstandard may grow by 32768: to 64 MiB.
+INPUT_BYTES = 2**11
 # The largest window that `zstd --long=31` makes.
 MAX_WINDOW_BYTES = 2**31
 

@@ -20,6 +20,8 @@ def row_document(
     name = f'{file.name}:{place}'
     try:
         text = text_of(row[options.text_key])
+        if len(text) > options.max_record_bytes:
+            raise ValueError(f'the text is longer than {options.limit_told}')
     except ValueError as error:
         on_bad(name, f'{shown(file.path)}: row {place}: {error}')
         return
