@@ -256,7 +256,7 @@ BAD = {
     'no key': (
         lambda at: (at / 'x.jsonl').write_text('{"body": "a"}'),
         ['--input', '{}/x.jsonl'],
-        [':1', '--text_key'],
+        [':1', '--text_field'],
     ),
     'bad tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'bpe:100'], ['bpe:100', '257']),
     'no tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'words'], ['words', 'bpe:N']),

@@ -30,6 +30,7 @@ class Document:
         tokens: uint32 [number of tokens] without the end of document, for input that is tokenized already.
         conversation: what `text` is without who says it; None for a text.
         preference: what `text` is of a prompt and two answers; None for all else.
+        learned_from: characters at the beginning of `text` that are read and not learned; needs marked tokens.
         metadata: what else the record holds (language, URL, path, …), as JSON values.
     """
 
@@ -39,12 +40,13 @@ class Document:
     tokens: np.ndarray | None = None
     conversation: Conversation | None = None
     preference: Preference | None = None
+    learned_from: int = 0
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def is_divisible(self) -> bool:
         """Whether its parts are documents too."""
-        return self.conversation is None and self.preference is None
+        return self.conversation is None and self.preference is None and not self.learned_from
 
 
 def raise_bad(name: str, reason: str) -> None:

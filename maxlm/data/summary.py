@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from maxlm.data.cleaning.report import CleaningReport
+from maxlm.data.content import suffix_of
 from maxlm.data.preparation import CLEANING_FILE, VALIDATION_NOTE
 from maxlm.data.records import MANIFEST_NAME, Dataset
+from maxlm.data.storage import Entry, shown
 
 # Left-out documents that are printed; dataset.json lists them all.
 LEFT_OUT_SHOWN = 10
+SUFFIXES_SHOWN = 5
 
 
 def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
@@ -47,6 +53,15 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
         lines.append(f'  left out: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
         lines += [f'    {entry["name"]}: {entry["reason"]}' for entry in dataset.left_out[:LEFT_OUT_SHOWN]]
     return lines
+
+
+def files_left_out(files: Sequence[Entry]) -> list[str]:
+    """Returns a line on the files of the input that hold no text; none where there are no such files."""
+    if not files:
+        return []
+    suffixes = Counter(suffix_of(entry.name) or 'no suffix' for entry in files).most_common(SUFFIXES_SHOWN)
+    counts = ', '.join(f'{suffix} {count:,}' for suffix, count in suffixes)
+    return [f'  not read, since they are not text: {len(files):,} files ({counts}), such as {shown(files[0].path)}']
 
 
 def _chat_line(counts: dict[str, int], tokens: int) -> str:

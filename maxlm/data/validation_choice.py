@@ -104,7 +104,7 @@ def choose_validation(documents: Iterable[Document], share: float) -> Validation
     unit = 'characters' if longest.tokens is None else 'tokens'
     reason = ''
     if not longest.is_divisible:
-        reason = f'{told}, {longest.name}, is a conversation, which is not split'
+        reason = f'{told}, {longest.name}, is a conversation, or a prompt with its answer, which is not split'
     elif (start := _place(longest, share * seen.length)) is None:
         reason = f'{told}, {longest.name}, has {_length(longest):,} {unit}, too few to split'
     else:

@@ -7,12 +7,11 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from maxlm.data import preferences, storage
-from maxlm.data.chat import FORMATS, has_format, parse_conversation
+from maxlm.data import storage
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
-from maxlm.data.preferences import has_preference, parse_preference
 from maxlm.data.readers.compression import decompressed, is_compressed
+from maxlm.data.readers.entries import entry_document, entry_format
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.storage import StorageError, shown
 from maxlm.storage.json_text import parse_json
@@ -48,7 +47,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                         if not is_whole:
                             raise ValueError(f'the line is longer than {options.limit_told}')
                         entry = parse(content, options, offset + len(line) - len(content))
-                        yield _document(f'{file.name}:{offset}', file.source, entry, options)
+                        yield entry_document(f'{file.name}:{offset}', file.source, entry, options)
                     except ValueError as error:
                         if lines_before is None:
                             lines_before = _count_lines(file.path, first_offset)
@@ -90,44 +89,7 @@ def first_format(file: InputFile, options: ReadOptions) -> str:
             entry = parse(next(filter(None, stripped), b'null'), options, 0)
         except (ValueError, EOFError, zlib.error, OSError):
             return 'text'
-    if _has_text(entry, options.text_key):
-        return 'text'
-    # Before conversations: records of pairs may hold one besides.
-    return 'preference' if has_preference(entry) else 'chat' if has_format(entry) else 'text'
-
-
-def _document(name: str, source: str, entry: Any, options: ReadOptions) -> Document:
-    """The document that a JSON value is; ValueError says why it is none."""
-    if options.format == 'preference':
-        preference = parse_preference(entry)
-        if preference is None:
-            raise ValueError(f'no pair of answers: it needs {preferences.FORMATS}')
-        return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
-    has_text = _has_text(entry, options.text_key)
-    if options.format == 'chat' or (options.format == 'auto' and not has_text):
-        conversation = parse_conversation(entry)
-        if conversation is None:
-            no_text = '' if options.format == 'chat' else f', and no text at the key {options.text_key!r}'
-            raise ValueError(f'no conversation{no_text}: it needs {FORMATS}')
-        return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
-    if not has_text:
-        hint = '--format=chat takes conversations' if has_format(entry) else '--text_key names the key'
-        hint = '--format=preference takes pairs of answers' if has_preference(entry) else hint
-        raise ValueError(f'no text at the key {options.text_key!r}; {hint}')
-    text = entry.pop(options.text_key)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError('holds half of a surrogate pair, which is not text') from error
-    return Document(name, source, text, metadata=_scalars(entry))
-
-
-def _has_text(entry: Any, text_key: str) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get(text_key), str)
-
-
-def _scalars(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if not isinstance(value, dict | list)}
+    return entry_format(entry, options)
 
 
 def _first_line(stream: BinaryIO, start: int) -> int:
