@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from maxlm.data.verdicts import Sieve
 from maxlm.errors import InputError
 
 if TYPE_CHECKING:
+    from maxlm.data.chat_template import ChatError
     from maxlm.data.chat_tokens import ChatEncoder
 
 SPLITS = ('train', 'validation')
@@ -193,6 +194,7 @@ class WriteShards:
         self, documents: Sequence[Document], tokenizer: Tokenizer, left_out: list[dict[str, str]]
     ) -> Iterator[tuple[Document, TokenDocument]]:
         """The documents as they are written; what tokenizer or chat template do not take may be left out."""
+        encode: Callable[[Sequence[Document]], Sequence[TokenDocument | ChatError]]
         if self.chat is None:
             encode = functools.partial(_encode_texts, tokenizer, infill=self.infill)
         else:

@@ -43,7 +43,7 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
     if cleaned:
         path = dataset.path / CLEANING_FILE
         try:
-            report = CleaningReport.from_json(path.read_bytes())
+            report = CleaningReport.from_json(path.read_text(encoding='utf-8'))
             lines += [f'  {line}' for line in report.to_lines()]
             lines.append(f'  examples: {path}')
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):

@@ -96,7 +96,7 @@ class CleaningReport:
         return json.dumps(facts, indent=1) + '\n'
 
     @classmethod
-    def from_json(cls, content: str | bytes) -> CleaningReport:
+    def from_json(cls, content: str) -> CleaningReport:
         """What `to_json` wrote; KeyError, TypeError or ValueError for anything else."""
         facts: dict[str, Any] = parse_json(content)
         removed = {
