@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from maxlm import prepare
 from maxlm.data import groups, preparation
 from maxlm.data.records import load_manifest, verify
 from maxlm.data.shards import WriteShards
+from maxlm.data.tokenizer import Tokenizer, _encode_batch
 from maxlm.errors import InputError
 from tests.preparing import contents, documents_of, ids_of, run, write_texts
 
@@ -154,6 +156,33 @@ def test_skip_bad_leaves_out_and_lists(texts, tmp_path, capsys):
     assert sum(split.documents for split in dataset.splits.values()) == 41
 
 
+def test_a_text_that_the_tokenizer_panics_on_is_named_or_left_out(texts, tmp_path, monkeypatch, capsys):
+    class PanicException(BaseException):
+        """As PyO3 raises it."""
+
+    def encode(text):
+        if text == 'bad':
+            raise PanicException('index out of bounds')
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+
+    class Library:
+        encode_batch_fast = staticmethod(lambda texts, **_: [types.SimpleNamespace(ids=encode(text)) for text in texts])
+
+    monkeypatch.setattr(Tokenizer, '_fast', property(lambda self: None))
+    monkeypatch.setattr(Tokenizer, 'encode_batch_by_library', lambda self, texts: _encode_batch(Library, texts))
+    (texts / '7.txt').write_text('bad')
+    arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 1]
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert '7.txt: ' in error
+    assert 'the tokenizers library panicked: index out of bounds' in error
+    assert run(*arguments, '--skip_bad') == 0
+    dataset = load_manifest(tmp_path / 'data')
+    assert [entry['name'] for entry in dataset.left_out] == ['7.txt']
+    assert sum(split.documents for split in dataset.splits.values()) == 49
+
+
 @pytest.mark.parametrize('count', [1, 2, 3])
 def test_a_handful_of_documents(tmp_path, capsys, count):
     (tmp_path / 'texts').mkdir()
@@ -261,6 +290,13 @@ BAD = {
     'bad tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'bpe:100'], ['bpe:100', '257']),
     'no tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'words'], ['words', 'bpe:N']),
     'bad share': (lambda at: None, ['--input', '{}', '--validation_share', '1'], ['--validation_share']),
+    'text option that is not UTF-8': (
+        lambda at: None,
+        ['--input', '{}', '--text_field', 'a\udcff'],
+        ['--text_field', 'byte 1 of the value is not UTF-8'],
+    ),
+    'bad limit': (lambda at: None, ['--input', '{}', '--max_record_mib', '0'], ['--max_record_mib=0', '1 or more']),
+    'bad role': (lambda at: None, ['--input', '{}', '--roles', 'human=user'], ['--roles=human=user', 'ROLE=NAME']),
     'bad workers': (lambda at: None, ['--input', '{}', '--workers', '0'], ['--workers']),
     'bad block': (lambda at: None, ['--input', '{}', '--block', 'x'], ['--block']),
     'abbreviated': (lambda at: None, ['--inp', '{}'], ['--input']),
