@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -38,6 +39,24 @@ class ArgumentParser(argparse.ArgumentParser):
         if match := _REPEATED.match(message):
             raise InputError(message.replace(match[0], f'{match[1]}=', 1))
         raise InputError(f'{message} (see {self.prog} --help)')
+
+
+def surrogate_in(text: str) -> int:
+    """Returns the place of the first surrogate in `text`, which is not Unicode text; -1 = there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return -1
+
+
+def text_argument(value: str) -> str:
+    """Returns the value of an option that is text; an argparse type that refuses what is not UTF-8."""
+    place = surrogate_in(value)
+    if place >= 0:
+        byte = len(os.fsencode(value[:place]))
+        raise argparse.ArgumentTypeError(f'byte {byte} of the value is not UTF-8; give text in UTF-8')
+    return value
 
 
 def os_message(error: OSError) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxlm.data.paths import ANY, Kind, PathOption
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message, text_argument
 from maxlm.inference.dialogue import stream, talk
 from maxlm.inference.engine import CACHES, Engine
 from maxlm.inference.jsonl import Line, read_prompts, write_completions
@@ -92,13 +92,17 @@ def _parser() -> ArgumentParser:
         type=PathOption(Kind.DIRECTORY, ANY),
         help='workdir, WORKDIR@STEP, or a directory of one step',
     )
-    parser.add_argument('--prompt', action='append', help='text to continue; can be given several times')
+    parser.add_argument(
+        '--prompt', action='append', type=text_argument, help='text to continue; can be given several times'
+    )
     parser.add_argument('--prompt_file', action='append', type=file, help='file with a text to continue')
     parser.add_argument('--interactive', action='store_true', help='read prompts from the terminal')
     parser.add_argument('--input', type=file, help='JSON lines with "prompt" or "messages"')
     parser.add_argument('--output', type=file, help='gets the lines of --input with "completions"')
     parser.add_argument('--chat', action='store_true', help='the prompt is a question, spelled by the chat template')
-    parser.add_argument('--suffix', help='text behind a hole that is to be filled, for models trained to')
+    parser.add_argument(
+        '--suffix', type=text_argument, help='text behind a hole that is to be filled, for models trained to'
+    )
     parser.add_argument('--max_tokens', type=int, default=128, help='tokens per continuation (default 128)')
     parser.add_argument('--num_samples', type=int, default=1, help='continuations of each prompt (default 1)')
     parser.add_argument('--temperature', type=float, default=0.8, help='0 = always the likeliest token (default 0.8)')
@@ -106,7 +110,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument('--top_p', type=float, default=1.0, help='draw among the likeliest that reach this probability')
     parser.add_argument('--min_p', type=float, default=0.0, help='draw among those of this share of the likeliest')
     parser.add_argument('--repetition_penalty', type=float, default=1.0, help='above 1: less of what was there already')
-    parser.add_argument('--stop', action='append', help='text before which to end; can be given several times')
+    parser.add_argument(
+        '--stop', action='append', type=text_argument, help='text before which to end; can be given several times'
+    )
     parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same text (default 0)')
     parser.add_argument('--slots', type=int, default=8, help='continuations at a time (default 8)')
     parser.add_argument('--cache', choices=CACHES, default='model', help='type of keys and values (default model)')

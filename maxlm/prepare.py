@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -18,24 +17,19 @@ from maxlm.data.groups import Group, Reading, make_groups
 from maxlm.data.infill import Infill
 from maxlm.data.inputs import InputFile, find_inputs, refuse_overlap
 from maxlm.data.paths import ANY, BUCKETS, Kind, PathOption
-from maxlm.data.preparation import (
-    LEARNED,
-    Means,
-    Recipe,
-    prepare,
-    remove_leftovers,
-    remove_partial_files,
-)
+from maxlm.data.preparation import LEARNED, Means, Recipe, prepare, remove_leftovers, remove_partial_files
+from maxlm.data.provenance import chat_facts, made_from
 from maxlm.data.ray_cluster import RayCluster
+from maxlm.data.readers.fields import parse_roles
 from maxlm.data.readers.formats import find_format
-from maxlm.data.readers.options import ReadOptions
+from maxlm.data.readers.options import MAX_RECORD_BYTES, ReadOptions
 from maxlm.data.records import MANIFEST_NAME, Dataset, load_manifest
-from maxlm.data.storage import shown
-from maxlm.data.summary import summary
+from maxlm.data.storage import Entry, shown
+from maxlm.data.summary import files_left_out, summary
 from maxlm.data.survey import Cleaning
-from maxlm.data.tokenizer import SPECS, Tokenizer, check_spec, make_tokenizer
+from maxlm.data.tokenizer import SPECS, check_spec, make_tokenizer
 from maxlm.data.workers import InProcess, Processes
-from maxlm.errors import ArgumentParser, InputError, exit_code
+from maxlm.errors import ArgumentParser, InputError, exit_code, text_argument
 
 if TYPE_CHECKING:
     from maxlm.data.chat_recipe import ChatRecipe
@@ -44,7 +38,8 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Makes the data set that `argv` asks for. Raises InputError when it cannot be made."""
     options = _parse(argv)
-    find = {'exclude': options.exclude, 'max_files': options.max_files}
+    not_text: list[Entry] = []
+    find: dict[str, Any] = {'exclude': options.exclude, 'max_files': options.max_files, 'on_left_out': not_text.extend}
     training = find_inputs(options.input, **find)
     validation = find_inputs(options.validation, **find) if options.validation else []
     refuse_overlap(training, validation)
@@ -52,7 +47,9 @@ def main(argv: list[str]) -> int:
     groups = make_groups(training, validation)
     lines = _prepare(options, recipe, groups) if isinstance(options.output, Path) else _publish(options, recipe, groups)
     if not options.quiet:
-        print('\n'.join(lines))
+        lines += files_left_out(not_text)
+        # Names of files need not be text.
+        print('\n'.join(lines).encode(errors='backslashreplace').decode())
     return 0
 
 
@@ -140,7 +137,36 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default='auto',
         help='what lines of JSONL are: texts, conversations, or preferences, which is seen at the first (%(default)s)',
     )
-    what('--text_key', default='text', metavar='KEY', help='where the text is in a record (%(default)s)')
+    what(
+        '--text_field',
+        '--text_key',
+        dest='text_key',
+        type=text_argument,
+        default='text',
+        metavar='NAME',
+        help='field of the text in a record: key of JSONL, column of Parquet and data sets (%(default)s)',
+    )
+    what(
+        '--messages_field',
+        type=text_argument,
+        default='',
+        metavar='NAME',
+        help='field of the messages in a record of JSONL (messages, conversations)',
+    )
+    what(
+        '--roles',
+        type=text_argument,
+        default='',
+        metavar='ROLE=NAME,…',
+        help='names of the roles in messages, such as user=human,assistant=bot',
+    )
+    what(
+        '--max_record_mib',
+        type=int,
+        default=MAX_RECORD_BYTES // 2**20,
+        metavar='N',
+        help='longest record: line of JSONL, text of a row, content of a compressed text file (%(default)s)',
+    )
     what('--token_dtype', choices=('uint16', 'uint32'), default='', help='how raw .bin token files are stored')
     what(
         '--end_of_document',
@@ -197,6 +223,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         '--special_tokens',
         nargs='+',
         default=[],
+        type=text_argument,
         metavar='TOKEN',
         help='special tokens of the chat template besides those that look like <|…|>',
     )
@@ -233,7 +260,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises InputError for values that cannot be right whatever the input."""
-    for name, smallest in {'block': 1, 'workers': 1, 'max_files': 0, 'retries': 0, 'pack_window': 0}.items():
+    for name, smallest in {
+        'max_record_mib': 1,
+        'block': 1,
+        'workers': 1,
+        'max_files': 0,
+        'retries': 0,
+        'pack_window': 0,
+    }.items():
         if getattr(options, name) < smallest:
             raise InputError(f'--{name}={getattr(options, name)}: needs {smallest} or more')
     if not 0 <= options.validation_share < 1:
@@ -249,6 +283,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     make_cleaner(options.filter)
     choose_bands(options.near_threshold)
+    parse_roles(options.roles)
     check_spec(options.tokenizer, infill=options.infill > 0)
 
 
@@ -266,12 +301,17 @@ def _recipe(options: argparse.Namespace, training: Sequence[InputFile], validati
     chat = None if what == 'text' else _chat(options)
     if chat and tokenizer:
         chat.with_tokens(tokenizer)
-    read = ReadOptions(format=what, text_key=options.text_key)
+    read = ReadOptions(
+        format=what,
+        text_key=options.text_key,
+        messages_field=options.messages_field,
+        roles=parse_roles(options.roles),
+        max_record_bytes=options.max_record_mib * 2**20,
+    )
     if tokenizer is not None:
         end = tokenizer.end_of_document if options.end_of_document is None else options.end_of_document
-        read = ReadOptions(
-            format=what,
-            text_key=options.text_key,
+        read = dataclasses.replace(
+            read,
             token_dtype=options.token_dtype,
             end_of_document=end,
             vocab_size=tokenizer.vocab_size,
@@ -283,14 +323,18 @@ def _recipe(options: argparse.Namespace, training: Sequence[InputFile], validati
         validation_share=0.0 if validation else options.validation_share,
         infill=infill,
         block=options.block,
-        made_from={**_made_from(options, tokenizer, training, validation), **_chat_facts(what, chat)},
+        made_from={**made_from(options, read, tokenizer, training, validation), **chat_facts(what, chat)},
         chat=chat,
     )
 
 
 def _format(options: argparse.Namespace, files: Sequence[InputFile]) -> str:
-    found = find_format(options.format, files, text_key=options.text_key)
-    for name in ('chat_template', 'special_tokens', 'pack_window') if found == 'text' else ('filter', 'infill'):
+    found = find_format(options.format, files, text_key=options.text_key, messages_field=options.messages_field)
+    for name in (
+        ('chat_template', 'special_tokens', 'pack_window', 'messages_field', 'roles')
+        if found == 'text'
+        else ('filter', 'infill')
+    ):
         if value := getattr(options, name):
             told = ' '.join(value) if isinstance(value, list) else value
             if found == 'preference':
@@ -314,18 +358,6 @@ def _chat(options: argparse.Namespace) -> ChatRecipe:
     )
 
 
-def _chat_facts(what: str, chat: ChatRecipe | None) -> dict[str, Any]:
-    """What decides the result where there are conversations, for `made_from`."""
-    if chat is None:
-        return {}
-    facts = [chat.source, chat.special_tokens, chat.variables]
-    return {
-        'format': what,
-        'chat_template': f'{chat.name} with checksum {hashlib.sha256(json.dumps(facts).encode()).hexdigest()}',
-        'pack_window': chat.window,
-    }
-
-
 def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> None:
     """Raises InputError for what token files cannot be prepared with, and for what they alone can."""
     tokens = next((file for file in files if file.kind == 'tokens'), None)
@@ -343,35 +375,6 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
     for name, asked in {'infill': options.infill, 'filter': options.filter}.items():
         if asked:
             raise InputError(f'{path} is tokenized already: --{name} needs text; prepare tokens without it')
-
-
-def _made_from(
-    options: argparse.Namespace,
-    tokenizer: Tokenizer | None,
-    training: Sequence[InputFile],
-    validation: Sequence[InputFile],
-) -> dict[str, Any]:
-    """All that decides the result, to compare with what a finished data set was made from."""
-    files = [[(f.name, f.source, f.kind, f.size, f.version) for f in part] for part in (training, validation)]
-    kind = options.tokenizer.partition(':')[0]
-    told = options.tokenizer
-    if tokenizer is not None and kind not in ('bytes', 'ids'):
-        told = f'{"" if kind == "hf" else "file"} with checksum {tokenizer.sha256}'
-    return {
-        'tokenizer': told,
-        'validation_share': 0.0 if validation else options.validation_share,
-        'text_key': options.text_key,
-        'token_dtype': options.token_dtype,
-        'end_of_document': options.end_of_document,
-        'skip_bad': options.skip_bad,
-        'filter': options.filter,
-        'deduplicate': options.deduplicate,
-        'near_threshold': options.near_threshold if options.deduplicate == 'near' else None,
-        'infill': options.infill,
-        'infill_spm': options.infill_spm if options.infill else None,
-        'block': options.block,
-        'inputs': hashlib.sha256(json.dumps(files).encode()).hexdigest(),
-    }
 
 
 def _make(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> Dataset:

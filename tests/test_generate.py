@@ -9,7 +9,7 @@ import pytest
 
 from maxlm import generate
 from maxlm.data.tokenizer import bytes_tokenizer
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine import Engine
 from maxlm.inference.load import LoadedModel, load_model
 from tests.starting import make_start
@@ -236,3 +236,9 @@ def test_the_model_is_in_memory_once(run, workdir, tmp_path, monkeypatch):
     monkeypatch.setattr(LoadedModel, 'without_params', lambda self: self)
     assert run('--max_tokens=2', '--prompt=a')[0] == EXIT_DONE
     assert set(found) == {1}
+
+
+@pytest.mark.parametrize('option', ['--prompt', '--suffix', '--stop'])
+def test_text_that_is_not_utf8_is_refused_before_anything_is_loaded(option):
+    with pytest.raises(InputError, match=rf'{option}.*byte 2 of the value is not UTF-8'):
+        generate.main(['--checkpoint=nothing', f'{option}=ü\udcff'])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from maxlm.data import groups, preparation
 from maxlm.data.finished import locked
 from maxlm.data.records import load_manifest, verify
 from maxlm.data.shards import WriteShards
+from maxlm.data.tokenizer import Tokenizer, _encode_batch
 from maxlm.errors import InputError
-from tests.preparing import contents, documents_of, run, write_texts
+from tests.preparing import contents, documents_of, ids_of, run, write_texts
 
 
 @pytest.fixture
@@ -154,6 +156,33 @@ def test_skip_bad_leaves_out_and_lists(texts, tmp_path, capsys):
     assert sum(split.documents for split in dataset.splits.values()) == 41
 
 
+def test_a_text_that_the_tokenizer_panics_on_is_named_or_left_out(texts, tmp_path, monkeypatch, capsys):
+    class PanicException(BaseException):
+        """As PyO3 raises it."""
+
+    def encode(text):
+        if text == 'bad':
+            raise PanicException('index out of bounds')
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+
+    class Library:
+        encode_batch_fast = staticmethod(lambda texts, **_: [types.SimpleNamespace(ids=encode(text)) for text in texts])
+
+    monkeypatch.setattr(Tokenizer, '_fast', property(lambda self: None))
+    monkeypatch.setattr(Tokenizer, 'encode_batch_by_library', lambda self, texts: _encode_batch(Library, texts))
+    (texts / '7.txt').write_text('bad')
+    arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 1]
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert '7.txt: ' in error
+    assert 'the tokenizers library panicked: index out of bounds' in error
+    assert run(*arguments, '--skip_bad') == 0
+    dataset = load_manifest(tmp_path / 'data')
+    assert [entry['name'] for entry in dataset.left_out] == ['7.txt']
+    assert sum(split.documents for split in dataset.splits.values()) == 49
+
+
 @pytest.mark.parametrize('count', [1, 2, 3])
 def test_a_handful_of_documents(tmp_path, capsys, count):
     (tmp_path / 'texts').mkdir()
@@ -164,6 +193,82 @@ def test_a_handful_of_documents(tmp_path, capsys, count):
     assert dataset.splits['validation'].documents == min(count - 1, 1)
     assert dataset.splits['train'].documents == max(count - 1, 1)
     assert ('validation: empty' in capsys.readouterr().out) == (count == 1)
+
+
+LINES = ''.join(f'line {number} of the text\n' for number in range(100))
+
+
+@pytest.mark.parametrize(
+    ('texts', 'share', 'expected'),
+    [
+        # One long document: the last lines of it, about the share.
+        ([LINES], 0.01, LINES[-40:]),
+        ([LINES], 0.5, LINES[-1000:]),
+        # Few documents: of the longest, the share of all.
+        ([LINES, 'short'], 0.01, LINES[-40:]),
+        ([LINES] * 10, 0.01, LINES[-200:]),
+        # No lines: at a blank; no blanks: anywhere.
+        (['word ' * 100], 0.1, 'word ' * 10),
+        (['ü' * 1000], 0.1, 'ü' * 100),
+        # Blanks at the end are no text to validate on.
+        (['word ' * 100 + '\n' * 200], 0.1, 'word ' * 14 + '\n' * 200),
+        # Nothing is validated on.
+        ([LINES], 0.0, None),
+        (['one line'], 0.01, None),
+    ],
+)
+def test_of_few_documents_the_end_of_one_is_validated_on(tmp_path, capsys, texts, share, expected):
+    (tmp_path / 'texts').mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / 'texts' / f'{number}.txt').write_text(text)
+    arguments = ['--input', tmp_path / 'texts', '--tokenizer', 'bytes', '--validation_share', share]
+    assert run(*arguments, '--output', tmp_path / 'data') == 0
+    out = capsys.readouterr().out
+    dataset = load_manifest(tmp_path / 'data')
+    train, validation = documents_of(dataset, 'train'), documents_of(dataset, 'validation')
+    if expected is None:
+        assert (validation, train) == ([], texts)
+        assert 'validation: empty' in out
+        assert ('too few to split; more text' in out) == (share > 0)
+        return
+    assert abs(len(expected.strip()) - share * len(''.join(texts))) <= 32
+    assert validation == [expected]
+    assert sorted(train) == sorted([texts[0].removesuffix(expected), *texts[1:]])
+    assert 'the end of 0.txt, from character' in out
+    assert dataset.made_from[preparation.VALIDATION_NOTE] in out
+    # A control: with more documents, whole ones are validated on.
+    for number in range(60):
+        (tmp_path / 'texts' / f'more {number}.txt').write_text(LINES)
+    assert run(*arguments, '--output', tmp_path / 'other') == 0
+    assert not {*documents_of(load_manifest(tmp_path / 'other'), 'validation')} - {LINES, *texts}
+
+
+@pytest.mark.parametrize(('name', 'tokens'), [('x.npz', 500), ('x.bin', 500), ('x.npy', 40)])
+def test_the_end_of_a_token_document_is_validated_on(tmp_path, capsys, name, tokens):
+    ids = np.arange(tokens, dtype=np.uint16)
+    path = tmp_path / name
+    {'x.npz': np.savez, 'x.bin': lambda at, array: array.tofile(at), 'x.npy': np.save}[name](path, ids)
+    arguments = ['--input', path, '--output', tmp_path / 'data', '--tokenizer', 'ids:512']
+    assert run(*arguments, *(['--token_dtype', 'uint16'] if name == 'x.bin' else [])) == 0
+    dataset = load_manifest(tmp_path / 'data')
+    train, validation = ([part.tolist() for part in ids_of(dataset, split)] for split in ('train', 'validation'))
+    if tokens < 64:
+        assert (train, validation) == ([ids.tolist()], [])
+        assert 'has 40 tokens, too few to split' in capsys.readouterr().out
+    else:
+        assert (train, validation) == ([ids[:-32].tolist()], [ids[-32:].tolist()])
+
+
+def test_a_cut_document_is_the_same_after_an_interruption(tmp_path, monkeypatch):
+    (tmp_path / 'x.txt').write_text(LINES)
+    arguments = ['--input', tmp_path / 'x.txt', '--tokenizer', 'bpe:300', '--quiet', '--output']
+    assert run(*arguments, tmp_path / 'whole') == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*arguments, tmp_path / 'data') == 130
+    monkeypatch.setattr(preparation, 'choose_validation', lambda *_: pytest.fail('the choice is there'))
+    assert run(*arguments, tmp_path / 'data') == 0
+    assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
 
 
 BAD = {
@@ -180,11 +285,18 @@ BAD = {
     'no key': (
         lambda at: (at / 'x.jsonl').write_text('{"body": "a"}'),
         ['--input', '{}/x.jsonl'],
-        [':1', '--text_key'],
+        [':1', '--text_field'],
     ),
     'bad tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'bpe:100'], ['bpe:100', '257']),
     'no tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'words'], ['words', 'bpe:N']),
     'bad share': (lambda at: None, ['--input', '{}', '--validation_share', '1'], ['--validation_share']),
+    'text option that is not UTF-8': (
+        lambda at: None,
+        ['--input', '{}', '--text_field', 'a\udcff'],
+        ['--text_field', 'byte 1 of the value is not UTF-8'],
+    ),
+    'bad limit': (lambda at: None, ['--input', '{}', '--max_record_mib', '0'], ['--max_record_mib=0', '1 or more']),
+    'bad role': (lambda at: None, ['--input', '{}', '--roles', 'human=user'], ['--roles=human=user', 'ROLE=NAME']),
     'bad workers': (lambda at: None, ['--input', '{}', '--workers', '0'], ['--workers']),
     'bad block': (lambda at: None, ['--input', '{}', '--block', 'x'], ['--block']),
     'abbreviated': (lambda at: None, ['--inp', '{}'], ['--input']),

@@ -48,7 +48,9 @@ def corpus(tmp_path):
 
 
 def prepare(tmp_path, corpus, *more, output='data', expected=0):
+    # Whole documents are validated on.
     arguments = ['--input', corpus, '--output', tmp_path / output, '--tokenizer', 'bytes', '--workers', 1]
+    arguments += ['--validation_share', 0.3]
     assert run(*arguments, *more) == expected
     return load_manifest(tmp_path / output) if expected == 0 else None
 
@@ -214,7 +216,7 @@ BAD = {
     'bad infill_spm': (['x.txt', '--infill_spm', '-1'], ['--infill_spm=-1']),
     'bad retries': (['x.txt', '--retries', '-1'], ['--retries=-1']),
     'address without ray': (['x.txt', '--ray_address', 'a:1'], ['--engine=ray']),
-    'a Parquet without the column': (['x.parquet'], ['x.parquet', "no column 'text'", 'body', '--text_key']),
+    'a Parquet without the column': (['x.parquet'], ['x.parquet', "no column 'text'", 'body', '--text_field']),
     'truncated gzip': (['x.jsonl.gz'], ['x.jsonl.gz', 'cut short']),
     'truncated Parquet': (['cut.parquet'], ['cut.parquet', 'cut short']),
     'truncated .npy': (['cut.npy', '--tokenizer', 'ids:100'], ['cut.npy']),

@@ -3,6 +3,7 @@
     OpenAI    {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}
     ShareGPT  {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}
     Alpaca    {"instruction": "…", "input": "…", "output": "…", "system": "…"}
+    TRL       {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}, or both texts
 
 `tools`, `input` and `system` may be missing. A message of OpenAI's format may have other keys, such as `tool_calls`,
 which are for the chat template to show; an assistant's `"weight": 0` says that the message is not learned.
@@ -32,7 +33,10 @@ SPEAKERS = {
     'observation': 'tool',
 }
 # For messages: what is a conversation.
-FORMATS = '"messages" of "role" and "content", "conversations" of "from" and "value", or "instruction" and "output"'
+FORMATS = (
+    '"messages" of "role" and "content", "conversations" of "from" and "value", "instruction" and "output", or '
+    '"prompt" and "completion"'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +76,28 @@ def parse_conversation(entry: Any) -> Conversation | None:
     messages = parse(entry)
     if parse is not _openai:
         messages = [*system_of(entry), *messages]
-    return make_conversation(messages, entry)
+    # All but the completion is read only.
+    prompt = len(messages) - len(_said(entry, 'completion', 'assistant')) if parse is _prompt_completion else 0
+    return make_conversation(messages, entry, prompt=prompt)
+
+
+def has_completion(entry: Any) -> bool:
+    """Returns whether a record is a prompt and its completion, both texts."""
+    if not has_format(entry) or any(key in entry for keys, _ in _PARSERS[:-1] for key in keys[:1]):
+        return False
+    return isinstance(entry['prompt'], str) and isinstance(entry['completion'], str)
+
+
+def parse_completion(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns prompt and completion of a record.
+
+    Raises:
+        ValueError: the completion is empty, or is labeled as good or bad.
+    """
+    _refuse_label(entry)
+    if not entry['completion']:
+        raise ValueError("'completion' is empty")
+    return entry['prompt'], entry['completion']
 
 
 def make_conversation(messages: Sequence[Message], entry: Mapping[str, Any], *, prompt: int = 0) -> Conversation:
@@ -148,11 +173,33 @@ def _alpaca(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': output}]
 
 
+def _prompt_completion(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    _refuse_label(entry)
+    prompt, completion = _said(entry, 'prompt', 'user'), _said(entry, 'completion', 'assistant')
+    if not completion or completion[0]['role'] != 'assistant':
+        raise ValueError("'completion' does not begin with a message of the assistant")
+    return [*prompt, *completion]
+
+
+def _said(entry: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
+    """The messages of a text, of a message, or of several."""
+    value = entry[key]
+    if isinstance(value, str):
+        return [{'role': role, 'content': value}]
+    return parse_messages({key: [value] if isinstance(value, dict) else value}, key)
+
+
+def _refuse_label(entry: Mapping[str, Any]) -> None:
+    if isinstance(entry.get('label'), bool):
+        raise ValueError("'label' says whether the completion is good, and bad ones are not to be learned; remove them")
+
+
 # The keys that a format is known by.
 _PARSERS: Sequence[tuple[tuple[str, ...], Callable[[Mapping[str, Any]], list[dict[str, Any]]]]] = (
     (('messages',), _openai),
     (('conversations',), _sharegpt),
     (('instruction', 'output'), _alpaca),
+    (('prompt', 'completion'), _prompt_completion),
 )
 
 

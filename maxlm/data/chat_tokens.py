@@ -121,7 +121,10 @@ class ChatEncoder:
                 return [self._pieces_of(document.conversation)]
         except ChatError as error:
             return error
-        return [[_Piece(document.text, _FIRST, -1, True, False)]]
+        prompt, learned = document.text[: document.learned_from], document.text[document.learned_from :]
+        if not prompt:
+            return [[_Piece(learned, _FIRST, -1, True, False)]]
+        return [[_Piece(prompt, _FIRST, -1, False, False), _Piece(learned, _INSIDE, -1, True, False)]]
 
     def _joined(
         self, document: Document, parts: Sequence[tuple[Sequence[_Piece], Sequence[np.ndarray]]]

@@ -13,13 +13,11 @@ from typing import Any
 
 from maxlm.data.fetch import fetch_manifest
 from maxlm.data.preparation import GROUPS_LEFT_OUT
+from maxlm.data.provenance import CHAT_FACTS, READING_FACTS
 from maxlm.data.records import Dataset, load_manifest
 from maxlm.data.storage import shown
 from maxlm.data.summary import summary
 from maxlm.errors import InputError, os_message
-
-# Keys of `made_from` that only data with conversations has.
-CHAT_FACTS = ('format', 'chat_template', 'pack_window')
 
 
 class OtherDataError(InputError):
@@ -30,7 +28,7 @@ def refuse_other_data(dataset: Dataset, name: str, made_from: dict[str, Any], *,
     """Raises OtherDataError unless a data set, called `name` in messages, is the one that is asked for."""
     changes = [
         f'{key} {dataset.made_from.get(key)}, not {value}' if key != 'inputs' else 'other input files'
-        for key, value in {**dict.fromkeys(CHAT_FACTS), **made_from}.items()
+        for key, value in {**dict.fromkeys((*CHAT_FACTS, *READING_FACTS)), **made_from}.items()
         if dataset.made_from.get(key) != value
     ]
     if changes:

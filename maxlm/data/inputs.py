@@ -12,14 +12,15 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from maxlm.data import storage
+from maxlm.data.content import suffix_of, text_files
 from maxlm.data.storage import Entry, StorageError, is_url, shown
 from maxlm.errors import InputError
 
-# What is taken from a directory. Data formats (.json, .csv, .xml) are left out: they are rarely prose or code.
+# Text by its name; files of other suffixes are told by their content.
 # fmt: off
 TEXT_SUFFIXES = frozenset({
     '.txt', '.md', '.rst', '.tex', '.html', '.css', '.toml', '.yaml', '.yml', '.sql', '.sh',
@@ -59,20 +60,31 @@ class InputFile:
     version: str
 
 
-def find_inputs(paths: Sequence[str | Path], *, exclude: Sequence[str] = (), max_files: int = 0) -> list[InputFile]:
+# Called with the files of a directory or glob that are left out, since they hold no text.
+OnLeftOut = Callable[[Sequence[Entry]], None]
+
+
+def find_inputs(
+    paths: Sequence[str | Path],
+    *,
+    exclude: Sequence[str] = (),
+    max_files: int = 0,
+    on_left_out: OnLeftOut = lambda files: None,
+) -> list[InputFile]:
     """The files behind `paths`, in the order of `paths` and sorted by name within each.
 
-    A directory is walked; files with a suffix of TEXT_SUFFIXES or KIND_SUFFIXES are taken; hidden entries, local
-    directories that are symbolic links, `__pycache__`, and files and directories whose name matches a pattern of
-    `exclude` are not. A file given itself is taken whatever its suffix, as text where that is unknown; so are the
-    matches of a glob that ends in a suffix. Where two inputs hold a file of the same name, all names get their source
-    in front.
+    A directory is walked; files with a suffix of TEXT_SUFFIXES or KIND_SUFFIXES are taken, and those of other suffixes
+    whose content is text (see `content`), unless there are token files; hidden entries, local directories that are
+    symbolic links, `__pycache__`, and files and directories whose name matches a pattern of `exclude` are not. A file
+    given itself is taken whatever its suffix, as text where that is unknown; so are the matches of a glob that ends in
+    a suffix. Where two inputs hold a file of the same name, all names get their source in front.
 
     Args:
         paths: local paths, URLs, globs of both, `hf:NAME[:CONFIG][@REVISION][#SPLIT]`, `hf:DIRECTORY[#SPLIT]`,
             `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`, `tfds:DIRECTORY[#SPLIT]`.
         exclude: names or patterns (`*.npy`) of what is left out of directories and globs.
         max_files: take at most so many of each input, the first by name; 0 = all.
+        on_left_out: told the files of directories and globs that hold no text.
 
     Raises:
         InputError: a path is missing or holds nothing usable, an input has both text and token files, a file is
@@ -80,7 +92,7 @@ def find_inputs(paths: Sequence[str | Path], *, exclude: Sequence[str] = (), max
     """
     inputs = []
     for path in paths:
-        files = _files_of(os.fspath(path), tuple(exclude))
+        files = _files_of(os.fspath(path), tuple(exclude), on_left_out)
         inputs.append(files[: max_files or len(files)])
     _refuse_shared_files(inputs)
     files = [file for given in inputs for file in given]
@@ -101,13 +113,12 @@ def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile
 
 
 def kind_of(name: str) -> str:
-    """The format of a file by the suffix of its name; '' = none that directories are searched for."""
-    name = name.lower()
-    kinds = (kind for kind, suffixes in KIND_SUFFIXES.items() if name.endswith(suffixes))
-    return next(kinds, 'text' if PurePosixPath(name).suffix in TEXT_SUFFIXES else '')
+    """The format of a file by the suffix of its name, below that of a compression; '' = its content tells it."""
+    kinds = (kind for kind, suffixes in KIND_SUFFIXES.items() if name.lower().endswith(suffixes))
+    return next(kinds, 'text' if suffix_of(name) in TEXT_SUFFIXES else '')
 
 
-def _files_of(given: str, exclude: tuple[str, ...]) -> list[InputFile]:
+def _files_of(given: str, exclude: tuple[str, ...], on_left_out: OnLeftOut) -> list[InputFile]:
     for prefix, kind in DATASET_PREFIXES.items():
         if given.startswith(prefix):
             return [_dataset(given, kind)]
@@ -115,18 +126,18 @@ def _files_of(given: str, exclude: tuple[str, ...]) -> list[InputFile]:
     given = given.removeprefix('file://')
     try:
         if _is_glob(given):
-            return _matches(given, exclude)
+            return _matches(given, exclude, on_left_out)
         entry = storage.stat(given)
         source = _last_component(given)
         if not entry.is_directory:
             return [_input_file(entry, source, kind_of(entry.name) or 'text')]
-        files = [_input_file(file, source, kind) for file in _walk(given, exclude) if (kind := kind_of(file.name))]
+        files = _taken(list(_walk(given, exclude)), source, on_left_out)
     except StorageError as error:
         raise InputError(f'{error}; --input takes files, directories, globs and data sets') from error
     if not files:
         raise InputError(f'{shown(given)} holds no text: {_searched()}')
     _refuse_mixed(given, files)
-    return sorted(files, key=lambda file: file.name)
+    return files
 
 
 def _dataset(given: str, kind: str) -> InputFile:
@@ -143,22 +154,35 @@ def _is_glob(given: str) -> bool:
     return _WILDCARDS.search(given) is not None and not os.path.lexists(given)
 
 
-def _matches(glob: str, exclude: tuple[str, ...]) -> list[InputFile]:
+def _matches(glob: str, exclude: tuple[str, ...], on_left_out: OnLeftOut) -> list[InputFile]:
     root, patterns = _split_glob(glob)
-    known_only = not PurePosixPath(patterns[-1]).suffix or _WILDCARDS.search(PurePosixPath(patterns[-1]).suffix)
+    suffix = PurePosixPath(patterns[-1]).suffix
+    is_named = bool(suffix) and not _WILDCARDS.search(suffix)
     # By name: `**` reaches some files in several ways.
     found = {entry.name: entry for entry in _expand(root, '', patterns, exclude)}
     source = _last_component(root)
-    files = [
-        _input_file(found[name], source, kind or 'text')
-        for name in sorted(found)
-        if (kind := kind_of(name)) or not known_only
-    ]
+    files = _taken([found[name] for name in sorted(found)], source, on_left_out, is_named=is_named)
     if not files:
         what = f'no file that can be read: {_searched()}' if found else 'nothing'
         raise InputError(f'{shown(glob)} matches {what}')
     _refuse_mixed(glob, files)
     return files
+
+
+def _taken(entries: Sequence[Entry], source: str, on_left_out: OnLeftOut, *, is_named: bool = False) -> list[InputFile]:
+    """The files that are read; with `is_named` the user has named their suffix."""
+    known = [entry for entry in entries if kind_of(entry.name)]
+    unknown = [entry for entry in entries if not kind_of(entry.name)]
+    texts = unknown
+    if not is_named:
+        # Token files cannot be mixed with text.
+        texts = [] if any(kind_of(entry.name) == 'tokens' for entry in known) else text_files(unknown)
+    taken = {entry.path for entry in texts}
+    on_left_out([entry for entry in unknown if entry.path not in taken])
+    return [
+        _input_file(entry, source, kind_of(entry.name) or 'text')
+        for entry in sorted([*known, *texts], key=lambda entry: entry.name)
+    ]
 
 
 def _split_glob(glob: str) -> tuple[str, list[str]]:
@@ -228,7 +252,7 @@ def _last_component(path: str) -> str:
 
 def _searched() -> str:
     suffixes = [suffix for group in KIND_SUFFIXES.values() for suffix in group]
-    return f'directories are searched for {" ".join(suffixes + sorted(TEXT_SUFFIXES))}'
+    return f'directories are searched for {" ".join(suffixes + sorted(TEXT_SUFFIXES))}, and other files in UTF-8'
 
 
 def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:

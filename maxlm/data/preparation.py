@@ -22,9 +22,10 @@ from maxlm.data.progress import StageBar
 from maxlm.data.records import CHAT_TEMPLATE_FILE, Dataset, save_manifest
 from maxlm.data.results import identity_of, load_result, save_result, write_atomically
 from maxlm.data.shards import ChatShards, WriteShards, left_behind
-from maxlm.data.splits import HASH_RANGE, SAMPLE_BYTES, validation_threshold
+from maxlm.data.splits import HASH_RANGE, SAMPLE_BYTES
 from maxlm.data.survey import Cleaning, Survey, VerdictFile, judge
 from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
+from maxlm.data.validation_choice import Cut, ValidationChoice, choose_validation
 from maxlm.errors import InputError, os_message
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ WORK_DIRECTORY = '.prepare'
 CLEANING_FILE = 'cleaning.json'
 # Set in `made_from` where groups failed and were left out.
 GROUPS_LEFT_OUT = 'groups_left_out'
+# Set in `made_from` where the end of a document is validated on, or nothing: the reason.
+VALIDATION_NOTE = 'validation_note'
 # Tokenizers that learn from the text.
 LEARNED = ('chars', 'bpe')
 
@@ -95,10 +98,11 @@ def prepare(recipe: Recipe, groups: Sequence[Group], output: Path, means: Means)
     except OSError as error:
         raise InputError(f'{stages.work}: {os_message(error)}') from error
     groups, verdicts, filtered = stages.clean(groups)
-    tokenizer, validation_below = stages.begin(groups, verdicts)
-    tasks = stages.write(groups, verdicts, tokenizer, validation_below)
+    tokenizer, validation = stages.begin(groups, verdicts)
+    tasks = stages.write(groups, verdicts, tokenizer, validation)
     left_out = stages.left_out
     made_from = {**recipe.made_from, **({GROUPS_LEFT_OUT: len(left_out)} if left_out else {})}
+    made_from |= {VALIDATION_NOTE: validation.note} if validation.note else {}
     dataset, duplicates = assemble(
         tasks,
         tokenizer,
@@ -162,14 +166,16 @@ class _Stages:
         _refuse_empty([filtered[survey.group.number] for survey in surveys if not survey.group.held_out])
         return [survey.group for survey in surveys], verdicts, filtered
 
-    def begin(self, groups: Sequence[Group], verdicts: Sequence[VerdictFile | None]) -> tuple[Tokenizer, int]:
-        """The tokenizer, written, and below which hash of their name documents of --input are validated on."""
+    def begin(
+        self, groups: Sequence[Group], verdicts: Sequence[VerdictFile | None]
+    ) -> tuple[Tokenizer, ValidationChoice]:
+        """The tokenizer, written, and which part of --input is validated on."""
         path, stamp = self._output / TOKENIZER_FILE, self.work / 'begin.json'
         # Which groups there are depends on what failed; all else follows from the recipe.
         identity = identity_of(self._recipe.made_from, [group.identity for group in groups])
         known = load_result(stamp, identity)
         if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
-            return Tokenizer.load(path), known['validation_below']
+            return Tokenizer.load(path), _validation_of(known)
         training = [place for place, group in enumerate(groups) if not group.held_out]
         preview = Preview(
             [groups[place] for place in training],
@@ -178,25 +184,25 @@ class _Stages:
             self._recipe.cleaning.filters,
             self._means.skip_failed,
         )
-        below = validation_threshold(preview.names(), self._recipe.validation_share)
+        validation = choose_validation(preview.documents(), self._recipe.validation_share)
         total = min(SAMPLE_BYTES, sum(groups[place].size for place in training))
         shown = self._means.show_progress and _kind(self._recipe.tokenizer) in LEARNED
         with StageBar('tokenizer', total=total, show=shown) as bar:
             chat = self._recipe.chat
             # A tokenizer of characters must know those of the template too.
-            texts = itertools.chain(preview.texts(below, bar), chat.texts if chat else ())
+            texts = itertools.chain(preview.texts(validation, bar), chat.texts if chat else ())
             tokenizer = make_tokenizer(self._recipe.tokenizer, texts, infill=self._recipe.infill is not None)
             tokenizer = chat.with_tokens(tokenizer) if chat else tokenizer
         write_atomically(path, tokenizer.to_json())
-        save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, 'validation_below': below})
-        return tokenizer, below
+        save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, **dataclasses.asdict(validation)})
+        return tokenizer, validation
 
     def write(
         self,
         groups: Sequence[Group],
         verdicts: Sequence[VerdictFile | None],
         tokenizer: Tokenizer,
-        validation_below: int,
+        validation: ValidationChoice,
     ) -> list[WriteShards]:
         """Writes the shards; returns the tasks that are done."""
         chat = None if self._recipe.chat is None else self._write_template(self._recipe.chat, tokenizer)
@@ -208,7 +214,7 @@ class _Stages:
                 reading=self._recipe.reading,
                 verdicts=file,
                 filters=self._recipe.cleaning.filters,
-                validation_below=HASH_RANGE if group.held_out else validation_below,
+                validation=ValidationChoice(HASH_RANGE) if group.held_out else validation,
                 tokenizer_sha256=tokenizer.sha256,
                 infill=self._recipe.infill,
                 block=self._recipe.block,
@@ -262,6 +268,11 @@ def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
         f'--filter removes all {report.documents:,} documents of --input, {removed.documents:,} for {reason!r}, such '
         f'as {example.name} ({example.detail}); choose other filters'
     )
+
+
+def _validation_of(facts: dict[str, Any]) -> ValidationChoice:
+    """Returns the choice that a stamp holds."""
+    return ValidationChoice(facts['below'], facts['cut'] and Cut(**facts['cut']), facts['note'])
 
 
 def _kind(spec: str) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from maxlm.data import splits
 from maxlm.data.documents import Document
 from maxlm.data.groups import Group, Reading, TransientError, read_batches
-from maxlm.data.splits import name_hash, sample_places
+from maxlm.data.splits import sample_places
 from maxlm.data.survey import VerdictFile
+from maxlm.data.validation_choice import ValidationChoice
 from maxlm.data.verdicts import Sieve
 from maxlm.errors import InputError
 
@@ -31,22 +32,23 @@ class Preview:
     filters: tuple[str, ...]
     skip_failed: bool
 
-    def names(self) -> Iterator[str]:
-        """Names of all documents."""
-        return (document.name for place in range(len(self.groups)) for document in self._documents(place))
+    def documents(self) -> Iterator[Document]:
+        """Yields all documents."""
+        for place in range(len(self.groups)):
+            yield from self._documents(place)
 
-    def texts(self, validation_below: int, on_text: Callable[[int], None]) -> Iterator[str]:
+    def texts(self, validation: ValidationChoice, on_text: Callable[[int], None]) -> Iterator[str]:
         """Text for the tokenizer, SAMPLE_BYTES characters at most; never nothing where there is text to train on.
 
         Args:
-            validation_below: documents whose name's hash is below are not trained on.
+            validation: the part of the documents that is not trained on.
             on_text: told the number of characters of each text.
         """
         places = sample_places([group.size for group in self.groups])
         found = False
         for place in places:
             left = splits.SAMPLE_BYTES // len(places)
-            for text in self._trained_on(place, validation_below):
+            for text in self._trained_on(place, validation):
                 on_text(len(text[:left]))
                 yield text[:left]
                 found = True
@@ -56,13 +58,13 @@ class Preview:
         if found:
             return
         for place in range(len(self.groups)):
-            for text in self._trained_on(place, validation_below):
+            for text in self._trained_on(place, validation):
                 yield text[: splits.SAMPLE_BYTES]
                 return
 
-    def _trained_on(self, place: int, validation_below: int) -> Iterator[str]:
-        for document in self._documents(place):
-            if name_hash(document.name) >= validation_below:
+    def _trained_on(self, place: int, validation: ValidationChoice) -> Iterator[str]:
+        for document in validation.parts(self._documents(place)):
+            if not validation.includes(document.name):
                 yield document.text
 
     def _documents(self, place: int) -> Iterator[Document]:

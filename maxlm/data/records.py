@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import typing
 import uuid
@@ -23,6 +24,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxlm.data.whole import put
 from maxlm.errors import InputError, os_message
+from maxlm.storage.json_text import parse_json
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = 'dataset.json'
@@ -34,6 +36,9 @@ UNMASKED: dict[str, Any] = {'masked': False, 'packed_window': 0, 'chat_template_
 NO_PREFERENCES: dict[str, Any] = {'preferences': False}
 # Records are read one at a time in random order: no grouping, and nothing to gain from compressing token ids cheaply.
 WRITER_OPTIONS = 'group_size:1,uncompressed'
+# Smallest and largest values of the manifest's integers. Ids leave two bits of 32 for marks: see `marks`.
+BOUNDS = {'vocab_size': (1, 2**30), 'block': (1, 2**31 - 1), 'packed_window': (0, 2**31 - 1)}
+BOUNDS_OF_COUNTS = (0, 2**62)
 
 T = TypeVar('T')
 
@@ -213,7 +218,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
     path = Path(path)
     manifest = path / MANIFEST_NAME
     try:
-        facts = json.loads(manifest.read_text(encoding='utf-8'))
+        facts = parse_json(manifest.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
             f'{path} holds no data set ({MANIFEST_NAME} is missing); make one with '
@@ -229,11 +234,11 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
         raise InputError(f'{manifest} is malformed ({error}); {remedy(path)}') from error
     expected = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
     for name, size in expected.items() if complete else ():
-        actual = _size(path / name)
+        actual = _size(path, name)
         if actual != size:
             raise InputError(f'{path / name} is truncated: {actual} bytes instead of {size}; {remedy(path)}')
     for name in dataset.beside:
-        _size(path / name)
+        _size(path, name)
     return dataset
 
 
@@ -271,7 +276,8 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
         raise TypeError('not an object')
     if (version := facts.pop('format_version')) != FORMAT_VERSION:
         raise InputError(
-            f'{path / MANIFEST_NAME} has format {version}, this maxlm reads {FORMAT_VERSION}; {remedy(path)}'
+            f'{path / MANIFEST_NAME} has format {version}, this maxlm reads {FORMAT_VERSION}; prepare the text again, '
+            'with another --output'
         )
     splits = {
         name: _build(
@@ -287,8 +293,17 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
     facts = {**({} if 'masked' in facts else UNMASKED), **NO_PREFERENCES, **facts}
     dataset = _build(Dataset, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
     dtypes = ('uint32',) if dataset.masked else ('uint16', 'uint32')
-    if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes or dataset.block < 1:
-        raise TypeError('splits, dtype or block')
+    if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes:
+        raise TypeError('splits or dtype')
+    if dataset.end_of_document >= dataset.vocab_size or dataset.vocab_size - 1 > np.iinfo(dataset.dtype).max:
+        raise TypeError(f'vocab_size is {dataset.vocab_size}, end_of_document {dataset.end_of_document}')
+    for entry in dataset.left_out:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ('name', 'reason')):
+            raise TypeError('left_out is not a list of names and reasons')
+    names = [dataset.tokenizer_file, *(shard.name for split in splits.values() for shard in split.shards)]
+    for name in names:
+        if not is_file_name(name):
+            raise TypeError(f'a file named {name!r}')
     if dataset.preferences and not (dataset.masked and dataset.packed_window):
         raise TypeError('preferences that are not masked and packed')
     return dataset
@@ -301,16 +316,32 @@ def _build(cls: Callable[..., T], facts: dict[str, Any]) -> T:
         raise TypeError(f'keys {sorted(set(facts) ^ set(kinds))}')
     for name, kind in kinds.items():
         # A path is a subclass of Path; of dict[…] and tuple[…] the kind of container is checked.
-        if not isinstance(facts[name], typing.get_origin(kind) or kind):
-            raise TypeError(f'{name} is {facts[name]!r}')
+        value = facts[name]
+        if not isinstance(value, typing.get_origin(kind) or kind) or not _is_in_range(name, value, kind):
+            raise TypeError(f'{name} is {repr(value)[:200]}')
     return cls(**facts)
 
 
-def _size(path: Path) -> int:
+def _is_in_range(name: str, value: Any, kind: Any) -> bool:
+    if kind is float:
+        return math.isfinite(value) and value >= 0 and (name != 'share' or value <= 1)
+    if kind is int:
+        smallest, largest = BOUNDS.get(name, BOUNDS_OF_COUNTS)
+        # JSON's `true` is an int for Python.
+        return not isinstance(value, bool) and smallest <= value <= largest
+    return True
+
+
+def is_file_name(name: str) -> bool:
+    """Returns whether `name` names a file in a data set's directory, and leads nowhere else."""
+    return name == os.path.basename(name) and name not in ('', '.', '..') and '\0' not in name
+
+
+def _size(directory: Path, name: str) -> int:
     try:
-        return path.stat().st_size
+        return (directory / name).stat().st_size
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; {remedy(path.parent)}') from error
+        raise InputError(f'{directory / name}: {os_message(error)}; {remedy(directory)}') from error
 
 
 def _sync_and_hash(path: Path) -> tuple[str, int]:
@@ -325,5 +356,5 @@ def reason_of(error: Exception) -> str:
 
 
 def remedy(path: Path) -> str:
-    """What helps when the data set in directory `path` is damaged."""
-    return f'copy it again, or delete {path} and run maxlm.prepare again'
+    """Returns the remedy for a data set in directory `path` that is damaged or incomplete."""
+    return f'copy {path} again, or run maxlm.prepare again with another --output'

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from pathlib import Path
 
 from maxlm.data.buckets import read_file
 from maxlm.data.outage import redact
-from maxlm.data.records import CHAT_TEMPLATE_FILE, FORMAT_VERSION, MANIFEST_NAME
+from maxlm.data.records import BOUNDS_OF_COUNTS, CHAT_TEMPLATE_FILE, FORMAT_VERSION, MANIFEST_NAME, is_file_name
 from maxlm.data.transfer import RemoteFile, remove_partial
 from maxlm.errors import InputError, os_message
+from maxlm.storage.json_text import parse_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,7 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
     """The manifest of the data set in the directory `url`; raises InputError if it is malformed."""
     name = f'{redact(url)}/{MANIFEST_NAME}'
     try:
-        facts = json.loads(content)
+        facts = parse_json(content)
         version = facts['format_version']
         if version != FORMAT_VERSION:
             raise InputError(f'{name} has format {version}, this maxlm reads {FORMAT_VERSION}; prepare it again')
@@ -61,7 +60,7 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
         if template := facts.get('chat_template_sha256'):
             beside[CHAT_TEMPLATE_FILE] = str(template)
         shards = {
-            str(shard['name']): (int(shard['bytes']), str(shard['sha256']))
+            str(shard['name']): (_size(shard['bytes']), str(shard['sha256']))
             for split in facts['splits'].values()
             for shard in split['shards']
         }
@@ -69,9 +68,16 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
         raise InputError(f'{name} is malformed ({error}); copy the data set to the bucket again') from error
     for file in (*beside, *shards):
         # They become paths: none may lead out of the directory.
-        if file != os.path.basename(file) or file in ('', '.', '..'):
+        if not is_file_name(file):
             raise InputError(f'{name} is malformed (a file named {file!r}); copy the data set to the bucket again')
     return RemoteManifest(url, content, beside, shards)
+
+
+def _size(value: object) -> int:
+    smallest, largest = BOUNDS_OF_COUNTS
+    if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
+        raise TypeError(f'bytes is {repr(value)[:200]}')
+    return value
 
 
 def remove_stale(manifest: RemoteManifest, directory: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from maxlm.data.chat_packing import ChatCounts, PairCounts
 from maxlm.data.cleaning.report import CleaningReport
-from maxlm.data.documents import Document, raise_bad
+from maxlm.data.documents import Document, encode_each, raise_bad
 from maxlm.data.engine import OnProgress
 from maxlm.data.groups import Group, Reading, read_batches
 from maxlm.data.infill import Infill, encode_documents
@@ -21,13 +21,14 @@ from maxlm.data.marks import TokenDocument
 from maxlm.data.records import FORMAT_VERSION, Shard
 from maxlm.data.results import identity_of, load_result, pack, save_result, unpack
 from maxlm.data.split_output import MarkedOutput, SplitCounts, SplitOutput
-from maxlm.data.splits import name_hash
 from maxlm.data.survey import VerdictFile
 from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from maxlm.data.validation_choice import ValidationChoice
 from maxlm.data.verdicts import Sieve
 from maxlm.errors import InputError
 
 if TYPE_CHECKING:
+    from maxlm.data.chat_template import ChatError
     from maxlm.data.chat_tokens import ChatEncoder
 
 SPLITS = ('train', 'validation')
@@ -77,7 +78,7 @@ class WriteShards:
         group, reading: what is written.
         verdicts: what is kept of it; None = all.
         filters: names of cleaning.filters, run again on documents that they shorten.
-        validation_below: documents whose name's hash is below go to validation.
+        validation: the part of the documents that goes to validation.
         tokenizer_sha256: checksum of the tokenizer.
         infill: what is rearranged for filling in the middle; None = nothing.
         block: tokens in a record.
@@ -90,7 +91,7 @@ class WriteShards:
     reading: Reading
     verdicts: VerdictFile | None
     filters: tuple[str, ...]
-    validation_below: int
+    validation: ValidationChoice
     tokenizer_sha256: str
     infill: Infill | None
     block: int
@@ -114,7 +115,7 @@ class WriteShards:
             self.group.identity,
             self.reading.identity,
             self.verdicts and self.verdicts.identity,
-            self.validation_below,
+            dataclasses.asdict(self.validation),
             self.tokenizer_sha256,
             self.infill and dataclasses.asdict(self.infill),
             self.block,
@@ -149,11 +150,12 @@ class WriteShards:
         with contextlib.ExitStack() as stack:
             splits = {name: self._output(name, tokenizer, stack) for name in SPLITS}
             for read, size in read_batches(self.group, self.reading, left_out):
-                documents = sieve.keep(read)
+                documents = list(self.validation.parts(sieve.keep(read)))
                 num_tokens = 0
                 for document, encoded in self._encode(documents, tokenizer, left_out):
-                    in_validation = name_hash(document.name) < self.validation_below
-                    splits['validation' if in_validation else 'train'].add(encoded, document.text)
+                    splits['validation' if self.validation.includes(document.name) else 'train'].add(
+                        encoded, document.text
+                    )
                     num_tokens += len(encoded.tokens)
                 for split in splits.values():
                     split.flush()
@@ -191,20 +193,26 @@ class WriteShards:
     def _encode(
         self, documents: Sequence[Document], tokenizer: Tokenizer, left_out: list[dict[str, str]]
     ) -> Iterator[tuple[Document, TokenDocument]]:
-        """The documents as they are written; what a chat template does not take may be left out."""
+        """The documents as they are written; what tokenizer or chat template do not take may be left out."""
+        encode: Callable[[Sequence[Document]], Sequence[TokenDocument | ChatError]]
         if self.chat is None:
-            end = np.array([tokenizer.end_of_document], np.uint32)
-            for document, ids in zip(documents, encode_documents(tokenizer, documents, self.infill), strict=True):
-                yield document, TokenDocument(np.concatenate([ids, end]), None)
-            return
-        encoder = _load_encoder(self.output, self.tokenizer_sha256, self.chat.template_sha256)
-        for document, encoded in zip(documents, encoder.encode_documents(documents), strict=True):
+            encode = functools.partial(_encode_texts, tokenizer, infill=self.infill)
+        else:
+            encoder = _load_encoder(self.output, self.tokenizer_sha256, self.chat.template_sha256)
+            encode = encoder.encode_documents
+        for document, encoded in zip(documents, encode_each(encode, documents), strict=True):
             if isinstance(encoded, TokenDocument):
                 yield document, encoded
             elif self.reading.skip_bad:
                 left_out.append({'name': document.name, 'reason': str(encoded)})
             else:
                 raise_bad(document.name, f'{document.name}: {encoded}')
+
+
+def _encode_texts(tokenizer: Tokenizer, documents: Sequence[Document], *, infill: Infill | None) -> list[TokenDocument]:
+    end = np.array([tokenizer.end_of_document], np.uint32)
+    encoded = encode_documents(tokenizer, documents, infill)
+    return [TokenDocument(np.concatenate([ids, end]), None) for ids in encoded]
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from maxlm.data.cleaning.report import CleaningReport
-from maxlm.data.preparation import CLEANING_FILE
+from maxlm.data.content import suffix_of
+from maxlm.data.preparation import CLEANING_FILE, VALIDATION_NOTE
 from maxlm.data.records import MANIFEST_NAME, Dataset
+from maxlm.data.storage import Entry, shown
 
 # Left-out documents that are printed; dataset.json lists them all.
 LEFT_OUT_SHOWN = 10
+SUFFIXES_SHOWN = 5
 
 
 def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
@@ -15,7 +21,11 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
     lines = [f'{message}: vocabulary {dataset.vocab_size:,}, fingerprint {dataset.fingerprint[:12]}']
     for name, split in dataset.splits.items():
         if not split.documents:
-            lines.append(f'  {name}: empty; --validation or a larger --validation_share fills it')
+            note = dataset.made_from.get(VALIDATION_NOTE)
+            remedy = '--validation or a larger --validation_share fills it'
+            lines.append(
+                f'  {name}: empty: {note}; more text or --validation fills it' if note else f'  {name}: empty; {remedy}'
+            )
             continue
         what = 'pairs' if dataset.preferences else 'documents'
         size = f'{split.text_bytes / split.tokens:.2f} bytes per token, ' if split.text_bytes else ''
@@ -23,19 +33,35 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
             f'  {name}: {split.documents:,} {what}, {split.tokens:,} tokens, {size}'
             f'unigram entropy {split.unigram_entropy:.3f} nats per token'
         )
+        if name == 'validation' and VALIDATION_NOTE in dataset.made_from:
+            lines.append(f'    {dataset.made_from[VALIDATION_NOTE]}')
         if len(split.sources) > 1:
             shares = ', '.join(f'{source} {counts.share:.1%}' for source, counts in split.sources.items())
             lines.append(f'    {shares}')
         if dataset.chat:
             lines.append(f'    {_chat_line(dataset.chat[name], split.tokens)}')
     if cleaned:
-        report = CleaningReport.from_json((dataset.path / CLEANING_FILE).read_text(encoding='utf-8'))
-        lines += [f'  {line}' for line in report.to_lines()]
-        lines.append(f'  examples: {dataset.path / CLEANING_FILE}')
+        path = dataset.path / CLEANING_FILE
+        try:
+            report = CleaningReport.from_json(path.read_text(encoding='utf-8'))
+            lines += [f'  {line}' for line in report.to_lines()]
+            lines.append(f'  examples: {path}')
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
+            # The data set is complete without it.
+            lines.append(f'  cleaning: {path} cannot be read; copy it again')
     if dataset.left_out:
         lines.append(f'  left out: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
         lines += [f'    {entry["name"]}: {entry["reason"]}' for entry in dataset.left_out[:LEFT_OUT_SHOWN]]
     return lines
+
+
+def files_left_out(files: Sequence[Entry]) -> list[str]:
+    """Returns a line on the files of the input that hold no text; none where there are no such files."""
+    if not files:
+        return []
+    suffixes = Counter(suffix_of(entry.name) or 'no suffix' for entry in files).most_common(SUFFIXES_SHOWN)
+    counts = ', '.join(f'{suffix} {count:,}' for suffix, count in suffixes)
+    return [f'  not read, since they are not text: {len(files):,} files ({counts}), such as {shown(files[0].path)}']
 
 
 def _chat_line(counts: dict[str, int], tokens: int) -> str:

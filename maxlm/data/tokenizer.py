@@ -25,14 +25,18 @@ from maxlm.data.special_tokens import (
     find_end_of_document,
     find_infill_ids,
 )
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, os_message, surrogate_in
+from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular import read_text
+from maxlm.storage.rust_panics import catch_panics
 
 TOKENIZER_FILE = 'tokenizer.json'
 # 256 bytes and the end of a document.
 MIN_BPE_VOCAB_SIZE = 257
 # Each id becomes an entry of tokenizer.json.
 MAX_NUMBERED_IDS = 2**20
+# A tokenizer.json may leave this many ids unused, and as many as it uses. Embeddings have a row for each.
+MAX_UNUSED_IDS = 2**16
 SPECS = 'bytes, chars, bpe:N, ids:N[:END], hf:NAME[@REVISION] or the path of a tokenizer.json'
 
 
@@ -80,9 +84,15 @@ class Tokenizer:
     def from_json(cls, text: str, *, name: str, infill: bool = False) -> Tokenizer:
         """The same from the content of a file, which messages call `name`."""
         try:
-            library = tokenizers.Tokenizer.from_str(text)
+            facts = parse_json(text)
+            # Before the library: it makes a table of all ids.
+            _refuse_gaps(facts)
+            with catch_panics('tokenizers'):
+                library = tokenizers.Tokenizer.from_str(text)
+        except InputError as error:
+            raise InputError(f'{name}: {error}') from error
         except Exception as error:  # the library raises bare Exception
-            raise InputError(f'{name} is not a tokenizer.json: {error}') from error
+            raise InputError(f'{name} is not a tokenizer.json: {str(error)[:300]}') from error
         try:
             return _finished(library, infill)
         except InputError as error:
@@ -117,7 +127,8 @@ class Tokenizer:
         """Token ids of each text, without the end of document: uint32 arrays [number of tokens].
 
         Raises:
-            InputError: a text has no ids: of an `ids` tokenizer, one that is not numbers.
+            InputError: a text has no ids: it holds a surrogate, the library panics on it, or the tokenizer is one of
+                `ids` and the text is not numbers.
         """
         fast = self._fast
         if fast is None:
@@ -125,7 +136,8 @@ class Tokenizer:
         encoded = []
         for text in texts:
             try:
-                encoded.append(fast(text))
+                with catch_panics('tiktoken'):
+                    encoded.append(fast(text))
             except ValueError:
                 encoded += self.encode_batch_by_library([text])
         return encoded
@@ -247,7 +259,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, infill: bool = False) ->
         show_progress=False,
     )
     # A list: what goes wrong while reading must not be raised inside the library.
-    library.train_from_iterator(list(texts), trainer)
+    sample = list(texts)
+    try:
+        with catch_panics('tokenizers'):
+            library.train_from_iterator(sample, trainer)
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f'--tokenizer=bpe:{vocab_size}: no tokenizer can be made of this text: {error}') from error
     return _finished(library, infill)
 
 
@@ -259,10 +276,31 @@ def _finished(library: tokenizers.Tokenizer, infill: bool) -> Tokenizer:
 
 def _encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     try:
-        encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+        with catch_panics('tokenizers'):
+            encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
     except Exception as error:  # the library raises bare Exception
+        for text in texts:
+            if (place := surrogate_in(text)) >= 0:
+                raise InputError(f'the text is not valid UTF-8 at character {place}') from error
         raise InputError(f'the tokenizer has no ids for a text: {error}') from error
     return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _refuse_gaps(facts: Any) -> None:
+    """Raises InputError where the ids of a tokenizer.json have large gaps; other mistakes are for the library."""
+    parts = facts if isinstance(facts, dict) else {}
+    model, added = parts.get('model'), parts.get('added_tokens')
+    vocab = model.get('vocab') if isinstance(model, dict) else None
+    # Those of Unigram are a list, in the order of ids.
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab) if isinstance(vocab, list) else 0))
+    ids += [token.get('id') for token in (added if isinstance(added, list) else []) if isinstance(token, dict)]
+    numbers = {i for i in ids if isinstance(i, int)}
+    largest = max(numbers, default=0)
+    if largest > 2 * len(numbers) + MAX_UNUSED_IDS:
+        raise InputError(
+            f'has {len(numbers):,} tokens with ids up to {largest:,}: the gaps are too large, since a model has a row '
+            'for each id; number the tokens from 0'
+        )
 
 
 def _check_form(spec: str, *, infill: bool) -> None:
@@ -300,7 +338,8 @@ def _from_hub(name: str, *, infill: bool) -> Tokenizer:
     """The `tokenizer.json` of a model of the Hugging Face hub, by the library's own client and its cache."""
     identifier, _, revision = name.partition('@')
     try:
-        library = tokenizers.Tokenizer.from_pretrained(identifier, revision=revision or 'main')
+        with catch_panics('tokenizers'):
+            library = tokenizers.Tokenizer.from_pretrained(identifier, revision=revision or 'main')
     except Exception as error:  # of the library, of its client, of the network
         reason = ' '.join(str(error).split())
         raise InputError(

@@ -14,6 +14,7 @@ from maxlm.data.inputs import find_inputs
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.shards import WriteShards
 from maxlm.data.tokenizer import ids_tokenizer
+from maxlm.data.validation_choice import ValidationChoice
 from maxlm.errors import InputError
 
 
@@ -30,7 +31,8 @@ def tasks(tmp_path):
     reading = Reading(ReadOptions(end_of_document=9, vocab_size=10), skip_bad=False)
     groups = make_groups(find_inputs([tmp_path / 'a.txt', tmp_path / 'b.npy', tmp_path / 'c.txt']), [])
     made = [
-        WriteShards(output, output / 'work', group, reading, None, (), 0, tokenizer.sha256, None, 8) for group in groups
+        WriteShards(output, output / 'work', group, reading, None, (), ValidationChoice(0), tokenizer.sha256, None, 8)
+        for group in groups
     ]
     for task in made:
         task.run(lambda *_: None)

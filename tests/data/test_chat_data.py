@@ -334,6 +334,36 @@ def test_only_jsonl_has_conversations(tmp_path, capsys):
     assert 'x.txt is no JSONL' in capsys.readouterr().err
 
 
+def test_of_a_completion_the_end_alone_is_learned(tmp_path):
+    lines = [{'prompt': f'question {i}? ', 'completion': f'ANSWER {i}'} for i in range(30)]
+    (tmp_path / 'x.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    for window in (0, 64):
+        output = tmp_path / f'data{window}'
+        assert prepare(tmp_path / 'x.jsonl', output, '--tokenizer', 'bytes', '--pack_window', window) == EXIT_DONE
+        dataset = load_manifest(output)
+        tokenizer = Tokenizer.load(dataset.tokenizer_path)
+        learned = ''
+        for split in dataset.splits.values():
+            for number, shard in enumerate(split.shards):
+                stream = TokenReader(dataset, split.shards).read(number, 0, shard.tokens)
+                learned += tokenizer.decode(ids_of(stream[is_predicted(stream)]))
+        assert sorted(learned.split('<|endoftext|>')[:-1]) == sorted(line['completion'] for line in lines)
+
+
+def test_names_of_fields_and_roles_are_part_of_what_it_is_made_from(tmp_path, capsys):
+    messages = [{'role': 'human', 'content': 'q'}, {'role': 'bot', 'content': 'a'}]
+    (tmp_path / 'x.jsonl').write_text('\n'.join([json.dumps({'dialog': messages, 'text': 'x'})] * 3))
+    roles = ['--messages_field', 'dialog', '--roles', 'user=human,assistant=bot']
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *roles) == EXIT_DONE
+    assert load_manifest(tmp_path / 'data').made_from['roles'] == [['human', 'user'], ['bot', 'assistant']]
+    capsys.readouterr()
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *roles) == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data') == EXIT_BAD_INPUT
+    assert 'messages_field dialog, not None' in capsys.readouterr().err
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'new', '--roles', 'user=human') == EXIT_BAD_INPUT
+    assert '--roles=user=human is for conversations, and no input has them' in capsys.readouterr().err
+
+
 def test_equal_conversations_are_found(tmp_path):
     write(tmp_path / 'x.jsonl', ['openai'], count=10)
     (tmp_path / 'x.jsonl').write_text((tmp_path / 'x.jsonl').read_text() * 2)

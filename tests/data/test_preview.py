@@ -10,6 +10,7 @@ from maxlm.data.inputs import find_inputs
 from maxlm.data.preview import Preview
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.splits import HASH_RANGE, name_hash
+from maxlm.data.validation_choice import Cut, ValidationChoice
 from maxlm.errors import InputError
 
 
@@ -30,16 +31,18 @@ def ignore(_):
 
 def test_all_of_a_small_corpus_is_the_sample(preview):
     told: list[int] = []
-    assert list(preview.texts(0, told.append)) == [chr(ord('a') + i) * 100 for i in range(20)]
+    assert list(preview.texts(ValidationChoice(0), told.append)) == [chr(ord('a') + i) * 100 for i in range(20)]
     assert told == [100] * 20
-    assert list(preview.names()) == [f'{i:02}.txt' for i in range(20)]
+    assert [document.name for document in preview.documents()] == [f'{i:02}.txt' for i in range(20)]
 
 
 def test_the_sample_is_of_what_is_trained_on(preview):
     half = HASH_RANGE // 2
     expected = {chr(ord('a') + i) for i in range(20) if name_hash(f'{i:02}.txt') >= half}
     assert 4 < len(expected) < 16
-    assert {text[0] for text in preview.texts(half, ignore)} == expected
+    assert {text[0] for text in preview.texts(ValidationChoice(half), ignore)} == expected
+    texts = list(preview.texts(ValidationChoice(0, Cut('03.txt', 60)), ignore))
+    assert [len(text) for text in texts] == [100] * 3 + [60] + [100] * 16
 
 
 def test_of_a_large_corpus_no_more_is_read_than_is_used(preview, monkeypatch):
@@ -53,7 +56,7 @@ def test_of_a_large_corpus_no_more_is_read_than_is_used(preview, monkeypatch):
         return read_batches(group, reading, left_out)
 
     monkeypatch.setattr(preview_module, 'read_batches', note)
-    assert list(preview.texts(0, ignore)) == [letter * 30 for letter in 'afkp']
+    assert list(preview.texts(ValidationChoice(0), ignore)) == [letter * 30 for letter in 'afkp']
     assert read == [0, 5, 10, 15]
 
 
@@ -61,11 +64,11 @@ def test_the_sample_is_never_empty(preview, monkeypatch):
     monkeypatch.setattr(splits, 'SAMPLE_BYTES', 40)
     monkeypatch.setattr(splits, 'SAMPLE_PLACES', 1)
     # Only this one is trained on, and it is not at the place of the sample.
-    largest = max((name_hash(name), name) for name in preview.names())
+    largest = max((name_hash(document.name), document.name) for document in preview.documents())
     assert largest[1] != '00.txt'
-    (text,) = preview.texts(largest[0], ignore)
+    (text,) = preview.texts(ValidationChoice(largest[0]), ignore)
     assert len(text) == 40
-    assert list(preview.texts(largest[0] + 1, ignore)) == []
+    assert list(preview.texts(ValidationChoice(largest[0] + 1), ignore)) == []
 
 
 def test_a_storage_that_fails(preview, monkeypatch):
@@ -78,6 +81,6 @@ def test_a_storage_that_fails(preview, monkeypatch):
 
     monkeypatch.setattr(preview_module, 'read_batches', fail_once)
     with pytest.raises(InputError, match=r'03\.txt: no answer; run the same again'):
-        list(preview.names())
+        list(preview.documents())
     lenient = Preview(preview.groups, preview.verdicts, preview.reading, (), skip_failed=True)
-    assert len(list(lenient.names())) == 19
+    assert len(list(lenient.documents())) == 19

@@ -13,6 +13,7 @@ from maxlm.data.readers.options import ReadOptions
 from maxlm.data.shards import WriteShards, left_behind
 from maxlm.data.splits import HASH_RANGE, name_hash
 from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.data.validation_choice import ValidationChoice
 from maxlm.errors import InputError
 
 
@@ -34,7 +35,7 @@ def task(tmp_path):
         reading=Reading(ReadOptions(), skip_bad=False),
         verdicts=None,
         filters=(),
-        validation_below=HASH_RANGE // 2,
+        validation=ValidationChoice(HASH_RANGE // 2),
         tokenizer_sha256=tokenizer.sha256,
         infill=None,
         block=16,
@@ -82,7 +83,7 @@ def test_a_result_counts_for_the_very_same_task(task):
     others = {
         'group': dataclasses.replace(task.group, number=0, held_out=True),
         'reading': Reading(ReadOptions(), skip_bad=True),
-        'validation_below': 0,
+        'validation': ValidationChoice(0),
         'tokenizer_sha256': 'x',
         'infill': Infill(),
         'block': 17,

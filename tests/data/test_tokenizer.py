@@ -318,3 +318,9 @@ def test_no_blank_inside_a_document(scheme):
 def test_inside_is_the_same_where_no_blank_is_put(tokenizer):
     for one, other in zip(tokenizer.encode_batch_inside(NASTY), tokenizer.encode_batch(NASTY), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_surrogate_is_no_text():
+    for tokenizer in (bytes_tokenizer(), train_bpe(['some text'], 300)):
+        with pytest.raises(InputError, match='the text is not valid UTF-8 at character 3'):
+            tokenizer.encode_batch(['fine', 'bad\udcff'])

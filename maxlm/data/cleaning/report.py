@@ -8,6 +8,7 @@ from typing import Any
 
 from maxlm.data.cleaning.removal import Removal
 from maxlm.data.documents import Document
+from maxlm.storage.json_text import parse_json
 
 # Per reason, the first in the order of the corpus: they do not depend on who worked on what.
 MAX_EXAMPLES = 3
@@ -97,7 +98,7 @@ class CleaningReport:
     @classmethod
     def from_json(cls, content: str) -> CleaningReport:
         """What `to_json` wrote; KeyError, TypeError or ValueError for anything else."""
-        facts: dict[str, Any] = json.loads(content)
+        facts: dict[str, Any] = parse_json(content)
         removed = {
             reason: Removed(
                 entry['documents'], entry['bytes'], tuple(Example(**example) for example in entry['examples'])

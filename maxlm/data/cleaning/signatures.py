@@ -21,6 +21,7 @@ import numpy as np
 
 from maxlm.data.documents import Document
 from maxlm.errors import InputError, os_message
+from maxlm.storage.json_text import parse_json
 
 # To be raised whenever the same document would get another signature.
 SIGNATURE_VERSION = 1
@@ -99,7 +100,7 @@ class Signatures:
         """
         try:
             with path.open('rb') as file:
-                head = json.loads(_map_array(file).tobytes())
+                head = parse_json(_map_array(file).tobytes())
                 exact, slots, name_bytes, name_ends = (_map_array(file) for _ in range(4))
             if head['format'] != _format():
                 raise ValueError(f'made as {head["format"]}, not {_format()}')

@@ -6,15 +6,16 @@ import gzip
 import io
 from typing import Any, BinaryIO, cast
 
-# Compressed bytes that are decompressed together; some blocks of Zstandard grow by thousands.
-INPUT_BYTES = 2**14
+# Compressed bytes that are decompressed together. Blocks of Zstandard may grow by 32768: to 64 MiB.
+INPUT_BYTES = 2**11
+COMPRESSED_SUFFIXES = ('.gz', '.zst')
 # The largest window that `zstd --long=31` makes.
 MAX_WINDOW_BYTES = 2**31
 
 
 def is_compressed(name: str) -> bool:
     """Whether the name of a file tells of a compression that `decompressed` knows."""
-    return name.lower().endswith(('.gz', '.zst'))
+    return name.lower().endswith(COMPRESSED_SUFFIXES)
 
 
 def decompressed(file: BinaryIO, name: str) -> BinaryIO:

@@ -36,36 +36,48 @@ READERS = {
     'hub': Reader(hub.bounds, hub.read),
 }
 
+# The format that the first record of a file has, or its columns, by kind of the file.
+FIRST_FORMATS: dict[str, Callable[[InputFile, ReadOptions], str]] = {
+    'jsonl': jsonl.first_format,
+    'parquet': parquet.first_format,
+    'hub': hub.first_format,
+}
 
-def find_format(asked: str, files: Sequence[InputFile], *, text_key: str) -> str:
-    """What lines of JSONL are (see `ReadOptions.format`): as `asked`, but of `auto` only where there are conversations.
 
-    That is seen at the first line of the first file of each source: a corpus may have very many files. Where it is a
-    preference, all must be.
+def find_format(asked: str, files: Sequence[InputFile], *, text_key: str, messages_field: str = '') -> str:
+    """What records are (see `ReadOptions.format`): as `asked`, but of `auto` only where there are conversations.
+
+    That is seen at the first line of the first file of each source, or at its columns: a corpus may have very many
+    files. Where it is a preference, all must be. With a `messages_field` there are conversations.
 
     Raises:
-        InputError: only conversations, or preferences, are asked for, and a file is no JSONL; some sources hold
+        InputError: only conversations, or preferences, are asked for, and a file has no records; some sources hold
             preferences, and others do not; or a file cannot be read.
     """
     if asked == 'auto':
+        if messages_field:
+            return 'auto'
         options = ReadOptions(text_key=text_key)
-        firsts = {file.source: file for file in reversed(files) if file.kind == 'jsonl'}
+        firsts = {file.source: file for file in reversed(files) if file.kind in FIRST_FORMATS}
         try:
-            found = {source: jsonl.first_format(file, options) for source, file in firsts.items()}
+            found = {source: FIRST_FORMATS[file.kind](file, options) for source, file in firsts.items()}
         except StorageError as error:
             raise InputError(str(error)) from error
         if 'preference' not in found.values():
             return 'auto' if 'chat' in found.values() else 'text'
         pairs = next(file for source, file in firsts.items() if found[source] == 'preference')
         for file in files:
-            if found.get(file.source) != 'preference':
+            if file.kind not in FIRST_FORMATS or found.get(file.source) != 'preference':
                 raise InputError(
                     f'{shown(pairs.path)} holds preferences, and {shown(file.path)} does not; prepare them apart'
                 )
         asked = 'preference'
     if asked in ('chat', 'preference'):
         for file in files:
-            if file.kind != 'jsonl':
+            if file.kind not in FIRST_FORMATS:
                 what = 'conversations' if asked == 'chat' else 'preferences'
-                raise InputError(f'--format={asked}: {shown(file.path)} is no JSONL, which {what} come in')
+                raise InputError(
+                    f'--format={asked}: {shown(file.path)} is no JSONL, Parquet or data set of the hub, which {what} '
+                    'come in; --exclude leaves out files of directories'
+                )
     return asked

@@ -22,8 +22,9 @@ from typing import Any
 from maxlm.data import storage
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
+from maxlm.data.readers.entries import columns_format
 from maxlm.data.readers.options import ReadOptions
-from maxlm.data.readers.rows import column_fault, row_document, told_rows
+from maxlm.data.readers.rows import column_fault, record_fields, row_document, told_rows
 from maxlm.data.storage import StorageError
 from maxlm.errors import InputError
 
@@ -83,13 +84,12 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
     """The documents of units [start, stop). See `formats.Reader`. Names are `DATASET:ROW`, or `DATASET:SHARD:ROW`."""
     try:
         dataset = _open(file.path, file.version)
-        # A stream may learn its columns only from its first row.
-        columns = dataset.column_names or list(next(told_rows(dataset, file.path), {options.text_key: ''}))
+        columns = _columns(dataset, file, options)
         if fault := column_fault(columns, options):
             on_bad(file.name, f'{file.path}: {fault}')
             return
         # The other columns are not even fetched where the format allows it.
-        dataset = dataset.select_columns(list(dict.fromkeys((options.text_key, *options.metadata_keys))))
+        dataset = dataset.select_columns(record_fields(columns, options))
         if not _is_streamed(dataset):
             rows = dataset.select(range(start, min(stop, len(dataset))))
             for number, row in enumerate(told_rows(rows, file.path), start):
@@ -101,6 +101,16 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                 yield from row_document(file, f'{shard}:{number}', row, options, on_bad)
     except StorageError as error:
         on_bad(file.name, str(error))
+
+
+def first_format(file: InputFile, options: ReadOptions) -> str:
+    """Returns the format that the columns show: `preference`, `chat` or `text`."""
+    return columns_format(_columns(_open(file.path, file.version), file, options), options)
+
+
+def _columns(dataset: Any, file: InputFile, options: ReadOptions) -> list[str]:
+    # A stream may learn its columns only from its first row.
+    return dataset.column_names or list(next(told_rows(dataset, file.path), {options.text_key: ''}))
 
 
 def _parse(given: str) -> _Spec:

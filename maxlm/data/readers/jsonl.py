@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from maxlm.data import preferences, storage
-from maxlm.data.chat import FORMATS, has_format, parse_conversation
+from maxlm.data import storage
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
-from maxlm.data.preferences import has_preference, parse_preference
 from maxlm.data.readers.compression import decompressed, is_compressed
+from maxlm.data.readers.entries import entry_document, entry_format
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.storage import StorageError, shown
+from maxlm.storage.json_text import parse_json
 
 # Read at once where only the ends of lines matter.
 CHUNK_BYTES = 2**20
@@ -40,19 +38,22 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
             stream = decompressed(stack.enter_context(storage.open_file(file.path)), file.name)
             offset = first_offset = _first_line(stream, start)
             number = 0
-            while offset < stop and (line := stream.readline()):
+            while offset < stop and (line := stream.readline(options.max_record_bytes + 1)):
                 number += 1
+                is_whole = len(line) <= options.max_record_bytes or line.endswith(b'\n')
                 content = line.removeprefix(UTF8_MARK) if offset == 0 else line
-                if content.strip():
+                if content.strip() or not is_whole:
                     try:
+                        if not is_whole:
+                            raise ValueError(f'the line is longer than {options.limit_told}')
                         entry = parse(content, options, offset + len(line) - len(content))
-                        yield _document(f'{file.name}:{offset}', file.source, entry, options)
+                        yield entry_document(f'{file.name}:{offset}', file.source, entry, options)
                     except ValueError as error:
                         if lines_before is None:
                             lines_before = _count_lines(file.path, first_offset)
                         line_number = lines_before + number
                         on_bad(f'{file.name}:{line_number}', f'{path}:{line_number}: {error}')
-                offset += len(line)
+                offset += len(line) + (0 if is_whole else _skip_line(stream))
             if offset < min(stop, file.size) and not is_compressed(file.name):
                 on_bad(file.name, f'{path}: ends at byte {offset} of {file.size}; it was cut short since it was listed')
     except StorageError as error:
@@ -64,10 +65,10 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
 def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
     """The JSON value of a line that starts at byte `offset`; ValueError says what is wrong with it."""
     try:
-        return json.loads(line.decode('utf-8'))
+        return parse_json(line.decode('utf-8'))
     except UnicodeDecodeError as error:
         raise ValueError(f'byte {offset + error.start} of the file is not UTF-8') from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         wanted = {'chat': 'with a conversation', 'preference': 'with a pair of answers'}
         told = wanted.get(options.format, f'like {{"{options.text_key}": "…"}}')
         raise ValueError(f'not JSON ({error}); each line must be an object {told}') from error
@@ -82,62 +83,32 @@ def first_format(file: InputFile, options: ReadOptions) -> str:
     """
     with storage.open_file(file.path) as content:
         try:
-            lines = (line.removeprefix(UTF8_MARK).strip() for line in decompressed(content, file.name))
-            entry = parse(next(filter(None, lines), b'null'), options, 0)
+            stream = decompressed(content, file.name)
+            lines = iter(lambda: stream.readline(options.max_record_bytes + 1), b'')
+            stripped = (line.removeprefix(UTF8_MARK).strip() for line in lines)
+            entry = parse(next(filter(None, stripped), b'null'), options, 0)
         except (ValueError, EOFError, zlib.error, OSError):
             return 'text'
-    if _has_text(entry, options.text_key):
-        return 'text'
-    # Before conversations: records of pairs may hold one besides.
-    return 'preference' if has_preference(entry) else 'chat' if has_format(entry) else 'text'
+    return entry_format(entry, options)
 
 
-def _document(name: str, source: str, entry: Any, options: ReadOptions) -> Document:
-    """The document that a JSON value is; ValueError says why it is none."""
-    if options.format == 'preference':
-        preference = parse_preference(entry)
-        if preference is None:
-            raise ValueError(f'no pair of answers: it needs {preferences.FORMATS}')
-        return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
-    has_text = _has_text(entry, options.text_key)
-    if options.format == 'chat' or (options.format == 'auto' and not has_text):
-        conversation = parse_conversation(entry)
-        if conversation is None:
-            no_text = '' if options.format == 'chat' else f', and no text at the key {options.text_key!r}'
-            raise ValueError(f'no conversation{no_text}: it needs {FORMATS}')
-        return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
-    if not has_text:
-        hint = '--format=chat takes conversations' if has_format(entry) else '--text_key names the key'
-        hint = '--format=preference takes pairs of answers' if has_preference(entry) else hint
-        raise ValueError(f'no text at the key {options.text_key!r}; {hint}')
-    text = entry.pop(options.text_key)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError('holds half of a surrogate pair, which is not text') from error
-    return Document(name, source, text, metadata=_scalars(entry))
-
-
-def _has_text(entry: Any, text_key: str) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get(text_key), str)
-
-
-def _scalars(entry: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if not isinstance(value, dict | list)}
-
-
-def _first_line(stream: BinaryIO | io.BufferedIOBase, start: int) -> int:
+def _first_line(stream: BinaryIO, start: int) -> int:
     """Goes to the first line that begins at byte `start` or later; returns where that is."""
     if start == 0:
         return 0
-    offset = start - 1
-    stream.seek(offset)
+    stream.seek(start - 1)
+    return start - 1 + _skip_line(stream)
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Reads to the end of the line; returns the number of bytes."""
+    size = 0
     # By parts: the line may be longer than memory.
     while part := stream.readline(CHUNK_BYTES):
-        offset += len(part)
+        size += len(part)
         if part.endswith(b'\n'):
             break
-    return offset
+    return size
 
 
 def _count_lines(path: str, stop: int) -> int:

@@ -9,8 +9,9 @@ from typing import Any, BinaryIO
 from maxlm.data import storage
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
+from maxlm.data.readers.entries import columns_format
 from maxlm.data.readers.options import ReadOptions
-from maxlm.data.readers.rows import column_fault, row_document
+from maxlm.data.readers.rows import column_fault, record_fields, row_document
 from maxlm.data.storage import StorageError, shown
 
 # Rows that are decoded together: few, since each may be a book.
@@ -31,11 +32,22 @@ def bounds(file: InputFile) -> Sequence[int]:
     return list(itertools.accumulate(sizes, initial=0))
 
 
+def first_format(file: InputFile, options: ReadOptions) -> str:
+    """Returns the format that the columns show: `preference`, `chat`, or `text`, also where the file is damaged."""
+    import pyarrow  # slow to import
+
+    with storage.open_file(file.path) as content:
+        try:
+            return columns_format(_open(content).schema_arrow.names, options)
+        except (pyarrow.ArrowException, OSError):
+            return 'text'
+
+
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
     """The documents of row groups [start, stop). See `formats.Reader`.
 
     Names are `FILE:ROW`. Only the columns of the text and of `metadata_keys` are read; a row without text (null) is
-    left out.
+    left out. Of conversations and preferences the columns of their fields are read.
     """
     import pyarrow  # slow to import
 
@@ -74,7 +86,7 @@ def _read_group(
     options: ReadOptions,
     on_bad: OnBad,
 ) -> Iterator[Document]:
-    columns = list(dict.fromkeys((options.text_key, *options.metadata_keys)))
+    columns = record_fields(parquet.schema_arrow.names, options)
     for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
         arrays = {key: batch.column(key) for key in columns}
         for i in range(batch.num_rows):
@@ -101,11 +113,13 @@ def _column_fault(schema: Any, options: ReadOptions) -> str:
 
     if fault := column_fault(schema.names, options):
         return fault
+    if options.format != 'text':
+        return ''
     kind = schema.field(options.text_key).type
     kind = kind.value_type if is_type.is_dictionary(kind) else kind
     texts = (is_type.is_string, is_type.is_large_string, is_type.is_binary, is_type.is_large_binary, is_type.is_null)
     if not any(is_text(kind) for is_text in texts):
-        return f'the column {options.text_key!r} holds {kind}, not text; --text_key names the column of the text'
+        return f'the column {options.text_key!r} holds {kind}, not text; --text_field names the column of the text'
     return ''
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from maxlm.data import storage
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
+from maxlm.data.readers.entries import RECORD_FIELDS, entry_document
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.storage import shown
 
@@ -19,7 +20,17 @@ def row_document(
     """The document that a row is, named `FILE:PLACE`; none where it has no text (None), or no readable one."""
     name = f'{file.name}:{place}'
     try:
+        if options.format != 'text':
+            # Columns of messages hold all fields that any message has.
+            entry = without_none(plain(dict(row)))
+            if not record_fields(list(entry), options):
+                return
+            document = entry_document(name, file.source, entry, options)
+            _refuse_long(document.text, options)
+            yield document
+            return
         text = text_of(row[options.text_key])
+        _refuse_long(text, options)
     except ValueError as error:
         on_bad(name, f'{shown(file.path)}: row {place}: {error}')
         return
@@ -28,11 +39,32 @@ def row_document(
 
 def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
     """Which column is asked for and not there; '' = none."""
+    if options.format != 'text':
+        wanted = [key for key in record_fields(columns, options) if key not in options.metadata_keys]
+        if wanted and (not options.messages_field or options.messages_field in columns or options.text_key in columns):
+            return ''
+        missing = f'no column {options.messages_field!r}' if options.messages_field else 'no column of a conversation'
+        return f'{missing}; it has {", ".join(columns)}; --messages_field names the column'
     for key in (options.text_key, *options.metadata_keys):
         if key not in columns:
-            option = '--text_key' if key == options.text_key else '--metadata_keys'
+            option = '--text_field' if key == options.text_key else '--metadata_keys'
             return f'no column {key!r}; it has {", ".join(columns)}; {option} names the column'
     return ''
+
+
+def record_fields(columns: Sequence[str], options: ReadOptions) -> list[str]:
+    """Returns the columns that are read of a row."""
+    if options.format == 'text':
+        return list(dict.fromkeys((options.text_key, *options.metadata_keys)))
+    wanted = {options.text_key, options.messages_field, *RECORD_FIELDS, *options.metadata_keys}
+    return [column for column in columns if column in wanted]
+
+
+def without_none(value: Any) -> Any:
+    """Returns a JSON value without the fields of its objects that are None."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def told_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
@@ -64,7 +96,12 @@ def text_of(value: Any) -> str:
         raise ValueError(f'byte {error.start} of the text is not UTF-8') from error
     except UnicodeEncodeError as error:
         raise ValueError('holds half of a surrogate pair, which is not text') from error
-    raise ValueError(f'holds {type(value).__name__}, not text; --text_key names the column of the text')
+    raise ValueError(f'holds {type(value).__name__}, not text; --text_field names the column of the text')
+
+
+def _refuse_long(text: str, options: ReadOptions) -> None:
+    if len(text) > options.max_record_bytes:
+        raise ValueError(f'the text is longer than {options.limit_told}')
 
 
 def plain(value: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 
 from maxlm.data import storage
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
+from maxlm.data.readers.compression import decompressed, is_compressed
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.storage import StorageError, shown
 
@@ -20,15 +22,26 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """The file as a document. See `formats.Reader`."""
+    """The file as a document. See `formats.Reader`. A compressed file is decompressed, up to the limit of a record."""
+    path = shown(file.path)
     try:
-        content = storage.read_bytes(file.path)
+        if is_compressed(file.name):
+            with storage.open_file(file.path) as stream:
+                content = decompressed(stream, file.name).read(options.max_record_bytes + 1)
+        else:
+            content = storage.read_bytes(file.path)
     except StorageError as error:
         on_bad(file.name, str(error))
+        return
+    except (EOFError, zlib.error, OSError) as error:
+        on_bad(file.name, f'{path}: damaged or cut short ({error}); fetch or compress it again')
+        return
+    if is_compressed(file.name) and len(content) > options.max_record_bytes:
+        on_bad(file.name, f'{path}: is longer than {options.limit_told}')
         return
     try:
         text = content.decode('utf-8')
     except UnicodeDecodeError as error:
-        on_bad(file.name, f'{shown(file.path)}: byte {error.start} is not UTF-8; save the file as UTF-8')
+        on_bad(file.name, f'{path}: byte {error.start} is not UTF-8; save the file as UTF-8')
         return
     yield Document(file.name, file.source, text.removeprefix(BYTE_ORDER_MARK))

@@ -8,6 +8,7 @@ SPLIT is `train` unless it is given. ArrayRecord is read at any place; TFRecord 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -55,7 +56,8 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """The documents of examples [start, stop). See `formats.Reader`. Names are `DATASET#SPLIT:EXAMPLE`."""
+    """The documents of examples [start, stop), texts. See `formats.Reader`. Names are `DATASET#SPLIT:EXAMPLE`."""
+    options = dataclasses.replace(options, format='text')
     try:
         builder = _opened(file.path, file.version)
         if fault := column_fault(sorted(builder.info.features or ()), options):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
+import tokenize
 from typing import BinaryIO
 
 import numpy as np
@@ -13,6 +15,8 @@ RAW_DTYPES = ('uint16', 'uint32')
 # tokens (github.com/karpathy/llm.c, dev/data/data_common.py). By magic number and version, how tokens are stored.
 HEADER_DTYPES = {(20240520, 1): 'uint16', (20240801, 7): 'uint32'}
 HEADER_INTEGERS = 256
+# The longest header that NumPy parses.
+MAX_NPY_HEADER_BYTES = 10_000
 
 
 class TokenFileError(Exception):
@@ -68,12 +72,16 @@ def open_npy(file: BinaryIO, size: int) -> TokenArray:
     """
     try:
         # Version 3 is for names of fields, which token ids have none of.
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
+        read_header, length_bytes = {
+            (1, 0): (np.lib.format.read_array_header_1_0, 2),
+            (2, 0): (np.lib.format.read_array_header_2_0, 4),
         }[np.lib.format.read_magic(file)]
-        shape, fortran_order, dtype = read_header(file)
-    except (ValueError, KeyError, SyntaxError, TypeError) as error:
+        # NumPy reads as many bytes as the header claims to have, before it looks at their number.
+        start = file.read(length_bytes)
+        length = min(int.from_bytes(start, 'little'), MAX_NPY_HEADER_BYTES + 1)
+        shape, fortran_order, dtype = read_header(io.BytesIO(start + file.read(length)))
+    # NumPy tokenizes headers of Python 2 and evaluates all.
+    except (ValueError, KeyError, SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError) as error:
         reason = ' '.join(str(error).split())[:200]
         raise TokenFileError(f'no .npy array ({reason}); save it with numpy.save') from error
     if dtype.hasobject:
@@ -82,6 +90,8 @@ def open_npy(file: BinaryIO, size: int) -> TokenArray:
         raise TokenFileError(f'holds {dtype}; token ids are integers (uint16, uint32, int32, int64)')
     if len(shape) not in (1, 2):
         raise TokenFileError(f'has {len(shape)} dimensions; give [tokens] or [documents, length]')
+    if min(shape) < 0:
+        raise TokenFileError(f'has the shape {shape}; save it with numpy.save')
     if fortran_order and len(shape) == 2 and min(shape) > 1:
         raise TokenFileError('is stored column by column; save numpy.ascontiguousarray of it')
     array = TokenArray(file, file.tell(), dtype, shape)

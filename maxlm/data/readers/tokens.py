@@ -112,11 +112,14 @@ def _read_array(
 def _documents(array: TokenArray, start: int, stop: int, end: int | None) -> Iterator[tuple[int, np.ndarray]]:
     """(First token, ids) of the documents whose first token is in bytes [start, stop) of the tokens."""
     itemsize = array.dtype.itemsize
+    # A header of a few bytes may claim any number of empty rows.
+    if not array.length:
+        return
     if not array.has_rows:
         yield from _cut_stream(array, 0, array.length, -(-start // itemsize), -(-stop // itemsize), end)
         return
     length = array.shape[-1]
-    row_bytes = max(length * itemsize, 1)
+    row_bytes = length * itemsize
     for row in range(-(-start // row_bytes), min(-(-stop // row_bytes), array.shape[0])):
         yield from _cut_stream(array, row * length, (row + 1) * length, row * length, (row + 1) * length, end)
 

@@ -95,7 +95,7 @@ def test_the_version_changes_with_the_files(table, tmp_path):
 def test_a_missing_column_is_named(directory, left_out):
     ((name, reason),) = left_out(f'hf:{directory}', text_key='content')
     assert name == 'set#train'
-    assert "no column 'content'; it has id, text; --text_key names the column" in reason
+    assert "no column 'content'; it has id, text; --text_field names the column" in reason
     ((_, reason), *_) = left_out(f'hf:{directory}', text_key='id')
     assert 'row 0' in reason
     assert 'holds int, not text' in reason

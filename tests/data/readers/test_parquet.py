@@ -46,13 +46,13 @@ def test_only_columns_that_are_asked_for_are_kept(tmp_path, read):
 @pytest.mark.parametrize(
     ('columns', 'options', 'told'),
     [
-        ({'id': [1], 'content': ['a']}, {}, "no column 'text'; it has id, content; --text_key names the column"),
+        ({'id': [1], 'content': ['a']}, {}, "no column 'text'; it has id, content; --text_field names the column"),
         (
             {'text': ['a']},
             {'metadata_keys': ('url',)},
             "no column 'url'; it has text; --metadata_keys names the column",
         ),
-        ({'text': [1]}, {}, "the column 'text' holds int64, not text; --text_key names the column of the text"),
+        ({'text': [1]}, {}, "the column 'text' holds int64, not text; --text_field names the column of the text"),
         ({'text': [['a']]}, {}, "the column 'text' holds list<"),
     ],
 )

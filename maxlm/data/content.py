@@ -1,0 +1,69 @@
+"""Tells text files by their content, where the name of a file does not tell what it holds."""
+
+from __future__ import annotations
+
+import codecs
+import concurrent.futures
+import zlib
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from maxlm.data import storage
+from maxlm.data.readers.compression import COMPRESSED_SUFFIXES, decompressed
+from maxlm.data.storage import Entry, StorageError, is_passing
+
+# The first bytes of a file, by which it is told.
+BLOCK_BYTES = 8192
+# Files that are opened at once: in a bucket each takes a while.
+THREADS = 16
+# Known not to be prose or code, so that directories with very many of them are not opened one by one.
+# fmt: off
+OTHER_SUFFIXES = frozenset({
+    # Data formats: text, but rarely prose or code.
+    '.json', '.csv', '.tsv', '.xml', '.svg',
+    # Pictures, sound, video and fonts.
+    '.png', '.jpg', '.jpeg', '.gif', '.bmp', '.ico', '.tif', '.tiff', '.webp', '.pdf', '.mp3', '.mp4', '.ogg', '.wav',
+    '.flac', '.avi', '.mov', '.mkv', '.webm', '.ttf', '.otf', '.woff', '.woff2',
+    # Archives, programs and weights.
+    '.zip', '.tar', '.tgz', '.bz2', '.xz', '.7z', '.rar', '.whl', '.jar', '.so', '.o', '.a', '.dll', '.exe', '.pyc',
+    '.pkl', '.pickle', '.pt', '.pth', '.safetensors', '.ckpt', '.h5', '.hdf5', '.arrow', '.tfrecord', '.arrayrecord',
+})
+# fmt: on
+
+
+def suffix_of(name: str) -> str:
+    """Returns the suffix of a file name in small letters, below that of a compression."""
+    path = PurePosixPath(name.lower())
+    return path.with_suffix('').suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
+
+
+def text_files(entries: Sequence[Entry]) -> list[Entry]:
+    """Returns the files that hold text, by their first block; those of OTHER_SUFFIXES are not opened."""
+    opened = [entry for entry in entries if suffix_of(entry.name) not in OTHER_SUFFIXES]
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        return [entry for entry, found in zip(opened, pool.map(_holds_text, opened), strict=True) if found]
+
+
+def _holds_text(entry: Entry) -> bool:
+    """Returns whether the first block of a file, decompressed, is UTF-8 without NUL.
+
+    True also for a file that cannot be opened: reading it reports the reason.
+
+    Raises:
+        StorageError: the storage does not answer.
+    """
+    try:
+        with storage.open_file(entry.path) as file:
+            block = decompressed(file, entry.name).read(BLOCK_BYTES)
+    except StorageError as error:
+        if is_passing(error):
+            raise
+        return True
+    except (EOFError, zlib.error, OSError):
+        return False
+    try:
+        # The block may end inside a character.
+        codecs.getincrementaldecoder('utf-8')().decode(block)
+    except UnicodeDecodeError:
+        return False
+    return b'\0' not in block
