@@ -297,6 +297,11 @@ BAD = {
     ),
     'bad limit': (lambda at: None, ['--input', '{}', '--max_record_mib', '0'], ['--max_record_mib=0', '1 or more']),
     'bad role': (lambda at: None, ['--input', '{}', '--roles', 'human=user'], ['--roles=human=user', 'ROLE=NAME']),
+    'validation in the input': (
+        lambda at: (at / 'x.txt').write_text('text'),
+        ['--input', '{}', '--validation', '{}/x.txt'],
+        ['x.txt', '--validation'],
+    ),
     'bad workers': (lambda at: None, ['--input', '{}', '--workers', '0'], ['--workers']),
     'bad block': (lambda at: None, ['--input', '{}', '--block', 'x'], ['--block']),
     'abbreviated': (lambda at: None, ['--inp', '{}'], ['--input']),
