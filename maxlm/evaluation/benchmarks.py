@@ -25,12 +25,24 @@ BOOTSTRAPS = 1000
 # Of these lm-eval keeps (log-probability, words or bytes) of each document.
 RATES = {'word_perplexity': 1.0, 'byte_perplexity': 1.0, 'bits_per_byte': math.log(2)}
 YAML = ('.yaml', '.yml')
+# Usual names of benchmarks that lm-eval calls otherwise, as of lm-eval 0.4.
+USUAL_NAMES = {
+    'arc': ('arc_easy', 'arc_challenge'),
+    'csqa': ('commonsense_qa',),
+    'math': ('minerva_math',),
+    'medqa': ('medqa_4options',),
+    'natural_questions': ('nq_open',),
+    'nq': ('nq_open',),
+    'siqa': ('social_iqa',),
+    'trivia_qa': ('triviaqa',),
+}
 
 
 class Benchmarks:
     """Tasks, read once, that any number of models can be given.
 
-    A task is a name of lm-eval's (`arc_easy`, `mmlu`, …) or of a folder of task files, or the path of a task file.
+    A task is a name of lm-eval's (`arc_easy`, `mmlu`, …) or of a folder of task files, a key of `USUAL_NAMES`, or the
+    path of a task file.
     """
 
     def __init__(
@@ -86,9 +98,12 @@ class Benchmarks:
                 self._manager = TaskManager(include_path=folders or None)
         except Exception as error:  # of YAML, of what a task file loads
             raise InputError(f'task files in {", ".join(folders)}: {_line(error)}') from error
+        known_tasks = set(self._manager.all_tasks)
+        usual = {name: others for name, others in USUAL_NAMES.items() if name not in known_tasks}
+        names = [found for name in names for found in usual.get(name, (name,))]
         for name in names:
-            if name not in self._manager.all_tasks and not name.endswith(YAML):
-                near = [known for known in self._manager.all_tasks if name.split('_')[0] in known][:5]
+            if name not in known_tasks and not name.endswith(YAML):
+                near = [known for known in sorted(known_tasks) if name.split('_')[0] in known][:5]
                 hint = f'; near: {", ".join(near)}' if near else ''
                 raise InputError(f'{key}={name}: neither a task of lm-eval nor a file or folder of tasks{hint}')
         self._names, self._key = names, key

@@ -8,7 +8,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.evaluation.backend import HarnessAnswers
-from maxlm.evaluation.benchmarks import Benchmarks, measures, write_results
+from maxlm.evaluation.benchmarks import USUAL_NAMES, Benchmarks, measures, write_results
 from maxlm.huggingface.exporting import export_model
 from maxlm.inference import likelihood
 from maxlm.inference.engine import Engine
@@ -199,3 +199,17 @@ def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r'documents\.jsonl'):
         Benchmarks([str(tasks / 'choice.yaml')]).run(answers_of(model[0]))
     (tasks / 'away').rename(tasks / 'documents.jsonl')
+
+
+def test_usual_names_are_tasks_of_lm_eval():
+    known = set(lm_eval.tasks.TaskManager().all_tasks)
+    assert {task for tasks in USUAL_NAMES.values() for task in tasks} <= known
+    # A name that lm-eval has itself would hide its task.
+    assert not USUAL_NAMES.keys() & known
+
+
+def test_a_usual_name_stands_for_its_tasks(monkeypatch):
+    asked = []
+    monkeypatch.setattr('lm_eval.tasks.TaskManager.load', lambda self, names: asked.append(names) or {'tasks': {}})
+    Benchmarks(['arc', 'medqa']).kinds()
+    assert asked == [['arc_easy', 'arc_challenge', 'medqa_4options']]
