@@ -145,9 +145,9 @@ def test_sequences_that_become_longer(dataset, tmp_path, capsys):
     flops = [line['perf/mfu'] * line['perf/step_seconds'] for line in read_metrics(whole) if 'perf/mfu' in line]
     assert flops[2] < flops[3] < flops[7]
     assert flops[0] == pytest.approx(flops[2], rel=1e-6)
-    # Going on before, at and behind a switch.
+    # Going on at and behind a switch.
     settings['checkpoint__every_steps'] = 0
-    for step in (2, 3, 4, 7):
+    for step in (3, 4):
         resumed = tmp_path / f'from_{step}'
         shutil.copytree(whole, resumed)
         for later in range(step + 1, 11):

@@ -19,6 +19,8 @@ ARGUMENTS = [
 ]
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_what_is_written(tmp_path, capsys):
     assert decode.main([*ARGUMENTS, '--batches=1,3', f'--output={tmp_path}/out.json']) == 0
     one, three = json.loads((tmp_path / 'out.json').read_text())['results']

@@ -71,6 +71,8 @@ print(before, _peak_bytes())
 """
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_the_peak_is_that_of_the_process():
     # One of its own: this one may have been larger before.
     done = subprocess.run([sys.executable, '-c', GROW], cwd=ROOT, capture_output=True, text=True, check=True)

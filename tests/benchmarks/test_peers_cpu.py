@@ -20,6 +20,8 @@ def two_small_sides(monkeypatch):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_both_sides_compute_the_same_and_are_timed(tmp_path, capsys):
     output = tmp_path / 'peers.json'
     assert peers_cpu.main(['--threads=1', '--rounds=2', f'--output={output}']) == 0

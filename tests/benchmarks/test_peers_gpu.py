@@ -14,6 +14,8 @@ from benchmarks.torch_gpt import GPT, make_step
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_both_sides_train_the_same_model(tmp_path, monkeypatch, capsys):
     # More threads than cores would wait for each other.
     monkeypatch.setenv('OMP_NUM_THREADS', '1')

@@ -37,6 +37,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_runs_on_a_bare_machine_and_its_numbers_hang_together(tmp_path):
     output = tmp_path / 'result.json'
     overrides = ['model.num_layers=1', 'model.dim=32', 'data.window=16', 'metrics.peak_tflops=1']
