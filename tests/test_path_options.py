@@ -34,6 +34,7 @@ WORDS = re.compile(
 NO_PATHS = {
     'prepare --exclude': 'patterns of names',
     'prepare --max_files': 'a number',
+    'prepare --max_record_mib': 'a number',
     'prepare --skip_bad': 'a switch',
     'prepare --token_dtype': 'a choice',
     'prepare --end_of_document': 'a number',

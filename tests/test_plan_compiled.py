@@ -33,9 +33,9 @@ ON_TPU_LARGE = [
 ]
 ON_GPU = [
     ('1b.py', 'h100:8', (), True),
-    ('depth.py:64', 'h100:8', ('--vocab_size=32',), True),
 ]
 ON_GPU_MORE = [
+    ('depth.py:64', 'h100:8', ('--vocab_size=32',), True),
     ('neox.py:production_8gpu', 'h100:8', (), True),
     ('depth.py:64', 'h100:8', ('--vocab_size=32', '--config.model.remat=none'), False),
     ('mix.py:xlarge', 'a100:8', (), True),

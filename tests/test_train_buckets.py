@@ -109,7 +109,7 @@ def s3(monkeypatch):
         yield client
 
 
-@pytest.mark.parametrize('as_workdir', [True, False])
+@pytest.mark.parametrize('as_workdir', [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsys, as_workdir):
     url = f's3://bucket/{as_workdir}'
 
@@ -143,6 +143,7 @@ def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsy
 
 
 @pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_processes_that_share_a_bucket_of_s3_and_its_cache(dataset, tmp_path, whole, s3):
     def life(machine, num_steps):
         words = arguments(

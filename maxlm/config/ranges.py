@@ -114,7 +114,7 @@ RANGES: dict[str, Range] = {
     'train.seed': SEED,
     'train.loss_chunk': Range(1, INT32),
     'train.z_loss': WEIGHT,
-    'train.loss_scale': Range(1, 2**24),
+    'train.loss_scale': Range(1, 2**30),
     'train.loss_scale_steps': STEPS_FROM_1,
     'train.stuck_seconds': Range(0, SECONDS.high, above=True),
     'train.max_skipped_steps': STEPS_FROM_1,

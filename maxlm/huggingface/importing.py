@@ -16,10 +16,11 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures import from_config, run_config
 from maxlm.huggingface.catalog import ARCHITECTURES
 from maxlm.huggingface.directory import TensorFiles
-from maxlm.huggingface.fields import read_object
+from maxlm.huggingface.fields import Fields, read_object
 from maxlm.huggingface.output import check_new, check_space, new_directory
 from maxlm.huggingface.tensors import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import files_for_import
+from maxlm.huggingface.unsupported import check_supported
 from maxlm.runtime.console import logger, progress_bar
 from maxlm.runtime.layers import StreamedArray, write_step
 from maxlm.runtime.workdir import CONFIG
@@ -54,6 +55,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         )
     path = directory / CONFIG
     values = read_object(path)
+    check_supported(Fields(values, str(path)), ARCHITECTURES)
     files = TensorFiles(directory)
     check_layers(values, files, str(path))
     model = from_config(values, str(path))
@@ -98,7 +100,7 @@ def check_layers(values: Mapping[str, Any], files: TensorFiles, source: str) -> 
         if isinstance(num_layers, int) and num_layers > len(files.shapes):
             raise InputError(
                 f'{source}: {key}={num_layers}: tensors are missing, the files have only {len(files.shapes)} in all; '
-                f' fetch config.json and the weights of the same model'
+                f'fetch config.json and the weights of the same model'
             )
 
 

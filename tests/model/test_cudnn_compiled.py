@@ -84,6 +84,7 @@ def test_no_mask_is_left(overrides, windows):
     assert found['windows'] == windows
 
 
+@pytest.mark.nightly
 def test_what_a_mask_takes():
     """The control of the test above."""
     told, masked = (compiled('h100:8', path, *HEADS_SPLIT) for path in ('told', 'masked'))

@@ -35,7 +35,7 @@ def memory_kinds(state):
 
 
 def wanted_kinds(offload):
-    names = {*TrainState._fields, 'mu', 'nu'} - {'loss_scale', 'reference'}
+    names = {*TrainState._fields, 'mu', 'nu'} - {'loss_scale', 'reference', 'progress'}
     return {name: {HOST if name in ON_HOST[offload] else 'device'} for name in names}
 
 

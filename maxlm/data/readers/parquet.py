@@ -102,9 +102,14 @@ def _read_group(
 
 
 def _open(content: BinaryIO) -> Any:
+    """Opens a file; raises ArrowException or OSError if it is damaged."""
     import pyarrow.parquet  # slow to import
 
-    return pyarrow.parquet.ParquetFile(content)
+    try:
+        return pyarrow.parquet.ParquetFile(content)
+    except UnicodeDecodeError as error:
+        # PyArrow decodes the names of columns without a check.
+        raise pyarrow.ArrowInvalid('the name of a column is not UTF-8') from error
 
 
 def _column_fault(schema: Any, options: ReadOptions) -> str:
