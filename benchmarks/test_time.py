@@ -2,6 +2,7 @@
 
 REPORT is what `pytest --time-report=REPORT` writes. The table has one row for each test file, the longest first, with
 the seconds of importing it, of XLA's compiler, of tracing, of waiting for child processes, and of everything else.
+With --save the report becomes `tests/durations.json`; --fast adds the tests that are slow in a report of the fast tier.
 """
 
 from __future__ import annotations
@@ -43,12 +44,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('report', type=Path, help='file that --time-report wrote')
     parser.add_argument('--rows', type=int, default=30, help='number of files to show')
+    parser.add_argument('--fast', type=Path, help='report of the fast tier alone')
     parser.add_argument('--save', action='store_true', help='write tests/durations.json and the result')
     options = parser.parse_args()
     report = json.loads(options.report.read_text())
     print(table(report, options.rows))
     if options.save:
-        Durations.of_report(report).save()
+        durations = Durations.of_report(report)
+        if options.fast:
+            fast = json.loads(options.fast.read_text())
+            durations = durations.with_slow_of(Durations.of_report(fast))
+            print(f'fast tier: {len(fast["tests"])} tests in {fast["seconds"]:.0f} s')
+        durations.save()
         summary = {key: value for key, value in report.items() if key != 'tests'}
         RESULTS.write_text(json.dumps({'machine': machine(), **summary}, indent=1) + '\n')
 

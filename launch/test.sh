@@ -64,11 +64,14 @@ case "${1:-}" in
     shift
     maxlm_gpu_compiler
     maxlm_browser
-    report="$(mktemp)"
-    trap 'rm -f "$report"' EXIT
+    reports="$(mktemp -d)"
+    trap 'rm -rf "$reports"' EXIT
     code=0
-    run_pytest --time-report="$report" "$@" || code=$?
-    python -m benchmarks.test_time "$report" --save
+    run_pytest --time-report="$reports/all" "$@" || code=$?
+    python -m benchmarks.test_time "$reports/all" --save
+    # Without the slow tests, others compile the programs that they share.
+    run_pytest -m 'not slow and not nightly' --time-report="$reports/fast" "$@" >/dev/null || code=$?
+    python -m benchmarks.test_time "$reports/all" --fast "$reports/fast" --rows 0 --save
     exit "$code"
     ;;
   --coverage)

@@ -1,7 +1,8 @@
 """Measured durations of tests: which are slow, and which files take longest.
 
 `launch/test.sh --times` measures them and writes `tests/durations.json`. It lists the seconds of each test file, and of
-each test above `SLOW_SECONDS`, with its share of the module's fixtures.
+each test above `SLOW_SECONDS`, with its share of the module's fixtures. The fast tier is measured once more by itself:
+without the slow tests, others compile the programs that they share.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ class Durations:
         """Returns the durations in a report of `tests/time_report.py`."""
         slow = {name: seconds for name, seconds in report['tests'].items() if seconds > SLOW_SECONDS}
         return cls({name: round(file['seconds'], 1) for name, file in report['files'].items()}, slow)
+
+    def with_slow_of(self, other: Durations) -> Durations:
+        """Returns these durations with the slow tests of another measurement."""
+        names = self.slow.keys() | other.slow.keys()
+        slow = {name: max(self.slow.get(name, 0.0), other.slow.get(name, 0.0)) for name in names}
+        return Durations(self.files, slow)
 
     def save(self) -> None:
         """Writes `durations.json`."""

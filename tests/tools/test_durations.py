@@ -1,0 +1,19 @@
+"""Tests are slow by what was measured."""
+
+from tools.durations import Durations
+
+
+def report(**seconds):
+    tests = {f'tests/test_a.py::{name}': value for name, value in seconds.items()}
+    return {'tests': tests, 'files': {'tests/test_a.py': {'seconds': sum(seconds.values())}}}
+
+
+def test_a_test_that_is_slow_in_either_measurement_is_slow():
+    whole = Durations.of_report(report(first=3.0, second=0.1, third=0.1))
+    fast = Durations.of_report(report(second=2.0, third=0.1))
+    both = whole.with_slow_of(fast)
+    assert [both.is_slow(f'tests/test_a.py::{name}') for name in ('first', 'second', 'third')] == [True, True, False]
+    assert not whole.is_slow('tests/test_a.py::second')
+    # The order of files follows the measurement of all tests; a new file comes first.
+    assert both.seconds_of_file('tests/test_a.py::third') == 3.2
+    assert both.seconds_of_file('tests/test_b.py::first') == float('inf')
