@@ -22,9 +22,9 @@ PATHS = MappingProxyType(
         'alerts.file': PathOption(Kind.FILE, may_be_empty=True),
     }
 )
-# Whoever uses these expands `~`, so that config.json suits other users too.
+# `~` is expanded where these are used, so that config.json works for other users too.
 EXPANDED_AT_USE = ('data.cache', 'train.compile_cache', 'alerts.file')
-# Of each entry of data.sources the directory, which `#SOURCE` may follow; names of tasks may be paths.
+# An entry of data.sources is a directory, which `#SOURCE` may follow. Names of tasks may be paths.
 SOURCE = PathOption(urls=ANY)
 TASK = PathOption()
 

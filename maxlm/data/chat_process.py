@@ -163,12 +163,12 @@ class _Renderer:
 
 @functools.lru_cache
 def _renderer(process_id: int, limits: RenderLimits) -> _Renderer:
-    """That of a process, which forks do not share."""
+    """Returns the renderer of a process; forks do not share it."""
     return _Renderer(process_id, limits)
 
 
 def _plain(value: Any) -> Any:
-    """What is shown of a value that JSON does not have, e.g. a date."""
+    """Returns the text of a value that JSON does not have, such as a date."""
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 

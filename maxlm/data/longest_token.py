@@ -58,14 +58,14 @@ def _steps(node: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer leaves out nothing."""
+    """Returns whether a pre-tokenizer keeps all of the text."""
     if step['type'] in ('Split', 'Punctuation'):
         return step['behavior'] != 'Removed'
     return step['type'] in ('ByteLevel', 'Digits', 'Metaspace', 'UnicodeScripts')
 
 
 def _shrinking(steps: list[dict[str, Any]]) -> int | None:
-    """How many times fewer bytes a text may have after the normalizers; None without a bound."""
+    """Returns the factor by which normalizers can shrink a text, in bytes; None if there is no bound."""
     factor = 1
     for step in steps:
         if step['type'] in _COMPOSED:

@@ -21,7 +21,7 @@ from maxlm.storage.regular import kind_of
 # URLs of every protocol that fsspec knows.
 ANY = ('*',)
 BUCKETS = ('gs', 's3')
-# Of buckets alone: other names before a colon are names of files.
+# Only schemes of buckets: `x:y` with another name is the name of a file.
 _ONE_SLASH = re.compile(r'(gs|gcs|s3|s3a|https?|file):/(?!/)')
 _NO_BUCKET = re.compile(r'(gs|gcs|s3|s3a)://(/|$)')
 

@@ -21,7 +21,7 @@ READING_FACTS = ('max_record_bytes', 'messages_field', 'roles')
 
 
 def chat_facts(what: str, chat: ChatRecipe | None) -> dict[str, Any]:
-    """What decides the result where there are conversations, for `made_from`."""
+    """Returns the facts that decide how conversations are prepared, for `made_from`."""
     if chat is None:
         return {}
     facts = [chat.source, chat.special_tokens, chat.variables]

@@ -55,7 +55,7 @@ class Upload:
         self._begun = self._place / '.begun'
 
     def is_complete(self) -> bool:
-        """Whether the bucket has the last file. Raises InputError when it does not answer."""
+        """Returns whether the bucket has the last file. Raises InputError when it does not answer."""
         return self._ask(lambda: self._bucket.list_one(self._last)) is not None
 
     def check_new(self) -> None:
