@@ -104,7 +104,7 @@ def test_a_text_is_answered_while_templates_are_rendered(start):
     talks = [send(server, TALK, CHAT) for _ in range(4)]
     until(lambda: len(gate.reached) == 2)
     assert post(server, SMALL).status_code == 200
-    assert server.running.service.num_requests == 4
+    until(lambda: server.running.service.num_requests == 4)
     gate.open.set()
     for connection in talks:
         with connection:
