@@ -344,7 +344,7 @@ class Config:
 
     @property
     def by_budget(self) -> bool:
-        """Whether hours or dollars give the length, which is then decided during the run."""
+        """Returns whether hours or dollars give the length, which is then decided during the run."""
         return bool(self.train.hours or self.train.dollars)
 
     @property

@@ -12,7 +12,7 @@ from maxlm.data import storage
 from maxlm.data.readers.compression import COMPRESSED_SUFFIXES, decompressed
 from maxlm.data.storage import Entry, StorageError, is_passing
 
-# The first bytes of a file, by which it is told.
+# Number of bytes at the start of a file that decide whether it is text.
 BLOCK_BYTES = 8192
 # Files that are opened at once: in a bucket each takes a while.
 THREADS = 16

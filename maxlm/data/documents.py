@@ -45,7 +45,7 @@ class Document:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether its parts are documents too."""
+        """Returns whether the document can be split into two documents."""
         return self.conversation is None and self.preference is None and not self.learned_from
 
 

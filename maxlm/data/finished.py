@@ -21,7 +21,7 @@ from maxlm.errors import InputError, os_message
 
 
 class OtherDataError(InputError):
-    """A data set that is there was made from something else."""
+    """The existing data set was made from other inputs or options."""
 
 
 def refuse_other_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, skip_failed: bool) -> None:

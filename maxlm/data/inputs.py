@@ -20,7 +20,7 @@ from maxlm.data.content import suffix_of, text_files
 from maxlm.data.storage import Entry, StorageError, is_url, shown
 from maxlm.errors import InputError
 
-# Text by its name; files of other suffixes are told by their content.
+# Suffixes of text files. The content decides for files with other suffixes.
 # fmt: off
 TEXT_SUFFIXES = frozenset({
     '.txt', '.md', '.rst', '.tex', '.html', '.css', '.toml', '.yaml', '.yml', '.sql', '.sh',

@@ -111,7 +111,7 @@ def choose_validation(documents: Iterable[Document], share: float) -> Validation
         few = f'{seen.documents} document{"s" if seen.documents > 1 else ""}'
         note = f'the end of {longest.name}, from {unit[:-1]} {start:,}, since there are few documents ({few})'
         return ValidationChoice(0, Cut(longest.name, start), note)
-    # Of several documents one is validated on.
+    # The hash of names chooses among several documents, so only a single one needs the note.
     return ValidationChoice(below, note=reason if seen.documents == 1 else '')
 
 

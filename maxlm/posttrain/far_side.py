@@ -176,7 +176,7 @@ class FarObject:
         object.__setattr__(self, 'far_is_method', is_method)
 
     def far_is_open(self):
-        """Whether arguments of the tests may reach it."""
+        """Returns whether the object may receive arguments of the tests."""
         return not self.far_is_method and (self.far_kind == CLASS or self.far_kind in self.far_side.made)
 
     def far_data(self):

@@ -57,7 +57,7 @@ class NearSide:
         return reference
 
     def number(self, value: Any) -> int:
-        """That of an object, which is kept."""
+        """Returns the number of an object and keeps the object alive."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)

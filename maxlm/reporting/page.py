@@ -58,7 +58,7 @@ def write_at_end(workdir: Path) -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a file exists there that is not a page of ours: `write_page` may not replace it.
+    """Returns whether a file exists that is not one of our pages, so `write_page` must not replace it.
 
     Raises:
         OSError: it cannot be read.

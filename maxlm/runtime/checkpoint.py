@@ -82,7 +82,7 @@ class Checkpoints:
         # The first process alone deletes.
         self._losses = {one.step: one.validation_loss for one in saved_losses(workdir)} if self._first else {}
         self._save: Save | None = None
-        # What the newest complete save took until it was stored; 0 = there is none yet.
+        # Seconds from the start of the newest complete save until it was stored; 0 before the first one.
         self.save_seconds = 0.0
         # Whether something lies there that is to be deleted.
         self._unclean = False

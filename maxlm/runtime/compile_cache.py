@@ -158,7 +158,7 @@ def _danger(directory: Path) -> str:
         return f'{directory} belongs to another user, whose code would be run'
     if status.st_mode & WRITABLE_BY_OTHERS:
         return f'{directory} can be written to by others, whose code would be run; chmod 700 it'
-    # Whoever can write to a parent can put another directory in its place, unless it is sticky, as /tmp is.
+    # A user who can write to a parent can replace the directory, unless the parent is sticky, as /tmp is.
     for parent in directory.resolve().parents:
         status = parent.stat()
         if status.st_uid not in (0, os.geteuid()):
