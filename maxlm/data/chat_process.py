@@ -13,13 +13,16 @@ import atexit
 import contextlib
 import functools
 import json
+import math
 import os
 import resource
+import select
 import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -43,7 +46,7 @@ class RenderLimits(NamedTuple):
     """Limits of one conversation; the sizes grow with it.
 
     Attributes:
-        cpu_seconds: CPU time.
+        cpu_seconds: CPU time, which the kernel rounds up to a whole second.
         memory_bytes, memory_per_byte: address space, and what each byte of the conversation adds.
         output_bytes, output_per_byte: characters of the rendered conversation, likewise.
     """
@@ -53,6 +56,11 @@ class RenderLimits(NamedTuple):
     memory_per_byte: int = 64
     output_bytes: int = 16 << 20
     output_per_byte: int = 16
+
+    @property
+    def seconds(self) -> float:
+        """Elapsed time after which the process is ended even if it has used little CPU time."""
+        return 30 + 5 * self.cpu_seconds
 
 
 class RemoteTemplate:
@@ -87,14 +95,17 @@ def main(limits: str) -> None:
         limits: RenderLimits as JSON.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A parent may ignore or block this signal, and a new process inherits that.
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
     template = functools.lru_cache(_KEPT)(JinjaTemplate)
     given = RenderLimits(*json.loads(limits))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             source, request = _read(requests).decode('utf-8', 'surrogatepass'), _read(requests)
-            _limit_memory(given.memory_bytes + given.memory_per_byte * len(request))
-            signal.setitimer(signal.ITIMER_PROF, given.cpu_seconds)
+            _limit(resource.RLIMIT_AS, given.memory_bytes + given.memory_per_byte * len(request))
+            _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + given.cpu_seconds))
             try:
                 longest = given.output_bytes + given.output_per_byte * len(request)
                 answer = json.dumps(['value', _answer(template(source), json.loads(request), longest)])
@@ -102,7 +113,6 @@ def main(limits: str) -> None:
                 answer = json.dumps(['error', str(error)])
             except Exception as error:
                 answer = json.dumps(['error', f'the chat template fails: {type(error).__name__}'])
-            signal.setitimer(signal.ITIMER_PROF, 0)
             _write(answers, answer.encode())
 
 
@@ -130,9 +140,17 @@ class _Renderer:
             try:
                 _write(requests, source.encode('utf-8', 'surrogatepass'))
                 _write(requests, data)
+                _wait(answers, self._limits.seconds)
                 kind, result = parse_json(_read(answers))
+            except TimeoutError:
+                self._close()
+                raise ChatError(f'the chat template takes more than {self._limits.seconds:g} s') from None
             except (OSError, EOFError, ValueError):
                 raise ChatError(self._reason()) from None
+            except BaseException:
+                # Its answer would be read as that to the next request.
+                self._close()
+                raise
         if kind != 'value':
             raise ChatError(str(result))
         return result
@@ -145,7 +163,7 @@ class _Renderer:
         except subprocess.TimeoutExpired:
             code = 0
         self._close()
-        if code == -signal.SIGPROF:
+        if code == -signal.SIGXCPU:
             return f'the chat template takes more than {self._limits.cpu_seconds:g} s of CPU time'
         return f'the process that renders the chat template stopped with exit code {code}'
 
@@ -183,11 +201,11 @@ def _start(limits: RenderLimits) -> subprocess.Popen[bytes]:
     )
 
 
-def _limit_memory(size: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    # Not every system has this limit.
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    # Not every system has each limit.
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
+        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _answer(template: JinjaTemplate, request: Sequence[Any], longest: int) -> Any:
@@ -210,6 +228,14 @@ def _write(pipe: IO[bytes], data: bytes) -> None:
     pipe.write(_LENGTH.pack(len(data)))
     pipe.write(data)
     pipe.flush()
+
+
+def _wait(pipe: IO[bytes], seconds: float) -> None:
+    """Waits until there is something to read, or the end of it. Raises TimeoutError."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    if not poll.poll(1000 * seconds):
+        raise TimeoutError
 
 
 def _read(pipe: IO[bytes]) -> bytes:

@@ -1,11 +1,14 @@
 """Templates from elsewhere: without an end, without a bound, nested deeply. Each is an error of one line."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from maxlm.data.chat_jinja import ChatError, JinjaTemplate
-from maxlm.data.chat_process import RemoteTemplate, RenderLimits
+from maxlm.data.chat_process import RemoteTemplate, RenderLimits, _renderer
 from maxlm.data.chat_template import CHATML, ChatTemplate, set_variables
 from maxlm.errors import InputError
 
@@ -61,6 +64,48 @@ def test_a_conversation_that_takes_long_leaves_others_alone():
         with pytest.raises(ChatError, match=r'more than 0\.1 s of CPU time'):
             template.render([{'role': 'user', 'content': 'go'}])
         assert template.render(TALK).text == 'a'
+
+
+@pytest.mark.parametrize('inherited', ['ignored', 'blocked'])
+def test_a_parent_that_ignores_the_signal_of_the_limit(inherited):
+    program = f"""
+import signal
+from maxlm.data.chat_process import RemoteTemplate, RenderLimits, _renderer
+if {inherited == 'ignored'}:
+    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+else:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGXCPU}})
+try:
+    RemoteTemplate({LOOPS!r}, RenderLimits(cpu_seconds=0.1)).render([])
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == 'the chat template takes more than 0.1 s of CPU time\n'
+
+
+def test_an_interrupted_request_leaves_no_answer(monkeypatch):
+    """The answer to a request that nobody waits for is not that of the next one."""
+    template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
+    with monkeypatch.context() as patch:
+        patch.setattr('maxlm.data.chat_process._wait', raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            template.render(TALK)
+    assert template.render([{'role': 'user', 'content': 'x'}]).text == 'x'
+
+
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_process_that_uses_no_cpu_time(monkeypatch):
+    template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
+    os.kill(_renderer(os.getpid(), LIMITS)._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(RenderLimits, 'seconds', 0.1)
+        with pytest.raises(ChatError, match=r'takes more than 0\.1 s$'):
+            template.render(TALK)
+    assert template.render(TALK).text == 'a'
 
 
 def test_the_limits_grow_with_the_conversation():
