@@ -90,6 +90,7 @@ def test_another_mesh_learns_the_same(start, whole, tmp_path):
 
 
 @pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
     words = [*grpo_arguments(start), f'--workdir={tmp_path / "run"}']
     with Processes(2, 4, words, logs=tmp_path, module='maxlm.grpo') as processes:

@@ -27,6 +27,7 @@ from tests.test_train import arguments, curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
+OBJECTIVES = ('next_token', 'instruction', 'dpo', 'grpo')
 LAST = 6
 SETTINGS = {
     'train__num_steps': LAST,
@@ -123,8 +124,14 @@ def assert_same_runs(last_params):
     return assert_same_runs
 
 
-@pytest.mark.parametrize('how', ['killed', 'stopped'])
-@pytest.mark.parametrize('objective', ['next_token', 'instruction', 'dpo', 'grpo'])
+@pytest.mark.parametrize(
+    ('objective', 'how'),
+    [
+        ('next_token', 'killed'),
+        *((objective, 'stopped') for objective in OBJECTIVES),
+        *(pytest.param(objective, 'killed', marks=pytest.mark.nightly) for objective in OBJECTIVES[1:]),
+    ],
+)
 def test_a_run_that_ended_early_resumes_exactly(
     commands, wholes, end_at, assert_same_runs, tmp_path, monkeypatch, objective, how
 ):

@@ -37,6 +37,7 @@ def whole(dataset, tmp_path_factory):
 
 @pytest.mark.multiprocess
 @pytest.mark.network_emulator
+@pytest.mark.nightly
 def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
     """Starts a process for each life, since TensorStore reads its environment once."""
     url = 'gs://bucket/runs/one'

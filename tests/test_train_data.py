@@ -129,6 +129,7 @@ def test_bad_sources_are_refused_in_one_line(two, tmp_path, capsys):
 SCHEDULE = '((4, 0.3), (8, 0.7))'
 
 
+@pytest.mark.nightly
 def test_sequences_that_become_longer(dataset, tmp_path, capsys):
     """Ten steps of 16 tokens a row, of which the first 3 have 4 and the next 4 have 8."""
     settings = {'train__num_steps': 10, 'checkpoint__every_steps': 1, 'checkpoint__keep_last': 10}
@@ -191,7 +192,7 @@ def cached(cache):
     return {path.name: path.stat().st_size for path in cache.rglob('*.arrayrecord')}
 
 
-@pytest.mark.parametrize('workers', [0, 1])
+@pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, capsys, workers):
     settings = {'data__pool_shards': 2, 'checkpoint__every_steps': 10}
     here = tmp_path / 'here'

@@ -83,6 +83,7 @@ def test_with_adapters_there_is_no_second_copy(start, tmp_path, whole):
     assert not np.array_equal(kernels[1]['lora_b'], kernels[2]['lora_b'])
 
 
+@pytest.mark.nightly
 def test_another_layout_learns_the_same(start, whole, tmp_path):
     # Accumulation, the length over two devices, and copies of the parameters, all at once.
     settings = {'train__micro_batch': 1, 'mesh__context': 2, 'mesh__data': 2}

@@ -181,6 +181,7 @@ def test_a_checkpoint_of_two_processes_is_restored_in_other_numbers(
     measured(record_property, 'other-mesh', f'2 × 4 → {count} × {devices}: loss {difference:.0e}')
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_one_process_is_restored_in_two(dataset, start, whole, tmp_path, record_property):
     assert run(dataset, tmp_path / 'run', **SETTINGS, train__num_steps=6) == EXIT_DONE
     before = params_of(tmp_path / 'run', 6)

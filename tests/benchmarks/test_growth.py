@@ -47,6 +47,7 @@ def test_a_picture_has_a_panel_for_each_curve():
     assert low < 2 < 10 < high
 
 
+@pytest.mark.nightly
 def test_axes_are_measured_one_at_a_time_and_kept(tmp_path, monkeypatch, capsys):
     shards = AXES['shards']._replace(measure=lambda rounds: growth_data.measure_shards(rounds, (2, 4, 8)))
     places = AXES['places']._replace(measure=lambda rounds: growth_data.measure_places(rounds, (1, 100)))

@@ -201,6 +201,7 @@ def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
     (tasks / 'away').rename(tasks / 'documents.jsonl')
 
 
+@pytest.mark.nightly
 def test_usual_names_stand_for_tasks_of_lm_eval(monkeypatch):
     asked = []
     monkeypatch.setattr('lm_eval.tasks.TaskManager.load', lambda self, names: asked.append(names) or {'tasks': {}})

@@ -59,6 +59,7 @@ def last_loss(config, layout, step, seed=0):
     return np.mean(losses[-STEPS // 10 :])
 
 
+@pytest.mark.nightly
 def test_a_model_learns_as_well():
     wide, narrow = last_loss(*compiled()), last_loss(*compiled(**FP8))
     assert wide < LEARNED
