@@ -4,6 +4,7 @@ import fcntl
 import os
 import platform
 import sys
+import types
 from importlib.metadata import version
 
 import pytest
@@ -73,6 +74,10 @@ def test_installed_once_and_found(cache, pip, capfd, monkeypatch):
     assert exit_code(plan.main, [OPTION]) == EXIT_DONE
     assert 'installed already' in capfd.readouterr().err
     monkeypatch.setattr(sys, 'path', list(sys.path))
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_compiler.jax, 'config', types.SimpleNamespace(jax_platforms=None))
+        with pytest.raises(AssertionError, match='CUDA'):
+            add_compiler()
     assert add_compiler()
     assert sys.path[-1] == str(folder)
 
