@@ -30,19 +30,11 @@ maxlm_venv() {
   export PATH
 }
 
-# JAX's compiler for NVIDIA GPUs, without the libraries that only running needs, in a folder of its own: in .venv, JAX
-# would look for a GPU at every start. Sets MAXLM_GPU_COMPILER where there is such a compiler for this machine.
+# JAX's compiler for NVIDIA GPUs. Sets MAXLM_GPU_COMPILER where there is such a compiler for this machine.
 maxlm_gpu_compiler() {
-  local folder="$PWD/.venv/gpu-compiler" version
+  local folder="$PWD/.venv/gpu-compiler"
   [ "$(uname -sm)" = 'Linux x86_64' ] || return 0
-  version="$(python -c 'import jaxlib; print(jaxlib.__version__)')"
-  if [ "$(cat "$folder/installed" 2>/dev/null)" != "$version" ]; then
-    echo 'installing the compiler for GPUs into .venv/gpu-compiler …'
-    rm -rf "$folder"
-    python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target "$folder" \
-      "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version" 'nvidia-cuda-nvcc-cu12>=12.6' || return
-    echo "$version" >"$folder/installed"
-  fi
+  MAXLM_GPU_COMPILER="$folder" python -m maxlm.plan --install-compiler || return
   export MAXLM_GPU_COMPILER="$folder"
 }
 

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-from maxlm.errors import EXIT_BAD_INPUT
+from maxlm.errors import EXIT_BAD_INPUT, exit_on_sigterm
 
 VERBS = {
     'prepare': 'text → tokens → records that training reads',
@@ -41,6 +41,9 @@ def main() -> None:
         hint = f'did you mean {near[0]!r}?' if near else f'verbs: {", ".join(VERBS)}'
         print(f'error: maxlm has no verb {name!r}; {hint}', file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
+    if name in ('train', 'grpo'):
+        # Before the import, which takes seconds.
+        exit_on_sigterm(importing=True)
     sys.argv = [f'maxlm {name}', *sys.argv[2:]]
     importlib.import_module(f'maxlm.{name}').run()
 

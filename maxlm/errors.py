@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 EXIT_DONE = 0
@@ -27,6 +29,10 @@ class InputError(Exception):
     The message is one line that names the file, key or value at fault and says what would be right. Commands print it
     without a traceback and exit with code 2; whoever raises it has left nothing half-written.
     """
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM; see `exit_on_sigterm`. Code that passes Ctrl-C on passes it on too."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -72,6 +78,33 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> in
         line = ' '.join(str(error).split())
         print(f'error: {line}', file=sys.stderr)
         return EXIT_BAD_INPUT
+    except TerminatedError as error:
+        print(error, file=sys.stderr)
+        return EXIT_PREEMPTED
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def exit_on_sigterm(*, importing: bool) -> None:
+    """Makes the next SIGTERM end the command with one line and EXIT_PREEMPTED; further ones are ignored.
+
+    This is for the time in which a run cannot save. While it trains, `maxlm.runtime.preemption.StopRequest` handles the
+    signal.
+
+    Args:
+        importing: exit at once, without leaving contexts. An exception would not do while modules are imported:
+            extension modules replace it with ImportError, and optional imports suppress it. Otherwise, the handler
+            raises a TerminatedError, which `exit_code` handles.
+    """
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        message = 'SIGTERM while the run was not training; start again to continue it'
+        if not importing:
+            raise TerminatedError(message)
+        # Not by print, which the signal may have interrupted.
+        os.write(2, f'{message}\n'.encode())
+        os._exit(EXIT_PREEMPTED)
+
+    signal.signal(signal.SIGTERM, receive)

@@ -9,10 +9,15 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from maxlm.errors import InputError, exit_on_sigterm
+
+if __name__ == '__main__':
+    # Before the other imports, which take seconds.
+    exit_on_sigterm(importing=True)
+
 from maxlm.config.keys import Config
 from maxlm.config.posttrain_rules import check_grpo
 from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.errors import InputError
 from maxlm.posttrain.prompts import Prompts, load_encoder, read_prompts
 from maxlm.posttrain.rollouts import RolloutFeed
 from maxlm.posttrain.scoring import Scorer, check_tasks

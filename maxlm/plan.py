@@ -1,10 +1,12 @@
 """What a run will need, take and cost on hardware that is not here.
 
     python -m maxlm.plan --config=FILE[:variant] --target=h100:8 [--config.section.key=value …] [--fit] [--json]
+    python -m maxlm.plan --install-compiler
 
 The training step itself is compiled for the target: `h100:8`, `h100:8x4` (four nodes), `h200:1`, `a100:8`, `b200:8`,
 `v4:2x2x4`, `v5e:4x4`, `v5p:2x2x2`, `v6e:2x4`, `cpu`. Where the target's compiler is not installed, and with --estimate,
-all is estimated, and the output says so. Exit codes: 0 it fits; 1 it does not; 2 bad input.
+all is estimated, and the output says so. --install-compiler installs the one for NVIDIA GPUs; no GPU is needed. Exit
+codes: 0 it fits, or is installed; 1 it does not fit; 2 bad input.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from maxlm.planning.chips import Chip
 from maxlm.planning.cost import Terms
 from maxlm.planning.fit import Candidate, choose_micro_batch, confirm, search
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
+from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE, install_compiler
 from maxlm.planning.machine import Machine, machine_of, usable_memory
 from maxlm.planning.plan_report import advice_text, as_json, as_text, cost_of, size_text, what_a_budget_buys
 from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
@@ -50,11 +53,16 @@ LARGEST_SWEEP = 4096
 def main(argv: list[str]) -> int:
     """Plans one config on one target, or sweeps over sizes and numbers of devices."""
     overrides, rest = split_overrides(argv)
-    options = _parser().parse_args(rest)
+    # Alone, the option needs no run to plan.
+    options = _parser(plans=argv != [OPTION]).parse_args(rest)
     terms = _terms(options)
     for name in ('refit', 'output'):
         if getattr(options, name) and options.sweep is None:
             raise InputError(f'--{name} goes with --sweep; give that too')
+    if options.install_compiler:
+        install_compiler()
+        if not options.config:
+            return EXIT_DONE
     # Nothing runs on an accelerator, and asking for one takes long or takes it from someone.
     jax.config.update('jax_platforms', 'cpu')
     # JSON stands alone on stdout; warnings go to stderr then.
@@ -228,7 +236,7 @@ def _terms(options: argparse.Namespace) -> Terms:
     return Terms(price=options.price_per_hour, spot_price=options.spot_price_per_hour, spot_share=options.spot_share)
 
 
-def _parser() -> ArgumentParser:
+def _parser(*, plans: bool) -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm.plan',
         allow_abbrev=False,
@@ -238,10 +246,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         '--config',
         type=PathOption(Kind.FILE),
-        required=True,
+        required=plans,
         help='configs/x.py, with a variant as configs/x.py:big, or a config.json',
     )
-    parser.add_argument('--target', required=True, help='hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')
+    parser.add_argument('--target', required=plans, help='hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')
     parser.add_argument(
         '--fit', action='store_true', help='look for the fastest mesh, micro-batch and model.remat that fit'
     )
@@ -272,6 +280,11 @@ def _parser() -> ArgumentParser:
         '--output',
         type=PathOption(Kind.FILE, as_path=True),
         help='--sweep: picture to write, FILE.png or FILE.html',
+    )
+    parser.add_argument(
+        OPTION,
+        action='store_true',
+        help=f'install the compiler for NVIDIA GPUs into {CACHE}, or the directory that {VARIABLE} names',
     )
     parser.add_argument('--json', action='store_true', help='print one JSON object')
     return parser

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import contextlib
 
+from maxlm.errors import InputError, exit_on_sigterm
+
+if __name__ == '__main__':
+    # Before the other imports, which take seconds.
+    exit_on_sigterm(importing=True)
+
 from maxlm.config.keys import Config
 from maxlm.data.corpus import open_corpus
 from maxlm.data.objectives import check_objective
-from maxlm.errors import InputError
 from maxlm.runtime import run as runs
 from maxlm.runtime.feed import CorpusFeed
 

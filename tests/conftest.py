@@ -26,6 +26,7 @@ import pytest
 from maxlm import prepare
 from maxlm.data.batches import Batches, TrainingRows
 from maxlm.data.skips import data_step
+from maxlm.planning import gpu_compiler
 from maxlm.runtime.compile_cache import keep_programs
 from tools.durations import Durations
 
@@ -63,6 +64,13 @@ def _jax_settings():
     jax.config.update('jax_compilation_cache_dir', None)
     keep_programs(str(PROGRAMS / 'workers'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _no_gpu_compiler(tmp_path_factory):
+    """Hides the installed compiler for GPUs: JAX has started in this process; see tests.gpu_compiler."""
+    os.environ.pop(gpu_compiler.VARIABLE, None)
+    gpu_compiler.CACHE = str(tmp_path_factory.mktemp('cache') / 'gpu-compiler')
 
 
 @pytest.fixture(scope='module', autouse=True)

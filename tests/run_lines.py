@@ -61,7 +61,10 @@ def machine(kind, devices, processes, price):
             'dollars': 0.07 * price * devices if price else None,
         },
         'dataset': {
-            'fingerprint': 'a1b2c3',
+            'dataset web': 'a1b2c3',
+            'dataset code': 'd4e5f6',
+            'weight web': 0.7,
+            'weight code': 0.3,
             'sources': [
                 {'name': 'web', 'tokens': 900_000, 'weight': 0.7},
                 {'name': 'code', 'tokens': 300_000, 'weight': 0.3},

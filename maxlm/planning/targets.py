@@ -22,6 +22,7 @@ from maxlm.config.keys import MeshConfig
 from maxlm.config.rules import nearest
 from maxlm.errors import InputError
 from maxlm.planning.chips import CHIPS, Chip, host_memory
+from maxlm.planning.gpu_compiler import OPTION, add_compiler
 from maxlm.planning.gpu_targets import GPU_TARGETS, answering_for, describe_gpu
 from maxlm.training.sharding import Layout, make_layout, split_across_islands
 
@@ -208,10 +209,11 @@ def target_devices(target: Target) -> list[Any]:
 
 
 def check_compiler(target: Target) -> None:
-    """Checks, without starting it, that what compiles for the target is installed.
+    """Checks, without starting it, that what compiles for the target is installed, and makes it importable.
 
     Raises:
         CompilerMissingError: what compiles for the target is not installed, or does not know the chip.
+        InputError: as `add_compiler`.
     """
     name, platform = target.chip.name, target.chip.platform
     # The variable is how a TPU machine names a libtpu that came without pip.
@@ -220,9 +222,9 @@ def check_compiler(target: Target) -> None:
     if platform == 'gpu':
         if name not in GPU_TARGETS:
             raise CompilerMissingError(f'{name} is not described to the compiler; there are {", ".join(GPU_TARGETS)}')
-        if not _is_installed('jax_cuda12_plugin') and not _is_installed('jax_cuda13_plugin'):
+        if not (_is_installed('jax_cuda12_plugin') or _is_installed('jax_cuda13_plugin') or add_compiler()):
             raise CompilerMissingError(
-                f"no compiler for {name} is installed (JAX's CUDA plugin): pip install 'maxlm[cuda12]'"
+                f'no compiler for {name} is installed; python -m maxlm.plan {OPTION} installs it'
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -73,6 +73,17 @@ class Run:
     def predicts_tokens(self) -> bool:
         """Whether its loss is that of the next token, and not of preferences or of rewards."""
         return not {'rollout/reward', 'train/margin'} & set(self.names)
+
+    @property
+    def objective(self) -> str:
+        """train.objective; '' where the config cannot be read."""
+        return self.history.config.train.objective if self.history.config else ''
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Fingerprints and weights of the data sets; empty where the event `started` has none."""
+        kinds = ('dataset', 'weight', 'prompts')
+        return {key: value for key, value in mapping(self.started, 'dataset').items() if key.split(' ')[0] in kinds}
 
     @cached_property
     def overfitting(self) -> Overfitting | None:
@@ -207,6 +218,35 @@ def make_runs(histories: list[History], now: float) -> list[Run]:
         Run(history, name if names.count(name) == 1 else history.workdir, color, now)
         for color, (history, name) in enumerate(zip(histories, names, strict=True))
     ]
+
+
+def comparable(runs: Sequence[Run], *, source: str = '') -> tuple[list[list[Run]], list[str]]:
+    """Groups the runs whose losses can be compared: those of a source of the data, or of all data.
+
+    Returns:
+        The groups, and what differs between them: objectives, data or both.
+    """
+    groups: list[list[Run]] = []
+    reasons: set[str] = set()
+    for run in runs:
+        for group in groups:
+            found = {reason for one in group for reason in _differences(run, one, source)}
+            if not found:
+                group.append(run)
+                break
+            reasons |= found
+        else:
+            groups.append([run])
+    return groups, sorted(reasons)
+
+
+def _differences(one: Run, other: Run, source: str) -> list[str]:
+    def facts(run: Run) -> dict[str, Any]:
+        return {'objectives': run.objective, 'data': run.data.get(f'dataset {source}') if source else run.data}
+
+    own, its = facts(one), facts(other)
+    # What a workdir does not show counts as equal.
+    return [name for name in own if own[name] and its[name] and own[name] != its[name]]
 
 
 def ratio(actual: float | None, predicted: float | None) -> float | None:

@@ -50,6 +50,7 @@ summary { cursor: pointer; }
 
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.25rem 2rem; }
 figure { margin: 0; min-width: 0; break-inside: avoid; }
+.wide + .wide { margin-top: 1.25rem; }
 figcaption { font-weight: 600; line-height: 1.3; }
 figcaption .unit { font-weight: 400; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 0 1.1rem; padding: 0; margin: 0.15rem 0 0.35rem;

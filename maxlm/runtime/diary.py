@@ -15,7 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, os_message
+from maxlm.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    InputError,
+    TerminatedError,
+    os_message,
+)
 from maxlm.planning.prices import Price
 from maxlm.runtime import events
 from maxlm.runtime.console import logger
@@ -188,6 +196,9 @@ class Diary:
         closing.join(_CLOSE_SECONDS)
 
     def _fails(self, error: BaseException) -> None:
+        if isinstance(error, TerminatedError):
+            self._end_with('preempted', str(error), EXIT_PREEMPTED)
+            return
         code = EXIT_FAILED
         if isinstance(error, InputError):
             code = EXIT_BAD_INPUT

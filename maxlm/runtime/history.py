@@ -14,6 +14,7 @@ from maxlm.config.keys import Config
 from maxlm.config.load import from_json
 from maxlm.data.storage import Entry, StorageError, is_url, list_directory, read_bytes, shown
 from maxlm.errors import InputError
+from maxlm.reporting.fields import number
 from maxlm.runtime.goodput import LIVE, YOUNGER, Ledger, account, ledger_name
 from maxlm.runtime.lock import LOCK, Owner, is_alive
 from maxlm.runtime.tail import Tail
@@ -116,7 +117,7 @@ class HistoryReader:
         history = History(
             shown(self._workdir),
             config=config,
-            metrics=[line for line in metrics.lines if isinstance(line.get('step'), int)],
+            metrics=_without_wrong_mfu([line for line in metrics.lines if isinstance(line.get('step'), int)], notes),
             events=list(events.lines),
             samples=list(samples.lines),
             beats=beats,
@@ -173,6 +174,16 @@ class HistoryReader:
             return is_alive(Owner(**parse_json(read_bytes(lock.path))))
         except (StorageError, ValueError, TypeError):
             return None
+
+
+def _without_wrong_mfu(metrics: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """Leaves MFU out of all lines if any is above 1. Older versions wrote it where `runtime.pace` leaves it out."""
+    names = ('perf/mfu', 'perf/mfu_full')
+    wrong = sum(any((number(line, name) or 0) > 1 for name in names) for line in metrics)
+    if not wrong:
+        return metrics
+    notes.append(f'{METRICS}: MFU is not shown; it is above 1 in {wrong} lines, so the assumed peak is too low')
+    return [{name: value for name, value in line.items() if name not in names} for line in metrics]
 
 
 def _ledgers(beats: dict[int, list[dict[str, Any]]], notes: list[str]) -> dict[int, Ledger]:

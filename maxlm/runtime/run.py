@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from maxlm.config.load import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.data.outage import UnreachableError
 from maxlm.data.paths import ANY, Kind, PathOption
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code, exit_on_sigterm
 from maxlm.planning.chips import capability_of
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compile_cache import keep_programs
@@ -159,8 +160,11 @@ def start(command: Callable[..., int]) -> NoReturn:
     """Ends the process with the exit code of a command that runs a run."""
     # Of the whole process, and before JAX starts.
     keep_freed_memory()
+    exit_on_sigterm(importing=False)
     code = exit_code(partial(command, began=process_began()), sys.argv[1:])
     if code in (EXIT_DONE, EXIT_PREEMPTED):
         ignore_sigterm()
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     part(code)
     sys.exit(code)

@@ -65,6 +65,20 @@ def test_torn_lines_are_said(tmp_path):
     assert (torn.metrics, torn.events, torn.ledgers) == (whole.metrics, whole.events, whole.ledgers)
 
 
+@pytest.mark.parametrize('name', ['perf/mfu', 'perf/mfu_full'])
+def test_mfu_above_1_is_left_out_of_all_lines(tmp_path, name):
+    workdir = workdirs.finished(tmp_path / 'run')
+    path = workdir / 'metrics.jsonl'
+    whole = lines(path)
+    assert read_history(workdir).metrics == whole
+    whole[5][name] = 1.01
+    path.write_text(''.join(json.dumps(line) + '\n' for line in whole))
+    history = read_history(workdir)
+    assert history.metrics == [{key: line[key] for key in line if not key.startswith('perf/mfu')} for line in whole]
+    (note,) = history.notes
+    assert note.startswith('metrics.jsonl: MFU is not shown; it is above 1 in 1 lines')
+
+
 def test_an_empty_directory_is_a_run_to_come(tmp_path):
     history = read_history(workdirs.empty(tmp_path))
     assert (history.begun, history.notes, history.started) == (False, (), {})

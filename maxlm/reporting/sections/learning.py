@@ -10,7 +10,7 @@ from maxlm.reporting.chart import Chart, Series, draw, lowered
 from maxlm.reporting.curves import scaled
 from maxlm.reporting.markup import Markup, join, note, section, table, tag
 from maxlm.reporting.overfitting import THRESHOLD
-from maxlm.reporting.run import Run
+from maxlm.reporting.run import Run, comparable
 
 
 class _Curve(NamedTuple):
@@ -45,19 +45,30 @@ _MAX_SOURCES = 12
 
 def learning(runs: Sequence[Run]) -> Markup:
     """The loss, large; whether the run overfits; sources; and the other curves."""
-    words = [_overfitting(run, len(runs) > 1) for run in runs]
+    named = len(runs) > 1
+    words = [_overfitting(run, named) for run in runs]
+    groups, reasons = comparable([run for run in runs if run.training or run.validation])
+    if reasons:
+        different = ' and '.join(reasons)
+        words.append(note(f'Losses of runs with different {different} cannot be compared; they have separate charts.'))
+    charts = [draw(_loss(group, _names(group, groups), named)) for group in groups]
     return join(
-        section('loss', 'Loss', *words, draw(_loss(runs))),
-        section('sources', 'Loss by source', _by_source(runs), *(_source_table(run, len(runs) > 1) for run in runs)),
+        section('loss', 'Loss', *words, *charts),
+        section('sources', 'Loss by source', _by_source(runs), *(_source_table(run, named) for run in runs)),
         section('curves', 'Curves', _others(runs)),
     )
 
 
-def _loss(runs: Sequence[Run]) -> Chart:
-    alone = len(runs) == 1
+def _names(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> str:
+    """Returns the end of a chart's title: the runs in it, where other runs have a chart of their own."""
+    return f', {" and ".join(run.name for run in group)}' if len(groups) > 1 else ''
+
+
+def _loss(runs: Sequence[Run], names: str, named: bool) -> Chart:
+    alone = not named
     series = []
     for run in runs:
-        of = '' if alone else f'{run.name}: '
+        of = f'{run.name}: ' if named else ''
         series.append(Series(f'{of}training', run.training, run.color, smooth=True))
         best = run.best
         told = f'(best {amounts.loss(best[1])} at step {best[0]:,.0f}, ringed)' if best else ''
@@ -73,7 +84,7 @@ def _loss(runs: Sequence[Run]) -> Chart:
         )
     over = runs[0].overfitting if alone else None
     return Chart(
-        'Training and validation loss',
+        f'Training and validation loss{names}',
         'nats/token' if all(run.predicts_tokens for run in runs) else 'what is minimized',
         series,
         marks=runs[0].marks if alone else (),
@@ -132,10 +143,12 @@ def _by_source(runs: Sequence[Run]) -> Markup:
             charts.append(draw(Chart(f'{title} by source', 'nats/token', series, marks=run.marks, scale='loss')))
             continue
         for name in names:
-            series = [
-                Series(run.name, run.metric(f'{prefix}/{name}'), run.color, dots=dots, smooth=True) for run in runs
-            ]
-            charts.append(draw(Chart(f'{title}: {name}', 'nats/token', series, scale='loss')))
+            metric = f'{prefix}/{name}'
+            groups, _ = comparable([run for run in runs if run.metric(metric)], source=name)
+            for group in groups:
+                series = [Series(run.name, run.metric(metric), run.color, dots=dots, smooth=True) for run in group]
+                title_of_group = f'{title}: {name}{_names(group, groups)}'
+                charts.append(draw(Chart(title_of_group, 'nats/token', series, scale='loss')))
     drawn = [chart for chart in charts if chart]
     return tag('div', *drawn, class_='charts') if drawn else Markup('')
 

@@ -1,6 +1,8 @@
 import dataclasses
 import re
 
+import pytest
+
 from maxlm.reporting.run import make_runs
 from maxlm.reporting.sections.learning import learning
 from tests import workdirs
@@ -44,6 +46,50 @@ def test_several_runs_have_a_curve_each_and_a_chart_for_each_source(run_of):
     assert 'crashed: validation' in text
     assert '<li>' in text
     assert '"line c1 d0"' in text
+
+
+def variant(run, name, objective, **dataset):
+    """The history of the same run under another name, with another objective and data."""
+    config = run.history.config
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, objective=objective))
+    events = [
+        {**event, 'dataset': event['dataset'] | dataset} if event['kind'] == 'started' else event
+        for event in run.history.events
+    ]
+    return dataclasses.replace(run.history, workdir=name, config=config, events=events)
+
+
+@pytest.mark.parametrize(
+    ('objective', 'dataset', 'reasons', 'charts', 'charts_of_web'),
+    [
+        ('next_token', {}, '', [''], ['']),
+        ('next_token', {'dataset web': 'other'}, 'data', [', base and more', ', chat'], [', base and more', ', chat']),
+        ('next_token', {'weight web': 0.9}, 'data', [', base and more', ', chat'], ['']),
+        ('dpo', {'window': 512}, 'objectives', [', base and more', ', chat'], [', base and more', ', chat']),
+        ('dpo', {'prompts': 'x'}, 'data and objectives', [', base and more', ', chat'], [', base and more', ', chat']),
+    ],
+)
+def test_losses_that_cannot_be_compared_have_separate_charts(
+    run_of, objective, dataset, reasons, charts, charts_of_web
+):
+    (run,) = run_of('finished')
+    histories = [variant(run, 'base', 'next_token'), variant(run, 'chat', objective, **dataset)]
+    histories.append(variant(run, 'more', 'next_token', window=128))
+    text = learning(make_runs(histories, workdirs.NOW))
+    assert re.findall(r'Losses of runs with different (.*) cannot be compared', text) == [reasons] * bool(reasons)
+    found = titles(text)
+    assert [one for one in found if 'and validation' in one] == [f'Training and validation loss{end}' for end in charts]
+    assert [one for one in found if 'ing loss: web' in one] == [f'Training loss: web{end}' for end in charts_of_web]
+    # Each run is drawn once.
+    assert all(text.count(f'{name}: validation <b') == 1 for name in ('base', 'chat', 'more'))
+
+
+def test_unknown_data_counts_as_the_same(run_of):
+    (run,) = run_of('finished')
+    unknown = dataclasses.replace(run.history, workdir='old', config=None, events=[])
+    text = learning(make_runs([run.history, unknown], workdirs.NOW))
+    assert 'cannot be compared' not in text
+    assert 'Training and validation loss' in titles(text)
 
 
 def test_before_the_first_line_there_is_nothing(run_of):

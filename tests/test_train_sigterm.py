@@ -1,0 +1,79 @@
+"""SIGTERM while a run is not training: while it imports modules, and while it prepares."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from maxlm import train
+from maxlm.errors import EXIT_PREEMPTED
+from maxlm.runtime import run as runs
+from maxlm.runtime.events import read_events
+from tests.conftest import ROOT
+from tests.test_train import arguments
+
+LINE = 'SIGTERM while the run was not training; start again to continue it\n'
+# Sends the signal when jax is about to be imported.
+SITE = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'jax':
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ('command', 'code', 'told'),
+    [
+        (['-m', 'maxlm.train', '--workdir=run'], EXIT_PREEMPTED, LINE),
+        (['-m', 'maxlm.grpo', '--workdir=run'], EXIT_PREEMPTED, LINE),
+        (['-m', 'maxlm', 'train', '--workdir=run'], EXIT_PREEMPTED, LINE),
+        # Control: an import alone changes no handler.
+        (['-c', 'import maxlm.train'], -signal.SIGTERM, ''),
+    ],
+    ids=['train', 'grpo', 'maxlm', 'control'],
+)
+def test_while_jax_is_imported(tmp_path, command, code, told):
+    (tmp_path / 'site').mkdir()
+    (tmp_path / 'site/sitecustomize.py').write_text(SITE)
+    environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path / 'site'), str(ROOT)])}
+    cwd = tmp_path / 'empty'
+    cwd.mkdir()
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, '', told)
+    assert list(cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize('moment', ['load', 'prepare_step'])
+def test_while_a_run_prepares(dataset, tmp_path, capsys, monkeypatch, moment):
+    def told(*_, **__):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            # A second one does not interrupt what closes.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    workdir = tmp_path / 'run'
+    monkeypatch.setattr(runs, moment, told)
+    monkeypatch.setattr(sys, 'argv', ['maxlm.train', *arguments(dataset, workdir)])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            train.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == EXIT_PREEMPTED
+    assert capsys.readouterr().err == LINE
+    if moment == 'load':
+        assert not workdir.exists()
+        return
+    assert not (workdir / 'run.lock').exists()
+    last = read_events(workdir).lines[-1]
+    assert (last['kind'], last['message'], last['code']) == ('preempted', LINE.strip(), EXIT_PREEMPTED)
