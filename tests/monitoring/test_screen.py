@@ -58,7 +58,7 @@ def test_no_number_is_cut(runs, name, width):
     )
 
 
-def test_the_loss_has_half_of_the_height_of_the_curves(runs):
+def test_each_row_of_small_curves_has_a_quarter_of_the_height(runs):
     lines = texts(screen([runs['running']], 0, 200, 60))
     norm, speed = (
         next(number for number, line in enumerate(lines) if title in line[:100])
@@ -66,8 +66,7 @@ def test_the_loss_has_half_of_the_height_of_the_curves(runs):
     )
     # A blank line ends the summary.
     top = max(number for number, line in enumerate(lines[:norm]) if not line.strip()) + 1
-    assert len(lines) - speed == speed - norm
-    assert norm - top == len(lines) - norm
+    assert len(lines) - speed == speed - norm == (len(lines) - top) // 4
 
 
 @pytest.mark.parametrize(('width', 'height'), [(80, 24), (200, 60)])
