@@ -73,6 +73,15 @@ def test_axes_and_groups():
     assert all(transfer.is_async == (transfer.axes in (('fsdp',), ('replica',))) for transfer in transfers)
 
 
+def test_a_vocabulary_that_does_not_divide_moves_once_more():
+    mesh = {'mesh__fsdp': 4, 'mesh__tensor': 2, 'model__dtype': 'bfloat16', 'model__family': 'llama'}
+    divides, padded = (set(estimate_transfers(small_config(8, model__vocab_size=size, **mesh))) for size in (512, 511))
+    # Tables of 512 rows otherwise. The lookup's, its gradient's and the head's travel in 2 bytes, its gradient's in 4.
+    assert divides < padded
+    moves = {(t.kind, t.axes, t.size / (512 * 32 / 8)) for t in padded - divides}
+    assert moves == {('all-to-all', ('tensor',), 2), ('all-to-all', ('tensor',), 4)}
+
+
 def test_kernels_travel_in_8_bits_and_their_gradients_do_not():
     sizes = {'num_devices': 8, 'model__dim': 64, 'model__dtype': 'bfloat16', 'model__remat': 'full'}
     usual, in_8_bits = (
