@@ -134,9 +134,13 @@ def _vocabulary(config: Config) -> list[Transfer]:
     of = _padded_tables(config)
     if of == tables(model):
         return []
-    part = of.tokens / (mesh.tensor * mesh.fsdp * mesh.context)
-    sizes = (width * part, width * part, width * part, FLOAT32 * part)
-    return [_transfer(config, 'all-to-all', ('tensor',), size, config.rounds) for size in sizes]
+    saved_over = mesh.fsdp * mesh.context
+    table = of.tokens / mesh.tensor / (saved_over if mesh.zero == 3 else 1)
+    gradient = of.tokens / mesh.tensor / (saved_over if mesh.zero >= 2 else 1)
+    return [
+        _transfer(config, 'all-to-all', ('tensor',), size, config.rounds, is_async=False)
+        for size in (width * table, width * table, width * gradient, FLOAT32 * gradient)
+    ]
 
 
 def _padded_tables(config: Config) -> Tables:
