@@ -10,6 +10,10 @@ from maxlm.config.keys import Config, MeshConfig
 from maxlm.config.rules import divisors
 from maxlm.errors import InputError
 
+# A vocabulary that devices share unequally is padded to a multiple of this on each of them: the sizes that matrix
+# units and vector lanes take without a remainder.
+VOCABULARY_MULTIPLE = 128
+
 
 def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
     """The mesh with its -1 filled in for so many devices.
@@ -36,6 +40,12 @@ def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
             f'their product is one of {working}'
         )
     return dataclasses.replace(mesh, **sizes)
+
+
+def padded_vocabulary(size: int, parts: int) -> int:
+    """Columns of the logits of `size` token ids on `parts` devices: more than `size` only where these do not divide."""
+    multiple = VOCABULARY_MULTIPLE * parts
+    return -(-size // multiple) * multiple if size % parts else size
 
 
 def check_layout(config: Config) -> None:

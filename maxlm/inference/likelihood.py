@@ -25,7 +25,7 @@ from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.trees import LARGEST_TREE, Laid, grow, lay_out
 from maxlm.model.blocks import BLOCKS
-from maxlm.model.decoder import soft_capped
+from maxlm.model.decoder import soft_capped, without_padding
 from maxlm.model.host_memory import to_device
 from maxlm.model.ring import zigzag
 from maxlm.runtime.console import progress_bar
@@ -119,8 +119,10 @@ class Scorer:
         ) -> tuple[jax.Array, jax.Array]:
             hidden_PD = layout.constrain(hidden_BTD[row_P, column_P], ('rows', 'activation'))
             kernel_DV = whole(params).output_kernel().astype(hidden_PD.dtype)
+            kernel_DV = layout.pad_vocabulary(kernel_DV, ('embed', 'vocab'))
             logits_PV = jnp.dot(hidden_PD, kernel_DV, preferred_element_type=jnp.float32)
             logits_PV = soft_capped(layout.constrain(logits_PV, ('rows', 'vocab')), self._config.logit_softcap)
+            logits_PV = without_padding(logits_PV, self._config.vocab_size)
             is_target_PV = jnp.arange(logits_PV.shape[1])[None, :] == target_P[:, None]
             log_prob_P = jnp.where(is_target_PV, logits_PV, 0).sum(axis=1) - jax.nn.logsumexp(logits_PV, axis=1)
             return log_prob_P, jnp.argmax(logits_PV, axis=1) == target_P

@@ -15,7 +15,7 @@ from maxlm.training.state import Params, abstract_model
 
 
 def as_used(params: Params, config: Config, layout: Layout, *, gather: bool = False) -> Params:
-    """In the type of the computation, made once for all tokens. Norms are computed in float32, and stay.
+    """In the type of the computation and padded, made once for all tokens. Norms are computed in float32, and stay.
 
     Args:
         params: those of a run; codes and what is in host memory stay as they are.
@@ -33,6 +33,7 @@ def as_used(params: Params, config: Config, layout: Layout, *, gather: bool = Fa
         if on_host(x) or 'norm' in axes:
             return x
         x = x.astype(dtype) if dtype is not None and x.dtype == jnp.float32 else x
+        x = layout.pad_vocabulary(x, axes) if 'vocab' in axes else x
         whole = tuple('activation' if axis in SAVING else axis for axis in axes)
         return layout.constrain(x, whole) if gather else x
 

@@ -20,7 +20,7 @@ from maxlm.model.initializers import initializers
 from maxlm.model.linear import Linear, parameter, turned_product, worth_turning
 from maxlm.model.norm import Norm
 from maxlm.model.pipeline import run_pipeline
-from maxlm.model.placement import ONE_DEVICE, Placement
+from maxlm.model.placement import ONE_DEVICE, Axes, Placement
 from maxlm.model.positions import rotary_angles
 from maxlm.model.quantized import KERNEL
 from maxlm.model.windows import causal_mask, layer_windows
@@ -94,11 +94,10 @@ class Decoder(nnx.Module):
         B, T = tokens_BT.shape
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-        gathered = self.placement.gathered
-        x_BTD = gathered(self.embedding[...].astype(config.dtype), ('vocab', 'embed'), is_table=True)[tokens_BT]
+        x_BTD = self._used(self.embedding[...].astype(config.dtype), ('vocab', 'embed'), is_table=True)[tokens_BT]
         if self.position_embedding is not None:
-            table = gathered(self.position_embedding[...].astype(config.dtype), ('position', 'embed'), is_table=True)
-            x_BTD = x_BTD + table[positions_BT]
+            table = self.position_embedding[...].astype(config.dtype)
+            x_BTD = x_BTD + self.placement.gathered(table, ('position', 'embed'), is_table=True)[positions_BT]
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
         embed_key, blocks_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
@@ -147,16 +146,25 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Scores of the next token [B, T, V] in float32."""
-        dtype, gathered = hidden_BTD.dtype, self.placement.gathered
+        dtype = hidden_BTD.dtype
         if self.is_turned:
             table = self.embedding if self.head is None else self.head.kernel
-            table_VD = gathered(table[...].astype(dtype), ('vocab', 'embed'))
+            table_VD = self._used(table[...].astype(dtype), ('vocab', 'embed'))
             rows_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
             logits_BTV = turned_product(rows_MD, table_VD, jnp.float32).reshape(*hidden_BTD.shape[:-1], -1)
         else:
-            kernel_DV = gathered(self.output_kernel().astype(dtype), ('embed', 'vocab'))
+            kernel_DV = self._used(self.output_kernel().astype(dtype), ('embed', 'vocab'))
             logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
-        return self.placement.constrain(soft_capped(logits_BTV, self.config.logit_softcap), ('rows', 'length', 'vocab'))
+        logits_BTV = soft_capped(logits_BTV, self.config.logit_softcap)
+        logits_BTV = self.placement.constrain(logits_BTV, ('rows', 'length', 'vocab'))
+        if logits_BTV.shape[-1] == self.config.vocab_size:
+            return logits_BTV
+        # Parts of a vocabulary that does not divide are unequal: each device gets all of it.
+        return self.placement.constrain(logits_BTV, ('rows', 'length', 'activation'))[..., : self.config.vocab_size]
+
+    def _used(self, table: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
+        """A table of the vocabulary as products and lookups take it."""
+        return self.placement.gathered(self.placement.pad_vocabulary(table, axes), axes, is_table=is_table)
 
     def _context(
         self,
@@ -228,6 +236,15 @@ class Decoder(nnx.Module):
 def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
     """Logits bent into ±cap by a tanh (Gemma Team 2024, "Gemma 2"); 0 leaves them."""
     return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """Logits of which those that only fill up devices, from `vocab_size` on, have neither probability nor gradient."""
+    if logits.shape[-1] == vocab_size:
+        return logits
+    is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < vocab_size
+    # Finite, since an entropy multiplies it by its probability of 0.
+    return jnp.where(is_token, logits, jnp.finfo(logits.dtype).min)
 
 
 def _mask(length: int, segments_BT: jax.Array | None, window: int) -> jax.Array | None:

@@ -34,6 +34,15 @@ class Placement(Protocol):
     def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
         """Places a parameter's gradient as its sum is kept."""
 
+    def pad_vocabulary(self, table: jax.Array, axes: Axes) -> jax.Array:
+        """A table of the vocabulary with zeros behind it where its size does not divide over devices.
+
+        The same table where it does, or is padded already. The gradient is cut again.
+        """
+
+    def cut_vocabulary(self, gradient: jax.Array, axes: Axes, size: int) -> jax.Array:
+        """The gradient of a padded table as that of the parameter, which has `size` token ids."""
+
     def parts(self, axis: str) -> int:
         """Devices that an axis is split over."""
 
@@ -58,6 +67,14 @@ class OneDevice:
 
     def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
         del axes
+        return gradient
+
+    def pad_vocabulary(self, table: jax.Array, axes: Axes) -> jax.Array:
+        del axes
+        return table
+
+    def cut_vocabulary(self, gradient: jax.Array, axes: Axes, size: int) -> jax.Array:
+        del axes, size
         return gradient
 
     def parts(self, axis: str) -> int:

@@ -7,12 +7,14 @@ the chunks of the loss is kept.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
 
 from maxlm.config.keys import MESH_AXES, Config
-from maxlm.planning.matrices import block_kernels, block_parameters, model_parameters, tables
+from maxlm.config.layouts import padded_vocabulary
+from maxlm.planning.matrices import Tables, block_kernels, block_parameters, model_parameters, tables
 from maxlm.planning.transfers import Transfer
 
 # Axes along which devices see other tokens, so that gradients are summed over them.
@@ -28,6 +30,7 @@ def estimate_transfers(config: Config) -> list[Transfer]:
         *_gathers(config),
         *_gradients(config),
         *_tensor_sums(config),
+        *_vocabulary(config),
         *_scales(config),
         *_ring(config),
         *_pipeline(config),
@@ -75,7 +78,7 @@ def _gathers(config: Config) -> list[Transfer]:
         return [_transfer(config, 'all-gather', SAVING_AXES, size, 1, is_async=False)]
     # With nothing computed again XLA keeps a block's parameters from forward to backward.
     directions = 1 if model.remat == 'none' and mesh.stage == 1 else 2
-    of = tables(model)
+    of = _padded_tables(config)
     # A table that also is the output projection comes twice.
     whole = width * (of.positions + of.tokens + (of.head or of.tokens))
     blocks = (1 if model.matmul == 'fp8' else width) * block_parameters(model) / mesh.tensor
@@ -88,7 +91,7 @@ def _gathers(config: Config) -> list[Transfer]:
 def _gradients(config: Config) -> list[Transfer]:
     """Sums over the devices that see other tokens: of a micro-batch, since XLA does not wait for the last."""
     model, mesh, width = config.model, config.mesh, _width(config)
-    of, saved_over = tables(model), mesh.fsdp * mesh.context
+    of, saved_over = _padded_tables(config), mesh.fsdp * mesh.context
     scatters = mesh.zero >= 2 and saved_over > 1
     sums = [
         (width * block_parameters(model), _layers(config)),
@@ -123,6 +126,27 @@ def _tensor_sums(config: Config) -> list[Transfer]:
         # What is looked up, and the gradient of the hidden states.
         _transfer(config, 'all-reduce', ('tensor',), tables_stream, 2 * config.rounds, is_async=False),
     ]
+
+
+def _vocabulary(config: Config) -> list[Transfer]:
+    """A vocabulary that does not divide, split in place of the width for the lookup and for the head, and back."""
+    model, mesh, width = config.model, config.mesh, _width(config)
+    of = _padded_tables(config)
+    if of == tables(model):
+        return []
+    saved_over = mesh.fsdp * mesh.context
+    table = of.tokens / mesh.tensor / (saved_over if mesh.zero == 3 else 1)
+    gradient = of.tokens / mesh.tensor / (saved_over if mesh.zero >= 2 else 1)
+    return [
+        _transfer(config, 'all-to-all', ('tensor',), size, config.rounds, is_async=False)
+        for size in (width * table, width * table, width * gradient, FLOAT32 * gradient)
+    ]
+
+
+def _padded_tables(config: Config) -> Tables:
+    """The tables as they are used."""
+    size = padded_vocabulary(config.model.vocab_size, config.mesh.tensor)
+    return tables(dataclasses.replace(config.model, vocab_size=size))
 
 
 def _scales(config: Config) -> list[Transfer]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.config.keys import Config
+from maxlm.config.layouts import padded_vocabulary
 from maxlm.model.blockwise import QUERY_BLOCK, query_ranges
 from maxlm.model.cudnn import documents_per_row
 from maxlm.model.windows import layer_windows
@@ -212,7 +213,7 @@ def _sizes(config: Config, backend: Backend) -> _Sizes:
         F=model.ffn_dim // mesh.tensor,
         N=model.num_heads // mesh.tensor,
         K=model.num_kv_heads // mesh.tensor,
-        V=model.vocab_size // mesh.tensor,
+        V=padded_vocabulary(model.vocab_size, mesh.tensor) // mesh.tensor,
         H=model.head_dim,
         padded_H=_up(model.head_dim, backend.lanes),
         width=np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2,

@@ -15,7 +15,7 @@ from maxlm.model.host_memory import HOST
 from maxlm.planning.weights import Weight, weights
 from maxlm.training.moments import MIN_SIZE, num_blocks
 from maxlm.training.reference import holds_reference, stored_dtype
-from maxlm.training.sharding import SAVING, TABLE
+from maxlm.training.sharding import SAVING, TABLE, splitting_axes
 from maxlm.training.state import TrainState
 from maxlm.training.trained import is_trained
 
@@ -76,7 +76,13 @@ def shard_size(config: Config, weight: Weight, *, zero: int) -> int:
 
 def shard_shape(config: Config, weight: Weight, *, zero: int) -> tuple[int, ...]:
     """The part of a weight that one device holds."""
-    return tuple(size // _parts(config, axis, zero) for size, axis in zip(weight.shape, weight.axes, strict=True))
+    return tuple(size // parts for size, parts in zip(weight.shape, _parts_of(config, weight, zero), strict=True))
+
+
+def _parts_of(config: Config, weight: Weight, zero: int) -> list[int]:
+    """By dimension, the devices that a weight is split over."""
+    axes = splitting_axes(weight.shape, weight.axes, lambda axis: _parts(config, axis, 3))
+    return [math.prod(_parts(config, axis, zero) for axis in each) for each in axes]
 
 
 def _parts(config: Config, axis: str, zero: int) -> int:
@@ -104,7 +110,7 @@ def moment_bytes(config: Config, weight: Weight) -> int:
 
 def _scale_bytes(config: Config, weight: Weight) -> int:
     """Of the blocks' scales, placed as `maxlm.training.moments.place_moment` places them."""
-    *rest, last = (_parts(config, axis, 3) for axis in weight.axes)
+    *rest, last = _parts_of(config, weight, 3)
     number = num_blocks(weight.shape[-1])
     whole = any(parts == 1 and size % last == 0 for size, parts in zip(weight.shape[:-1], rest, strict=True))
     parts = math.prod(rest) * (last if number % last == 0 or whole else 1)

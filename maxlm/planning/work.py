@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from maxlm.config.keys import Config
+from maxlm.config.layouts import padded_vocabulary
 from maxlm.model.blockwise import query_ranges
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.model.splash import block_size, blocks_in_sight
@@ -152,7 +153,12 @@ def _block_flops(config: Config, tokens: float) -> float:
 
 def _head_flops(config: Config, tokens: float) -> float:
     """Logits and both of their gradients, once (`cross_entropy`). The stages of a pipeline share them."""
-    return 6 * tokens * config.model.dim * config.model.vocab_size / (config.mesh.stage * config.mesh.tensor)
+    return 6 * tokens * config.model.dim * _vocabulary(config) / config.mesh.stage
+
+
+def _vocabulary(config: Config) -> float:
+    """Token ids on a device, padding included."""
+    return padded_vocabulary(config.model.vocab_size, config.mesh.tensor) / config.mesh.tensor
 
 
 def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:
@@ -202,7 +208,7 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
         block += (2 * width + 1) * (inputs * forward_passes(config) + outputs)
     # Logits: written in float32, read for their largest, for the sum and for the gradient, which is written and read by
     # two products.
-    logits = model.vocab_size / mesh.tensor * (16 + 3 * width) / mesh.stage
+    logits = _vocabulary(config) * (16 + 3 * width) / mesh.stage
     # The table: a row read and written; its gradient added to the table's in float32.
     lookup = model.dim * (2 * width + 12)
     return tokens * (block * model.num_layers / mesh.stage + logits + lookup)
@@ -239,7 +245,7 @@ def _weight_bytes(config: Config) -> float:
     gradients = whole * 2 * width + summed * (4 + 12)
     # The head's is added up in float32 over the chunks of the loss.
     chunks = math.ceil(config.data.window / mesh.context / config.train.loss_chunk)
-    sums = (chunks - 1) * 8 * model.dim * model.vocab_size / (mesh.stage * mesh.tensor)
+    sums = (chunks - 1) * 8 * model.dim * _vocabulary(config) / mesh.stage
     return config.accumulation * (passes + gradients + sums)
 
 

@@ -57,9 +57,13 @@ class Chunks:
         return x[:, :, : self._length // P].reshape(-1, self._length, *rest)
 
     def spread(self, kernel_DV: jax.Array) -> jax.Array:
-        """The kernel on every device, whole but for the vocabulary: [R, P, D, V] in the type of the hidden states."""
+        """The kernel on every device, whole but for the vocabulary, which is padded where it does not divide.
+
+        [R, P, D, V] in the type of the hidden states.
+        """
         R, _, _, P, _, _ = self._shape
-        whole = self._placement.constrain(kernel_DV.astype(self.dtype), ('activation', 'vocab'))
+        kernel_DV = self._placement.pad_vocabulary(kernel_DV.astype(self.dtype), ('embed', 'vocab'))
+        whole = self._placement.constrain(kernel_DV, ('activation', 'vocab'))
         whole = jnp.broadcast_to(whole, (R, P, *whole.shape))
         return self._placement.constrain(whole, (*_PARTS, 'activation', 'vocab'))
 
@@ -85,9 +89,10 @@ class Chunks:
         kernel_gradient += jnp.einsum('RPND,RPNV->RPDV', hidden_RPND, gradient, preferred_element_type=jnp.float32)
         return self._placement.constrain(kernel_gradient, (*_PARTS, 'activation', 'vocab')), of_hidden
 
-    def sum_gradient(self, kernel_gradient: jax.Array) -> jax.Array:
-        """[D, V]: added up over devices, each of which has that of its own part of the batch."""
-        return self._placement.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
+    def sum_gradient(self, kernel_gradient: jax.Array, vocab_size: int) -> jax.Array:
+        """[D, vocab_size]: added up over devices, each of which has that of its own part of the batch."""
+        gradient = self._placement.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
+        return self._placement.cut_vocabulary(gradient, ('embed', 'vocab'), vocab_size)
 
 
 def loop(add: Any, carry: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:

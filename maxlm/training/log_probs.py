@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.decoder import soft_capped
+from maxlm.model.decoder import soft_capped, without_padding
 from maxlm.model.placement import Placement
 from maxlm.training.chunks import Chunks, loop
 
@@ -38,9 +38,10 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """The log-probability of every target, with its gradient by hidden states and kernel; see `cross_entropy`."""
     chunks = Chunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
+    vocab_size = kernel_DV.shape[1]
 
     def log_probs(scores_RPNV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = soft_capped(scores_RPNV, logit_softcap)
+        scores = without_padding(soft_capped(scores_RPNV, logit_softcap), vocab_size)
         is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
         log_z = jax.nn.logsumexp(scores, axis=-1)
         entropy = log_z - (jnp.exp(scores - log_z[..., None]) * scores).sum(-1)
@@ -72,7 +73,7 @@ def token_log_probs(
 
         inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, cotangents[0])))
         kernel_gradient, of_hidden = loop(add, chunks.no_gradient(kernel_RPDV), inputs)
-        return chunks.join(of_hidden).astype(hidden_BTD.dtype), chunks.sum_gradient(kernel_gradient)
+        return chunks.join(of_hidden).astype(hidden_BTD.dtype), chunks.sum_gradient(kernel_gradient, vocab_size)
 
     run.defvjp(forward, backward)
     log_probs_BT, entropies_BT = run(hidden_BTD, kernel_DV)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.decoder import soft_capped
+from maxlm.model.decoder import soft_capped, without_padding
 from maxlm.model.placement import Placement
 from maxlm.training.chunks import Chunks, loop
 
@@ -56,9 +56,10 @@ def cross_entropy(
         logit_softcap: of the model.
     """
     chunks = Chunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
+    vocab_size = kernel_DV.shape[1]
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-        scores = soft_capped(scores_RPNV, logit_softcap)
+        scores = without_padding(soft_capped(scores_RPNV, logit_softcap), vocab_size)
         # A sum over a selection: its gradient is a selection too, where that of an index would be a scatter.
         is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
         log_z = jax.nn.logsumexp(scores, axis=-1)
@@ -92,7 +93,7 @@ def cross_entropy(
 
         inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT)))
         kernel_gradient, (objectives, sums, of_hidden) = loop(add, chunks.no_gradient(kernel_RPDV), inputs)
-        return total(objectives, sums), (chunks.join(of_hidden), chunks.sum_gradient(kernel_gradient))
+        return total(objectives, sums), (chunks.join(of_hidden), chunks.sum_gradient(kernel_gradient, vocab_size))
 
     def backward(residuals: tuple[jax.Array, jax.Array], cotangent: Losses) -> tuple[jax.Array, ...]:
         # The objective's is a number, the loss scale; the others have no gradient.

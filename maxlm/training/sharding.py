@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxlm.config.keys import MESH_AXES, MeshConfig
+from maxlm.config.layouts import padded_vocabulary
 from maxlm.errors import InputError
 from maxlm.model.placement import GATHERED, Axes
 
@@ -81,11 +83,7 @@ class Layout:
 
     def spec(self, axes: Sequence[str]) -> PartitionSpec:
         """The mesh axes of an array whose axes have these names."""
-        spec = [self._mesh_axes(axis) for axis in axes]
-        used = [mesh_axis for mesh_axes in spec for mesh_axis in mesh_axes]
-        assert len(used) == len(set(used)), f'{tuple(axes)} would split two axes over one mesh axis: {spec}'
-        # A tuple of one and its element mean the same to JAX but do not compare equal; the compiler writes the latter.
-        return PartitionSpec(*(names[0] if len(names) == 1 else (names or None) for names in spec))
+        return self._spec([(axis,) for axis in axes])
 
     def named(self, *axes: str) -> NamedSharding:
         """The sharding of an array whose axes have these names; without names: replicated."""
@@ -122,6 +120,40 @@ class Layout:
         gather.defvjp(forward, backward)
         return gather(x)
 
+    def pad_vocabulary(self, table: jax.Array, axes: Axes) -> jax.Array:
+        """See `Placement`. Parameters are not padded, so that no state or checkpoint depends on the mesh."""
+        dim = axes.index('vocab')
+        size = table.shape[dim]
+        more = padded_vocabulary(size, self.parts('vocab')) - size
+        if not more:
+            return table
+        stored = self._parameter_sharding(table.shape, axes)
+
+        @jax.custom_vjp
+        def pad(table: jax.Array) -> jax.Array:
+            padded = jnp.pad(table, [(0, more if place == dim else 0) for place in range(table.ndim)])
+            # Where the parameter is: one all-to-all then splits the vocabulary in place of the width.
+            return self.constrain(jax.lax.with_sharding_constraint(padded, stored), axes)
+
+        def forward(table: jax.Array) -> tuple[jax.Array, None]:
+            return pad(table), None
+
+        def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+            return (self.cut_vocabulary(gradient, axes, size),)
+
+        pad.defvjp(forward, backward)
+        return pad(table)
+
+    def cut_vocabulary(self, gradient: jax.Array, axes: Axes, size: int) -> jax.Array:
+        """See `Placement`."""
+        dim = axes.index('vocab')
+        if gradient.shape[dim] == size:
+            return gradient
+        shape = tuple(size if place == dim else length for place, length in enumerate(gradient.shape))
+        stored = self.of_gradients._parameter_sharding(shape, axes)
+        gradient = jax.lax.with_sharding_constraint(self.constrain_gradient(gradient, axes), stored)
+        return jax.lax.slice_in_dim(gradient, 0, size, axis=dim)
+
     def per_shard(
         self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
     ) -> Callable[..., Any]:
@@ -139,17 +171,17 @@ class Layout:
         """The sharding of a parameter.
 
         Raises:
-            InputError: an axis does not divide over its devices.
+            InputError: an axis, other than that of the vocabulary, does not divide over its devices.
         """
         for axis, size in zip(axes, shape, strict=True):
             parts = self.of_moments.parts(axis)
-            if size % parts:
+            if size % parts and axis != 'vocab':
                 mesh_names = '·'.join(f'mesh.{mesh_axis}' for mesh_axis in TABLE[axis])
                 raise InputError(
                     f'{mesh_names}={parts} does not divide the {axis!r} axis of {name}, which has {size}; '
                     f'next sizes that it divides: {size // parts * parts or parts}, {(size // parts + 1) * parts}'
                 )
-        return self.named(*axes)
+        return self._parameter_sharding(shape, axes)
 
     def spread_layers(self, axes: Sequence[str]) -> tuple[list[NamedSharding], int]:
         """Placements that lead from a stack's own to one with whole layers on each device, and the devices it is over.
@@ -195,8 +227,40 @@ class Layout:
 
         return {name: put(rows) for name, rows in batch.items()}
 
+    def _parameter_sharding(self, shape: tuple[int, ...], axes: Sequence[str]) -> NamedSharding:
+        return NamedSharding(self.mesh, self._spec(splitting_axes(shape, axes, self.of_moments.parts)))
+
+    def _spec(self, axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
+        """Of an array of which each dimension is split over the devices of these logical axes."""
+        spec = [tuple(mesh_axis for axis in each for mesh_axis in self._mesh_axes(axis)) for each in axes]
+        used = [mesh_axis for mesh_axes in spec for mesh_axis in mesh_axes]
+        assert len(used) == len(set(used)), f'{tuple(axes)} would split two axes over one mesh axis: {spec}'
+        # A tuple of one and its element mean the same to JAX but do not compare equal; the compiler writes the latter.
+        return PartitionSpec(*(names[0] if len(names) == 1 else (names or None) for names in spec))
+
     def _mesh_axes(self, axis: str) -> tuple[str, ...]:
         return () if axis in SAVING and self.zero < 3 else TABLE[axis]
+
+
+def splitting_axes(
+    shape: Sequence[int], axes: Sequence[str], parts: Callable[[str], int]
+) -> tuple[tuple[str, ...], ...]:
+    """By dimension of a parameter, the logical axes over whose devices it is split.
+
+    A vocabulary that does not divide is whole on each device. Its devices split the width, or nothing where they do not
+    divide that.
+
+    Args:
+        shape: of the parameter.
+        axes: its logical axes.
+        parts: logical axis → devices that it is split over with ZeRO 3.
+    """
+    sizes = dict(zip(axes, shape, strict=True))
+    if sizes.get('vocab', 0) % parts('vocab') == 0:
+        return tuple((axis,) for axis in axes)
+    divides = sizes['embed'] % (parts('embed') * parts('vocab')) == 0
+    moved = {'vocab': (), 'embed': ('embed', 'vocab') if divides else ('embed',)}
+    return tuple(moved.get(axis, (axis,)) for axis in axes)
 
 
 def make_layout(config: MeshConfig, devices: Sequence[Any] | None = None) -> Layout:

@@ -28,7 +28,8 @@ CONTEXT = 100
 # Beyond one chunk of the prompt's length, and so long that padding reaches past the context.
 PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6], list(range(40, 110))]
 MAX_TOKENS = 12
-MODEL = {'model__dim': 16, 'model__vocab_size': 1024, 'model__max_positions': CONTEXT}
+# More rows than token ids, and an odd number, which devices cannot share equally.
+MODEL = {'model__dim': 16, 'model__vocab_size': 1023, 'model__max_positions': CONTEXT}
 SCALED = {'model__family': 'llama', 'model__rotary_factor': 4.0, 'model__rotary_original_positions': 25}
 FAMILIES = {
     'gpt2': {'model__family': 'gpt2'},

@@ -357,7 +357,7 @@ def test_what_does_not_fit_is_refused(llama):
     assert 'prompt 1 (from 0) has 0 tokens' in refusal(lambda: draw(prompts=[[1], []]))
     assert f'at most {MAX_PROMPT}' in refusal(lambda: draw(prompts=[[1] * (MAX_PROMPT + 1)]))
     for id in (-1, VOCAB):
-        assert 'prompt 0 (from 0) has ids outside of 0 … 63' in refusal(lambda id=id: draw(prompts=[[1, id]]))
+        assert f'prompt 0 (from 0) has ids outside of 0 … {VOCAB - 1}' in refusal(lambda id=id: draw(prompts=[[1, id]]))
     assert 'temperature=-1.0: must be' in refusal(lambda: draw(temperature=-1.0))
     assert 'temperature=nan: must be' in refusal(lambda: draw(temperature=float('nan')))
     assert 'num_samples=0: must be' in refusal(lambda: draw(num_samples=0))

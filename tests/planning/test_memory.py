@@ -40,6 +40,13 @@ STATES = {
     'muon in 8 bits': {'optimizer__moments': 'int8', 'model__dim': 256, 'optimizer__name': 'muon', 'mesh__tensor': 2},
 }
 STATES |= {
+    'a vocabulary that does not divide': {
+        'mesh__tensor': 2,
+        'model__vocab_size': 61,
+        'optimizer__moments': 'int8',
+        'model__dim': 256,
+    },
+    'nor does the width': {'mesh__tensor': 2, 'model__vocab_size': 61, 'model__dim': 36},
     'adapters': {'model__lora_rank': 4},
     'adapters and the tables': {
         'model__lora_rank': 4,

@@ -29,7 +29,6 @@ def make_config(dataset, num_devices=1, **overrides):
         'model__dim': 32,
         'model__num_heads': 4,
         'model__dtype': 'float32',
-        'model__vocab_size': 264,
         'model__init_std': 0.3,
         'data__path': str(dataset),
         'data__window': 32,

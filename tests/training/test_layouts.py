@@ -30,19 +30,31 @@ COMMON = {
     'optimizer__warmup_steps': 0,
 }
 LLAMA = {'model__family': 'llama', 'model__num_kv_heads': 2}
+# A vocabulary that devices cannot share equally.
+PADDED = {'model__vocab_size': 61}
 LAYOUTS = [
     {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__zero': 2, 'train__micro_batch': 1, **LLAMA},
-    {'mesh__replica': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'train__micro_batch': 1, 'model__remat': 'full', **LLAMA},
+    {
+        'mesh__replica': 2,
+        'mesh__fsdp': 2,
+        'mesh__tensor': 2,
+        'train__micro_batch': 1,
+        'model__remat': 'full',
+        **LLAMA,
+        **PADDED,
+    },
     {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'model__remat': 'dots', **LLAMA},
     {'mesh__stage': 2, 'mesh__stage_repeats': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'train__micro_batch': 1, **LLAMA},
     {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__offload': 'all', 'train__micro_batch': 1, **LLAMA},
 ]
 NIGHTLY_LAYOUTS = [
-    {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', 'model__family': 'nanochat'},
+    {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', 'model__family': 'nanochat', **PADDED},
     {'mesh__data': 8, 'mesh__fsdp': 1},
     {'mesh__fsdp': 8},
     {'mesh__fsdp': 8, 'mesh__zero': 1},
     {'mesh__tensor': 4, 'mesh__fsdp': 2, 'model__scan_layers': False},
+    # Tied tables, of which only the gradients are split by ZeRO.
+    {'mesh__tensor': 4, 'mesh__fsdp': 2, 'mesh__zero': 2, **PADDED},
     {'mesh__replica': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 1},
     {'mesh__fsdp': 4, 'mesh__data': 2, **LLAMA},
     {'mesh__context': 8},
@@ -57,6 +69,7 @@ NIGHTLY_LAYOUTS = [
     {'mesh__stage': 2, 'mesh__fsdp': 4, 'train__micro_batch': 1},
     {'mesh__stage': 4, 'mesh__data': 2, 'mesh__fsdp': 1, 'train__micro_batch': 2},
     {'mesh__stage': 2, 'mesh__context': 2, 'mesh__fsdp': 2, 'train__micro_batch': 2, **LLAMA, 'model__remat': 'full'},
+    {'mesh__stage': 2, 'mesh__context': 2, 'mesh__tensor': 2, 'train__micro_batch': 2, 'mesh__fsdp': 1, **PADDED},
     {'mesh__stage': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'mesh__zero': 2, 'train__micro_batch': 4},
     {'mesh__fsdp': 8, 'mesh__offload': 'optimizer', 'model__remat': 'offload'},
 ]
@@ -68,7 +81,7 @@ def name_of(layout):
 
 @functools.cache
 def on_one_device(settings):
-    config = small_config(**COMMON, **dict(settings))
+    config = small_config(**{**COMMON, **dict(settings)})
     return train(config)
 
 

@@ -147,8 +147,8 @@ def test_what_goes_over_slow_links(sizes, num_islands, across):
 
 
 def split_by(zero, **sizes):
-    settings = {'mesh__fsdp': 4, 'mesh__data': 2, **sizes}
-    config = small_config(num_devices=8, model__vocab_size=64, model__family='llama', mesh__zero=zero, **settings)
+    settings = {'mesh__fsdp': 4, 'mesh__data': 2, 'model__vocab_size': 64, **sizes}
+    config = small_config(num_devices=8, model__family='llama', mesh__zero=zero, **settings)
     return config, small_layout(config)
 
 
@@ -221,6 +221,47 @@ def test_a_gathered_parameter_has_its_gradient_in_parts(zero, is_split):
     # Control: nothing is done to what no axis of the mesh saves memory of.
     assert layout.gathered(w_DF, ('ffn', 'norm')) is w_DF
     assert split_by(zero, mesh__fsdp=1, mesh__data=8)[1].gathered(w_DF, axes) is w_DF
+
+
+@pytest.mark.parametrize(('zero', 'parts'), [(1, (2, 2)), (2, (2, 8)), (3, (8, 8))])
+def test_a_vocabulary_that_does_not_divide_is_padded_in_use_alone(zero, parts):
+    config, layout = split_by(zero, mesh__data=1, mesh__tensor=2, model__vocab_size=61)
+    abstract = abstract_state(config, layout)
+    # The state is that of one device. The devices of the vocabulary split the width.
+    one_device = small_config(model__vocab_size=61, model__family='llama')
+    shapes, wanted = (
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (state.params, state.opt_state))
+        for state in (abstract, abstract_state(one_device, small_layout(one_device)))
+    )
+    assert shapes == wanted
+    kernel, axes = abstract.params['head']['kernel'], ('embed', 'vocab')
+    assert kernel.sharding.shard_shape(kernel.shape) == (32 // parts[0], 61)
+    rng = np.random.default_rng(0)
+    table_DV, factors_DV = rng.normal(size=(2, 32, 61)).astype(np.float32)
+    table_DV = jax.device_put(table_DV, kernel.sharding)
+
+    @jax.jit
+    @jax.value_and_grad
+    def total(table_DV):
+        padded = layout.pad_vocabulary(table_DV, axes)
+        return (padded[:, :61] * factors_DV).sum() + (1 + jnp.square(padded[:, 61:])).sum()
+
+    value, gradient = total(table_DV)
+    padded = jax.jit(lambda table_DV: layout.pad_vocabulary(table_DV, axes))(table_DV)
+    assert padded.shape == (32, 256)
+    assert {shard.data.shape[1] for shard in padded.addressable_shards} == {128}
+    np.testing.assert_array_equal(padded, np.pad(table_DV, [(0, 0), (0, 256 - 61)]))
+    assert value == pytest.approx(float((table_DV * factors_DV).sum()) + 32 * (256 - 61), rel=1e-5)
+    np.testing.assert_array_equal(gradient, factors_DV)
+    assert {shard.data.shape for shard in gradient.addressable_shards} == {(32 // parts[1], 61)}
+    # What is padded, or divides, stays.
+    assert layout.pad_vocabulary(padded, axes) is padded
+
+
+def test_a_width_that_the_devices_of_a_vocabulary_do_not_divide_is_whole_on_each():
+    config, layout = split_by(3, mesh__data=1, mesh__tensor=2, model__vocab_size=61, model__dim=36, model__head_dim=8)
+    kernel = abstract_state(config, layout).params['head']['kernel']
+    assert kernel.sharding.shard_shape(kernel.shape) == (36 // 4, 61)
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,6 @@ def test_parameters_moments_and_their_average_are_sharded():
 
 
 def test_a_parameter_that_does_not_divide_is_named():
-    config = small_config(num_devices=8, mesh__tensor=2)
-    with pytest.raises(sharding.InputError, match=r"mesh\.tensor=2 .*'vocab' axis of embedding, which has 61.* 60, 62"):
+    config = small_config(num_devices=8, mesh__tensor=2, model__dim=34, model__head_dim=8)
+    with pytest.raises(sharding.InputError, match=r"context=4 .*'embed' axis of blocks.*, which has 34.* 32, 36"):
         abstract_state(config, small_layout(config))
