@@ -49,7 +49,7 @@ def _check_entry(path: str, allowed: tuple[str, ...], limit: int | None) -> None
         raise NotRegularError(
             errno.EINVAL, f'is a link to {target}, outside of its directory; replace it by a copy of the file', path
         )
-    if not os.access(path, os.R_OK, effective_ids=True):
+    if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     if limit is not None:
         check_size(path, os.stat(path).st_size, limit)
