@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
     """Makes the data set that `argv` asks for. Raises InputError when it cannot be made."""
     options = _parse(argv)
     not_text: list[Entry] = []
-    find: dict[str, Any] = {'exclude': options.exclude, 'max_files': options.max_files, 'on_left_out': not_text.extend}
+    limits = {'max_files': options.max_files, 'max_record_bytes': options.max_record_mib * 2**20}
+    find: dict[str, Any] = {'exclude': options.exclude, 'on_left_out': not_text.extend, **limits}
     training = find_inputs(options.input, **find)
     validation = find_inputs(options.validation, **find) if options.validation else []
     refuse_overlap(training, validation)

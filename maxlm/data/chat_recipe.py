@@ -14,6 +14,7 @@ from maxlm.data.records import CHAT_TEMPLATE_FILE
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES, read_bytes
 
 DEFAULT_TEMPLATE = 'chatml'
 # What lies beside a `tokenizer.json` of Transformers, and may hold names of tokens and a template.
@@ -108,7 +109,7 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = parse_json(path.read_bytes())
+        config = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -22,6 +22,7 @@ from maxlm.data.records import CHAT_TEMPLATE_FILE
 from maxlm.data.stand_ins import spelling
 from maxlm.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.errors import InputError, os_message
+from maxlm.storage.regular import read_text
 
 
 class _Piece(NamedTuple):
@@ -68,7 +69,7 @@ class ChatEncoder:
         """
         path = directory / CHAT_TEMPLATE_FILE
         try:
-            source = path.read_text(encoding='utf-8')
+            source = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = os_message(error) if isinstance(error, OSError) else str(error)
             raise InputError(f'{path}: {reason}; conversations need a chat template') from error

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from maxlm.data import storage
 from maxlm.data.content import suffix_of, text_files
+from maxlm.data.readers.options import MAX_RECORD_BYTES
 from maxlm.data.storage import Entry, StorageError, is_url, shown
 from maxlm.errors import InputError
 
@@ -69,6 +70,7 @@ def find_inputs(
     *,
     exclude: Sequence[str] = (),
     max_files: int = 0,
+    max_record_bytes: int = MAX_RECORD_BYTES,
     on_left_out: OnLeftOut = lambda files: None,
 ) -> list[InputFile]:
     """The files behind `paths`, in the order of `paths` and sorted by name within each.
@@ -84,6 +86,7 @@ def find_inputs(
             `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`, `tfds:DIRECTORY[#SPLIT]`.
         exclude: names or patterns (`*.npy`) of what is left out of directories and globs.
         max_files: take at most so many of each input, the first by name; 0 = all.
+        max_record_bytes: longest line of a data set of the hub, of which the first are read.
         on_left_out: told the files of directories and globs that hold no text.
 
     Raises:
@@ -92,7 +95,7 @@ def find_inputs(
     """
     inputs = []
     for path in paths:
-        files = _files_of(os.fspath(path), tuple(exclude), on_left_out)
+        files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_left_out)
         inputs.append(files[: max_files or len(files)])
     _refuse_shared_files(inputs)
     files = [file for given in inputs for file in given]
@@ -118,10 +121,10 @@ def kind_of(name: str) -> str:
     return next(kinds, 'text' if suffix_of(name) in TEXT_SUFFIXES else '')
 
 
-def _files_of(given: str, exclude: tuple[str, ...], on_left_out: OnLeftOut) -> list[InputFile]:
+def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_left_out: OnLeftOut) -> list[InputFile]:
     for prefix, kind in DATASET_PREFIXES.items():
         if given.startswith(prefix):
-            return [_dataset(given, kind)]
+            return [_dataset(given, kind, max_record_bytes)]
     # A local file, however it is spelled, needs no fsspec.
     given = given.removeprefix('file://')
     try:
@@ -140,11 +143,11 @@ def _files_of(given: str, exclude: tuple[str, ...], on_left_out: OnLeftOut) -> l
     return files
 
 
-def _dataset(given: str, kind: str) -> InputFile:
+def _dataset(given: str, kind: str, max_record_bytes: int) -> InputFile:
     # Not above: these readers know InputFile, as all readers do.
     from maxlm.data.readers import hub, tfds
 
-    return {'hub': hub, 'tfds': tfds}[kind].find(given)
+    return hub.find(given, max_record_bytes) if kind == 'hub' else tfds.find(given)
 
 
 def _is_glob(given: str) -> bool:

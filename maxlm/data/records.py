@@ -25,6 +25,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from maxlm.data.whole import put
 from maxlm.errors import InputError, os_message
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES, read_bytes
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = 'dataset.json'
@@ -218,7 +219,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
     path = Path(path)
     manifest = path / MANIFEST_NAME
     try:
-        facts = parse_json(manifest.read_bytes())
+        facts = parse_json(read_bytes(manifest, limit=MAX_TEXT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
             f'{path} holds no data set ({MANIFEST_NAME} is missing); make one with '

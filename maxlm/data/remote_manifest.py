@@ -11,6 +11,7 @@ from maxlm.data.records import BOUNDS_OF_COUNTS, CHAT_TEMPLATE_FILE, FORMAT_VERS
 from maxlm.data.transfer import RemoteFile, remove_partial
 from maxlm.errors import InputError, os_message
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES, read_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
     its manifest.
     """
     try:
-        before = parse_manifest(str(directory), (directory / MANIFEST_NAME).read_bytes())
+        before = parse_manifest(str(directory), read_bytes(directory / MANIFEST_NAME, limit=MAX_TEXT_BYTES))
     except FileNotFoundError:
         return
     except InputError:

@@ -14,6 +14,7 @@ import numpy as np
 
 from maxlm.data import whole
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES, read_bytes
 
 # To be raised whenever the same input would give another result.
 RESULT_VERSION = 1
@@ -32,7 +33,7 @@ def save_result(path: Path, identity: str, facts: dict[str, Any]) -> None:
 def load_result(path: Path, identity: str) -> dict[str, Any] | None:
     """What `save_result` wrote with the same `identity`; None where there is none such."""
     try:
-        facts: dict[str, Any] = parse_json(path.read_bytes())
+        facts: dict[str, Any] = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
         return facts if facts['identity'] == identity else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from maxlm.data import outage
 from maxlm.data.buckets import open_filesystem
 from maxlm.errors import InputError, os_message
-from maxlm.storage.regular import check_regular, kind_of, open_descriptor
+from maxlm.storage.regular import NotRegularError, check_regular, check_size, kind_of, open_descriptor
 
 # Bytes that a local file is read by; fsspec reads buckets ahead by itself.
 BUFFER_BYTES = 2**20
@@ -150,9 +150,15 @@ def open_file(path: str) -> BinaryIO:
         raise fault(path, error) from error
 
 
-def read_bytes(path: str) -> bytes:
-    """The whole content of a file. Raises StorageError when it cannot be read."""
+def read_bytes(path: str, *, limit: int | None = None) -> bytes:
+    """Returns the whole content of a file. Raises StorageError if it cannot be read, or has more than `limit` bytes."""
     with open_file(path) as file:
+        if limit is not None:
+            try:
+                check_size(path, file.seek(0, os.SEEK_END), limit)
+            except NotRegularError as error:
+                raise fault(path, error) from error
+            file.seek(0)
         return file.read()
 
 

@@ -10,6 +10,7 @@ from maxlm.data.content import suffix_of
 from maxlm.data.preparation import CLEANING_FILE, VALIDATION_NOTE
 from maxlm.data.records import MANIFEST_NAME, Dataset
 from maxlm.data.storage import Entry, shown
+from maxlm.storage.regular import read_text
 
 # Left-out documents that are printed; dataset.json lists them all.
 LEFT_OUT_SHOWN = 10
@@ -43,7 +44,7 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
     if cleaned:
         path = dataset.path / CLEANING_FILE
         try:
-            report = CleaningReport.from_json(path.read_text(encoding='utf-8'))
+            report = CleaningReport.from_json(read_text(path))
             lines += [f'  {line}' for line in report.to_lines()]
             lines.append(f'  examples: {path}')
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):

@@ -7,6 +7,7 @@ whatever its family is called.
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,17 @@ from maxlm.huggingface.unsupported import check_supported
 AUTO = 'auto'
 # These mean "derived from the others" when they are null, as our 0 does.
 _NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap')
+# Keys of rotary positions, for messages.
+_ROPE_NAMES = {
+    'rotary_factor': 'factor',
+    # Of GPT-NeoX, which alone may rotate a part of a head.
+    'rotary_fraction': 'rotary_pct',
+    'rotary_low_turns': 'low_freq_factor',
+    'rotary_high_turns': 'high_freq_factor',
+    'rotary_beta_slow': 'beta_slow',
+    'rotary_beta_fast': 'beta_fast',
+    'rotary_original_positions': 'original_max_position_embeddings',
+}
 # Context of the run that an imported model is given, where the model's is longer.
 _WINDOW = 1024
 
@@ -136,7 +148,10 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
     # The type of the parameters in the file; Transformers' own default is float32.
     stored = str(config.get('dtype') or config.get('torch_dtype') or 'float32')
     model['dtype'] = 'float32' if stored.endswith('float32') else 'bfloat16'
-    return run_config(model, source).model
+    try:
+        return run_config(model, source).model
+    except InputError as error:
+        raise InputError(_with_their_names(str(error), row)) from error
 
 
 def run_config(model: Mapping[str, Any], source: str) -> Config:
@@ -160,6 +175,12 @@ def run_config(model: Mapping[str, Any], source: str) -> Config:
     return dataclasses.replace(config, model=resolved.model, train=TrainConfig())
 
 
+def _with_their_names(message: str, row: Architecture) -> str:
+    """Returns a message about keys of maxlm with the keys of config.json."""
+    names = _ROPE_NAMES | {ours: theirs for ours, (theirs, _) in row.keys.items()}
+    return re.sub(r'\bmodel\.(\w+)', lambda match: names.get(match[1], match[0]), message)
+
+
 def _row(fields: Fields) -> Architecture:
     check_supported(fields, ARCHITECTURES)
     return ARCHITECTURES[fields.text('model_type', '')]
@@ -170,9 +191,7 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
     window = 0
     if row is MISTRAL or (row is QWEN3 and fields.flag('use_sliding_window', False)):
         window = fields.integer('sliding_window', 4096, null=0)
-    first = fields.values.get('max_window_layers', 28) if row is QWEN3 else 0
-    if not isinstance(first, int):
-        raise fields.refusal('max_window_layers', 'needs a whole number')
+    first = fields.integer('max_window_layers', 28) if row is QWEN3 else 0
     sliding = [window > 0 and layer >= first for layer in range(num_layers)]
     types = fields.values.get('layer_types')
     if types is not None:

@@ -18,7 +18,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from maxlm.errors import InputError, os_message
+from maxlm.storage.entries import check_entries
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import read_bytes
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
@@ -209,6 +211,8 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[Any]:
 
 def _weight_map(directory: Path) -> dict[str, str]:
     """Tensor → file name, from the index; empty where there is one file without an index."""
+    check_entries(directory, (SINGLE,), limit=None)
+    check_entries(directory, (INDEX,))
     # As in Transformers, a single file comes first.
     if (directory / SINGLE).is_file():
         return {}
@@ -216,7 +220,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
     if not path.is_file():
         raise _no_tensors(directory)
     try:
-        weight_map = parse_json(path.read_bytes())['weight_map']
+        weight_map = parse_json(read_bytes(path))['weight_map']
         if not weight_map:
             raise ValueError('it is empty')
         for name in set(weight_map.values()):
@@ -227,6 +231,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
         raise InputError(f'{path}: {os_message(error)}') from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f'{path}: no weight_map of tensors to files ({error}); fetch the file again') from error
+    check_entries(directory, sorted(set(weight_map.values())), limit=None)
     for name in sorted(set(weight_map.values())):
         if not (directory / name).is_file():
             raise InputError(f'{directory / name}: missing, {INDEX} names it; fetch the model again')

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.errors import InputError, os_message
+from maxlm.huggingface.numbers import NUMBERS
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES, read_bytes
 
 
 class Fields:
@@ -21,21 +23,20 @@ class Fields:
         self.source = source
 
     def integer(self, key: str, default: int, *, null: int | None = None) -> int:
-        """A whole number of at least 1; `null` is what null stands for, where it is allowed."""
-        value = self.values.get(key, default)
-        if value is None and null is not None:
-            return null
-        if key in self.values and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise self.refusal(key, 'needs a whole number of at least 1')
-        return value
+        """Returns a whole number in the range of `NUMBERS`; `null` is what null stands for, where it is allowed."""
+        return default if key not in self.values else self._checked(key, null)
 
     def number(self, key: str, default: float, *, null: float | None = None) -> float:
-        value = self.values.get(key, default)
-        if value is None and null is not None:
-            return float(null)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.refusal(key, 'needs a number')
-        return float(value)
+        """Returns a number in the range of `NUMBERS`, like `integer`."""
+        return float(default if key not in self.values else self._checked(key, null))
+
+    def check_ids(self, key: str, *, may_be_list: bool) -> None:
+        """Raises InputError unless a key is absent, null, a token id, or with `may_be_list` a list of token ids."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) and may_be_list else [] if value is None else [value]
+        if any(index not in NUMBERS[key] for index in ids):
+            listed = ', a list of such numbers,' if may_be_list else ''
+            raise self.refusal(key, f'needs {NUMBERS[key]}{listed} or null')
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.values.get(key, default)
@@ -49,10 +50,24 @@ class Fields:
             raise self.refusal(key, 'needs a text')
         return value
 
+    def _checked(self, key: str, null: float | None) -> Any:
+        value = self.values[key]
+        if value is None and null is not None:
+            return null
+        if value not in NUMBERS[key]:
+            raise self.refusal(key, f'needs {NUMBERS[key]}{"" if null is None else " or null"}')
+        return value
+
     def refusal(self, key: str, why: str) -> InputError:
         """The error that names the key and the value that it has."""
-        value = f'{key}={self.values[key]!r}' if key in self.values else key
+        value = f'{key}={shown(self.values[key])}' if key in self.values else key
         return InputError(f'{self.source}: {value}: {why}')
+
+
+def shown(value: Any) -> str:
+    """Returns a JSON value as messages show it, cut to 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f'{text[:99]}…'
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -62,7 +77,7 @@ def read_object(path: Path) -> dict[str, Any]:
         InputError: the file is missing or holds something else.
     """
     try:
-        value = parse_json(path.read_bytes())
+        value = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     except ValueError as error:

@@ -206,8 +206,11 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
     writer.add_add_bos_token(found.begins)
     ends = text.ids['eos_token_id']
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if text.ids['bos_token_id'] is not None:
-        writer.add_bos_token_id(text.ids['bos_token_id'])
+    # The format has no number for a token that does not exist.
+    ends = [end for end in ends if end >= 0]
+    begin = text.ids['bos_token_id']
+    if begin is not None and begin >= 0:
+        writer.add_bos_token_id(begin)
     for add, end in zip((writer.add_eos_token_id, writer.add_eot_token_id), ends, strict=False):
         add(end)
     if CHAT_TEMPLATE in text.files:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,11 +19,12 @@ from maxlm.huggingface.directory import TensorFiles
 from maxlm.huggingface.fields import Fields, read_object
 from maxlm.huggingface.output import check_new, check_space, new_directory
 from maxlm.huggingface.tensors import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
-from maxlm.huggingface.tokenizer_files import files_for_import
+from maxlm.huggingface.tokenizer_files import KEPT, files_for_import
 from maxlm.huggingface.unsupported import check_supported
 from maxlm.runtime.console import logger, progress_bar
 from maxlm.runtime.layers import StreamedArray, write_step
-from maxlm.runtime.workdir import CONFIG
+from maxlm.runtime.workdir import CONFIG, TOKENIZER
+from maxlm.storage.entries import check_entries
 
 
 class Imported(NamedTuple):
@@ -54,10 +55,10 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
             f'`hf download NAME --local-dir DIR`'
         )
     path = directory / CONFIG
+    check_entries(directory, (CONFIG, TOKENIZER, *KEPT))
     values = read_object(path)
     check_supported(Fields(values, str(path)), ARCHITECTURES)
     files = TensorFiles(directory)
-    check_layers(values, files, str(path))
     model = from_config(values, str(path))
     architecture = values['model_type']
     rows = tensors(architecture, model)
@@ -88,20 +89,6 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
 
         write_step(partial, 0, {name: counted(array) for name, array in arrays.items()})
     return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters)
-
-
-def check_layers(values: Mapping[str, Any], files: TensorFiles, source: str) -> None:
-    """Raises InputError where config.json has more layers than there are tensors.
-
-    Everything else is made layer by layer, so the number must be known to be true before anything is made.
-    """
-    for key in ('num_hidden_layers', 'n_layer'):
-        num_layers = values.get(key)
-        if isinstance(num_layers, int) and num_layers > len(files.shapes):
-            raise InputError(
-                f'{source}: {key}={num_layers}: tensors are missing, the files have only {len(files.shapes)} in all; '
-                f'fetch config.json and the weights of the same model'
-            )
 
 
 def match(files: TensorFiles, rows: Sequence[Tensor], architecture: str, source: str) -> dict[str, str]:

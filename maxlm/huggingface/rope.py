@@ -129,10 +129,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
 def _attention_factor(rope: Fields, factor: float) -> float:
     """What queries and keys are multiplied by; 0 where it follows from the factor alone."""
     if rope.values.get('attention_factor') is not None:
-        given = rope.number('attention_factor', 1.0)
-        if given <= 0:
-            raise rope.refusal('attention_factor', 'must be greater than 0')
-        return given
+        return rope.number('attention_factor', 1.0)
     mscale, all_dim = (rope.number(name, 0.0, null=0.0) for name in ('mscale', 'mscale_all_dim'))
     if not (mscale and all_dim):
         return 0.0

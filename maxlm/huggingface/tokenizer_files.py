@@ -14,7 +14,7 @@ from maxlm.data.chat_recipe import DEFAULT_TEMPLATE, make_chat_recipe
 from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.huggingface.fields import read_object
+from maxlm.huggingface.fields import Fields, read_object
 from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER
 from maxlm.storage.json_text import parse_json
 
@@ -107,11 +107,14 @@ def _with_end_of_turn(ends: Any, workdir: Path) -> Any:
 
 
 def _kept_files(directory: Path) -> dict[str, bytes]:
-    """Name → content of those of KEPT that are there, of which JSON is checked to be an object."""
+    """Name → content of those of KEPT that are there, of which JSON is checked to be an object with ids."""
     paths = [directory / name for name in KEPT if (directory / name).is_file()]
     for path in paths:
         if path.suffix == '.json':
-            read_object(path)
+            fields = Fields(read_object(path), str(path))
+            if path.name == GENERATION:
+                for key in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
+                    fields.check_ids(key, may_be_list=key == 'eos_token_id')
     return {path.name: path.read_bytes() for path in paths}
 
 

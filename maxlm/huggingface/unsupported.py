@@ -24,7 +24,7 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
             f'{source}: quantization_config: quantized weights are not supported; take the original of float type'
         )
     for key in _EXPERTS:
-        if isinstance(values.get(key), int) and values[key] > 0:
+        if config.integer(key, 0, null=0):
             raise config.refusal(key, 'a mixture of experts is not supported')
     if kind in _EXPERT_TYPES or 'moe' in kind:
         raise InputError(f'{source}: model_type={kind}: a mixture of experts is not supported')

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxlm.data.readers.options import MAX_RECORD_BYTES
 from maxlm.errors import InputError, os_message
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
@@ -41,7 +42,9 @@ def read_prompts(path: Path, model: LoadedModel) -> list[Line]:
     """
     try:
         with open(path, encoding='utf-8', opener=open_descriptor) as file:
-            return [_line(f'{path}:{number}', text, model) for number, text in enumerate(file, start=1) if text.strip()]
+            # A line that never ends would fill the memory. One that is cut is not JSON.
+            lines = enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES), ''), start=1)
+            return [_line(f'{path}:{number}', text, model) for number, text in lines if text.strip()]
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     except UnicodeDecodeError as error:

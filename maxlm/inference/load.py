@@ -64,6 +64,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     """
     step_directory = find_step_here(checkpoint)
     workdir = step_directory.parent.parent
+    stored = read_config(workdir)
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():
         raise InputError(
@@ -71,7 +72,6 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
             f'put the one of the model at {tokenizer_path}'
         )
     devices = jax.devices()[:num_devices]
-    stored = read_config(workdir)
     weights = parse_weights(quantize) if quantize else None
     config = resolve_on(
         stored if weights is None else quantized_config(stored, weights, f'--checkpoint={checkpoint}'),

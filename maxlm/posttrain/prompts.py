@@ -24,6 +24,7 @@ from maxlm.data.chat import parse_messages
 from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.order import Order
 from maxlm.data.readers.compression import decompressed
+from maxlm.data.readers.options import MAX_RECORD_BYTES
 from maxlm.data.storage import shown
 from maxlm.data.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -147,7 +148,10 @@ def _entries(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with contextlib.ExitStack() as stack:
             stream = decompressed(stack.enter_context(storage.open_file(path)), path)
-            for number, line in enumerate(stream, start=1):
+            lines = iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), b'')
+            for number, line in enumerate(lines, start=1):
+                if len(line) > MAX_RECORD_BYTES:
+                    raise InputError(f'{name}:{number}: the line is longer than {MAX_RECORD_BYTES // 2**20} MiB')
                 try:
                     entry = parse_json(line.decode('utf-8-sig')) if line.strip() else None
                 except UnicodeDecodeError as error:

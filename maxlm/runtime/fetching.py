@@ -24,6 +24,7 @@ from maxlm.runtime.storage.run import cache_directory
 from maxlm.runtime.stored import JSON_FILE
 from maxlm.runtime.workdir import CHAT_TEMPLATE, CONFIG, TOKENIZER
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES
 
 # What a step grows in, in the folder of checkpoints.
 UNFINISHED = '_fetching'
@@ -123,7 +124,7 @@ def find_step_here(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
 def _is_copy(place: Path, source: str) -> bool:
     """Whether the checksums of what was fetched earlier are still those of the source."""
     try:
-        there = parse_json(read_bytes(f'{source}/{ITEM}/{JSON_FILE}'))
+        there = parse_json(read_bytes(f'{source}/{ITEM}/{JSON_FILE}', limit=MAX_TEXT_BYTES))
         here = parse_json((place / ITEM / JSON_FILE).read_bytes())
     except (StorageError, OSError, ValueError):
         return False

@@ -20,6 +20,7 @@ from maxlm.runtime.lock import LOCK, Owner, is_alive
 from maxlm.runtime.tail import Tail
 from maxlm.runtime.workdir import CONFIG
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES
 
 METRICS, EVENTS, SAMPLES = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl'
 # Process 0's has this name, process N's `goodput-N.jsonl`.
@@ -153,7 +154,7 @@ class HistoryReader:
         if self._config is None or self._config[0] != version or not entry.version:
             config, note = None, ''
             try:
-                config = from_json(read_bytes(entry.path).decode())
+                config = from_json(read_bytes(entry.path, limit=MAX_TEXT_BYTES).decode())
             except StorageError as error:
                 note = str(error)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -171,7 +172,7 @@ class HistoryReader:
             # Who trains here holds it from before the first line to after the last one.
             return False
         try:
-            return is_alive(Owner(**parse_json(read_bytes(lock.path))))
+            return is_alive(Owner(**parse_json(read_bytes(lock.path, limit=MAX_TEXT_BYTES))))
         except (StorageError, ValueError, TypeError):
             return None
 

@@ -27,6 +27,7 @@ from maxlm.runtime.storage.run import MIRRORED, RunStorage, open_run_storage
 from maxlm.runtime.timeline import Timeline
 from maxlm.runtime.together import Together, is_shared
 from maxlm.runtime.workdir import CONFIG, check_same_model, model_difference, open_workdir
+from maxlm.storage.regular import MAX_TEXT_BYTES
 from maxlm.training.retention import SavedStep, reasons_to_keep
 
 
@@ -184,7 +185,7 @@ def check_resume(name: str, config: Config) -> None:
     """
     source = select(name).workdir
     try:
-        old = from_json(read_bytes(f'{source}/{CONFIG}').decode())
+        old = from_json(read_bytes(f'{source}/{CONFIG}', limit=MAX_TEXT_BYTES).decode())
     except (StorageError, ValueError):
         # Imports have none. Then the shapes of the parameters are compared.
         return

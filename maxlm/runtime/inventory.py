@@ -13,6 +13,7 @@ from maxlm.runtime.step_folder import ASIDE, BEST, DAMAGED, FOLDER, MARKER, spli
 from maxlm.runtime.stored import JSON_FILE
 from maxlm.runtime.workdir import CONFIG
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES
 from maxlm.training.retention import SavedStep, best_step
 
 
@@ -83,7 +84,7 @@ def checkpoint_config(workdir: str) -> CheckpointConfig:
     """
     path = f'{workdir}/{CONFIG}'
     try:
-        return from_json(read_bytes(path).decode()).checkpoint
+        return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode()).checkpoint
     except ValueError as error:
         raise InputError(f'{shown(path)}: not a config that this version of maxlm wrote ({error})') from error
 
@@ -104,7 +105,8 @@ def _is_set_aside(workdir: str, name: str) -> bool:
 
 def _loss(workdir: str, step: int) -> float | None:
     try:
-        loss = parse_json(read_bytes(f'{workdir}/{FOLDER}/{step}/progress/{JSON_FILE}'))[VALIDATION_LOSS]
+        content = read_bytes(f'{workdir}/{FOLDER}/{step}/progress/{JSON_FILE}', limit=MAX_TEXT_BYTES)
+        loss = parse_json(content)[VALIDATION_LOSS]
     except (StorageError, ValueError, KeyError, TypeError):
         return None
     return loss if isinstance(loss, float) else None

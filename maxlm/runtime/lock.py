@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxlm.errors import InputError, os_message
 from maxlm.runtime.console import logger
@@ -79,9 +79,13 @@ def this_process() -> Owner:
 
 
 class _Seen(NamedTuple):
-    """A lock at one moment; `holder` None = nobody can be made out."""
+    """A lock at one moment.
+
+    `holder` is None if nobody can be made out: another version of maxlm wrote the lock, or, with `is_foreign`, none.
+    """
 
     holder: Owner | None
+    is_foreign: bool
     # Time of its last sign of life, and the seconds since.
     beat: float
     age: float
@@ -163,6 +167,12 @@ class WorkdirLock:
             if seen is None:
                 # Gone between two looks.
                 continue
+            if seen.is_foreign and seen.age <= self._stale_seconds:
+                # On a disk without hard links, a run that is starting may not have written all of it.
+                raise InputError(
+                    f'--workdir={self._workdir}: {LOCK} is not a lock that maxlm wrote; delete it if no run uses the '
+                    f'directory'
+                )
             alive = is_alive(seen.holder) if seen.holder else None
             if alive is None:
                 alive = self._beats(seen)
@@ -205,10 +215,17 @@ class WorkdirLock:
             FileNotFoundError: there is no lock.
         """
         try:
-            facts = parse_json(read_text(path or self._path))
-            return Owner(**facts)
-        except (ValueError, TypeError):
+            return Owner(**self._facts(path or self._path))
+        except TypeError:
             return None
+
+    def _facts(self, path: Path) -> dict[str, Any]:
+        """Returns the content of a lock, {} if maxlm did not write it. Raises FileNotFoundError if there is no lock."""
+        try:
+            facts = parse_json(read_text(path))
+        except ValueError:
+            return {}
+        return facts if isinstance(facts, dict) and 'token' in facts else {}
 
     def _look(self) -> _Seen | None:
         """What the lock says at the moment; None if there is none any more."""
@@ -218,8 +235,9 @@ class WorkdirLock:
             now = draft.stat().st_mtime
             # Opening it brings the facts of a shared disk up to date.
             holder = self._holder()
+            is_foreign = holder is None and not self._facts(self._path)
             beat = self._path.stat().st_mtime
-            return _Seen(holder, beat, now - beat)
+            return _Seen(holder, is_foreign, beat, now - beat)
         except FileNotFoundError:
             return None
         finally:

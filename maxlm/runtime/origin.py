@@ -181,6 +181,8 @@ def load_tokenizer(path: epath.Path) -> Tokenizer:
     Raises:
         InputError: it cannot be read, or is none.
     """
+    if not str(path).startswith('gs://'):
+        return Tokenizer.load(path)
     try:
         return Tokenizer.from_json(path.read_text(), name=str(path))
     except InputError:
@@ -214,7 +216,7 @@ def _scaling(model: ModelConfig, trained_at: int) -> str:
 def _config_of(step: epath.Path) -> Config | None:
     """The config of the run that a step is of; None where it cannot be known."""
     workdir = step.parent.parent
-    if not (workdir / CONFIG).is_file():
+    if not (workdir / CONFIG).exists():
         return None
     try:
         return read_config(workdir)

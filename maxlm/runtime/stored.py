@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
@@ -16,10 +17,14 @@ from etils import epath
 
 from maxlm.data.outage import UnreachableError, fault, redact
 from maxlm.errors import InputError
+from maxlm.storage.entries import check_entries
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular import MAX_TEXT_BYTES
 
 # The file that holds a JSON item, in the folder of the item's name.
 JSON_FILE = 'metadata'
+# OCDBT keeps the bytes of arrays in folders of this name.
+_DATA_FOLDER = 'd'
 REMEDY = 'verify it with `maxlm checkpoints verify`, or start from an older step with --resume=WORKDIR@STEP'
 
 T = TypeVar('T')
@@ -61,6 +66,8 @@ def read_json(item: epath.Path) -> dict[str, Any]:
         DamagedError: it is missing, or is no JSON object.
     """
 
+    check_files(item)
+
     def read() -> dict[str, Any]:
         content = parse_json((item / JSON_FILE).read_text(encoding='utf-8'))
         if not isinstance(content, dict):
@@ -76,12 +83,32 @@ def stored_tree(path: epath.Path) -> Any:
     Raises:
         DamagedError: it is missing or cannot be read.
     """
+    check_files(path)
     with ocp.StandardCheckpointer() as checkpointer:
         tree = reading(path, lambda: checkpointer.metadata(path).item_metadata)
     if tree is None:
         # Orbax does not say which.
         raise DamagedError(f'{path}: missing in the checkpoint, or damaged; {REMEDY}')
     return tree
+
+
+def check_files(item: epath.Path) -> None:
+    """Checks all files of an item on a disk before Orbax and TensorStore open them.
+
+    Raises:
+        DamagedError: one is a special file, a link out of the item, or a description that is too large to be read.
+    """
+    if str(item).startswith('gs://'):
+        return
+    try:
+        if os.path.islink(item):
+            check_entries(item.parent, [item.name])
+        for folder, folders, files in os.walk(item):
+            linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            limit = None if os.path.basename(folder) == _DATA_FOLDER else MAX_TEXT_BYTES
+            check_entries(folder, [*files, *linked], root=item, limit=limit)
+    except InputError as error:
+        raise DamagedError(f'{error}; {REMEDY}') from error
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from maxlm.config.keys import Config
 from maxlm.config.load import from_json, to_json
 from maxlm.errors import InputError, os_message
+from maxlm.storage.entries import check_entries
 from maxlm.storage.regular import read_text
 
 CONFIG = 'config.json'
@@ -81,9 +82,10 @@ def read_config(workdir: Path) -> Config:
     """The resolved config of a run.
 
     Raises:
-        InputError: there is none, or it is not one.
+        InputError: there is none, it is not one, or a file beside it is a special file or a link that leads elsewhere.
     """
     path = workdir / CONFIG
+    check_entries(workdir, (CONFIG, TOKENIZER, CHAT_TEMPLATE))
     try:
         return from_json(read_text(path))
     except OSError as error:

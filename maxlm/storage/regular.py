@@ -16,8 +16,12 @@ _KINDS = {
 }
 
 
+# Texts and JSON are read whole. The largest tokenizers have 40 MiB, and a sparse file of any size costs no space.
+MAX_TEXT_BYTES = 2**27
+
+
 class NotRegularError(OSError):
-    """The path names a file that is not a regular one; `strerror` says of which kind it is."""
+    """The path names a file that is not a regular one, or too large; `strerror` says what it is."""
 
 
 def kind_of(mode: int) -> str:
@@ -53,16 +57,28 @@ def open_descriptor(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> i
     return descriptor
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Returns the content of a regular file. Raises OSError."""
+def read_bytes(path: str | os.PathLike[str], *, limit: int | None = None) -> bytes:
+    """Returns the content of a regular file of at most `limit` bytes. Raises OSError."""
     with open_regular(path) as file:
+        if limit is not None:
+            check_size(path, os.fstat(file.fileno()).st_size, limit)
         return file.read()
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Returns the UTF-8 text of a regular file, with newlines as `Path.read_text` has them. Raises OSError."""
+    """Returns the UTF-8 text of a regular file of at most `MAX_TEXT_BYTES`. Raises OSError.
+
+    Newlines are as `Path.read_text` has them.
+    """
     with open(path, encoding='utf-8', opener=open_descriptor) as file:
+        check_size(path, os.fstat(file.fileno()).st_size, MAX_TEXT_BYTES)
         return file.read()
+
+
+def check_size(path: str | os.PathLike[str], size: int, limit: int) -> None:
+    """Raises NotRegularError if a file has more bytes than may be read at once."""
+    if size > limit:
+        raise NotRegularError(errno.EFBIG, f'has {size:,} bytes, more than the limit of {limit:,}', str(path))
 
 
 def _check(path: str | os.PathLike[str], mode: int) -> None:

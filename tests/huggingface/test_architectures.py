@@ -254,8 +254,8 @@ REFUSED = [
     ({**LLAMA, 'intermediate_size': -1}, ['intermediate_size=-1']),
     ({**LLAMA, 'rms_norm_eps': 'small'}, ["rms_norm_eps='small'", 'number']),
     ({**LLAMA, 'tie_word_embeddings': 1}, ['tie_word_embeddings=1', 'true or false']),
-    ({**LLAMA, 'num_attention_heads': 3}, ['num_heads=3', 'does not divide']),
-    ({**LLAMA, 'num_key_value_heads': 3}, ['num_kv_heads=3', 'does not divide']),
+    ({**LLAMA, 'num_attention_heads': 3}, ['num_attention_heads=3', 'does not divide hidden_size=32']),
+    ({**LLAMA, 'num_key_value_heads': 3}, ['num_key_value_heads=3', 'does not divide num_attention_heads=4']),
     ({**LLAMA, 'layer_types': ['sliding_attention'] * 2}, ['layer_types']),
     ({**LLAMA, 'partial_rotary_factor': 0.5}, ['partial_rotary_factor=0.5', 'whole heads']),
     ({'model_type': 'mistral', 'num_hidden_layers': 2, 'layer_types': ['full_attention', 'sliding_attention']},
@@ -273,7 +273,7 @@ REFUSED = [
     ({'model_type': 'gpt2', 'activation_function': 'relu'}, ["activation_function='relu'", 'gelu_new']),
     ({'model_type': 'gpt_neox', 'attention_bias': False}, ['attention_bias=False']),
     ({'model_type': 'gpt_neox', 'rotary_pct': 0.3}, ['rotary_pct=0.3', 'heads of 96']),
-    ({'model_type': 'gpt_neox', 'rotary_pct': 5 / 96}, ['rotary_fraction=0.05', 'odd']),
+    ({'model_type': 'gpt_neox', 'rotary_pct': 5 / 96}, ['rotary_pct=0.05', 'odd']),
     ({'model_type': 'nanochat', 'attention_bias': True}, ['attention_bias=True']),
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from maxlm.data.chat_template import CHATML, ChatTemplate
 from maxlm.data.chat_tokens import ChatEncoder
 from maxlm.data.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
+from maxlm.posttrain import prompts
 from maxlm.posttrain.prompts import Prompts, load_encoder, read_prompts
 
 TOKENIZER = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
@@ -127,6 +128,13 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / 'x.jsonl.gz').write_bytes(packed[:-12])
     with pytest.raises(InputError, match=r'x\.jsonl\.gz: damaged or cut short'):
         read_prompts(str(tmp_path / 'x.jsonl.gz'), CHAT, 100)
+
+
+def test_a_line_that_is_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, 'MAX_RECORD_BYTES', 100)
+    path = write(tmp_path / 'x.jsonl', {'prompt': 'x' * 50}, {'prompt': 'x' * 150})
+    with pytest.raises(InputError, match=r'x\.jsonl:2: the line is longer than '):
+        read_prompts(str(path), CHAT, 1000)
 
 
 def test_every_epoch_is_another_permutation():

@@ -150,6 +150,31 @@ def test_an_old_lock_of_another_machine_or_of_nobody_is_taken_over(tmp_path, log
         assert whose in log.text
 
 
+@pytest.mark.parametrize(
+    'content', [b'', b'garbage', b'\xff\xfe\0', b'[1]', b'{"host": "x"}', b'{"token": "x"', b'[' * 10**5]
+)
+def test_a_fresh_file_that_is_no_lock_is_refused_at_once(tmp_path, content):
+    (tmp_path / LOCK).write_bytes(content)
+    # Not waited for: a wait of this length would end the test.
+    with (
+        pytest.raises(InputError, match=r'run\.lock is not a lock that maxlm wrote; delete it if no run uses the dir'),
+        WorkdirLock(tmp_path, beat_seconds=600, stale_seconds=900),
+    ):
+        pass
+    # It may be that of a run that is about to write it.
+    assert (tmp_path / LOCK).read_bytes() == content
+    assert left(tmp_path) == [LOCK]
+
+
+def test_a_lock_of_another_version_is_watched(tmp_path):
+    plant(tmp_path, host='elsewhere', kernel='another')
+    facts = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps({**facts, 'since_version': 9}))
+    before = time.monotonic()
+    with WorkdirLock(tmp_path, **QUICK):
+        assert time.monotonic() - before >= QUICK['stale_seconds'] / 2
+
+
 def test_where_hard_links_cannot_be_made(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO, cast
 # Compressed bytes that are decompressed together. Blocks of Zstandard may grow by 32768: to 64 MiB.
 INPUT_BYTES = 2**11
 COMPRESSED_SUFFIXES = ('.gz', '.zst')
-# The largest window that `zstd --long=31` makes.
-MAX_WINDOW_BYTES = 2**31
+# What the zstd program decompresses without an option. Frames of `--long=31` need 2 GiB.
+MAX_WINDOW_BYTES = 2**27
 
 
 def is_compressed(name: str) -> bool:
@@ -18,27 +18,29 @@ def is_compressed(name: str) -> bool:
     return name.lower().endswith(COMPRESSED_SUFFIXES)
 
 
-def decompressed(file: BinaryIO, name: str) -> BinaryIO:
+def decompressed(file: BinaryIO, name: str, *, max_window_bytes: int = MAX_WINDOW_BYTES) -> BinaryIO:
     """The content of an open file that `name` tells the compression of, none included.
 
-    Reading raises EOFError when the file ends too early, OSError or zlib.error when it is damaged otherwise.
+    Reading raises EOFError when the file ends too early, OSError or zlib.error when it is damaged otherwise, or is
+    Zstandard with a window of more than `max_window_bytes`, which the decompressor keeps in memory.
     """
     if name.lower().endswith('.gz'):
         return cast(BinaryIO, gzip.GzipFile(fileobj=file))
     if name.lower().endswith('.zst'):
-        return io.BufferedReader(_ZstandardStream(file), 2**20)
+        return io.BufferedReader(_ZstandardStream(file, max_window_bytes), 2**20)
     return file
 
 
 class _ZstandardStream(io.RawIOBase):
     """zstandard's own stream ends without a word where the file was cut short, so frames are followed here."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, max_window_bytes: int):
         import zstandard  # few inputs are compressed
 
         self._file = file
         self._error = zstandard.ZstdError
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        self._max_window_bytes = max_window_bytes
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=max_window_bytes)
         # The frame that is being read; None between two.
         self._frame: Any = None
         self._input = b''
@@ -67,6 +69,9 @@ class _ZstandardStream(io.RawIOBase):
         try:
             self._output = memoryview(self._frame.decompress(self._input))
         except self._error as error:
+            if 'too much memory' in str(error):
+                limit = f'{self._max_window_bytes / 2**20:g} MiB'
+                raise OSError(f'a Zstandard window of more than {limit}; --max_record_mib raises the limit') from error
             raise OSError(str(error)) from error
         self._input = b''
         if self._frame.eof:

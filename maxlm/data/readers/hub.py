@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,10 @@ from typing import Any
 from maxlm.data import storage
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
+from maxlm.data.readers import parquet
 from maxlm.data.readers.entries import columns_format
-from maxlm.data.readers.options import ReadOptions
+from maxlm.data.readers.hub_files import limit_files, parquet_file
+from maxlm.data.readers.options import MAX_RECORD_BYTES, ReadOptions
 from maxlm.data.readers.rows import column_fault, record_fields, row_document, told_rows
 from maxlm.data.storage import StorageError
 from maxlm.errors import InputError
@@ -48,8 +51,8 @@ class _Spec:
         return f'{PREFIX}{self.directory or self.name}{config}{revision}#{self.split or "train"}'
 
 
-def find(given: str) -> InputFile:
-    """The input that a spec `hf:…` is.
+def find(given: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
+    """The input that a spec `hf:…` is. Lines of its files may have `max_record_bytes`.
 
     Raises:
         InputError: it is spelled wrongly, there is no such data set, configuration, revision or split, it cannot be
@@ -66,6 +69,7 @@ def find(given: str) -> InputFile:
         spec = dataclasses.replace(spec, revision=_commit(given, spec))
         size, version = 0, spec.revision
         name, source = spec.name + (spec.config and f':{spec.config}'), spec.name.rsplit('/', 1)[-1]
+    limit_files(_datasets(given), ReadOptions(max_record_bytes=max_record_bytes))
     dataset = _open(str(spec), version)
     if not spec.directory:
         size = _size(dataset, spec)
@@ -83,7 +87,8 @@ def bounds(file: InputFile) -> Sequence[int]:
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
     """The documents of units [start, stop). See `formats.Reader`. Names are `DATASET:ROW`, or `DATASET:SHARD:ROW`."""
     try:
-        dataset = _open(file.path, file.version)
+        limit_files(_datasets(file.path), options)
+        dataset = streamed = _open(file.path, file.version)
         columns = _columns(dataset, file, options)
         if fault := column_fault(columns, options):
             on_bad(file.name, f'{file.path}: {fault}')
@@ -96,6 +101,10 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                 yield from row_document(file, str(number), row, options, on_bad)
             return
         for shard in range(start, min(stop, dataset.num_shards)):
+            if path := parquet_file(streamed, shard):
+                part = dataclasses.replace(file, path=path, name=f'{file.name}:{shard}', kind='parquet')
+                yield from parquet.read(part, 0, sys.maxsize, options, on_bad)
+                continue
             rows = dataset.shard(num_shards=dataset.num_shards, index=shard)
             for number, row in enumerate(told_rows(rows, file.path)):
                 yield from row_document(file, f'{shard}:{number}', row, options, on_bad)

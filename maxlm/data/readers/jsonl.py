@@ -35,7 +35,8 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
     lines_before: int | None = 0 if start == 0 else None
     try:
         with contextlib.ExitStack() as stack:
-            stream = decompressed(stack.enter_context(storage.open_file(file.path)), file.name)
+            stored = stack.enter_context(storage.open_file(file.path))
+            stream = decompressed(stored, file.name, max_window_bytes=options.max_window_bytes)
             offset = first_offset = _first_line(stream, start)
             number = 0
             while offset < stop and (line := stream.readline(options.max_record_bytes + 1)):
@@ -83,7 +84,7 @@ def first_format(file: InputFile, options: ReadOptions) -> str:
     """
     with storage.open_file(file.path) as content:
         try:
-            stream = decompressed(content, file.name)
+            stream = decompressed(content, file.name, max_window_bytes=options.max_window_bytes)
             lines = iter(lambda: stream.readline(options.max_record_bytes + 1), b'')
             stripped = (line.removeprefix(UTF8_MARK).strip() for line in lines)
             entry = parse(next(filter(None, stripped), b'null'), options, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from maxlm.data.readers.compression import MAX_WINDOW_BYTES
+
 # Records of JSONL, rows, and decompressed text files are refused from here on, unless a larger limit is given.
 MAX_RECORD_BYTES = 64 * 2**20
 
@@ -34,6 +36,11 @@ class ReadOptions:
     messages_field: str = ''
     roles: tuple[tuple[str, str], ...] = ()
     max_record_bytes: int = MAX_RECORD_BYTES
+
+    @property
+    def max_window_bytes(self) -> int:
+        """Largest window of Zstandard."""
+        return max(MAX_WINDOW_BYTES, self.max_record_bytes)
 
     @property
     def limit_told(self) -> str:

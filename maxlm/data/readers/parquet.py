@@ -11,11 +11,16 @@ from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
 from maxlm.data.readers.entries import columns_format
 from maxlm.data.readers.options import ReadOptions
+from maxlm.data.readers.parquet_pages import MAX_PAGE_BYTES, check_footer, largest_pages
 from maxlm.data.readers.rows import column_fault, record_fields, row_document
 from maxlm.data.storage import StorageError, shown
 
 # Rows that are decoded together: few, since each may be a book.
 BATCH_ROWS = 128
+# What these may take. A dictionary page of D bytes can give each row a text of almost D bytes.
+BATCH_BYTES = 2**28
+# Read at a time: otherwise PyArrow reads all of a row group first.
+BUFFER_BYTES = 2**20
 
 
 def bounds(file: InputFile) -> Sequence[int]:
@@ -67,27 +72,51 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                 first_row = row
                 row += parquet.metadata.row_group(group).num_rows
                 try:
-                    yield from _read_group(parquet, group, first_row, file, options, on_bad)
+                    rows = _batch_rows(content, parquet, group, file.path, options)
+                    yield from _read_group(parquet, group, rows, first_row, file, options, on_bad)
                 except (pyarrow.ArrowException, OSError) as error:
                     on_bad(
                         f'{file.name}:{first_row}',
                         f'{path}: the row group of rows {first_row} to {row - 1} is damaged ({_line(error)}); '
                         f'fetch the file again',
                     )
+                except ValueError as error:
+                    on_bad(
+                        f'{file.name}:{first_row}',
+                        f'{path}: the row group of rows {first_row} to {row - 1}: {error}',
+                    )
     except StorageError as error:
         on_bad(file.name, str(error))
+
+
+def _batch_rows(content: BinaryIO, parquet: Any, group: int, path: str, options: ReadOptions) -> int:
+    """Returns how many rows of a row group are decoded together.
+
+    Raises:
+        ValueError: a page is too large to be decompressed.
+        OSError: the header of a page is damaged.
+    """
+    columns = record_fields(parquet.schema_arrow.names, options)
+    metadata = parquet.metadata.row_group(group)
+    # In a bucket a small group is not read twice: no page of it is larger than the group, if its footer is right.
+    if storage.is_url(path) and metadata.total_byte_size <= BATCH_BYTES:
+        largest = metadata.total_byte_size
+    else:
+        largest = largest_pages(content, metadata, columns, max(MAX_PAGE_BYTES, options.max_record_bytes))
+    return min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, largest)))
 
 
 def _read_group(
     parquet: Any,
     group: int,
+    batch_rows: int,
     row: int,
     file: InputFile,
     options: ReadOptions,
     on_bad: OnBad,
 ) -> Iterator[Document]:
     columns = record_fields(parquet.schema_arrow.names, options)
-    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns):
+    for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=columns):
         arrays = {key: batch.column(key) for key in columns}
         for i in range(batch.num_rows):
             # One value at a time: what is not UTF-8 fails here, and only it is bad.
@@ -106,7 +135,8 @@ def _open(content: BinaryIO) -> Any:
     import pyarrow.parquet  # slow to import
 
     try:
-        return pyarrow.parquet.ParquetFile(content)
+        check_footer(content)
+        return pyarrow.parquet.ParquetFile(content, pre_buffer=False, buffer_size=BUFFER_BYTES)
     except UnicodeDecodeError as error:
         # PyArrow decodes the names of columns without a check.
         raise pyarrow.ArrowInvalid('the name of a column is not UTF-8') from error

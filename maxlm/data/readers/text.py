@@ -27,7 +27,8 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
     try:
         if is_compressed(file.name):
             with storage.open_file(file.path) as stream:
-                content = decompressed(stream, file.name).read(options.max_record_bytes + 1)
+                plain = decompressed(stream, file.name, max_window_bytes=options.max_window_bytes)
+                content = plain.read(options.max_record_bytes + 1)
         else:
             content = storage.read_bytes(file.path)
     except StorageError as error:

@@ -6,6 +6,7 @@ import pytest
 import zstandard
 
 from maxlm.data.readers.compression import decompressed, is_compressed
+from maxlm.data.readers.options import ReadOptions
 
 
 def test_names_tell_the_compression():
@@ -26,7 +27,12 @@ def test_a_window_larger_than_the_default_is_read():
     parameters = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=False)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     compressed = compressor.compress(b'abc' * 1000) + compressor.flush()
-    assert decompressed(io.BytesIO(compressed), 'x.zst').read() == b'abc' * 1000
+    assert decompressed(io.BytesIO(compressed), 'x.zst', max_window_bytes=2**28).read() == b'abc' * 1000
+    # It takes as much memory as the frame demands, so the usual limit is that of the program zstd.
+    with pytest.raises(OSError, match=r'window of more than 128 MiB; --max_record_mib raises the limit'):
+        decompressed(io.BytesIO(compressed), 'x.zst').read()
+    assert ReadOptions().max_window_bytes == 2**27
+    assert ReadOptions(max_record_bytes=2**28).max_window_bytes == 2**28
 
 
 def test_garbage_is_no_stream():

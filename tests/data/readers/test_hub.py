@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 import sys
 import types
 
@@ -97,8 +100,8 @@ def test_a_missing_column_is_named(directory, left_out):
     assert name == 'set#train'
     assert "no column 'content'; it has id, text; --text_field names the column" in reason
     ((_, reason), *_) = left_out(f'hf:{directory}', text_key='id')
-    assert 'row 0' in reason
-    assert 'holds int, not text' in reason
+    # Parquet says it of the column, other formats of a row.
+    assert "the column 'id' holds int64, not text" in reason or re.search(r': row [0:]+ holds int, not text', reason)
 
 
 def test_a_directory_that_is_damaged_is_named(tmp_path, table, left_out):
@@ -108,10 +111,29 @@ def test_a_directory_that_is_damaged_is_named(tmp_path, table, left_out):
     good = find_inputs([f'hf:{tmp_path}/set'])
     assert len(cut(good[0], 100)) == 3
     content = (tmp_path / 'set' / 'train-1.parquet').read_bytes()
-    (tmp_path / 'set' / 'train-1.parquet').write_bytes(content[:4] + b'\xff' * 200 + content[204:])
+    (tmp_path / 'set' / 'train-1.parquet').write_bytes(content[:4] + b'\xff' * 1200 + content[1204:])
     ((name, reason),) = left_out(f'hf:{tmp_path}/set')
+    assert name == 'set#train:1:0'
+    assert reason.startswith(f'{tmp_path}/set/train-1.parquet: the row group of rows 0 to ')
+
+
+@pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz', 'json'])
+def test_lines_longer_than_a_record_are_named(tmp_path, datasets, left_out, read, suffix):
+    lines = [json.dumps({'text': 'fine'}), json.dumps({'text': 'x' * 3000})]
+    write = gzip.compress if suffix.endswith('gz') else bytes
+    (tmp_path / 'set').mkdir()
+    (tmp_path / f'set/train.{suffix}').write_bytes(write('\n'.join(lines).encode()))
+    # The files are opened again, as by a worker that starts.
+    hub._open.cache_clear()
+    assert len(read(f'hf:{tmp_path}/set', max_record_bytes=4000)) == 2
+    ((name, reason),) = left_out(f'hf:{tmp_path}/set', max_record_bytes=2000)
     assert name == 'set#train'
-    assert reason.startswith(f'hf:{tmp_path}/set#train: ')
+    assert f'train.{suffix}' in reason
+    assert 'a line is longer than ' in reason
+    assert 'the limit for a record; --max_record_mib changes it' in reason
+    hub._open.cache_clear()
+    with pytest.raises(InputError, match='a line is longer than'):
+        find_inputs([f'hf:{tmp_path}/set'], max_record_bytes=2000)
 
 
 @pytest.mark.parametrize('given', ['hf:', 'hf:/no/such/directory', 'hf:a/b/c', 'hf:a b', 'hf:a@'])

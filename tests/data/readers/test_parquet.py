@@ -8,6 +8,7 @@ import pytest
 
 from maxlm.data.inputs import find_inputs
 from maxlm.data.pieces import cut
+from maxlm.data.readers import parquet, parquet_pages
 
 TEXTS = [f'{i} ü\n' * (i % 9) if i % 5 else None for i in range(300)]
 
@@ -90,3 +91,57 @@ def test_files_cut_short_and_damaged_are_named(tmp_path, left_out, read):
     assert 'rows 100 to 199 is damaged' in reason
     rows = {int(d.name.split(':')[1]) // 100 for d in read(path, on_bad=lambda *_: None)}
     assert rows == {0, 2}
+
+
+def test_pages_larger_than_the_limit_are_named_before_they_are_decoded(tmp_path, left_out, read, monkeypatch):
+    texts = ['a' * 100, 'b' * 5000, 'c' * 100]
+    path = write(tmp_path / 'x.parquet', {'text': texts, 'id': [1, 2, 3]}, row_group_size=1, use_dictionary=False)
+    monkeypatch.setattr(parquet_pages, 'MAX_PAGE_BYTES', 4000)
+    monkeypatch.setattr(parquet, 'MAX_PAGE_BYTES', 4000)
+    ((name, reason),) = left_out(path, max_record_bytes=1)[1:2]
+    assert name == 'x.parquet:1'
+    assert f'{path}: the row group of rows 1 to 1: a page of the column' in reason
+    assert "'text' has 5,0" in reason
+    assert 'more than 4,000, the limit for a page; --max_record_mib raises it' in reason
+    # Columns that are not read do not count, and a larger record raises the limit.
+    assert [d.text for d in read(path, max_record_bytes=6000)] == texts
+    write(path, {'text': ['a'], 'id': ['b' * 5000]})
+    assert [d.text for d in read(path, max_record_bytes=10)] == ['a']
+
+
+def test_sizes_of_pages_are_those_in_their_headers(tmp_path):
+    # Statistics in the headers, nulls, several pages and both versions.
+    for version in ('1.0', '2.0'):
+        path = write(
+            tmp_path / 'x.parquet',
+            {'text': ['x' * 999, None] * 50, 'rest': [{'a': [f'{i}' * 50]} for i in range(100)]},
+            data_page_version=version,
+            data_page_size=5000,
+            write_batch_size=1,
+            compression='none',
+            row_group_size=40,
+        )
+        metadata = pq.ParquetFile(path).metadata
+        with path.open('rb') as file:
+            for number in range(metadata.num_row_groups):
+                group = metadata.row_group(number)
+                for column in range(group.num_columns):
+                    chunk = group.column(column)
+                    sizes = list(parquet_pages._page_sizes(file, chunk))
+                    assert len(sizes) > 1
+                    # The rest are headers. That of a text has its least and its greatest value.
+                    headers = chunk.total_uncompressed_size - sum(sizes)
+                    assert 10 * len(sizes) < headers < 2100 * len(sizes)
+                largest = parquet_pages.largest_pages(file, group, ['text'], 2**30)
+                assert largest == max(parquet_pages._page_sizes(file, group.column(0)))
+
+
+def test_a_footer_of_any_size_is_not_read(tmp_path, left_out):
+    path = tmp_path / 'x.parquet'
+    with path.open('wb') as file:
+        file.truncate(2**40)
+        file.seek(0, 2)
+        file.write((2**32 - 1).to_bytes(4, 'little') + b'PAR1')
+    ((name, reason),) = left_out(path)
+    assert name == 'x.parquet'
+    assert 'a footer of 4,294,967,295 bytes, more than 67,108,864' in reason

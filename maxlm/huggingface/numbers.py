@@ -1,0 +1,88 @@
+"""Types and ranges of the numbers that are read from the JSON files of a Hugging Face directory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from maxlm.config.ranges import INT32, RANGES, Range
+
+
+class Number(NamedTuple):
+    """The values that a key can have.
+
+    Attributes:
+        is_whole: floats are refused, also 2.0.
+        allowed: smallest and largest value.
+    """
+
+    is_whole: bool
+    allowed: Range
+
+    def __contains__(self, value: object) -> bool:
+        """Returns whether a JSON value is a number of this type and range; nan and infinities are not."""
+        types = int if self.is_whole else int | float
+        return isinstance(value, types) and not isinstance(value, bool) and value in self.allowed
+
+    def __str__(self) -> str:
+        return f'a {"whole " if self.is_whole else ""}number of {self.allowed}'
+
+
+def _whole(key: str) -> Number:
+    # Where maxlm derives a size from 0, these files leave the key out.
+    allowed = RANGES[f'model.{key}']
+    return Number(True, allowed._replace(low=max(1, allowed.low)))
+
+
+def _real(key: str, *, or_zero: bool = False) -> Number:
+    allowed = RANGES[f'model.{key}']
+    return Number(False, allowed._replace(or_zero=allowed.or_zero or or_zero))
+
+
+_POSITIONS = Number(True, Range(RANGES['data.window'].low, INT32))
+_COUNT = Number(True, Range(0, INT32))
+NUMBERS: dict[str, Number] = {
+    # config.json: sizes.
+    'vocab_size': _whole('vocab_size'),
+    'hidden_size': _whole('dim'),
+    'n_embd': _whole('dim'),
+    'num_hidden_layers': _whole('num_layers'),
+    'n_layer': _whole('num_layers'),
+    'num_attention_heads': _whole('num_heads'),
+    'n_head': _whole('num_heads'),
+    'num_key_value_heads': _whole('num_kv_heads'),
+    'head_dim': _whole('head_dim'),
+    'intermediate_size': _whole('ffn_dim'),
+    'n_inner': _whole('ffn_dim'),
+    'max_position_embeddings': _POSITIONS,
+    'n_positions': _POSITIONS,
+    'sliding_window': _whole('sliding_window'),
+    'max_window_layers': _COUNT,
+    'rms_norm_eps': _real('norm_epsilon'),
+    'layer_norm_eps': _real('norm_epsilon'),
+    'layer_norm_epsilon': _real('norm_epsilon'),
+    'final_logit_softcapping': _real('logit_softcap'),
+    # config.json: experts, of which there must be none.
+    'num_experts': _COUNT,
+    'num_local_experts': _COUNT,
+    'n_routed_experts': _COUNT,
+    'moe_num_experts': _COUNT,
+    # config.json: rotary positions, there and in rope_parameters or rope_scaling.
+    'rope_theta': _real('rotary_theta'),
+    'rotary_emb_base': _real('rotary_theta'),
+    'partial_rotary_factor': _real('rotary_fraction'),
+    'rotary_pct': _real('rotary_fraction'),
+    'factor': _real('rotary_factor'),
+    'original_max_position_embeddings': _whole('rotary_original_positions'),
+    'low_freq_factor': _real('rotary_low_turns'),
+    'high_freq_factor': _real('rotary_high_turns'),
+    # As in Transformers, 0 stands for the default.
+    'beta_slow': _real('rotary_beta_slow', or_zero=True),
+    'beta_fast': _real('rotary_beta_fast', or_zero=True),
+    'attention_factor': Number(False, RANGES['model.rotary_attention_factor']._replace(or_zero=False)),
+    'mscale': Number(False, Range(0, 10)),
+    'mscale_all_dim': Number(False, Range(0, 10)),
+    # generation_config.json. Some files have -1 for a token that does not exist.
+    'bos_token_id': Number(True, Range(-1, INT32)),
+    'eos_token_id': Number(True, Range(-1, INT32)),
+    'pad_token_id': Number(True, Range(-1, INT32)),
+}
