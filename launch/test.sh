@@ -5,11 +5,12 @@
 #   launch/test.sh --fast              lint and the tests below 0.5 s: the inner loop
 #   launch/test.sh --changed [REV]     lint and the tests that depend on what changed since REV (default: main)
 #   launch/test.sh --lint              ruff and mypy alone
-#   launch/test.sh --nightly           the long tests: full golden curve, exhaustive tables, long fuzzing
+#   launch/test.sh --nightly           the long tests: full golden curve, exhaustive tables, long fuzzing with new examples
 #   launch/test.sh --times             all tests; measures them, writes tests/durations.json and prints a table
 #   launch/test.sh --coverage          the tests below 0.5 s; fails below the floor in pyproject.toml
 #   launch/test.sh PYTEST ARGUMENT …   a part, e.g. launch/test.sh tests/model -k causal
 #
+# MAXLM_LOCK=requirements.lock installs exactly the locked versions, as CI does.
 # MAXLM_TEST_PROCESSES sets the number of workers (default: one per core).
 set -euo pipefail
 cd "$(dirname "$0")/.."

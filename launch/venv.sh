@@ -1,5 +1,6 @@
 # Makes or refreshes .venv and puts it on PATH; sourced by the other scripts: `. launch/venv.sh [EXTRA,…]`.
 # PYTHON names the interpreter to use (default: the first of python3, python3.12, python3.11 that is 3.11 or newer).
+# MAXLM_LOCK names a file of pinned versions with hashes to install; pip accepts nothing else then.
 
 maxlm_find_python() {
   local candidate
@@ -19,11 +20,18 @@ maxlm_venv() {
     python="$(maxlm_find_python)" || return 2
     "$python" -m venv .venv
   fi
-  # Installed once for each pyproject.toml and set of extras; nothing is fetched again after that.
-  wanted="$extras $(cksum <pyproject.toml)"
+  # Installed once for each pyproject.toml, lock and set of extras; nothing is fetched again after that.
+  wanted="$extras $(cat pyproject.toml ${MAXLM_LOCK:+"$MAXLM_LOCK"} | cksum)"
   if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
     echo "installing maxlm${extras:+[$extras]} into .venv (about a minute) …"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" || return
+    if [ -n "${MAXLM_LOCK:-}" ]; then
+      .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r "$MAXLM_LOCK" || return
+      # The lock has the build backend too, so that pip does not fetch another one.
+      .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . ||
+        return
+    else
+      .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" || return
+    fi
     echo "$wanted" >.venv/installed
   fi
   PATH="$PWD/.venv/bin:$PATH"

@@ -16,7 +16,7 @@ from maxlm import errors
 from maxlm.__main__ import VERBS
 from maxlm.config import keys, posttrain_keys, reporting_keys
 from maxlm.config.load import load
-from maxlm.config.path_keys import PATHS
+from maxlm.config.path_keys import PATHS, SOURCE, TASK
 from maxlm.data import storage
 from maxlm.data.chat_template import load_template
 from maxlm.data.paths import ANY, BUCKETS, Kind, PathList, PathOption
@@ -233,6 +233,25 @@ NAMES = [f'{command} {name}' for command, name, _ in OPTIONS]
 def test_the_table_has_all_commands():
     assert len(OPTIONS) >= 45
     assert {command.split()[0] for command, _, _ in OPTIONS} == set(VERBS) - {'supervise'}
+
+
+def url_rows():
+    """Returns the rows of the table of URLs in docs/data.md."""
+    protocols = {ANY: '`gs://`, `s3://` and all others of fsspec', BUCKETS: '`gs://`, `s3://`', ('gs',): '`gs://`'}
+    options = [(f'{command} {name if name.startswith("-") else name.upper()}', kind) for command, name, kind in OPTIONS]
+    keys = [*PATHS.items(), ('data.sources', SOURCE), ('eval.tasks', TASK)]
+
+    def named(pairs, urls):
+        return ', '.join(f'`{name}`' for name, kind in pairs if getattr(kind, 'option', kind).urls == urls)
+
+    assert {getattr(kind, 'option', kind).urls for _, kind in [*options, *keys]} == {*protocols, ()}
+    return [f'| {words} | {named(options, urls)} | {named(keys, urls)} |' for urls, words in protocols.items()]
+
+
+def test_the_docs_list_what_takes_urls():
+    page = (ROOT / 'docs/data.md').read_text()
+    table = re.search(r'^## URLs\n.*?\n\|---\|---\|---\|\n(.*?)\n\n', page, re.MULTILINE | re.DOTALL)[1]
+    assert table.splitlines() == url_rows()
 
 
 def shown_as(name):

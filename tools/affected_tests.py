@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = ('maxlm', 'tests', 'benchmarks', 'tools', 'configs')
 # Folders of which a test may read every file after naming the folder alone.
-FOLDERS = ('configs', 'docs', 'launch', 'benchmarks/results')
+FOLDERS = ('.github/workflows', 'configs', 'docs', 'launch', 'benchmarks/results')
 # Files that every test depends on.
 EVERYTHING = ('pyproject.toml', 'tests/conftest.py', 'tests/cpu.py', 'tests/programs.py')
 MODULE = re.compile(rf'({"|".join(PACKAGES)})(\.\w+)+')
@@ -85,7 +85,7 @@ def _names(source: str) -> Iterable[str]:
 def _exists(root: Path, name: str) -> bool:
     if name in FOLDERS:
         return True
-    return ('/' in name or name.endswith(('.md', '.toml'))) and '..' not in name and (root / name).is_file()
+    return ('/' in name or name.endswith(('.md', '.toml', '.lock'))) and '..' not in name and (root / name).is_file()
 
 
 def _git(*arguments: str) -> str:

@@ -1,0 +1,47 @@
+"""launch/venv.sh with a lock: pip checks hashes, and installs again when the lock changes."""
+
+import shutil
+
+import pytest
+
+from tests.conftest import ROOT
+
+PIP = 'python -m pip install --quiet --disable-pip-version-check'
+
+
+@pytest.fixture
+def install(programs, tmp_path):
+    """Returns a function that makes the environment and returns the commands of pip."""
+    (tmp_path / 'launch').mkdir()
+    shutil.copy(ROOT / 'launch/venv.sh', tmp_path / 'launch')
+    (tmp_path / 'pyproject.toml').write_text('[project]\n')
+    (tmp_path / 'requirements.lock').write_text('a==1\n')
+    (tmp_path / '.venv/bin').mkdir(parents=True)
+    (tmp_path / '.venv/bin/python').symlink_to(shutil.which('python', path=programs.environment['PATH']))
+
+    def run(**environment):
+        before = len(programs.lines('python'))
+        done = programs.run('bash', '-ec', '. launch/venv.sh; maxlm_venv dev', cwd=tmp_path, **environment)
+        return done.returncode, [line for line in programs.lines('python')[before:] if 'pip install' in line]
+
+    return run
+
+
+def test_a_lock_is_installed_with_its_hashes(install, tmp_path):
+    locked = [f'{PIP} --require-hashes -r requirements.lock', f'{PIP} --no-deps --no-build-isolation --editable .']
+    assert install(MAXLM_LOCK='requirements.lock') == (0, locked)
+    assert install(MAXLM_LOCK='requirements.lock') == (0, [])
+    (tmp_path / 'requirements.lock').write_text('a==2\n')
+    assert install(MAXLM_LOCK='requirements.lock') == (0, locked)
+    # Control: without a lock pyproject.toml decides.
+    assert install() == (0, [f'{PIP} --editable .[dev]'])
+
+
+def test_a_lock_that_cannot_be_installed_ends_the_script(install, tmp_path):
+    python = tmp_path / '.venv/bin/python'
+    python.unlink()
+    python.write_text('#!/bin/sh\necho x >>calls\nexit 3\n')
+    python.chmod(0o755)
+    assert install(MAXLM_LOCK='requirements.lock') == (3, [])
+    assert (tmp_path / 'calls').read_text() == 'x\n'
+    assert not (tmp_path / '.venv/installed').exists()

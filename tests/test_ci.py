@@ -1,0 +1,107 @@
+"""requirements.lock pins the dependencies of pyproject.toml with hashes, and the workflows install from it."""
+
+import itertools
+import re
+import tomllib
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
+LOCK = (ROOT / 'requirements.lock').read_text()
+CLASSIFIER = 'Programming Language :: Python :: '
+PYTHONS = [name.removeprefix(CLASSIFIER) for name in PROJECT['project']['classifiers'] if name.startswith(CLASSIFIER)]
+WORKFLOWS = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / '.github/workflows').iterdir())]
+PINNED = r'[\w-]+/[\w-]+@[0-9a-f]{40}'
+
+
+def is_for(requirement, python):
+    """Returns whether the requirement counts for CI's machines with this version of Python."""
+    here = {'python_version': python, 'python_full_version': f'{python}.1', 'extra': ''}
+    here |= {'os_name': 'posix', 'sys_platform': 'linux', 'platform_system': 'Linux', 'platform_machine': 'x86_64'}
+    here |= {'implementation_name': 'cpython', 'platform_python_implementation': 'CPython'}
+    return requirement.marker is None or requirement.marker.evaluate(here)
+
+
+def read_lock(text):
+    """Returns (requirement, hashes) of each entry."""
+    lines = re.sub(r'\\\n', ' ', re.sub(r'(?m)^\s*#.*\n', '', text)).splitlines()
+    parts = [re.split(r'\s+--hash=', line.strip()) for line in lines]
+    return [(Requirement(requirement), hashes) for requirement, *hashes in parts]
+
+
+def malformed(entries):
+    return [
+        str(requirement)
+        for requirement, hashes in entries
+        if not hashes
+        or not all(re.fullmatch('sha256:[0-9a-f]{64}', one) for one in hashes)
+        or not re.fullmatch(r'==[^*,]+', str(requirement.specifier))
+    ]
+
+
+def unmet(entries, wanted, python):
+    """Returns the requirements that are not pinned once, within their bounds, for a version of Python."""
+    pins = {}
+    for requirement, _ in entries:
+        if is_for(requirement, python):
+            pins.setdefault(canonicalize_name(requirement.name), []).append(str(requirement.specifier).lstrip('='))
+    assert {name: versions for name, versions in pins.items() if len(versions) != 1} == {}
+    return [
+        str(requirement)
+        for requirement in wanted
+        if is_for(requirement, python)
+        and not any(Version(pin) in requirement.specifier for pin in pins.get(canonicalize_name(requirement.name), []))
+    ]
+
+
+def dependencies():
+    """Returns all that pyproject.toml asks for, with every extra and the build backend."""
+    project = PROJECT['project']
+    extras = itertools.chain(*project['optional-dependencies'].values())
+    lines = [*PROJECT['build-system']['requires'], *project['dependencies'], *extras]
+    return [requirement for line in lines if (requirement := Requirement(line)).name != project['name']]
+
+
+@pytest.mark.parametrize('python', PYTHONS)
+def test_the_lock_has_every_dependency_within_its_bounds(python):
+    entries = read_lock(LOCK)
+    assert len(entries) > 100
+    assert unmet(entries, dependencies(), python) == []
+    # Control: another package, and a newer one.
+    planted = [Requirement('no-such-package'), Requirement('jax>=99'), Requirement('numpy>=99; python_version < "3"')]
+    assert unmet(entries, planted, python) == ['no-such-package', 'jax>=99']
+
+
+def test_every_entry_has_hashes_and_no_address():
+    assert malformed(read_lock(LOCK)) == []
+    assert re.findall(r'(?i)https?:|index-url|find-links| @ ', LOCK) == []
+    planted = f'a==1 \\\n    --hash=sha256:{"0" * 64}\n    # via b\nb==2\nc>=3 \\\n    --hash=sha256:{"1" * 64}\n'
+    assert malformed(read_lock(planted)) == ['b==2', 'c>=3']
+
+
+@pytest.mark.parametrize('workflow', WORKFLOWS, ids=lambda workflow: workflow['name'])
+def test_workflows_pin_what_they_run_and_may_only_read(workflow):
+    jobs = workflow['jobs'].values()
+    assert workflow['permissions'] == {'contents': 'read'}
+    assert not any('permissions' in job for job in jobs)
+    assert workflow['env'] == {'MAXLM_LOCK': 'requirements.lock'}
+    steps = [step for job in jobs for step in job['steps']]
+    assert [step['uses'] for step in steps if 'uses' in step and not re.fullmatch(PINNED, step['uses'])] == []
+    assert not re.fullmatch(PINNED, 'actions/checkout@v5')
+    installed = [step['run'] for step in steps if 'pip install' in step.get('run', '')]
+    assert [command for command in installed if '==' not in command] == []
+
+
+def test_every_tier_runs_on_every_python():
+    (workflow,) = WORKFLOWS
+    jobs = workflow['jobs']
+    for name in ('audit', 'test', 'nightly'):
+        assert jobs[name]['strategy']['matrix']['python'] == PYTHONS, name
+    assert '--nightly' in jobs['nightly']['strategy']['matrix']['tier']
+    assert {'run': 'launch/test.sh ${{ matrix.tier }}'} in jobs['nightly']['steps']
