@@ -10,8 +10,8 @@ from maxlm.config.keys import Config, MeshConfig
 from maxlm.config.rules import divisors
 from maxlm.errors import InputError
 
-# A vocabulary that devices share unequally is padded to a multiple of this on each of them: the sizes that matrix
-# units and vector lanes take without a remainder.
+# A vocabulary that does not divide over devices is padded to a multiple of this on each: matrix units and vector lanes
+# take such sizes without a remainder.
 VOCABULARY_MULTIPLE = 128
 
 
@@ -43,7 +43,7 @@ def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
 
 
 def padded_vocabulary(size: int, parts: int) -> int:
-    """Columns of the logits of `size` token ids on `parts` devices: more than `size` only where these do not divide."""
+    """Returns the size of a vocabulary in use: above `size` only where `parts` devices do not divide that."""
     multiple = VOCABULARY_MULTIPLE * parts
     return -(-size // multiple) * multiple if size % parts else size
 

@@ -159,11 +159,11 @@ class Decoder(nnx.Module):
         logits_BTV = self.placement.constrain(logits_BTV, ('rows', 'length', 'vocab'))
         if logits_BTV.shape[-1] == self.config.vocab_size:
             return logits_BTV
-        # Parts of a vocabulary that does not divide are unequal: each device gets all of it.
+        # Without its padding the vocabulary cannot be split, so each device gets all of it.
         return self.placement.constrain(logits_BTV, ('rows', 'length', 'activation'))[..., : self.config.vocab_size]
 
     def _used(self, table: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
-        """A table of the vocabulary as products and lookups take it."""
+        """Returns a table of the vocabulary as products and lookups take it: padded and gathered."""
         return self.placement.gathered(self.placement.pad_vocabulary(table, axes), axes, is_table=is_table)
 
     def _context(
@@ -239,7 +239,7 @@ def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits of which those that only fill up devices, from `vocab_size` on, have neither probability nor gradient."""
+    """Takes probability and gradient from the logits of padding, those from `vocab_size` on."""
     if logits.shape[-1] == vocab_size:
         return logits
     is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < vocab_size

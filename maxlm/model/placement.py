@@ -35,13 +35,13 @@ class Placement(Protocol):
         """Places a parameter's gradient as its sum is kept."""
 
     def pad_vocabulary(self, table: jax.Array, axes: Axes) -> jax.Array:
-        """A table of the vocabulary with zeros behind it where its size does not divide over devices.
+        """Pads a table of the vocabulary with zeros where the vocabulary does not divide over its devices.
 
-        The same table where it does, or is padded already. The gradient is cut again.
+        Returns the table itself where it does, or where it is padded already. The gradient is cut to the table's size.
         """
 
     def cut_vocabulary(self, gradient: jax.Array, axes: Axes, size: int) -> jax.Array:
-        """The gradient of a padded table as that of the parameter, which has `size` token ids."""
+        """Returns the gradient of a padded table as that of its parameter, which has `size` token ids."""
 
     def parts(self, axis: str) -> int:
         """Devices that an axis is split over."""

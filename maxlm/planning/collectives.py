@@ -129,7 +129,7 @@ def _tensor_sums(config: Config) -> list[Transfer]:
 
 
 def _vocabulary(config: Config) -> list[Transfer]:
-    """A vocabulary that does not divide, split in place of the width for the lookup and for the head, and back."""
+    """A vocabulary that does not divide: split in place of the width for lookup and head; and their gradients back."""
     model, mesh, width = config.model, config.mesh, _width(config)
     of = _padded_tables(config)
     if of == tables(model):

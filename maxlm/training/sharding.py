@@ -121,7 +121,7 @@ class Layout:
         return gather(x)
 
     def pad_vocabulary(self, table: jax.Array, axes: Axes) -> jax.Array:
-        """See `Placement`. Parameters are not padded, so that no state or checkpoint depends on the mesh."""
+        """See `Placement`. Parameters are never padded, so that no state or checkpoint depends on the mesh."""
         dim = axes.index('vocab')
         size = table.shape[dim]
         more = padded_vocabulary(size, self.parts('vocab')) - size
@@ -132,7 +132,7 @@ class Layout:
         @jax.custom_vjp
         def pad(table: jax.Array) -> jax.Array:
             padded = jnp.pad(table, [(0, more if place == dim else 0) for place in range(table.ndim)])
-            # Where the parameter is: one all-to-all then splits the vocabulary in place of the width.
+            # Placed as the parameter first: one all-to-all then splits the vocabulary in place of the width.
             return self.constrain(jax.lax.with_sharding_constraint(padded, stored), axes)
 
         def forward(table: jax.Array) -> tuple[jax.Array, None]:
@@ -231,7 +231,7 @@ class Layout:
         return NamedSharding(self.mesh, self._spec(splitting_axes(shape, axes, self.of_moments.parts)))
 
     def _spec(self, axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-        """Of an array of which each dimension is split over the devices of these logical axes."""
+        """Returns the spec of an array; `axes` are the logical axes that split each dimension."""
         spec = [tuple(mesh_axis for axis in each for mesh_axis in self._mesh_axes(axis)) for each in axes]
         used = [mesh_axis for mesh_axes in spec for mesh_axis in mesh_axes]
         assert len(used) == len(set(used)), f'{tuple(axes)} would split two axes over one mesh axis: {spec}'
@@ -245,10 +245,10 @@ class Layout:
 def splitting_axes(
     shape: Sequence[int], axes: Sequence[str], parts: Callable[[str], int]
 ) -> tuple[tuple[str, ...], ...]:
-    """By dimension of a parameter, the logical axes over whose devices it is split.
+    """Returns, by dimension of a parameter, the logical axes over whose devices it is split.
 
-    A vocabulary that does not divide is whole on each device. Its devices split the width, or nothing where they do not
-    divide that.
+    A vocabulary that does not divide is not split. Its devices split the width instead, or have copies where they do
+    not divide that.
 
     Args:
         shape: of the parameter.

@@ -177,6 +177,8 @@ def test_devices_share_the_work(monkeypatch):
     # Rows and heads that a device has of 4 slots and 2 heads.
     keys = [cache.key_LBKSH for cache in some._state.caches[0]]
     assert [x.addressable_shards[0].data.shape[1:3] for x in keys] == [(1, 1)] * 2
+    # The vocabulary of 1023 ids is padded once, and not for every token.
+    assert some._params['embedding'].addressable_shards[0].data.shape == (512, 8)
 
 
 def test_a_mesh_that_splits_the_length_is_refused():
