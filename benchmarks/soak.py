@@ -216,6 +216,17 @@ FAULTS = (
         ('tests/runtime/test_alerts.py',),
     ),
     Fault(
+        'foreign-files',
+        'damaged, special and oversized files in data, configs, Hugging Face directories and checkpoints',
+        'one line that names the file; neither a hang nor more than 1 GiB of memory',
+        (
+            'tests/test_special_files.py',
+            'tests/data/test_bombs.py',
+            'tests/data/test_hostile_files.py::test_damaged_files',
+            'tests/huggingface/test_numbers.py',
+        ),
+    ),
+    Fault(
         'secrets',
         'tokens, keys and credentials in the environment',
         'in no log, config.json, checkpoint, metric or error',
@@ -254,6 +265,8 @@ def try_fault(fault: Fault, *, full: bool) -> dict[str, Any]:
         report = Path(folder) / 'report.xml'
         # Nightly tests too; the full counts take their time.
         every = ['-m', '', '--timeout=0']
+        # The default family cannot have what tests record, and warns of that, which is an error here.
+        every += ['-o', 'junit_family=xunit1']
         command = [sys.executable, '-m', 'pytest', '-q', *every, f'--junitxml={report}', *fault.tests]
         environment = {**os.environ, **({FULL: '1'} if full else {})}
         load, began = os.getloadavg()[0], time.monotonic()
