@@ -29,7 +29,7 @@ from maxlm.runtime.fetching import fetch_step
 from maxlm.runtime.integrity import damages
 from maxlm.runtime.inventory import StoredStep, checkpoint_config, damaged_steps, inventory, select
 from maxlm.runtime.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
-from maxlm.runtime.step_folder import FOLDER, StepFolder
+from maxlm.runtime.step_folder import FOLDER, StepFolder, to_path
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular import read_text
 from maxlm.training.retention import SavedStep, reasons_to_keep
@@ -130,7 +130,7 @@ def _verify(options: argparse.Namespace) -> int:
         chosen = select(given)
         workdir = Path(chosen.workdir)
         for one in chosen.steps:
-            found, num_sums = damages(workdir / FOLDER / str(one.step))
+            found, num_sums = damages(to_path(workdir) / FOLDER / str(one.step))
             num_damaged += bool(found)
             for line in found:
                 print(f'damaged   {line}')

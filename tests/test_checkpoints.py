@@ -104,6 +104,13 @@ def test_whole_ones_verify(saved, verb):
     assert [line.split()[:2] for line in out.splitlines()] == [['whole', f'{saved}@{step}:'] for step in LOSSES]
 
 
+def test_a_relative_path_verifies(saved, verb, monkeypatch):
+    monkeypatch.chdir(saved.parent)
+    code, out, _ = verb('verify', saved.name)
+    assert code == EXIT_DONE
+    assert out.startswith('whole     run@2: ')
+
+
 @pytest.mark.parametrize('item', ['params', 'optimizer'])
 def test_a_damaged_one_is_named(copy, verb, item):
     flip(copy / FOLDER / '6', item)
