@@ -41,8 +41,8 @@ class HarnessAnswers:
         # A tokenizer from elsewhere may put a token before every text; a template's special tokens come as text here.
         self._library = tokenizers.Tokenizer.from_str(model.tokenizer.to_json())
         self._library.encode_special_tokens = model.chat is None
-        first = self._library.encode('').ids[:1]
-        self._prefix = first[0] if first else model.tokenizer.end_of_document
+        prefix = self._library.encode('').ids
+        self._prefix = prefix[0] if prefix else model.tokenizer.end_of_document
 
     @property
     def tokenizer_name(self) -> str:
