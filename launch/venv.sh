@@ -15,7 +15,7 @@ maxlm_find_python() {
 }
 
 maxlm_venv() {
-  local extras="${1:-}" python wanted
+  local extras="${1:-}" python wanted pip='.venv/bin/python -m pip'
   if [ ! -x .venv/bin/python ]; then
     python="$(maxlm_find_python)" || return 2
     "$python" -m venv .venv
@@ -25,12 +25,12 @@ maxlm_venv() {
   if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
     echo "installing maxlm${extras:+[$extras]} into .venv (about a minute) …"
     if [ -n "${MAXLM_LOCK:-}" ]; then
-      .venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r "$MAXLM_LOCK" || return
-      # The lock has the build backend too, so that pip does not fetch another one.
-      .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . ||
-        return
+      # The lock is complete, build backend included: pip resolves and fetches nothing else.
+      $pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r "$MAXLM_LOCK" || return
+      $pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . || return
+      $pip check || return
     else
-      .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" || return
+      $pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" || return
     fi
     echo "$wanted" >.venv/installed
   fi

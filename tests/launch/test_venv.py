@@ -6,7 +6,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-PIP = 'python -m pip install --quiet --disable-pip-version-check'
+PIP = 'python -m pip'
+INSTALL = f'{PIP} install --quiet --disable-pip-version-check'
 
 
 @pytest.fixture
@@ -22,19 +23,23 @@ def install(programs, tmp_path):
     def run(**environment):
         before = len(programs.lines('python'))
         done = programs.run('bash', '-ec', '. launch/venv.sh; maxlm_venv dev', cwd=tmp_path, **environment)
-        return done.returncode, [line for line in programs.lines('python')[before:] if 'pip install' in line]
+        return done.returncode, [line for line in programs.lines('python')[before:] if line.startswith(PIP)]
 
     return run
 
 
 def test_a_lock_is_installed_with_its_hashes(install, tmp_path):
-    locked = [f'{PIP} --require-hashes -r requirements.lock', f'{PIP} --no-deps --no-build-isolation --editable .']
+    locked = [
+        f'{INSTALL} --no-deps --require-hashes -r requirements.lock',
+        f'{INSTALL} --no-deps --no-build-isolation --editable .',
+        f'{PIP} check',
+    ]
     assert install(MAXLM_LOCK='requirements.lock') == (0, locked)
     assert install(MAXLM_LOCK='requirements.lock') == (0, [])
     (tmp_path / 'requirements.lock').write_text('a==2\n')
     assert install(MAXLM_LOCK='requirements.lock') == (0, locked)
     # Control: without a lock pyproject.toml decides.
-    assert install() == (0, [f'{PIP} --editable .[dev]'])
+    assert install() == (0, [f'{INSTALL} --editable .[dev]'])
 
 
 def test_a_lock_that_cannot_be_installed_ends_the_script(install, tmp_path):
