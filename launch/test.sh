@@ -5,7 +5,7 @@
 #   launch/test.sh --fast              lint and the tests below 0.5 s: the inner loop
 #   launch/test.sh --changed [REV]     lint and the tests that depend on what changed since REV (default: main)
 #   launch/test.sh --lint              ruff and mypy alone
-#   launch/test.sh --nightly           the long tests: full golden curve, exhaustive tables, long fuzzing with new examples
+#   launch/test.sh --nightly           the long tests: full golden curve, exhaustive tables, fuzzing with new examples
 #   launch/test.sh --times             all tests; measures them, writes tests/durations.json and prints a table
 #   launch/test.sh --coverage          the tests below 0.5 s; fails below the floor in pyproject.toml
 #   launch/test.sh PYTEST ARGUMENT …   a part, e.g. launch/test.sh tests/model -k causal
@@ -59,7 +59,8 @@ case "${1:-}" in
     shift
     maxlm_gpu_compiler
     maxlm_browser
-    run_pytest -m nightly --timeout=900 "$@"
+    # Tests that use Hypothesis run in both tiers; the profile is in tests/conftest.py.
+    run_pytest -m 'nightly or hypothesis' --hypothesis-profile=nightly --timeout=900 "$@"
     ;;
   --times)
     shift

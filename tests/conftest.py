@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from maxlm import prepare
 from maxlm.data.batches import Batches, TrainingRows
@@ -36,6 +37,13 @@ ROOT = Path(__file__).parent.parent
 MARK_OF_FIXTURE = {'browser': 'browser', 'gcs': 'network_emulator', 's3': 'network_emulator'}
 # A worker whose memory exceeds this drops JAX's traces and programs after the current module.
 CLEAR_CACHES_BYTES = 1.25 * 2**30
+# Hypothesis tests get the same few examples in each session; `launch/test.sh --nightly` asks for many new ones.
+FEW_EXAMPLES = settings(
+    max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile('few', FEW_EXAMPLES)
+settings.register_profile('nightly', FEW_EXAMPLES, max_examples=10_000, derandomize=False, print_blob=True)
+settings.load_profile('few')
 
 
 def pytest_unconfigure(config):

@@ -145,12 +145,14 @@ def _openai(entry: Mapping[str, Any], key: str = 'messages') -> list[dict[str, A
         role = message.get('role')
         role = 'tool' if role == 'function' else role
         if role not in ROLES:
-            raise ValueError(f'{told} has the role {role!r}; known are {", ".join(ROLES)}')
+            raise ValueError(f'{told} has the role {repr(role)[:200]}; known are {", ".join(ROLES)}')
         content = message.get('content')
         if content is None and (message.get('tool_calls') or message.get('function_call')):
             content = ''
         if message.get('weight', 1) not in (0, 1):
-            raise ValueError(f'{told} has the weight {message["weight"]!r}; it is learned with 1, or not with 0')
+            raise ValueError(
+                f'{told} has the weight {repr(message["weight"])[:200]}; it is learned with 1, or not with 0'
+            )
         messages.append({**message, 'role': role, 'content': _text(content, f"the 'content' of {told}")})
     return messages
 
@@ -160,8 +162,8 @@ def _sharegpt(entry: Mapping[str, Any], key: str = 'conversations') -> list[dict
     for place, message in enumerate(_list(entry, key)):
         told = f'message {place} of {key!r}'
         speaker = message.get('from')
-        if speaker not in SPEAKERS:
-            raise ValueError(f"{told} is 'from' {speaker!r}; known are {', '.join(SPEAKERS)}")
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
+            raise ValueError(f"{told} is 'from' {repr(speaker)[:200]}; known are {', '.join(SPEAKERS)}")
         messages.append({'role': SPEAKERS[speaker], 'content': _text(message.get('value'), f"the 'value' of {told}")})
     return messages
 

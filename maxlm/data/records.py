@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from maxlm.data.chat_packing import ChatCounts, PairCounts
 from maxlm.data.whole import put
 from maxlm.errors import InputError, os_message
 from maxlm.storage.json_text import parse_json
@@ -231,7 +232,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dat
     try:
         dataset = _parse_manifest(path, facts)
     except (TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{manifest} is malformed ({error}); {remedy(path)}') from error
+        raise InputError(f'{manifest} is malformed ({str(error)[:300]}); {remedy(path)}') from error
     expected = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
     for name, size in expected.items() if complete else ():
         actual = _size(path, name)
@@ -276,8 +277,8 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
         raise TypeError('not an object')
     if (version := facts.pop('format_version')) != FORMAT_VERSION:
         raise InputError(
-            f'{path / MANIFEST_NAME} has format {version}, this maxlm reads {FORMAT_VERSION}; prepare the text again, '
-            'with another --output'
+            f'{path / MANIFEST_NAME} has format {str(version)[:50]}, this maxlm reads {FORMAT_VERSION}; '
+            'prepare the text again, with another --output'
         )
     splits = {
         name: _build(
@@ -304,6 +305,11 @@ def _parse_manifest(path: Path, facts: Any) -> Dataset:
     for name in names:
         if not is_file_name(name):
             raise TypeError(f'a file named {name!r}')
+    for name, split in splits.items():
+        if split.documents and not split.tokens:
+            raise TypeError(f'{name} has documents without tokens')
+        if dataset.chat:
+            _build(PairCounts if dataset.preferences else ChatCounts, dataset.chat[name])
     if dataset.preferences and not (dataset.masked and dataset.packed_window):
         raise TypeError('preferences that are not masked and packed')
     return dataset
@@ -334,7 +340,7 @@ def _is_in_range(name: str, value: Any, kind: Any) -> bool:
 
 def is_file_name(name: str) -> bool:
     """Returns whether `name` names a file in a data set's directory, and leads nowhere else."""
-    return name == os.path.basename(name) and name not in ('', '.', '..') and '\0' not in name
+    return name == os.path.basename(name) and name not in ('', '.', '..') and '\0' not in name and len(name) < 256
 
 
 def _size(directory: Path, name: str) -> int:

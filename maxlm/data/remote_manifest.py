@@ -55,7 +55,9 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
         facts = parse_json(content)
         version = facts['format_version']
         if version != FORMAT_VERSION:
-            raise InputError(f'{name} has format {version}, this maxlm reads {FORMAT_VERSION}; prepare it again')
+            raise InputError(
+                f'{name} has format {str(version)[:50]}, this maxlm reads {FORMAT_VERSION}; prepare it again'
+            )
         beside = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
         if template := facts.get('chat_template_sha256'):
             beside[CHAT_TEMPLATE_FILE] = str(template)
@@ -65,11 +67,13 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
             for shard in split['shards']
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f'{name} is malformed ({error}); copy the data set to the bucket again') from error
+        raise InputError(f'{name} is malformed ({str(error)[:300]}); copy the data set to the bucket again') from error
     for file in (*beside, *shards):
         # They become paths: none may lead out of the directory.
         if not is_file_name(file):
-            raise InputError(f'{name} is malformed (a file named {file!r}); copy the data set to the bucket again')
+            raise InputError(
+                f'{name} is malformed (a file named {repr(file)[:99]}); copy the data set to the bucket again'
+            )
     return RemoteManifest(url, content, beside, shards)
 
 

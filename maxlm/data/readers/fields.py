@@ -53,9 +53,9 @@ def told_fields(entry: Any) -> str:
     """Returns the names of a record's fields, for messages."""
     if not isinstance(entry, Mapping):
         return f'it is no object but {type(entry).__name__}'
-    names = [str(name) for name in entry]
+    names = [' '.join(str(name).split())[:50] for name in entry]
     more = f' and {len(names) - FIELDS_SHOWN} more' if len(names) > FIELDS_SHOWN else ''
-    return f'it has {", ".join(name[:50] for name in names[:FIELDS_SHOWN])}{more}' if names else 'it has no fields'
+    return f'it has {", ".join(names[:FIELDS_SHOWN])}{more}' if names else 'it has no fields'
 
 
 def _renamed(messages: Any, roles: Mapping[str, str]) -> Any:

@@ -10,6 +10,7 @@ from maxlm.data import storage
 from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
 from maxlm.data.readers.entries import RECORD_FIELDS, entry_document
+from maxlm.data.readers.fields import told_fields
 from maxlm.data.readers.options import ReadOptions
 from maxlm.data.storage import shown
 
@@ -44,11 +45,11 @@ def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
         if wanted and (not options.messages_field or options.messages_field in columns or options.text_key in columns):
             return ''
         missing = f'no column {options.messages_field!r}' if options.messages_field else 'no column of a conversation'
-        return f'{missing}; it has {", ".join(columns)}; --messages_field names the column'
+        return f'{missing}; {told_fields(dict.fromkeys(columns))}; --messages_field names the column'
     for key in (options.text_key, *options.metadata_keys):
         if key not in columns:
             option = '--text_field' if key == options.text_key else '--metadata_keys'
-            return f'no column {key!r}; it has {", ".join(columns)}; {option} names the column'
+            return f'no column {key!r}; {told_fields(dict.fromkeys(columns))}; {option} names the column'
     return ''
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import math
 import tokenize
+import warnings
 from typing import BinaryIO
 
 import numpy as np
@@ -79,7 +80,10 @@ def open_npy(file: BinaryIO, size: int) -> TokenArray:
         # NumPy reads as many bytes as the header claims to have, before it looks at their number.
         start = file.read(length_bytes)
         length = min(int.from_bytes(start, 'little'), MAX_NPY_HEADER_BYTES + 1)
-        shape, fortran_order, dtype = read_header(io.BytesIO(start + file.read(length)))
+        with warnings.catch_warnings():
+            # A header that Python 2 wrote is read all the same.
+            warnings.simplefilter('ignore', UserWarning)
+            shape, fortran_order, dtype = read_header(io.BytesIO(start + file.read(length)))
     # NumPy tokenizes headers of Python 2 and evaluates all.
     except (ValueError, KeyError, SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError) as error:
         reason = ' '.join(str(error).split())[:200]
