@@ -1,6 +1,7 @@
 """The rules of the house: who may import whom, how long a file may be, and what an import may cost."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,13 @@ def test_every_folder_is_a_wing_with_rules():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and list(path.rglob('*.py'))}
     assert folders <= set(WINGS), 'a new wing needs its rules here'
     assert folders == {wing_of(path) for path in FILES if path.parent != PACKAGE}
+
+
+def test_contributing_lists_the_rules():
+    rows = re.findall(r'^\| `(\w+)/` \|.*\| (.*)\|$', (ROOT / 'CONTRIBUTING.md').read_text(), re.MULTILINE)
+    listed = {wing: set(re.findall(r'`(\w+)`', forbidden)) for wing, forbidden in rows}
+    rules = {wing: FORBIDDEN[wing] - {*VERBS, '__main__'} for wing in WINGS}
+    assert listed == rules | {'storage': set()}
 
 
 @pytest.mark.parametrize('wing', WINGS)
