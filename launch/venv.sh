@@ -15,7 +15,7 @@ maxlm_find_python() {
 }
 
 maxlm_venv() {
-  local extras="${1:-}" python wanted pip='.venv/bin/python -m pip --disable-pip-version-check'
+  local extras="${1:-}" python wanted pip='.venv/bin/python -m pip'
   if [ ! -x .venv/bin/python ]; then
     python="$(maxlm_find_python)" || return 2
     "$python" -m venv .venv
@@ -26,11 +26,11 @@ maxlm_venv() {
     echo "installing maxlm${extras:+[$extras]} into .venv (about a minute) …"
     if [ -n "${MAXLM_LOCK:-}" ]; then
       # The lock is complete, build backend included: pip resolves and fetches nothing else.
-      $pip install --quiet --no-deps --require-hashes -r "$MAXLM_LOCK" || return
-      $pip install --quiet --no-deps --no-build-isolation --editable . || return
+      $pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r "$MAXLM_LOCK" || return
+      $pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . || return
       $pip check || return
     else
-      $pip install --quiet --editable ".${extras:+[$extras]}" || return
+      $pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}" || return
     fi
     echo "$wanted" >.venv/installed
   fi
@@ -38,11 +38,19 @@ maxlm_venv() {
   export PATH
 }
 
-# JAX's compiler for NVIDIA GPUs. Sets MAXLM_GPU_COMPILER where there is such a compiler for this machine.
+# JAX's compiler for NVIDIA GPUs, without the libraries that only running needs, in a folder of its own: in .venv, JAX
+# would look for a GPU at every start. Sets MAXLM_GPU_COMPILER where there is such a compiler for this machine.
 maxlm_gpu_compiler() {
-  local folder="$PWD/.venv/gpu-compiler"
+  local folder="$PWD/.venv/gpu-compiler" version
   [ "$(uname -sm)" = 'Linux x86_64' ] || return 0
-  MAXLM_GPU_COMPILER="$folder" python -m maxlm.plan --install-compiler || return
+  version="$(python -c 'import jaxlib; print(jaxlib.__version__)')"
+  if [ "$(cat "$folder/installed" 2>/dev/null)" != "$version" ]; then
+    echo 'installing the compiler for GPUs into .venv/gpu-compiler …'
+    rm -rf "$folder"
+    python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target "$folder" \
+      "jax-cuda12-plugin==$version" "jax-cuda12-pjrt==$version" 'nvidia-cuda-nvcc-cu12>=12.6' || return
+    echo "$version" >"$folder/installed"
+  fi
   export MAXLM_GPU_COMPILER="$folder"
 }
 

@@ -6,7 +6,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-PIP = 'python -m pip --disable-pip-version-check'
+PIP = 'python -m pip'
+INSTALL = f'{PIP} install --quiet --disable-pip-version-check'
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def install(programs, tmp_path):
 
 def test_a_lock_is_installed_with_its_hashes(install, tmp_path):
     locked = [
-        f'{PIP} install --quiet --no-deps --require-hashes -r requirements.lock',
-        f'{PIP} install --quiet --no-deps --no-build-isolation --editable .',
+        f'{INSTALL} --no-deps --require-hashes -r requirements.lock',
+        f'{INSTALL} --no-deps --no-build-isolation --editable .',
         f'{PIP} check',
     ]
     assert install(MAXLM_LOCK='requirements.lock') == (0, locked)
@@ -38,7 +39,7 @@ def test_a_lock_is_installed_with_its_hashes(install, tmp_path):
     (tmp_path / 'requirements.lock').write_text('a==2\n')
     assert install(MAXLM_LOCK='requirements.lock') == (0, locked)
     # Control: without a lock pyproject.toml decides.
-    assert install() == (0, [f'{PIP} install --quiet --editable .[dev]'])
+    assert install() == (0, [f'{INSTALL} --editable .[dev]'])
 
 
 def test_a_lock_that_cannot_be_installed_ends_the_script(install, tmp_path):
