@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from maxlm.data import storage
@@ -11,7 +12,7 @@ from maxlm.data.documents import Document, OnBad
 from maxlm.data.inputs import InputFile
 from maxlm.data.readers.entries import columns_format
 from maxlm.data.readers.options import ReadOptions
-from maxlm.data.readers.parquet_pages import MAX_PAGE_BYTES, check_footer, largest_pages
+from maxlm.data.readers.parquet_pages import MAX_PAGE_BYTES, check_footer, column_chunks, largest_pages
 from maxlm.data.readers.rows import column_fault, record_fields, row_document
 from maxlm.data.storage import StorageError, shown
 
@@ -69,12 +70,13 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
             if fault := _column_fault(parquet.schema_arrow, options):
                 on_bad(file.name, f'{path}: {fault}')
                 return
+            chunks = functools.cache(lambda: column_chunks(content))
             row = sum(parquet.metadata.row_group(i).num_rows for i in range(min(start, parquet.num_row_groups)))
             for group in range(start, min(stop, parquet.num_row_groups)):
                 first_row = row
                 row += parquet.metadata.row_group(group).num_rows
                 try:
-                    rows = _batch_rows(content, parquet, group, file.path, options)
+                    rows = _batch_rows(content, parquet, group, chunks, file.path, options)
                     yield from _read_group(parquet, group, rows, first_row, file, options, on_bad)
                 except (pyarrow.ArrowException, OSError) as error:
                     on_bad(
@@ -91,7 +93,14 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         on_bad(file.name, str(error))
 
 
-def _batch_rows(content: BinaryIO, parquet: Any, group: int, path: str, options: ReadOptions) -> int:
+def _batch_rows(
+    content: BinaryIO,
+    parquet: Any,
+    group: int,
+    chunks: Callable[[], list[list[range]]],
+    path: str,
+    options: ReadOptions,
+) -> int:
     """Returns how many rows of a row group are decoded together.
 
     Raises:
@@ -104,7 +113,9 @@ def _batch_rows(content: BinaryIO, parquet: Any, group: int, path: str, options:
     if storage.is_url(path) and metadata.total_byte_size <= BATCH_BYTES:
         largest = metadata.total_byte_size
     else:
-        largest = largest_pages(content, metadata, columns, max(MAX_PAGE_BYTES, options.max_record_bytes))
+        names = [parquet.schema.column(index).path for index in range(len(parquet.schema))]
+        limit = max(MAX_PAGE_BYTES, options.max_record_bytes)
+        largest = largest_pages(content, chunks()[group], names, columns, limit)
     return min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, largest)))
 
 

@@ -1,12 +1,15 @@
 """Sizes of Parquet pages, read from their headers before a page is decompressed.
 
 The footer has the sizes of column chunks only, and nothing makes them true. A page is decompressed as a whole, to at
-most 2 GiB, so the header of each page that a reader is going to decode is looked at first. Format:
-github.com/apache/parquet-format, `PageHeader` in the compact protocol of Thrift.
+most 2 GiB, so the header of each page that a reader is going to decode is looked at first. The places of the chunks are
+read here too: PyArrow ends the process where it is asked for those of some damaged files.
+
+Format: github.com/apache/parquet-format, `FileMetaData` and `PageHeader` in the compact protocol of Thrift.
 """
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
@@ -15,26 +18,46 @@ from typing import Any, BinaryIO
 MAX_PAGE_BYTES = 2**27
 # The footer is parsed as a whole, to several times its size.
 MAX_FOOTER_BYTES = 2**26
-# Of a page header.
+# Structs and numbers of a footer, of which each may take one byte of it and a hundred in memory.
+MAX_VALUES = 2**22
+# Fields of FileMetaData, RowGroup, ColumnChunk, ColumnMetaData and PageHeader.
+_ROW_GROUPS, _COLUMNS, _CHUNK = 4, 1, 3
+_CHUNK_BYTES, _DATA_PAGE, _DICTIONARY_PAGE = 7, 9, 11
 _UNCOMPRESSED, _COMPRESSED = 2, 3
 
 
 def check_footer(file: BinaryIO) -> None:
     """Raises OSError if the footer of a file is larger than any that a writer makes."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 8))
-    footer = int.from_bytes(file.read(4), 'little')
+    footer, size = _footer_bytes(file)
     file.seek(0)
     if min(footer, size) > MAX_FOOTER_BYTES:
         raise OSError(f'a footer of {footer:,} bytes, more than {MAX_FOOTER_BYTES:,}')
 
 
-def largest_pages(file: BinaryIO, group: Any, columns: Sequence[str] | None, limit: int) -> int:
+def column_chunks(file: BinaryIO) -> list[list[range]]:
+    """Returns the bytes that each column of each row group takes in a file whose footer was checked.
+
+    Raises:
+        OSError: the footer is damaged.
+    """
+    footer, size = _footer_bytes(file)
+    file.seek(max(0, size - 8 - footer))
+    facts = _Thrift(io.BytesIO(file.read(footer))).read_struct()
+    try:
+        return [[_bytes_of(chunk[_CHUNK]) for chunk in group[_COLUMNS]] for group in facts[_ROW_GROUPS]]
+    except (KeyError, TypeError) as error:
+        raise OSError('the footer is damaged') from error
+
+
+def largest_pages(
+    file: BinaryIO, chunks: Sequence[range], names: Sequence[str], columns: Sequence[str] | None, limit: int
+) -> int:
     """Returns how many bytes the largest page of each column of a row group has, summed over the columns.
 
     Args:
         file: the Parquet file.
-        group: `RowGroupMetaData`.
+        chunks: of the row group, from `column_chunks`.
+        names: of its columns; those of nested ones begin with the name of the top-level column and a dot.
         columns: names of top-level columns; None = all.
         limit: largest page that may be decompressed, in bytes.
 
@@ -42,10 +65,10 @@ def largest_pages(file: BinaryIO, group: Any, columns: Sequence[str] | None, lim
         ValueError: a page is larger than the limit.
         OSError: a header is damaged.
     """
+    if len(chunks) != len(names):
+        raise OSError('the footer is damaged')
     total = 0
-    for index in range(group.num_columns):
-        chunk = group.column(index)
-        name = chunk.path_in_schema
+    for name, chunk in zip(names, chunks, strict=True):
         if columns is not None and not any(name == column or name.startswith(f'{column}.') for column in columns):
             continue
         largest = max(_page_sizes(file, chunk), default=0)
@@ -58,61 +81,85 @@ def largest_pages(file: BinaryIO, group: Any, columns: Sequence[str] | None, lim
     return total
 
 
-def _page_sizes(file: BinaryIO, chunk: Any) -> Iterator[int]:
-    """Yields the uncompressed size of each page of a column chunk."""
-    place = chunk.data_page_offset
+def _footer_bytes(file: BinaryIO) -> tuple[int, int]:
+    """Returns the size of the footer as the file states it, and that of the file."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 8))
+    return int.from_bytes(file.read(4), 'little'), size
+
+
+def _bytes_of(chunk: dict[int, Any]) -> range:
+    start, dictionary = chunk[_DATA_PAGE], chunk.get(_DICTIONARY_PAGE, 0)
     # As in Arrow.
-    if chunk.has_dictionary_page and 0 < (chunk.dictionary_page_offset or 0) < place:
-        place = chunk.dictionary_page_offset
-    stop = place + chunk.total_compressed_size
-    while place < stop:
+    start = dictionary if 0 < dictionary < start else start
+    return range(start, start + chunk[_CHUNK_BYTES])
+
+
+def _page_sizes(file: BinaryIO, chunk: range) -> Iterator[int]:
+    """Yields the uncompressed size of each page of a column chunk."""
+    place = chunk.start
+    while place in chunk:
         file.seek(place)
-        header = _read_struct(file)
+        header = _Thrift(file).read_struct()
         compressed, uncompressed = header.get(_COMPRESSED, -1), header.get(_UNCOMPRESSED, -1)
-        if min(compressed, uncompressed) < 0:
+        if not (isinstance(compressed, int) and isinstance(uncompressed, int)) or min(compressed, uncompressed) < 0:
             raise OSError('the header of a page is damaged')
         yield uncompressed
         place = file.tell() + compressed
 
 
-def _read_struct(file: BinaryIO, depth: int = 3) -> dict[int, int]:
-    """Reads a struct and returns its integers by field number; skips all else."""
-    found: dict[int, int] = {}
-    number = 0
-    while byte := _read_byte(file):
-        delta, kind = byte >> 4, byte & 15
-        number = number + delta if delta else _signed(_read_varint(file))
+class _Thrift:
+    """Reads structs of integers, lists and structs, and skips all else. Raises OSError where the bytes are damaged."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._values_left = MAX_VALUES
+
+    def read_struct(self, depth: int = 8) -> dict[int, Any]:
+        """Returns the values of a struct by field number."""
+        found: dict[int, Any] = {}
+        number = 0
+        while byte := self._read_byte():
+            delta, kind = byte >> 4, byte & 15
+            number = number + delta if delta else _signed(self._read_varint())
+            # Booleans are a part of the type.
+            found[number] = kind == 1 if kind in (1, 2) else self._read_value(kind, depth)
+        return found
+
+    def _read_value(self, kind: int, depth: int) -> Any:
+        self._values_left -= 1
+        if not depth or self._values_left < 0:
+            raise OSError('damaged, or with more values than any writer makes')
         if kind in (4, 5, 6):
-            found[number] = _signed(_read_varint(file))
-        elif kind == 8:
-            # A binary value: its length comes first.
-            file.seek(min(_read_varint(file), 2**31), os.SEEK_CUR)
-        elif kind in (3, 7):
-            file.seek(1 if kind == 3 else 8, os.SEEK_CUR)
-        elif kind == 12 and depth:
-            _read_struct(file, depth - 1)
-        # Booleans are a part of the type; page headers have no lists and maps.
-        elif kind not in (1, 2):
-            raise OSError('the header of a page is damaged')
-    return found
+            return _signed(self._read_varint())
+        if kind == 12:
+            return self.read_struct(depth - 1)
+        if kind in (9, 10):
+            byte = self._read_byte()
+            length = byte >> 4 if byte >> 4 < 15 else self._read_varint()
+            return [self._read_value(byte & 15, depth - 1) for _ in range(length)]
+        # In lists booleans are a byte each. Of a text or other bytes the length comes first.
+        sizes = {1: 1, 2: 1, 3: 1, 7: 8}
+        if kind not in sizes and kind != 8:
+            raise OSError('damaged')
+        self._file.seek(sizes[kind] if kind in sizes else min(self._read_varint(), 2**31), os.SEEK_CUR)
+        return None
 
+    def _read_varint(self) -> int:
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self._read_byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise OSError('damaged')
 
-def _read_varint(file: BinaryIO) -> int:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = _read_byte(file)
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value
-    raise OSError('the header of a page is damaged')
+    def _read_byte(self) -> int:
+        byte = self._file.read(1)
+        if not byte:
+            raise OSError('it ends too early')
+        return byte[0]
 
 
 def _signed(value: int) -> int:
     return value >> 1 ^ -(value & 1)
-
-
-def _read_byte(file: BinaryIO) -> int:
-    byte = file.read(1)
-    if not byte:
-        raise OSError('the file ends in the header of a page')
-    return byte[0]

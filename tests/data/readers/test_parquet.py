@@ -121,19 +121,35 @@ def test_sizes_of_pages_are_those_in_their_headers(tmp_path):
             compression='none',
             row_group_size=40,
         )
-        metadata = pq.ParquetFile(path).metadata
+        opened = pq.ParquetFile(path)
+        names = [opened.schema.column(index).path for index in range(len(opened.schema))]
         with path.open('rb') as file:
-            for number in range(metadata.num_row_groups):
-                group = metadata.row_group(number)
-                for column in range(group.num_columns):
-                    chunk = group.column(column)
+            groups = parquet_pages.column_chunks(file)
+            assert len(groups) == opened.metadata.num_row_groups > 1
+            for number, chunks in enumerate(groups):
+                for column, chunk in enumerate(chunks):
+                    wanted = opened.metadata.row_group(number).column(column)
+                    assert chunk.start == (wanted.dictionary_page_offset or wanted.data_page_offset)
+                    assert len(chunk) == wanted.total_compressed_size
                     sizes = list(parquet_pages._page_sizes(file, chunk))
                     assert len(sizes) > 1
                     # The rest are headers. That of a text has its least and its greatest value.
-                    headers = chunk.total_uncompressed_size - sum(sizes)
+                    headers = wanted.total_uncompressed_size - sum(sizes)
                     assert 10 * len(sizes) < headers < 2100 * len(sizes)
-                largest = parquet_pages.largest_pages(file, group, ['text'], 2**30)
-                assert largest == max(parquet_pages._page_sizes(file, group.column(0)))
+                largest = parquet_pages.largest_pages(file, chunks, names, ['text'], 2**30)
+                assert largest == max(parquet_pages._page_sizes(file, chunks[0]))
+
+
+def test_a_footer_that_pyarrow_aborts_on_is_damaged(tmp_path, left_out, read):
+    path = write(tmp_path / 'x.parquet', {'text': ['a' * 50, 'b'] * 50, 'n': list(range(100))})
+    content = bytearray(path.read_bytes())
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], 'little')
+    # The type of the first column: BYTE_ARRAY, then BOOLEAN, for which there are no sizes of texts.
+    assert content[start + 18] == 12
+    content[start + 18] = 0
+    path.write_bytes(content)
+    assert left_out(path)
+    assert list(read(path, on_bad=lambda *_: None)) == []
 
 
 def test_a_footer_of_any_size_is_not_read(tmp_path, left_out):
