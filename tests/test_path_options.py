@@ -35,7 +35,6 @@ NO_PATHS = {
     'prepare --exclude': 'patterns of names',
     'prepare --max_files': 'a number',
     'prepare --max_record_mib': 'a number',
-    'prepare --skip_bad': 'a switch',
     'prepare --token_dtype': 'a choice',
     'prepare --end_of_document': 'a number',
     'prepare --engine': 'a choice',
@@ -44,7 +43,6 @@ NO_PATHS = {
     'fetch --max_files': 'a number',
     'fetch --threads': 'a number',
     'evaluate --limit': 'a number',
-    'generate --interactive': 'a switch',
     'serve --name': 'a name',
     'hf export --max_shard_size': 'a number',
     'supervise --max_failures': 'a number',
@@ -84,6 +82,8 @@ def options_of(parser, prefix):
 
 
 def takes_path(name, action):
+    if action.nargs == 0:
+        return False
     metavar = action.metavar if isinstance(action.metavar, str) else ''
     return WORDS.search(' '.join([name, metavar, action.help or ''])) is not None
 

@@ -7,6 +7,7 @@ Parquet files are not decoded by `datasets` but by `readers.parquet`, for which 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -23,6 +24,10 @@ def limit_files(datasets: Any, options: ReadOptions) -> None:
     streaming = datasets.streaming
     if not isinstance(streaming.xopen, _Opener):
         streaming.xopen = datasets.utils.file_utils.xopen = _Opener(streaming.xopen)
+        for name, module in tuple(sys.modules.items()):
+            if name.startswith('datasets.packaged_modules.') and hasattr(module, '_patched_for_streaming'):
+                # Others, such as lm-eval, have used it; the next use gives it the new function.
+                module._patched_for_streaming = False  # type: ignore[attr-defined]
     streaming.xopen.options = options
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -115,6 +117,25 @@ def test_a_directory_that_is_damaged_is_named(tmp_path, table, left_out):
     ((name, reason),) = left_out(f'hf:{tmp_path}/set')
     assert name == 'set#train:1:0'
     assert reason.startswith(f'{tmp_path}/set/train-1.parquet: the row group of rows 0 to ')
+
+
+def test_lines_are_limited_where_others_have_used_the_package_before(tmp_path):
+    """Such as lm-eval, which loads its tasks with it. A process of its own: what the package opens is global."""
+    (tmp_path / 'set').mkdir()
+    (tmp_path / 'set/train.jsonl').write_text(json.dumps({'text': 'x' * 3000}))
+    program = f"""
+import datasets
+from maxlm.data.readers import hub
+from maxlm.errors import InputError
+datasets.load_dataset_builder({str(tmp_path / 'set')!r})
+try:
+    hub.find('hf:{tmp_path}/set', 2000)
+except InputError as error:
+    print(error)
+"""
+    environment = {**os.environ, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'cache')}
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, env=environment)
+    assert 'a line is longer than ' in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz', 'json'])
