@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import shutil
+import signal
 from pathlib import Path
 
 from tests.cpu import cpu_flags
@@ -126,3 +127,12 @@ def change_batches(monkeypatch):
         monkeypatch.setattr(Batches, '__getitem__', get)
 
     return change
+
+
+@pytest.fixture
+def in_time():
+    """Ends a test that hangs."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail('hangs'))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)

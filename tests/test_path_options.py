@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 import re
-import signal
 import socket
 from pathlib import Path
 
@@ -312,15 +311,6 @@ def make_special(folder):
     (folder / 'link').symlink_to(folder / 'nowhere')
     (folder / 'to_fifo').symlink_to(folder / 'fifo')
     return [folder / 'fifo', folder / 'socket', folder / 'to_fifo', Path('/dev/zero'), Path('/dev/tty')]
-
-
-@pytest.fixture
-def in_time():
-    """Ends a test that hangs."""
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail('hangs'))
-    signal.alarm(20)
-    yield
-    signal.alarm(0)
 
 
 @pytest.mark.parametrize(('command', 'name', 'kind'), OPTIONS, ids=NAMES)

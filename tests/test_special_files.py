@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import tempfile
 from pathlib import Path
@@ -115,15 +114,6 @@ def without_privileges():
         yield
     finally:
         os.seteuid(user)
-
-
-@pytest.fixture
-def in_time():
-    """Ends a test that hangs."""
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail('hangs'))
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
 
 
 @pytest.mark.parametrize('words', SPECIAL)

@@ -28,7 +28,7 @@ class Number(NamedTuple):
 
 
 def _whole(key: str) -> Number:
-    # Where maxlm derives a size from 0, these files leave the key out.
+    # In a config of maxlm, 0 means a derived size. These files leave the key out instead.
     allowed = RANGES[f'model.{key}']
     return Number(True, allowed._replace(low=max(1, allowed.low)))
 

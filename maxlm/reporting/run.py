@@ -245,7 +245,7 @@ def _differences(one: Run, other: Run, source: str) -> list[str]:
         return {'objectives': run.objective, 'data': run.data.get(f'dataset {source}') if source else run.data}
 
     own, its = facts(one), facts(other)
-    # What a workdir does not show counts as equal.
+    # A fact that a workdir lacks counts as equal.
     return [name for name in own if own[name] and its[name] and own[name] != its[name]]
 
 

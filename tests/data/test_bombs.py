@@ -32,7 +32,7 @@ print(bad)
 
 
 def read_limited(limit, *paths):
-    """Returns what a process finds that may have so many bytes of memory."""
+    """Returns the result of a process whose address space is limited, in bytes."""
     # Arrow's own allocator reserves more addresses than it uses.
     environment = {**os.environ, 'ARROW_DEFAULT_MEMORY_POOL': 'system', 'OMP_NUM_THREADS': '1'}
     command = [sys.executable, '-c', READ, str(limit), *paths]

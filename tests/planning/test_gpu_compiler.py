@@ -112,7 +112,7 @@ def test_an_older_one_stays_until_the_new_one_is_complete(tmp_path, monkeypatch,
         add_compiler()
     pip(ending)
     assert exit_code(plan.main, [OPTION]) == code
-    # What pip prints, and one line.
+    # The output of pip, then one line.
     assert said in capfd.readouterr().err.removeprefix('installing').partition('Downloading\n')[2]
     assert contents(folder.parent) == {'own', 'own/installed'} | (set() if code else {'own/new'})
     assert ((folder / 'installed').read_text() == '0.1\n') == bool(code)

@@ -254,7 +254,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_in_use_alone(zero, parts):
     assert value == pytest.approx(float((table_DV * factors_DV).sum()) + 32 * (256 - 61), rel=1e-5)
     np.testing.assert_array_equal(gradient, factors_DV)
     assert {shard.data.shape for shard in gradient.addressable_shards} == {(32 // parts[1], 61)}
-    # What is padded, or divides, stays.
+    # A table that is padded or that divides is returned unchanged.
     assert layout.pad_vocabulary(padded, axes) is padded
 
 

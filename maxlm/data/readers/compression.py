@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, cast
 # Compressed bytes that are decompressed together. Blocks of Zstandard may grow by 32768: to 64 MiB.
 INPUT_BYTES = 2**11
 COMPRESSED_SUFFIXES = ('.gz', '.zst')
-# What the zstd program decompresses without an option. Frames of `--long=31` need 2 GiB.
+# The limit of the zstd program without options. Frames written with `--long=31` need 2 GiB.
 MAX_WINDOW_BYTES = 2**27
 
 

@@ -18,7 +18,7 @@ from maxlm.data.storage import StorageError, shown
 
 # Rows that are decoded together: few, since each may be a book.
 BATCH_ROWS = 128
-# What these may take. A dictionary page of D bytes can give each row a text of almost D bytes.
+# Limit on their memory. A dictionary page of D bytes can give each row a text of almost D bytes.
 BATCH_BYTES = 2**28
 # Read at a time: otherwise PyArrow reads all of a row group first.
 BUFFER_BYTES = 2**20

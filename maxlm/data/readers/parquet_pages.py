@@ -122,8 +122,9 @@ class _Thrift:
         while byte := self._read_byte():
             delta, kind = byte >> 4, byte & 15
             number = number + delta if delta else _signed(self._read_varint())
-            # Booleans are a part of the type.
-            found[number] = kind == 1 if kind in (1, 2) else self._read_value(kind, depth)
+            # The type includes the value of a boolean, which is not needed.
+            if kind not in (1, 2):
+                found[number] = self._read_value(kind, depth)
         return found
 
     def _read_value(self, kind: int, depth: int) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -138,6 +139,11 @@ def test_sizes_of_pages_are_those_in_their_headers(tmp_path):
                     assert 10 * len(sizes) < headers < 2100 * len(sizes)
                 largest = parquet_pages.largest_pages(file, chunks, names, ['text'], 2**30)
                 assert largest == max(parquet_pages._page_sizes(file, chunks[0]))
+
+
+def test_booleans_of_a_header_take_no_memory():
+    # One byte each, without an end in a damaged file.
+    assert parquet_pages._Thrift(io.BytesIO(b'\x11' * 1000 + b'\x15\x08\x00')).read_struct() == {1001: 4}
 
 
 def test_a_footer_that_pyarrow_aborts_on_is_damaged(tmp_path, left_out, read):
