@@ -29,13 +29,13 @@ import numpy as np
 
 from benchmarks.data_peers import BATCH, WINDOW, MemmapLoader
 from benchmarks.step import machine
-from maxlm.config.keys import DataConfig
-from maxlm.data.batches import iterate
-from maxlm.data.corpus import open_corpus
-from maxlm.data.order import Order
-from maxlm.data.records import Dataset, ShardWriter, SourceCounts, Split, dataset_fingerprint, save_manifest
-from maxlm.data.tokenizer import bytes_tokenizer
-from maxlm.data.windows import window_batch
+from maxlm.config.schema import DataConfig
+from maxlm.data.dataset.records import Dataset, ShardWriter, SourceCounts, Split, dataset_fingerprint, save_manifest
+from maxlm.data.loader.batches import iterate
+from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.loader.shuffle import Order
+from maxlm.data.loader.windows import window_batch
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 
 MEAN_DOCUMENT = 600

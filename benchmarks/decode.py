@@ -19,17 +19,17 @@ import jax
 import numpy as np
 
 from benchmarks.step import machine
-from maxlm.config.keys import Config
-from maxlm.config.load import load, split_overrides
+from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve, resolve_on
+from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.inference.passes import Rest
-from maxlm.inference.programs import MOST_PASSES, Chunk, Programs
+from maxlm.hardware.chips import find_chip
+from maxlm.inference.cast_params import as_used
+from maxlm.inference.engine.compiled import MOST_PASSES, Chunk, Programs
+from maxlm.inference.engine.model_runner import Rest
+from maxlm.inference.engine.slots import Room
 from maxlm.inference.sampling import Sampling, rows_of
-from maxlm.inference.slots import Room
-from maxlm.inference.used import as_used
-from maxlm.planning.chips import find_chip
-from maxlm.training.sharding import make_layout
+from maxlm.parallel.layout import make_layout
 from maxlm.training.state import init_state
 
 GREEDY = Sampling(temperature=0)

@@ -2,10 +2,10 @@
 
 Kinds of requests of the shape that benchmarks have, of random words: choices of several tokens, choices of one token
 behind five examples, the same for all questions or of each its own, whole texts. A Llama of random weights in float32
-answers them on all cores: through `maxlm.evaluation.backend`, and through lm-eval's own `HFLM` in batches of 1, 8 and
-16, of which the best counts. Timed is the backend, from requests as text to log-probabilities. The sides take turns;
-ratios are of medians over rounds. Before, each side answers everything once, which compiles what is needed, and the
-answers are compared. Needs maxlm's `dev` extra.
+answers them on all cores: through `maxlm.evaluation.lm_eval_model`, and through lm-eval's own `HFLM` in batches of
+1, 8 and 16, of which the best counts. Timed is the backend, from requests as text to log-probabilities. The sides take
+turns; ratios are of medians over rounds. Before, each side answers everything once, which compiles what is needed, and
+the answers are compared. Needs maxlm's `dev` extra.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import jax
 import numpy as np
 
 from benchmarks.step import machine
-from maxlm.data.special_tokens import END_OF_DOCUMENT
-from maxlm.data.tokenizer import Tokenizer, make_tokenizer
+from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT
+from maxlm.data.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.evaluation.backend import HarnessAnswers, harness_model
-from maxlm.huggingface.importing import import_model
-from maxlm.inference.likelihood import Scorer
+from maxlm.evaluation.lm_eval_model import HarnessAnswers, harness_model
+from maxlm.huggingface.import_model import import_model
 from maxlm.inference.load import load_model
-from maxlm.runtime.console import progress_bar
-from maxlm.runtime.workdir import TOKENIZER
+from maxlm.inference.scoring import Scorer
+from maxlm.log import progress_bar
+from maxlm.workdir.files import TOKENIZER
 
 SIZES = {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 4096, 'context': 1024}
 BATCHES = (1, 8, 16)

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
-from maxlm.model.attention import attend
-from maxlm.model.cudnn import attend_documents, documents_per_row, takes_documents
-from maxlm.model.placement import ONE_DEVICE
-from maxlm.model.windows import causal_mask
+from maxlm.model.attention.attention import attend
+from maxlm.model.attention.cudnn import attend_documents, documents_per_row, takes_documents
+from maxlm.model.layers.masks import causal_mask
+from maxlm.parallel.partitioning import ONE_DEVICE
 
 # Largest error of a token's vector, relative to the vector's norm or to what is usual for the array. Of bfloat16's 8
 # bits scores, weights and results each lose one or two.

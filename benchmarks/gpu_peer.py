@@ -18,9 +18,9 @@ import jax
 
 from benchmarks.peer_worker import BATCHES, Run, make_config, maxlm, torch_batches, torch_weights
 from benchmarks.step import machine
-from maxlm.config.keys import Config
+from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, InputError, exit_code
-from maxlm.planning.chips import find_peak
+from maxlm.hardware.chips import find_peak
 
 # Steps that are compared: every batch, and every batch again.
 FIRST = 2 * BATCHES

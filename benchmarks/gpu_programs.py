@@ -19,21 +19,21 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxlm.config.keys import Config
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
+from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.planning.chips import Chip
-from maxlm.planning.compile import compile_train_step
-from maxlm.planning.hlo import Instruction, Module, read_hlo
+from maxlm.hardware.chips import Chip
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.planning.compiled.hlo import Instruction, Module, read_hlo
+from maxlm.planning.compiled.matmuls import is_library_product, product_flops
+from maxlm.planning.compiled.program import Program, read_program
+from maxlm.planning.compiled.trip_counts import Scope, trip_count
+from maxlm.planning.estimate.parameters import block_kernels, model_parameters
+from maxlm.planning.estimate.roofline import efficiency_of, mfu, step_time, tokens_per_second, transfer_times
+from maxlm.planning.estimate.work import MOMENT_BYTES, RECOMPUTED, Work, estimate_work
 from maxlm.planning.machine import usable_memory
-from maxlm.planning.matrices import block_kernels, model_parameters
-from maxlm.planning.products import is_library_product, product_flops
-from maxlm.planning.program import Program, read_program
-from maxlm.planning.roofline import efficiency_of, mfu, step_time, tokens_per_second, transfer_times
 from maxlm.planning.targets import CompilerMissingError, Target, compiling_for, parse_target, target_layout
-from maxlm.planning.trip_counts import Scope, trip_count
-from maxlm.planning.work import MOMENT_BYTES, RECOMPUTED, Work, estimate_work
 from maxlm.training.state import abstract_state
 
 ROOT = Path(__file__).parent.parent

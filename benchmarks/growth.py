@@ -22,7 +22,7 @@ from benchmarks import growth_data, growth_devices, growth_steps
 from benchmarks.growth_curves import HEADER, Curve, from_json, picture, table, to_json, write_small_png
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.planning.cpu import num_cores
+from maxlm.planning.estimate.cpu import num_cores
 
 
 class Axis(NamedTuple):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from benchmarks.data import random_tokens, write_dataset
 from benchmarks.growth_curves import Curve
-from maxlm.config.keys import DataConfig
-from maxlm.data.batches import Batches, Part, TrainingRows
-from maxlm.data.corpus import open_corpus
-from maxlm.data.mixture import PERIOD, ROWS_KEPT, Mixture
-from maxlm.data.order import Order
-from maxlm.data.records import Dataset, Shard, SourceCounts, Split
-from maxlm.data.windows import Windows
+from maxlm.config.schema import DataConfig
+from maxlm.data.dataset.records import Dataset, Shard, SourceCounts, Split
+from maxlm.data.loader.batches import Batches, Part, TrainingRows
+from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.loader.mixture import PERIOD, ROWS_KEPT, Mixture
+from maxlm.data.loader.shuffle import Order
+from maxlm.data.loader.windows import Windows
 
 BATCH = 32
 # Short, so that a million windows are few files.

@@ -29,14 +29,14 @@ from benchmarks.data import random_tokens, write_dataset
 from benchmarks.growth_curves import Curve
 from benchmarks.growth_steps import count_instructions
 from maxlm import train
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, exit_code
-from maxlm.planning.memory import estimate_memory
-from maxlm.planning.program import read_program
-from maxlm.planning.work import estimate_work
-from maxlm.runtime.stepping import Stepping
-from maxlm.training.sharding import Layout
+from maxlm.parallel.layout import Layout
+from maxlm.planning.compiled.program import read_program
+from maxlm.planning.estimate.memory import estimate_memory
+from maxlm.planning.estimate.work import estimate_work
+from maxlm.trainer.step_runner import Stepping
 
 ROOT = Path(__file__).parent.parent
 DEVICES = (1, 2, 4, 8, 16, 32)

@@ -12,12 +12,12 @@ import numpy as np
 
 from benchmarks.growth_curves import Curve
 from benchmarks.step import random_batch
-from maxlm.config.keys import Config
-from maxlm.config.load import build, default
+from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
-from maxlm.planning.compile import compile_train_step
-from maxlm.planning.hlo import read_hlo
-from maxlm.training.sharding import make_layout
+from maxlm.config.schema import Config
+from maxlm.parallel.layout import make_layout
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.planning.compiled.hlo import read_hlo
 from maxlm.training.state import abstract_state, init_state
 
 # Small enough for a step of milliseconds, large enough that its products are most of it.

@@ -27,12 +27,12 @@ import numpy as np
 
 from benchmarks.step import machine
 from maxlm import hf
-from maxlm.config.load import build, default, to_json
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.config.loading import build, default, to_json
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, exit_code
-from maxlm.huggingface.tensors import parameter_shapes, tensors
-from maxlm.runtime.layers import ParamsReader, StreamedArray, write_step
-from maxlm.runtime.workdir import CONFIG, read_config
+from maxlm.huggingface.state_dict import parameter_shapes, tensors
+from maxlm.workdir.files import CONFIG, read_config
 
 GB = 10**9
 # Touvron et al. 2023, "LLaMA", and the vocabulary of its tokenizer.

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.config.load import split_overrides
+from maxlm.config.loading import split_overrides
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 
 # What a run cannot be without, and what only telling of it needs.
@@ -224,7 +224,7 @@ class Bench:
         return [line for line in lines if 'train/loss' in line]
 
     def _prepare(self) -> None:
-        from maxlm.data.records import load_manifest
+        from maxlm.data.dataset.records import load_manifest
 
         library = Path(sysconfig.get_path('stdlib'))
         inputs = [str(library / name) for name in PACKAGES]

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from benchmarks.step import machine, random_batch
-from maxlm.config.load import load, split_overrides
+from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.planning.compile import compile_train_step
-from maxlm.runtime.freed_memory import keep_freed_memory
-from maxlm.training.sharding import make_layout
+from maxlm.parallel.layout import make_layout
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.trainer.main import keep_freed_memory
 from maxlm.training.state import abstract_state, init_state
 
 MEAN_DOCUMENT = 1000

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-from maxlm.config.keys import Config
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
+from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.planning.flops import training_flops
+from maxlm.parallel.layout import make_layout
+from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.sizes import num_parameters, training_bytes
-from maxlm.training.sharding import make_layout
 from maxlm.training.state import abstract_state
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from benchmarks.step import machine
 from maxlm import train
-from maxlm.config.load import split_overrides
+from maxlm.config.loading import split_overrides
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.runtime.metrics import read_metrics
+from maxlm.telemetry.metrics import read_metrics
 
 CONFIG = Path(__file__).parent.parent / 'configs' / 'tiny.py'
 MOMENTS = ('float32', 'bfloat16', 'int8')

@@ -17,14 +17,14 @@ import jax
 import numpy as np
 
 from benchmarks.step import random_batch
-from maxlm.config.keys import Config
-from maxlm.config.load import build, default
+from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
-from maxlm.huggingface.architectures import to_config
-from maxlm.huggingface.tensors import tensors
-from maxlm.planning.compile import compile_train_step
-from maxlm.runtime.freed_memory import keep_freed_memory
-from maxlm.training.sharding import make_layout
+from maxlm.config.schema import Config
+from maxlm.huggingface.config_conversion import to_config
+from maxlm.huggingface.state_dict import tensors
+from maxlm.parallel.layout import make_layout
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.trainer.main import keep_freed_memory
 from maxlm.training.state import abstract_state, init_state
 
 # Steps that are compared.

@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.peer_worker import PEERS, make_config
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.planning.flops import training_flops
-from maxlm.runtime.console import progress_bar
+from maxlm.log import progress_bar
+from maxlm.planning.estimate.flops import training_flops
 
 SIZES = {
     '0.8M': {'num_layers': 4, 'dim': 128, 'num_heads': 4, 'window': 64, 'batch': 12, 'vocab_size': 65},

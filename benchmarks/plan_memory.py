@@ -3,8 +3,8 @@
     python -m benchmarks.plan_memory --target=h100:8 [--add='configs/code.py:7b train.micro_batch=2'] [--output=FILE]
 
 Compiles again every program of the target that the file has, and those added. The file is what
-tests/planning/test_memory.py reads. Needs the target's compiler: `pip install 'maxlm[tpu]'` or `'maxlm[cuda12]'`. State
-in host memory (`mesh.offload`) cannot be compiled for a GPU that is not there.
+tests/planning/estimate/test_memory.py reads. Needs the target's compiler: `pip install 'maxlm[tpu]'` or
+`'maxlm[cuda12]'`. State in host memory (`mesh.offload`) cannot be compiled for a GPU that is not there.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.planning.compile import compile_train_step
-from maxlm.planning.memory import estimate_memory, overflow_of
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.planning.compiled.memory import overflow_of
+from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.targets import Target, compiling_for, parse_target, target_layout
 from maxlm.training.state import abstract_state
 

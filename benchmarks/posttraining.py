@@ -22,7 +22,7 @@ from benchmarks.growth_curves import write_small_png
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.planning.plots import BLUE, GREY, ORANGE, STYLE
-from maxlm.runtime.metrics import read_metrics
+from maxlm.telemetry.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,7 +74,7 @@ def run_task(task: str, seed: int, directory: Path) -> dict[str, Any]:
     data, sft, rl = directory / task, directory / 'sft', directory / 'rl'
     quiet = ['--config.metrics.tensorboard=False', '--config.metrics.devices_seconds=0']
     seeds = [f'--config.train.seed={seed}', f'--config.data.seed={seed}', *quiet]
-    call('maxlm.posttrain.tasks', task, '--output', str(data), '--seed', str(seed))
+    call('examples.tasks', task, '--output', str(data), '--seed', str(seed))
     chats = ['--input', str(data / 'chats.jsonl'), '--output', str(data / 'chats'), '--format=chat', '--quiet']
     call('maxlm.prepare', *chats, '--chat_template=chatml', f'--tokenizer={tokenizer}', f'--pack_window={window}')
     sft_seconds = call(

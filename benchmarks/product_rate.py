@@ -8,6 +8,6 @@ import sys
 # Before JAX counts the processors.
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 
-from maxlm.planning.chips import measure_matmul_tflops  # noqa: E402
+from maxlm.hardware.chips import measure_matmul_tflops  # noqa: E402
 
 print(measure_matmul_tflops())

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.runtime.console import progress_bar
+from maxlm.log import progress_bar
 
 SIZES = {
     'small': {'layers': 6, 'dim': 384, 'heads': 6, 'ffn': 1024, 'vocab': 8192, 'context': 1024},

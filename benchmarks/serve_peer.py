@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from maxlm.data.tokenizer import make_tokenizer
+from maxlm.data.tokenizer.tokenizer import make_tokenizer
 
 
 def write_llama(directory: Path, sizes: dict[str, int], *, end: int) -> Any:

@@ -45,8 +45,8 @@ TRAIN, RESUME, PROCESSES, KILLED = (
     'tests/test_train_processes_killed.py::',
 )
 ENDINGS, BUCKETS = 'tests/test_train_guards.py::', 'tests/test_train_buckets.py::'
-STOP, MIRROR = 'tests/runtime/test_preemption.py::', 'tests/runtime/storage/test_mirror.py::'
-BUCKET, FAILURES = 'tests/runtime/test_checkpoint_bucket.py::', 'tests/runtime/test_checkpoint_failures.py::'
+STOP, MIRROR = 'tests/runtime/test_preemption.py::', 'tests/workdir/test_uploader.py::'
+BUCKET, FAILURES = 'tests/checkpoint/test_bucket_checkpoints.py::', 'tests/checkpoint/test_failures.py::'
 FAULTS = (
     Fault(
         'kill',
@@ -58,7 +58,7 @@ FAULTS = (
         'kill-save',
         'kill -9 during a save, on a disk and into a bucket',
         'no committed step is lost; what shows can be restored',
-        ('tests/runtime/test_checkpoint_killed.py', f'{BUCKET}test_a_step_that_is_half_deleted_is_not_seen'),
+        ('tests/checkpoint/test_killed.py', f'{BUCKET}test_a_step_that_is_half_deleted_is_not_seen'),
     ),
     Fault(
         'resume',
@@ -104,7 +104,7 @@ FAULTS = (
         'notice',
         'notice of preemption or maintenance by the metadata server, which may itself fail',
         'saved and ended with 75; faults of the server do no harm',
-        ('tests/runtime/test_notices.py', f'{STOP}test_a_notice_reaches_the_other_processes_as_sigterm'),
+        ('tests/runtime/test_maintenance.py', f'{STOP}test_a_notice_reaches_the_other_processes_as_sigterm'),
     ),
     Fault(
         'other-mesh',
@@ -114,7 +114,7 @@ FAULTS = (
         (
             f'{PROCESSES}test_a_checkpoint_of_two_processes_is_restored_in_other_numbers',
             f'{PROCESSES}test_a_checkpoint_of_one_process_is_restored_in_two',
-            'tests/runtime/test_checkpoint_layouts.py',
+            'tests/checkpoint/test_layouts.py',
         ),
     ),
     Fault(
@@ -122,8 +122,8 @@ FAULTS = (
         'bit flip, truncation, deleted file in a checkpoint',
         'found and named; the newest older step that is whole is used',
         (
-            'tests/runtime/test_checkpoint_damage.py',
-            'tests/runtime/test_checkpoint_processes.py',
+            'tests/checkpoint/test_damage.py',
+            'tests/checkpoint/test_processes.py',
             f'{BUCKET}test_a_damaged_step_is_set_aside_and_an_outage_is_no_damage',
         ),
     ),
@@ -133,8 +133,8 @@ FAULTS = (
         'all steps are committed, and no step of the training waits',
         (
             f'{BUCKET}test_faults_that_pass_delay_no_step',
-            'tests/runtime/storage/test_run.py',
-            'tests/runtime/storage/test_steps.py',
+            'tests/workdir/test_run_storage.py',
+            'tests/workdir/test_bucket_steps.py',
         ),
     ),
     Fault(
@@ -165,7 +165,7 @@ FAULTS = (
         'bad-batch',
         'a gradient that is not finite, a batch that explodes',
         'the state is bit for bit as if the batch had never come',
-        ('tests/training/test_guards.py::test_a_bad_batch_leaves_no_trace',),
+        ('tests/training/test_spike_guard.py::test_a_bad_batch_leaves_no_trace',),
     ),
     Fault(
         'rollback',
@@ -181,7 +181,7 @@ FAULTS = (
         'a shard of the data that is damaged, cut short or gone',
         'named; nothing of it is trained on; what was done before it is saved',
         (
-            'tests/data/test_damaged_shards.py',
+            'tests/data/loader/test_damaged_shards.py',
             f'{ENDINGS}test_what_was_done_before_damaged_data_is_saved',
             f'{PROCESSES}test_bad_input_of_one_process_ends_all',
         ),
@@ -201,19 +201,19 @@ FAULTS = (
         'two-runs',
         'a second run on the same workdir',
         'refused with one line that names the first; the lock of a run that is gone is taken over by exactly one',
-        ('tests/runtime/test_lock.py',),
+        ('tests/workdir/test_lock.py',),
     ),
     Fault(
         'crash-loop',
         'a run that ends over and over',
         'started again as long as it gets ahead, given up otherwise',
-        ('tests/runtime/test_supervision.py', 'tests/test_supervise.py', 'tests/launch/test_restart.py'),
+        ('tests/test_supervise_decisions.py', 'tests/test_supervise.py', 'tests/launch/test_restart.py'),
     ),
     Fault(
         'alerts',
         'a webhook or command for alerts that fails or hangs',
         'training is neither stopped nor delayed',
-        ('tests/runtime/test_alerts.py',),
+        ('tests/telemetry/test_alerts.py',),
     ),
     Fault(
         'foreign-files',
@@ -221,8 +221,8 @@ FAULTS = (
         'one line that names the file; neither a hang nor more than 1 GiB of memory',
         (
             'tests/test_special_files.py',
-            'tests/data/test_bombs.py',
-            'tests/data/test_hostile_files.py::test_damaged_files',
+            'tests/data/formats/test_bombs.py',
+            'tests/data/formats/test_hostile_files.py::test_damaged_files',
             'tests/huggingface/test_numbers.py',
         ),
     ),
@@ -230,7 +230,7 @@ FAULTS = (
         'secrets',
         'tokens, keys and credentials in the environment',
         'in no log, config.json, checkpoint, metric or error',
-        ('tests/test_secrets.py', 'tests/runtime/storage/test_run.py::test_secrets_are_not_told'),
+        ('tests/test_secrets.py', 'tests/workdir/test_run_storage.py::test_secrets_are_not_told'),
     ),
 )
 

@@ -26,17 +26,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlm.config.keys import Config
-from maxlm.config.load import load, split_overrides
+from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
+from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
-from maxlm.planning.chips import capability_of, find_peak
-from maxlm.planning.flops import training_flops
+from maxlm.hardware.chips import capability_of, find_peak
+from maxlm.parallel.layout import make_layout
+from maxlm.planning.estimate.flops import training_flops
+from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.forecast import compile_for
 from maxlm.planning.machine import present_machine
-from maxlm.planning.memory import estimate_memory
-from maxlm.runtime.freed_memory import keep_freed_memory
-from maxlm.training.sharding import make_layout
+from maxlm.trainer.main import keep_freed_memory
 from maxlm.training.state import abstract_state, init_state
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')

@@ -25,7 +25,7 @@ import tokenizers
 
 from benchmarks.step import machine
 from maxlm import prepare
-from maxlm.data.tokenizer import train_bpe
+from maxlm.data.tokenizer.tokenizer import train_bpe
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 
 VOCAB = 32_000

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from maxlm.config.keys import Config, OptimizerConfig
+from maxlm.config.schema import Config, OptimizerConfig
 
 
 class Projection(nn.Module):

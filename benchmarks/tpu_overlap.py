@@ -2,8 +2,8 @@
 
     python -m benchmarks.tpu_overlap [--case='v5p:2x2x2 configs/1b.py'] [--output=FILE]
 
-Each step is compiled with the options of its kind of device (`maxlm.planning.compile`) and without. By kind of
-collective: time on the links, share of it beside computation (`maxlm.planning.overlap`), how many there are and how
+Each step is compiled with the options of its kind of device (`maxlm.planning.compiled.compile`) and without. By kind of
+collective: time on the links, share of it beside computation (`benchmarks.overlap`), how many there are and how
 many of them are started before they are waited for. Cases that the file has and that are not asked for stay in it.
 Needs `pip install 'maxlm[tpu]'`; a case takes two minutes of two cores.
 """
@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 
-from maxlm.config.load import load
+from benchmarks.overlap import read_overlap
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.planning import compile as compiling
-from maxlm.planning.overlap import read_overlap
+from maxlm.planning.compiled import compile as compiling
 from maxlm.planning.targets import parse_target, target_devices, target_layout
 from maxlm.training.state import abstract_state
 

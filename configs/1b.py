@@ -10,7 +10,7 @@ Expected:  speed and loss are not measured yet
 
 from ml_collections import ConfigDict
 
-from maxlm.config.load import default
+from maxlm.config.loading import default
 
 
 def get_config() -> ConfigDict:

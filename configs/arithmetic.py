@@ -1,6 +1,6 @@
 """Sums and products, 0.5M parameters: learned from a teacher who forgets to carry, then put right by rewards.
 
-Command:   python -m maxlm.posttrain.tasks arithmetic --output data/arithmetic
+Command:   python -m examples.tasks arithmetic --output data/arithmetic
            python -m maxlm.prepare --input data/arithmetic/chats.jsonl --format chat --chat_template chatml \
                --tokenizer bytes --pack_window 64 --output data/arithmetic/chats
            python -m maxlm.train --config=configs/arithmetic.py:sft --workdir=runs/arithmetic-sft
@@ -15,7 +15,7 @@ Expected:  share of right answers to 200 problems held out, three seeds: the lik
 
 from ml_collections import ConfigDict
 
-from maxlm.config.load import default
+from maxlm.config.loading import default
 from maxlm.errors import InputError
 
 VARIANTS = ('sft', 'rl')

@@ -21,7 +21,7 @@ contexts are here too: rotary base 10⁶, 10 000 steps of 2M tokens at 2e-5. Ins
 
 from ml_collections import ConfigDict
 
-from maxlm.config.load import default
+from maxlm.config.loading import default
 from maxlm.errors import InputError
 
 # variant → (layers, width, heads, key/value heads, inner width of the feed-forward, peak learning rate)

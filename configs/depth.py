@@ -17,7 +17,7 @@ Muon and AdamW with the learning rates of nanochat (Karpathy 2025), which were t
 
 from ml_collections import ConfigDict
 
-from maxlm.config.load import default
+from maxlm.config.loading import default
 from maxlm.errors import InputError
 
 HEAD_DIM = 128

@@ -18,7 +18,7 @@ published parameter counts of five variants to their last digit; medium has 373M
 
 from ml_collections import ConfigDict
 
-from maxlm.config.load import default
+from maxlm.config.loading import default
 from maxlm.errors import InputError
 
 # variant → (layers, width, heads)

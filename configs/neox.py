@@ -17,7 +17,7 @@ Expected:  speed and loss are not measured yet
 
 from ml_collections import ConfigDict
 
-from maxlm.config.load import default
+from maxlm.config.loading import default
 from maxlm.errors import InputError
 
 # variant → (steps, sequences per step, sequences per device at a time, peak learning rate)

@@ -1,6 +1,6 @@
 """Python functions of one line, 0.5M parameters: learned from a teacher who errs, then put right by tests.
 
-Command:   python -m maxlm.posttrain.tasks synth --output data/synth
+Command:   python -m examples.tasks synth --output data/synth
            python -m maxlm.prepare --input data/synth/chats.jsonl --format chat --chat_template chatml \
                --tokenizer bpe:400 --pack_window 128 --output data/synth/chats
            python -m maxlm.train --config=configs/synth.py:sft --workdir=runs/synth-sft
@@ -15,7 +15,7 @@ Expected:  share of 200 problems held out whose tests all pass, three seeds: the
 
 from ml_collections import ConfigDict
 
-from maxlm.config.load import default
+from maxlm.config.loading import default
 from maxlm.errors import InputError
 
 VARIANTS = ('sft', 'rl')

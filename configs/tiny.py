@@ -10,7 +10,7 @@ Expected:  on Python's own standard library (launch/demo.sh) a validation loss o
 
 from ml_collections import ConfigDict
 
-from maxlm.config.load import default
+from maxlm.config.loading import default
 
 
 def get_config() -> ConfigDict:

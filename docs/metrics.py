@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from maxlm.runtime.metrics import metrics_page
+from maxlm.telemetry.metrics import metrics_page
 
 Path(__file__).with_suffix('.md').write_text(metrics_page(), encoding='utf-8')

@@ -19,20 +19,20 @@ import sys
 import time
 from pathlib import Path
 
-from maxlm.config.keys import CheckpointConfig
-from maxlm.data.paths import ANY, Kind, PathOption
-from maxlm.data.storage import shown
+from maxlm.checkpoint.checksums import damages
+from maxlm.checkpoint.fetch import fetch_step
+from maxlm.checkpoint.listing import StoredStep, checkpoint_config, damaged_steps, inventory, select
+from maxlm.checkpoint.merge_lora import merge_checkpoint
+from maxlm.config.schema import CheckpointConfig
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
-from maxlm.posttrain.lora import merge_checkpoint
-from maxlm.runtime.console import Console
-from maxlm.runtime.fetching import fetch_step
-from maxlm.runtime.integrity import damages
-from maxlm.runtime.inventory import StoredStep, checkpoint_config, damaged_steps, inventory, select
-from maxlm.runtime.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
-from maxlm.runtime.step_folder import FOLDER, StepFolder, to_path
+from maxlm.log import Console
+from maxlm.storage.filesystem import shown
 from maxlm.storage.json_text import parse_json
-from maxlm.storage.regular import read_text
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.storage.regular_files import read_text
 from maxlm.training.retention import SavedStep, reasons_to_keep
+from maxlm.workdir.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
+from maxlm.workdir.step_dirs import FOLDER, StepFolder, to_path
 
 WORKDIR = PathOption(Kind.DIRECTORY, ANY)
 LOCAL_WORKDIR = PathOption(

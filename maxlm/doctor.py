@@ -12,13 +12,13 @@ import argparse
 import json
 import sys
 
-from maxlm.data.paths import ANY, Kind, PathOption
-from maxlm.doctoring.case import Case
-from maxlm.doctoring.checks import CHECKS, choose
-from maxlm.doctoring.examination import examine, leave
-from maxlm.doctoring.findings import Status
-from maxlm.doctoring.table import as_json, as_lines, progress, show, worst
+from maxlm.diagnostics.checks.registry import CHECKS, choose
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.output import as_json, as_lines, progress, show, worst
+from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.runner import examine, leave
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.storage.paths import ANY, Kind, PathOption
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 def _read(argv: list[str]) -> tuple[Case, argparse.Namespace]:
     try:
-        from maxlm.config.load import load, split_overrides
+        from maxlm.config.loading import load, split_overrides
     except ImportError as error:
         # A machine on which next to nothing is installed is one to look at.
         options, _ = _parser().parse_known_args(argv)

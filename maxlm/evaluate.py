@@ -18,26 +18,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxlm.data.corpus import Corpus, open_corpus
-from maxlm.data.paths import ANY, Kind, PathList, PathOption
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.loader.dataset import Corpus, open_corpus
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
-from maxlm.evaluation.assessment import Assessed, Assessment, AssessmentConfig
 from maxlm.evaluation.code import ProgramsConfig
-from maxlm.evaluation.held_out import (
-    HeldOut,
-    bits_per_byte,
-    draw_positions,
-    make_token_losses,
-    measure,
-)
-from maxlm.evaluation.measures import Measure, exponential_of
-from maxlm.evaluation.requested import parse_tasks
+from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, make_token_losses, measure
+from maxlm.evaluation.runner import Assessed, Assessment, AssessmentConfig, parse_tasks
+from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
 from maxlm.inference.load import LoadedModel, load_model
-from maxlm.runtime.compile_cache import keep_programs
-from maxlm.runtime.console import Console, progress_bar
-from maxlm.runtime.metrics import perplexity
+from maxlm.log import Console, progress_bar
+from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.storage.paths import ANY, Kind, PathList, PathOption
+from maxlm.telemetry.metrics import perplexity
 
 
 class Evaluated(NamedTuple):

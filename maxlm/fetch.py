@@ -10,11 +10,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from maxlm.data.outage import redact
-from maxlm.data.paths import ANY, Kind, PathOption
-from maxlm.data.transfer import RemoteFile
-from maxlm.data.tree import fetch_tree, list_tree, with_checksums
+from maxlm.data.dataset.records import MANIFEST_NAME
+from maxlm.data.dataset.remote_manifest import with_checksums
 from maxlm.errors import ArgumentParser, InputError, exit_code
+from maxlm.storage.download import RemoteFile
+from maxlm.storage.download_tree import fetch_tree, list_tree
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.storage.retry import redact
 
 
 def main(argv: list[str]) -> int:
@@ -123,6 +125,8 @@ def _fetch(files: Sequence[RemoteFile], missing: Sequence[RemoteFile], options: 
             missing,
             threads=options.threads,
             on_alarm=lambda line: bar.write(f'fetch: {line}', file=sys.stderr),
+            # A directory with a manifest counts as a complete data set.
+            last=MANIFEST_NAME,
             on_bytes=on_bytes,
             on_file=on_file,
         )

@@ -12,19 +12,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message, text_argument
-from maxlm.inference.dialogue import stream, talk
-from maxlm.inference.engine import CACHES, Engine
-from maxlm.inference.jsonl import Line, read_prompts, write_completions
+from maxlm.inference.engine.batch_io import Line, read_prompts, write_completions
+from maxlm.inference.engine.engine import CACHES, Engine
+from maxlm.inference.engine.interactive import stream, talk
+from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
-from maxlm.inference.requests import Completion, Request
 from maxlm.inference.sampling import Sampling
-from maxlm.model.quantized import KINDS
-from maxlm.runtime.compile_cache import keep_programs
-from maxlm.runtime.console import Console, progress_bar
-from maxlm.storage.regular import read_text
+from maxlm.log import Console, progress_bar
+from maxlm.model.layers.weight_only_quantization import KINDS
+from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.storage.regular_files import read_text
 
 
 def main(argv: list[str]) -> int:

@@ -15,16 +15,16 @@ if __name__ == '__main__':
     # Before the other imports, which take seconds.
     exit_on_sigterm(importing=True)
 
-from maxlm.config.keys import Config
-from maxlm.config.posttrain_rules import check_grpo
-from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.posttrain.prompts import Prompts, load_encoder, read_prompts
-from maxlm.posttrain.rollouts import RolloutFeed
-from maxlm.posttrain.scoring import Scorer, check_tasks
-from maxlm.runtime import run as runs
-from maxlm.runtime.checkpoint import find_step
-from maxlm.runtime.start import INIT_FROM
-from maxlm.runtime.workdir import TOKENIZER
+from maxlm.checkpoint.manager import find_step
+from maxlm.config.schema import Config
+from maxlm.config.validation_rl import check_grpo
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
+from maxlm.rewards.scorer import Scorer, check_tasks
+from maxlm.trainer import main as runs
+from maxlm.trainer.initialize import INIT_FROM
+from maxlm.trainer.rollouts import RolloutFeed
+from maxlm.workdir.files import TOKENIZER
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:

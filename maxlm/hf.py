@@ -17,19 +17,19 @@ import argparse
 import re
 import sys
 
-from maxlm.data.paths import ANY, BUCKETS, Kind, PathOption
-from maxlm.data.storage import is_url, shown
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.huggingface.adapters import export_adapter
-from maxlm.huggingface.architectures import AUTO
-from maxlm.huggingface.catalog import ARCHITECTURES
-from maxlm.huggingface.directory import DTYPES
-from maxlm.huggingface.exporting import export_model
-from maxlm.huggingface.gguf import BLOCK, TYPES, export_gguf
-from maxlm.huggingface.importing import import_model
-from maxlm.runtime.console import Console
-from maxlm.runtime.storage.upload import Upload
-from maxlm.runtime.workdir import CONFIG
+from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.config_conversion import AUTO
+from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
+from maxlm.huggingface.export_model import export_model
+from maxlm.huggingface.export_peft import export_adapter
+from maxlm.huggingface.import_model import import_model
+from maxlm.huggingface.safetensors_io import DTYPES
+from maxlm.log import Console
+from maxlm.storage.filesystem import is_url, shown
+from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
+from maxlm.workdir.files import CONFIG
+from maxlm.workdir.upload_directory import Upload
 
 CHECKPOINT = 'workdir, WORKDIR@STEP, or a directory of one step'
 UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}

@@ -14,10 +14,10 @@ import time
 
 from rich.console import Console
 
-from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.monitoring.live import show_once, watch
-from maxlm.runtime.history import HistoryReader
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.telemetry.run_history import HistoryReader
 
 # Of output that is no terminal, unless COLUMNS says otherwise.
 PIPED_WIDTH = 100

@@ -22,27 +22,27 @@ from pathlib import Path
 
 import jax
 
-from maxlm.config.keys import AUTO, Config
-from maxlm.config.load import load, split_overrides
+from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
-from maxlm.data.corpus import open_corpus
-from maxlm.data.paths import Kind, PathOption
+from maxlm.config.schema import AUTO, Config
+from maxlm.data.loader.dataset import open_corpus
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.hardware.chips import Chip
+from maxlm.log import Console, logger
 from maxlm.planning import plots, tables
 from maxlm.planning.budget import BudgetPlan, plan_budget
 from maxlm.planning.chinchilla import BESIROGLU, read_runs, refit
-from maxlm.planning.chips import Chip
 from maxlm.planning.cost import Terms
-from maxlm.planning.fit import Candidate, choose_micro_batch, confirm, search
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE, install_compiler
 from maxlm.planning.machine import Machine, machine_of, usable_memory
-from maxlm.planning.plan_report import advice_text, as_json, as_text, cost_of, size_text, what_a_budget_buys
+from maxlm.planning.report import advice_text, as_json, as_text, cost_of, size_text, what_a_budget_buys
 from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
+from maxlm.planning.search import Candidate, choose_micro_batch, confirm, search
 from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
-from maxlm.runtime.compile_cache import keep_programs
-from maxlm.runtime.console import Console, logger
-from maxlm.runtime.preflight import sample_config
+from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.storage.paths import Kind, PathOption
+from maxlm.trainer.preflight import sample_config
 
 # Where neither config nor data set tells: that of GPT-2.
 USUAL_VOCABULARY = 50_257

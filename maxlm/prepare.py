@@ -10,29 +10,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxlm.data.cleaning.duplicates import choose_bands
-from maxlm.data.cleaning.filters import FILTERS, make_cleaner
-from maxlm.data.finished import OtherDataError, locked, published, refuse_other_data
-from maxlm.data.groups import Group, Reading, make_groups
-from maxlm.data.infill import Infill
-from maxlm.data.inputs import InputFile, find_inputs, refuse_overlap
-from maxlm.data.paths import ANY, BUCKETS, Kind, PathOption
-from maxlm.data.preparation import LEARNED, Means, Recipe, prepare, remove_leftovers, remove_partial_files
-from maxlm.data.provenance import chat_facts, made_from
-from maxlm.data.ray_cluster import RayCluster
-from maxlm.data.readers.fields import parse_roles
-from maxlm.data.readers.formats import find_format
-from maxlm.data.readers.options import MAX_RECORD_BYTES, ReadOptions
-from maxlm.data.records import MANIFEST_NAME, Dataset, load_manifest
-from maxlm.data.storage import Entry, shown
-from maxlm.data.summary import files_left_out, summary
-from maxlm.data.survey import Cleaning
-from maxlm.data.tokenizer import SPECS, check_spec, make_tokenizer
-from maxlm.data.workers import InProcess, Processes
+from maxlm.data.dataset.records import MANIFEST_NAME, Dataset, load_manifest
+from maxlm.data.documents.field_names import parse_roles
+from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
+from maxlm.data.executors.local_executor import InProcess, Processes
+from maxlm.data.executors.ray_executor import RayCluster
+from maxlm.data.filters.dedup import choose_bands
+from maxlm.data.filters.registry import FILTERS, make_cleaner
+from maxlm.data.formats.discovery import find_inputs, refuse_overlap
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.formats.registry import find_format
+from maxlm.data.prepare.existing_output import OtherDataError, locked, published, refuse_other_data
+from maxlm.data.prepare.partitions import Group, Reading, make_groups
+from maxlm.data.prepare.pipeline import LEARNED, Means, Recipe, prepare, remove_leftovers, remove_partial_files
+from maxlm.data.prepare.provenance import chat_facts, made_from
+from maxlm.data.prepare.scan import Cleaning
+from maxlm.data.prepare.summary import files_left_out, summary
+from maxlm.data.tokenizer.fim import Infill
+from maxlm.data.tokenizer.tokenizer import SPECS, check_spec, make_tokenizer
 from maxlm.errors import ArgumentParser, InputError, exit_code, text_argument
+from maxlm.storage.filesystem import Entry, shown
+from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
 if TYPE_CHECKING:
-    from maxlm.data.chat_recipe import ChatRecipe
+    from maxlm.data.chat.setup import ChatRecipe
 
 
 def main(argv: list[str]) -> int:
@@ -75,7 +76,7 @@ def _prepare(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group
 
 def _publish(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> list[str]:
     """Makes the data set in the cache and uploads it to the URL `options.output`; returns its summary."""
-    from maxlm.runtime.storage.upload import Upload  # needs fsspec
+    from maxlm.workdir.upload_directory import Upload  # needs fsspec
 
     url = options.output
     upload = Upload('--output', url, cache=options.cache, last=MANIFEST_NAME)
@@ -349,7 +350,7 @@ def _format(options: argparse.Namespace, files: Sequence[InputFile]) -> str:
 
 def _chat(options: argparse.Namespace) -> ChatRecipe:
     # Jinja is for conversations only.
-    from maxlm.data.chat_recipe import make_chat_recipe
+    from maxlm.data.chat.setup import make_chat_recipe
 
     return make_chat_recipe(
         options.chat_template,

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import jax
 
-from maxlm.data.corpus import Corpus, open_corpus
-from maxlm.data.paths import ANY, Kind, PathOption
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.checkpoint.fetch import find_step_here
+from maxlm.data.loader.dataset import Corpus, open_corpus
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.load import load_model
-from maxlm.inference.quantizing import Quantized, parse_weights, quantize_checkpoint
-from maxlm.model.quantized import DEFAULT_GROUPS, KINDS
-from maxlm.runtime.compile_cache import keep_programs
-from maxlm.runtime.console import Console, progress_bar
-from maxlm.runtime.evaluation import evaluate
-from maxlm.runtime.fetching import find_step_here
-from maxlm.runtime.workdir import TOKENIZER, read_config
+from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
+from maxlm.log import Console, progress_bar
+from maxlm.model.layers.weight_only_quantization import DEFAULT_GROUPS, KINDS
+from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.trainer.evaluator import evaluate
 from maxlm.training.step import make_eval_step
+from maxlm.workdir.files import TOKENIZER, read_config
 
 
 def main(argv: list[str]) -> int:

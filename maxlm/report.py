@@ -13,11 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxlm.data.paths import ANY, Kind, PathOption
-from maxlm.data.storage import is_url, shown
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
-from maxlm.runtime.history import read_history
+from maxlm.storage.filesystem import is_url, shown
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.telemetry.run_history import read_history
 
 
 def main(argv: list[str]) -> int:

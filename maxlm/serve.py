@@ -12,11 +12,11 @@ import os
 import sys
 from urllib.parse import urlsplit
 
-from maxlm.data.paths import ANY, Kind, PathOption
 from maxlm.errors import ArgumentParser, InputError, exit_code, os_message
-from maxlm.model.quantized import KINDS
-from maxlm.runtime.console import Console, logger
-from maxlm.storage.regular import read_text
+from maxlm.log import Console, logger
+from maxlm.model.layers.weight_only_quantization import KINDS
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.storage.regular_files import read_text
 
 API_KEY = 'MAXLM_API_KEY'
 _NEEDED = ('fastapi', 'uvicorn', 'prometheus_client')
@@ -29,13 +29,13 @@ def main(argv: list[str]) -> int:
     # Of the extra, as all that imports them.
     import jax
 
-    from maxlm.inference.engine import Engine
+    from maxlm.inference.engine.engine import Engine
     from maxlm.inference.load import load_model
-    from maxlm.runtime.compile_cache import keep_programs
-    from maxlm.serving.asking import Served
-    from maxlm.serving.checkpoint import found_checkpoint, name_of
+    from maxlm.inference.resolve_model import found_checkpoint, name_of
+    from maxlm.runtime.compilation_cache import keep_programs
     from maxlm.serving.limits import Limits
-    from maxlm.serving.running import Running, bind, is_loopback, run_until_told, url_of
+    from maxlm.serving.request_parsing import Served
+    from maxlm.serving.server import Running, bind, is_loopback, run_until_told, url_of
 
     api_key = _api_key(options.api_key_file)
     for origin in options.allow_origin:

@@ -5,7 +5,7 @@ run goes on where its newest checkpoint left it. The workdir may be in a bucket,
 or s3://…; --resume=WORKDIR[@STEP] is where a new one goes on from. Exit codes: 0 done; 1 the loss or gradient is not
 finite any more, or spikes, in spite of going back; 2 bad input; 75 told to stop (SIGTERM, Ctrl-C, a notice of the
 machine) with the state saved, or a bucket does not answer: start again. Of several processes (see
-`maxlm.runtime.distributed`) all end together, with 75 too when one was lost or stuck.
+`maxlm.runtime.initialize`) all end together, with 75 too when one was lost or stuck.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ if __name__ == '__main__':
     # Before the other imports, which take seconds.
     exit_on_sigterm(importing=True)
 
-from maxlm.config.keys import Config
-from maxlm.data.corpus import open_corpus
-from maxlm.data.objectives import check_objective
-from maxlm.runtime import run as runs
-from maxlm.runtime.feed import CorpusFeed
+from maxlm.config.schema import Config
+from maxlm.data.loader.dataset import check_objective, open_corpus
+from maxlm.trainer import main as runs
+from maxlm.trainer.batch_source import CorpusFeed
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:

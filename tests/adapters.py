@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.keys import ModelConfig
-from maxlm.posttrain.lora import adapter_shapes
+from maxlm.checkpoint.merge_lora import adapter_shapes
+from maxlm.config.schema import ModelConfig
 
 
 def adapter_arrays(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

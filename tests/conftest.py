@@ -26,10 +26,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from maxlm import prepare
-from maxlm.data.batches import Batches, TrainingRows
-from maxlm.data.skips import data_step
+from maxlm.data.loader.batches import Batches, TrainingRows
+from maxlm.data.loader.skipped_batches import data_step
 from maxlm.planning import gpu_compiler
-from maxlm.runtime.compile_cache import keep_programs
+from maxlm.runtime.compilation_cache import keep_programs
 from tools.durations import Durations
 
 pytest_plugins = ['tests.shared_steps', 'tests.time_report']

@@ -129,13 +129,13 @@ class Emulator:
         """This process does, and those that it starts."""
         import fsspec.config
 
-        from maxlm.data import buckets
+        from maxlm.storage import object_store
 
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
         # The variable is read when fsspec is imported.
         monkeypatch.setitem(fsspec.config.conf, 'gcs', json.loads(self.environment['FSSPEC_GCS']))
-        buckets._filesystem.cache_clear()
+        object_store._filesystem.cache_clear()
 
     def fault(self, match='', **facts):
         self._call('POST', '_fault', dataclasses.asdict(WireFault(match, **facts)))

@@ -17,8 +17,8 @@ from collections import Counter
 from pathlib import Path
 
 from maxlm import prepare
-from maxlm.data import groups
-from maxlm.data.preparation import WORK_DIRECTORY
+from maxlm.data.prepare import partitions
+from maxlm.data.prepare.pipeline import WORK_DIRECTORY
 from maxlm.errors import exit_code
 from tests.preparing import contents
 
@@ -100,7 +100,7 @@ def killed(pid: int, output: Path, *, at_stage: str | None, seconds: float) -> b
 def main(directory: Path, seed: int, kills: int) -> None:
     """Prints what happened as JSON."""
     # Many groups out of little text.
-    groups.MIN_GROUP_BYTES = 20_000
+    partitions.MIN_GROUP_BYTES = 20_000
     rng = random.Random(seed)
     texts, output = directory / 'texts', directory / 'data'
     write_corpus(texts, seed)

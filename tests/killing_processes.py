@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxlm import train
+from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED
-from maxlm.runtime.checkpoint import saved_steps
-from maxlm.runtime.metrics import read_metrics
+from maxlm.telemetry.metrics import read_metrics
 from tests.forking import free_port
 from tests.killing_training import written
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 # Imported once, not by each life.
 import gcsfs  # noqa: F401
 
-from maxlm.runtime.checkpoint import Checkpoints
-from maxlm.runtime.step_folder import FOLDER, MARKER, TRASH, UNFINISHED, to_path
-from maxlm.runtime.stored import DamagedError
+from maxlm.checkpoint.item_metadata import DamagedError
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.workdir.step_dirs import FOLDER, MARKER, TRASH, UNFINISHED, to_path
+from tests.checkpoint.test_manager import FACTS, abstract_on, random_state, same
 from tests.gcs_emulator import Emulator
-from tests.runtime.test_checkpoint import FACTS, abstract_on, random_state, same
 
 KEPT = 2
 SAVES_TO_MEASURE = 4

@@ -19,9 +19,9 @@ from collections import Counter
 from pathlib import Path
 
 from maxlm import grpo, train
+from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, exit_code
-from maxlm.runtime.checkpoint import saved_steps
-from maxlm.runtime.events import read_events
+from maxlm.telemetry.events import read_events
 
 VERBS = {'train': train.main, 'grpo': grpo.main}
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxlm.config.keys import Config, ModelConfig
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.decoder import Decoder
-from maxlm.model.host_memory import HOST
-from maxlm.training.sharding import Layout
+from maxlm.parallel.host_offload import HOST
+from maxlm.parallel.layout import Layout
 from maxlm.training.state import TrainState, abstract_state, param_shardings
 
 Params = dict[str, Any]

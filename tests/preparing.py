@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from maxlm import prepare
-from maxlm.data.records import Dataset
-from maxlm.data.token_reader import TokenReader
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.dataset.records import Dataset
+from maxlm.data.dataset.token_reader import TokenReader
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import exit_code
 
 WORDS = ['alpha', 'beta', 'gamma', 'größe', '\r\n', '<|endoftext|>', '🙂']

@@ -15,7 +15,7 @@ from typing import Any
 
 from maxlm import train
 from maxlm.errors import InputError, exit_code
-from maxlm.runtime import reading
+from maxlm.trainer import batch_source
 from tests.forking import forking
 
 
@@ -48,7 +48,7 @@ class Processes(contextlib.AbstractContextManager['Processes']):
 
 def main(fault: str, arguments: list[str]) -> int:
     """Trains with a fault: `hang` = the main thread sleeps for ever, `bad_input` = a damaged shard."""
-    iterate = reading.iterate
+    iterate = batch_source.iterate
 
     def faulty(*args: Any) -> Iterator[Any]:
         for number, batch in enumerate(iterate(*args), start=1):
@@ -60,7 +60,7 @@ def main(fault: str, arguments: list[str]) -> int:
                     time.sleep(1)
             yield batch
 
-    reading.iterate = faulty
+    batch_source.iterate = faulty
     return exit_code(train.main, arguments)
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from maxlm.config.load import build, default
+from maxlm.config.loading import build, default
 
 NOW = 1_760_000_000.0
 NUM_STEPS = 400

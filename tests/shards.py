@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlm.data.records import (
+from maxlm.data.dataset.records import (
     Dataset,
     ShardWriter,
     SourceCounts,
@@ -16,7 +16,7 @@ from maxlm.data.records import (
     load_manifest,
     save_manifest,
 )
-from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 
 
 def write_dataset(path: Path, train: Sequence[Sequence[str]], validation: Sequence[Sequence[str]] = ()) -> Dataset:

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlm.config.keys import Config
+from maxlm.config.schema import Config
+from maxlm.parallel.layout import Layout
 from maxlm.planning import forecast
-from maxlm.planning.compile import CompiledStep, compile_train_step
-from maxlm.runtime import evaluation, start, stepping
-from maxlm.training.sharding import Layout
+from maxlm.planning.compiled.compile import CompiledStep, compile_train_step
+from maxlm.trainer import evaluator, initialize, step_runner
 from maxlm.training.state import TrainState, init_state
 from maxlm.training.step import make_eval_step
 
@@ -101,7 +101,7 @@ def shared_steps() -> Iterator[None]:
     steps = _of_process()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forecast, 'compile_train_step', steps.compile_train_step)
-        patch.setattr(stepping, 'compile_train_step', steps.compile_train_step)
-        patch.setattr(evaluation, 'make_eval_step', steps.make_eval_step)
-        patch.setattr(start, 'init_state', steps.init_state)
+        patch.setattr(step_runner, 'compile_train_step', steps.compile_train_step)
+        patch.setattr(evaluator, 'make_eval_step', steps.make_eval_step)
+        patch.setattr(initialize, 'init_state', steps.init_state)
         yield

@@ -21,14 +21,14 @@ from typing import Any
 import jax
 
 from maxlm import train
-from maxlm.data.batches import Batches, TrainingRows
+from maxlm.checkpoint.async_save import Save
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_DONE, exit_code
-from maxlm.runtime import feed
-from maxlm.runtime.checkpoint import Checkpoints
-from maxlm.runtime.evaluation import Validation
-from maxlm.runtime.goodput import ledger_name
-from maxlm.runtime.reporter import Reporter
-from maxlm.runtime.save import Save
+from maxlm.trainer import batch_source
+from maxlm.trainer.evaluator import Validation
+from maxlm.trainer.metric_logger import Reporter
+from maxlm.workdir.files import goodput_name
 
 EVERY = 10
 LAST = 40
@@ -61,7 +61,7 @@ class Faults:
         self._patch(Checkpoints, 'save', partial(self._measured, 'checkpoint'))
         self._patch(Checkpoints, 'wait', partial(self._measured, 'checkpoint'))
         self._patch(Validation, '__call__', partial(self._measured, 'evaluation'))
-        self._patch(feed, 'batches_after', self._open)
+        self._patch(batch_source, 'batches_after', self._open)
         self._patch(Reporter, 'begin', self._begin)
         self._patch(Reporter, 'submit', self._submit)
         self._note('began', time.time())
@@ -108,7 +108,7 @@ class Faults:
             # Else the next life would begin still further back.
             _wait_for((self._workdir / 'checkpoints' / '20').exists)
             # What a life has not told when it is killed counts as idle.
-            ledger = self._workdir / ledger_name(0)
+            ledger = self._workdir / goodput_name(0)
             told = ledger.stat().st_size
             _wait_for(lambda: ledger.stat().st_size > told)
             told_at = ledger.stat().st_mtime

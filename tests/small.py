@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlm.config.keys import Config
-from maxlm.config.load import build, default
+from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
-from maxlm.training.sharding import Layout, make_layout
+from maxlm.config.schema import Config
+from maxlm.parallel.layout import Layout, make_layout
 from maxlm.training.state import TrainState, abstract_state
 
 VOCAB = 61

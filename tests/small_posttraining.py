@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from maxlm.data.tokenizer import chars_tokenizer
+from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import EXIT_DONE
 from tests.conftest import ROOT
 from tests.preparing import run as prepare

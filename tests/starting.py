@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from maxlm.data.tokenizer import Tokenizer
-from maxlm.runtime.checkpoint import Checkpoints
-from maxlm.runtime.workdir import describe_run
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.training.state import init_state
+from maxlm.workdir.files import describe_run
 from tests.small import VOCAB, small_config, small_layout
 
 # Of the model; the run must have the same.

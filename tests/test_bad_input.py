@@ -10,7 +10,7 @@ import pytest
 
 from maxlm import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.runtime.metrics import read_metrics
+from maxlm.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.test_train import arguments

@@ -10,15 +10,15 @@ import jax
 import pytest
 
 from maxlm import checkpoints
-from maxlm.config.load import to_json
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.checkpoint.params import restore_params
+from maxlm.config.loading import to_json
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
-from maxlm.runtime.checkpoint import Checkpoints
-from maxlm.runtime.items import restore_params
-from maxlm.runtime.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
-from maxlm.runtime.metrics import FILE as METRICS
-from maxlm.runtime.step_folder import FOLDER
-from maxlm.runtime.workdir import CONFIG
-from tests.runtime.test_checkpoint import FACTS, abstract_on, config_on, random_state, restore, same
+from maxlm.workdir.files import CONFIG
+from maxlm.workdir.files import METRICS_FILE as METRICS
+from maxlm.workdir.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
+from maxlm.workdir.step_dirs import FOLDER
+from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, restore, same
 
 LOSSES = {2: 3.0, 4: 1.5, 6: 2.0, 8: None}
 RULES = {'checkpoint__keep_last': 1, 'checkpoint__keep_best': 1, 'checkpoint__permanent_every': 6}

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from maxlm import doctor
-from maxlm.doctoring import trial
-from maxlm.doctoring.checks import NAMES
+from maxlm.diagnostics.checks import trial_run
+from maxlm.diagnostics.checks.registry import NAMES
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
@@ -90,7 +90,7 @@ def test_of_several_processes_the_others_say_only_what_is_wrong(run, monkeypatch
 def test_two_steps_of_a_run(run, dataset, tmp_path, monkeypatch):
     monkeypatch.setenv('XLA_FLAGS', cpu_flags(1))
     # A machine that is busy with other things waits for data, and would be told so.
-    monkeypatch.setattr(trial, 'WAITING', math.inf)
+    monkeypatch.setattr(trial_run, 'WAITING', math.inf)
     settings = [f'--config.{key}={value}' for key, value in {**SMALL, 'data.path': dataset}.items()]
     code, out, _ = run(f'--config={TINY}', f'--workdir={tmp_path / "run"}', *settings, '--only=trial', '--json')
     (check,) = json.loads(out)['checks']

@@ -11,11 +11,11 @@ import jax
 import pytest
 
 from maxlm import evaluate, prepare, train
-from maxlm.data.records import load_manifest
+from maxlm.data.dataset.records import load_manifest
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.evaluation import assessment
-from maxlm.inference.likelihood import Likelihood, Scorer
-from maxlm.runtime.metrics import read_metrics
+from maxlm.evaluation import runner
+from maxlm.inference.scoring import Likelihood, Scorer
+from maxlm.telemetry.metrics import read_metrics
 from tests.evaluation.engines import RecitingEngine
 from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.test_train import arguments
@@ -250,7 +250,7 @@ def test_programs(run, measure, tmp_path, monkeypatch):
     problem = {'task_id': 'x', 'prompt': prompt, 'entry_point': 'one', 'test': 'def check(f):\n    assert f() == 1\n'}
     (tmp_path / 'p.jsonl').write_text(json.dumps(problem))
     answers = {prompt: ['    return 1', '    return 2']}
-    monkeypatch.setattr(assessment, 'Engine', lambda model, **_: RecitingEngine(model.tokenizer, answers))
+    monkeypatch.setattr(runner, 'Engine', lambda model, **_: RecitingEngine(model.tokenizer, answers))
     values = measure(f'--tasks=humaneval:{tmp_path / "p.jsonl"}', '--samples=10', f'--output={tmp_path / "out"}')
     (one,) = values['checkpoints']
     assert {name: part['value'] for name, part in one['tasks'].items()} == {

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from maxlm import fetch
-from maxlm.data import transfer, tree
-from maxlm.data.records import load_manifest, verify
+from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.errors import exit_code
+from maxlm.storage import download, download_tree
 from tests.buckets import gcs as gcs_buckets
 from tests.conftest import ROOT
 
@@ -35,8 +35,8 @@ def gcs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(transfer, 'CHUNK_BYTES', 1000)
-    monkeypatch.setattr(tree, 'POLL_SECONDS', 0.001)
+    monkeypatch.setattr(download, 'CHUNK_BYTES', 1000)
+    monkeypatch.setattr(download_tree, 'POLL_SECONDS', 0.001)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_bad_input_is_one_line(gcs, tmp_path, capsys, arguments, message):
 def test_alarms_are_printed(gcs, tmp_path, capsys, monkeypatch):
     gcs.put('bucket', 'x/a', b'content')
     gcs.fault(503, times=12)
-    monkeypatch.setattr('maxlm.data.outage.backoff_seconds', lambda attempt: 0)
+    monkeypatch.setattr('maxlm.storage.retry.backoff_seconds', lambda attempt: 0)
     assert run('--input', 'gs://bucket/x', '--output', tmp_path, '--quiet') == 0
     assert capsys.readouterr().err.splitlines() == [
         'fetch: gs://bucket/x/a: the server answers with status 503; failure, trying again in 0 s',

@@ -10,21 +10,21 @@ PACKAGE = ROOT / 'maxlm'
 PARSER = 'storage/json_text.py'
 # Files that parse JSON without the limits of `parse_json`, each with the reason.
 OWN_MESSAGES = {
-    'data/byte_pairs.py': 'a tokenizer in memory',
-    'data/chat_process.py': 'pipe to the process that renders chat templates',
-    'data/longest_token.py': 'a tokenizer in memory',
-    'data/provenance.py': 'options that were written as JSON before',
-    'data/tokenizer.py': 'a tokenizer in memory',
-    'data/tokenizer_extension.py': 'tokenizers in memory',
-    'doctoring/probe.py': 'output of a child process that runs our own program',
-    'posttrain/far_objects.py': 'pipe to the supervisor of a sandbox',
-    'posttrain/judge.py': 'pipe from the supervisor of a sandbox',
-    'posttrain/program_processes.py': 'pipe between processes of a sandbox',
-    'posttrain/sandbox.py': 'pipe from the supervisor of a sandbox',
-    'posttrain/sandbox_child.py': 'command line from the pool of sandboxes',
-    'runtime/checkpoint.py': 'broadcast between the processes of a run',
-    'runtime/peers.py': 'key-value store of the processes of a run',
-    'runtime/wandb_upload.py': 'pipe from the parent process',
+    'data/tokenizer/tiktoken_bpe.py': 'a tokenizer in memory',
+    'data/chat/template_process.py': 'pipe to the process that renders chat templates',
+    'data/tokenizer/longest_token.py': 'a tokenizer in memory',
+    'data/prepare/provenance.py': 'options that were written as JSON before',
+    'data/tokenizer/tokenizer.py': 'a tokenizer in memory',
+    'data/tokenizer/extension.py': 'tokenizers in memory',
+    'diagnostics/jax_subprocess.py': 'output of a child process that runs our own program',
+    'sandbox/program/rpc_protocol.py': 'pipe to the supervisor of a sandbox',
+    'sandbox/monitor.py': 'pipe from the supervisor of a sandbox',
+    'sandbox/fork.py': 'pipe between processes of a sandbox',
+    'sandbox/pool.py': 'pipe from the supervisor of a sandbox',
+    'sandbox/worker.py': 'command line from the pool of sandboxes',
+    'checkpoint/manager.py': 'broadcast between the processes of a run',
+    'runtime/heartbeat.py': 'key-value store of the processes of a run',
+    'telemetry/wandb.py': 'pipe from the parent process',
 }
 
 

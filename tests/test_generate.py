@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from maxlm import generate
-from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
-from maxlm.inference.engine import Engine
+from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import LoadedModel, load_model
 from tests.starting import make_start
 

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from maxlm import evaluate, hf, train
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
-from maxlm.runtime.metrics import read_metrics
+from maxlm.telemetry.metrics import read_metrics
 from tests.huggingface.workdirs import MODELS, make_workdir
 from tests.starting import make_start
 from tests.test_bad_input import assert_one_line

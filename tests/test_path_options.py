@@ -13,17 +13,17 @@ import pytest
 
 from maxlm import errors
 from maxlm.__main__ import VERBS
-from maxlm.config import keys, posttrain_keys, reporting_keys
-from maxlm.config.load import load
+from maxlm.config import schema, schema_logging, schema_rl
+from maxlm.config.loading import load
 from maxlm.config.path_keys import PATHS, SOURCE, TASK
-from maxlm.data import storage
-from maxlm.data.chat_template import load_template
-from maxlm.data.paths import ANY, BUCKETS, Kind, PathList, PathOption
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.chat.template import load_template
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
-from maxlm.runtime.compile_cache import SUFFIX, Programs
-from maxlm.runtime.lines import read_lines
-from maxlm.runtime.lock import LOCK, WorkdirLock
+from maxlm.runtime.compilation_cache import SUFFIX, Programs
+from maxlm.storage import filesystem
+from maxlm.storage.jsonl import read_lines
+from maxlm.storage.paths import ANY, BUCKETS, Kind, PathList, PathOption
+from maxlm.workdir.lock import LOCK, WorkdirLock
 from tests.conftest import ROOT
 
 # An option or a key with one of these words in its name, metavar or help takes a path, or stands below.
@@ -114,7 +114,7 @@ def test_a_forgotten_option_is_found():
 
 def keys_with_comments():
     """Each key of a config, with the comment above it."""
-    for module in (keys, posttrain_keys, reporting_keys):
+    for module in (schema, schema_rl, schema_logging):
         text = Path(module.__file__).read_text()
         for section, body in re.findall(r'class (\w+)Config:\n(.*?)(?=\n\n\n|\Z)', text, re.DOTALL):
             comment = ''
@@ -325,12 +325,12 @@ def test_special_files_are_refused(here, capsys, in_time, command, name, kind):
 def test_readers_do_not_wait_for_special_files(here, in_time):
     """What is below a directory that was given, and files named in another way than by an option."""
     for path in make_special(here):
-        for read in (storage.stat, storage.read_bytes, Tokenizer.load, load_template, read_lines):
+        for read in (filesystem.stat, filesystem.read_bytes, Tokenizer.load, load_template, read_lines):
             with pytest.raises(InputError, match=r'is a (FIFO|socket|character device)'):
                 read(path if read is read_lines else str(path))
     # In a directory they are left out.
     (here / 'text.txt').write_text('x')
-    assert {entry.name for entry in storage.walk(str(here))} == {'text.txt', 'link'}
+    assert {entry.name for entry in filesystem.walk(str(here))} == {'text.txt', 'link'}
 
 
 def test_a_lock_that_is_a_fifo(here, in_time):

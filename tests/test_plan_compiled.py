@@ -1,7 +1,7 @@
 """`maxlm.plan` with real compilers: for slices of four kinds of TPUs, and configs of all five kinds for their own GPUs.
 
-A program of real size takes a minute of a core. For every config of every kind see tests/planning/test_memory.py, which
-holds estimates to recorded programs.
+A program of real size takes a minute of a core. tests/planning/estimate/test_memory.py compares the estimates for
+every config with recorded programs.
 """
 
 import json
@@ -26,7 +26,7 @@ TINY = tuple(
 ON_TPU = [
     ('tiny.py', 'v5e:2x2', ('--vocab_size=512', *TINY), True),
 ]
-# The other configs' programs for v4 are recorded, and tests/planning/test_memory.py holds the estimates to them.
+# The programs of the other configs for v4 are recorded; see tests/planning/estimate/test_memory.py.
 ON_TPU_LARGE = [
     ('1b.py', 'v4:8x8x8', ('--config.train.micro_batch=1',), True),
     ('code.py:7b', 'v4:2x2x4', (), True),

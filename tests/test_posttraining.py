@@ -13,8 +13,8 @@ import pytest
 
 from maxlm import grpo, train
 from maxlm.errors import EXIT_DONE
-from maxlm.runtime.metrics import read_metrics
-from maxlm.runtime.workdir import read_config
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.workdir.files import read_config
 from tests.conftest import ROOT
 from tests.cpu import fast_environment
 from tests.preparing import run as prepare

@@ -10,11 +10,11 @@ import types
 import numpy as np
 import pytest
 
-from maxlm.data import groups, preparation
-from maxlm.data.finished import locked
-from maxlm.data.records import load_manifest, verify
-from maxlm.data.shards import WriteShards
-from maxlm.data.tokenizer import Tokenizer, _encode_batch
+from maxlm.data.dataset.records import load_manifest, verify
+from maxlm.data.prepare import partitions, pipeline
+from maxlm.data.prepare.existing_output import locked
+from maxlm.data.prepare.write_shards import WriteShards
+from maxlm.data.tokenizer.tokenizer import Tokenizer, _encode_batch
 from maxlm.errors import InputError
 from tests.preparing import contents, documents_of, ids_of, run, write_texts
 
@@ -27,7 +27,7 @@ def texts(tmp_path):
 @pytest.fixture
 def small_groups(monkeypatch):
     """Ten groups and more out of a few kilobytes."""
-    monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 1000)
+    monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 1000)
 
 
 @pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
@@ -96,7 +96,7 @@ def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, 
 
     monkeypatch.setattr(WriteShards, 'run', note)
     # What is learned from the text is learned once.
-    monkeypatch.setattr(preparation, 'make_tokenizer', lambda *_, **__: pytest.fail('the tokenizer is there'))
+    monkeypatch.setattr(pipeline, 'make_tokenizer', lambda *_, **__: pytest.fail('the tokenizer is there'))
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     assert written == list(range(len(written)))  # nothing was written twice
     assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
@@ -104,7 +104,7 @@ def test_an_interrupted_run_goes_on(texts, tmp_path, small_groups, monkeypatch, 
 
 def test_an_interrupted_run_of_other_text_is_not_reused(texts, tmp_path, small_groups, monkeypatch):
     arguments = ['--input', texts, '--tokenizer', 'bytes', '--workers', 1, '--output', tmp_path / 'data']
-    monkeypatch.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(*arguments) == 130
     monkeypatch.undo()
     (texts / '0.txt').write_text('changed')
@@ -235,7 +235,7 @@ def test_of_few_documents_the_end_of_one_is_validated_on(tmp_path, capsys, texts
     assert validation == [expected]
     assert sorted(train) == sorted([texts[0].removesuffix(expected), *texts[1:]])
     assert 'the end of 0.txt, from character' in out
-    assert dataset.made_from[preparation.VALIDATION_NOTE] in out
+    assert dataset.made_from[pipeline.VALIDATION_NOTE] in out
     # A control: with more documents, whole ones are validated on.
     for number in range(60):
         (tmp_path / 'texts' / f'more {number}.txt').write_text(LINES)
@@ -264,9 +264,9 @@ def test_a_cut_document_is_the_same_after_an_interruption(tmp_path, monkeypatch)
     arguments = ['--input', tmp_path / 'x.txt', '--tokenizer', 'bpe:300', '--quiet', '--output']
     assert run(*arguments, tmp_path / 'whole') == 0
     with monkeypatch.context() as patched:
-        patched.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*arguments, tmp_path / 'data') == 130
-    monkeypatch.setattr(preparation, 'choose_validation', lambda *_: pytest.fail('the choice is there'))
+    monkeypatch.setattr(pipeline, 'choose_validation', lambda *_: pytest.fail('the choice is there'))
     assert run(*arguments, tmp_path / 'data') == 0
     assert contents(tmp_path / 'data') == contents(tmp_path / 'whole')
 

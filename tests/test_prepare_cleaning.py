@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from maxlm.data import groups
-from maxlm.data.records import load_manifest, verify
-from maxlm.data.tokenizer import Tokenizer, bytes_tokenizer, ids_tokenizer
+from maxlm.data.dataset.records import load_manifest, verify
+from maxlm.data.prepare import partitions
+from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, ids_tokenizer
 from tests.preparing import contents, documents_of, ids_of, run
 
 WORDS = [
@@ -25,7 +25,7 @@ def prose(seed, count=120):
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 3000)
+    monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 3000)
 
 
 @pytest.fixture

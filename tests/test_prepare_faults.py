@@ -12,13 +12,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from maxlm.data import groups, preparation, shards, survey
-from maxlm.data.engine import run_tasks
-from maxlm.data.preparation import WORK_DIRECTORY
-from maxlm.data.readers import text
-from maxlm.data.records import load_manifest
-from maxlm.data.shards import WriteShards
-from maxlm.data.storage import StorageError
+from maxlm.data.dataset.records import load_manifest
+from maxlm.data.executors.executor import run_tasks
+from maxlm.data.formats import text
+from maxlm.data.prepare import partitions, pipeline, scan, write_shards
+from maxlm.data.prepare.pipeline import WORK_DIRECTORY
+from maxlm.data.prepare.write_shards import WriteShards
+from maxlm.storage.filesystem import StorageError
 from tests.buckets import gcs as gcs_buckets
 from tests.preparing import contents, documents_of, run, write_texts
 
@@ -31,9 +31,9 @@ def texts(tmp_path):
 @pytest.fixture(autouse=True)
 def many_groups(monkeypatch):
     """Groups of about 1000 bytes, and no pauses between tries."""
-    monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 1000)
+    monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 1000)
     monkeypatch.setattr(
-        preparation, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=lambda _: None)
+        pipeline, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=lambda _: None)
     )
 
 
@@ -132,7 +132,7 @@ def objects(kind):
 )
 def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
     # Several groups; the lines of JSONL are pieces.
-    monkeypatch.setattr(groups, 'MIN_GROUP_BYTES', 10)
+    monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 10)
     with gcs_buckets.running(monkeypatch) as server:
         for name, content in objects(kind):
             server.put('bucket', f'x/{name}', content)
@@ -153,9 +153,7 @@ def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
 
         pauses: list[float] = []
         monkeypatch.setattr(WriteShards, 'run', break_and_write)
-        monkeypatch.setattr(
-            preparation, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=repair)
-        )
+        monkeypatch.setattr(pipeline, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=repair))
         assert run(*command, tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
     if fault == 403:
@@ -208,7 +206,7 @@ def test_a_disk_that_fills(tmp_path, capfd, workers):
 
 @pytest.mark.parametrize('change', ['longer', 'gone'])
 def test_a_file_that_changes_between_two_readings(texts, tmp_path, monkeypatch, capsys, change):
-    judge = survey.judge
+    judge = scan.judge
 
     def change_and_judge(*arguments):
         if change == 'longer':
@@ -217,7 +215,7 @@ def test_a_file_that_changes_between_two_readings(texts, tmp_path, monkeypatch, 
             (texts / '25.txt').unlink()
         return judge(*arguments)
 
-    monkeypatch.setattr(preparation, 'judge', change_and_judge)
+    monkeypatch.setattr(pipeline, 'judge', change_and_judge)
     command = ['--input', texts, *ARGUMENTS, '--deduplicate', 'exact', '--skip_bad', '--output', tmp_path / 'data']
     assert run(*command) == 2
     error = capsys.readouterr().err
@@ -238,11 +236,11 @@ def test_an_old_result_does_not_stand_for_new_shards(texts, tmp_path, monkeypatc
     command += ['--infill_spm', 1]
     assert run(*command, '--output', tmp_path / 'whole') == 0
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*command) == 130
     with monkeypatch.context() as patch:
         # As if killed between a shard and its result.
-        patch.setattr(shards, 'save_result', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(write_shards, 'save_result', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*other) == 130
     # Control: the first shard is the other one, of the same size.
     first, expected = first_of(tmp_path / 'data'), first_of(tmp_path / 'whole')
@@ -257,7 +255,7 @@ def test_what_is_lost_in_between_is_made_again(texts, tmp_path, monkeypatch, los
     command = ['--input', texts, *ARGUMENTS, '--output', tmp_path / 'data']
     assert run(*command[:-1], tmp_path / 'whole') == 0
     with monkeypatch.context() as patch:
-        patch.setattr(preparation, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(*command) == 130
     (tmp_path / 'data' / lost).unlink()
     assert run(*command) == 0

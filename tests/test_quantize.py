@@ -6,7 +6,7 @@ import pytest
 
 from maxlm import hf, quantize
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.inference.quantizing import Quantized
+from maxlm.inference.quantize_checkpoint import Quantized
 from tests.huggingface.workdirs import MODELS, make_workdir
 from tests.test_bad_input import assert_one_line
 

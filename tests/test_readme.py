@@ -8,12 +8,12 @@ import shlex
 
 import pytest
 
-from maxlm.config.load import load, split_overrides
-from maxlm.data.chat_template import CHATML
-from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.config.loading import load, split_overrides
+from maxlm.data.chat.template import CHATML
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.inference.engine import Engine
-from maxlm.runtime.workdir import CHAT_TEMPLATE
+from maxlm.inference.engine.engine import Engine
+from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
 from tests.serving.fake_engine import chat_tokenizer
 from tests.starting import make_start
@@ -135,7 +135,7 @@ def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
     # All but the loop of the server, and the compilation of all its programs, which tests/test_serve.py runs.
     monkeypatch.setattr(Engine, 'warm_up', lambda self, tell: None)
     served = []
-    monkeypatch.setattr('maxlm.serving.running.run_until_told', lambda running: served.append(running) or EXIT_DONE)
+    monkeypatch.setattr('maxlm.serving.server.run_until_told', lambda running: served.append(running) or EXIT_DONE)
     told = []
     for line in lines:
         module, *argv = shlex.split(line)[2:]

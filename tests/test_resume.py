@@ -11,10 +11,10 @@ import signal
 import pytest
 
 from maxlm import grpo, train
+from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
-from maxlm.runtime.checkpoint import saved_steps
-from maxlm.runtime.events import read_events
-from maxlm.runtime.reporter import Reporter
+from maxlm.telemetry.events import read_events
+from maxlm.trainer.metric_logger import Reporter
 from tests.small_posttraining import (
     WINDOW,
     grpo_arguments,

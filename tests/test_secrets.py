@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE
-from maxlm.runtime.metrics import read_metrics
+from maxlm.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.faults import measured

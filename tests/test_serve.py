@@ -17,16 +17,15 @@ import pytest
 pytest.importorskip('fastapi', reason='the extra serve')
 
 from maxlm import serve
-from maxlm.data.chat_template import CHATML
+from maxlm.data.chat.template import CHATML
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.inference.engine import Engine
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel, load_model
-from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
-from maxlm.runtime.workdir import CHAT_TEMPLATE
-from maxlm.serving import running
-from maxlm.serving.asking import Served
 from maxlm.serving.limits import Limits
+from maxlm.serving.request_parsing import Served
+from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.serving.fake_engine import chat_tokenizer
@@ -303,7 +302,9 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
         before, found = stacked(), []
         # Compiling all programs takes long, and changes no array.
         monkeypatch.setattr(Engine, 'warm_up', lambda self, tell: None)
-        monkeypatch.setattr(running, 'run_until_told', lambda _: found.append(stacked() - before) or EXIT_DONE)
+        monkeypatch.setattr(
+            'maxlm.serving.server.run_until_told', lambda _: found.append(stacked() - before) or EXIT_DONE
+        )
         assert serve.main([f'--checkpoint={workdir}', '--port=0', f'--slots={SLOTS}']) == EXIT_DONE
         return found
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.config.keys import SECTIONS
+from maxlm.config.schema import SECTIONS
 from maxlm.training.objectives import GRPO_TYPES
 from maxlm.training.state import abstract_state, init_state
 from maxlm.training.step import make_eval_step, make_train_step

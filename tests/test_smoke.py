@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from maxlm import generate
+from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.errors import EXIT_DONE, exit_code
-from maxlm.runtime.events import read_events
-from maxlm.runtime.goodput import read_ledger
-from maxlm.runtime.layers import ParamsReader
-from maxlm.runtime.metrics import read_metrics
-from maxlm.runtime.workdir import read_config
+from maxlm.telemetry.events import read_events
+from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.workdir.files import read_config
 from tests.test_train import curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')

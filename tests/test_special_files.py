@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from maxlm.checkpoint.checksums import damages
 from maxlm.errors import InputError
-from maxlm.huggingface.exporting import export_model
-from maxlm.huggingface.importing import import_model
+from maxlm.huggingface.export_model import export_model
+from maxlm.huggingface.import_model import import_model
 from maxlm.inference.load import load_model
-from maxlm.runtime.integrity import damages
-from maxlm.runtime.step_folder import to_path
-from maxlm.storage.entries import check_entries
+from maxlm.storage.check_directory import check_entries
+from maxlm.workdir.step_dirs import to_path
 from tests.huggingface.workdirs import make_workdir
 
 STEP = 'run/checkpoints/0'

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from maxlm import train
+from maxlm.checkpoint.params import restore_params
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.ranges import RANGES, Range
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
-from maxlm.runtime.events import ENDS, read_events
-from maxlm.runtime.goodput import read_ledger
-from maxlm.runtime.items import restore_params
-from maxlm.runtime.layers import ParamsReader, StreamedArray, write_step
-from maxlm.runtime.metrics import read_metrics
-from maxlm.runtime.workdir import read_config
+from maxlm.telemetry.events import ENDS, read_events
+from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.metrics import read_metrics
 from maxlm.training.state import abstract_state
+from maxlm.workdir.files import read_config
 from tests.conftest import ROOT
 from tests.small import small_layout
 

@@ -9,8 +9,8 @@ import pytest
 
 from maxlm import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
-from maxlm.runtime.metrics import read_metrics
-from maxlm.runtime.storage.run import RunStorage
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.workdir.run_storage import RunStorage
 from tests.buckets import s3 as s3_buckets
 from tests.forking import forking
 from tests.gcs_emulator import running

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from maxlm import train
-from maxlm.config.keys import SECTIONS
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
+from maxlm.config.schema import SECTIONS
 from maxlm.errors import EXIT_DONE
-from maxlm.planning.compile import BATCH_TYPES
+from maxlm.parallel.layout import make_layout
 from maxlm.planning.sizes import num_parameters
-from maxlm.runtime.metrics import read_metrics
-from maxlm.runtime.workdir import read_config
-from maxlm.training.sharding import make_layout
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
+from maxlm.workdir.files import read_config
 from tests.conftest import ROOT
 from tests.cpu import fast_environment
 from tests.test_train import arguments, run
@@ -110,7 +110,7 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, change_batches
         def recording(self, name):
             # Reading all keys alike (checking bounds, writing JSON) does not mean that a key does something.
             reader = sys._getframe(1).f_globals['__name__']
-            if reader.startswith('maxlm.') and reader not in ('maxlm.config.rules', 'maxlm.runtime.workdir'):
+            if reader.startswith('maxlm.') and reader not in ('maxlm.config.validation', 'maxlm.workdir.files'):
                 read.add(f'{section}.{name}')
             return original(self, name)
 

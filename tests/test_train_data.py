@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from maxlm import evaluate, prepare
-from maxlm.data import fetch
+from maxlm.data.dataset import shard_cache
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.runtime.metrics import read_metrics
+from maxlm.telemetry.metrics import read_metrics
 from tests.buckets import gcs
 from tests.shards import write_dataset
 from tests.test_train import curve, params_of, run, same
@@ -256,7 +256,7 @@ def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, mon
     with gcs.running(monkeypatch) as server:
         for path in bucket.path.iterdir():
             server.put('bucket', f'corpus/{path.name}', path.read_bytes())
-        fetch_one = fetch.fetch_patiently
+        fetch_one = shard_cache.fetch_patiently
         fetched = []
 
         def fetch_some(file, *arguments, **options):
@@ -267,7 +267,7 @@ def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, mon
                 threading.Timer(0.5, server.appear).start()
             return fetch_one(file, *arguments, **options)
 
-        monkeypatch.setattr(fetch, 'fetch_patiently', fetch_some)
+        monkeypatch.setattr(shard_cache, 'fetch_patiently', fetch_some)
         remote = {**settings, 'data__cache': tmp_path / 'cache', 'data__fetch_threads': 1}
         there = tmp_path / 'there'
         assert run('gs://bucket/corpus', there, **remote) == EXIT_DONE

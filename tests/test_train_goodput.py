@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from maxlm.runtime.events import ENDS, read_events
-from maxlm.runtime.goodput import CATEGORIES, read_ledger
-from maxlm.runtime.lines import read_lines
-from maxlm.runtime.stored import read_json
+from maxlm.checkpoint.item_metadata import read_json
+from maxlm.storage.jsonl import read_lines
+from maxlm.telemetry.events import ENDS, read_events
+from maxlm.telemetry.goodput import CATEGORIES, read_ledger
 from tests import slow_training
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags

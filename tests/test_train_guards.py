@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.data.batches import Batches, TrainingRows
+from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
-from maxlm.runtime import loop
-from maxlm.runtime.events import read_events
-from maxlm.runtime.goodput import read_ledger
-from maxlm.runtime.metrics import read_metrics
-from maxlm.runtime.pace import Pace
-from maxlm.runtime.spending import Spending
-from maxlm.runtime.workdir import read_config
+from maxlm.telemetry.events import read_events
+from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.trainer import trainer
+from maxlm.trainer.budget import Spending
+from maxlm.trainer.throughput import Pace
+from maxlm.workdir.files import read_config
 from tests.test_train import curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -102,7 +102,7 @@ def slow_clock(monkeypatch):
         def __init__(self, *arguments, began, pace, **more):
             super().__init__(*arguments, began=0.0, pace=pace, clock=lambda: 60.0 * pace.steps, **more)
 
-    monkeypatch.setattr(loop, 'Spending', Clocked)
+    monkeypatch.setattr(trainer, 'Spending', Clocked)
     monkeypatch.setattr(Pace, 'seconds', property(lambda pace: 60.0 * pace.steps))
 
 
@@ -152,7 +152,7 @@ def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path,
                 *arguments, began=seconds(first), pace=pace, clock=lambda: seconds(first + pace.steps), **more
             )
 
-    monkeypatch.setattr(loop, 'Spending', Clocked)
+    monkeypatch.setattr(trainer, 'Spending', Clocked)
     monkeypatch.setattr(Pace, 'seconds', property(lambda pace: seconds(first + pace.steps) - seconds(first)))
     monkeypatch.setattr(Pace, 'pauses', {}, raising=False)
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__schedule': 'cosine'}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from maxlm import generate, hf, prepare
+from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.runtime.layers import ParamsReader
-from maxlm.runtime.workdir import read_config
+from maxlm.workdir.files import read_config
 from tests.huggingface.transformers_models import CASES, make_model
 from tests.processes import Processes
 from tests.starting import make_start

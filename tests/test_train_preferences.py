@@ -8,8 +8,8 @@ import pytest
 
 from maxlm import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.runtime.workdir import read_config
 from maxlm.training.state import abstract_state
+from maxlm.workdir.files import read_config
 from tests.small import small_layout
 from tests.small_posttraining import make_preferences, preference_arguments
 from tests.starting import make_start

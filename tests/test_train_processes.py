@@ -9,11 +9,12 @@ import time
 import pytest
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
-from maxlm.runtime.events import read_events
-from maxlm.runtime.goodput import read_ledger
-from maxlm.runtime.lines import read_lines
-from maxlm.runtime.metrics import SAMPLES, read_metrics
+from maxlm.storage.jsonl import read_lines
+from maxlm.telemetry.events import read_events
+from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.metrics import read_metrics
 from maxlm.train import main
+from maxlm.workdir.files import SAMPLES_FILE
 from tests.conftest import ROOT
 from tests.cpu import CHEAP_COMPILER
 from tests.evaluation.harness_tasks import documents, write_tasks
@@ -86,7 +87,7 @@ def losses(workdir):
 
 
 def samples(workdir):
-    return [(line['step'], line['prompt'], line['text']) for line in read_lines(workdir / SAMPLES).lines]
+    return [(line['step'], line['prompt'], line['text']) for line in read_lines(workdir / SAMPLES_FILE).lines]
 
 
 @pytest.fixture(scope='module')
@@ -145,7 +146,7 @@ def test_the_first_process_speaks_for_all(whole):
     workdir, processes = whole
     assert [line['step'] for line in read_metrics(workdir)] == [1, 2, 3, 3, 4, 5, 6, 6, 7, 7]
     names = {entry.name for entry in workdir.iterdir()}
-    small = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'run.log', SAMPLES, 'tokenizer.json'}
+    small = {'config.json', 'events.jsonl', 'goodput.jsonl', 'metrics.jsonl', 'run.log', SAMPLES_FILE, 'tokenizer.json'}
     # Each process has a ledger of its own.
     assert names == {'checkpoints', 'goodput-1.jsonl', 'report.html', *small}
     assert (workdir / 'run.log').read_text().count('done: 7 steps') == 1

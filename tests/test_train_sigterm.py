@@ -9,8 +9,8 @@ import pytest
 
 from maxlm import train
 from maxlm.errors import EXIT_PREEMPTED
-from maxlm.runtime import run as runs
-from maxlm.runtime.events import read_events
+from maxlm.telemetry.events import read_events
+from maxlm.trainer import main as runs
 from tests.conftest import ROOT
 from tests.test_train import arguments
 

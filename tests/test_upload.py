@@ -8,11 +8,10 @@ import json
 import pytest
 
 from maxlm import hf, prepare
-from maxlm.data.records import MANIFEST_NAME
+from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.runtime.storage import bucket as buckets
-from maxlm.runtime.storage import upload as uploads
-from maxlm.runtime.storage.bucket import Bucket
+from maxlm.storage.bucket import Bucket
+from maxlm.workdir import upload_directory as uploads
 from tests.buckets import gcs as gcs_buckets
 from tests.buckets import s3 as s3_buckets
 from tests.huggingface.workdirs import MODELS, make_workdir
@@ -137,7 +136,7 @@ def test_what_arrives_damaged_is_no_data_set(gcs, texts, monkeypatch, capsys):
 
 
 def test_without_a_checksum_of_the_bucket_files_are_read_back(s3, tmp_path, monkeypatch):
-    monkeypatch.setattr(buckets, 'PART_BYTES', 10)
+    monkeypatch.setattr('maxlm.storage.bucket.PART_BYTES', 10)
     there = Bucket('s3://bucket/x')
     there.put('file', b'0123456789' * 3 + b'end')
     assert there.sha256('file', 33) == hashlib.sha256(b'0123456789' * 3 + b'end').hexdigest()

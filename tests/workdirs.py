@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from maxlm.config.load import to_json
-from maxlm.runtime.lock import LOCK, this_process
+from maxlm.config.loading import to_json
+from maxlm.workdir.lock import LOCK, this_process
 from tests.run_lines import (
     BEAT,
     CATEGORIES,

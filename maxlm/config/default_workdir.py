@@ -12,7 +12,7 @@ def default_workdir(spec: str) -> str:
     The config.json of a workdir gives a new directory, so that the run it belongs to stays as it is.
 
     Args:
-        spec: value of --config, as `maxlm.config.load.load` takes it.
+        spec: value of --config, as `maxlm.config.loading.load` takes it.
     """
     path, _, variant = spec.partition(':')
     if Path(path).name == 'config.json':

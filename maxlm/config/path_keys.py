@@ -6,8 +6,8 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any
 
-from maxlm.config.keys import Config
-from maxlm.data.paths import ANY, Kind, PathOption, check_key
+from maxlm.config.schema import Config
+from maxlm.storage.paths import ANY, Kind, PathOption, check_key
 
 _ADVICE = 'fetch it with `maxlm checkpoints fetch` and give the directory'
 PATHS = MappingProxyType(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from maxlm.config.keys import AUTO, MESH_AXES, Config
+from maxlm.config.schema import AUTO, MESH_AXES, Config
 from maxlm.errors import InputError
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-from maxlm.config.keys import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig
-from maxlm.config.layouts import check_layout, resolve_mesh
-from maxlm.config.rules import divides
+from maxlm.config.loading import build, default
+from maxlm.config.mesh import check_layout, resolve_mesh
+from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
+from maxlm.config.validation import divides
 from maxlm.errors import InputError
 
 # Smallest compute capability of a GPU that multiplies 8-bit floats (Ada; Hopper has 9.0), and what the sizes of such a
@@ -15,6 +18,8 @@ FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16
 # What lengths of sequences have to be multiples of for splash attention: the width of a TPU's vector unit.
 SPLASH_MULTIPLE = 128
+# `data.window` of a config that holds a model and no run.
+_WINDOW = 1024
 
 
 def resolve(
@@ -29,7 +34,7 @@ def resolve(
     """Fills in what depends on the machine and on the data set; afterwards no key means "derived".
 
     Args:
-        config: as `build` returned it; train.micro_batch is a number (`maxlm.planning.fit` finds one for auto).
+        config: as `build` returned it; train.micro_batch is a number (`maxlm.planning.search` finds one for auto).
         platform: of the devices: cpu, gpu or tpu.
         num_devices: devices in the whole run.
         vocab_size: token ids of the data set.
@@ -199,3 +204,24 @@ def _splash_needs(config: Config) -> str:
         near = f'{below} or {below + SPLASH_MULTIPLE}' if below else str(SPLASH_MULTIPLE)
         return f'a data.window that is a multiple of {SPLASH_MULTIPLE}; here it is {window}; nearest: {near}'
     return ''
+
+
+def config_for_model(model: Mapping[str, Any], source: str) -> Config:
+    """The config of a workdir that holds a model and no run: `model.*` resolved, the rest open or at its defaults.
+
+    What a run needs to be told (its length, its batch, its data) has to be given when it is trained.
+
+    Raises:
+        InputError: the settings of the model do not go together.
+    """
+    values = default()
+    for key, value in model.items():
+        values.model[key] = value
+    values.data.window = min(_WINDOW, model['max_positions'])
+    values.train.update(num_steps=1, global_batch=1)
+    try:
+        config = build(values)
+        resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=model['vocab_size'], windows=1)
+    except InputError as error:
+        raise InputError(f'{source}: {error}') from error
+    return dataclasses.replace(config, model=resolved.model, train=TrainConfig())

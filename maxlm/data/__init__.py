@@ -1,1 +1,1 @@
-"""Text → tokens → records → batches, with NumPy and grain. Never imports the model."""
+"""Text → tokens → records → batches, with NumPy and Grain. Never imports the model."""

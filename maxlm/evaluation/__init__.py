@@ -1,1 +1,1 @@
-"""What a trained model is worth: held-out text, benchmarks, programs, long contexts, and tables of it."""
+"""Perplexity, lm-eval tasks, programs, long contexts, and tables of the results."""

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.data.chat_jinja import ChatError
-from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.jinja import ChatError
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
-from maxlm.evaluation.backend import Completes
-from maxlm.evaluation.measures import Measure, mean_of
-from maxlm.inference.requests import Request
+from maxlm.evaluation.lm_eval_model import Completes
+from maxlm.evaluation.statistics import Measure, mean_of
+from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
-from maxlm.posttrain.scoring import Scorer, is_right, pass_at_k
+from maxlm.rewards.scorer import Scorer, is_right, pass_at_k
 from maxlm.storage.json_text import parse_json
-from maxlm.storage.regular import read_bytes
+from maxlm.storage.regular_files import read_bytes
 
 # Chen et al. 2021, "Evaluating Large Language Models Trained on Code": where a function's body is over; and where text
 # about it begins.

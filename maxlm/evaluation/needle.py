@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.measures import Measure, mean_of
-from maxlm.inference.likelihood import Scorer, Span
+from maxlm.evaluation.statistics import Measure, mean_of
+from maxlm.inference.scoring import Scorer, Span
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

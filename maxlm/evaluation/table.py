@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from maxlm.evaluation.measures import DEVIATIONS, Measure, difference
+from maxlm.evaluation.statistics import DEVIATIONS, Measure, difference
 
 LARGE = 1e5
 # Decimals of a number that has no small ones beside it, and more than these are written with an exponent.

@@ -1,1 +1,1 @@
-"""The formats of Hugging Face: directories of config.json and safetensors, read and written without their libraries."""
+"""Formats of Hugging Face and GGUF, read and written without their libraries."""

@@ -1,212 +1,240 @@
-"""The config.json of an architecture and `model.*`, both ways.
+"""The architectures that maxlm reads and writes: a row each, with its keys in config.json and what it can express.
 
-Import goes by the row of the file's model_type; export takes the first row that can express the model's switches,
-whatever its family is called.
+Names and defaults: `configuration_*.py` of Transformers 5.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxlm.config.keys import Config, ModelConfig, TrainConfig
-from maxlm.config.load import build, default
-from maxlm.config.resolve import resolve
-from maxlm.errors import InputError
-from maxlm.huggingface.catalog import (
-    ARCHITECTURES,
-    GPT_NEOX,
-    LLAMA,
-    MISTRAL,
-    NANOCHAT,
-    QWEN3,
-    SERVED,
-    Architecture,
-    same_rotated_dims,
-    told,
-)
-from maxlm.huggingface.fields import Fields
-from maxlm.huggingface.rope import from_rope, to_rope
-from maxlm.huggingface.unsupported import check_supported
+from maxlm.config.schema import ModelConfig
+from maxlm.model.layers.masks import layer_windows
 
-AUTO = 'auto'
-# These mean "derived from the others" when they are null, as our 0 does.
-_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap')
-# Keys of rotary positions, for messages.
-_ROPE_NAMES = {
-    'rotary_factor': 'factor',
-    # Of GPT-NeoX, which alone may rotate a part of a head.
-    'rotary_fraction': 'rotary_pct',
-    'rotary_low_turns': 'low_freq_factor',
-    'rotary_high_turns': 'high_freq_factor',
-    'rotary_beta_slow': 'beta_slow',
-    'rotary_beta_fast': 'beta_fast',
-    'rotary_original_positions': 'original_max_position_embeddings',
+_GELUS = {
+    'gelu_new': 'gelu_tanh',
+    'gelu_pytorch_tanh': 'gelu_tanh',
+    'gelu_fast': 'gelu_tanh',
+    'gelu_accurate': 'gelu_tanh',
+    'gelu_python_tanh': 'gelu_tanh',
+    'gelu': 'gelu',
+    'gelu_python': 'gelu',
+    'relu2': 'relu2',
 }
-# Context of the run that an imported model is given, where the model's is longer.
-_WINDOW = 1024
+_SWIGLU = {'silu': 'swiglu', 'swish': 'swiglu'}
 
 
-def choose(model: ModelConfig, architecture: str = AUTO) -> Architecture:
-    """The architecture that a resolved model is exported as: the one asked for, or the first that expresses it.
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One row.
 
-    Raises:
-        InputError: there is none; the message names the keys and values that the nearest one does not have.
+    Attributes:
+        model_type, class_name, title: its names in config.json and for people.
+        family: the family of `model.family` that it is.
+        keys: ours → theirs and their default (None: derived).
+        activation: their key, and their default.
+        activations: theirs → ours; of several for one of ours the first is written.
+        always: our switches that it has in one setting only.
+        only: their keys that maxlm has in one setting only, which is also their default.
+        written: more keys for config.json, from the model.
+        limits: each gives what of a model does not fit, as `model.key=value`, or nothing.
     """
-    if architecture != AUTO:
-        row = ARCHITECTURES[architecture]
-        missing = misfits(model, row)
-        if missing:
-            raise InputError(
-                f'{", ".join(missing)}: {row.class_name} has no such models; leave --architecture at {AUTO}'
-            )
-        return row
-    # Of two that fit, the one that the family is named for.
-    rows = sorted(SERVED, key=lambda row: row.model_type != model.family)
-    row = min(rows, key=lambda row: len(misfits(model, row)))
-    missing = misfits(model, row)
-    if missing:
-        others = ', '.join(served.title for served in SERVED[:-1])
-        hint = ''
-        if not misfits(model, NANOCHAT):
-            hint = '; --architecture=nanochat writes it for Transformers 5 and later, which alone can run it'
-        raise InputError(
-            f'{", ".join(missing)}: of {others} and {SERVED[-1].title} none has such models, {row.title} is the '
-            f'nearest{hint}'
-        )
-    return row
+
+    model_type: str
+    class_name: str
+    title: str
+    family: str
+    keys: Mapping[str, tuple[str, Any]]
+    activation: tuple[str, str]
+    activations: Mapping[str, str]
+    always: Mapping[str, Any]
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    limits: tuple[Callable[[ModelConfig], str], ...] = ()
 
 
-def misfits(model: ModelConfig, row: Architecture) -> list[str]:
-    """What of a model an architecture cannot express, as `model.key=value`."""
-    fixed = [told(model, key) for key, value in row.always.items() if getattr(model, key) != value]
-    if model.activation not in row.activations.values():
-        fixed.insert(0, told(model, 'activation'))
-    return fixed + [found for limit in row.limits if (found := limit(model))]
+def told(model: ModelConfig, key: str) -> str:
+    return f'model.{key}={getattr(model, key)}'
 
 
-def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
-    """The content of config.json for a resolved model, without its ids of special tokens and its dtype.
-
-    Raises:
-        InputError: as `choose`.
-    """
-    row = choose(model, architecture)
-    found: dict[str, Any] = {'architectures': [row.class_name], 'model_type': row.model_type}
-    found |= {theirs: getattr(model, ours) for ours, (theirs, _) in row.keys.items()}
-    if row is NANOCHAT:
-        found['final_logit_softcapping'] = model.logit_softcap or None
-    names = (theirs for theirs, ours in row.activations.items() if ours == model.activation)
-    found |= {row.activation[0]: next(names), **row.only, **row.written(model)}
-    return found | (to_rope(model, row.model_type) if model.position == 'rotary' else {})
+def _plain_heads(model: ModelConfig) -> str:
+    if model.num_kv_heads != model.num_heads:
+        return told(model, 'num_kv_heads')
+    return told(model, 'head_dim') if model.head_dim * model.num_heads != model.dim else ''
 
 
-def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
-    """The resolved model of a config.json.
-
-    Args:
-        config: its content.
-        source: what messages call it.
-
-    Raises:
-        InputError: a model that maxlm does not have, or values that cannot be; the message names them.
-    """
-    fields = Fields(config, source)
-    row = _row(fields)
-    model: dict[str, Any] = {'family': row.family, **row.always}
-    kinds = typing.get_type_hints(ModelConfig)
-    for ours, (theirs, fallback) in row.keys.items():
-        null = 0 if ours in _NULLABLE else None
-        if theirs not in config and fallback is None:
-            model[ours] = 0
-        else:
-            read: Any = {int: fields.integer, float: fields.number, bool: fields.flag}[kinds[ours]]
-            model[ours] = read(theirs, fallback) if null is None else read(theirs, fallback, null=null)
-    for theirs, value in row.only.items():
-        if config.get(theirs, value) != value:
-            raise fields.refusal(theirs, f'maxlm has this model with {value} only')
-    name = fields.text(*row.activation)
-    if name not in row.activations:
-        raise fields.refusal(row.activation[0], f'not supported; needs one of {", ".join(row.activations)}')
-    model['activation'] = row.activations[name]
-    if row is LLAMA and fields.flag('mlp_bias', False) != model['use_bias']:
-        raise fields.refusal(
-            'mlp_bias', f'with attention_bias={model["use_bias"]}; maxlm has biases in both or in neither'
-        )
-    if model['position'] == 'rotary':
-        model |= from_rope(fields, row.model_type, model['max_positions'])
-        head_dim, fraction = model['dim'] // model['num_heads'], model['rotary_fraction']
-        if row is GPT_NEOX and not same_rotated_dims(head_dim, fraction):
-            raise InputError(
-                f'{source}: rotary_pct={fraction}: that is {head_dim * fraction:g} dims of heads of {head_dim}; needs '
-                f'a whole number of pairs'
-            )
-    model |= _attention(fields, row, model['num_layers'])
-    # The type of the parameters in the file; Transformers' own default is float32.
-    stored = str(config.get('dtype') or config.get('torch_dtype') or 'float32')
-    model['dtype'] = 'float32' if stored.endswith('float32') else 'bfloat16'
-    try:
-        return run_config(model, source).model
-    except InputError as error:
-        raise InputError(_with_their_names(str(error), row)) from error
+def _divided_width(model: ModelConfig) -> str:
+    return told(model, 'num_heads') if model.dim % model.num_heads else ''
 
 
-def run_config(model: Mapping[str, Any], source: str) -> Config:
-    """The config of a workdir that holds a model and no run: `model.*` resolved, the rest open or at its defaults.
-
-    What a run needs to be told (its length, its batch, its data) has to be given when it is trained.
-
-    Raises:
-        InputError: the settings of the model do not go together.
-    """
-    values = default()
-    for key, value in model.items():
-        values.model[key] = value
-    values.data.window = min(_WINDOW, model['max_positions'])
-    values.train.update(num_steps=1, global_batch=1)
-    try:
-        config = build(values)
-        resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=model['vocab_size'], windows=1)
-    except InputError as error:
-        raise InputError(f'{source}: {error}') from error
-    return dataclasses.replace(config, model=resolved.model, train=TrainConfig())
+def _whole_context(model: ModelConfig) -> str:
+    return told(model, 'attention_pattern') if any(layer_windows(model)) else ''
 
 
-def _with_their_names(message: str, row: Architecture) -> str:
-    """Returns a message about keys of maxlm with the keys of config.json."""
-    names = _ROPE_NAMES | {ours: theirs for ours, (theirs, _) in row.keys.items()}
-    return re.sub(r'\bmodel\.(\w+)', lambda match: names.get(match[1], match[0]), message)
+def _one_window(model: ModelConfig) -> str:
+    return told(model, 'attention_pattern') if len(set(layer_windows(model))) > 1 else ''
 
 
-def _row(fields: Fields) -> Architecture:
-    check_supported(fields, ARCHITECTURES)
-    return ARCHITECTURES[fields.text('model_type', '')]
+def same_rotated_dims(head_dim: int, fraction: float) -> bool:
+    """Whether Transformers, which cuts the product off, rotates as many dims as we, who round it."""
+    return int(head_dim * fraction) == round(head_dim * fraction)
 
 
-def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, Any]:
-    """Which layers see how far."""
-    window = 0
-    if row is MISTRAL or (row is QWEN3 and fields.flag('use_sliding_window', False)):
-        window = fields.integer('sliding_window', 4096, null=0)
-    first = fields.integer('max_window_layers', 28) if row is QWEN3 else 0
-    sliding = [window > 0 and layer >= first for layer in range(num_layers)]
-    types = fields.values.get('layer_types')
-    if types is not None:
-        names = ['full_attention', 'sliding_attention']
-        if not isinstance(types, list) or len(types) != num_layers or any(name not in names for name in types):
-            raise fields.refusal('layer_types', f'needs {num_layers} times {" or ".join(names)}')
-        listed = [name == 'sliding_attention' for name in types]
-        if any(listed) and not window:
-            raise fields.refusal('layer_types', 'sliding_attention without a sliding window')
-        if row is not QWEN3 and listed != sliding:
-            raise fields.refusal('layer_types', f'{row.model_type} has one kind of layers only')
-        sliding = listed
-    if not any(sliding):
-        return {'attention_pattern': 'L', 'sliding_window': 0}
-    letters = ''.join('S' if slides else 'L' for slides in sliding)
-    # The shortest that gives all layers when it is repeated: what is compiled is one period of it.
-    period = next(n for n in range(1, num_layers + 1) if letters == (letters[:n] * num_layers)[:num_layers])
-    return {'attention_pattern': letters[:period], 'sliding_window': window}
+def _whole_rotated_dims(model: ModelConfig) -> str:
+    return '' if same_rotated_dims(model.head_dim, model.rotary_fraction) else told(model, 'rotary_fraction')
+
+
+def _window_keys(model: ModelConfig) -> dict[str, Any]:
+    return {'sliding_window': max(layer_windows(model)) or None}
+
+
+def _layer_types(model: ModelConfig) -> dict[str, Any]:
+    windows = layer_windows(model)
+    types = ['sliding_attention' if window else 'full_attention' for window in windows]
+    full = next((i for i, window in enumerate(windows) if window), len(windows))
+    used = {'use_sliding_window': any(windows), 'max_window_layers': full, 'layer_types': types}
+    return {**_window_keys(model), **used}
+
+
+_DECODER_KEYS = {
+    'vocab_size': ('vocab_size', 32_000),
+    'dim': ('hidden_size', 4096),
+    'num_layers': ('num_hidden_layers', 32),
+    'num_heads': ('num_attention_heads', 32),
+    'num_kv_heads': ('num_key_value_heads', None),
+    'head_dim': ('head_dim', None),
+    'ffn_dim': ('intermediate_size', 11_008),
+    'norm_epsilon': ('rms_norm_eps', 1e-6),
+    'tie_embeddings': ('tie_word_embeddings', False),
+    'max_positions': ('max_position_embeddings', 2048),
+}
+_PLAIN = {'norm_scale': True, 'qk_norm': False, 'embedding_norm': False, 'logit_softcap': 0.0}
+_LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
+_RMSNORM = {'position': 'rotary', 'rotary_fraction': 1.0, 'norm': 'rmsnorm', **_PLAIN, 'parallel_residual': False}
+
+GPT2 = Architecture(
+    'gpt2',
+    'GPT2LMHeadModel',
+    'GPT-2',
+    'gpt2',
+    keys={
+        'vocab_size': ('vocab_size', 50_257),
+        'max_positions': ('n_positions', 1024),
+        'dim': ('n_embd', 768),
+        'num_layers': ('n_layer', 12),
+        'num_heads': ('n_head', 12),
+        'ffn_dim': ('n_inner', None),
+        'norm_epsilon': ('layer_norm_epsilon', 1e-5),
+        'tie_embeddings': ('tie_word_embeddings', True),
+    },
+    activation=('activation_function', 'gelu_new'),
+    activations=_GELUS,
+    always={'position': 'learned', **_LAYERNORM, 'parallel_residual': False},
+    only={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
+    written=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
+    limits=(_plain_heads, _divided_width, _whole_context),
+)
+GPT_NEOX = Architecture(
+    'gpt_neox',
+    'GPTNeoXForCausalLM',
+    'GPT-NeoX',
+    'gpt_neox',
+    keys={
+        'vocab_size': ('vocab_size', 50_432),
+        'dim': ('hidden_size', 6144),
+        'num_layers': ('num_hidden_layers', 44),
+        'num_heads': ('num_attention_heads', 64),
+        'ffn_dim': ('intermediate_size', 24_576),
+        'norm_epsilon': ('layer_norm_eps', 1e-5),
+        'tie_embeddings': ('tie_word_embeddings', False),
+        'parallel_residual': ('use_parallel_residual', True),
+        'max_positions': ('max_position_embeddings', 2048),
+    },
+    activation=('hidden_act', 'gelu'),
+    activations=_GELUS,
+    always={'position': 'rotary', **_LAYERNORM},
+    only={'attention_bias': True},
+    written=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
+    limits=(_plain_heads, _divided_width, _whole_context, _whole_rotated_dims),
+)
+LLAMA = Architecture(
+    'llama',
+    'LlamaForCausalLM',
+    'Llama',
+    'llama',
+    keys={**_DECODER_KEYS, 'use_bias': ('attention_bias', False)},
+    activation=('hidden_act', 'silu'),
+    activations=_SWIGLU,
+    always=_RMSNORM,
+    written=lambda model: {'mlp_bias': model.use_bias},
+    # Heads may be of any width, but Transformers refuses a width that they do not divide.
+    limits=(_divided_width, _whole_context),
+)
+MISTRAL = Architecture(
+    'mistral',
+    'MistralForCausalLM',
+    'Mistral',
+    'llama',
+    keys={
+        **_DECODER_KEYS,
+        'num_kv_heads': ('num_key_value_heads', 8),
+        'ffn_dim': ('intermediate_size', 14_336),
+        'max_positions': ('max_position_embeddings', 4096 * 32),
+    },
+    activation=('hidden_act', 'silu'),
+    activations=_SWIGLU,
+    always={**_RMSNORM, 'use_bias': False},
+    written=_window_keys,
+    limits=(_one_window,),
+)
+QWEN3 = Architecture(
+    'qwen3',
+    'Qwen3ForCausalLM',
+    'Qwen3',
+    'qwen3',
+    keys={
+        **_DECODER_KEYS,
+        'vocab_size': ('vocab_size', 151_936),
+        'num_kv_heads': ('num_key_value_heads', 32),
+        'head_dim': ('head_dim', 128),
+        'ffn_dim': ('intermediate_size', 22_016),
+        'max_positions': ('max_position_embeddings', 32_768),
+    },
+    activation=('hidden_act', 'silu'),
+    activations=_SWIGLU,
+    always={**_RMSNORM, 'qk_norm': True, 'use_bias': False},
+    only={'attention_bias': False},
+    written=_layer_types,
+)
+# Transformers norms queries and keys after the rotation, which keeps their length, so it is all the same; it turns the
+# other way round, which the layout of the tensors makes up for.
+NANOCHAT = Architecture(
+    'nanochat',
+    'NanoChatForCausalLM',
+    'nanochat',
+    'nanochat',
+    keys={
+        **_DECODER_KEYS,
+        'vocab_size': ('vocab_size', 50_304),
+        'dim': ('hidden_size', 768),
+        'num_layers': ('num_hidden_layers', 12),
+        'num_heads': ('num_attention_heads', 6),
+        'ffn_dim': ('intermediate_size', 8192),
+        'logit_softcap': ('final_logit_softcapping', 15.0),
+    },
+    activation=('hidden_act', 'relu2'),
+    activations={'relu2': 'relu2', **_GELUS},
+    always={
+        **{key: value for key, value in _RMSNORM.items() if key != 'logit_softcap'},
+        'norm_scale': False,
+        'qk_norm': True,
+        'embedding_norm': True,
+        'use_bias': False,
+    },
+    only={'attention_bias': False},
+    limits=(_whole_context,),
+)
+ARCHITECTURES = {row.model_type: row for row in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, NANOCHAT)}
+# Those that other programs run too; nanochat is Transformers' alone, so one has to ask for it.
+SERVED = (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3)

@@ -2,7 +2,7 @@
 
 Transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` and the share of rotated dims stood beside
 `rope_scaling`. Both forms are read, by the precedence of Transformers 5, and both are written. Formulas: Transformers,
-`modeling_rope_utils.py`; ours: `maxlm/model/positions.py`.
+`modeling_rope_utils.py`; ours: `maxlm/model/layers/rope.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from maxlm.config.keys import ModelConfig
-from maxlm.huggingface.fields import Fields
+from maxlm.config.schema import ModelConfig
+from maxlm.huggingface.json_fields import Fields
 
 DEFAULT_THETA = 10_000.0
 # GPT-NeoX has names of its own, and rotates a part of each head, which no other architecture here does.

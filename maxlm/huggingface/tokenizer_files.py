@@ -9,20 +9,15 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from maxlm.config.keys import ModelConfig
-from maxlm.data.chat_recipe import DEFAULT_TEMPLATE, make_chat_recipe
-from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.config.schema import ModelConfig
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.huggingface.fields import Fields, read_object
-from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER
+from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.storage.json_text import parse_json
+from maxlm.workdir.files import CHAT_TEMPLATE, GENERATION, KEPT_FOR_EXPORT, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
 
-TOKENIZER_CONFIG = 'tokenizer_config.json'
-SPECIAL_TOKENS = 'special_tokens_map.json'
-GENERATION = 'generation_config.json'
-# What an imported workdir keeps of its origin, for an export to write again.
-KEPT = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
 # What Transformers makes a tokenizer.json of.
 _SOURCES = ('tokenizer.model', 'vocab.json')
 
@@ -108,7 +103,7 @@ def _with_end_of_turn(ends: Any, workdir: Path) -> Any:
 
 def _kept_files(directory: Path) -> dict[str, bytes]:
     """Name → content of those of KEPT that are there, of which JSON is checked to be an object with ids."""
-    paths = [directory / name for name in KEPT if (directory / name).is_file()]
+    paths = [directory / name for name in KEPT_FOR_EXPORT if (directory / name).is_file()]
     for path in paths:
         if path.suffix == '.json':
             fields = Fields(read_object(path), str(path))

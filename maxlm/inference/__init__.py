@@ -1,1 +1,1 @@
-"""A trained model at work: cached decoding and sampling."""
+"""A trained model in use: loading, sampling, scoring, rollouts, quantization."""

@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from maxlm.config.keys import Config
+from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.params import params_item, restore_params
 from maxlm.config.resolve import resolve_on
-from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.config.schema import Config
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.quantizing import parse_weights, quantized_config, read_quantized
-from maxlm.planning.chips import capability_of
-from maxlm.runtime.console import logger
-from maxlm.runtime.fetching import find_step_here
-from maxlm.runtime.items import params_item, restore_params
-from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER, read_config
-from maxlm.training.sharding import Layout, make_layout
+from maxlm.hardware.chips import capability_of
+from maxlm.inference.quantize_checkpoint import parse_weights, quantized_config, read_quantized
+from maxlm.log import logger
+from maxlm.parallel.layout import Layout, make_layout
 from maxlm.training.state import abstract_model, param_shardings
+from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER, read_config
 
 
 class LoadedModel(NamedTuple):

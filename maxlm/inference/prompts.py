@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.data.chat_jinja import ChatError
-from maxlm.data.tokenizer import Tokenizer
+from maxlm.data.chat.jinja import ChatError
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
-from maxlm.runtime.workdir import CHAT_TEMPLATE
+from maxlm.workdir.files import CHAT_TEMPLATE
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -19,7 +19,7 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Of a hole between two texts: prefix, suffix, then the middle, as `maxlm.data.infill` trains it.
+    """Of a hole between two texts: prefix, suffix, then the middle, as `maxlm.data.tokenizer.fim` trains it.
 
     Raises:
         InputError: the tokenizer has no tokens for that.

@@ -1,1 +1,1 @@
-"""Pure functions of arrays: token ids in, logits out. Knows neither the loss nor the optimizer."""
+"""The decoder: pure functions of arrays. Knows neither the loss nor the optimizer."""

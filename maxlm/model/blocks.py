@@ -14,19 +14,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxlm.config.keys import ModelConfig
-from maxlm.model.attention import Attention
-from maxlm.model.blockwise import ATTENDED
-from maxlm.model.cache import Cache, LayerCache, Places
-from maxlm.model.feedforward import FeedForward
-from maxlm.model.forest import Forest
-from maxlm.model.fp8 import SCALE
-from maxlm.model.host_memory import fetch, on_host
-from maxlm.model.linear import Linear
-from maxlm.model.norm import Norm
-from maxlm.model.placement import GATHERED, Placement
-from maxlm.model.positions import Rotary
-from maxlm.model.quantized import weights_of
+from maxlm.config.schema import ModelConfig
+from maxlm.model.attention.attention import Attention
+from maxlm.model.attention.chunked import ATTENDED
+from maxlm.model.attention.tree import Forest
+from maxlm.model.layers.fp8 import SCALE
+from maxlm.model.layers.kv_cache import Cache, LayerCache, Places
+from maxlm.model.layers.linear import Linear
+from maxlm.model.layers.mlp import FeedForward
+from maxlm.model.layers.norm import Norm
+from maxlm.model.layers.rope import Rotary
+from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.parallel.host_offload import fetch, on_host
+from maxlm.parallel.partitioning import GATHERED, Placement
 
 # The decoder's attribute that holds the blocks, and so in the path of every parameter that is stacked over layers.
 BLOCKS = 'blocks'

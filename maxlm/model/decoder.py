@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.config.keys import ModelConfig
+from maxlm.config.schema import ModelConfig
+from maxlm.model.attention.tree import Forest
 from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers, run_layers_apart
-from maxlm.model.cache import Caches, Places, places_and_mask, slots_by_window
-from maxlm.model.forest import Forest
-from maxlm.model.initializers import initializers
-from maxlm.model.linear import Linear, parameter, turned_product, worth_turning
-from maxlm.model.norm import Norm
+from maxlm.model.layers.initializers import initializers
+from maxlm.model.layers.kv_cache import Caches, Places, places_and_mask, slots_by_window
+from maxlm.model.layers.linear import Linear, parameter, turned_product, worth_turning
+from maxlm.model.layers.masks import causal_mask, layer_windows
+from maxlm.model.layers.norm import Norm
+from maxlm.model.layers.rope import rotary_angles
+from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.pipeline import run_pipeline
-from maxlm.model.placement import ONE_DEVICE, Axes, Placement
-from maxlm.model.positions import rotary_angles
-from maxlm.model.quantized import KERNEL
-from maxlm.model.windows import causal_mask, layer_windows
+from maxlm.parallel.partitioning import ONE_DEVICE, Axes, Placement
 
 
 class Decoder(nnx.Module):
@@ -77,8 +77,8 @@ class Decoder(nnx.Module):
             tokens_BT: token ids.
             segments_BT: number of the document that a token belongs to; tokens see their own document only. None:
                 every row is one document.
-            ends_BT: in place of segments, of rows that hold trees (`maxlm.model.forest`): index in the row behind the
-                last token that sees this one. No gradient, cache, stages or length that is split.
+            ends_BT: in place of segments, of rows that hold trees (`maxlm.model.attention.tree`): index in the row
+                behind the last token that sees this one. No gradient, cache, stages or length that is split.
             positions_BT: position of each token in its document; None: 0, 1, 2, …
             cache: keys and values of earlier calls. A query then sees the positions up to its own; `segments_BT` must
                 be None.
@@ -127,7 +127,8 @@ class Decoder(nnx.Module):
     def turn_kernels(self) -> dict[tuple[Any, ...], int]:
         """Says that kernels are turned where this is worth it, as a CPU wants them for a few tokens at a time.
 
-        Who calls this turns them. Returns path → axes of the input (see `maxlm.model.linear.turn`) of these kernels.
+        The caller turns them. Returns path → axes of the input (see `maxlm.model.layers.linear.turn`) of these
+        kernels.
         """
         found = {}
         for path, module in nnx.iter_modules(self):

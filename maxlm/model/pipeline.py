@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.placement import Axes
+from maxlm.parallel.partitioning import Axes
 
 Tree = TypeVar('Tree')
 

@@ -1,1 +1,1 @@
-"""A run on a terminal: what is shown of it, drawn as lines of text."""
+"""The terminal dashboard. Starts without JAX."""

@@ -11,11 +11,11 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from maxlm.errors import InputError
-from maxlm.monitoring.condensed import Curves
-from maxlm.monitoring.facts import DRAWN, Facts, facts_of
-from maxlm.monitoring.keys import Quit, keys
+from maxlm.monitoring.dashboard_data import DRAWN, Facts, facts_of
+from maxlm.monitoring.downsample import Curves
+from maxlm.monitoring.keyboard import Quit, keys
 from maxlm.monitoring.screen import page, screen, table
-from maxlm.runtime.history import History, HistoryReader
+from maxlm.telemetry.run_history import History, HistoryReader
 
 # Between two looks at the keys and the size of the terminal.
 LOOK_SECONDS = 0.1

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.text import Text
 
-from maxlm.monitoring.facts import Facts, Reading, devices_of
-from maxlm.monitoring.fields import bar, columns, field, flow, plain, shortened
-from maxlm.monitoring.plot import plot
-from maxlm.reporting import amounts
-from maxlm.reporting.fields import items, number, text
-from maxlm.runtime.condition import CRASHED, DIVERGED, FINISHED, PREEMPTED, RUNNING, STALLED, STARTING
+from maxlm.monitoring.braille_plot import plot
+from maxlm.monitoring.dashboard_data import Facts, Reading, devices_of
+from maxlm.monitoring.layout import bar, columns, field, flow, plain, shortened
+from maxlm.reporting.drawing import formatting
+from maxlm.storage.json_fields import items, number, text
+from maxlm.telemetry.run_status import CRASHED, DIVERGED, FINISHED, PREEMPTED, RUNNING, STALLED, STARTING
 
 STATES = {
     STARTING: 'bold blue',
@@ -92,19 +92,19 @@ def progress(facts: Facts, width: int) -> list[Text]:
     elif facts.step or facts.newest:
         lines.append(field('step', f'{facts.step:,}'))
     fields = []
-    spent = [amounts.duration(facts.seconds)] if facts.seconds is not None else []
-    spent += [amounts.dollars(facts.dollars)] if facts.dollars is not None else []
+    spent = [formatting.duration(facts.seconds)] if facts.seconds is not None else []
+    spent += [formatting.dollars(facts.dollars)] if facts.dollars is not None else []
     if spent:
         fields.append(field('spent', ', '.join(spent)))
     if facts.seconds_left:
-        left = [amounts.duration(facts.seconds_left)]
-        left += [amounts.dollars(facts.dollars_left)] if facts.dollars_left else []
+        left = [formatting.duration(facts.seconds_left)]
+        left += [formatting.dollars(facts.dollars_left)] if facts.dollars_left else []
         fields.append(field('left', ', '.join(left)))
         if facts.condition.state == RUNNING:
             fields.append(field('ends', _moment(facts.now + facts.seconds_left, facts.now)))
     if facts.tokens is not None:
-        of = f' of {amounts.short(facts.num_tokens)}' if facts.num_tokens else ''
-        fields.append(field('tokens', amounts.short(facts.tokens) + of))
+        of = f' of {formatting.short(facts.num_tokens)}' if facts.num_tokens else ''
+        fields.append(field('tokens', formatting.short(facts.tokens) + of))
     epoch = facts.newest.get('train/epoch')
     if epoch is not None:
         fields.append(field('epoch', f'{epoch:.2f}'))
@@ -114,14 +114,14 @@ def progress(facts: Facts, width: int) -> list[Text]:
 def figures(facts: Facts, width: int) -> list[Text]:
     """Loss, rates and speed, as of the newest lines."""
     fields = [
-        _metric(facts, 'train/loss', 'loss', amounts.loss),
-        _metric(facts, 'train/best_loss', 'best', amounts.loss),
-        _metric(facts, 'eval/loss', 'validation', amounts.loss),
+        _metric(facts, 'train/loss', 'loss', formatting.loss),
+        _metric(facts, 'train/best_loss', 'best', formatting.loss),
+        _metric(facts, 'eval/loss', 'validation', formatting.loss),
         _metric(facts, 'train/learning_rate', 'lr', lambda value: f'{value:.2e}'),
         _metric(facts, 'train/grad_norm', 'grad norm', lambda value: f'{value:.3f}'),
         _metric(facts, 'perf/tokens_per_second', '', lambda value: f'{value:,.0f} tokens/s'),
         _metric(facts, 'perf/step_seconds', '', lambda value: f'{_brief(value)}/step'),
-        _metric(facts, 'perf/mfu', 'MFU', amounts.percent),
+        _metric(facts, 'perf/mfu', 'MFU', formatting.percent),
         _metric(facts, 'perf/device_memory_gib', 'memory', lambda value: f'{value:.1f} GiB'),
     ]
     skipped = facts.newest.get('train/skipped')
@@ -156,7 +156,10 @@ def goodput(facts: Facts, width: int, *, bars: bool) -> list[Text]:
         lines = []
         for name in ranked:
             label, _, style = known[name]
-            percent, seconds = f' {amounts.percent(share[name]):>6}', f'  {amounts.duration(facts.shares[name]):>11}'
+            percent, seconds = (
+                f' {formatting.percent(share[name]):>6}',
+                f'  {formatting.duration(facts.shares[name]):>11}',
+            )
             room = width - words - 1 - len(percent) - len(seconds)
             drawn = [bar(share[name], room, style, full='█', rest=' ')] if room > 3 else []
             parts = [Text(f'{label:<{words}} ', style='dim'), *drawn, Text(percent), Text(seconds)]
@@ -167,7 +170,7 @@ def goodput(facts: Facts, width: int, *, bars: bool) -> list[Text]:
         reached += share[name]
         stacked.append(known[name][1] * (round(reached * width) - len(stacked)), style=known[name][2])
     legend = [
-        Text.assemble((known[name][1], known[name][2]), ' ', field(known[name][0], amounts.percent(share[name])))
+        Text.assemble((known[name][1], known[name][2]), ' ', field(known[name][0], formatting.percent(share[name])))
         for name in ranked
         if share[name] >= 0.0005
     ]
@@ -284,9 +287,9 @@ def _host(reading: Reading, hosts: int) -> list[Text]:
     line = reading.line
     fields = [Text(plain(text(line, 'host')) or f'process {reading.process}')]
     if reading.age > OLD_SECONDS:
-        fields.append(Text(f'{amounts.duration(reading.age)} ago', style='yellow'))
+        fields.append(Text(f'{formatting.duration(reading.age)} ago', style='yellow'))
     if hosts > 1 and reading.share is not None:
-        fields.append(field('in steps', amounts.percent(reading.share)))
+        fields.append(field('in steps', formatting.percent(reading.share)))
     cpu, ram, of_ram = (number(line, key) for key in ('cpu_percent', 'ram_bytes', 'ram_total_bytes'))
     mine, disk = number(line, 'process_ram_bytes'), number(line, 'disk_free_bytes')
     sent, received = number(line, 'net_sent_bytes_per_second'), number(line, 'net_received_bytes_per_second')
@@ -295,11 +298,11 @@ def _host(reading: Reading, hosts: int) -> list[Text]:
     if ram is not None:
         fields.append(field('ram', _of(ram, of_ram, 2**30, 'GiB', '.1f')))
     if mine is not None:
-        fields.append(field('of it the run', amounts.size(mine)))
+        fields.append(field('of it the run', formatting.size(mine)))
     if disk is not None:
-        fields.append(field('disk free', amounts.size(disk)))
+        fields.append(field('disk free', formatting.size(disk)))
     if sent is not None and received is not None:
-        fields.append(field('net', f'{amounts.size(received)}/s in, {amounts.size(sent)}/s out'))
+        fields.append(field('net', f'{formatting.size(received)}/s in, {formatting.size(sent)}/s out'))
     return fields
 
 
@@ -318,14 +321,14 @@ def _degrees(degrees: float | None) -> Text:
 
 def _brief(seconds: float) -> str:
     """Of what may be short: 12.3 ms, 1.25 s."""
-    return f'{1000 * seconds:.3g} ms' if seconds < 0.9995 else amounts.duration(seconds)
+    return f'{1000 * seconds:.3g} ms' if seconds < 0.9995 else formatting.duration(seconds)
 
 
 def _clock(seconds: float) -> str:
     try:
         return f'{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}'
     except (ValueError, OverflowError, OSError):
-        return amounts.DASH
+        return formatting.DASH
 
 
 def _moment(seconds: float, now: float) -> str:

@@ -1,1 +1,1 @@
-"""Numbers about models and machines."""
+"""Memory, time and cost of a run ahead of time."""

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.errors import InputError
+from maxlm.hardware.chips import GIB, Chip
+from maxlm.hardware.prices import price_per_hour
 from maxlm.planning.chinchilla import BESIROGLU, FLOPS_PER_PARAMETER_TOKEN, Allocation, Law, compute_optimal
-from maxlm.planning.chips import GIB, Chip
 from maxlm.planning.cost import USUAL_TERMS, Terms, find_pace, tokens_for
-from maxlm.planning.prices import price_per_hour
 from maxlm.planning.scaling import SizePoint
 
 # Of a checkpoint, for each parameter: itself in float32, and two moments. Only what saving takes hangs on it.

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.planning.weights import count_parameters
-from maxlm.runtime.metrics import read_metrics
-from maxlm.runtime.workdir import read_config
+from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.workdir.files import read_config
 
 FLOPS_PER_PARAMETER_TOKEN = 6
 MIN_RUNS = 5

@@ -11,10 +11,10 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from maxlm.config.keys import Config
+from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.planning.chips import GIB, Chip
-from maxlm.planning.prices import STORAGE_PER_GIB_MONTH, Price, has_price, price_per_hour
+from maxlm.hardware.chips import GIB, Chip
+from maxlm.hardware.prices import STORAGE_PER_GIB_MONTH, Price, has_price, price_per_hour
 
 HOUR = 3600.0
 # A forward pass is a third of a training step's work.

@@ -7,16 +7,17 @@ from typing import NamedTuple
 
 import jax
 
-from maxlm.config.keys import Config
+from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.planning.compile import CompiledStep, compile_train_step
+from maxlm.parallel.layout import Layout
+from maxlm.planning.compiled.compile import CompiledStep, compile_train_step
+from maxlm.planning.compiled.memory import memory_of, overflow_of
+from maxlm.planning.compiled.program import Program, read_program
+from maxlm.planning.estimate.memory import Memory, estimate_memory
+from maxlm.planning.estimate.roofline import StepTime, step_time
+from maxlm.planning.estimate.work import Work, estimate_work
 from maxlm.planning.machine import Machine
-from maxlm.planning.memory import Memory, estimate_memory, memory_of, overflow_of
-from maxlm.planning.program import Program, read_program
-from maxlm.planning.roofline import StepTime, step_time
 from maxlm.planning.targets import Target, compiling_for, target_layout
-from maxlm.planning.work import Work, estimate_work
-from maxlm.training.sharding import Layout
 from maxlm.training.state import abstract_state
 
 

@@ -2,7 +2,7 @@
 
 Sources: the device descriptions that OpenXLA publishes (xla/backends/gpu/target_config/specs), in line with NVIDIA's
 tuning guides for Ampere, Hopper and Blackwell (processors, shared memory, L2) and with the datasheets (clock). Memory
-and its bandwidth are those of `maxlm.planning.chips`.
+and its bandwidth are those of `maxlm.hardware.chips`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from maxlm.planning.chips import Chip
+from maxlm.hardware.chips import Chip
 
 # The cuDNN for which programs are made, as cuDNN numbers itself; what jax[cuda12] 0.10 and later bring is newer.
 CUDNN_VERSION = 91000

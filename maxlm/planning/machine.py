@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from maxlm.config.keys import Config
-from maxlm.planning.chips import Chip, capability_of, find_chip, host_memory
-from maxlm.planning.cpu import calibrate_cpu
-from maxlm.planning.roofline import Efficiency
+from maxlm.config.schema import Config
+from maxlm.hardware.chips import Chip, capability_of, find_chip, host_memory
+from maxlm.parallel.layout import island_of
+from maxlm.planning.estimate.cpu import calibrate_cpu
+from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.targets import Target
-from maxlm.training.sharding import island_of
 
 # Of a GPU's memory what JAX may take: launch/gpu_node.sh sets XLA_PYTHON_CLIENT_MEM_FRACTION to it.
 GPU_SHARE = 0.92

@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from maxlm.config.keys import Config, ModelConfig
-from maxlm.config.layouts import resolve_mesh
+from maxlm.config.mesh import resolve_mesh
 from maxlm.config.resolve import resolve
+from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
-from maxlm.planning.chips import Chip
-from maxlm.planning.flops import training_flops
-from maxlm.planning.prices import has_price, price_per_hour
-from maxlm.planning.weights import count_parameters
+from maxlm.hardware.chips import Chip
+from maxlm.hardware.prices import has_price, price_per_hour
+from maxlm.planning.estimate.flops import training_flops
+from maxlm.planning.estimate.parameters import count_parameters
 
 
 class Prediction(NamedTuple):

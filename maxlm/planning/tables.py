@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from maxlm.hardware.chips import GIB
 from maxlm.planning.budget import BudgetPlan, BudgetRow
-from maxlm.planning.chips import GIB
 from maxlm.planning.scaling import ScalingRow
 
 

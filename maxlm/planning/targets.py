@@ -18,13 +18,13 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from maxlm.config.keys import MeshConfig
-from maxlm.config.rules import nearest
+from maxlm.config.schema import MeshConfig
+from maxlm.config.validation import nearest
 from maxlm.errors import InputError
-from maxlm.planning.chips import CHIPS, Chip, host_memory
+from maxlm.hardware.chips import CHIPS, Chip, host_memory
+from maxlm.parallel.layout import Layout, make_layout, split_across_islands
 from maxlm.planning.gpu_compiler import OPTION, add_compiler
 from maxlm.planning.gpu_targets import GPU_TARGETS, answering_for, describe_gpu
-from maxlm.training.sharding import Layout, make_layout, split_across_islands
 
 # More than any cluster or pod of today; a mistyped number must not fill the memory.
 MAX_DEVICES = 2**16
@@ -182,7 +182,7 @@ def _near_chip(name: str, rest: str) -> str:
 
 
 def target_devices(target: Target) -> list[Any]:
-    """Devices as those of the target, for `maxlm.training.sharding.make_layout`; none of them need be there.
+    """Devices as those of the target, for `maxlm.parallel.layout.make_layout`; none of them need be there.
 
     JAX itself should be on the CPU (`jax_platforms`), as it asks other platforms for devices when it starts. GPUs of
     several nodes come node after node and show their node as `process_index` alone, not as `slice_index` like real

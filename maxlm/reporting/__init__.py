@@ -1,1 +1,1 @@
-"""Pages about runs that are read without a server: what was trained, how it went, what it cost."""
+"""The HTML report of runs, made from their files."""

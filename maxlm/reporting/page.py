@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import maxlm
-from maxlm.reporting import amounts
-from maxlm.reporting.markup import Markup, join, tag
-from maxlm.reporting.pointer import SCRIPT
-from maxlm.reporting.run import Run, make_runs
+from maxlm.log import logger
+from maxlm.reporting.drawing import formatting
+from maxlm.reporting.drawing.css import style
+from maxlm.reporting.drawing.hover_script import SCRIPT
+from maxlm.reporting.drawing.html import Markup, join, tag
+from maxlm.reporting.sections.curves import learning
+from maxlm.reporting.sections.devices import machines
 from maxlm.reporting.sections.events import events
 from maxlm.reporting.sections.goodput import goodput
-from maxlm.reporting.sections.learning import learning
-from maxlm.reporting.sections.machines import machines
-from maxlm.reporting.sections.origin import origin
-from maxlm.reporting.sections.plan import plan
+from maxlm.reporting.sections.overview import headline, summary
+from maxlm.reporting.sections.plan_vs_actual import plan
+from maxlm.reporting.sections.reproducibility import origin
+from maxlm.reporting.sections.run_summary import Run, make_runs
 from maxlm.reporting.sections.samples import samples
 from maxlm.reporting.sections.scaling import scaling
-from maxlm.reporting.sections.summary import headline, summary
-from maxlm.reporting.style import style
-from maxlm.runtime.console import logger
-from maxlm.runtime.history import History, read_history
+from maxlm.telemetry.run_history import History, read_history
 
 NAME = 'report.html'
 # Name of the page that compares several runs, in the current directory.
@@ -93,7 +93,7 @@ def page(runs: Sequence[Run]) -> str:
     names = ' and '.join([', '.join(run.name for run in runs[:-1]), runs[-1].name] if len(runs) > 1 else [runs[0].name])
     lead = headline(runs[0]) if len(runs) == 1 else f'{len(runs)} runs side by side.'
     links = [tag('a', words, href=f'#{name}') for name, words in _LINKS.items() if f'<section id="{name}"' in body]
-    made = f'Made by maxlm {maxlm.__version__} at {amounts.moment(runs[0].now)} from '
+    made = f'Made by maxlm {maxlm.__version__} at {formatting.moment(runs[0].now)} from '
     head = join(
         tag('meta', charset='utf-8'),
         tag('meta', http_equiv='Content-Security-Policy', content=POLICY),

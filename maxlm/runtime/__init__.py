@@ -1,1 +1,1 @@
-"""Around the step: files, clocks, processes, signals."""
+"""The processes of a run: start, rendezvous, heartbeat, barrier, preemption, compilation cache."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxlm.errors import EXIT_PREEMPTED
-from maxlm.runtime.console import RUN_LOG
-from maxlm.runtime.peers import Peers
+from maxlm.log import RUN_LOG
+from maxlm.runtime.heartbeat import Peers
 
 TICKS = 10
 LONGEST_TICK_SECONDS = 1.0

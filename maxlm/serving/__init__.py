@@ -1,1 +1,1 @@
-"""A trained model behind HTTP: requests as OpenAI's, answers as they are drawn, a page to talk to it."""
+"""The OpenAI-compatible HTTP server and the chat page."""

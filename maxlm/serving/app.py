@@ -14,11 +14,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp
 
-from maxlm.serving.answering import Answer
-from maxlm.serving.answers import Writer
-from maxlm.serving.asking import Questions, ask_chat, ask_completions
+from maxlm.serving.chat_page import Page
 from maxlm.serving.errors import ApiError
-from maxlm.serving.guard import (
+from maxlm.serving.metrics import CONTENT_TYPE
+from maxlm.serving.middleware import (
     CHAT,
     COMPLETIONS,
     HEALTH,
@@ -30,10 +29,11 @@ from maxlm.serving.guard import (
     broken,
     error_response,
 )
-from maxlm.serving.metrics import CONTENT_TYPE
-from maxlm.serving.page import Page
+from maxlm.serving.request_parsing import Questions, ask_chat, ask_completions
+from maxlm.serving.responses import Writer
 from maxlm.serving.schema import Asked, parse_chat, parse_completion
 from maxlm.serving.service import Service
+from maxlm.serving.streaming import Answer
 
 
 def make_app(service: Service, access: Access, *, origins: Collection[str] = ()) -> ASGIApp:

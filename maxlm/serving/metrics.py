@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from maxlm.inference.requests import EngineState
+from maxlm.inference.engine.requests import EngineState
 
 CONTENT_TYPE = 'text/plain; version=0.0.4; charset=utf-8'
 # What a path is counted as that is none of the server's: names would grow without end.

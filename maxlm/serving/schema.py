@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from maxlm.inference.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_PROBS
+from maxlm.inference.engine.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_PROBS
 from maxlm.serving.errors import ApiError, from_validation
 
 MAX_SEED = 2**32 - 1

@@ -8,14 +8,14 @@ import math
 import time
 from collections.abc import Callable
 
-from maxlm.inference.requests import Delta, QueueFullError, Request
-from maxlm.serving.answers import Spelling
-from maxlm.serving.asking import Served
+from maxlm.inference.engine.requests import Delta, QueueFullError, Request
 from maxlm.serving.encoding import Encoders, stopping, too_slow
+from maxlm.serving.engine_thread import Pump, Ticket
 from maxlm.serving.errors import SERVER, ApiError
 from maxlm.serving.limits import Bodies, Limits
 from maxlm.serving.metrics import Metrics
-from maxlm.serving.pump import Pump, Ticket
+from maxlm.serving.request_parsing import Served
+from maxlm.serving.responses import Spelling
 
 # What a client that is refused waits at most.
 _LONGEST_RETRY = 60

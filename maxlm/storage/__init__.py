@@ -1,1 +1,1 @@
-"""Local and remote files, and what is read from them; knows no run."""
+"""Local and remote files: buckets, downloads, retries, atomic writes, JSON lines. Knows no run."""

@@ -1,1 +1,1 @@
-"""The training step and what it is made of: pure functions of arrays and numbers; no files, no clocks."""
+"""The training step: pure functions of arrays and numbers, without files and clocks."""

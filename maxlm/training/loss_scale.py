@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.keys import TrainConfig
+from maxlm.config.schema import TrainConfig
 
 
 class LossScale(NamedTuple):

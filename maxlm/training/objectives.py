@@ -15,19 +15,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.config.keys import Config
+from maxlm.config.schema import Config
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
-from maxlm.model.host_memory import fetch, on_host
-from maxlm.training.log_probs import TokenLogProbs, token_log_probs
-from maxlm.training.loss import cross_entropy
-from maxlm.training.policy import policy_sums
-from maxlm.training.preference import preference_terms
-from maxlm.training.sharding import Layout
+from maxlm.parallel.host_offload import fetch, on_host
+from maxlm.parallel.layout import Layout
+from maxlm.training.losses.cross_entropy import cross_entropy
+from maxlm.training.losses.dpo import preference_terms
+from maxlm.training.losses.grpo import policy_sums
+from maxlm.training.losses.log_probs import TokenLogProbs, token_log_probs
 from maxlm.training.state import Params, abstract_model
 
 # tokens, targets, weights, segments, positions: each [B, T]; perhaps sources: [B]; of responses also GRPO_TYPES.
 Batch = dict[str, jax.Array]
+# The arrays of a batch, as `maxlm.data` makes them; each [B, T].
+BATCH_TYPES = {
+    'tokens': jnp.int32,
+    'targets': jnp.int32,
+    'weights': jnp.float32,
+    'segments': jnp.int32,
+    'positions': jnp.int32,
+}
 # What a batch of responses has besides, each [B, T]; see `policy_sums`. There `weights` are those of the loss.
 GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_probs': jnp.float32}
 

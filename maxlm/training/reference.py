@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.keys import Config
-from maxlm.model.lora import LORA_B
-from maxlm.training.optimizer import kind_of
-from maxlm.training.trained import Tree
+from maxlm.config.schema import Config
+from maxlm.model.layers.lora import LORA_B
+from maxlm.training.optimizers.optimizer import kind_of
+from maxlm.training.optimizers.trainable import Tree
 
 
 def holds_reference(config: Config) -> bool:

@@ -12,17 +12,17 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from maxlm.config.keys import UNDECIDED_STEPS, Config
+from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.model.decoder import Decoder
-from maxlm.model.host_memory import HOST
-from maxlm.training.guards import SpikeWindow, first_window
+from maxlm.parallel.host_offload import HOST
+from maxlm.parallel.layout import Layout
 from maxlm.training.loss_scale import LossScale, first_loss_scale
-from maxlm.training.moments import Blocks, place_moment
-from maxlm.training.optimizer import kind_of, make_optimizer
+from maxlm.training.optimizers.optimizer import kind_of, make_optimizer
+from maxlm.training.optimizers.quantized_moments import Blocks, place_moment
+from maxlm.training.optimizers.schedule import Progress
+from maxlm.training.optimizers.trainable import check_patterns, dotted_names, trained_part
 from maxlm.training.reference import as_reference, holds_reference, stored_dtype
-from maxlm.training.schedule import Progress
-from maxlm.training.sharding import Layout
-from maxlm.training.trained import check_patterns, dotted_names, trained_part
+from maxlm.training.spike_guard import SpikeWindow, first_window
 
 Params = Any  # nested dict of arrays
 Metrics = dict[str, jax.Array]  # scalars; by source: [S]

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxlm.config.keys import Config
-from maxlm.model.ring import zigzag
-from maxlm.training.guards import judge
+from maxlm.config.schema import Config
+from maxlm.model.attention.ring import zigzag
+from maxlm.parallel.layout import Layout
 from maxlm.training.loss_scale import next_loss_scale
 from maxlm.training.objectives import Batch, LossSums, make_objective, no_sums
-from maxlm.training.offload import layer_by_layer, norm
+from maxlm.training.optimizers.offload import layer_by_layer, norm
+from maxlm.training.optimizers.schedule import make_schedule, rate_at
+from maxlm.training.optimizers.trainable import trained_part, with_trained
 from maxlm.training.reference import adapters_off
-from maxlm.training.schedule import make_schedule, rate_at
-from maxlm.training.sharding import Layout
+from maxlm.training.spike_guard import judge
 from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
-from maxlm.training.trained import trained_part, with_trained
 
 
 def make_train_step(

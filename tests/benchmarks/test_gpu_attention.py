@@ -7,8 +7,8 @@ import pytest
 from benchmarks import gpu_attention
 from benchmarks.gpu_attention import Shape, check, documents, find_mistakes, largest_error, random_segments, reference
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
-from maxlm.model import cudnn
-from tests.model import cudnn_on_cpu
+from maxlm.model.attention import cudnn
+from tests.model.attention import cudnn_on_cpu
 
 SHAPE = Shape(B=2, T=32, N=4, K=2, H=8, window=7)
 

@@ -7,13 +7,13 @@ import pytest
 
 from benchmarks import gpu_programs
 from benchmarks.gpu_programs import RUNGS, VOCAB, library_products, parts_of
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
-from maxlm.planning.hlo import read_hlo
-from maxlm.planning.program import read_program
+from maxlm.planning.compiled.hlo import read_hlo
+from maxlm.planning.compiled.program import read_program
+from maxlm.planning.estimate.work import estimate_work
 from maxlm.planning.targets import parse_target
-from maxlm.planning.work import estimate_work
 from tests.conftest import ROOT
 
 PROGRAMS = Path(ROOT) / 'tests/planning/programs'

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from maxlm.config.load import load, split_overrides
+from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
 from tests.conftest import ROOT
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import hf_memory
+from maxlm.checkpoint.streaming import StreamedArray
 from maxlm.errors import EXIT_DONE, EXIT_FAILED
-from maxlm.runtime.layers import StreamedArray
 from tests.conftest import ROOT
 
 

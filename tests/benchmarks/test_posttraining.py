@@ -3,7 +3,7 @@ import json
 import pytest
 
 from benchmarks.posttraining import TASKS, curves, line_of, main
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
 from tests.conftest import ROOT
 

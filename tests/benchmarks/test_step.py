@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import step
 from benchmarks.step import compare, random_batch, repository_text, text_tokens
-from maxlm.config.keys import ModelConfig
+from maxlm.config.schema import ModelConfig
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
-from maxlm.planning.flops import training_flops
+from maxlm.planning.estimate.flops import training_flops
 from tests.conftest import ROOT
 
 # On a bare GPU machine these cannot be imported.

@@ -181,7 +181,7 @@ def running(monkeypatch, kind=GcsServer) -> Iterator[GcsServer]:
     import fsspec.config
     import gcsfs.retry
 
-    from maxlm.data import buckets
+    from maxlm.storage import object_store
 
     server = kind()
     for name, value in environment(server).items():
@@ -189,9 +189,9 @@ def running(monkeypatch, kind=GcsServer) -> Iterator[GcsServer]:
     # The variable is read when fsspec is imported.
     monkeypatch.setitem(fsspec.config.conf, 'gcs', {'token': 'anon'})
     monkeypatch.setattr(gcsfs.retry, 'asyncio', types.SimpleNamespace(sleep=lambda seconds: asyncio.sleep(0)))
-    buckets._filesystem.cache_clear()
+    object_store._filesystem.cache_clear()
     try:
         yield server
     finally:
         server.close()
-        buckets._filesystem.cache_clear()
+        object_store._filesystem.cache_clear()

@@ -28,16 +28,16 @@ def _server():
 @contextlib.contextmanager
 def running(monkeypatch):
     """Yields a client of boto3, to put objects with. Nothing is stored before, nor afterwards."""
-    from maxlm.data import buckets
+    from maxlm.storage import object_store
 
     url, client = _server()
     # A failing request is not tried again by the library.
     for name, value in {**CREDENTIALS, 'AWS_ENDPOINT_URL': url, 'AWS_MAX_ATTEMPTS': '1'}.items():
         monkeypatch.setenv(name, value)
     # The endpoint is read when the first request is made.
-    buckets._filesystem.cache_clear()
+    object_store._filesystem.cache_clear()
     try:
         yield client
     finally:
         urllib.request.urlopen(f'{url}/moto-api/reset', b'').close()
-        buckets._filesystem.cache_clear()
+        object_store._filesystem.cache_clear()

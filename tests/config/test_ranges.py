@@ -6,10 +6,10 @@ import typing
 
 import pytest
 
-from maxlm.config import load
-from maxlm.config.keys import FAMILY, SECTIONS, Config
+from maxlm.config import loading
 from maxlm.config.ranges import RANGES, Range, check_ranges
-from maxlm.config.rules import CHOICES
+from maxlm.config.schema import FAMILY, SECTIONS, Config
+from maxlm.config.validation import CHOICES
 from maxlm.errors import InputError
 
 NUMERIC = {
@@ -27,7 +27,7 @@ UNUSUAL = ('0', '-1', '1e6', '1e-30')
 def config_file(tmp_path_factory):
     path = tmp_path_factory.mktemp('config') / 'small.py'
     path.write_text(
-        'from maxlm.config.load import default\n'
+        'from maxlm.config.loading import default\n'
         'def get_config():\n'
         '    config = default()\n'
         '    config.model.num_layers, config.model.dim, config.model.num_heads = 2, 64, 2\n'
@@ -54,7 +54,7 @@ def test_every_default_is_in_its_range():
 def refusal(config_file, key, text):
     """Returns the message with which an override is refused; '' where it is accepted."""
     try:
-        config = load.load(config_file, [f'{key}={text}'])
+        config = loading.load(config_file, [f'{key}={text}'])
     except InputError as error:
         return str(error)
     section, name = key.split('.')
@@ -85,7 +85,7 @@ def test_unusual_numbers_are_refused_by_name_or_in_the_range(config_file, text):
 @pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.learning_rate'])
 def test_numbers_of_python_configs(config_file, key, value):
     section, name = key.split('.')
-    config = load.load(config_file)
+    config = loading.load(config_file)
     changed = dataclasses.replace(getattr(config, section), **{name: value})
     with pytest.raises(InputError, match=f'^{key}=.*must be (finite, )?(at least|greater than) 0') as error:
         check_ranges(dataclasses.replace(config, **{section: changed}))
@@ -94,10 +94,10 @@ def test_numbers_of_python_configs(config_file, key, value):
 
 @pytest.mark.parametrize('text', ['Infinity', 'NaN', '-1', '1e30', '1' * 400])
 def test_numbers_of_a_config_json(config_file, text):
-    written = load.to_json(load.load(config_file))
-    assert load.from_json(written)
+    written = loading.to_json(loading.load(config_file))
+    assert loading.from_json(written)
     with pytest.raises(ValueError, match='learning_rate'):
-        load.from_json(written.replace('"learning_rate": 0.0003', f'"learning_rate": {text}'))
+        loading.from_json(written.replace('"learning_rate": 0.0003', f'"learning_rate": {text}'))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm.config.load import build, default
+from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve, resolve_on
 from maxlm.errors import InputError
 

@@ -7,12 +7,12 @@ import pytest
 
 from benchmarks.models import MODELS, Model, main, resolved, row
 from maxlm import train
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
-from maxlm.huggingface.architectures import to_config
+from maxlm.huggingface.config_conversion import to_config
+from maxlm.parallel.layout import make_layout
 from maxlm.planning.sizes import num_parameters
-from maxlm.training.sharding import make_layout
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 

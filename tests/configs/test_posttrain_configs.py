@@ -4,15 +4,15 @@ import json
 
 import pytest
 
+from examples.tasks import __main__ as tasks
 from maxlm import prepare
-from maxlm.config.load import load
-from maxlm.config.posttrain_rules import check_grpo
-from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.data.records import load_manifest
+from maxlm.config.loading import load
+from maxlm.config.validation_rl import check_grpo
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.dataset.records import load_manifest
 from maxlm.errors import InputError
-from maxlm.posttrain.prompts import read_prompts
-from maxlm.posttrain.scoring import check_tasks
-from maxlm.posttrain.tasks import __main__ as tasks
+from maxlm.rewards.prompts import read_prompts
+from maxlm.rewards.scorer import check_tasks
 from tests.conftest import ROOT
 
 
@@ -28,7 +28,7 @@ def command(kind, name, folder):
 def test_data_and_windows_go_together(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     sft, rl = (load(f'configs/{kind}.py:{variant}') for variant in ('sft', 'rl'))
-    assert tasks.main(command(kind, 'maxlm.posttrain.tasks', tmp_path)) == 0
+    assert tasks.main(command(kind, 'examples.tasks', tmp_path)) == 0
     assert prepare.main([*command(kind, 'maxlm.prepare', tmp_path), '--workers', '1', '--quiet']) == 0
     dataset = load_manifest(tmp_path / sft.data.path.removeprefix('data/'))
     assert dataset.packed_window == sft.data.window

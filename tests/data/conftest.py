@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxlm.data.records import (
+from maxlm.data.dataset.records import (
     Dataset,
     ShardWriter,
     SourceCounts,

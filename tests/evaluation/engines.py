@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxlm.inference.requests import Completion, DrawnToken
+from maxlm.inference.engine.requests import Completion, DrawnToken
 from maxlm.training.state import abstract_model
 
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from maxlm.data.chat_template import CHATML, ChatTemplate
-from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.code import HUMANEVAL_STOPS, ProgramsConfig, open_suite, solve
 from tests.evaluation.engines import RecitingEngine

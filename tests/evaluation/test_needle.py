@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.needle import (
     CHOICES,
@@ -13,7 +13,7 @@ from maxlm.evaluation.needle import (
     draw_needles,
     find_needles,
 )
-from maxlm.inference.likelihood import Likelihood
+from maxlm.inference.scoring import Likelihood
 
 TOKENIZER = bytes_tokenizer()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.evaluation.requested import Requested, parse_tasks
+from maxlm.evaluation.runner import Requested, parse_tasks
 
 
 @pytest.mark.parametrize(

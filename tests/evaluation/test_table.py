@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlm.evaluation.measures import Measure, mean_of
+from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.evaluation.table import LEGEND, Column, table_json, table_text
 
 VALUES = np.array([1.0, 2.0, 4.0, 3.0])

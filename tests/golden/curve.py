@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from maxlm import train
 from maxlm.errors import EXIT_DONE
-from maxlm.runtime.metrics import read_metrics
+from maxlm.telemetry.metrics import read_metrics
 from tests.cpu import fast_environment
 
 ROOT = Path(__file__).parent.parent.parent

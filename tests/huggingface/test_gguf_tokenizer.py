@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from maxlm.data.tokenizer import bytes_tokenizer, train_bpe
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, train_bpe
 from maxlm.errors import InputError
 from maxlm.huggingface.gguf_tokenizer import vocabulary
 

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import from_config
-from maxlm.huggingface.catalog import ARCHITECTURES
-from maxlm.huggingface.fields import shown
+from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.config_conversion import from_config
+from maxlm.huggingface.json_fields import shown
 from maxlm.huggingface.numbers import NUMBERS
 from maxlm.huggingface.tokenizer_files import files_for_import
 

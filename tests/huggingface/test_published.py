@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from maxlm.huggingface.architectures import choose, from_config
-from maxlm.huggingface.tensors import tensors
+from maxlm.huggingface.config_conversion import choose, from_config
+from maxlm.huggingface.state_dict import tensors
 
 # Shortened to what a model depends on, by files of Transformers 4.
 PUBLISHED = {

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import from_config, to_config
-from maxlm.model.positions import rotary_angles
-from tests.huggingface.test_architectures import essentials, in_transformers
+from maxlm.huggingface.config_conversion import from_config, to_config
+from maxlm.model.layers.rope import rotary_angles
+from tests.huggingface.test_config_conversion import essentials, in_transformers
 from tests.small import small_config
 
 SCALINGS = {

@@ -13,18 +13,18 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from maxlm.config.load import from_json
-from maxlm.data.tokenizer import train_bpe
+from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.config.loading import from_json
+from maxlm.data.tokenizer.tokenizer import train_bpe
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import choose
-from maxlm.huggingface.exporting import export_model
-from maxlm.huggingface.importing import import_model
-from maxlm.huggingface.tensors import PREFIXES
-from maxlm.inference.engine import Engine
+from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.export_model import export_model
+from maxlm.huggingface.import_model import import_model
+from maxlm.huggingface.state_dict import PREFIXES
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import load_model
-from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
-from maxlm.runtime.layers import ParamsReader
 from tests.conftest import ROOT
 from tests.huggingface.transformers_models import CASES, make_model, name_in_file
 from tests.huggingface.workdirs import MODELS, make_workdir, parameters

@@ -8,15 +8,16 @@ import tokenizers
 import transformers
 from tokenizers import processors
 
-from maxlm.data.chat_template import CHATML, ChatTemplate
-from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.data.tokenizer import END_OF_DOCUMENT, Tokenizer, bytes_tokenizer, chars_tokenizer, train_bpe
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer, bytes_tokenizer, chars_tokenizer, train_bpe
 from maxlm.errors import InputError
-from maxlm.huggingface.architectures import choose, to_config
-from maxlm.huggingface.catalog import ARCHITECTURES
-from maxlm.huggingface.tokenizer_files import KEPT, files_for_export, files_for_import
+from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.config_conversion import choose, to_config
+from maxlm.huggingface.tokenizer_files import files_for_export, files_for_import
+from maxlm.workdir.files import KEPT_FOR_EXPORT
 from tests.conftest import ROOT
-from tests.huggingface.test_tensors import random_model
+from tests.huggingface.test_state_dict import random_model
 from tests.small import small_config
 
 LICENSE = (ROOT / 'LICENSE').read_text()
@@ -132,7 +133,7 @@ def model_directory(tmp_path):
     directory = tmp_path / 'input'
     directory.mkdir()
     TOKENIZERS['bpe'].save(directory / 'tokenizer.json')
-    for name in KEPT:
+    for name in KEPT_FOR_EXPORT:
         (directory / name).write_text('{"a": 1}')
     (directory / 'modeling_x.py').write_text('print(1)')
     return directory
@@ -140,7 +141,7 @@ def model_directory(tmp_path):
 
 def test_files_of_an_import(model_directory):
     files, remark = files_for_import(model_directory)
-    assert set(files) == {*KEPT, 'tokenizer.json'}
+    assert set(files) == {*KEPT_FOR_EXPORT, 'tokenizer.json'}
     assert remark == ''
     # In the form of maxlm.prepare, however it was written.
     path = model_directory / 'tokenizer.json'
@@ -200,7 +201,7 @@ def test_a_tokenizer_of_its_own_keeps_its_rules(model_directory, tmp_path):
     (model_directory / 'special_tokens_map.json').write_text('{}')
     original = transformers.AutoTokenizer.from_pretrained(model_directory)
     files, _ = files_for_import(model_directory)
-    kept = {name.replace('.', '__'): json.loads(files[name]) for name in KEPT if name.endswith('.json')}
+    kept = {name.replace('.', '__'): json.loads(files[name]) for name in KEPT_FOR_EXPORT if name.endswith('.json')}
     (tmp_path / 'tokenizer.json').write_bytes(files['tokenizer.json'])
     output = exported(tmp_path, Tokenizer.load(tmp_path / 'tokenizer.json'), **kept)
     again = transformers.AutoTokenizer.from_pretrained(output)

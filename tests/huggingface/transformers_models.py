@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import transformers
 
-from maxlm.config.keys import ModelConfig
-from maxlm.huggingface.architectures import from_config
-from maxlm.huggingface.tensors import tensors
+from maxlm.config.schema import ModelConfig
+from maxlm.huggingface.config_conversion import from_config
+from maxlm.huggingface.state_dict import tensors
 
 VOCAB = 61
 

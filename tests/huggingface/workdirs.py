@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.config.keys import Config
-from maxlm.config.load import to_json
-from maxlm.data.tokenizer import Tokenizer, bytes_tokenizer
-from maxlm.huggingface.architectures import choose
-from maxlm.huggingface.tensors import parameter_shapes, tensors
-from maxlm.runtime.layers import StreamedArray, write_step
+from maxlm.checkpoint.streaming import StreamedArray, write_step
+from maxlm.config.loading import to_json
+from maxlm.config.schema import Config
+from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
+from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from tests.small import small_config
 
 # By the family: the overrides of a small model that differs from the others of the family where it can.

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.data.tokenizer import bytes_tokenizer
-from maxlm.inference import engine as engine_module
-from maxlm.inference import programs
-from maxlm.inference.engine import Engine
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.inference.engine import compiled
+from maxlm.inference.engine import engine as engine_module
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.requests import Request
 from maxlm.inference.sampling import Sampling
-from maxlm.model import linear
+from maxlm.model.layers import linear
 from maxlm.training.state import abstract_model
 from tests.parameters import random_params
 from tests.small import small_config, small_layout
@@ -59,7 +59,7 @@ def load(family, num_devices=1, **mesh):
 
 
 def _programs(config, layout, *, all_rows, **settings):
-    made = programs.Programs(config, layout, **settings)
+    made = compiled.Programs(config, layout, **settings)
     if all_rows:
         made.row_counts = [made.num_slots]
     return made

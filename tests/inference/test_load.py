@@ -5,17 +5,17 @@ import shutil
 import jax
 import pytest
 
-from maxlm.data.chat_template import CHATML
-from maxlm.data.records import load_manifest
-from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.checkpoint.streaming import write_step
+from maxlm.data.chat.template import CHATML
+from maxlm.data.dataset.records import load_manifest
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import load_model
-from maxlm.runtime.console import Console
-from maxlm.runtime.layers import write_step
-from maxlm.runtime.step_folder import FOLDER
-from maxlm.runtime.workdir import CHAT_TEMPLATE, TOKENIZER, describe_run
-from tests.runtime.test_checkpoint import abstract_on, config_on, random_state, same, save
-from tests.runtime.test_layers import flatten, streamed
+from maxlm.log import Console
+from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER, describe_run
+from maxlm.workdir.step_dirs import FOLDER
+from tests.checkpoint.test_manager import abstract_on, config_on, random_state, same, save
+from tests.checkpoint.test_streaming import flatten, streamed
 
 
 @pytest.fixture(scope='module')

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.model.cache import init_caches
-from maxlm.model.windows import layer_windows
+from maxlm.model.layers.kv_cache import init_caches
+from maxlm.model.layers.masks import layer_windows
 from tests.parameters import decoder_graph, logits, random_params
 from tests.small import small_batch, small_config
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from maxlm.model.windows import layer_windows
+from maxlm.model.layers.masks import layer_windows
 from tests.huggingface.transformers_models import VOCAB
 
 LENGTH = 24

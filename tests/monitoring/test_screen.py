@@ -6,11 +6,11 @@ import re
 import pytest
 
 from maxlm.monitoring import panels
-from maxlm.monitoring.facts import facts_of
+from maxlm.monitoring.dashboard_data import facts_of
 from maxlm.monitoring.screen import page, screen, table
-from maxlm.runtime.history import read_history
+from maxlm.telemetry.run_history import read_history
 from tests import workdirs
-from tests.runtime.test_history import damage
+from tests.telemetry.test_run_history import damage
 from tests.workdirs import BUILDERS, NOW
 
 SIZES = [(80, 24), (200, 60), (130, 24), (40, 10), (20, 5), (300, 100), (1, 1)]

@@ -9,9 +9,9 @@ from maxlm.errors import InputError
 from maxlm.planning.budget import plan_budget
 from maxlm.planning.chinchilla import HOFFMANN, compute_optimal
 from maxlm.planning.cost import Terms
+from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.scaling import Prediction, sweep_sizes
 from maxlm.planning.tables import as_json, budget_table
-from maxlm.planning.weights import count_parameters
 from tests.planning.test_scaling import DATA, H100, config
 
 PEAK = 64 * H100.tflops * 1e12

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from maxlm.config.load import to_json
+from maxlm.config.loading import to_json
 from maxlm.errors import InputError
 from maxlm.planning.chinchilla import BESIROGLU, HOFFMANN, HUBER_DELTA, Law, Run, compute_optimal, read_runs, refit
-from maxlm.planning.weights import count_parameters
+from maxlm.planning.estimate.parameters import count_parameters
 from tests.small import small_config
 
 OTHER = Law(2.3, 60.0, 900.0, 0.24, 0.30, 'planted')

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.planning.chips import CHIPS, GIB
+from maxlm.hardware.chips import CHIPS, GIB
 from maxlm.planning.cost import (
     USUAL_TERMS,
     Terms,

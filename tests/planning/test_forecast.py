@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import InputError
 from maxlm.planning import forecast

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 
-from maxlm.config.keys import MESH_AXES, MeshConfig
+from maxlm.config.schema import MESH_AXES, MeshConfig
 from maxlm.errors import InputError
+from maxlm.hardware.chips import CHIPS
+from maxlm.parallel.layout import make_layout
 from maxlm.planning import targets
-from maxlm.planning.chips import CHIPS
 from maxlm.planning.gpu_targets import GPU_TARGETS, describe_gpu
 from maxlm.planning.targets import (
     MAX_DEVICES,
@@ -30,7 +31,6 @@ from maxlm.planning.targets import (
     target_devices,
     target_layout,
 )
-from maxlm.training.sharding import make_layout
 
 CHIP_NAMES = [*dict.fromkeys(chip.name for chip in CHIPS if chip.platform == 'gpu'), *SLICES]
 # As the tests find the libraries; the tests below take them away by themselves.

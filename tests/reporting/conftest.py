@@ -1,7 +1,7 @@
 import pytest
 
-from maxlm.reporting.run import make_runs
-from maxlm.runtime.history import read_history
+from maxlm.reporting.sections.run_summary import make_runs
+from maxlm.telemetry.run_history import read_history
 from tests import workdirs
 
 

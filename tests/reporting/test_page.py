@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from maxlm.reporting.page import NAME, POLICY, page, write_at_end, write_page
-from maxlm.reporting.run import make_runs
-from maxlm.runtime.history import read_history
+from maxlm.reporting.sections.run_summary import make_runs
+from maxlm.telemetry.run_history import read_history
 from tests import workdirs
 from tests.conftest import ROOT
 

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from maxlm.reporting.drawing.palette import GROUND
 from maxlm.reporting.page import POLICY, page
-from maxlm.reporting.palette import GROUND
-from maxlm.reporting.run import make_runs
-from maxlm.runtime.history import read_history
+from maxlm.reporting.sections.run_summary import make_runs
+from maxlm.telemetry.run_history import read_history
 from tests import workdirs
 from tests.reporting.browser import look_at, page_of, undrawn
 

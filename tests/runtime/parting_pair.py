@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-from maxlm.runtime.distributed import join
-from maxlm.runtime.peers import Peers, part
+from maxlm.runtime.heartbeat import Peers, part
+from maxlm.runtime.initialize import join
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from maxlm.runtime.compile_cache import SUFFIX, keep_programs
-from maxlm.runtime.distributed import join
-from maxlm.runtime.peers import Peers
+from maxlm.runtime.compilation_cache import SUFFIX, keep_programs
+from maxlm.runtime.heartbeat import Peers
+from maxlm.runtime.initialize import join
 
 
 def compile_and_print():

@@ -5,12 +5,12 @@ import itertools
 import threading
 import time
 
-from maxlm.data.chat_template import CHATML, ChatTemplate
-from maxlm.data.chat_tokens import ChatEncoder
-from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.requests import Delta, DrawnToken, EngineState, QueueFullError
-from maxlm.serving.asking import Served
+from maxlm.inference.engine.requests import Delta, DrawnToken, EngineState, QueueFullError
+from maxlm.serving.request_parsing import Served
 
 SAID = 'The quick brown fox jumps over the lazy dog, and “über” is one word. '
 
@@ -51,7 +51,7 @@ class _Sample:
 
 
 class FakeEngine:
-    """Has the interface of maxlm.inference.engine.Engine."""
+    """Has the interface of maxlm.inference.engine.engine.Engine."""
 
     def __init__(self, *, num_slots=8, max_context=512, max_waiting=64, said=SAID, seconds=0.0):
         self.max_context, self.num_slots, self.max_waiting = max_context, num_slots, max_waiting

@@ -8,7 +8,7 @@ import threading
 import time
 
 from maxlm.serving.limits import Limits
-from maxlm.serving.running import Running, bind, url_of
+from maxlm.serving.server import Running, bind, url_of
 
 
 class ServerThread:

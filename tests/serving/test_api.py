@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from maxlm.data.tokenizer import bytes_tokenizer
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import Limits
 from tests.serving.fake_engine import SAID, FakeEngine, served_by

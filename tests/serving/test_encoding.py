@@ -11,8 +11,8 @@ import threading
 import httpx
 import pytest
 
-from maxlm.data.chat_process import RenderLimits
-from maxlm.data.chat_template import CHATML, ChatTemplate
+from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.chat.template_process import RenderLimits
 from maxlm.errors import EXIT_DONE
 from maxlm.serving.limits import Limits
 from tests.conftest import ROOT
@@ -234,7 +234,7 @@ def test_a_stuck_encoder_does_not_keep_the_server(start):
 # A process of its own, for what it ends with. The encoder waits, or does not let go of Python any more.
 PROGRAM = """
 import re, sys, threading, time
-import maxlm.serving.running as running
+import maxlm.serving.server as running
 from maxlm.serving.limits import Limits
 from tests.serving.fake_engine import FakeEngine, served_by
 running._END_SECONDS = 1

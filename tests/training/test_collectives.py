@@ -9,10 +9,11 @@ from collections import Counter
 import jax
 import pytest
 
-from maxlm.planning.compile import BATCH_TYPES, DEVICE_OPTIONS, compile_train_step
-from maxlm.planning.overlap import read_overlap
+from benchmarks.overlap import read_overlap
+from maxlm.parallel.layout import make_layout
+from maxlm.planning.compiled.compile import DEVICE_OPTIONS, compile_train_step
 from maxlm.planning.targets import parse_target
-from maxlm.training.sharding import make_layout
+from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
 from tests.small import small_config
 from tests.topologies import tpu_devices

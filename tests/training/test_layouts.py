@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from maxlm.model.ring import zigzag
-from maxlm.planning.compile import compile_train_step
-from maxlm.training import sharding
+from maxlm.model.attention.ring import zigzag
+from maxlm.parallel.layout import TABLE
+from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
@@ -145,7 +145,7 @@ def test_a_ring_in_the_order_of_the_sequence_computes_something_else(monkeypatch
 )
 def test_a_table_that_splits_two_axes_over_one_mesh_axis_is_refused(monkeypatch, axis, mesh_axes, mesh):
     config = small_config(num_devices=8, **COMMON, **mesh)
-    monkeypatch.setitem(sharding.TABLE, axis, mesh_axes)
+    monkeypatch.setitem(TABLE, axis, mesh_axes)
     layout = small_layout(config)
     with pytest.raises(AssertionError, match='two axes over one mesh axis'):
         jax.eval_shape(

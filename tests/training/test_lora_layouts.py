@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxlm.model.attention.ring import zigzag
 from maxlm.model.decoder import Decoder
-from maxlm.model.ring import zigzag
 from maxlm.training.state import abstract_model, param_shardings
 from tests.adapters import adapter_arrays, with_arrays
 from tests.small import small_batch, small_config, small_layout

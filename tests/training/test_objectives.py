@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.posttrain_keys import DpoConfig, GrpoConfig
+from maxlm.config.schema_rl import DpoConfig, GrpoConfig
+from maxlm.training.losses.dpo import preference_terms
+from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.objectives import make_log_probs, make_objective, no_sums, part_names
-from maxlm.training.policy import policy_sums
-from maxlm.training.preference import preference_terms
 from tests.small import small_batch, small_config, small_layout, small_state
 
 NUM_SOURCES = 3

@@ -7,10 +7,10 @@ import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from maxlm.config.load import load
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.planning.compile import BATCH_TYPES
-from maxlm.training.sharding import make_layout
+from maxlm.parallel.layout import make_layout
+from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.conftest import ROOT

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.keys import UNDECIDED_STEPS
-from maxlm.training.decisions import Decisions, decided, from_json, to_json
+from maxlm.config.schema import UNDECIDED_STEPS
+from maxlm.training.optimizers.schedule import Progress, make_schedule, rate_at
+from maxlm.training.run_control import Decisions, decided, from_json, to_json
 from maxlm.training.run_length import (
     Costs,
     at_start,
@@ -20,7 +21,6 @@ from maxlm.training.run_length import (
     progress_of,
     seconds_until,
 )
-from maxlm.training.schedule import Progress, make_schedule, rate_at
 from maxlm.training.state import with_progress
 from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state

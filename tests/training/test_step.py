@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxlm.training import sharding
+from maxlm.errors import InputError
 from maxlm.training.state import TrainState, abstract_state, evaluated_params, init_state
 from maxlm.training.step import make_eval_step, make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
@@ -255,5 +255,5 @@ def test_parameters_moments_and_their_average_are_sharded():
 
 def test_a_parameter_that_does_not_divide_is_named():
     config = small_config(num_devices=8, mesh__tensor=2, model__dim=34, model__head_dim=8)
-    with pytest.raises(sharding.InputError, match=r"context=4 .*'embed' axis of blocks.*, which has 34.* 32, 36"):
+    with pytest.raises(InputError, match=r"context=4 .*'embed' axis of blocks.*, which has 34.* 32, 36"):
         abstract_state(config, small_layout(config))

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from maxlm.planning.compile import BATCH_TYPES
+from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.small import small_config, small_layout

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.reporting import amounts
-from maxlm.reporting.fields import number, text
-from maxlm.reporting.markup import Markup, note, section, table, tag
-from maxlm.reporting.run import Run
+from maxlm.reporting.drawing import formatting
+from maxlm.reporting.drawing.html import Markup, note, section, table, tag
+from maxlm.reporting.sections.run_summary import Run
+from maxlm.storage.json_fields import number, text
 
 # What a run does all the time is left out first where there are too many rows.
 _ROUTINE = frozenset({'saved', 'evaluated', 'compiled'})
@@ -47,5 +47,5 @@ def _row(event: Mapping[str, Any]) -> list[Markup | str]:
         message = f'{message[:_LONGEST]} …'
     is_alarm = event.get('alert') is True or kind in ('failed', 'diverged')
     told: Markup | str = tag('span', kind, class_='alarm') if is_alarm else kind
-    life, step = amounts.whole(number(event, 'life')), amounts.whole(number(event, 'step'))
-    return [amounts.moment(number(event, 'time')), life, step, told, message]
+    life, step = formatting.whole(number(event, 'life')), formatting.whole(number(event, 'step'))
+    return [formatting.moment(number(event, 'time')), life, step, told, message]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from maxlm.reporting import amounts
-from maxlm.reporting.bars import Bar, draw_bars, swatch
-from maxlm.reporting.markup import Markup, join, note, section, table, tag
-from maxlm.reporting.run import Run
-from maxlm.runtime.goodput import Life
+from maxlm.reporting.drawing import formatting
+from maxlm.reporting.drawing.bars import Bar, draw_bars, swatch
+from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
+from maxlm.reporting.sections.run_summary import Run
+from maxlm.telemetry.goodput import Life
 
 WORDS = {
     'step': 'steps that count',
@@ -40,8 +40,8 @@ def goodput(runs: Sequence[Run]) -> Markup:
         return Markup('')
     totals, lives = run.ledger.totals, run.ledger.lives[-_MAX_LIVES:]
     words = note(
-        f'{amounts.percent(run.ledger.share)} of {amounts.duration(run.ledger.seconds)} went into steps that count'
-        f'{_money(run)}.'
+        f'{formatting.percent(run.ledger.share)} of {formatting.duration(run.ledger.seconds)} went into steps that '
+        f'count{_money(run)}.'
     )
     several = len(run.ledger.lives) > 1
     bars = [Bar('total', totals), *(_life_bar(life) for life in lives if several)]
@@ -62,22 +62,22 @@ def _life_rows(totals: dict[str, float], lives: Sequence[Life]) -> list[list[Mar
     rows = []
     for category, words in WORDS.items():
         name = join(swatch(category), words)
-        shares = [amounts.duration(totals[category]), amounts.percent(totals[category] / whole)]
-        rows.append([name, *shares, *(amounts.duration(life.seconds[category]) for life in lives)])
-    sums = [amounts.duration(sum(life.seconds.values())) for life in lives]
-    rows.append([tag('b', 'all'), amounts.duration(sum(totals.values())), amounts.percent(1.0), *sums])
+        shares = [formatting.duration(totals[category]), formatting.percent(totals[category] / whole)]
+        rows.append([name, *shares, *(formatting.duration(life.seconds[category]) for life in lives)])
+    sums = [formatting.duration(sum(life.seconds.values())) for life in lives]
+    rows.append([tag('b', 'all'), formatting.duration(sum(totals.values())), formatting.percent(1.0), *sums])
     return rows
 
 
 def _rows(columns: Sequence[Mapping[str, float]]) -> list[list[Markup | str]]:
     rows = []
     for category, words in WORDS.items():
-        cells = [
-            f'{amounts.duration(parts[category])} ({amounts.percent(parts[category] / (sum(parts.values()) or 1.0))})'
-            for parts in columns
-        ]
+        cells = []
+        for parts in columns:
+            fraction = parts[category] / (sum(parts.values()) or 1.0)
+            cells.append(f'{formatting.duration(parts[category])} ({formatting.percent(fraction)})')
         rows.append([join(swatch(category), words), *cells])
-    rows.append([tag('b', 'all'), *(amounts.duration(sum(parts.values())) for parts in columns)])
+    rows.append([tag('b', 'all'), *(formatting.duration(sum(parts.values())) for parts in columns)])
     return rows
 
 
@@ -94,10 +94,12 @@ def _hosts(run: Run) -> Markup:
 def _steps_of_lives(run: Run, lives: Sequence[Life]) -> Markup:
     rows = []
     for life in lives:
-        steps = f'{amounts.whole(life.start_step)} to {amounts.whole(life.step)}'
+        steps = f'{formatting.whole(life.start_step)} to {formatting.whole(life.step)}'
         how = 'ended by itself' if life.closed else 'no end was written: it was killed, or still runs'
-        money = amounts.dollars(life.dollars)
-        rows.append([f'life {life.number}', steps, amounts.moment(life.began), amounts.moment(life.time), money, how])
+        money = formatting.dollars(life.dollars)
+        rows.append(
+            [f'life {life.number}', steps, formatting.moment(life.began), formatting.moment(life.time), money, how]
+        )
     header = ['', 'steps', 'began', 'last sign', 'cost', 'end']
     return table(header, rows, texts=(0, 2, 3, 5))
 
@@ -105,4 +107,4 @@ def _steps_of_lives(run: Run, lives: Sequence[Life]) -> Markup:
 def _money(run: Run) -> str:
     if run.dollars is None or run.ledger is None:
         return ''
-    return f', {amounts.dollars(run.dollars * run.ledger.share)} of {amounts.dollars(run.dollars)}'
+    return f', {formatting.dollars(run.dollars * run.ledger.share)} of {formatting.dollars(run.dollars)}'

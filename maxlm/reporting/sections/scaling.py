@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxlm.reporting import amounts
-from maxlm.reporting.fields import mapping, number, text
-from maxlm.reporting.markup import Markup, note, section, table
-from maxlm.reporting.run import Run
+from maxlm.reporting.drawing import formatting
+from maxlm.reporting.drawing.html import Markup, note, section, table
+from maxlm.reporting.sections.run_summary import Run
+from maxlm.storage.json_fields import mapping, number, text
 
 
 class Throughput(NamedTuple):
@@ -37,7 +37,9 @@ def scaling(runs: Sequence[Run]) -> Markup:
     if len(counts) == 1:
         devices = f'{found[0].num_devices} {"device" if counts == {1} else "devices"}'
         rate = statistics.median(one.per_device for one in found)
-        told = f'All lives ran on {devices}, with {amounts.short(rate)} tokens/s per device; efficiency needs a second '
+        told = (
+            f'All lives ran on {devices}, with {formatting.short(rate)} tokens/s per device; efficiency needs a second '
+        )
         return section('scaling', 'Scaling', note(told, 'number of devices.'))
     header = ['run', 'life', 'devices', 'tokens/s', 'per device', 'efficiency']
     rows = [
@@ -45,9 +47,9 @@ def scaling(runs: Sequence[Run]) -> Markup:
             one.run,
             str(one.life),
             f'{one.num_devices} × {one.kind}',
-            amounts.short(one.tokens_per_second),
-            amounts.short(one.per_device),
-            amounts.percent(efficiency(one, found)),
+            formatting.short(one.tokens_per_second),
+            formatting.short(one.per_device),
+            formatting.percent(efficiency(one, found)),
         ]
         for one in sorted(found, key=lambda one: (one.num_devices, one.run, one.life))
     ]

@@ -1,8 +1,8 @@
 import dataclasses
 import re
 
-from maxlm.reporting.run import make_runs
 from maxlm.reporting.sections.events import events
+from maxlm.reporting.sections.run_summary import make_runs
 from tests import workdirs
 
 

@@ -1,8 +1,8 @@
 import re
 
-from maxlm.reporting import amounts
+from maxlm.reporting.drawing import formatting
 from maxlm.reporting.sections.goodput import WORDS, goodput
-from maxlm.runtime.goodput import CATEGORIES
+from maxlm.telemetry.goodput import CATEGORIES
 
 
 def test_every_category_has_its_words():
@@ -16,8 +16,8 @@ def test_lives_and_their_total(run_of):
     totals = run.ledger.totals
     assert totals['lost'] > 10
     for category, words in WORDS.items():
-        assert f'{words}</td><td>{amounts.duration(totals[category])}</td>' in text
-    assert f'<td>{amounts.duration(run.ledger.seconds)}</td><td>100.0%</td>' in text
+        assert f'{words}</td><td>{formatting.duration(totals[category])}</td>' in text
+    assert f'<td>{formatting.duration(run.ledger.seconds)}</td><td>100.0%</td>' in text
     assert 'it was killed' in text
 
 

@@ -1,6 +1,6 @@
 import dataclasses
 
-from maxlm.reporting.run import make_runs
+from maxlm.reporting.sections.run_summary import make_runs
 from maxlm.reporting.sections.samples import samples
 from tests import workdirs
 

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from maxlm.reporting.run import make_runs
+from maxlm.reporting.sections.run_summary import make_runs
 from maxlm.reporting.sections.scaling import efficiency, scaling, throughputs
 from tests import workdirs
 

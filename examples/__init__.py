@@ -1,0 +1,1 @@
+"""Complete examples that use maxlm."""

@@ -1,0 +1,1 @@
+"""Tasks with verifiable rewards: arithmetic and program synthesis."""

@@ -1,0 +1,84 @@
+"""Chats to learn from and prompts to be rewarded on: `python -m examples.tasks arithmetic|synth --output DIR`.
+
+DIR/chats.jsonl is for `maxlm.prepare --format chat`, prompts.jsonl and held_out.jsonl are for grpo.prompts and
+grpo.eval_prompts. No problem is in two of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from examples.tasks import arithmetic, synth
+from examples.tasks.problem import Problem, write_problems
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+
+
+class Kind(NamedTuple):
+    """The problems of a kind by their seed, and how many of them there are by default."""
+
+    make: Callable[[int], list[Problem]]
+    num: int
+    held_out: int
+    wrong_share: float
+
+
+KINDS = {
+    'arithmetic': Kind(arithmetic.make_problems, 2000, 400, 0.7),
+    'synth': Kind(synth.make_problems, 500, 200, 0.5),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Writes the files and says what is in them."""
+    parser = ArgumentParser(prog='examples.tasks', allow_abbrev=False, description=__doc__)
+    parser.add_argument('kind', choices=KINDS, help='what the problems are about')
+    parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='directory of the files')
+    parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same files (default 0)')
+    defaults = {
+        name: ', '.join(f'{kind} {getattr(value, name)}' for kind, value in KINDS.items()) for name in Kind._fields[1:]
+    }
+    parser.add_argument(
+        '--problems', type=int, metavar='N', help=f'chats, and as many prompts (default: {defaults["num"]})'
+    )
+    parser.add_argument(
+        '--held_out', type=int, metavar='N', help=f'further prompts to evaluate on (default: {defaults["held_out"]})'
+    )
+    parser.add_argument(
+        '--wrong_share',
+        type=float,
+        metavar='X',
+        help='how often the teacher of the chats makes the mistake, where there is one to make '
+        f'(default: {defaults["wrong_share"]})',
+    )
+    options = parser.parse_args(argv)
+    kind = KINDS[options.kind]
+    num = kind.num if options.problems is None else options.problems
+    held_out = kind.held_out if options.held_out is None else options.held_out
+    wrong_share = kind.wrong_share if options.wrong_share is None else options.wrong_share
+    for name, value in (('problems', num), ('held_out', held_out)):
+        if value < 1:
+            raise InputError(f'--{name}={value}: must be at least 1')
+    if not 0 <= wrong_share <= 1:
+        raise InputError(f'--wrong_share={wrong_share}: needs a share from 0 to 1')
+    if options.seed < 0:
+        raise InputError(f'--seed={options.seed}: must be at least 0')
+    counts = write_problems(
+        kind.make(options.seed),
+        options.output,
+        num=num,
+        held_out=held_out,
+        wrong_share=wrong_share,
+        seed=options.seed,
+    )
+    print(
+        f'wrote {options.output}: {counts.chats} chats ({counts.mistakes} with a mistake), {counts.prompts} prompts, '
+        f'{counts.held_out} held out'
+    )
+    return EXIT_DONE
+
+
+if __name__ == '__main__':
+    sys.exit(exit_code(main, sys.argv[1:]))

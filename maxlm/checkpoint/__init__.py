@@ -1,0 +1,1 @@
+"""Checkpoints: saves, restores, checksums, initial parameters."""

@@ -1,0 +1,144 @@
+"""One step from another place, local or a bucket, into a workdir: resumed, checked, visible when it is whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from etils import epath
+
+from maxlm.checkpoint.checksums import ITEM, damages, read_checksums
+from maxlm.checkpoint.item_metadata import JSON_FILE
+from maxlm.checkpoint.listing import select
+from maxlm.checkpoint.manager import find_step
+from maxlm.errors import InputError
+from maxlm.log import logger, progress_bar
+from maxlm.storage.download import RemoteFile, write_whole
+from maxlm.storage.download_tree import fetch_tree, list_tree
+from maxlm.storage.filesystem import StorageError, is_url, read_bytes, shown, stat
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import MAX_TEXT_BYTES
+from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER
+from maxlm.workdir.files import METRICS_FILE as METRICS
+from maxlm.workdir.run_storage import cache_directory
+from maxlm.workdir.step_dirs import FOLDER
+
+# What a step grows in, in the folder of checkpoints.
+UNFINISHED = '_fetching'
+OPTIMIZER = 'optimizer'
+# As data.cache has it.
+CACHE = '~/.cache/maxlm'
+THREADS = 8
+
+
+class Fetched(NamedTuple):
+    """The step that was fetched; one that is damaged is not kept."""
+
+    directory: Path
+    bytes: int
+    num_checksums: int
+    damages: list[str]
+
+
+def fetch_step(given: str, output: Path, *, weights_only: bool, threads: int, show: bool) -> Fetched:
+    """Copies a step with config, tokenizer and metrics that lie beside it; goes on with what an interrupted run left.
+
+    Args:
+        given: `WORKDIR` (its newest step), `WORKDIR@STEP` or `WORKDIR@best`; a directory or a URL.
+        output: workdir that gets it.
+        weights_only: leave out the optimizer state and the metrics.
+        threads: files at a time.
+        show: show progress on a terminal.
+
+    Raises:
+        InputError: it is not there or cannot be had, or `output` has another step of this number.
+    """
+    workdir, steps = select(given)
+    step = steps[-1].step
+    source = f'{workdir}/{FOLDER}/{step}'
+    folder = output.resolve() / FOLDER
+    finished = folder / str(step)
+    # A step with less in it is no continuation of one with more.
+    unfinished = folder / UNFINISHED / f'{step}{"-weights" if weights_only else ""}'
+    if finished.exists():
+        raise InputError(f'{finished}: there is a checkpoint already; choose another --output')
+    files = list_tree(source, unfinished)
+    if weights_only:
+        files = [file for file in files if file.path.relative_to(unfinished).parts[0] != OPTIMIZER]
+    # Rewritten below when the optimizer is left out: its size says nothing then.
+    rewritten = unfinished / ITEM / JSON_FILE
+    if weights_only:
+        rewritten.unlink(missing_ok=True)
+    # What a run that goes on from the step writes on.
+    beside = (CONFIG, TOKENIZER, CHAT_TEMPLATE) if weights_only else (CONFIG, TOKENIZER, CHAT_TEMPLATE, METRICS)
+    files += [file for name in beside for file in _beside(workdir, name, output.resolve())]
+    total = sum(file.bytes for file in files)
+    missing = [file for file in files if not file.is_there]
+    there = total - sum(file.bytes for file in missing)
+    # The bar is not made for several threads.
+    lock = threading.Lock()
+    with progress_bar(total=total, initial=there, unit='B', show=show) as bar:
+
+        def on_bytes(num_bytes: int) -> None:
+            with lock:
+                bar.update(num_bytes)
+
+        fetch_tree(missing, threads=threads, on_alarm=logger.warning, on_bytes=on_bytes)
+    if weights_only and read_checksums(unfinished) is not None:
+        content = parse_json(rewritten.read_text(encoding='utf-8'))
+        write_whole(rewritten, json.dumps({name: content[name] for name in content if name != OPTIMIZER}).encode())
+    found, num_checksums = damages(unfinished)
+    if found:
+        shutil.rmtree(unfinished)
+        return Fetched(finished, total, num_checksums, [line.replace(str(unfinished), shown(source)) for line in found])
+    unfinished.rename(finished)
+    return Fetched(finished, total, num_checksums, [])
+
+
+def find_step_here(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
+    """As `find_step`; of a checkpoint in a bucket the parameters are fetched into a directory of the cache first.
+
+    Raises:
+        InputError: there is no such checkpoint, or it cannot be had, or is damaged.
+    """
+    if not is_url(checkpoint):
+        return find_step(checkpoint)
+    workdir, steps = select(checkpoint)
+    step = steps[-1].step
+    output = cache_directory(workdir, cache, kind='weights')
+    place = output / FOLDER / str(step)
+    if place.is_dir() and not _is_copy(place, f'{workdir}/{FOLDER}/{step}'):
+        # Of another run at the same place, or of this one after it went back.
+        shutil.rmtree(output)
+    if not place.is_dir():
+        logger.info(f'fetching {shown(workdir)}@{step} to {output}')
+        found = fetch_step(f'{workdir}@{step}', output, weights_only=True, threads=THREADS, show=True)
+        if found.damages:
+            raise InputError(found.damages[0])
+    return find_step(f'{output}@{step}')
+
+
+def _is_copy(place: Path, source: str) -> bool:
+    """Whether the checksums of what was fetched earlier are still those of the source."""
+    try:
+        there = parse_json(read_bytes(f'{source}/{ITEM}/{JSON_FILE}', limit=MAX_TEXT_BYTES))
+        here = parse_json((place / ITEM / JSON_FILE).read_bytes())
+    except (StorageError, OSError, ValueError):
+        return False
+    if not isinstance(there, dict):
+        return False
+    return bool(here == {name: sums for name, sums in there.items() if name != OPTIMIZER})
+
+
+def _beside(workdir: str, name: str, output: Path) -> list[RemoteFile]:
+    if (output / name).exists():
+        return []
+    try:
+        stat(f'{workdir}/{name}')
+    except StorageError:
+        # An import has no config of a run; what needs one says so.
+        return []
+    return list_tree(f'{workdir}/{name}', output)

@@ -1,0 +1,357 @@
+"""The checkpoint whose parameters a new run starts from: what is taken over, what starts anew, what is in the way.
+
+Shapes: V rows of the vocabulary, D dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxlm.checkpoint import checksums
+from maxlm.checkpoint.item_metadata import descriptions, key_name, named_leaves, stored_tree
+from maxlm.checkpoint.params import check_params, params_item, restore_params
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.data.tokenizer.extension import why_no_extension
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.log import logger
+from maxlm.model.layers.weight_only_quantization import CODES
+from maxlm.storage.retry import fault
+from maxlm.training.optimizers.trainable import ADAPTERS
+from maxlm.training.state import Params
+from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
+from maxlm.workdir.step_dirs import to_path
+
+# Parameter → its axis of token ids.
+VOCABULARY = {'embedding': 0, 'head.kernel': 1}
+POSITIONS = 'position_embedding'
+
+
+class Growth(NamedTuple):
+    """How a vocabulary becomes larger.
+
+    Attributes:
+        known: tokens of the checkpoint's tokenizer. Rows from there on start at the mean of those before.
+        tokens: of the run's tokenizer.
+        rows_before, rows: of the tables, which may be larger than the tokenizers.
+    """
+
+    known: int
+    tokens: int
+    rows_before: int
+    rows: int
+
+    def __str__(self) -> str:
+        sizes = f'vocabulary grows from {self.known} to {self.tokens} tokens'
+        if self.tokens == self.known:
+            sizes = f'tables of the vocabulary grow from {self.rows_before} to {self.rows} rows'
+        return f'{sizes}: new rows start at the mean of the old'
+
+
+class Origin(NamedTuple):
+    """A checkpoint that was compared with what a run wants of it.
+
+    Attributes:
+        step: its directory.
+        item: which parameters are used, see `params_item`.
+        stored: shapes, types and placements of those that are taken over, as they are stored.
+        growth: of the vocabulary; None = it stays.
+        other_tokenizer: what to do where the run's tokenizer is neither the checkpoint's nor an extension; else ''.
+    """
+
+    step: epath.Path
+    item: str
+    stored: Params
+    growth: Growth | None
+    other_tokenizer: str
+
+    @property
+    def path(self) -> epath.Path:
+        """Where the parameters lie."""
+        return self.step / self.item
+
+    def missing(self, initial: Params) -> dict[str, jax.Array]:
+        """By dotted name, what of the parameters of a run that starts random the checkpoint has not."""
+        stored = named_leaves(self.stored)
+        return {name: array for name, array in named_leaves(initial).items() if name not in stored}
+
+    def read(self, abstract: Params, missing: Mapping[str, jax.Array]) -> Params:
+        """The parameters that a run starts with, placed as `abstract` says; all processes together.
+
+        Args:
+            abstract: as `open_origin` got it.
+            missing: see there.
+
+        Raises:
+            InputError: they cannot be read, or are not what was saved.
+        """
+        taken = named_leaves(restore_params(self.step, self.stored, item=self.item))
+
+        def place(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> jax.Array:
+            name = '.'.join(map(key_name, path))
+            if name not in taken:
+                return missing[name]
+            if self.growth is None or name not in VOCABULARY:
+                return taken[name]
+            return _grown(taken.pop(name), wanted, axis=VOCABULARY[name], known=self.growth.known)
+
+        return jax.tree_util.tree_map_with_path(place, abstract)
+
+
+def open_origin(step: epath.Path, config: Config, abstract: Params, *, tokenizer: Path | None) -> Origin:
+    """Compares a step with what a run wants of it, without reading its arrays.
+
+    Adapters that it has not start anew. Its vocabulary may be smaller where the run's tokenizer is an extension of the
+    one that lies with it. All else must be there, in the config's shapes.
+
+    Args:
+        step: as `find_step` returns it.
+        config: resolved.
+        abstract: shapes, types and placements of the config's parameters.
+        tokenizer: `tokenizer.json` of the run; None = the checkpoint's own.
+
+    Raises:
+        InputError: it cannot be read, or is of another model. The message says what would be right.
+    """
+    item = params_item(step)
+    path = to_path(step) / item
+    has = named_leaves(stored_tree(path))
+    if (sums := checksums.read_checksums(step)) is not None:
+        # What is damaged may look like anything.
+        checksums.check_descriptions(path, sums, descriptions(has))
+    if any(name.endswith(f'.{CODES}') for name in has):
+        raise InputError(
+            f'{path}: quantized weights are not trained; set train.init_from to the checkpoint that they were made of'
+        )
+    wants = named_leaves(abstract)
+    before = _config_of(step)
+    _check_adapters(path, has, wants, config.model, None if before is None else before.model)
+    _check_positions(path, has, wants)
+    growth, other_tokenizer = _compare_vocabularies(step, path, has, wants, tokenizer)
+
+    def as_stored(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            name = f'{prefix}{key}'
+            if isinstance(value, Mapping):
+                found[key] = as_stored(value, f'{name}.')
+            elif growth is not None and name in VOCABULARY:
+                found[key] = _before_growth(value, has[name].shape, VOCABULARY[name])
+            elif name in has or key not in ADAPTERS:
+                found[key] = value
+        return found
+
+    stored = as_stored(abstract)
+    check_params(step, stored)
+    return Origin(step, item, stored, growth, other_tokenizer)
+
+
+def context_line(step: epath.Path, config: Config) -> str:
+    """What a run changes in how far its model sees and how it tells positions; '' = nothing, or nobody knows.
+
+    Args:
+        step: that the run starts from; the config beside it tells how it was trained.
+        config: of the run, resolved.
+    """
+    before = _config_of(step)
+    if before is None:
+        return ''
+    # An import has no length of a run, and its window is not that of its training.
+    trained_at = before.data.window if before.train.num_steps else before.model.max_positions
+    facts = _position_changes(before.model, config.model, trained_at)
+    if trained_at == config.data.window and not facts:
+        return ''
+    kind = f'{config.model.position} positions as before'
+    return (
+        f'context: checkpoint was trained at {trained_at}, this run at {config.data.window} '
+        f'({", ".join(facts) or kind})'
+    )
+
+
+def load_tokenizer(path: epath.Path) -> Tokenizer:
+    """A `tokenizer.json` on a disk or in a bucket.
+
+    Raises:
+        InputError: it cannot be read, or is none.
+    """
+    if not str(path).startswith('gs://'):
+        return Tokenizer.load(path)
+    try:
+        return Tokenizer.from_json(path.read_text(), name=str(path))
+    except InputError:
+        raise
+    except Exception as error:  # of the disk, of a bucket's client
+        raise fault(str(path), error) from error
+
+
+def _position_changes(before: ModelConfig, now: ModelConfig, trained_at: int) -> list[str]:
+    if now.position != 'rotary' or before.position != 'rotary':
+        return []
+    facts = []
+    if now.rotary_theta != before.rotary_theta:
+        facts.append(f'rotary_theta {before.rotary_theta:g} → {now.rotary_theta:g}')
+    old, new = _scaling(before, trained_at), _scaling(now, trained_at)
+    if old != new:
+        facts.append(new if old == 'no scaling' else f'{old} → {new}')
+    return facts
+
+
+def _scaling(model: ModelConfig, trained_at: int) -> str:
+    if model.rotary_scaling == 'none':
+        return 'no scaling'
+    scaling = f'{model.rotary_scaling} ×{model.rotary_factor:g}'
+    # Linear scaling divides all positions, wherever the first training ended.
+    if model.rotary_scaling == 'linear' or model.rotary_original_positions == trained_at:
+        return scaling
+    return f'{scaling} of {model.rotary_original_positions}'
+
+
+def _config_of(step: epath.Path) -> Config | None:
+    """The config of the run that a step is of; None where it cannot be known."""
+    workdir = step.parent.parent
+    if not (workdir / CONFIG).exists():
+        return None
+    try:
+        return read_config(workdir)
+    except InputError as error:
+        logger.warning(f'{error}; what the checkpoint was trained with is not known')
+        return None
+
+
+def _check_adapters(
+    path: epath.Path,
+    has: Mapping[str, Any],
+    wants: Mapping[str, Any],
+    model: ModelConfig,
+    before: ModelConfig | None,
+) -> None:
+    there = [name for name in sorted(has) if name.endswith(ADAPTERS)]
+    if not there:
+        return
+    rank = next((has[name].shape[-1] for name in there if name.endswith(ADAPTERS[0])), 0)
+    merge = f'`python -m maxlm.checkpoints merge --checkpoint={path.parent} --output=WORKDIR` makes one without'
+    if not model.lora_rank:
+        raise InputError(
+            f'{path}: the checkpoint has adapters, and the config none; {merge}, or set model.lora_rank={rank}'
+        )
+    if lost := [name for name in there if name not in wants]:
+        raise InputError(
+            f'{path}: the checkpoint has the adapter {lost[0]}, and model.lora_targets={model.lora_targets!r} has none '
+            f'there; {merge}, or name it'
+        )
+    if any(has[name].shape != wants[name].shape for name in there) and rank != model.lora_rank:
+        raise InputError(
+            f'{path}: the checkpoint has adapters of rank {rank}, and model.lora_rank={model.lora_rank}; {merge}, or '
+            f'set model.lora_rank={rank}'
+        )
+    if before is not None and before.lora_alpha != model.lora_alpha:
+        raise InputError(
+            f'{path}: the adapters of the checkpoint were trained with model.lora_alpha={before.lora_alpha:g}, and the '
+            f'config has {model.lora_alpha:g}, with which they would do something else; {merge}, or set '
+            f'model.lora_alpha={before.lora_alpha:g}'
+        )
+
+
+def _check_positions(path: epath.Path, has: Mapping[str, Any], wants: Mapping[str, Any]) -> None:
+    if POSITIONS not in has or POSITIONS not in wants:
+        return
+    (there, *width), (wanted, *wanted_width) = has[POSITIONS].shape, wants[POSITIONS].shape
+    if width != wanted_width:
+        return
+    if there != wanted:
+        more = ', and data.window to that or less; only rotary positions go further' if there < wanted else ''
+        raise InputError(
+            f'{path}: the checkpoint has learned positions for {there} tokens, and the config asks for {wanted} '
+            f'(model.max_positions, or data.window where that is 0); set model.max_positions={there}{more}'
+        )
+
+
+def _compare_vocabularies(
+    step: epath.Path,
+    path: epath.Path,
+    has: Mapping[str, Any],
+    wants: Mapping[str, Any],
+    tokenizer: Path | None,
+) -> tuple[Growth | None, str]:
+    """How the vocabulary grows, and what there is to say of the tokenizers where it does not."""
+    sizes = {
+        (has[name].shape[axis], wants[name].shape[axis])
+        for name, axis in VOCABULARY.items()
+        if name in has and name in wants and _same_beside(has[name].shape, wants[name].shape, axis)
+    }
+    if len(sizes) != 1:
+        # Of another model, which is said elsewhere.
+        return None, ''
+    ((rows_before, rows),) = sizes
+    if rows < rows_before:
+        raise InputError(
+            f'{path}: the checkpoint has {rows_before} rows for token ids, and the config model.vocab_size={rows}: a '
+            f'vocabulary does not shrink; set model.vocab_size={rows_before} or more'
+        )
+    beside = step.parent.parent / TOKENIZER
+    if not beside.is_file():
+        if rows == rows_before:
+            return None, ''
+        raise InputError(
+            f'{path}: the checkpoint has {rows_before} rows for token ids, and the config model.vocab_size={rows}; '
+            f'which of them are new tokens cannot be told without the tokenizer of the model; put it at {beside}'
+        )
+    old = load_tokenizer(beside)
+    new = old if tokenizer is None else Tokenizer.load(tokenizer)
+    if why := '' if new.sha256 == old.sha256 else why_no_extension(new, old):
+        other = (
+            f'{tokenizer} is not the tokenizer of the model that the run starts with, which is {beside}, nor that with '
+            f'more tokens ({why}); prepare the data with --tokenizer {beside}'
+        )
+        if rows == rows_before:
+            return None, other
+        raise InputError(f'model.vocab_size={rows} is larger than the {rows_before} of {path}, but {other}')
+    if (new.vocab_size, rows) == (old.vocab_size, rows_before):
+        return None, ''
+    return Growth(min(old.vocab_size, rows_before), new.vocab_size, rows_before, rows), ''
+
+
+def _same_beside(shape: tuple[int, ...], other: tuple[int, ...], axis: int) -> bool:
+    """Whether two shapes are the same but for an axis."""
+    return (*shape[:axis], *shape[axis + 1 :]) == (*other[:axis], *other[axis + 1 :])
+
+
+def _before_growth(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int) -> jax.ShapeDtypeStruct:
+    """The table as it is stored, on the device, with all of the vocabulary on each: its size need not divide."""
+    sharding = wanted.sharding
+    assert isinstance(sharding, NamedSharding)
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    spec[axis] = None
+    # Only the vocabulary may differ.
+    before = tuple(shape[axis] if place == axis else size for place, size in enumerate(wanted.shape))
+    return jax.ShapeDtypeStruct(
+        before, wanted.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind='device')
+    )
+
+
+def _grown(table: jax.Array, wanted: jax.ShapeDtypeStruct, *, axis: int, known: int) -> jax.Array:
+    """A table whose rows from `known` on are the mean of those before, of the shape and placement that is wanted.
+
+    The mean: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". Rows at their random
+    initialization may be likelier than all others together; the mean is no likelier than these are.
+    """
+    rows = wanted.shape[axis]
+    assert known <= table.shape[axis] <= rows, (known, table.shape, wanted.shape)
+    sharding = wanted.sharding
+    assert isinstance(sharding, NamedSharding)
+
+    def grow(table: jax.Array) -> jax.Array:
+        mean = jax.lax.slice_in_dim(table, 0, known, axis=axis).mean(axis, keepdims=True)
+        more = [(0, rows - table.shape[axis] if place == axis else 0) for place in range(table.ndim)]
+        is_known = jax.lax.broadcasted_iota(jnp.int32, wanted.shape, axis) < known
+        return jnp.where(is_known, jnp.pad(table, more), mean)
+
+    on_device = jax.jit(grow, out_shardings=sharding.with_memory_kind('device'))(table)
+    return jax.device_put(on_device, sharding)

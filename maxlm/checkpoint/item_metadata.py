@@ -1,0 +1,160 @@
+"""What lies in one item of a step, as it is described there, and reading whose failure is one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from maxlm.errors import InputError
+from maxlm.storage.check_directory import check_entries
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import MAX_TEXT_BYTES
+from maxlm.storage.retry import UnreachableError, fault, redact
+
+# The file that holds a JSON item, in the folder of the item's name.
+JSON_FILE = 'metadata'
+# OCDBT keeps the bytes of arrays in folders of this name.
+_DATA_FOLDER = 'd'
+REMEDY = 'verify it with `maxlm checkpoints verify`, or start from an older step with --resume=WORKDIR@STEP'
+
+T = TypeVar('T')
+
+# What TensorStore and clients of buckets say of an outage or a missing permission, which are no damage.
+_AWAY = re.compile(
+    r'UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|Forbidden|'
+    r"http_response_code='(?:401|403|408|429|5\d\d)'"
+)
+
+
+class DamagedError(InputError):
+    """What is stored in a step cannot be read, or is not what was saved. Another step may be whole."""
+
+
+def reading(path: epath.Path, read: Callable[[], T]) -> T:
+    """`read()`; its failure becomes one line, since Orbax, TensorStore and JSON each have errors of their own.
+
+    Raises:
+        DamagedError: it cannot be read.
+        UnreachableError: the bucket that it is in does not let it be read; that says nothing about the step.
+    """
+    drop_echoes()
+    try:
+        return read()
+    except Exception as error:
+        away = _AWAY.search(str(error)) or isinstance(fault(str(path), error), UnreachableError)
+        if str(path).startswith('gs://') and away:
+            line = ' '.join(str(error).split())[:200]
+            raise UnreachableError(f'{path}: the bucket does not let it be read now ({redact(line)})') from None
+        reason = (str(error).strip().splitlines() or ['no message'])[0][:100]
+        raise DamagedError(f'{path}: checkpoint cannot be read ({type(error).__name__}: {reason}); {REMEDY}') from None
+
+
+def read_json(item: epath.Path) -> dict[str, Any]:
+    """The content of a JSON item.
+
+    Raises:
+        DamagedError: it is missing, or is no JSON object.
+    """
+
+    check_files(item)
+
+    def read() -> dict[str, Any]:
+        content = parse_json((item / JSON_FILE).read_text(encoding='utf-8'))
+        if not isinstance(content, dict):
+            raise TypeError(f'{item.name} holds {content!r}')
+        return content
+
+    return reading(item, read)
+
+
+def stored_tree(path: epath.Path) -> Any:
+    """What an item of a step consists of: a tree of descriptions, each with name, shape and dtype.
+
+    Raises:
+        DamagedError: it is missing or cannot be read.
+    """
+    check_files(path)
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = reading(path, lambda: checkpointer.metadata(path).item_metadata)
+    if tree is None:
+        # Orbax does not say which.
+        raise DamagedError(f'{path}: missing in the checkpoint, or damaged; {REMEDY}')
+    return tree
+
+
+def check_files(item: epath.Path) -> None:
+    """Checks all files of an item on a disk before Orbax and TensorStore open them.
+
+    Raises:
+        DamagedError: one is a special file, a link out of the item, or a description that is too large to be read.
+    """
+    if str(item).startswith('gs://'):
+        return
+    try:
+        if os.path.islink(item):
+            check_entries(item.parent, [item.name])
+        for folder, folders, files in os.walk(item):
+            linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            limit = None if os.path.basename(folder) == _DATA_FOLDER else MAX_TEXT_BYTES
+            check_entries(folder, [*files, *linked], root=item, limit=limit)
+    except InputError as error:
+        raise DamagedError(f'{error}; {REMEDY}') from error
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Dotted path → every leaf of a tree."""
+    return {'.'.join(map(key_name, path)): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def descriptions(tree: Any) -> dict[str, str]:
+    """Dotted path → `shape type` of every array of a tree."""
+    return {name: f'{tuple(leaf.shape)} {jnp.dtype(leaf.dtype).name}' for name, leaf in named_leaves(tree).items()}
+
+
+def key_name(entry: Any) -> str:
+    """A step of a path through a tree."""
+    return str(getattr(entry, 'key', getattr(entry, 'name', getattr(entry, 'idx', entry))))
+
+
+def drop_echoes() -> None:
+    """Lets Orbax's other threads and tasks say nothing more when one of many arrays cannot be read or written.
+
+    They print and log one failure many times, each with a trace. For good: that comes as late as the process ends.
+    """
+    if getattr(sys.excepthook, '__name__', '') != _on_exception.__name__:
+        sys.excepthook, sys.unraisablehook = _on_exception, _on_unraisable
+    for name in ('absl', 'asyncio'):
+        logging.getLogger(name).addFilter(_of_others)
+
+
+_MAIN_THREAD = threading.main_thread().ident
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    return any(words in str(error) for words in ('Event loop is closed', 'TensorStore'))
+
+
+def _on_exception(kind: type, error: BaseException, trace: Any) -> None:
+    # What ends the program itself is always told.
+    if threading.get_ident() == _MAIN_THREAD or not _is_echo(error):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _on_unraisable(unraisable: Any) -> None:
+    if not _is_echo(unraisable.exc_value):
+        sys.__unraisablehook__(unraisable)
+
+
+def _of_others(record: logging.LogRecord) -> bool:
+    # asyncio logs a task whose failure nobody asked for with the path of the file that defines it.
+    return 'orbax' not in record.pathname and 'orbax' not in record.getMessage()

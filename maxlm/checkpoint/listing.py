@@ -1,0 +1,112 @@
+"""The checkpoints of a workdir, local or in a bucket, with their sizes and losses; nothing of their arrays is read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from maxlm.checkpoint.item_metadata import JSON_FILE
+from maxlm.checkpoint.manager import VALIDATION_LOSS
+from maxlm.config.loading import from_json
+from maxlm.config.schema import CheckpointConfig
+from maxlm.errors import InputError
+from maxlm.storage.filesystem import StorageError, is_url, list_directory, read_bytes, shown, walk
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import MAX_TEXT_BYTES
+from maxlm.training.retention import SavedStep, best_step
+from maxlm.workdir.files import CONFIG
+from maxlm.workdir.step_dirs import ASIDE, BEST, DAMAGED, FOLDER, MARKER, split_name
+
+
+class StoredStep(NamedTuple):
+    """A complete step; `validation_loss` None = none is known."""
+
+    step: int
+    bytes: int
+    validation_loss: float | None
+
+
+class Selection(NamedTuple):
+    """What was asked for: a workdir as it was given, and its steps, all or one."""
+
+    workdir: str
+    steps: list[StoredStep]
+
+
+def select(given: str) -> Selection:
+    """The steps that `WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best` means, local or a URL.
+
+    Raises:
+        InputError: there are none, or not that one.
+    """
+    workdir, wanted = split_name(given)
+    steps = inventory(workdir)
+    if not steps:
+        raise InputError(f'{shown(given)}: no checkpoint in {shown(workdir)}/{FOLDER}; give a workdir of maxlm.train')
+    if not wanted:
+        return Selection(workdir, steps)
+    best = best_step(SavedStep(one.step, one.validation_loss) for one in steps)
+    chosen = [one for one in steps if (one.step == best if wanted == BEST else str(one.step) == wanted)]
+    if not chosen:
+        known = ', '.join(str(one.step) for one in steps)
+        reason = 'no step was saved with a validation loss' if wanted == BEST else f'no step {wanted!r} there'
+        raise InputError(f'{shown(given)}: {reason}; steps: {known}')
+    return Selection(workdir, chosen)
+
+
+def inventory(workdir: str) -> list[StoredStep]:
+    """The complete steps of a workdir, oldest first; none where there is no workdir.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    sizes: dict[int, dict[str, int]] = {}
+    for name in _entries(workdir):
+        if name.isdigit():
+            files = {entry.name: entry.size for entry in walk(f'{workdir}/{FOLDER}/{name}')}
+            if files and (MARKER in files or not is_url(workdir)):
+                sizes[int(name)] = files
+    return [StoredStep(step, sum(sizes[step].values()), _loss(workdir, step)) for step in sorted(sizes)]
+
+
+def damaged_steps(workdir: str) -> list[str]:
+    """Names of the steps that were set aside."""
+    names = _entries(workdir)
+    moved = list_directory(f'{workdir}/{FOLDER}/{DAMAGED}') if DAMAGED in names else []
+    marked = [name for name in names if is_url(workdir) and name.isdigit() and _is_set_aside(workdir, name)]
+    return [entry.name for entry in moved] + sorted(marked, key=int)
+
+
+def checkpoint_config(workdir: str) -> CheckpointConfig:
+    """What a run's config says of checkpoints.
+
+    Raises:
+        InputError: there is none that can be read.
+    """
+    path = f'{workdir}/{CONFIG}'
+    try:
+        return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode()).checkpoint
+    except ValueError as error:
+        raise InputError(f'{shown(path)}: not a config that this version of maxlm wrote ({error})') from error
+
+
+def _entries(workdir: str) -> list[str]:
+    try:
+        return [entry.name for entry in list_directory(f'{workdir}/{FOLDER}') if entry.is_directory]
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return []
+        raise
+
+
+def _is_set_aside(workdir: str, name: str) -> bool:
+    files = {entry.name for entry in list_directory(f'{workdir}/{FOLDER}/{name}')}
+    return ASIDE in files and MARKER not in files
+
+
+def _loss(workdir: str, step: int) -> float | None:
+    try:
+        content = read_bytes(f'{workdir}/{FOLDER}/{step}/progress/{JSON_FILE}', limit=MAX_TEXT_BYTES)
+        loss = parse_json(content)[VALIDATION_LOSS]
+    except (StorageError, ValueError, KeyError, TypeError):
+        return None
+    return loss if isinstance(loss, float) else None

@@ -1,0 +1,386 @@
+"""Checkpoints with Orbax: parameters, optimizer state, progress and data fingerprint as separate items of a step.
+
+    WORKDIR/checkpoints/<step>/{params, ema, optimizer, progress, data, checksums}
+
+Parameters stand alone, so that sampling, evaluation and download need not touch the optimizer state; `ema`, their
+moving average, is there where the run kept one. The workdir may be gs://bucket/run: see `step_folder` for how steps lie
+there, and when one is complete. What is restored is compared with its checksums. A step that fails is set aside once an
+older one was found to be whole, and stays there until a person removes it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from maxlm.checkpoint import checksums
+from maxlm.checkpoint.async_save import Save, why
+from maxlm.checkpoint.item_metadata import REMEDY, DamagedError, read_json
+from maxlm.checkpoint.params import by_layer
+from maxlm.checkpoint.restore import Restored, holds_only_params, items_of, restore_step
+from maxlm.errors import InputError
+from maxlm.log import logger
+from maxlm.runtime.barrier import Together
+from maxlm.training.retention import SavedStep, best_step, reasons_to_keep
+from maxlm.training.spike_guard import window_to_json
+from maxlm.training.state import TrainState
+from maxlm.workdir.step_dirs import BEST, FOLDER, StepFolder, split_name, to_path
+
+# A client of a bucket tries for a quarter of an hour to write into one that does not answer, and says nothing. The
+# question whether it answers takes half a minute itself.
+PROBE_SECONDS = 20.0
+# How long the next step waits for the one before to be written.
+PATIENCE_SECONDS = 10.0
+# Key of `progress`.
+VALIDATION_LOSS = 'validation_loss'
+
+
+class Checkpoints:
+    """The checkpoints of one workdir. Saves run in the background; leaving the context waits for the last.
+
+    Of several processes all call its methods together, but `latest_step`.
+    """
+
+    def __init__(
+        self,
+        workdir: Any,
+        *,
+        keep_last: int,
+        keep_best: int = 0,
+        permanent_every: int = 0,
+        on_failure: Callable[[str], None] = logger.error,
+    ):
+        """
+        Args:
+            workdir: of the run: a directory, or gs://bucket/run.
+            keep_last, keep_best, permanent_every: see `reasons_to_keep`; what has no reason to stay is deleted.
+            on_failure: told, from a thread, one line about each save that failed. The run can go on: what was saved
+                before is as it was, and the next save starts afresh.
+
+        Raises:
+            InputError: the bucket cannot be read.
+        """
+        self._folder = StepFolder(workdir)
+        self.directory = self._folder.path
+        self._rules = {'keep_last': keep_last, 'keep_best': keep_best, 'permanent_every': permanent_every}
+        self._on_failure = on_failure
+        self._together = Together()
+        self._first = jax.process_index() == 0
+        # What is complete, for the threads too.
+        self._lock = threading.Lock()
+        self._complete = set(self._folder.complete())
+        # The first process alone deletes.
+        self._losses = {one.step: one.validation_loss for one in saved_losses(workdir)} if self._first else {}
+        self._save: Save | None = None
+        # Seconds from the start of the newest complete save until it was stored; 0 before the first one.
+        self.save_seconds = 0.0
+        # Whether something lies there that is to be deleted.
+        self._unclean = False
+        # In the background: a large step takes long to delete on some file systems.
+        self._cleaner = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='delete-steps')
+        self._clearing = self._clean(self._folder.clear)
+
+    def latest_step(self) -> int | None:
+        """Newest step that is known to be complete."""
+        with self._lock:
+            return max(self._complete, default=None)
+
+    def steps(self) -> list[int]:
+        """The complete steps, oldest first, after a save that is under way."""
+        self._settle()
+        text = ''
+        if self._first:
+            try:
+                found = self._folder.complete()
+            except InputError:
+                # Of a bucket that does not answer what was seen last is told.
+                found = sorted(self._complete)
+            text = json.dumps(found)
+        steps = json.loads(self._together.from_first(text))
+        with self._lock:
+            self._complete = set(steps)
+        return steps
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        fingerprint: dict[str, Any],
+        *,
+        validation_loss: float | None = None,
+        history: Mapping[str, Any] | None = None,
+        must: bool = True,
+    ) -> bool:
+        """Copies the state off the device and writes it in the background, unless it is there already.
+
+        That it cannot be written ends nothing: `on_failure` is told.
+
+        Args:
+            step: its number.
+            state: after that step.
+            fingerprint: the facts on which the order of its data depends.
+            validation_loss: of this state, where it was evaluated.
+            history: what else the run is to remember, as JSON; it comes back as {} where there is none.
+            must: wait for the step before to be written, however long that takes. Otherwise, if that takes longer than
+                a moment, this one is not saved and `on_failure` is told.
+
+        Returns:
+            Whether the step is there or on its way.
+        """
+        if not must and self._is_busy():
+            self._on_failure(f'step {step} is not saved: the one before is still being written; the run goes on')
+            return False
+        self._settle_save()
+        if step in self._complete:
+            return True
+        began = time.monotonic()
+        trees = items_of(state)
+        started = checksums.start_checksums(trees)
+        progress: dict[str, Any] = {'step': step, 'skipped': int(state.skipped), checksums.ITEM: checksums.VERSION}
+        if state.loss_scale is not None:
+            progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
+        if state.window is not None:
+            progress['window'] = window_to_json(state.window)
+        # JSON has no infinity, and a loss that is not finite says nothing.
+        if validation_loss is not None and np.isfinite(validation_loss):
+            progress[VALIDATION_LOSS] = validation_loss
+        if history:
+            progress['history'] = dict(history)
+        sums = checksums.finish_checksums(trees, started)
+        sums |= {'progress': checksums.json_checksum(progress), 'data': checksums.json_checksum(fingerprint)}
+        items = ocp.args.Composite(
+            **{name: ocp.args.StandardSave(tree, save_args=by_layer(tree)) for name, tree in trees.items()},
+            progress=ocp.args.JsonSave(progress),
+            data=ocp.args.JsonSave(fingerprint),
+            checksums=ocp.args.JsonSave({'version': checksums.VERSION, **sums}),
+        )
+        if problem := self._cannot_write():
+            self._ended(step, problem)
+            return False
+        loss = progress.get(VALIDATION_LOSS)
+        self._save = Save(self._together.begin(), lambda reason: self._ended(step, reason, loss, began))
+        self._save.begin(self.directory / str(step), items)
+        if self._first and self._folder.in_bucket:
+            threading.Thread(target=self._look_after, args=(self._save, step), daemon=True, name='look-after').start()
+        return True
+
+    def wait(self) -> int | None:
+        """Waits for what is under way; returns the newest step that is complete then, None where there is none."""
+        return max(self.steps(), default=None)
+
+    def remove_after(self, step: int) -> None:
+        """Removes all steps that are newer than `step`; the same numbers can be saved again.
+
+        Raises:
+            InputError: that cannot be done.
+        """
+        going = [one for one in self.steps() if one > step]
+        if self._first:
+            for one in reversed(going):
+                self._folder.delete(one)
+        self._together.meet()
+        with self._lock:
+            self._complete -= set(going)
+        for one in going:
+            self._losses.pop(one, None)
+
+    def holds_only_params(self, step: int) -> bool:
+        """Whether a step was written with parameters and no optimizer state, as an import leaves it."""
+        return holds_only_params(self.directory / str(step))
+
+    def restore_newest(self, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored | None:
+        """The state of the newest step that is whole, with a warning about each newer one, which is set aside.
+
+        Returns:
+            None where there is no step, or the newest that can be used is an import: step 0 with parameters only.
+
+        Raises:
+            InputError: no step is whole, and all are left as they are; or the newest is of another model or optimizer.
+        """
+        failures: dict[int, str] = {}
+        restored = None
+        for step in reversed(self.steps()):
+            imported = step == 0 and self.holds_only_params(0)
+            try:
+                if not imported:
+                    restored = self.restore(step, abstract, loss_scale=loss_scale)
+            except DamagedError as error:
+                failures[step] = str(error)
+                continue
+            for damaged, message in failures.items():
+                logger.warning(
+                    f'step {damaged} is damaged and not used: {message.removesuffix(f"; {REMEDY}")}; '
+                    f'{self._set_aside(damaged)}; going back to step {step}'
+                )
+            if failures:
+                # Until here no process may look for steps anew.
+                self._together.meet()
+                with self._lock:
+                    self._complete -= failures.keys()
+            return restored
+        if failures:
+            newest = failures[max(failures)]
+            others = f'; of the {len(failures)} steps none is whole' if len(failures) > 1 else ''
+            raise InputError(newest + others)
+        return None
+
+    def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored:
+        """As `restore_step`, after a save that is under way."""
+        self._settle_save()
+        return restore_step(self.directory / str(step), abstract, loss_scale=loss_scale)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settle_save()
+        self._cleaner.shutdown()
+
+    def _settle_save(self) -> None:
+        if self._save:
+            self._save.finish()
+
+    def _is_busy(self) -> bool:
+        over = self._save is None or self._save.finish(PATIENCE_SECONDS)
+        return bool(self._together.from_first('' if over else 'busy'))
+
+    def _settle(self) -> None:
+        self._settle_save()
+        # One after the other: when this comes, all is done.
+        self._cleaner.submit(lambda: None).result()
+
+    def _cannot_write(self) -> str:
+        """Makes room; why nothing can be written, '' if it can. In all processes the same."""
+        # Nobody writes any more.
+        self._together.meet()
+        if self._unclean:
+            self._unclean = False
+            self._clearing = self._clean(self._folder.clear)
+        self._clearing.result()
+        problem = ''
+        if self._together.count > 1 and self._first:
+            try:
+                self._folder.try_to_write()
+            except Exception as error:
+                problem = why(error)
+        return self._together.from_first(problem)
+
+    def _ended(self, step: int, reason: str, loss: float | None = None, began: float = math.inf) -> None:
+        """A save is over, for good or not."""
+        if reason:
+            with self._lock:
+                newest = max(self._complete, default=None)
+            instead = 'there is none before' if newest is None else f'the newest is step {newest}'
+            # A disk that is full gets room at once.
+            self._clearing = self._clean(self._folder.clear)
+            # Other processes may still be writing.
+            self._unclean = True
+            self._on_failure(f'step {step} is not saved: {reason}; {instead}; the run goes on')
+            return
+        self.save_seconds = max(0.0, time.monotonic() - began)
+        with self._lock:
+            self._complete.add(step)
+            self._losses[step] = loss
+        self._clean(self._delete_old)
+
+    def _look_after(self, save: Save, step: int) -> None:
+        if save.finish(PROBE_SECONDS):
+            return
+        try:
+            self._folder.try_to_write()
+        except Exception as error:
+            if not save.finish(0):
+                self._on_failure(f'step {step} is not saved yet: {why(error)}; the run goes on')
+
+    def _clean(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
+        return self._cleaner.submit(self._clean_now, work)
+
+    def _clean_now(self, work: Callable[[], None]) -> None:
+        try:
+            if self._first:
+                work()
+        except Exception as error:
+            self._unclean = True
+            logger.warning(f'{self.directory}: what is not needed any more cannot be deleted yet: {error}')
+
+    def _delete_old(self) -> None:
+        with self._lock:
+            saved = [SavedStep(step, self._losses.get(step)) for step in self._complete]
+        problem = None
+        for step, reasons in reasons_to_keep(saved, **self._rules).items():
+            if not reasons:
+                try:
+                    self._folder.delete(step)
+                except InputError as error:
+                    problem = error
+                else:
+                    with self._lock:
+                        self._complete.discard(step)
+        if problem:
+            raise problem
+
+    def _set_aside(self, step: int) -> str:
+        return f'kept in {self._folder.set_aside(step)}' if self._first else 'set aside'
+
+
+def saved_steps(workdir: Any) -> list[int]:
+    """The complete steps of a workdir, a directory or gs://bucket/run, oldest first.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    return StepFolder(workdir).complete()
+
+
+def saved_losses(workdir: Any) -> list[SavedStep]:
+    """The complete steps of a workdir with their validation losses, oldest first. What cannot be read has none."""
+    found = []
+    for step in saved_steps(workdir):
+        try:
+            loss = read_json(to_path(workdir) / FOLDER / str(step) / 'progress').get(VALIDATION_LOSS)
+        except DamagedError:
+            loss = None
+        found.append(SavedStep(step, loss if isinstance(loss, float) else None))
+    return found
+
+
+def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
+    """The directory of one step: from a workdir (its newest), `WORKDIR@STEP`, or the step's directory itself.
+
+    `WORKDIR@best` is the step with the lowest validation loss. Each may be in a bucket, gs://….
+
+    Raises:
+        InputError: there is no such checkpoint; the message names `key`, which has it, and lists the steps there are.
+    """
+    workdir, wanted = split_name(checkpoint)
+    directory = to_path(workdir)
+    if not wanted and directory.name.isdigit() and directory.parent.name == FOLDER:
+        parent = StepFolder(directory.parent.parent)
+        if parent.is_complete(directory.name):
+            return directory
+    folder, steps = directory / FOLDER, saved_steps(directory)
+    if not steps:
+        raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; give a workdir of maxlm.train')
+    if not wanted:
+        return folder / str(steps[-1])
+    if wanted == BEST:
+        best = best_step(saved_losses(directory))
+        if best is None:
+            raise InputError(
+                f'{key}={checkpoint}: no step there was saved with a validation loss (eval.every); '
+                f'steps: {", ".join(map(str, steps))}'
+            )
+        return folder / str(best)
+    if wanted not in map(str, steps):
+        raise InputError(f'{key}={checkpoint}: no step {wanted!r} there; steps: {", ".join(map(str, steps))}')
+    return folder / wanted

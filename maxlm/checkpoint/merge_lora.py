@@ -1,0 +1,171 @@
+"""Adapters (Hu et al. 2022, "LoRA") added to the kernels that they stand beside: kernel + scale · lora_a · lora_b.
+
+Shapes: L layers. A projection's kernel is [*in, *out], lora_a [*in, rank] and lora_b [rank, *out], each with L before
+it where layers are stacked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.params import params_item
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.config.loading import to_json
+from maxlm.config.resolve import config_for_model
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.errors import InputError
+from maxlm.log import progress_bar
+from maxlm.model.blocks import BLOCKS
+from maxlm.model.decoder import Decoder
+from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
+from maxlm.storage.atomic import check_new, check_space, new_directory
+from maxlm.workdir.files import CONFIG, KEPT_FOR_EXPORT, TOKENIZER, read_config
+
+
+class Merged(NamedTuple):
+    """What was written."""
+
+    workdir: Path
+    parameters: int
+
+
+def merge(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """The parameters of the same model without adapters, in float32. Pure: it can be compiled.
+
+    Args:
+        params: nested dict of a model's parameters, those of the blocks stacked over layers.
+        model: as they were trained, with its `lora_rank` and `lora_alpha`.
+    """
+    if LORA_A in params:
+
+        def added(lora_a: jax.Array, lora_b: jax.Array) -> jax.Array:
+            return jnp.tensordot(lora_a, lora_b, axes=1, precision=jax.lax.Precision.HIGHEST)
+
+        kernel_L = params['kernel'] + adapter_scale(model) * jax.vmap(added)(params[LORA_A], params[LORA_B])
+        return {name: params[name] for name in params if name not in (LORA_A, LORA_B)} | {'kernel': kernel_L}
+    return {name: merge(value, model) if isinstance(value, Mapping) else value for name, value in params.items()}
+
+
+def without_adapters(model: ModelConfig) -> ModelConfig:
+    """The model that adapters are merged into."""
+    plain = ModelConfig()
+    return dataclasses.replace(
+        model, lora_rank=plain.lora_rank, lora_alpha=plain.lora_alpha, lora_targets=plain.lora_targets
+    )
+
+
+def adapter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Dotted path → shape of the adapters' parameters of a resolved model, stacked over layers."""
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
+    flat = {'.'.join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    return {name: tuple(variable.shape) for name, variable in flat.items() if name.endswith((LORA_A, LORA_B))}
+
+
+class MergedReader:
+    """Reads the parameters of one step, like `ParamsReader`, with adapters added to their kernels.
+
+    A layer of a kernel costs that and the product of its adapter, which is of the same size.
+
+    Attributes:
+        shapes: dotted path → stored shape, without those of adapters.
+    """
+
+    def __init__(self, reader: ParamsReader, model: ModelConfig, source: str):
+        """Finds what is there, without reading it.
+
+        Args:
+            reader: of the step.
+            model: of the run, with or without adapters.
+            source: what messages call the step.
+
+        Raises:
+            InputError: the adapters of the step are not those of the model.
+        """
+        wanted = adapter_shapes(model) if model.lora_rank else {}
+        stored = {path: shape for path, shape in reader.shapes.items() if path.endswith((LORA_A, LORA_B))}
+        for path in sorted(stored.keys() | wanted.keys()):
+            if stored.get(path) != wanted.get(path):
+                raise InputError(
+                    f'{source}: parameter {path} is {stored.get(path, "missing")} there and '
+                    f'{wanted.get(path, "none")} by its {CONFIG}; the two belong to different models'
+                )
+        self.shapes = {path: shape for path, shape in reader.shapes.items() if path not in stored}
+        self._reader, self._adapted = reader, {path.rpartition('.')[0] for path in stored}
+        self._scale = np.float32(adapter_scale(model)) if model.lora_rank else np.float32(0)
+
+    def read(self, path: str, layer: int | None = None) -> np.ndarray:
+        """One array, or one layer of it, as `ParamsReader.read`; of a kernel with an adapter a layer only."""
+        values = self._reader.read(path, layer)
+        module, _, name = path.rpartition('.')
+        if name != 'kernel' or module not in self._adapted:
+            return values
+        assert layer is not None, path
+        lora_a, lora_b = (self._reader.read(f'{module}.{part}', layer) for part in (LORA_A, LORA_B))
+        added: np.ndarray = np.tensordot(lora_a * self._scale, lora_b, axes=1)
+        added += values
+        return added
+
+
+def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> Merged:
+    """Makes a workdir whose step 0 has the model of a checkpoint with its adapters merged, a layer at a time.
+
+    Its config is that of the model alone, with the run's data.window; it keeps tokenizer and chat template.
+
+    Args:
+        checkpoint: as `find_step_here` takes it.
+        output: the workdir to be made.
+        show: whether to show progress.
+
+    Raises:
+        InputError: the model has no adapters, the checkpoint cannot be read, or the output cannot be written. Nothing
+            is left behind.
+    """
+    workdir = check_new('--output', output)
+    step_directory = find_step_here(checkpoint)
+    source = Path(step_directory.parent.parent)
+    config = read_config(source)
+    if not config.model.lora_rank:
+        raise InputError(
+            f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG}, so there are no adapters to merge; '
+            f'give a run with adapters'
+        )
+    reader = MergedReader(ParamsReader(step_directory, params_item(step_directory)), config.model, str(step_directory))
+    parameters = sum(math.prod(shape) for shape in reader.shapes.values())
+    check_space('--output', workdir, 4 * parameters)
+    stacked = {path: path.startswith(f'{BLOCKS}.') for path in reader.shapes}
+    steps = sum(shape[0] if stacked[path] else 1 for path, shape in reader.shapes.items())
+    with (
+        new_directory('--output', workdir) as partial,
+        progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
+    ):
+        (partial / CONFIG).write_text(to_json(_merged_config(config, str(source / CONFIG))), encoding='utf-8')
+        for name in (TOKENIZER, *KEPT_FOR_EXPORT):
+            if (source / name).is_file():
+                (partial / name).write_bytes((source / name).read_bytes())
+
+        def array(path: str) -> StreamedArray:
+            def read(layer: int | None) -> np.ndarray:
+                bar.update()
+                return reader.read(path, layer)
+
+            return StreamedArray(reader.shapes[path], read, stacked[path])
+
+        write_step(partial, 0, {path: array(path) for path in reader.shapes})
+    return Merged(workdir, parameters)
+
+
+def _merged_config(config: Config, source: str) -> Config:
+    # The kernel of attention is chosen where the model is used.
+    model = dataclasses.replace(without_adapters(config.model), attention='auto')
+    merged = config_for_model(dataclasses.asdict(model), source)
+    return dataclasses.replace(merged, data=dataclasses.replace(merged.data, window=config.data.window))

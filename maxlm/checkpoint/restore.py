@@ -1,0 +1,131 @@
+"""A state from a step: read, compared with its checksums, and the same for all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from maxlm.checkpoint import checksums
+from maxlm.checkpoint.item_metadata import REMEDY, DamagedError, read_json, reading
+from maxlm.checkpoint.params import check_items_sums, check_tree, copy_params, read_arrays
+from maxlm.config.schema import GuardConfig
+from maxlm.errors import InputError
+from maxlm.log import logger
+from maxlm.training.loss_scale import LossScale
+from maxlm.training.spike_guard import window_from_json
+from maxlm.training.state import TrainState
+
+T = TypeVar('T')
+
+
+class Restored(NamedTuple):
+    """A state, the facts on which the order of its data depends, and what else the run remembers."""
+
+    state: TrainState
+    fingerprint: dict[str, Any]
+    history: dict[str, Any]
+
+
+def holds_only_params(path: epath.Path) -> bool:
+    """Whether a step was written with parameters and no optimizer state, as an import leaves it."""
+    if not (path / 'params').is_dir() or (path / 'optimizer').is_dir():
+        return False
+    try:
+        stored = checksums.read_checksums(path)
+    except DamagedError:
+        return False
+    return stored is None or 'optimizer' not in stored
+
+
+def items_of(state: TrainState) -> dict[str, Any]:
+    """The items of arrays that a state is stored in."""
+    trees = {'params': state.params, 'optimizer': state.opt_state}
+    return trees if state.ema is None else {**trees, 'ema': state.ema}
+
+
+def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored:
+    """The state of a step, placed as `abstract` says; all processes together.
+
+    A moving average that `abstract` has and the step has not starts at the parameters; one that only the step has
+    is left there.
+
+    Args:
+        path: of the step.
+        abstract: as `abstract_state` returns it.
+        loss_scale: for a step that has none.
+
+    Raises:
+        DamagedError: the step cannot be read by each process, or is not what was saved.
+        InputError: the step was made by another model or optimizer.
+    """
+    trees, progress, facts, stored = _same_everywhere(path, lambda: _read(path, abstract))
+    if stored is not None:
+        check_items_sums(path, trees, stored)
+    elif jax.process_index() == 0:
+        logger.warning(f'step {path.name} was saved without checksums: whether it is as it was saved cannot be checked')
+    counters = tuple(jnp.int32(int(progress[name])) for name in ('step', 'skipped'))
+    scale = None
+    if abstract.loss_scale is not None:
+        # A run that went on in another type before has none: it starts anew.
+        first = float(progress.get('loss_scale', loss_scale))
+        scale = LossScale(jnp.float32(first), jnp.int32(int(progress.get('good_steps', 0))))
+    window = None
+    if abstract.window is not None:
+        # A part of it, or nothing, is what a run finds that had another or none before.
+        config = GuardConfig(window=abstract.window.good_QW.shape[1])
+        window = window_from_json(progress.get('window'), config)
+    step_counter, skipped, scale, window = jax.device_put((*counters, scale, window), abstract.step.sharding)
+    ema = trees.get('ema')
+    if abstract.ema is not None and ema is None:
+        logger.info(f'step {path.name} was saved without a moving average of the parameters: it starts at their values')
+        ema = copy_params(trees['params'])
+    state = TrainState(step_counter, skipped, trees['params'], trees['optimizer'], ema, scale, window)
+    return Restored(state, facts, progress.get('history') or {})
+
+
+def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict, dict, dict | None]:
+    """Items of arrays, `progress`, `data` and checksums of a step, by this process alone."""
+    if holds_only_params(path):
+        raise InputError(
+            f'{path / "optimizer"}: missing in the checkpoint; '
+            f'start a new run from its parameters with another --workdir and --config.train.init_from={path}'
+        )
+    stored = checksums.read_checksums(path)
+    progress, facts = (read_json(path / item) for item in checksums.JSON_ITEMS)
+    if stored is None and checksums.ITEM in progress:
+        raise DamagedError(f'{path / checksums.ITEM}: missing in the checkpoint; {REMEDY}')
+    if stored is not None:
+        checksums.check_items(path, stored)
+        for item, content in zip(checksums.JSON_ITEMS, (progress, facts), strict=True):
+            checksums.check_sums(path / item, stored, checksums.json_checksum(content))
+    reading(path / 'progress', lambda: [int(progress[name]) for name in ('step', 'skipped')])
+    wanted = items_of(abstract)
+    if not (path / 'ema').is_dir():
+        wanted.pop('ema', None)
+    for item, tree in wanted.items():
+        check_tree(path / item, tree, stored=stored)
+    return {item: read_arrays(path / item, tree) for item, tree in wanted.items()}, progress, facts, stored
+
+
+def _same_everywhere(path: epath.Path, read: Callable[[], T]) -> T:
+    """`read()`, whose DamagedError in one process is one in all: they must go on from the same step."""
+    if jax.process_count() == 1:
+        return read()
+    result, failure = None, None
+    try:
+        result = read()
+    except DamagedError as error:
+        failure = str(error)
+    failed = multihost_utils.process_allgather(np.asarray(failure is not None))
+    if failure is not None:
+        raise DamagedError(failure)
+    if failed.any():
+        raise DamagedError(f'{path}: cannot be read by process {int(np.argmax(failed))}; {REMEDY}')
+    assert result is not None
+    return result

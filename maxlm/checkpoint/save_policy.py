@@ -1,0 +1,65 @@
+"""After which steps a checkpoint is due, by number and by the clock; the same in all processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxlm.config.schema import CheckpointConfig
+from maxlm.training.retention import next_look, save_due
+
+
+def of_first_process(values: np.ndarray) -> np.ndarray:
+    """What the first process has, in all of them: clocks differ, and a save needs everybody."""
+    return values if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(values))
+
+
+class SaveTimes:
+    """Looks at the clock only now and then, since several processes must agree on what it says."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        start: int,
+        clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[np.ndarray], np.ndarray] = of_first_process,
+    ):
+        """
+        Args:
+            config: the section of the run's config.
+            start: number of the last step that is done.
+            clock: seconds.
+            agree: values of this process → those that all processes use.
+        """
+        self._config = config
+        self._clock = clock
+        self._agree = agree
+        self._began, self._start = clock(), start
+        self._saved_at, self._look = self._began, start + 1
+
+    def due(self, step: int, *, num_steps: int) -> bool:
+        """Whether a checkpoint is to be saved after `step`; to be asked once after every step, by all processes."""
+        seconds = 0.0
+        every_minutes = self._config.every_minutes
+        if every_minutes and step >= self._look:
+            now = self._clock()
+            since_save, step_seconds = now - self._saved_at, (now - self._began) / (step - self._start)
+            seconds, step_seconds = map(float, self._agree(np.asarray([since_save, step_seconds], np.float32)))
+            self._look = next_look(step, seconds_left=60 * every_minutes - seconds, step_seconds=step_seconds)
+        return save_due(
+            step,
+            num_steps=num_steps,
+            every_steps=self._config.every_steps,
+            permanent_every=self._config.permanent_every,
+            seconds=seconds,
+            every_minutes=every_minutes,
+        )
+
+    def saved(self, step: int) -> None:
+        """Notes that a step was saved, for whatever reason."""
+        self._saved_at, self._look = self._clock(), step + 1

@@ -1,0 +1,300 @@
+"""How a config is read: `FILE[:variant]` and `--config.section.key=value` → a validated Config.
+
+FILE is Python with `get_config(variant)`, or the config.json that a run left in its workdir.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import json
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from maxlm.config.families import FAMILIES
+from maxlm.config.path_keys import check_paths
+from maxlm.config.ranges import check_ranges
+from maxlm.config.schema import AUTO, FAMILY, SECTIONS, Config, ModelConfig
+from maxlm.config.validation import EXCLUSIVE, check_choice, nearest, validate
+from maxlm.errors import InputError, os_message
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import NotRegularError, check_regular, read_text
+
+# Of each group, one key says the same as another would.
+ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
+# Whole numbers that may also be 'auto'.
+MAY_BE_AUTO = ('train.micro_batch',)
+EXAMPLES: dict[type, str] = {
+    bool: 'true or false',
+    int: 'a whole number',
+    float: 'a number',
+    str: 'a text',
+    tuple: "a tuple, e.g. (('a', 0.5), ('b', 0.5))",
+}
+
+
+def default() -> ConfigDict:
+    """All keys at their defaults; locked, so that a mistyped key is an error. What config files start from."""
+    sections = {}
+    for section, cls in SECTIONS.items():
+        sections[section] = {
+            name: config_dict.placeholder(kind) if value is None else value
+            for (name, kind), value in zip(_fields(cls).items(), dataclasses.asdict(cls()).values(), strict=True)
+        }
+    for key in MAY_BE_AUTO:
+        section, _, name = key.partition('.')
+        sections[section][name] = config_dict.FieldReference(sections[section][name], field_type=object)
+    return ConfigDict(sections).lock()
+
+
+def load(spec: str, overrides: Sequence[str] = ()) -> Config:
+    """Reads `FILE[:variant]`, applies `section.key=value` overrides and validates.
+
+    What a run had resolved stands in its config.json and therefore here, devices of the mesh included, unless it is
+    overridden. The attention kernel alone is chosen anew: xla on a machine that has better would be slow in silence.
+
+    Raises:
+        InputError: the file, a key or a value is not usable.
+    """
+    path, _, variant = spec.partition(':')
+    from_run = Path(path).suffix == '.json'
+    values = (_read_json_file if from_run else _run_config_file)(Path(path), variant)
+    if from_run:
+        _check_family_is_open(values, path, overrides)
+    for override in overrides:
+        _apply(values, override)
+    _let_overrides_win(values, {override.partition('=')[0] for override in overrides})
+    return build(values)
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Parts a command line into `section.key=value` overrides (without `--config.`) and the rest."""
+    overrides, rest = [], []
+    words = iter(argv)
+    for word in words:
+        if word.startswith('--config.'):
+            if '=' not in word:
+                word = f'{word}={next(words, "")}'
+            overrides.append(word.removeprefix('--config.'))
+        else:
+            rest.append(word)
+    return overrides, rest
+
+
+def build(values: ConfigDict) -> Config:
+    """Turns a ConfigDict into a validated, frozen Config with the family's settings filled in."""
+    config = _freeze(values)
+    validate(config)
+    return check_paths(config)
+
+
+def from_json(text: str) -> Config:
+    """The config that `to_json` wrote, e.g. from a workdir's config.json; of a resolved config, the same again.
+
+    Raises:
+        ValueError: it is not JSON, or has a section, key, type or number that no config has.
+    """
+    try:
+        config = _freeze(_parse_json(text))
+        check_ranges(config)
+        return config
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + '\n'
+
+
+def _freeze(values: ConfigDict) -> Config:
+    sections = {}
+    for section in values:
+        if section not in SECTIONS:
+            raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
+        unknown = [key for key in values[section] if key not in _fields(SECTIONS[section])]
+        if unknown:
+            raise InputError(_unknown_key(section, unknown[0]))
+        sections[section] = values[section].to_dict()
+    for key in MAY_BE_AUTO:
+        section, _, name = key.partition('.')
+        value = sections.get(section, {}).get(name, 0)
+        if value != 'auto' and type(value) is not int:
+            raise InputError(f"{key}={value!r}: needs {EXAMPLES[int]}, or 'auto'")
+        if value == 'auto':
+            sections[section][name] = AUTO
+    return _fill_family(Config(**{section: SECTIONS[section](**keys) for section, keys in sections.items()}))
+
+
+@functools.cache
+def _fields(cls: type) -> Mapping[str, type]:
+    """Name → type of a section's keys."""
+    return MappingProxyType(typing.get_type_hints(cls))
+
+
+def _check_file(path: Path) -> None:
+    try:
+        check_regular(path)
+    except NotRegularError as error:
+        raise InputError(f'--config={path}: {os_message(error)}; give a file, such as configs/tiny.py') from error
+    except OSError:
+        others = sorted(path.parent.glob(f'*{path.suffix}')) if path.parent.is_dir() else []
+        raise InputError(f'--config: no file {path}; {nearest(str(path), map(str, others))}') from None
+
+
+def _read_json_file(path: Path, variant: str) -> ConfigDict:
+    _check_file(path)
+    if variant:
+        raise InputError(f'{path} has no variants, but {variant!r} was asked for')
+    try:
+        values = _parse_json(read_text(path))
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
+    except (ValueError, InputError) as error:
+        raise InputError(f'{path}: {error}') from error
+    values.model.attention = 'auto'
+    for group in ALTERNATIVES:
+        # What the run resolved stands first in each group, before what it was derived from.
+        for key in [key for key in group if _value(values, key)][1:]:
+            _clear(values, key)
+    return values
+
+
+def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str]) -> None:
+    """A family only sets what is left open; where nothing is, asking for another would change its name alone."""
+    switches = [key for key, value in dataclasses.asdict(ModelConfig()).items() if value is FAMILY]
+    wanted = [text for key, _, text in (override.partition('=') for override in overrides) if key == 'model.family']
+    if set(wanted) - {values.model.family} and all(values.model[key] is not None for key in switches):
+        raise InputError(
+            f'--config.model.family={wanted[-1]}: {path} has a value already for each key that a family sets; '
+            f'override those keys'
+        )
+
+
+def _parse_json(text: str) -> ConfigDict:
+    """The defaults with a config's JSON on top: a key that is younger than the text has its default."""
+    sections = parse_json(text)
+    values = default()
+    if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
+        raise InputError('a config is an object of sections, each an object of keys')
+    for section, keys in sections.items():
+        if section not in SECTIONS:
+            raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
+        kinds = _fields(SECTIONS[section])
+        for name, value in keys.items():
+            if name not in kinds:
+                raise InputError(_unknown_key(section, name))
+            kind = kinds[name]
+            if kind is float and type(value) is int:
+                value = float(value) if abs(value) < 10**300 else math.inf
+            if kind is tuple and isinstance(value, list):
+                value = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in value)
+            if type(value) is not kind:
+                raise InputError(f'{section}.{name}={json.dumps(value)}: needs {EXAMPLES[kind]}')
+            values[section][name] = value
+    return values
+
+
+def _run_config_file(path: Path, variant: str) -> ConfigDict:
+    _check_file(path)
+    module_spec = importlib.util.spec_from_file_location(f'maxlm_config_{path.stem}', path)
+    assert module_spec is not None, path
+    assert module_spec.loader is not None, path
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+        if not hasattr(module, 'get_config'):
+            raise InputError(f'{path} has no function get_config(variant)')
+        parameters = inspect.signature(module.get_config).parameters.values()
+        if variant and not parameters:
+            raise InputError(f'{path} has no variants, but {variant!r} was asked for')
+        if not variant and any(parameter.default is parameter.empty for parameter in parameters):
+            raise InputError(f'{path} needs a variant: {path}:NAME')
+        values = module.get_config(variant) if variant else module.get_config()
+    except (InputError, KeyboardInterrupt):
+        raise
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
+    except BaseException as error:
+        # SystemExit too: a config that exits would end the command without a word.
+        # A config file is the user's input: its own mistakes are named with their line, without our stack.
+        lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == str(path)]  # type: ignore[arg-type]
+        where = f'{path}:{lines[-1]}' if lines else str(path)
+        raise InputError(f'{where}: {type(error).__name__}: {error}') from error
+    if not isinstance(values, ConfigDict):
+        raise InputError(f'{path}: get_config returned {type(values).__name__}, not a ConfigDict')
+    return values
+
+
+def _apply(values: ConfigDict, override: str) -> None:
+    key, _, text = override.partition('=')
+    section, _, name = key.partition('.')
+    if section not in SECTIONS:
+        raise InputError(f'--config.{key}: no section {section!r}; {nearest(section, SECTIONS)}')
+    kinds = _fields(SECTIONS[section])
+    if name not in kinds:
+        raise InputError(_unknown_key(section, name))
+    values[section][name] = _parse(f'{section}.{name}', text, kinds[name])
+
+
+def _let_overrides_win(values: ConfigDict, overridden: set[str]) -> None:
+    # Someone who overrides num_tokens means it instead of the file's num_steps, not beside it.
+    for group in ALTERNATIVES:
+        if overridden & set(group):
+            for key in set(group) - overridden:
+                _clear(values, key)
+
+
+def _value(values: ConfigDict, key: str) -> Any:
+    section, _, name = key.partition('.')
+    return values[section][name]
+
+
+def _clear(values: ConfigDict, key: str) -> None:
+    section, _, name = key.partition('.')
+    values[section][name] = type(values[section][name])(0)
+
+
+def _parse(key: str, text: str, kind: type) -> Any:
+    if text == 'auto' and key in MAY_BE_AUTO:
+        return text
+    words = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
+    try:
+        if kind is bool:
+            return words[text.lower()]
+        if kind is tuple:
+            value = ast.literal_eval(text)
+            if not isinstance(value, tuple):
+                raise ValueError
+            return value
+        if kind is int:
+            number = float(text) if set(text) & set('eE.') else int(text)
+            if number != int(number):
+                raise ValueError
+            return int(number)
+        return kind(text)
+    except (ValueError, KeyError, OverflowError, SyntaxError, TypeError):
+        auto = ', or auto' if key in MAY_BE_AUTO else ''
+        raise InputError(f'{key}={text!r}: needs {EXAMPLES[kind]}{auto}') from None
+
+
+def _unknown_key(section: str, name: str) -> str:
+    elsewhere = [f'{other}.{name}' for other, cls in SECTIONS.items() if name in _fields(cls)]
+    hint = f'did you mean {elsewhere[0]!r}?' if elsewhere else nearest(name, _fields(SECTIONS[section]))
+    return f'config key {section}.{name} does not exist; {hint}'
+
+
+def _fill_family(config: Config) -> Config:
+    check_choice(config, 'model.family')
+    model = config.model
+    settings = {key: value for key, value in FAMILIES[model.family].items() if getattr(model, key) is None}
+    model = dataclasses.replace(model, **settings)  # type: ignore[arg-type]
+    return dataclasses.replace(config, model=model)

@@ -1,0 +1,12 @@
+"""Projections of a block that can have low-rank adapters (Hu et al. 2022, "LoRA")."""
+
+from __future__ import annotations
+
+from maxlm.config.schema import ModelConfig
+
+
+def projections(model: ModelConfig) -> tuple[str, ...]:
+    """Dotted names, within a block, of the projections that a model can have adapters on."""
+    gate = ('feedforward.gate',) if model.activation == 'swiglu' else ()
+    attention = tuple(f'attention.{name}' for name in ('query', 'key', 'value', 'out'))
+    return (*attention, *gate, 'feedforward.up', 'feedforward.down')

@@ -1,0 +1,129 @@
+"""Whether a mesh fits the devices, the model and the batch; a refusal says which numbers would."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from maxlm.config.schema import Config, MeshConfig
+from maxlm.config.validation import divisors
+from maxlm.errors import InputError
+
+# A vocabulary that does not divide over devices is padded to a multiple of this on each: matrix units and vector lanes
+# take such sizes without a remainder.
+VOCABULARY_MULTIPLE = 128
+
+
+def resolve_mesh(mesh: MeshConfig, num_devices: int) -> MeshConfig:
+    """The mesh with its -1 filled in for so many devices.
+
+    Raises:
+        InputError: the axes do not multiply to the number of devices.
+    """
+    sizes: dict[str, Any] = dict(mesh.sizes)
+    fixed = math.prod(max(size, 1) for size in sizes.values())
+    told = ' '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1) or 'of 1 along every axis'
+    working = _listed(divisors(num_devices))
+    for axis, size in sizes.items():
+        if size == -1:
+            if num_devices % fixed:
+                raise InputError(
+                    f'mesh {told}: the axes besides mesh.{axis} take {fixed} devices, which does not divide the '
+                    f'{num_devices} that are here; their product can be {working}'
+                )
+            sizes[axis] = num_devices // fixed
+            fixed = num_devices
+    if fixed != num_devices:
+        raise InputError(
+            f'mesh {told} needs {fixed} devices, here are {num_devices}; set one axis to -1, and the others so that '
+            f'their product is one of {working}'
+        )
+    return dataclasses.replace(mesh, **sizes)
+
+
+def padded_vocabulary(size: int, parts: int) -> int:
+    """Returns the size of a vocabulary in use: above `size` only where `parts` devices do not divide that."""
+    multiple = VOCABULARY_MULTIPLE * parts
+    return -(-size // multiple) * multiple if size % parts else size
+
+
+def check_layout(config: Config) -> None:
+    """Checks a config whose mesh, batch and model are resolved.
+
+    Raises:
+        InputError: an axis of the mesh does not divide what it splits.
+    """
+    mesh, model = config.mesh, config.model
+    _check_axis(
+        config, 'tensor', [(f'model.{key}', getattr(model, key)) for key in ('num_heads', 'num_kv_heads', 'ffn_dim')]
+    )
+    if mesh.context > 1:
+        windows = [('data.window', config.data.window)]
+        windows += [('a length of data.context_schedule', window) for window, _ in config.data.context_schedule]
+        # Each device has two pieces, one from the front and one from the back.
+        _check_axis(config, 'context', windows, pieces=2)
+    if mesh.offload != 'none' and config.optimizer.name != 'adamw':
+        raise InputError(
+            f'mesh.offload={mesh.offload}: a layer at a time can only be updated by optimizer.name=adamw, not '
+            f'{config.optimizer.name}; set it to adamw, or mesh.offload to none'
+        )
+    if mesh.offload == 'all' and mesh.stage > 1:
+        raise InputError('mesh.offload=all: stages of a pipeline hold their parameters; set it to optimizer')
+    if mesh.stage > 1:
+        _check_stages(config)
+    elif mesh.stage_repeats > 1:
+        raise InputError(f'mesh.stage_repeats={mesh.stage_repeats} without stages; set it to 1, or mesh.stage above 1')
+
+
+def _check_axis(config: Config, axis: str, wholes: list[tuple[str, int]], *, pieces: int = 1) -> None:
+    """Refuses an axis of which a device has `pieces` of each of the named wholes, and they do not come out equal."""
+    size = getattr(config.mesh, axis)
+    for key, whole in wholes:
+        if whole % (pieces * size):
+            shared = math.gcd(*(number for _, number in wholes))
+            working = [n for n in divisors(_num_devices(config)) if n == 1 or shared % (pieces * n) == 0]
+            each = f' with {pieces} pieces on a device' if pieces > 1 else ''
+            raise InputError(
+                f'mesh.{axis}={size}{each} does not divide {key}={whole}; on {_num_devices(config)} devices '
+                f'mesh.{axis} can be {_listed(working)}'
+            )
+
+
+def _check_stages(config: Config) -> None:
+    mesh, layers = config.mesh, config.model.num_layers
+    chunks, period = mesh.stage * mesh.stage_repeats, len(config.model.attention_pattern)
+    if layers % (chunks * period):
+        periods = layers // period if layers % period == 0 else 0
+        working = [
+            f'{stage} × {repeats}'
+            for stage in divisors(periods)
+            for repeats in divisors(periods // stage)
+            if stage > 1 and _num_devices(config) % stage == 0
+        ]
+        needs = f', each a multiple of the {period} of model.attention_pattern' if period > 1 else ''
+        raise InputError(
+            f'mesh.stage={mesh.stage} × mesh.stage_repeats={mesh.stage_repeats} do not cut model.num_layers={layers} '
+            f'into equal parts{needs}; these would: {", ".join(working[:12]) or "1 × 1"}'
+        )
+    if config.accumulation % mesh.stage:
+        global_batch, shards = config.train.global_batch, config.batch_shards
+        per_device = global_batch // shards
+        sizes = [micro for micro in divisors(per_device) if per_device // micro % mesh.stage == 0]
+        right = f'micro-batches that work with train.global_batch={global_batch}: {_listed(sizes)}'
+        if not sizes:
+            multiple = shards * mesh.stage
+            nearest = max(1, round(global_batch / multiple)) * multiple
+            right = f'train.global_batch={global_batch} has none; train.micro_batch=1 works with {nearest}'
+        raise InputError(
+            f'train.micro_batch={config.train.micro_batch} makes {config.accumulation} micro-batches of a step, and a '
+            f'pipeline of mesh.stage={mesh.stage} needs a multiple of {mesh.stage}; {right}'
+        )
+
+
+def _num_devices(config: Config) -> int:
+    return math.prod(config.mesh.sizes.values())
+
+
+def _listed(numbers: list[int]) -> str:
+    return ', '.join(map(str, numbers))

@@ -1,0 +1,293 @@
+"""Which values make sense, alone and together; a refusal names the key, the value and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from maxlm.config.families import FAMILIES
+from maxlm.config.ranges import Range, check_ranges
+from maxlm.config.schema import Config, DataConfig, ModelConfig
+from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
+from maxlm.errors import InputError
+
+# Of each group exactly one key is set.
+EXCLUSIVE = (
+    # A budget first: on another machine the same budget is another number of steps.
+    ('train.hours', 'train.dollars', 'train.num_steps', 'train.num_tokens', 'train.num_epochs'),
+    ('train.global_batch', 'train.global_batch_tokens'),
+)
+
+CHOICES = {
+    'model.family': tuple(FAMILIES),
+    'model.position': ('learned', 'rotary'),
+    'model.norm': ('layernorm', 'rmsnorm'),
+    'model.rotary_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
+    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'relu2'),
+    'model.init': ('normal', 'small', 'uniform'),
+    'model.dtype': ('bfloat16', 'float16', 'float32'),
+    'model.matmul': ('default', 'fp8'),
+    'model.weights': ('float', 'int8', 'int4', 'fp8'),
+    'model.remat': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
+    'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
+    'optimizer.name': ('adamw', 'muon'),
+    'optimizer.moments': ('float32', 'bfloat16', 'int8'),
+    'optimizer.schedule': ('cosine', 'linear', 'wsd', 'constant'),
+    'optimizer.weight_decay_mask': ('matrices', 'projections', 'all'),
+    'train.objective': ('next_token', 'dpo', 'grpo'),
+    'dpo.loss': ('sigmoid', 'ipo'),
+    'grpo.loss_mean': ('sequence', 'token', 'budget'),
+    'mesh.zero': (1, 2, 3),
+    'mesh.offload': ('none', 'optimizer', 'all'),
+    'metrics.wandb': ('', 'online', 'offline'),
+}
+
+SOURCE_WEIGHT = Range(0, 1e9, above=True)
+
+# A step of 200 blocks that are not in a loop already compiles for minutes.
+MAX_UNROLLED_LAYERS = 200
+
+# Of fewer steps median and deviation are too uncertain.
+MIN_SPIKE_WINDOW = 16
+
+
+def _value(config: Config, key: str) -> Any:
+    section, name = key.split('.')
+    return getattr(getattr(config, section), name)
+
+
+def check_choice(config: Config, key: str) -> None:
+    value, options = _value(config, key), CHOICES[key]
+    if value not in options:
+        names = [str(option) or "''" for option in options]
+        raise InputError(f'{key}={value!r}: {nearest(str(value), names)} (one of {", ".join(names)})')
+
+
+def validate(config: Config) -> None:
+    for key in CHOICES:
+        check_choice(config, key)
+    check_ranges(config)
+
+    model, data, train, optimizer = config.model, config.data, config.train, config.optimizer
+    for group in EXCLUSIVE:
+        _exactly_one(config, *group)
+    if optimizer.warmup_steps and optimizer.warmup_tokens:
+        raise InputError('optimizer.warmup_steps and optimizer.warmup_tokens are both set; set one of them')
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        raise InputError(
+            f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
+            f'optimizer.learning_rate={optimizer.learning_rate}'
+        )
+    for key in ('adam_learning_rate', 'momentum_warmup_steps'):
+        if optimizer.name != 'muon' and getattr(optimizer, key):
+            raise InputError(
+                f'optimizer.{key}={getattr(optimizer, key)} does nothing under optimizer.name={optimizer.name}; '
+                f'set it to 0, or optimizer.name to muon'
+            )
+    if optimizer.momentum_warmup_steps and optimizer.momentum < 0.85:
+        raise InputError(
+            f'optimizer.momentum={optimizer.momentum} is below 0.85, from which its warm-up rises; raise it, or set '
+            f'optimizer.momentum_warmup_steps to 0'
+        )
+    if not model.scan_layers and model.num_layers > MAX_UNROLLED_LAYERS:
+        raise InputError(
+            f'model.num_layers={model.num_layers} with model.scan_layers=False: compiling each of more than '
+            f'{MAX_UNROLLED_LAYERS} blocks takes too long; set model.scan_layers=True'
+        )
+    if not model.head_dim:
+        divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
+    if model.num_kv_heads:
+        divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
+    if model.matmul == 'fp8' and model.dtype == 'float16':
+        raise InputError(
+            'model.matmul=fp8 with model.dtype=float16: results would leave its range; set model.dtype to bfloat16'
+        )
+    if model.weights != 'float':
+        raise InputError(
+            f'model.weights={model.weights}: quantized weights are not trained; set it to float, and quantize the '
+            f'checkpoint afterwards by maxlm.quantize'
+        )
+    _check_rotary(model)
+    _check_attention_pattern(model)
+    check_adapters(model)
+    _check_webhook(config.alerts.webhook)
+    _check_reports(config)
+    check_sources(data.sources)
+    _check_context_schedule(data)
+    check_dpo(config)
+    check_trained(config)
+    _check_guard(config)
+    if model.position == 'learned' and model.max_positions and model.max_positions < data.window:
+        raise InputError(
+            f'model.max_positions={model.max_positions} is below data.window={data.window}: '
+            f'learned positions would run out; set it to {data.window} or more'
+        )
+    if train.global_batch_tokens % data.window:
+        below = train.global_batch_tokens // data.window * data.window
+        raise InputError(
+            f'train.global_batch_tokens={train.global_batch_tokens} is not a multiple of data.window={data.window}; '
+            f'nearest: {below or data.window} or {below + data.window}'
+        )
+    filled = [axis for axis, size in config.mesh.sizes.items() if size == -1]
+    empty = [axis for axis, size in config.mesh.sizes.items() if size == 0]
+    if len(filled) > 1:
+        raise InputError(f'mesh.{filled[0]} and mesh.{filled[1]} are both -1; only one axis can take what is left')
+    if empty:
+        raise InputError(f'mesh.{empty[0]}=0: an axis has at least 1 device, or -1 for what is left')
+
+
+def check_sources(sources: Any) -> None:
+    example = "needs (('DIR', weight), …), e.g. (('data/web', 0.7), ('data/code', 0.3))"
+    for entry in sources:
+        if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([str, float], [str, int]):
+            raise InputError(f'data.sources: {entry!r} is not a directory and a weight; {example}')
+        path, weight = entry
+        if not path or weight not in SOURCE_WEIGHT:
+            raise InputError(
+                f'data.sources: {entry!r}: the weight must be above 0 and at most {SOURCE_WEIGHT.high:g}, and the '
+                f'directory named; {example}'
+            )
+    repeated = [path for path, count in Counter(path for path, _ in sources).items() if count > 1]
+    if repeated:
+        raise InputError(f'data.sources: {repeated[0]} is there twice; give it once, with the sum of the weights')
+
+
+def _check_webhook(variable: str) -> None:
+    # The value is not shown: it may be the secret itself.
+    if variable and not variable.isidentifier():
+        raise InputError(
+            'alerts.webhook: needs the name of an environment variable that holds the URL, e.g. ALERTS_URL; what is '
+            'there is no such name, and a URL would be seen in config.json'
+        )
+
+
+def _check_reports(config: Config) -> None:
+    for prompt in config.eval.sample_prompts:
+        if not isinstance(prompt, str) or not prompt:
+            raise InputError(
+                f"eval.sample_prompts: {prompt!r} is no text to continue; needs ('TEXT', …), e.g. ('Once upon a time',)"
+            )
+    for task in config.eval.tasks:
+        if not isinstance(task, str) or not task:
+            raise InputError(
+                f"eval.tasks: {task!r} is no task; needs ('NAME', …), e.g. ('arc_easy', 'tasks/mine.yaml')"
+            )
+    if bool(config.eval.tasks) != bool(config.eval.tasks_every):
+        raise InputError(
+            f'eval.tasks={config.eval.tasks} with eval.tasks_every={config.eval.tasks_every}: set both, or none'
+        )
+    if config.metrics.wandb and not config.metrics.wandb_project:
+        raise InputError("metrics.wandb_project='': name the project that the run is to be in, e.g. maxlm")
+
+
+def _check_context_schedule(data: DataConfig) -> None:
+    example = 'needs ((tokens, share of the steps at which it ends), …), e.g. ((1024, 0.5), (2048, 0.8))'
+    last_share = 0.0
+    for entry in data.context_schedule:
+        if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([int, float], [int, int]):
+            raise InputError(f'data.context_schedule: {entry!r} is not a length and a share; {example}')
+        window, share = entry
+        if not 2 <= window < data.window or data.window % window:
+            raise InputError(
+                f'data.context_schedule: {window} does not divide data.window={data.window} into 2 or more sequences'
+            )
+        if not last_share < share < 1:
+            raise InputError(f'data.context_schedule: shares must rise, from above 0 to below 1; {entry!r} does not')
+        last_share = share
+
+
+def _check_guard(config: Config) -> None:
+    guard, train = config.guard, config.train
+    if 0 < guard.window < MIN_SPIKE_WINDOW:
+        raise InputError(
+            f'guard.window={guard.window}: too few steps to tell a spike by; at least {MIN_SPIKE_WINDOW}, or 0 for none'
+        )
+    if guard.patience and not config.eval.every:
+        raise InputError(f'guard.patience={guard.patience}: nothing is evaluated; set eval.every')
+    for key in ('train.dollars', 'guard.max_dollars'):
+        if _value(config, key) and not train.price_per_hour:
+            raise InputError(f'{key}={_value(config, key)}: dollars are counted by train.price_per_hour; set it')
+    for key in ('train.hours', 'train.dollars'):
+        if _value(config, key) and config.data.context_schedule:
+            raise InputError(
+                f'{key}={_value(config, key)} with data.context_schedule: steps of different lengths differ in pace; '
+                f'set train.num_steps or train.num_tokens, perhaps with guard.max_{key.removeprefix("train.")}'
+            )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    for small, large in (('rotary_low_turns', 'rotary_high_turns'), ('rotary_beta_slow', 'rotary_beta_fast')):
+        if getattr(model, small) >= getattr(model, large):
+            raise InputError(
+                f'model.{small}={getattr(model, small)} must be below model.{large}={getattr(model, large)}'
+            )
+    if model.rotary_factor != 1 and model.rotary_scaling == 'none':
+        raise InputError(
+            f'model.rotary_factor={model.rotary_factor} without model.rotary_scaling; set it to linear, dynamic, yarn '
+            f'or llama3'
+        )
+    if model.position != 'rotary':
+        if model.rotary_scaling != 'none':
+            raise InputError(
+                f'model.rotary_scaling={model.rotary_scaling}: model.position is {model.position}, nothing is rotated; '
+                f'set it to rotary'
+            )
+        return
+    head_dim = model.head_dim or model.dim // model.num_heads
+    rotated = round(model.rotary_fraction * head_dim)
+    if rotated % 2:
+        raise InputError(
+            f'model.rotary_fraction={model.rotary_fraction} of head_dim {head_dim} is an odd number of dimensions; '
+            f'rotary positions turn pairs'
+        )
+    if model.rotary_scaling == 'dynamic' and rotated <= 2:
+        raise InputError(f'model.rotary_scaling=dynamic: needs at least 4 rotated dimensions, here are {rotated}')
+
+
+def _check_attention_pattern(model: ModelConfig) -> None:
+    pattern = model.attention_pattern
+    if not pattern or set(pattern) - set('LS'):
+        raise InputError(
+            f'model.attention_pattern={pattern!r}: needs letters L (whole context) and S (sliding window), e.g. SSSL'
+        )
+    if len(pattern) > model.num_layers:
+        raise InputError(
+            f'model.attention_pattern={pattern} has {len(pattern)} letters for {model.num_layers} layers; give at most '
+            f'one for each'
+        )
+    if ('S' in pattern) != (model.sliding_window > 0):
+        raise InputError(
+            f'model.sliding_window={model.sliding_window} with model.attention_pattern={pattern}: S layers need a '
+            f'window of at least 1 token, and a window needs S layers'
+        )
+
+
+def _exactly_one(config: Config, *keys: str) -> None:
+    given = [key for key in keys if _value(config, key)]
+    if len(given) != 1:
+        told = ' and '.join(f'{key}={_value(config, key)}' for key in given) if given else 'none'
+        raise InputError(f'exactly one of {", ".join(keys)} must be set; set: {told}')
+
+
+def divides(small_key: str, small: int, large_key: str, large: int) -> None:
+    if large % small:
+        nearest = min(divisors(large), key=lambda n: (abs(n - small), -n))
+        raise InputError(f'{small_key}={small} does not divide {large_key}={large}; nearest that does: {nearest}')
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a positive number, in rising order."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """The end of an error message: the closest of the options, or all of them."""
+    options = list(options)
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    if near:
+        return f'did you mean {near[0]!r}?'
+    return f'there are: {", ".join(options)}' if options else 'there is nothing of the kind'

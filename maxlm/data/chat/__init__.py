@@ -1,0 +1,1 @@
+"""Chat templates, rendered and encoded with loss masks."""

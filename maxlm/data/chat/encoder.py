@@ -1,0 +1,216 @@
+"""Conversations as marked tokens: spelled by a chat template, with its special tokens, and only what is said learned.
+
+What a template writes and what data holds are told apart: only the former becomes special tokens.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxlm.data.chat.escape import spelling
+from maxlm.data.chat.jinja import ChatError, Rendered, Span
+from maxlm.data.chat.template import CHAT_TEMPLATE_FILE, ChatTemplate
+from maxlm.data.chat.token_flags import TokenDocument, mark
+from maxlm.data.documents.conversation import Conversation, Message
+from maxlm.data.documents.document import Document
+from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
+from maxlm.errors import InputError, os_message
+from maxlm.storage.regular_files import read_text
+
+
+class _Piece(NamedTuple):
+    """A special token by its id, or a text with which encoding of _ENCODINGS it gets its ids."""
+
+    text: str
+    encoding: int
+    token: int
+    learned: bool
+    ends_turn: bool
+
+
+# Of texts at the beginning, behind special tokens, and behind other texts.
+_FIRST, _AFTER_SPECIAL, _INSIDE = range(3)
+
+
+class ChatEncoder:
+    """Conversations → token ids, by a tokenizer that has the template's special tokens.
+
+    Attributes:
+        tokenizer, template: these.
+        end_of_turn: id of the special token that ends a turn of the assistant.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
+        """Raises InputError when the template does not spell a question and its answer, and what ends that."""
+        self.tokenizer = tokenizer
+        self.template = template
+        self._special = {token.content: (i, token) for i, token in tokenizer.special_tokens.items()}
+        probe = Conversation(
+            ({'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'Hi'}), (False, True)
+        )
+        try:
+            self.end_of_turn = self._pieces_of(probe, ends_only=True)[-1].token
+        except ChatError as error:
+            raise InputError(str(error)) from error
+
+    @classmethod
+    def load(cls, directory: Path) -> ChatEncoder:
+        """That of a data set or a workdir.
+
+        Raises:
+            InputError: the tokenizer or the chat template is missing or is none.
+        """
+        path = directory / CHAT_TEMPLATE_FILE
+        try:
+            source = read_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = os_message(error) if isinstance(error, OSError) else str(error)
+            raise InputError(f'{path}: {reason}; conversations need a chat template') from error
+        return cls(Tokenizer.load(directory / TOKENIZER_FILE), ChatTemplate(source, name=str(path)))
+
+    def encode_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> np.ndarray:
+        """Ids of messages, and of what invites the assistant to answer: uint32 [number of tokens].
+
+        Raises:
+            ChatError: the template does not take them.
+        """
+        return self.encode_rendered(self.render_prompt(messages, tools=tools))
+
+    def render_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> Rendered:
+        """The text of `encode_prompt`, before it is tokenized.
+
+        Raises:
+            ChatError: the template does not take the messages.
+        """
+        return self.template.render(messages, special=tuple(self._special), tools=tools, add_generation_prompt=True)
+
+    def encode_rendered(self, rendered: Rendered) -> np.ndarray:
+        """Ids of what `render_prompt` gave: uint32 [number of tokens]."""
+        (ids,) = self._ids([list(self._cut(rendered, []))])
+        return np.concatenate(ids)
+
+    def encode_documents(self, documents: Sequence[Document]) -> list[TokenDocument | ChatError]:
+        """Conversations and texts as they are learned: of the former what the assistant says, of the latter all.
+
+        A preference is two documents in one: the prompt with the answer that was chosen, and the prompt with the other
+        one; of both the answer is learned. It is left empty where that is the same, or nothing in one of them.
+
+        What a template does not take gives the error. A text of which the tokenizer leaves nothing is left empty.
+
+        Raises:
+            InputError: a text has no ids.
+        """
+        found = [self._try(document) for document in documents]
+        ids = iter(self._ids([pieces for parts in found if not isinstance(parts, ChatError) for pieces in parts]))
+        return [
+            parts if isinstance(parts, ChatError) else self._joined(document, [(part, next(ids)) for part in parts])
+            for document, parts in zip(documents, found, strict=True)
+        ]
+
+    def _try(self, document: Document) -> list[list[_Piece]] | ChatError:
+        try:
+            if document.preference is not None:
+                return [self._pieces_of(said) for said in (document.preference.chosen, document.preference.rejected)]
+            if document.conversation is not None:
+                return [self._pieces_of(document.conversation)]
+        except ChatError as error:
+            return error
+        prompt, learned = document.text[: document.learned_from], document.text[document.learned_from :]
+        if not prompt:
+            return [[_Piece(learned, _FIRST, -1, True, False)]]
+        return [[_Piece(prompt, _FIRST, -1, False, False), _Piece(learned, _INSIDE, -1, True, False)]]
+
+    def _joined(
+        self, document: Document, parts: Sequence[tuple[Sequence[_Piece], Sequence[np.ndarray]]]
+    ) -> TokenDocument:
+        encoded = [self._encoded(document, pieces, ids) for pieces, ids in parts]
+        if document.preference is None:
+            return encoded[0]
+        chosen, rejected = (answer.tokens for answer in encoded)
+        # Not only by what was said: a template may trim it.
+        is_decided = document.preference.has_answers and not np.array_equal(chosen, rejected)
+        return TokenDocument(np.concatenate([chosen, rejected] if is_decided else [chosen[:0]]), ())
+
+    def _encoded(self, document: Document, pieces: Sequence[_Piece], ids: Sequence[np.ndarray]) -> TokenDocument:
+        if document.tokens is not None:
+            ids = [document.tokens]
+        lengths = [len(part) for part in ids]
+        tokens = np.concatenate(ids)
+        learned = np.repeat([piece.learned for piece in pieces], lengths)
+        end = self.tokenizer.end_of_document
+        is_text = document.conversation is None and document.preference is None
+        # The end of the last turn may be the end of documents.
+        if len(tokens) and (is_text or tokens[-1] != end):
+            tokens, learned = np.append(tokens, np.uint32(end)), np.append(learned, is_text)
+        if is_text:
+            return TokenDocument(mark(tokens, learned), None)
+        ends = itertools.compress(itertools.accumulate(lengths), (piece.ends_turn for piece in pieces))
+        return TokenDocument(mark(tokens, learned), tuple(ends))
+
+    def _pieces_of(self, conversation: Conversation, *, ends_only: bool = False) -> list[_Piece]:
+        rendered = self.template.render_said(
+            conversation.messages, special=tuple(self._special), tools=conversation.tools
+        )
+        wanted = [
+            learned
+            for message, learned in zip(conversation.messages, conversation.learned, strict=True)
+            if message['role'] == 'assistant'
+        ]
+        if not all(wanted) and len(wanted) != len(rendered.said):
+            raise ChatError('the chat template does not show each message of the assistant, and some have weight 0')
+        said = rendered.said if all(wanted) else itertools.compress(rendered.said, wanted)
+        pieces = list(self._cut(rendered, list(said)))
+        return [piece for piece in pieces if piece.ends_turn] if ends_only else pieces
+
+    def _cut(self, rendered: Rendered, said: Sequence[Span]) -> Iterator[_Piece]:
+        """The rendered text at its special tokens, and where what is said begins."""
+        text = rendered.text
+        starts, stops = [span.start for span in said], {span.stop for span in said}
+
+        def learned(place: int) -> bool:
+            number = bisect.bisect_right(starts, place) - 1
+            return number >= 0 and place < said[number].stop
+
+        def texts(start: int, stop: int, encoding: int) -> Iterator[_Piece]:
+            inner = starts[bisect.bisect_right(starts, start) : bisect.bisect_left(starts, stop)]
+            for a, b in itertools.pairwise([start, *inner, stop] if start < stop else []):
+                yield _Piece(rendered.spelled(a, b), encoding if a == start else _INSIDE, -1, learned(a), False)
+
+        place, encoding = 0, _FIRST
+        for found in spelling(tuple(self._special)).finditer(text):
+            index, token = self._special[found.group()]
+            start, stop = found.span()
+            while token.lstrip and start > place and text[start - 1].isspace():
+                start -= 1
+            yield from texts(place, start, encoding)
+            yield _Piece('', -1, index, learned(found.start()), found.end() in stops)
+            while token.rstrip and stop < len(text) and text[stop].isspace():
+                stop += 1
+            place, encoding = stop, _AFTER_SPECIAL
+        yield from texts(place, len(text), encoding)
+
+    def _ids(self, documents: Sequence[Sequence[_Piece]]) -> list[list[np.ndarray]]:
+        """The ids of each piece of each document; texts of the same encoding together."""
+        encode = {
+            _FIRST: self.tokenizer.encode_batch,
+            _AFTER_SPECIAL: lambda texts: self.tokenizer.encode_batch_inside(texts, after_special=True),
+            _INSIDE: self.tokenizer.encode_batch_inside,
+        }
+        pieces = list(itertools.chain.from_iterable(documents))
+        encoded = {
+            kind: iter(function([piece.text for piece in pieces if piece.encoding == kind]))
+            for kind, function in encode.items()
+        }
+        return [
+            [
+                np.array([piece.token], np.uint32) if piece.token >= 0 else next(encoded[piece.encoding])
+                for piece in document
+            ]
+            for document in documents
+        ]

@@ -1,0 +1,266 @@
+"""Chat templates in Jinja, compiled and rendered in this process, with the rules of Transformers.
+
+Jinja's sandbox keeps a template from Python's objects, but bounds neither time nor memory: templates from elsewhere are
+rendered in a process of their own, see `chat_process`. `strftime_now` is not offered, so that what is made of data does
+not depend on the day; the templates that know it have a fixed date without it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from maxlm.data.chat.escape import hide, spelling
+from maxlm.data.documents.conversation import Message
+
+# Characters of an error's message.
+_MAX_REASON = 500
+# Around what the assistant says, while a conversation is rendered: noncharacters.
+_OPEN, _CLOSE = '\U0010fffe', '\U0010ffff'
+_NO_END = (
+    'the chat template ends a turn of the assistant with no special token, so that a model would not learn to stop'
+)
+
+
+class ChatError(ValueError):
+    """A conversation that a template does not spell. The message is one line."""
+
+
+class Span(NamedTuple):
+    """Characters [start, stop) of a rendered conversation."""
+
+    start: int
+    stop: int
+
+
+class Rendered(NamedTuple):
+    """A conversation as a template spells it.
+
+    Attributes:
+        text: all of it. Where data spells a special token, a stand-in is in place of its first character.
+        said: for each message of the assistant, what it says up to the end of its turn.
+        stand_ins: stand-in → the character that it is in place of.
+    """
+
+    text: str
+    said: tuple[Span, ...]
+    stand_ins: Mapping[str, str]
+
+    def spelled(self, start: int, stop: int) -> str:
+        """The characters [start, stop) with those that belong in place of stand-ins."""
+        return self.text[start:stop].translate(
+            {ord(stand_in): character for stand_in, character in self.stand_ins.items()}
+        )
+
+
+class TemplateFacts(NamedTuple):
+    """Facts of a template that its text shows.
+
+    Attributes:
+        texts: all texts in it.
+        undeclared: the variables that it uses and does not set.
+        has_generation: whether it tells by `{% generation %}` what the assistant says.
+    """
+
+    texts: tuple[str, ...]
+    undeclared: tuple[str, ...]
+    has_generation: bool
+
+
+class JinjaTemplate:
+    """A template, compiled.
+
+    Attributes:
+        facts: those of it.
+    """
+
+    def __init__(self, source: str):
+        """Raises ChatError when `source` is no template."""
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatError(f'line {error.lineno} is not of a chat template: {_line(error)}') from error
+        # Python's compiler has limits of its own, and expressions of constants are computed here.
+        except Exception as error:
+            raise ChatError(f'the chat template cannot be compiled: {_line(error)}') from error
+        constants = (node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str))
+        texts = (*constants, *(node.data for node in tree.find_all(jinja2.nodes.TemplateData)))
+        calls = tree.find_all(jinja2.nodes.ExtensionAttribute)
+        self.facts = TemplateFacts(
+            texts,
+            tuple(sorted(jinja2.meta.find_undeclared_variables(tree))),
+            any(call.identifier == _Generation.identifier for call in calls),
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        special: Sequence[str] = (),
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool = False,
+    ) -> Rendered:
+        """See `ChatTemplate.render`."""
+        data, stand_ins = _hide(messages, tools, special)
+        text = self._render(data['messages'], data['tools'], add_generation_prompt=add_generation_prompt)
+        return Rendered(text.replace(_OPEN, '').replace(_CLOSE, ''), (), stand_ins)
+
+    def render_said(
+        self, messages: Sequence[Message], *, special: Sequence[str], tools: Sequence[Any] = ()
+    ) -> Rendered:
+        """See `ChatTemplate.render_said`."""
+        data, stand_ins = _hide(messages, tools, special)
+        text = self._render(data['messages'], data['tools'])
+        if self.facts.has_generation:
+            text, said = _take_marks(text)
+        else:
+            said = self._turns(text, data['messages'], data['tools'], spelling(tuple(special)))
+        return Rendered(text, tuple(_with_end(text, span, tuple(special)) for span in said), stand_ins)
+
+    def _turns(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any], special: re.Pattern[str]
+    ) -> list[Span]:
+        spans = []
+        for place, message in enumerate(messages):
+            if message['role'] != 'assistant':
+                continue
+            invited = self._render(messages[:place], tools, add_generation_prompt=True)
+            through = self._render(messages[: place + 1], tools) if place + 1 < len(messages) else text
+            if not (text.startswith(invited) and through.startswith(invited)):
+                raise ChatError(
+                    'the chat template spells turns in another way once others follow, so that it does not show what '
+                    'the assistant says; put that between {% generation %} and {% endgeneration %}'
+                )
+            ends = list(special.finditer(through, len(invited)))
+            if not ends:
+                raise ChatError(_NO_END)
+            stop = ends[-1].end()
+            if not text.startswith(through[:stop]):
+                # Some leave out the thoughts of earlier turns: then the turn ends with the next such token.
+                found = text.find(ends[-1].group(), len(invited))
+                if found < 0:
+                    raise ChatError(_NO_END)
+                stop = found + len(ends[-1].group())
+            spans.append(Span(len(invited), stop))
+        return spans
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, add_generation_prompt: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        # Whatever it does with messages that it was not made for.
+        except Exception as error:
+            raise ChatError(f'the chat template does not take it: {_line(error)}') from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` … `{% endgeneration %}` around what the assistant says."""
+
+    tags = {'generation'}  # noqa: RUF012 (Jinja declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method('_mark'), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f'{_OPEN}{caller()}{_CLOSE}'
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Names that begin with an underscore would be taken for Python's own by what handles the object."""
+
+    def __init__(*args: Any, **names: Any) -> None:
+        namespace, *given = args
+        for name in (values := dict(*given, **names)):
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(namespace, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: str) -> None:
+    if name.startswith('_'):
+        raise jinja2.exceptions.SecurityError(f'a namespace has no name {name!r}')
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    # Jinja's own escapes HTML.
+    environment.filters['tojson'] = _to_json
+    environment.globals |= {'raise_exception': _raise, 'namespace': _Namespace}
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _hide(
+    messages: Sequence[Message], tools: Sequence[Any], special: Sequence[str]
+) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    try:
+        return hide({'messages': list(messages), 'tools': list(tools)}, (*special, _OPEN, _CLOSE))
+    except RecursionError as error:
+        raise ChatError('a message is nested too deeply') from error
+
+
+def _take_marks(text: str) -> tuple[str, list[Span]]:
+    """The text without the marks, and what was between them."""
+    spans: list[Span] = []
+    parts: list[str] = []
+    length = 0
+    for before in text.split(_OPEN):
+        said, closed, after = before.partition(_CLOSE) if parts else ('', '', before)
+        if closed:
+            spans.append(Span(length, length + len(said)))
+        parts += [said, after]
+        length += len(said) + len(after)
+    return ''.join(parts), spans
+
+
+def _with_end(text: str, span: Span, special: tuple[str, ...]) -> Span:
+    """The span up to the special token that ends it; if a template leaves that outside, it must be the next."""
+    if text.endswith(special, *span):
+        return span
+    end = spelling(special).match(text, span.stop)
+    if end is None:
+        raise ChatError(_NO_END)
+    return Span(span.start, end.end())
+
+
+def _line(error: Exception) -> str:
+    line = ' '.join(str(error)[:_MAX_REASON].split())
+    return {MemoryError: 'out of memory', RecursionError: 'it is nested too deeply'}.get(type(error), line) or type(
+        error
+    ).__name__

@@ -1,0 +1,135 @@
+"""`dataset.json` of a data set in a bucket: which files belong to it, and their checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
+from maxlm.data.dataset.records import BOUNDS_OF_COUNTS, FORMAT_VERSION, MANIFEST_NAME, is_file_name
+from maxlm.errors import InputError, os_message
+from maxlm.storage.download import RemoteFile, remove_partial
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.object_store import read_file
+from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
+from maxlm.storage.retry import redact
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteManifest:
+    """What fetching needs to know of a data set.
+
+    Attributes:
+        url: the directory of the data set.
+        content: of `dataset.json`, as it is.
+        beside: names and SHA-256 of the files beside the shards: tokenizer and, if there is one, chat template.
+        shards: name → size in bytes and SHA-256, of all splits.
+    """
+
+    url: str
+    content: bytes
+    beside: dict[str, str]
+    shards: dict[str, tuple[int, str]]
+
+    def files(self, directory: Path) -> list[RemoteFile]:
+        """The shards, with their places in `directory`."""
+        return [
+            RemoteFile(f'{self.url}/{name}', directory / name, size, sha256)
+            for name, (size, sha256) in self.shards.items()
+        ]
+
+
+def read_remote_manifest(url: str) -> RemoteManifest:
+    """Reads the manifest of the data set in the directory `url`.
+
+    Raises:
+        InputError: there is none, or it is malformed.
+        UnreachableError: the bucket does not answer.
+    """
+    url = url.rstrip('/')
+    return parse_manifest(url, read_file(f'{url}/{MANIFEST_NAME}'))
+
+
+def parse_manifest(url: str, content: bytes) -> RemoteManifest:
+    """The manifest of the data set in the directory `url`; raises InputError if it is malformed."""
+    name = f'{redact(url)}/{MANIFEST_NAME}'
+    try:
+        facts = parse_json(content)
+        version = facts['format_version']
+        if version != FORMAT_VERSION:
+            raise InputError(
+                f'{name} has format {str(version)[:50]}, this maxlm reads {FORMAT_VERSION}; prepare it again'
+            )
+        beside = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
+        if template := facts.get('chat_template_sha256'):
+            beside[CHAT_TEMPLATE_FILE] = str(template)
+        shards = {
+            str(shard['name']): (_size(shard['bytes']), str(shard['sha256']))
+            for split in facts['splits'].values()
+            for shard in split['shards']
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f'{name} is malformed ({str(error)[:300]}); copy the data set to the bucket again') from error
+    for file in (*beside, *shards):
+        # They become paths: none may lead out of the directory.
+        if not is_file_name(file):
+            raise InputError(
+                f'{name} is malformed (a file named {repr(file)[:99]}); copy the data set to the bucket again'
+            )
+    return RemoteManifest(url, content, beside, shards)
+
+
+def _size(value: object) -> int:
+    smallest, largest = BOUNDS_OF_COUNTS
+    if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
+        raise TypeError(f'bytes is {repr(value)[:200]}')
+    return value
+
+
+def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
+    """Removes from `directory` the shards of another data set that have the names and sizes of this one's.
+
+    Files are taken for what they should be by their sizes; those of the data set that was here before are known by
+    its manifest.
+    """
+    try:
+        before = parse_manifest(str(directory), read_bytes(directory / MANIFEST_NAME, limit=MAX_TEXT_BYTES))
+    except FileNotFoundError:
+        return
+    except InputError:
+        # Unknown what its shards are: then they are not this one's.
+        before = RemoteManifest('', b'', {}, dict.fromkeys(manifest.shards, (0, '')))
+    except OSError as error:
+        raise InputError(f'{directory / MANIFEST_NAME}: {os_message(error)}') from error
+    for file in manifest.files(directory):
+        if file.path.name in before.shards and before.shards[file.path.name][1] != file.sha256:
+            try:
+                file.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise InputError(f'{file.path}: {os_message(error)}') from error
+            remove_partial(file)
+
+
+def with_checksums(files: Sequence[RemoteFile]) -> list[RemoteFile]:
+    """The files, those of prepared data sets with the checksums of their manifests; a manifest comes after them all.
+
+    What is in the place of a data set's files and is known to belong to another data set is removed.
+
+    Raises:
+        InputError: a manifest cannot be read.
+    """
+    checksums: dict[Path, str] = {}
+    manifests = [file for file in files if file.path.name == MANIFEST_NAME]
+    for file in manifests:
+        content = read_file(file.url)
+        try:
+            manifest = parse_manifest(file.url.rpartition('/')[0], content)
+        except InputError:
+            # Some other program's: a file like others.
+            continue
+        remove_stale(manifest, file.path.parent)
+        checksums |= {shard.path: shard.sha256 for shard in manifest.files(file.path.parent)}
+        checksums |= {file.path.parent / name: sha256 for name, sha256 in manifest.beside.items()}
+    files = [dataclasses.replace(file, sha256=checksums.get(file.path, '')) for file in files]
+    return sorted(files, key=lambda file: file.path.name == MANIFEST_NAME)

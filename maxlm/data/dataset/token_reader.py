@@ -1,0 +1,107 @@
+"""Random access to the tokens of a data set's shards."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordReader
+
+from maxlm.data.dataset.records import Dataset, Shard, reason_of, remedy
+from maxlm.data.dataset.wait import wait_for
+from maxlm.errors import InputError
+
+# One record is read at a time (seek, then read: a tenth of the time that reading by a list of indices takes), and a
+# larger buffer would read what is not asked for.
+READER_OPTIONS = 'readahead_buffer_size:4096,max_parallelism:0'
+# Shards that a process keeps open, well below the usual limit of 1024 files.
+OPEN_SHARDS = 256
+
+
+class TokenReader:
+    """Random access to the tokens of shards. Picklable, and can be shared by threads: each process opens its files."""
+
+    def __init__(
+        self, dataset: Dataset, shards: Sequence[Shard], *, fetched: bool = False, max_open: int = OPEN_SHARDS
+    ):
+        """With `fetched`, shards that are not there are waited for. At most `max_open` of them are kept open."""
+        self.shards = tuple(shards)
+        self._path = dataset.path
+        self._block = dataset.block
+        self._dtype = np.dtype(dataset.dtype).newbyteorder('<')
+        self._fetched = fetched
+        self._max_open = max_open
+        self._forget_readers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ('_readers', '_lock')}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget_readers()
+
+    def read(self, shard: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a shard's stream, at least two, as they are stored: [stop - start].
+
+        Raises:
+            InputError: the shard cannot be read or its content is damaged.
+        """
+        records = range(start // self._block, (stop - 2) // self._block + 1)
+        try:
+            blocks = [np.frombuffer(record, self._dtype) for record in self._read(shard, records)]
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise self._damaged(shard, reason_of(error)) from error
+        # All but the last give up the token that their successor has too.
+        stream = blocks[0] if len(blocks) == 1 else np.concatenate([*(block[:-1] for block in blocks[:-1]), blocks[-1]])
+        first = records.start * self._block
+        tokens = stream[start - first : stop - first]
+        if len(tokens) != stop - start:
+            raise self._damaged(shard, f'tokens {start} to {stop} are not all there')
+        return tokens
+
+    def _damaged(self, shard: int, reason: str) -> InputError:
+        return InputError(f'{self._path / self.shards[shard].name} is damaged: {reason}; {remedy(self._path)}')
+
+    def _read(self, shard: int, records: Sequence[int]) -> list[bytes]:
+        reader, lock = self._reader(shard)
+        contents = []
+        # The position belongs to the reader, and threads share it.
+        with lock:
+            for record in records:
+                reader.seek(record)
+                contents.append(reader.read())
+        return contents
+
+    def _forget_readers(self) -> None:
+        self._lock = threading.Lock()
+        # The one used last stands last.
+        self._readers: OrderedDict[int, tuple[ArrayRecordReader, threading.Lock]] = OrderedDict()
+
+    def _reader(self, shard: int) -> tuple[ArrayRecordReader, threading.Lock]:
+        with self._lock:
+            if shard in self._readers:
+                self._readers.move_to_end(shard)
+                return self._readers[shard]
+        # Not under the lock: while one thread waits for a shard the others go on with what is there.
+        opened = self._open(self._path / self.shards[shard].name), threading.Lock()
+        with self._lock:
+            opened = self._readers.setdefault(shard, opened)
+            while len(self._readers) > self._max_open:
+                self._readers.popitem(last=False)
+        return opened
+
+    def _open(self, path: Path) -> ArrayRecordReader:
+        while True:
+            if self._fetched:
+                wait_for(path)
+            try:
+                return ArrayRecordReader(os.fspath(path), READER_OPTIONS)
+            except RuntimeError:
+                # It may have made room for others in this very moment: then it comes again.
+                if not self._fetched or path.exists():
+                    raise

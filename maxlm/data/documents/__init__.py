@@ -1,0 +1,1 @@
+"""Documents, conversations and preferences, and how records become them."""

@@ -1,0 +1,69 @@
+"""Names of fields and roles in records that have others than the usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxlm.data.documents.conversation import ROLES
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.errors import InputError
+
+# Fields that may hold messages, and the fields of a message that hold its role.
+MESSAGE_FIELDS = ('messages', 'conversations', 'prompt', 'completion', 'chosen', 'rejected')
+ROLE_FIELDS = ('role', 'from')
+# Fields that messages list at most.
+FIELDS_SHOWN = 20
+
+
+def parse_roles(given: str) -> tuple[tuple[str, str], ...]:
+    """Returns (name in the data, role) for each part of `user=human,assistant=bot`.
+
+    Raises:
+        InputError: a part has another form, a role is unknown, or a name is given twice.
+    """
+    pairs = []
+    for part in given.split(',') if given else ():
+        role, equals, name = (piece.strip() for piece in part.partition('='))
+        if not equals or not name or role not in ROLES:
+            raise InputError(f'--roles={given}: needs ROLE=NAME,…, where ROLE is one of {", ".join(ROLES)}')
+        pairs.append((name, role))
+    if len(dict(pairs)) < len(pairs):
+        raise InputError(f'--roles={given}: a name is given twice; give each name one role')
+    return tuple(pairs)
+
+
+def with_usual_names(entry: Any, options: ReadOptions) -> Any:
+    """Returns a record with its messages at a usual field, and the usual roles; what is no object as it is."""
+    if not isinstance(entry, dict):
+        return entry
+    field = options.messages_field
+    if field and field in entry:
+        messages = entry[field]
+        is_sharegpt = isinstance(messages, list) and any(isinstance(m, dict) and 'from' in m for m in messages)
+        rest = {key: value for key, value in entry.items() if key not in (field, 'messages', 'conversations')}
+        entry = {**rest, 'conversations' if is_sharegpt else 'messages': messages}
+    if options.roles:
+        roles = dict(options.roles)
+        entry = {key: _renamed(value, roles) if key in MESSAGE_FIELDS else value for key, value in entry.items()}
+    return entry
+
+
+def told_fields(entry: Any) -> str:
+    """Returns the names of a record's fields, for messages."""
+    if not isinstance(entry, Mapping):
+        return f'it is no object but {type(entry).__name__}'
+    names = [' '.join(str(name).split())[:50] for name in entry]
+    more = f' and {len(names) - FIELDS_SHOWN} more' if len(names) > FIELDS_SHOWN else ''
+    return f'it has {", ".join(names[:FIELDS_SHOWN])}{more}' if names else 'it has no fields'
+
+
+def _renamed(messages: Any, roles: Mapping[str, str]) -> Any:
+    if isinstance(messages, list):
+        return [_renamed(message, roles) for message in messages]
+    if not isinstance(messages, dict):
+        return messages
+    return {
+        key: roles.get(value, value) if key in ROLE_FIELDS and isinstance(value, str) else value
+        for key, value in messages.items()
+    }

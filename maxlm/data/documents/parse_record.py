@@ -1,0 +1,88 @@
+"""Records as documents: a record of JSONL, a row of Parquet or of a data set is a text, conversation or preference."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from maxlm.data.documents.conversation import FORMATS, has_completion, has_format, parse_completion, parse_conversation
+from maxlm.data.documents.document import Document
+from maxlm.data.documents.field_names import told_fields, with_usual_names
+from maxlm.data.documents.preference import FORMATS as PREFERENCE_FORMATS
+from maxlm.data.documents.preference import has_preference, parse_preference
+from maxlm.data.documents.read_options import ReadOptions
+
+# Fields that conversations and preferences are made of.
+RECORD_FIELDS = (
+    *('messages', 'conversations', 'system', 'tools', 'instruction', 'input', 'output', 'prompt', 'completion'),
+    *('chosen', 'rejected', 'question', 'label'),
+)
+
+
+def entry_format(entry: Any, options: ReadOptions) -> str:
+    """Returns the format that a record shows: `preference`, `chat`, or `text`, also where it is in none of them."""
+    if isinstance(entry, dict) and options.messages_field and options.messages_field in entry:
+        return 'chat'
+    if _has_text(entry, options.text_key):
+        return 'text'
+    # Before conversations: records of pairs may hold one besides.
+    return 'preference' if has_preference(entry) else 'chat' if has_format(entry) else 'text'
+
+
+def columns_format(columns: Collection[str], options: ReadOptions) -> str:
+    """Returns the format that rows of these columns have."""
+    return entry_format(dict.fromkeys(columns, ''), options)
+
+
+def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> Document:
+    """Returns the document that a record is.
+
+    Raises:
+        ValueError: it is none, or longer than a record may be. The message is one line.
+    """
+    named = with_usual_names(entry, options)
+    if options.format == 'preference':
+        preference = parse_preference(named)
+        if preference is None:
+            raise ValueError(f'no pair of answers: it needs {PREFERENCE_FORMATS}; {told_fields(entry)}')
+        return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
+    has_text = _has_text(entry, options.text_key)
+    has_messages = isinstance(entry, dict) and bool(options.messages_field) and options.messages_field in entry
+    if options.format == 'chat' or (options.format == 'auto' and (has_messages or not has_text)):
+        return _said(name, source, entry, named, options)
+    if not has_text:
+        hint = '--format=chat takes conversations' if has_format(named) else '--text_field names the key'
+        hint = '--format=preference takes pairs of answers' if has_preference(named) else hint
+        raise ValueError(f'no text at the key {options.text_key!r}; {hint}; {told_fields(entry)}')
+    text = entry.pop(options.text_key)
+    _refuse_surrogates(text)
+    return Document(name, source, text, metadata=_scalars(entry))
+
+
+def _said(name: str, source: str, entry: Any, named: Any, options: ReadOptions) -> Document:
+    if has_completion(named):
+        prompt, completion = parse_completion(named)
+        _refuse_surrogates(prompt + completion)
+        return Document(name, source, prompt + completion, learned_from=len(prompt), metadata=_scalars(entry))
+    conversation = parse_conversation(named)
+    if conversation is None:
+        missing = f'no messages at the key {options.messages_field!r}' if options.messages_field else 'no conversation'
+        no_text = '' if options.format == 'chat' else f', and no text at the key {options.text_key!r}'
+        hint = '--messages_field names the key' if options.messages_field else f'it needs {FORMATS}'
+        raise ValueError(f'{missing}{no_text}: {hint}; {told_fields(entry)}')
+    return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError('holds half of a surrogate pair, which is not text') from error
+
+
+def _has_text(entry: Any, text_key: str) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get(text_key), str)
+
+
+def _scalars(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if not isinstance(value, dict | list)}

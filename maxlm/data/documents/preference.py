@@ -1,0 +1,153 @@
+r"""Preferences: a prompt with two answers of which one was chosen, and the records that they come in.
+
+    explicit    {"prompt": "…", "chosen": "…", "rejected": "…"}
+    messages    {"prompt": [{"role": "user", "content": "…"}, …], "chosen": [{"role": "assistant", …}], "rejected": […]}
+    whole       {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}, with a common beginning
+    dialogues   {"chosen": "\n\nHuman: …\n\nAssistant: …", "rejected": "…"}, likewise (Anthropic's HH)
+
+A prompt is a text or messages, at `prompt`, `question`, `instruction` (with `input`) or ShareGPT's `conversations`; an
+answer is a text, a message or messages. Messages are of OpenAI's format or of ShareGPT's. `tools` and `system` are as
+in conversations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxlm.data.documents.conversation import Conversation, Message, make_conversation, parse_messages, system_of
+
+# The keys that a preference is known by.
+ANSWERS = ('chosen', 'rejected')
+PROMPTS = ('prompt', 'question', 'instruction', 'conversations')
+# For messages: what is a preference.
+FORMATS = '"chosen" and "rejected", each an answer to a "prompt" or a conversation with a common beginning'
+_TURN = re.compile(r'\n\n(Human|Assistant):')
+_SPEAKERS = {'Human': 'user', 'Assistant': 'assistant'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """A prompt and two answers to it.
+
+    Attributes:
+        chosen, rejected: the prompt with the better answer, and with the other one; what is learned are the answers.
+        prompt: number of messages that are the prompt, the same in both.
+    """
+
+    chosen: Conversation
+    rejected: Conversation
+    prompt: int
+
+    @property
+    def text(self) -> str:
+        """What is said, the prompt once. See `Conversation.text`."""
+        other = (message['content'] for message in self.rejected.messages[self.prompt :])
+        return '\n\n'.join([self.chosen.text, *other])
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether neither answer is empty."""
+        return all(
+            any(
+                learned and (message['content'].strip() or message.get('tool_calls') or message.get('function_call'))
+                for message, learned in zip(said.messages, said.learned, strict=True)
+            )
+            for said in (self.chosen, self.rejected)
+        )
+
+
+def has_preference(entry: Any) -> bool:
+    """Whether a record has the keys of a preference."""
+    return isinstance(entry, dict) and all(key in entry for key in ANSWERS)
+
+
+def parse_preference(entry: Any) -> Preference | None:
+    """The preference that a record is; None where it is none.
+
+    Raises:
+        ValueError: it is one and not as it should be. The message is one line, without the record.
+    """
+    if not has_preference(entry):
+        return None
+    prompt = _prompt(entry)
+    answers = [_answer(entry, key) for key in ANSWERS]
+    whole = [answer[0]['role'] != 'assistant' for answer in answers]
+    if any(whole):
+        if not all(whole):
+            raise ValueError("one of 'chosen' and 'rejected' begins with the prompt, and the other with an answer")
+        common = _common(*answers)
+        if prompt and not _holds(answers[0][:common], prompt[-1]):
+            raise ValueError("'chosen' and 'rejected' hold a prompt other than the one that is beside them")
+        prompt, answers = answers[0][:common], [answer[common:] for answer in answers]
+    if not prompt:
+        raise ValueError(f"there is no prompt; needs one of {', '.join(PROMPTS)}, or one in 'chosen' and 'rejected'")
+    if prompt[-1]['role'] == 'assistant':
+        raise ValueError('the prompt ends with a message of the assistant, which leaves it nothing to answer')
+    if prompt[0]['role'] != 'system':
+        prompt = [*system_of(entry), *prompt]
+    chosen, rejected = (_conversation(entry, key, prompt, answer) for key, answer in zip(ANSWERS, answers, strict=True))
+    return Preference(chosen, rejected, len(prompt))
+
+
+def _conversation(
+    entry: Mapping[str, Any], key: str, prompt: Sequence[Message], answer: Sequence[Message]
+) -> Conversation:
+    try:
+        return make_conversation([*prompt, *answer], entry, prompt=len(prompt))
+    except ValueError as error:
+        raise ValueError(f'{key!r}: {error}') from error
+
+
+def _prompt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages before the answers, as far as they are not part of these."""
+    key = next((key for key in PROMPTS if entry.get(key) is not None), None)
+    if key is None:
+        return []
+    if not isinstance(text := entry[key], str):
+        return parse_messages(entry, key)
+    if key == 'instruction' and entry.get('input'):
+        text = f'{text}\n\n{entry["input"]}'
+    messages = _dialogue(text) or [{'role': 'user', 'content': text}]
+    # What invites the assistant to answer.
+    return messages[:-1] if messages[-1] == {'role': 'assistant', 'content': ''} else messages
+
+
+def _answer(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """The messages of an answer, or of the conversation that ends with it; at least one."""
+    answer = entry[key]
+    if isinstance(answer, str):
+        return _dialogue(answer) or [{'role': 'assistant', 'content': answer}]
+    messages = parse_messages({key: [answer] if isinstance(answer, dict) else answer}, key)
+    if not messages:
+        raise ValueError(f'{key!r} holds no messages')
+    return messages
+
+
+def _dialogue(text: str) -> list[dict[str, Any]]:
+    """The turns of a text that begins with one as HH writes them; empty for all others."""
+    if not _TURN.match(text):
+        return []
+    parts = _TURN.split(text)[1:]
+    return [
+        {'role': _SPEAKERS[speaker], 'content': said.strip()}
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Number of messages that both begin with, so that both have an answer behind them."""
+    last = min(len(chosen), len(rejected)) - 1
+    common = next((place for place in range(last) if chosen[place] != rejected[place]), last)
+    if any(said[common]['role'] != 'assistant' for said in (chosen, rejected)):
+        raise ValueError(
+            "'chosen' and 'rejected' differ before an answer of the assistant; they need a common beginning, and each "
+            'an answer to it'
+        )
+    return common
+
+
+def _holds(messages: Sequence[Message], wanted: Message) -> bool:
+    return any(message['content'].strip() == wanted['content'].strip() for message in messages)

@@ -1,0 +1,1 @@
+"""Runs the tasks of `maxlm prepare`, in local processes or on Ray."""

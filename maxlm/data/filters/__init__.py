@@ -1,0 +1,1 @@
+"""Quality filters and deduplication of documents."""

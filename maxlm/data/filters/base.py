@@ -1,0 +1,37 @@
+"""What a filter says of a document: the document, perhaps shortened, or why it is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from maxlm.data.documents.document import Document
+
+
+@dataclasses.dataclass(frozen=True)
+class Removal:
+    """Why a document is left out.
+
+    Attributes:
+        reason: one of few, `FILTER: RULE`; documents are counted by it.
+        detail: what was met in this document, e.g. the figure and its bound.
+    """
+
+    reason: str
+    detail: str
+
+
+# A pure function of the document.
+Filter = Callable[[Document], Document | Removal]
+
+
+def remove_if(condition: bool, reason: str, value: float, bound: float) -> Removal | None:
+    """A Removal that tells `value` and the `bound` that it breaks, None where `condition` does not hold.
+
+    `remove_if(…) or remove_if(…) or document` reads as a list of rules of which the first that holds counts.
+    """
+    return Removal(reason, f'{_figure(value)}; bound {_figure(bound)}') if condition else None
+
+
+def _figure(value: float) -> str:
+    return f'{value:,}' if isinstance(value, int) else f'{value:.3f}'.rstrip('0').rstrip('.')

@@ -1,0 +1,49 @@
+"""The filters by name, and several of them as one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from maxlm.data.documents.document import Document
+from maxlm.data.filters.base import Filter, Removal
+from maxlm.data.filters.c4_fineweb import c4, fineweb
+from maxlm.data.filters.code import code
+from maxlm.data.filters.gopher_quality import gopher_quality
+from maxlm.data.filters.gopher_repetition import gopher_repetition
+from maxlm.errors import InputError
+
+FILTERS: dict[str, Filter] = {
+    'gopher_quality': gopher_quality,
+    'gopher_repetition': gopher_repetition,
+    'c4': c4,
+    'fineweb': fineweb,
+    'code': code,
+}
+
+
+def make_cleaner(names: Sequence[str]) -> Filter:
+    """The named filters in a row: each judges what the one before has left of the document, the first removal counts.
+
+    Raises:
+        InputError: a name is unknown or given twice; the returned function raises it for a document of tokens.
+    """
+    for place, name in enumerate(names):
+        if name not in FILTERS:
+            near = difflib.get_close_matches(name, FILTERS, n=1)
+            remedy = f'did you mean {near[0]!r}?' if near else f'there are: {", ".join(FILTERS)}'
+            raise InputError(f'filter {name!r} does not exist; {remedy}')
+        if name in names[:place]:
+            raise InputError(f'filter {name!r} is given twice; give it once')
+
+    def clean(document: Document) -> Document | Removal:
+        if names and document.tokens is not None:
+            raise InputError(f'{document.name} is tokenized already: {", ".join(names)} can judge text only')
+        for name in names:
+            verdict = FILTERS[name](document)
+            if isinstance(verdict, Removal):
+                return verdict
+            document = verdict
+        return document
+
+    return clean

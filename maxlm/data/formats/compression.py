@@ -1,0 +1,78 @@
+"""Compressed files as streams; one that was cut short is an error, never a shorter stream."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from typing import Any, BinaryIO, cast
+
+from maxlm.data.documents.read_options import MAX_WINDOW_BYTES
+
+# Compressed bytes that are decompressed together. Blocks of Zstandard may grow by 32768: to 64 MiB.
+INPUT_BYTES = 2**11
+COMPRESSED_SUFFIXES = ('.gz', '.zst')
+
+
+def is_compressed(name: str) -> bool:
+    """Whether the name of a file tells of a compression that `decompressed` knows."""
+    return name.lower().endswith(COMPRESSED_SUFFIXES)
+
+
+def decompressed(file: BinaryIO, name: str, *, max_window_bytes: int = MAX_WINDOW_BYTES) -> BinaryIO:
+    """The content of an open file that `name` tells the compression of, none included.
+
+    Reading raises EOFError when the file ends too early, OSError or zlib.error when it is damaged otherwise, or is
+    Zstandard with a window of more than `max_window_bytes`, which the decompressor keeps in memory.
+    """
+    if name.lower().endswith('.gz'):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if name.lower().endswith('.zst'):
+        return io.BufferedReader(_ZstandardStream(file, max_window_bytes), 2**20)
+    return file
+
+
+class _ZstandardStream(io.RawIOBase):
+    """zstandard's own stream ends without a word where the file was cut short, so frames are followed here."""
+
+    def __init__(self, file: BinaryIO, max_window_bytes: int):
+        import zstandard  # few inputs are compressed
+
+        self._file = file
+        self._error = zstandard.ZstdError
+        self._max_window_bytes = max_window_bytes
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=max_window_bytes)
+        # The frame that is being read; None between two.
+        self._frame: Any = None
+        self._input = b''
+        self._output = memoryview(b'')
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            if not self._input:
+                self._input = self._file.read(INPUT_BYTES)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError('the compressed file ends in the middle of a frame')
+                return 0
+            self._decompress()
+        size = min(len(buffer), len(self._output))
+        buffer[:size] = self._output[:size]
+        self._output = self._output[size:]
+        return size
+
+    def _decompress(self) -> None:
+        if self._frame is None:
+            self._frame = self._decompressor.decompressobj()
+        try:
+            self._output = memoryview(self._frame.decompress(self._input))
+        except self._error as error:
+            if 'too much memory' in str(error):
+                limit = f'{self._max_window_bytes / 2**20:g} MiB'
+                raise OSError(f'a Zstandard window of more than {limit}; --max_record_mib raises the limit') from error
+            raise OSError(str(error)) from error
+        self._input = b''
+        if self._frame.eof:
+            self._input, self._frame = self._frame.unused_data, None

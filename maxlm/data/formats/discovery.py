@@ -1,0 +1,248 @@
+"""The files behind what the user calls inputs: files, directories, globs, local or in buckets, and named data sets.
+
+A glob knows `*`, `?` and `[…]` within a component and `**` for any number of directories. Its files are named from the
+directory before its first wildcard, which also is their source: `books/*/x.txt` gives `a/x.txt` of `books`. A directory
+that it matches is walked. A local path that exists is never a glob.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from maxlm.data.documents.read_options import MAX_RECORD_BYTES
+from maxlm.data.formats import hf_datasets, tfds
+from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, text_files
+from maxlm.errors import InputError
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import Entry, StorageError, is_url, shown
+
+# Data sets that are given by name, and the readers that know them.
+DATASET_PREFIXES = {'hf:': 'hub', 'tfds:': 'tfds'}
+SKIPPED_DIRECTORIES = ('__pycache__',)
+_WILDCARDS = re.compile(r'[*?[]')
+
+
+# Called with the files of a directory or glob that are left out, since they hold no text.
+OnLeftOut = Callable[[Sequence[Entry]], None]
+
+
+def find_inputs(
+    paths: Sequence[str | Path],
+    *,
+    exclude: Sequence[str] = (),
+    max_files: int = 0,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+    on_left_out: OnLeftOut = lambda files: None,
+) -> list[InputFile]:
+    """The files behind `paths`, in the order of `paths` and sorted by name within each.
+
+    A directory is walked; files with a suffix of TEXT_SUFFIXES or KIND_SUFFIXES are taken, and those of other suffixes
+    whose content is text (see `content`), unless there are token files; hidden entries, local directories that are
+    symbolic links, `__pycache__`, and files and directories whose name matches a pattern of `exclude` are not. A file
+    given itself is taken whatever its suffix, as text where that is unknown; so are the matches of a glob that ends in
+    a suffix. Where two inputs hold a file of the same name, all names get their source in front.
+
+    Args:
+        paths: local paths, URLs, globs of both, `hf:NAME[:CONFIG][@REVISION][#SPLIT]`, `hf:DIRECTORY[#SPLIT]`,
+            `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`, `tfds:DIRECTORY[#SPLIT]`.
+        exclude: names or patterns (`*.npy`) of what is left out of directories and globs.
+        max_files: take at most so many of each input, the first by name; 0 = all.
+        max_record_bytes: longest line of a data set of the hub, of which the first are read.
+        on_left_out: told the files of directories and globs that hold no text.
+
+    Raises:
+        InputError: a path is missing or holds nothing usable, an input has both text and token files, a file is
+            reached twice, or two different files would still have the same name.
+    """
+    inputs = []
+    for path in paths:
+        files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_left_out)
+        inputs.append(files[: max_files or len(files)])
+    _refuse_shared_files(inputs)
+    files = [file for given in inputs for file in given]
+    if _repeated(file.name for file in files):
+        files = [dataclasses.replace(file, name=f'{file.source}/{file.name}') for file in files]
+    for name in _repeated(file.name for file in files):
+        first, second = [shown(file.path) for file in files if file.name == name][:2]
+        raise InputError(f'{first} and {second} would both be named {name}; give their common parent directory instead')
+    return files
+
+
+def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile]) -> None:
+    """Raises InputError when a file would be both trained on and validated on."""
+    shared = {_identity(file) for file in training} & {_identity(file) for file in validation}
+    for file in validation:
+        if _identity(file) in shared:
+            raise InputError(f'{shown(file.path)} is in --validation and in --input; move it out of one of them')
+
+
+def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_left_out: OnLeftOut) -> list[InputFile]:
+    for prefix, kind in DATASET_PREFIXES.items():
+        if given.startswith(prefix):
+            return [_dataset(given, kind, max_record_bytes)]
+    # A local file, however it is spelled, needs no fsspec.
+    given = given.removeprefix('file://')
+    try:
+        if _is_glob(given):
+            return _matches(given, exclude, on_left_out)
+        entry = filesystem.stat(given)
+        source = _last_component(given)
+        if not entry.is_directory:
+            return [_input_file(entry, source, kind_of(entry.name) or 'text')]
+        files = _taken(list(_walk(given, exclude)), source, on_left_out)
+    except StorageError as error:
+        raise InputError(f'{error}; --input takes files, directories, globs and data sets') from error
+    if not files:
+        raise InputError(f'{shown(given)} holds no text: {_searched()}')
+    _refuse_mixed(given, files)
+    return files
+
+
+def _dataset(given: str, kind: str, max_record_bytes: int) -> InputFile:
+    return hf_datasets.find(given, max_record_bytes) if kind == 'hub' else tfds.find(given)
+
+
+def _is_glob(given: str) -> bool:
+    if is_url(given):
+        # In a web address `?` begins the query.
+        return '*' in given if given.startswith('http') else _WILDCARDS.search(given) is not None
+    return _WILDCARDS.search(given) is not None and not os.path.lexists(given)
+
+
+def _matches(glob: str, exclude: tuple[str, ...], on_left_out: OnLeftOut) -> list[InputFile]:
+    root, patterns = _split_glob(glob)
+    suffix = PurePosixPath(patterns[-1]).suffix
+    is_named = bool(suffix) and not _WILDCARDS.search(suffix)
+    # By name: `**` reaches some files in several ways.
+    found = {entry.name: entry for entry in _expand(root, '', patterns, exclude)}
+    source = _last_component(root)
+    files = _taken([found[name] for name in sorted(found)], source, on_left_out, is_named=is_named)
+    if not files:
+        what = f'no file that can be read: {_searched()}' if found else 'nothing'
+        raise InputError(f'{shown(glob)} matches {what}')
+    _refuse_mixed(glob, files)
+    return files
+
+
+def _taken(entries: Sequence[Entry], source: str, on_left_out: OnLeftOut, *, is_named: bool = False) -> list[InputFile]:
+    """The files that are read; with `is_named` the user has named their suffix."""
+    known = [entry for entry in entries if kind_of(entry.name)]
+    unknown = [entry for entry in entries if not kind_of(entry.name)]
+    texts = unknown
+    if not is_named:
+        # Token files cannot be mixed with text.
+        texts = [] if any(kind_of(entry.name) == 'tokens' for entry in known) else text_files(unknown)
+    taken = {entry.path for entry in texts}
+    on_left_out([entry for entry in unknown if entry.path not in taken])
+    return [
+        _input_file(entry, source, kind_of(entry.name) or 'text')
+        for entry in sorted([*known, *texts], key=lambda entry: entry.name)
+    ]
+
+
+def _split_glob(glob: str) -> tuple[str, list[str]]:
+    """The directory before the first component with a wildcard, and the components from there."""
+    start = glob.index('://') + 3 if is_url(glob) else 0
+    first = _WILDCARDS.search(glob, start)
+    assert first is not None
+    end = glob.rfind('/', start, first.start()) + 1
+    if is_url(glob) and not end:
+        raise InputError(f'{shown(glob)}: a bucket must be named; globs match what is in it')
+    # The root directory keeps its slash.
+    root = glob[:end] if end == 1 else glob[: max(end - 1, 0)]
+    return root or '.', [component for component in glob[end:].split('/') if component]
+
+
+def _expand(directory: str, below: str, patterns: Sequence[str], exclude: tuple[str, ...]) -> Iterator[Entry]:
+    """The files that match `patterns` under a directory, with names from where the glob began (`below` as a prefix)."""
+    pattern, *rest = patterns
+    if pattern == '**':
+        for file in _walk(directory, exclude):
+            if _match(file.name.split('/'), patterns):
+                yield dataclasses.replace(file, name=below + file.name)
+        return
+    for entry in filesystem.list_directory(directory):
+        if not fnmatch.fnmatchcase(entry.name, pattern) or _skipped(entry.name, exclude, pattern):
+            continue
+        name = below + entry.name
+        if not entry.is_directory:
+            if not rest:
+                yield dataclasses.replace(entry, name=name)
+        elif rest:
+            yield from _expand(entry.path, f'{name}/', rest, exclude)
+        else:
+            for file in _walk(entry.path, exclude):
+                yield dataclasses.replace(file, name=f'{name}/{file.name}')
+
+
+def _match(components: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether a path matches, or a directory that it is below."""
+    if not patterns:
+        return True
+    pattern, *rest = patterns
+    if pattern == '**':
+        return any(_match(components[i:], rest) for i in range(len(components)))
+    return bool(components) and fnmatch.fnmatchcase(components[0], pattern) and _match(components[1:], rest)
+
+
+def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[Entry]:
+    return filesystem.walk(directory, skip=lambda name: _skipped(name, exclude))
+
+
+def _skipped(name: str, exclude: tuple[str, ...], asked: str = '') -> bool:
+    if name in SKIPPED_DIRECTORIES or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+        return True
+    return name.startswith('.') and not asked.startswith('.')
+
+
+def _input_file(entry: Entry, source: str, kind: str) -> InputFile:
+    return InputFile(entry.path, entry.name, source, kind, entry.size, entry.version)
+
+
+def _last_component(path: str) -> str:
+    if is_url(path):
+        return shown(path).rstrip('/').rsplit('/', 1)[-1]
+    return Path(path).resolve().name
+
+
+def _searched() -> str:
+    suffixes = [suffix for group in KIND_SUFFIXES.values() for suffix in group]
+    return f'directories are searched for {" ".join(suffixes + sorted(TEXT_SUFFIXES))}, and other files in UTF-8'
+
+
+def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
+    # Text beside token files is a README or a script, token files beside text are other data; together they would be
+    # two kinds of ids in one data set.
+    tokens = next((file for file in files if file.kind == 'tokens'), None)
+    text = next((file for file in files if file.kind != 'tokens'), None)
+    if tokens and text:
+        suffixes = [PurePosixPath(file.name).suffix for file in (tokens, text)]
+        raise InputError(
+            f'{shown(given)} holds token files ({tokens.name}) and text ({text.name}); leave one of them out, '
+            f"with --exclude '*{suffixes[0]}' or --exclude '*{suffixes[1]}'"
+        )
+
+
+def _identity(file: InputFile) -> str:
+    return file.path if is_url(file.path) or file.kind in DATASET_PREFIXES.values() else os.path.realpath(file.path)
+
+
+def _repeated(names: Iterator[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _refuse_shared_files(inputs: Sequence[Sequence[InputFile]]) -> None:
+    # Within one input a link and its target are two names for one text; two inputs that overlap are a slip.
+    seen: dict[str, InputFile] = {}
+    for files in inputs:
+        for file in files:
+            if _identity(file) in seen:
+                first = shown(seen[_identity(file)].path)
+                raise InputError(f'{shown(file.path)} is given twice (also as {first}); give it once')
+        seen.update({_identity(file): file for file in files})

@@ -1,0 +1,72 @@
+"""Parts of input files that are read independently of each other, so that workers share even a single file."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator
+
+from maxlm.data.documents.document import Document, OnBad, raise_bad
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.formats.registry import READERS
+from maxlm.storage.filesystem import StorageError, is_passing
+
+
+def read_documents(piece: Piece, options: ReadOptions, on_bad: OnBad = raise_bad) -> Iterator[Document]:
+    """The documents of one piece, in order and one at a time; those without a character or token are left out.
+
+    Names are the file's, and where a file holds several documents also what finds one in it without the others: the
+    byte at which a line of JSONL begins, the row of Parquet, the first token of token files, the row or example of a
+    data set, all from 0.
+
+    `on_bad(name, reason)` is called for what cannot be read, a file or a record of it. The reason names the file and
+    record (lines of JSONL from 1, as editors count them) and what would be right; the name is the file's or
+    `FILE:RECORD`. What is readable behind a bad record is read nevertheless.
+    """
+    documents = READERS[piece.file.kind].read(piece.file, piece.start, piece.stop or sys.maxsize, options, on_bad)
+    for document in documents:
+        if document.text or (document.tokens is not None and len(document.tokens)):
+            yield document
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of one input file. Picklable.
+
+    Attributes:
+        file: the file.
+        start, stop: from unit `start` to before unit `stop`, in the units of its format; [0, 0) is the whole file.
+        size: bytes, for progress and for groups of pieces.
+    """
+
+    file: InputFile
+    start: int
+    stop: int
+    size: int
+
+
+def cut(file: InputFile, target_bytes: int) -> list[Piece]:
+    """Cuts a file into pieces of about `target_bytes`; each of its documents is in exactly one of them.
+
+    The same for the same file anywhere. A file that cannot be cut, or whose parts cannot be told because it is
+    damaged, is one whole piece: reading it reports the damage.
+
+    Raises:
+        StorageError: the storage does not answer now: the file is not damaged, and other pieces make other shards.
+    """
+    assert target_bytes > 0
+    try:
+        bounds = READERS[file.kind].bounds(file)
+    except StorageError as error:
+        if is_passing(error):
+            raise
+        bounds = ()
+    if len(bounds) < 2 or bounds[-1] <= target_bytes:
+        return [Piece(file, 0, 0, file.size)]
+    count = -(-bounds[-1] // target_bytes)
+    # At the unit nearest behind each equal share; large units swallow some of them.
+    cuts = {bisect.bisect_left(bounds, bounds[-1] * i // count) for i in range(count)} | {len(bounds) - 1}
+    return [Piece(file, start, stop, bounds[stop] - bounds[start]) for start, stop in itertools.pairwise(sorted(cuts))]

@@ -1,0 +1,200 @@
+"""Data sets of Hugging Face: by their name on the hub, streamed, or from a local directory.
+
+    hf:NAME[:CONFIG][@REVISION][#SPLIT]     streamed from the hub
+    hf:DIRECTORY[#SPLIT]                    written by `save_to_disk`, or Parquet or JSONL files with a README
+
+SPLIT is `train` unless it is given. A name is resolved to a commit once, so that all workers read the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.parse_record import columns_format
+from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
+from maxlm.data.formats import parquet
+from maxlm.data.formats.hf_files import limit_files, parquet_file
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.formats.rows import column_fault, record_fields, row_document, told_rows
+from maxlm.errors import InputError
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import StorageError
+
+PREFIX = 'hf:'
+SPELLING = 'hf:NAME[:CONFIG][@REVISION][#SPLIT] or hf:DIRECTORY[#SPLIT]'
+_SPEC = re.compile(r'(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@#]+))?(@(?P<revision>[^#]+))?')
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """What a spec says; `directory` is '' for a name on the hub."""
+
+    directory: str
+    name: str
+    config: str
+    revision: str
+    split: str
+
+    def __str__(self) -> str:
+        config, revision = self.config and f':{self.config}', self.revision and f'@{self.revision}'
+        return f'{PREFIX}{self.directory or self.name}{config}{revision}#{self.split or "train"}'
+
+
+def find(given: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
+    """The input that a spec `hf:…` is. Lines of its files may have `max_record_bytes`.
+
+    Raises:
+        InputError: it is spelled wrongly, there is no such data set, configuration, revision or split, it cannot be
+            reached, or the package `datasets` is missing.
+    """
+    spec = _parse(given)
+    if spec.directory:
+        facts = [(entry.name, entry.size, entry.version) for entry in filesystem.walk(spec.directory)]
+        size = sum(size for _, size, _ in facts)
+        version = hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()
+        source = os.path.basename(os.path.realpath(spec.directory))
+        name = source
+    else:
+        spec = dataclasses.replace(spec, revision=_commit(given, spec))
+        size, version = 0, spec.revision
+        name, source = spec.name + (spec.config and f':{spec.config}'), spec.name.rsplit('/', 1)[-1]
+    limit_files(_datasets(given), ReadOptions(max_record_bytes=max_record_bytes))
+    dataset = _open(str(spec), version)
+    if not spec.directory:
+        size = _size(dataset, spec)
+    return InputFile(str(spec), f'{name}#{spec.split or "train"}', source, 'hub', size, version)
+
+
+def bounds(file: InputFile) -> Sequence[int]:
+    """Units are rows of what `save_to_disk` wrote, otherwise shards; all are taken to be of the same size."""
+    dataset = _open(file.path, file.version)
+    count = dataset.num_shards if _is_streamed(dataset) else len(dataset)
+    unit = max(file.size // max(count, 1), 1)
+    return range(0, count * unit + 1, unit)
+
+
+def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
+    """The documents of units [start, stop). See `formats.Reader`. Names are `DATASET:ROW`, or `DATASET:SHARD:ROW`."""
+    try:
+        limit_files(_datasets(file.path), options)
+        dataset = streamed = _open(file.path, file.version)
+        columns = _columns(dataset, file, options)
+        if fault := column_fault(columns, options):
+            on_bad(file.name, f'{file.path}: {fault}')
+            return
+        # The other columns are not even fetched where the format allows it.
+        dataset = dataset.select_columns(record_fields(columns, options))
+        if not _is_streamed(dataset):
+            rows = dataset.select(range(start, min(stop, len(dataset))))
+            for number, row in enumerate(told_rows(rows, file.path), start):
+                yield from row_document(file, str(number), row, options, on_bad)
+            return
+        for shard in range(start, min(stop, dataset.num_shards)):
+            if path := parquet_file(streamed, shard):
+                part = dataclasses.replace(file, path=path, name=f'{file.name}:{shard}', kind='parquet')
+                yield from parquet.read(part, 0, sys.maxsize, options, on_bad)
+                continue
+            rows = dataset.shard(num_shards=dataset.num_shards, index=shard)
+            for number, row in enumerate(told_rows(rows, file.path)):
+                yield from row_document(file, f'{shard}:{number}', row, options, on_bad)
+    except StorageError as error:
+        on_bad(file.name, str(error))
+
+
+def first_format(file: InputFile, options: ReadOptions) -> str:
+    """Returns the format that the columns show: `preference`, `chat` or `text`."""
+    return columns_format(_columns(_open(file.path, file.version), file, options), options)
+
+
+def _columns(dataset: Any, file: InputFile, options: ReadOptions) -> list[str]:
+    # A stream may learn its columns only from its first row.
+    return dataset.column_names or list(next(told_rows(dataset, file.path), {options.text_key: ''}))
+
+
+def _parse(given: str) -> _Spec:
+    rest, _, split = given.removeprefix(PREFIX).partition('#')
+    if os.path.isdir(rest):
+        return _Spec(rest, '', '', '', split)
+    match = _SPEC.fullmatch(rest)
+    if match is None:
+        raise InputError(f'{given}: no directory and no name of a data set; give {SPELLING}')
+    facts = match.groupdict(default='')
+    return _Spec('', facts['name'], facts['config'], facts['revision'], split)
+
+
+@functools.lru_cache(maxsize=4)
+def _open(given: str, version: str) -> Any:
+    """The `datasets.Dataset` or `IterableDataset`; `version` only tells changed ones apart."""
+    datasets = _datasets(given)
+    spec = _parse(given)
+    split = spec.split or 'train'
+    try:
+        if not spec.directory:
+            return datasets.load_dataset(
+                spec.name, spec.config or None, split=split, revision=spec.revision, streaming=True
+            )
+        directory = Path(spec.directory)
+        if (directory / 'state.json').exists():
+            if split != 'train':
+                raise ValueError(f"holds one split, whose name it does not keep; give it without '#{split}'")
+            return datasets.load_from_disk(spec.directory)
+        if (directory / 'dataset_dict.json').exists():
+            splits = datasets.load_from_disk(spec.directory)
+            if split not in splits:
+                raise ValueError(f'no split {split!r}; it has {", ".join(splits)}')
+            return splits[split]
+        return datasets.load_dataset(spec.directory, split=split, streaming=True)
+    except (ValueError, FileNotFoundError) as error:
+        # Its own words on names, configurations and splits that it does not find.
+        raise StorageError(f'{given}: {filesystem.one_line(given, error)}') from error
+    # What else it raises comes from the network, the hub and all formats.
+    except Exception as error:
+        raise filesystem.fault(given, error) from error
+
+
+def _commit(given: str, spec: _Spec) -> str:
+    """The commit that a name and revision stand for now."""
+    _datasets(given)
+    import huggingface_hub  # part of an extra
+
+    try:
+        return str(huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision or None).sha)
+    except Exception as error:
+        raise filesystem.fault(given, error) from error
+
+
+def _size(dataset: Any, spec: _Spec) -> int:
+    """Bytes of a data set on the hub: of the split, of the whole download, or of all files that it keeps."""
+    split = (dataset.info.splits or {}).get(spec.split or 'train')
+    if known := (split and split.num_bytes) or dataset.info.download_size:
+        return int(known)
+    import huggingface_hub  # part of an extra
+
+    try:
+        facts = huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision, files_metadata=True)
+    except Exception as error:
+        raise filesystem.fault(str(spec), error) from error
+    return sum(file.size or 0 for file in facts.siblings or ())
+
+
+def _is_streamed(dataset: Any) -> bool:
+    return not hasattr(dataset, '__len__')
+
+
+def _datasets(given: str) -> ModuleType:
+    try:
+        import datasets  # an extra, and slow to import
+    except ImportError as error:
+        raise InputError(f"{given} needs datasets: pip install 'maxlm[hub]'") from error
+    return datasets

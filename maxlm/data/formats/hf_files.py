@@ -1,0 +1,100 @@
+"""Opens the files of streamed data sets with the limits that local files have.
+
+The package `datasets` reads lines of any length. It opens all files by one function, which `limit_files` replaces.
+Parquet files are not decoded by `datasets` but by `readers.parquet`, for which `parquet_file` finds them.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.parquet_pages import check_footer
+from maxlm.storage.filesystem import StorageError, shown
+from maxlm.storage.regular_files import open_regular
+
+TEXT_SUFFIXES = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.txt')
+
+
+def limit_files(datasets: Any, options: ReadOptions) -> None:
+    """Has `datasets` open the files of streamed data sets with the limits of `options`, from now on."""
+    streaming = datasets.streaming
+    if not isinstance(streaming.xopen, _Opener):
+        streaming.xopen = datasets.utils.file_utils.xopen = _Opener(streaming.xopen)
+        for name, module in tuple(sys.modules.items()):
+            if name.startswith('datasets.packaged_modules.') and hasattr(module, '_patched_for_streaming'):
+                # Others, such as lm-eval, have used it; the next use gives it the new function.
+                module._patched_for_streaming = False  # type: ignore[attr-defined]
+    streaming.xopen.options = options
+
+
+def parquet_file(dataset: Any, shard: int) -> str:
+    """Returns the path or URL of a shard of a streamed data set; '' where it is not a Parquet file."""
+    files = getattr(getattr(dataset, '_ex_iterable', None), 'kwargs', {}).get('files')
+    if not isinstance(files, list) or len(files) != dataset.num_shards:
+        return ''
+    path = str(files[shard])
+    return path if path.endswith('.parquet') and '::' not in path else ''
+
+
+class _Opener:
+    """`xopen` of `datasets` with limits."""
+
+    options = ReadOptions()
+
+    def __init__(self, xopen: Callable[..., Any]):
+        self._xopen = xopen
+
+    def __call__(self, file: Any, mode: str = 'r', *, download_config: Any = None, **text_options: Any) -> Any:
+        path = str(file)
+        name = path.partition('::')[0].lower()
+        if '://' in path:
+            opened: Any = self._xopen(file, 'rb', download_config=download_config)
+        else:
+            opened = open_regular(path)
+        if name.endswith(TEXT_SUFFIXES):
+            opened = io.BufferedReader(_Lines(opened, path, self.options), 2**20)
+        elif name.endswith('.parquet'):
+            check_footer(opened)
+        return opened if 'b' in mode else io.TextIOWrapper(opened, **text_options)
+
+
+class _Lines(io.RawIOBase):
+    """A file of text. Reading raises StorageError if a line, or a file that is read as a whole, is too long."""
+
+    def __init__(self, file: BinaryIO, path: str, options: ReadOptions):
+        self._file = file
+        self._path = path
+        self._options = options
+        self._since_line_end = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._file.read(len(buffer))
+        buffer[: len(content)] = content
+        end = content.rfind(b'\n')
+        self._since_line_end = len(content) - end - 1 if end >= 0 else self._since_line_end + len(content)
+        self._check(self._since_line_end, 'a line is')
+        return len(content)
+
+    def readall(self) -> bytes:
+        parts, size = [], 0
+        while part := self.read(2**20):
+            size += len(part)
+            self._check(size, 'a file without lines is')
+            parts.append(part)
+        return b''.join(parts)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+    def _check(self, size: int, what: str) -> None:
+        if size > self._options.max_record_bytes:
+            raise StorageError(f'{shown(self._path)}: {what} longer than {self._options.limit_told}')

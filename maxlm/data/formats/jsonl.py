@@ -1,0 +1,122 @@
+"""JSONL, plain or compressed with gzip or Zstandard: each line is an object: a text, conversation or preference."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.parse_record import entry_document, entry_format
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.compression import decompressed, is_compressed
+from maxlm.data.formats.input_file import InputFile
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import StorageError, shown
+from maxlm.storage.json_text import parse_json
+
+# Read at once where only the ends of lines matter.
+CHUNK_BYTES = 2**20
+UTF8_MARK = b'\xef\xbb\xbf'
+
+
+def bounds(file: InputFile) -> Sequence[int]:
+    """Units are bytes; a line belongs to where its first byte is. A compressed file is whole."""
+    return () if is_compressed(file.name) else range(file.size + 1)
+
+
+def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
+    """The documents of the lines that begin in bytes [start, stop). See `formats.Reader`.
+
+    Names are `FILE:BYTE`, the place of the line in the (decompressed) file: the lines before need not be read.
+    """
+    path = shown(file.path)
+    lines_before: int | None = 0 if start == 0 else None
+    try:
+        with contextlib.ExitStack() as stack:
+            stored = stack.enter_context(filesystem.open_file(file.path))
+            stream = decompressed(stored, file.name, max_window_bytes=options.max_window_bytes)
+            offset = first_offset = _first_line(stream, start)
+            number = 0
+            while offset < stop and (line := stream.readline(options.max_record_bytes + 1)):
+                number += 1
+                is_whole = len(line) <= options.max_record_bytes or line.endswith(b'\n')
+                content = line.removeprefix(UTF8_MARK) if offset == 0 else line
+                if content.strip() or not is_whole:
+                    try:
+                        if not is_whole:
+                            raise ValueError(f'the line is longer than {options.limit_told}')
+                        entry = parse(content, options, offset + len(line) - len(content))
+                        yield entry_document(f'{file.name}:{offset}', file.source, entry, options)
+                    except ValueError as error:
+                        if lines_before is None:
+                            lines_before = _count_lines(file.path, first_offset)
+                        line_number = lines_before + number
+                        on_bad(f'{file.name}:{line_number}', f'{path}:{line_number}: {error}')
+                offset += len(line) + (0 if is_whole else _skip_line(stream))
+            if offset < min(stop, file.size) and not is_compressed(file.name):
+                on_bad(file.name, f'{path}: ends at byte {offset} of {file.size}; it was cut short since it was listed')
+    except StorageError as error:
+        on_bad(file.name, str(error))
+    except (EOFError, zlib.error, OSError) as error:
+        on_bad(file.name, f'{path}: damaged or cut short ({error}); fetch or compress it again')
+
+
+def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
+    """The JSON value of a line that starts at byte `offset`; ValueError says what is wrong with it."""
+    try:
+        return parse_json(line.decode('utf-8'))
+    except UnicodeDecodeError as error:
+        raise ValueError(f'byte {offset + error.start} of the file is not UTF-8') from error
+    except ValueError as error:
+        wanted = {'chat': 'with a conversation', 'preference': 'with a pair of answers'}
+        told = wanted.get(options.format, f'like {{"{options.text_key}": "…"}}')
+        raise ValueError(f'not JSON ({error}); each line must be an object {told}') from error
+
+
+def first_format(file: InputFile, options: ReadOptions) -> str:
+    """What the first record of a file shows to be: `preference`, `chat`, or `text`, also where it is damaged, as is
+    told later.
+
+    Raises:
+        StorageError: the storage has no such file, or does not answer.
+    """
+    with filesystem.open_file(file.path) as content:
+        try:
+            stream = decompressed(content, file.name, max_window_bytes=options.max_window_bytes)
+            lines = iter(lambda: stream.readline(options.max_record_bytes + 1), b'')
+            stripped = (line.removeprefix(UTF8_MARK).strip() for line in lines)
+            entry = parse(next(filter(None, stripped), b'null'), options, 0)
+        except (ValueError, EOFError, zlib.error, OSError):
+            return 'text'
+    return entry_format(entry, options)
+
+
+def _first_line(stream: BinaryIO, start: int) -> int:
+    """Goes to the first line that begins at byte `start` or later; returns where that is."""
+    if start == 0:
+        return 0
+    stream.seek(start - 1)
+    return start - 1 + _skip_line(stream)
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Reads to the end of the line; returns the number of bytes."""
+    size = 0
+    # By parts: the line may be longer than memory.
+    while part := stream.readline(CHUNK_BYTES):
+        size += len(part)
+        if part.endswith(b'\n'):
+            break
+    return size
+
+
+def _count_lines(path: str, stop: int) -> int:
+    """Lines before byte `stop`, which begins one."""
+    count = 0
+    with filesystem.open_file(path) as file:
+        while stop > 0 and (chunk := file.read(min(CHUNK_BYTES, stop))):
+            count += chunk.count(b'\n')
+            stop -= len(chunk)
+    return count

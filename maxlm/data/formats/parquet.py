@@ -1,0 +1,175 @@
+"""Parquet: each row is a document."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.parse_record import columns_format
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.formats.parquet_pages import MAX_PAGE_BYTES, check_footer, column_chunks, largest_pages
+from maxlm.data.formats.rows import column_fault, record_fields, row_document
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import StorageError, shown
+
+# Rows that are decoded together: few, since each may be a book.
+BATCH_ROWS = 128
+# Limit on their memory. A dictionary page of D bytes can give each row a text of almost D bytes.
+BATCH_BYTES = 2**28
+# Read at a time: otherwise PyArrow reads all of a row group first.
+BUFFER_BYTES = 2**20
+
+
+def bounds(file: InputFile) -> Sequence[int]:
+    """Units are row groups; each has a share of the file's bytes by its uncompressed size."""
+    import pyarrow  # slow to import
+
+    try:
+        with filesystem.open_file(file.path) as content:
+            metadata = _open(content).metadata
+            # PyArrow aborts the process where it is asked for a damaged column of a row group.
+            sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    except (pyarrow.ArrowException, OSError):
+        return ()
+    if min(sizes, default=0) < 0 or not any(sizes):
+        return ()
+    return [file.size * end // sum(sizes) for end in itertools.accumulate(sizes, initial=0)]
+
+
+def first_format(file: InputFile, options: ReadOptions) -> str:
+    """Returns the format that the columns show: `preference`, `chat`, or `text`, also where the file is damaged."""
+    import pyarrow  # slow to import
+
+    with filesystem.open_file(file.path) as content:
+        try:
+            return columns_format(_open(content).schema_arrow.names, options)
+        except (pyarrow.ArrowException, OSError):
+            return 'text'
+
+
+def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
+    """The documents of row groups [start, stop). See `formats.Reader`.
+
+    Names are `FILE:ROW`. Only the columns of the text and of `metadata_keys` are read; a row without text (null) is
+    left out. Of conversations and preferences the columns of their fields are read.
+    """
+    import pyarrow  # slow to import
+
+    path = shown(file.path)
+    try:
+        with filesystem.open_file(file.path) as content:
+            try:
+                parquet = _open(content)
+            except (pyarrow.ArrowException, OSError) as error:
+                on_bad(file.name, f'{path}: no Parquet, damaged or cut short ({_line(error)}); fetch it again')
+                return
+            if fault := _column_fault(parquet.schema_arrow, options):
+                on_bad(file.name, f'{path}: {fault}')
+                return
+            chunks = functools.cache(lambda: column_chunks(content))
+            row = sum(parquet.metadata.row_group(i).num_rows for i in range(min(start, parquet.num_row_groups)))
+            for group in range(start, min(stop, parquet.num_row_groups)):
+                first_row = row
+                row += parquet.metadata.row_group(group).num_rows
+                try:
+                    rows = _batch_rows(content, parquet, group, chunks, file.path, options)
+                    yield from _read_group(parquet, group, rows, first_row, file, options, on_bad)
+                except (pyarrow.ArrowException, OSError) as error:
+                    on_bad(
+                        f'{file.name}:{first_row}',
+                        f'{path}: the row group of rows {first_row} to {row - 1} is damaged ({_line(error)}); '
+                        f'fetch the file again',
+                    )
+                except ValueError as error:
+                    on_bad(
+                        f'{file.name}:{first_row}',
+                        f'{path}: the row group of rows {first_row} to {row - 1}: {error}',
+                    )
+    except StorageError as error:
+        on_bad(file.name, str(error))
+
+
+def _batch_rows(
+    content: BinaryIO,
+    parquet: Any,
+    group: int,
+    chunks: Callable[[], list[list[range]]],
+    path: str,
+    options: ReadOptions,
+) -> int:
+    """Returns how many rows of a row group are decoded together.
+
+    Raises:
+        ValueError: a page is too large to be decompressed.
+        OSError: the header of a page is damaged.
+    """
+    columns = record_fields(parquet.schema_arrow.names, options)
+    metadata = parquet.metadata.row_group(group)
+    # In a bucket a small group is not read twice: no page of it is larger than the group, if its footer is right.
+    if filesystem.is_url(path) and metadata.total_byte_size <= BATCH_BYTES:
+        largest = metadata.total_byte_size
+    else:
+        names = [parquet.schema.column(index).path for index in range(len(parquet.schema))]
+        limit = max(MAX_PAGE_BYTES, options.max_record_bytes)
+        largest = largest_pages(content, chunks()[group], names, columns, limit)
+    return min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, largest)))
+
+
+def _read_group(
+    parquet: Any,
+    group: int,
+    batch_rows: int,
+    row: int,
+    file: InputFile,
+    options: ReadOptions,
+    on_bad: OnBad,
+) -> Iterator[Document]:
+    columns = record_fields(parquet.schema_arrow.names, options)
+    for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=columns):
+        arrays = {key: batch.column(key) for key in columns}
+        for i in range(batch.num_rows):
+            # One value at a time: what is not UTF-8 fails here, and only it is bad.
+            try:
+                values = {key: array[i].as_py() for key, array in arrays.items()}
+            except UnicodeDecodeError as error:
+                place = f'byte {error.start} of a text is not UTF-8'
+                on_bad(f'{file.name}:{row + i}', f'{shown(file.path)}: row {row + i}: {place}')
+                continue
+            yield from row_document(file, str(row + i), values, options, on_bad)
+        row += batch.num_rows
+
+
+def _open(content: BinaryIO) -> Any:
+    """Opens a file; raises ArrowException or OSError if it is damaged."""
+    import pyarrow.parquet  # slow to import
+
+    try:
+        check_footer(content)
+        return pyarrow.parquet.ParquetFile(content, pre_buffer=False, buffer_size=BUFFER_BYTES)
+    except UnicodeDecodeError as error:
+        # PyArrow decodes the names of columns without a check.
+        raise pyarrow.ArrowInvalid('the name of a column is not UTF-8') from error
+
+
+def _column_fault(schema: Any, options: ReadOptions) -> str:
+    """What is wrong with the columns that are asked for; '' = nothing."""
+    import pyarrow.types as is_type  # slow to import
+
+    if fault := column_fault(schema.names, options):
+        return fault
+    if options.format != 'text':
+        return ''
+    kind = schema.field(options.text_key).type
+    kind = kind.value_type if is_type.is_dictionary(kind) else kind
+    texts = (is_type.is_string, is_type.is_large_string, is_type.is_binary, is_type.is_large_binary, is_type.is_null)
+    if not any(is_text(kind) for is_text in texts):
+        return f'the column {options.text_key!r} holds {kind}, not text; --text_field names the column of the text'
+    return ''
+
+
+def _line(error: Exception) -> str:
+    return ' '.join(str(error).split())

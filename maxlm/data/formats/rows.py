@@ -1,0 +1,121 @@
+"""Rows of Parquet and of data sets: their text, what else they hold, and faults in between."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.field_names import told_fields
+from maxlm.data.documents.parse_record import RECORD_FIELDS, entry_document
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.input_file import InputFile
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import shown
+
+
+def row_document(
+    file: InputFile, place: str, row: Mapping[str, Any], options: ReadOptions, on_bad: OnBad
+) -> Iterator[Document]:
+    """The document that a row is, named `FILE:PLACE`; none where it has no text (None), or no readable one."""
+    name = f'{file.name}:{place}'
+    try:
+        if options.format != 'text':
+            # Columns of messages hold all fields that any message has.
+            entry = without_none(plain(dict(row)))
+            if not record_fields(list(entry), options):
+                return
+            document = entry_document(name, file.source, entry, options)
+            _refuse_long(document.text, options)
+            yield document
+            return
+        text = text_of(row[options.text_key])
+        _refuse_long(text, options)
+    except ValueError as error:
+        on_bad(name, f'{shown(file.path)}: row {place}: {error}')
+        return
+    yield Document(name, file.source, text, metadata={key: plain(row[key]) for key in options.metadata_keys})
+
+
+def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
+    """Which column is asked for and not there; '' = none."""
+    if options.format != 'text':
+        wanted = [key for key in record_fields(columns, options) if key not in options.metadata_keys]
+        if wanted and (not options.messages_field or options.messages_field in columns or options.text_key in columns):
+            return ''
+        missing = f'no column {options.messages_field!r}' if options.messages_field else 'no column of a conversation'
+        return f'{missing}; {told_fields(dict.fromkeys(columns))}; --messages_field names the column'
+    for key in (options.text_key, *options.metadata_keys):
+        if key not in columns:
+            option = '--text_field' if key == options.text_key else '--metadata_keys'
+            return f'no column {key!r}; {told_fields(dict.fromkeys(columns))}; {option} names the column'
+    return ''
+
+
+def record_fields(columns: Sequence[str], options: ReadOptions) -> list[str]:
+    """Returns the columns that are read of a row."""
+    if options.format == 'text':
+        return list(dict.fromkeys((options.text_key, *options.metadata_keys)))
+    wanted = {options.text_key, options.messages_field, *RECORD_FIELDS, *options.metadata_keys}
+    return [column for column in columns if column in wanted]
+
+
+def without_none(value: Any) -> Any:
+    """Returns a JSON value without the fields of its objects that are None."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def told_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
+    """The same rows; whatever a library raises between them becomes a StorageError that names `path`."""
+    iterator = iter(rows)
+    while True:
+        try:
+            row = next(iterator)
+        except StopIteration:
+            return
+        # Readers of data sets raise errors of all the libraries below them.
+        except Exception as error:
+            raise filesystem.fault(path, error) from error
+        yield row
+
+
+def text_of(value: Any) -> str:
+    """The text that a value is, '' for None; ValueError says why it is none."""
+    if value is None:
+        return ''
+    try:
+        if isinstance(value, bytes):
+            return value.decode('utf-8')
+        if isinstance(value, str):
+            # Half of a surrogate pair cannot be encoded.
+            value.encode()
+            return value
+    except UnicodeDecodeError as error:
+        raise ValueError(f'byte {error.start} of the text is not UTF-8') from error
+    except UnicodeEncodeError as error:
+        raise ValueError('holds half of a surrogate pair, which is not text') from error
+    raise ValueError(f'holds {type(value).__name__}, not text; --text_field names the column of the text')
+
+
+def _refuse_long(text: str, options: ReadOptions) -> None:
+    if len(text) > options.max_record_bytes:
+        raise ValueError(f'the text is longer than {options.limit_told}')
+
+
+def plain(value: Any) -> Any:
+    """A value of a column as a JSON value."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode('utf-8', errors='replace')
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    # NumPy's scalars and arrays know their plain values.
+    if hasattr(value, 'tolist'):
+        return plain(value.tolist())
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)

@@ -1,0 +1,118 @@
+"""Data sets of TensorFlow Datasets that are prepared on this machine or in a bucket.
+
+    tfds:NAME[/CONFIG][:VERSION][#SPLIT]    from the directory that the variable TFDS_DATA_DIR names
+    tfds:DIRECTORY[#SPLIT]                  the directory with the `dataset_info.json` of one version
+
+SPLIT is `train` unless it is given. ArrayRecord is read at any place; TFRecord by ranges, which needs TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.formats.rows import column_fault, row_document, told_rows
+from maxlm.errors import InputError
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import StorageError
+
+PREFIX = 'tfds:'
+# Examples that are read together.
+BATCH_EXAMPLES = 64
+
+
+def find(given: str) -> InputFile:
+    """The input that a spec `tfds:…` is.
+
+    Raises:
+        InputError: there is no such data set, version or split, or it is not prepared.
+    """
+    builder, split = _open(given), _split(given)
+    if split not in builder.info.splits:
+        splits = ', '.join(builder.info.splits) or 'none: the data set is not prepared there'
+        raise InputError(f'{given}: no split {split!r} in {builder.data_dir}; it has {splits}')
+    files = sorted(builder.data_path.iterdir())
+    facts = [(file.name, stat.length, stat.mtime) for file in files for stat in (file.stat(),)]
+    version = hashlib.sha256(repr(facts).encode()).hexdigest()
+    size = int(builder.info.splits[split].num_bytes)
+    return InputFile(given, f'{builder.info.full_name}#{split}', builder.info.name, 'tfds', size, version)
+
+
+def bounds(file: InputFile) -> Sequence[int]:
+    """Units are examples; all are taken to be of the same size."""
+    try:
+        count = _opened(file.path, file.version).info.splits[_split(file.path)].num_examples
+    except KeyError:
+        return ()
+    unit = max(file.size // max(count, 1), 1)
+    return range(0, count * unit + 1, unit)
+
+
+def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
+    """The documents of examples [start, stop), texts. See `formats.Reader`. Names are `DATASET#SPLIT:EXAMPLE`."""
+    options = dataclasses.replace(options, format='text')
+    try:
+        builder = _opened(file.path, file.version)
+        if fault := column_fault(sorted(builder.info.features or ()), options):
+            on_bad(file.name, f'{file.path}: {fault}')
+            return
+        examples = told_rows(_examples(builder, _split(file.path), start, stop), file.path)
+        for number, example in enumerate(examples, start):
+            yield from row_document(file, str(number), example, options, on_bad)
+    except StorageError as error:
+        on_bad(file.name, str(error))
+
+
+def _examples(builder: Any, split: str, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    stop = min(stop, builder.info.splits[split].num_examples)
+    try:
+        source = builder.as_data_source(split=split)
+    except NotImplementedError:
+        # What TFDS raises for formats that it cannot read at random: TFRecord, for one.
+        yield from _stored_in_order(builder, split, start, stop)
+        return
+    for first in range(start, stop, BATCH_EXAMPLES):
+        yield from source.__getitems__(list(range(first, min(first + BATCH_EXAMPLES, stop))))
+
+
+def _stored_in_order(builder: Any, split: str, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    import tensorflow_datasets  # slow to import
+
+    instruction = tensorflow_datasets.core.ReadInstruction(split, from_=start, to=stop, unit='abs')
+    # One file after the other; several at a time would mix their examples.
+    config = tensorflow_datasets.ReadConfig(interleave_cycle_length=1)
+    dataset = builder.as_dataset(split=instruction, shuffle_files=False, read_config=config)
+    yield from tensorflow_datasets.as_numpy(dataset)
+
+
+def _split(given: str) -> str:
+    return given.partition('#')[2] or 'train'
+
+
+@functools.lru_cache(maxsize=4)
+def _opened(given: str, version: str) -> Any:
+    # The version tells a data set from what was in its place before.
+    return _open(given)
+
+
+def _open(given: str) -> Any:
+    directory = given.removeprefix(PREFIX).partition('#')[0]
+    if not directory:
+        raise InputError(f'{given}: give tfds:NAME[/CONFIG][:VERSION][#SPLIT] or tfds:DIRECTORY[#SPLIT]')
+    import tensorflow_datasets  # slow to import
+
+    try:
+        if filesystem.is_url(directory) or os.path.isdir(directory):
+            return tensorflow_datasets.builder_from_directory(directory)
+        return tensorflow_datasets.builder(directory, data_dir=os.environ.get('TFDS_DATA_DIR') or None, try_gcs=False)
+    # It raises all kinds, and lists every data set that it knows; the first line says it.
+    except Exception as error:
+        first_line = str(error).partition('\n')[0][:300]
+        raise StorageError(f'{given}: {first_line or type(error).__name__}') from error

@@ -1,0 +1,199 @@
+"""Token files: documents are cut out of a stream of ids at their ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.formats.token_arrays import TokenArray, TokenFileError, open_npy, open_raw
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import StorageError, shown
+
+# Tokens read at once.
+CHUNK_TOKENS = 2**20
+# A stretch of so many tokens without an end is cut; a multiple of CHUNK_TOKENS.
+MAX_DOCUMENT_TOKENS = 2**24
+# What broken, encrypted and unknown kinds of zip members raise.
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
+
+
+def bounds(file: InputFile) -> Sequence[int]:
+    """Units of `.npy` and `.bin` are bytes of tokens, of `.npz` its arrays."""
+    if not _is_archive(file):
+        # The header makes the last piece a little smaller than it seems.
+        return range(file.size + 1)
+    try:
+        with filesystem.open_file(file.path) as content, zipfile.ZipFile(content) as archive:
+            return list(itertools.accumulate((member.compress_size for member in archive.infolist()), initial=0))
+    except ZIP_ERRORS:
+        return ()
+
+
+def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
+    """The documents that begin in units [start, stop). See `formats.Reader`.
+
+    A document reaches to the next `options.end_of_document`, which is left out; behind every MAX_DOCUMENT_TOKENS tokens
+    of the file without an end in them it is cut. Each row of a two-dimensional array is such a stream. Names are
+    `FILE:TOKEN`, with the number of the document's first token in the array, or `FILE:ARRAY:TOKEN` for `.npz`.
+    """
+    path = shown(file.path)
+    try:
+        with filesystem.open_file(file.path) as content:
+            if _is_archive(file):
+                yield from _read_archive(content, file, start, stop, options, on_bad)
+                return
+            size = content.seek(0, os.SEEK_END)
+            content.seek(0)
+            try:
+                if file.name.lower().endswith('.npy'):
+                    array = open_npy(content, size)
+                else:
+                    array = open_raw(content, size, options.token_dtype)
+                yield from _read_array(array, file, file.name, path, start, stop, options, on_bad)
+            except TokenFileError as error:
+                on_bad(file.name, f'{path}: {error}')
+    except StorageError as error:
+        on_bad(file.name, str(error))
+
+
+def _read_archive(
+    content: BinaryIO, file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad
+) -> Iterator[Document]:
+    path = shown(file.path)
+    try:
+        archive = zipfile.ZipFile(content)
+    except ZIP_ERRORS as error:
+        on_bad(file.name, f'{path}: no .npz, damaged or cut short ({error}); fetch it again')
+        return
+    for member in archive.infolist()[start:stop]:
+        name, told = f'{file.name}:{member.filename.removesuffix(".npy")}', f'{path}, array {member.filename}'
+        try:
+            with archive.open(member) as stream:
+                array = open_npy(cast(BinaryIO, stream), member.file_size)
+                yield from _read_array(array, file, name, told, 0, array.num_bytes, options, on_bad)
+        except TokenFileError as error:
+            on_bad(name, f'{told}: {error}')
+        except ZIP_ERRORS as error:
+            on_bad(name, f'{told}: damaged or cut short ({error}); fetch it again')
+
+
+def _read_array(
+    array: TokenArray,
+    file: InputFile,
+    name: str,
+    told: str,
+    start: int,
+    stop: int,
+    options: ReadOptions,
+    on_bad: OnBad,
+) -> Iterator[Document]:
+    limit = 2**32 if options.vocab_size is None else options.vocab_size
+    for first, ids in _documents(array, start, stop, options.end_of_document):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+            place = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
+            row = f' (row {(first + place) // array.shape[-1]})' if array.has_rows else ''
+            on_bad(
+                f'{name}:{first}',
+                f'{told}: token {first + place}{row} is {ids[place]}; ids must be from 0 to {limit - 1}',
+            )
+            continue
+        yield Document(f'{name}:{first}', file.source, tokens=ids.astype(np.uint32))
+
+
+def _documents(array: TokenArray, start: int, stop: int, end: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    """(First token, ids) of the documents whose first token is in bytes [start, stop) of the tokens."""
+    itemsize = array.dtype.itemsize
+    # A header of a few bytes may claim any number of empty rows.
+    if not array.length:
+        return
+    if not array.has_rows:
+        yield from _cut_stream(array, 0, array.length, -(-start // itemsize), -(-stop // itemsize), end)
+        return
+    length = array.shape[-1]
+    row_bytes = length * itemsize
+    for row in range(-(-start // row_bytes), min(-(-stop // row_bytes), array.shape[0])):
+        yield from _cut_stream(array, row * length, (row + 1) * length, row * length, (row + 1) * length, end)
+
+
+def _cut_stream(
+    array: TokenArray, begin: int, finish: int, start: int, stop: int, end: int | None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """(First token, ids) of the documents of the stream [begin, finish) that start in [start, stop); empty ones too.
+
+    A document starts at `begin`, behind an end, and MAX_DOCUMENT_TOKENS · k behind `begin` where as many tokens before
+    that hold no end: this can be told without reading all that is before.
+    """
+    first = _first_start(array, begin, min(start, finish), finish, end)
+    parts: list[np.ndarray] = []
+    # A document that starts within a block starts behind an end in it.
+    seen_end = (first - begin) % MAX_DOCUMENT_TOKENS != 0
+    for position, ids in _chunks(array, begin, first, finish):
+        if first >= stop:
+            return
+        done = 0
+        for i in _ends(ids, end):
+            yield first, np.concatenate([*parts, ids[done:i]])
+            first, done, parts, seen_end = position + i + 1, i + 1, [], True
+            if first >= stop:
+                return
+        parts.append(ids[done:])
+        if (position + len(ids) - begin) % MAX_DOCUMENT_TOKENS == 0:
+            if not seen_end:
+                yield first, np.concatenate(parts)
+                first, parts = position + len(ids), []
+            seen_end = False
+    if parts and first < stop:
+        yield first, np.concatenate(parts)
+
+
+def _first_start(array: TokenArray, begin: int, start: int, finish: int, end: int | None) -> int:
+    """The first token at `start` or behind it at which a document starts; `finish` where there is none."""
+    if start == begin:
+        return begin
+    # Behind an end at `start` - 1, too.
+    position = start - 1
+    while position < finish:
+        block = begin + (position - begin) // MAX_DOCUMENT_TOKENS * MAX_DOCUMENT_TOKENS
+        block_stop = min(block + MAX_DOCUMENT_TOKENS, finish)
+        found = _find_end(array, position, block_stop, end)
+        if found is not None:
+            return found + 1
+        if _find_end(array, block, position, end) is None:
+            return block_stop
+        position = block_stop
+    return finish
+
+
+def _find_end(array: TokenArray, start: int, stop: int, end: int | None) -> int | None:
+    if end is None:
+        return None
+    for position in range(start, stop, CHUNK_TOKENS):
+        ends = _ends(array.read(position, min(position + CHUNK_TOKENS, stop)), end)
+        if ends:
+            return position + ends[0]
+    return None
+
+
+def _chunks(array: TokenArray, begin: int, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(First token, ids) from `start`; no chunk goes on behind a multiple of CHUNK_TOKENS from `begin`."""
+    while start < stop:
+        chunk_stop = min(begin + ((start - begin) // CHUNK_TOKENS + 1) * CHUNK_TOKENS, stop)
+        yield start, array.read(start, chunk_stop)
+        start = chunk_stop
+
+
+def _ends(ids: np.ndarray, end: int | None) -> list[int]:
+    return [] if end is None else np.flatnonzero(ids == end).tolist()
+
+
+def _is_archive(file: InputFile) -> bool:
+    return file.name.lower().endswith('.npz')

@@ -1,0 +1,1 @@
+"""Batches of a step: mixture, shuffle, windows."""

@@ -1,0 +1,178 @@
+"""Batches by step: rows in their order, cut to a host's share, read ahead."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import itertools
+import sys
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+import grain
+import numpy as np
+from absl import flags
+
+from maxlm.config.schema import DataConfig
+from maxlm.data.loader.mixture import Mixture
+from maxlm.data.loader.shuffle import Order, permuted
+from maxlm.data.loader.windows import Batch, Windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Windows of one split, and by shard of them the number of the source that their loss is told by."""
+
+    windows: Windows
+    names: Sequence[int]
+
+
+class Rows(Protocol):
+    """An order of windows: row number → (part, window of that part), or None behind the last row."""
+
+    def __len__(self) -> int: ...
+
+    def locate(self, row: int) -> tuple[int, int] | None: ...
+
+
+class TrainingRows:
+    """Endless rows: a weighted mixture of parts, each of which is shuffled anew in every epoch."""
+
+    def __init__(self, mixture: Mixture, orders: Sequence[Order]):
+        self.mixture = mixture
+        self.orders = orders
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def locate(self, row: int) -> tuple[int, int]:
+        part, place = self.mixture[row]
+        return part, self.orders[part][place]
+
+
+class ValidationRows:
+    """All windows of all parts, each once, in an order that is always the same. At least one window."""
+
+    def __init__(self, num_windows: Sequence[int]):
+        self._firsts = list(itertools.accumulate(num_windows, initial=0))
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def locate(self, row: int) -> tuple[int, int] | None:
+        if row >= len(self):
+            return None
+        number = permuted(row, len(self), seed=0)
+        part = bisect.bisect_right(self._firsts, number) - 1
+        return part, number - self._firsts[part]
+
+
+class Batches:
+    """Batches of windows by step: a pure function of (windows, order, step). Picklable.
+
+    `batches[step]` is a dict of arrays [rows, T] (see `window_batch`), with `tell_sources` also `sources`, int32
+    [rows]: the number of the source that each row is from. Row r of the global batch is row `step * global_batch + r`
+    of the order; the last batch is filled up with rows of weight 0.
+
+    Args:
+        parts: where the windows are; all of the same length, with the same tokenizer.
+        order: of the windows of all parts.
+        global_batch: windows of a batch over all hosts.
+        rows: those of the global batch that this host wants; None = all. The other hosts do not change them.
+        tell_sources: whether batches say where their rows are from.
+        num_batches: at most so many; 0 = all.
+        context_schedule: (first step, parts that each window is cut into), by first step; () = windows are rows. A
+            window cut into n gives n rows of T = window / n tokens, so that a batch has the same tokens in any case.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        order: Rows,
+        *,
+        global_batch: int,
+        rows: slice | None = None,
+        tell_sources: bool = False,
+        num_batches: int = 0,
+        context_schedule: Sequence[tuple[int, int]] = (),
+    ):
+        self._parts = parts
+        self.order = order
+        self.global_batch = global_batch
+        self._rows = range(global_batch)[rows or slice(None)]
+        self._tell_sources = tell_sources
+        self._context_schedule = context_schedule
+        available = -(-len(order) // global_batch)
+        self._length = min(available, num_batches or available, sys.maxsize // global_batch)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, step: int) -> Batch:
+        """Raises IndexError beyond the last batch, InputError when a shard is damaged."""
+        if not 0 <= step < len(self):
+            raise IndexError(step)
+        first = step * self.global_batch
+        places = [self.order.locate(first + row) for row in self._rows]
+        # One token is a last target and nothing to read: a row of padding.
+        streams = [
+            np.zeros(1, np.int32) if place is None else self._parts[place[0]].windows.stream(place[1])
+            for place in places
+        ]
+        cut = self._cut(step)
+        batch = self._parts[0].windows.batch(streams, parts=cut)
+        if self._tell_sources:
+            sources = [0 if place is None else self._source(*place) for place in places]
+            batch['sources'] = np.repeat(np.array(sources, np.int32), cut)
+        return batch
+
+    def _source(self, part: int, window: int) -> int:
+        return self._parts[part].names[self._parts[part].windows.shard_of(window)]
+
+    def _cut(self, step: int) -> int:
+        cut = 1
+        for first_step, parts in self._context_schedule:
+            if first_step <= step:
+                cut = parts
+        return cut
+
+
+class ByStep(Protocol):
+    """Batches by step, as `Batches` are."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, step: int) -> Batch: ...
+
+
+def iterate(
+    batches: ByStep, start_step: int, data: DataConfig, stop_step: int | None = None
+) -> Generator[Batch, None, None]:
+    """The batches of steps [start_step, stop_step), read ahead by `data.threads` or by `data.workers` processes.
+
+    The order depends on neither. Closing the iterator (`.close()`, or dropping it) ends threads and processes. What a
+    step raises, InputError included, is raised here in its turn.
+    """
+    steps = grain.MapDataset.source(batches)[start_step:stop_step].to_iter_dataset(
+        grain.ReadOptions(num_threads=data.threads, prefetch_buffer_size=data.prefetch)
+    )
+    if data.workers > 0:
+        if not flags.FLAGS.is_parsed():
+            # grain hands its absl flags to the workers; maxlm has no use for absl's own parsing.
+            flags.FLAGS.mark_as_parsed()
+        # By pipe: shared memory is scarce in containers (64 MB by default), and grain leaves the last batches in it.
+        by_pipe = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
+        steps = grain.experimental.WithOptionsIterDataset(steps, by_pipe)
+        steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.workers))
+    with contextlib.closing(iter(steps)) as iterator:
+        yield from iterator
+
+
+def fingerprint_changes(stored: dict[str, object], present: dict[str, object]) -> str:
+    """What of the data changed since `stored` (see `Corpus.fingerprint`), in words; '' = nothing."""
+    return '; '.join(
+        f'{name} was {stored.get(name)!r} and is {present.get(name)!r}'
+        for name in {**stored, **present}
+        if stored.get(name) != present.get(name)
+    )

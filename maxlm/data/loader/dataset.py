@@ -1,0 +1,368 @@
+"""What a run trains on: one prepared data set, or several with weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from maxlm.config.schema import Config, DataConfig
+from maxlm.data.dataset.cache_policy import Use
+from maxlm.data.dataset.records import Dataset, Shard, load_manifest
+from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
+from maxlm.data.dataset.token_reader import OPEN_SHARDS
+from maxlm.data.loader.batches import Batches, Part, TrainingRows, ValidationRows
+from maxlm.data.loader.mixture import Mixture
+from maxlm.data.loader.prefetch_plan import readings
+from maxlm.data.loader.shuffle import VERSION, Order
+from maxlm.data.loader.windows import Windows
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.storage.download import RemoteFile
+from maxlm.storage.retry import OnAlarm
+
+PREFERENCE_OBJECTIVE = 'dpo'
+
+
+def check_objective(config: Config, dataset: Dataset) -> None:
+    """Compares `train.objective` with what a data set of the run holds.
+
+    Raises:
+        InputError: the objective needs preferences and there are none, or they are there and it does not.
+    """
+    objective = config.train.objective
+    if objective == PREFERENCE_OBJECTIVE and not dataset.preferences:
+        raise InputError(
+            f'train.objective={objective}: {dataset.path} holds no preferences; prepare pairs of answers with '
+            f'--format=preference --pack_window={config.data.window}'
+        )
+    if objective != PREFERENCE_OBJECTIVE and dataset.preferences:
+        raise InputError(
+            f'train.objective={objective}: {dataset.path} holds preferences, half of whose answers are not to be '
+            f'learned; set train.objective={PREFERENCE_OBJECTIVE}, or prepare other data'
+        )
+
+
+def check_alike(a: Dataset, b: Dataset) -> None:
+    """Raises InputError unless both of two data sets of a mixture hold preferences, or neither does."""
+    if a.preferences != b.preferences:
+        preferences, other = (a, b) if a.preferences else (b, a)
+        raise InputError(
+            f'data.sources: {preferences.path} holds preferences, and {other.path} does not; no objective learns from '
+            'both'
+        )
+
+
+# Sources whose losses are told apart; a list of files, each a source of its own, can be long.
+MAX_SOURCES_TOLD = 64
+
+
+def _warn(line: str) -> None:
+    print(f'warning: {line}', file=sys.stderr)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One entry of `data.sources`, or the data set of `data.path`.
+
+    Attributes:
+        name: as it stands in logs and metrics.
+        dataset: where the shards are.
+        only: the one source of the data set whose shards are used; '' = all.
+        weight: share of the training rows, relative to the others'.
+        url: the bucket that shards are fetched from; '' = they are all here.
+    """
+
+    name: str
+    dataset: Dataset
+    only: str
+    weight: float
+    url: str
+
+    def windows(self, split: str, data: DataConfig, *, marked: bool = False) -> Windows:
+        # A deleted file takes room until it is closed: those of the last pool must not stay open.
+        max_open = data.pool_shards if self.url and data.cache_gib and data.pool_shards else OPEN_SHARDS
+        return Windows(
+            self.dataset,
+            split,
+            data.window,
+            shards=self.shards(split),
+            isolate_documents=data.isolate_documents,
+            marked=marked,
+            fetched=bool(self.url),
+            max_open=max_open,
+        )
+
+    def shards(self, split: str) -> list[Shard]:
+        return [shard for shard in self.dataset.splits[split].shards if self.only in ('', shard.source)]
+
+    def remote_files(self, shards: Iterable[Shard]) -> tuple[RemoteFile, ...]:
+        """What is to be fetched of `shards`; nothing where they are here."""
+        if not self.url:
+            return ()
+        path = self.dataset.path
+        return tuple(RemoteFile(f'{self.url}/{s.name}', path / s.name, s.bytes, s.sha256) for s in shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The data of a run.
+
+    Attributes:
+        data: the section of the config that it was opened with.
+        sources: one or more, all with the same tokenizer.
+        names: what losses and shares are told by: the entries of `data.sources`, or the sources within the data set of
+            `data.path`; a single one, or too many, are not told apart and leave it empty.
+    """
+
+    data: DataConfig
+    sources: tuple[Source, ...]
+    names: tuple[str, ...]
+
+    @property
+    def first(self) -> Dataset:
+        """One of the data sets, for what is the same in all: tokenizer and vocabulary."""
+        return self.sources[0].dataset
+
+    @property
+    def training_windows(self) -> int:
+        """Windows that an epoch has; over several sources, all their windows together."""
+        return sum(len(source.windows('train', self.data)) for source in self.sources)
+
+    @property
+    def mixture(self) -> Mixture:
+        return Mixture([source.weight for source in self.sources], seed=self.data.seed)
+
+    @property
+    def validation_counts(self) -> tuple[int, int]:
+        """Tokens of the validation data, and bytes of its text; 0 where some came in as tokens and nobody knows."""
+        counts = [
+            facts
+            for source in self.sources
+            for name, facts in source.dataset.splits['validation'].sources.items()
+            if source.only in ('', name)
+        ]
+        known = all(facts.text_bytes or not facts.tokens for facts in counts)
+        return sum(facts.tokens for facts in counts), sum(facts.text_bytes for facts in counts) if known else 0
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Nats per token of the validation data's token frequencies; over several data sets their mean by tokens."""
+        splits = [
+            dataset.splits['validation'] for dataset in {s.dataset.path: s.dataset for s in self.sources}.values()
+        ]
+        tokens = sum(split.tokens for split in splits)
+        return sum(split.tokens * split.unigram_entropy for split in splits) / max(tokens, 1)
+
+    def train_batches(
+        self, global_batch: int, rows: slice | None = None, context_schedule: tuple[tuple[int, int], ...] = ()
+    ) -> Batches:
+        """The shuffled, endless batches of the train split. See `Batches` for the arguments.
+
+        Raises:
+            InputError: a source has nothing to train on.
+        """
+        parts = self._parts('train')
+        for part, source in zip(parts, self.sources, strict=True):
+            if not len(part.windows):
+                raise InputError(f'{_told(source)}: the train split is empty; maxlm.prepare needs more text for it')
+        orders = [
+            # Sources of the same size are not in the same order.
+            Order(part.windows.shard_windows, seed=(self.data.seed + number) % 2**32, pool_shards=self.data.pool_shards)
+            for number, part in enumerate(parts)
+        ]
+        return Batches(
+            parts,
+            TrainingRows(self.mixture, orders),
+            global_batch=global_batch,
+            rows=rows,
+            tell_sources=bool(self.names),
+            context_schedule=context_schedule,
+        )
+
+    def validation_batches(self, global_batch: int, num_batches: int = 0, rows: slice | None = None) -> Batches:
+        """Batches of the validation splits, each window at most once and unweighted; 0 = all of them.
+
+        Fewer are a sample of the whole, always the same one, whatever the run's seed.
+
+        Raises:
+            InputError: there is nothing to validate on.
+        """
+        parts = self._parts('validation')
+        if not any(len(part.windows) for part in parts):
+            raise InputError(
+                f'{_told(self.sources[0])}: the validation split is empty; maxlm.prepare needs more text for it'
+            )
+        return Batches(
+            parts,
+            ValidationRows([len(part.windows) for part in parts]),
+            global_batch=global_batch,
+            rows=rows,
+            tell_sources=bool(self.names),
+            num_batches=num_batches,
+        )
+
+    def fetcher(
+        self, training: Batches | None, start_step: int, on_alarm: OnAlarm = _warn
+    ) -> Fetcher | contextlib.nullcontext[None]:
+        """Fetches from buckets, ahead of use, what the steps of `training` from `start_step` on read, and the
+        validation splits, which stay. Does nothing where all is here.
+
+        Raises:
+            InputError: `data.cache_gib` is too small for what a step reads.
+        """
+        if not any(source.url for source in self.sources):
+            return contextlib.nullcontext()
+
+        def uses() -> Iterator[Use]:
+            validation = tuple(file for s in self.sources for file in s.remote_files(s.shards('validation')))
+            if validation:
+                yield Use(validation, start_step, sys.maxsize)
+            if training is None:
+                return
+            assert isinstance(training.order, TrainingRows)
+            shards = [source.shards('train') for source in self.sources]
+            for reading in readings(training.order, training.global_batch, start_step):
+                files = self.sources[reading.part].remote_files(shards[reading.part][s] for s in reading.shards)
+                if files:
+                    yield Use(files, reading.first_step, reading.last_step)
+
+        every = (s.remote_files(s.shards(split)) for s in self.sources for split in ('train', 'validation'))
+        try:
+            return Fetcher(
+                uses(),
+                on_alarm=on_alarm,
+                capacity_bytes=int(self.data.cache_gib * 2**30),
+                threads=self.data.fetch_threads,
+                known=itertools.chain(*every),
+            )
+        except InputError as error:
+            raise InputError(
+                f'data.cache_gib={self.data.cache_gib:g}, data.pool_shards={self.data.pool_shards}: {error}'
+            ) from error
+
+    def fingerprint(self, global_batch: int) -> dict[str, Any]:
+        """All that the order of the data depends on, for a checkpoint: flat and JSON-able."""
+        if len(self.sources) == 1 and not self.data.sources:
+            contents: dict[str, Any] = {'dataset': self.first.fingerprint}
+        else:
+            contents = {f'dataset {source.name}': source.dataset.fingerprint for source in self.sources}
+            contents |= {f'weight {source.name}': source.weight for source in self.sources}
+        return {
+            **contents,
+            'window': self.data.window,
+            'seed': self.data.seed,
+            'pool_shards': self.data.pool_shards,
+            'isolate_documents': self.data.isolate_documents,
+            'global_batch': global_batch,
+            'order': VERSION,
+        }
+
+    def _parts(self, split: str) -> list[Part]:
+        parts = []
+        # All rows of a batch are of one kind.
+        marked = any(source.dataset.masked for source in self.sources)
+        for number, source in enumerate(self.sources):
+            windows = source.windows(split, self.data, marked=marked)
+            if self.data.sources:
+                names = [number] * len(windows.shards)
+            else:
+                names = [self.names.index(shard.source) if self.names else 0 for shard in windows.shards]
+            parts.append(Part(windows, names))
+        return parts
+
+
+def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlarm = _warn) -> Corpus:
+    """The data sets that `data.sources`, or else `data.path`, names; without `tell_sources` none is told apart.
+
+    `on_alarm` is told when a bucket does not answer and what is cached is used.
+
+    Raises:
+        InputError: one is missing or damaged, has no such source, they have different tokenizers, or some hold
+            preferences and others do not.
+    """
+    if not data.sources:
+        dataset, url = _open(data.path, data, on_alarm)
+        _check_packed(dataset, data)
+        source = Source('', dataset, '', 1.0, url)
+        names = tuple({shard.source: None for split in source.dataset.splits.values() for shard in split.shards})
+        return Corpus(data, (source,), names if tell_sources and 1 < len(names) <= MAX_SOURCES_TOLD else ())
+    opened: dict[str, tuple[Dataset, str]] = {}
+    sources = []
+    for entry, weight in data.sources:
+        path, _, only = entry.partition('#')
+        opened[path] = opened.get(path) or _open(path, data, on_alarm)
+        dataset, url = opened[path]
+        sources.append(Source(_name(entry), dataset, only, float(weight), url))
+    repeated = [name for name, count in Counter(source.name for source in sources).items() if count > 1]
+    if repeated:
+        # Two directories of the same name: then their whole paths tell them apart.
+        entries = [entry for entry, _ in data.sources]
+        sources = [dataclasses.replace(source, name=entry) for source, entry in zip(sources, entries, strict=True)]
+    for source in sources:
+        _check_source(source)
+        _check_packed(source.dataset, data)
+    for a, b in itertools.pairwise(sources):
+        check_alike(a.dataset, b.dataset)
+        _check_same_tokenizer(a.dataset, b.dataset)
+    names = tuple(source.name for source in sources)
+    return Corpus(data, tuple(sources), names if tell_sources and len(names) <= MAX_SOURCES_TOLD else ())
+
+
+def _open(path: str, data: DataConfig, on_alarm: OnAlarm) -> tuple[Dataset, str]:
+    """A data set and, if it lies in a bucket, its URL; then only its manifest is here."""
+    protocol, separator, rest = path.partition('://')
+    if not separator:
+        return load_manifest(path), ''
+    # Below the cache whatever the URL says: files there are deleted to make room.
+    below = [part for part in rest.split('/') if part not in ('', '.', '..')]
+    directory = Path(data.cache).expanduser().joinpath(protocol, *below)
+    manifest = fetch_manifest(path, directory, on_alarm=on_alarm)
+    return load_manifest(directory, complete=False), manifest.url
+
+
+def _name(entry: str) -> str:
+    path, _, source = entry.partition('#')
+    return source or path.rstrip('/').rpartition('/')[2]
+
+
+def _told(source: Source) -> str:
+    return f'{source.dataset.path}#{source.only}' if source.only else str(source.dataset.path)
+
+
+def _check_source(source: Source) -> None:
+    there = {shard.source for shard in source.dataset.splits['train'].shards}
+    if source.only and source.only not in there:
+        raise InputError(
+            f'data.sources: {source.dataset.path} has no source {source.only!r}; it has: {", ".join(sorted(there))}'
+        )
+
+
+def _check_packed(dataset: Dataset, data: DataConfig) -> None:
+    packed = dataset.packed_window
+    if packed and data.window != packed:
+        raise InputError(
+            f'data.window={data.window}: {dataset.path} was packed into windows of {packed} tokens; set '
+            f'data.window={packed}, or prepare it with --pack_window={data.window}'
+        )
+    if packed and data.context_schedule:
+        raise InputError(
+            f'data.context_schedule: {dataset.path} was packed into windows of {packed} tokens, and cutting them cuts '
+            'conversations; prepare it without --pack_window'
+        )
+
+
+def _check_same_tokenizer(a: Dataset, b: Dataset) -> None:
+    if a.tokenizer_sha256 == b.tokenizer_sha256:
+        return
+    # Not byte by byte: a file from elsewhere may be written in another way and mean the same.
+    if Tokenizer.load(a.tokenizer_path).sha256 != Tokenizer.load(b.tokenizer_path).sha256:
+        raise InputError(
+            f'data.sources: {a.path} and {b.path} have different tokenizers; prepare one with --tokenizer '
+            f'{a.tokenizer_path} or the other with --tokenizer {b.tokenizer_path}'
+        )

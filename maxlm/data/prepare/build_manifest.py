@@ -1,0 +1,161 @@
+"""The counts of all groups, added up to a manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxlm.data.chat.packing import ChatCounts, PairCounts
+from maxlm.data.dataset.records import Dataset, Shard, SourceCounts, Split, dataset_fingerprint, token_dtype
+from maxlm.data.filters.report import CleaningReport
+from maxlm.data.prepare.shard_output import SplitCounts
+from maxlm.data.prepare.write_shards import SPLITS, ChatShards, WriteShards
+from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
+from maxlm.errors import InputError
+
+
+def assemble(
+    tasks: Sequence[WriteShards],
+    tokenizer: Tokenizer,
+    *,
+    tokenizer_kind: str,
+    made_from: dict[str, Any],
+    output: Path,
+    left_out: Sequence[dict[str, str]] = (),
+) -> tuple[Dataset, CleaningReport]:
+    """The data set that the groups, all of them written, make together, and what was removed as duplicates.
+
+    `left_out` is what is not in any of the groups.
+
+    Raises:
+        InputError: no document is left to train on, or somebody removed what a group had written.
+    """
+    chat = tasks[0].chat
+    sums = {name: _Sum(tokenizer.vocab_size, ChatCounts() if chat is None else chat.make_counts()) for name in SPLITS}
+    # As keys: a file that cannot be read at all is told once, and not for each of its pieces.
+    reasons = dict.fromkeys((entry['name'], entry['reason']) for entry in left_out)
+    duplicates = CleaningReport()
+    # One result at a time: their token counts would not fit into memory together.
+    for task in tasks:
+        result = task.load()
+        if result is None:
+            raise InputError(f'{task.result_path}: removed or changed while maxlm.prepare was running; run it again')
+        reasons |= dict.fromkeys((entry['name'], entry['reason']) for entry in result.left_out)
+        duplicates = duplicates.merge(result.duplicates)
+        for name, counts in result.splits.items():
+            sums[name].add(task.group.source, counts)
+    splits = {name: total.split() for name, total in sums.items()}
+    if not splits['train'].documents:
+        raise InputError(_nothing(sums['train'].chat, chat))
+    block, dtype = tasks[0].block, token_dtype(tokenizer.vocab_size) if chat is None else 'uint32'
+    end_of_document = tokenizer.end_of_document
+    dataset = Dataset(
+        path=output,
+        tokenizer=tokenizer_kind,
+        tokenizer_file=TOKENIZER_FILE,
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        end_of_document=end_of_document,
+        dtype=dtype,
+        block=block,
+        splits=splits,
+        left_out=tuple({'name': name, 'reason': reason} for name, reason in reasons),
+        made_from=made_from,
+        fingerprint=dataset_fingerprint(
+            block=block,
+            dtype=dtype,
+            end_of_document=end_of_document,
+            splits=splits,
+            masked=chat is not None,
+            preferences=chat is not None and chat.preferences,
+        ),
+        **_chat_facts(chat, sums),
+    )
+    return dataset, duplicates
+
+
+def _chat_facts(chat: ChatShards | None, sums: dict[str, _Sum]) -> dict[str, Any]:
+    if chat is None:
+        return {}
+    return {
+        'masked': True,
+        'packed_window': chat.window,
+        'chat_template_sha256': chat.template_sha256,
+        'chat': {name: dataclasses.asdict(total.chat) for name, total in sums.items()},
+        'preferences': chat.preferences,
+    }
+
+
+def _nothing(counts: ChatCounts, chat: ChatShards | None) -> str:
+    if isinstance(counts, PairCounts) and chat is not None:
+        reasons = {f'{counts.left_out:,} are longer than --pack_window={chat.window}': counts.left_out}
+        reasons |= {f'{counts.undecided:,} have equal answers or an empty one': counts.undecided}
+        told = ' and '.join(reason for reason, count in reasons.items() if count) or '--input gives none'
+        return f'no pair of answers is left to train on: {told}; give a longer window or more pairs'
+    if chat is not None and counts.left_out:
+        return f'--pack_window={chat.window}: no turn of any conversation fits into it; give a longer one'
+    return '--input gives no document to train on; give more text'
+
+
+def without_duplicates(filtered: CleaningReport, duplicates: CleaningReport) -> CleaningReport:
+    """The report of both: `duplicates` were removed from what the filters had kept."""
+    return dataclasses.replace(
+        filtered,
+        kept_documents=filtered.kept_documents - duplicates.documents,
+        kept_bytes=filtered.kept_bytes - duplicates.bytes,
+        shortened_documents=filtered.shortened_documents - duplicates.shortened_documents,
+        removed={**filtered.removed, **duplicates.removed},
+    )
+
+
+class _Sum:
+    """The growing counts of one split."""
+
+    def __init__(self, vocab_size: int, chat: ChatCounts):
+        self._token_counts = np.zeros(vocab_size, np.int64)
+        # Source → [documents, tokens, text_bytes].
+        self._sources: dict[str, np.ndarray] = {}
+        # Sources of which some documents were tokenized already: the bytes of their text are not known.
+        self._without_text: set[str] = set()
+        self._shards: list[Shard] = []
+        self.chat = chat
+
+    def add(self, source: str, counts: SplitCounts) -> None:
+        shard = counts.shard
+        self.chat.add(type(self.chat)(**counts.chat))
+        if shard is None:
+            return
+        self._shards.append(shard)
+        self._token_counts += counts.token_counts
+        new = np.array([shard.documents, shard.tokens, counts.text_bytes], np.int64)
+        self._sources[source] = self._sources.get(source, np.zeros(3, np.int64)) + new
+        if not counts.text_bytes:
+            self._without_text.add(source)
+
+    def split(self) -> Split:
+        documents, tokens, text_bytes = sum(self._sources.values(), np.zeros(3, np.int64)).tolist()
+        sources = {}
+        for source, counts in self._sources.items():
+            num_documents, num_tokens, num_bytes = counts.tolist()
+            known_bytes = 0 if source in self._without_text else num_bytes
+            sources[source] = SourceCounts(num_documents, num_tokens, known_bytes, share=num_tokens / tokens)
+        return Split(
+            documents=documents,
+            tokens=tokens,
+            text_bytes=0 if self._without_text else text_bytes,
+            unigram_entropy=_entropy(self._token_counts),
+            sources=sources,
+            shards=tuple(self._shards),
+        )
+
+
+def _entropy(counts: np.ndarray) -> float:
+    """Entropy of a distribution given by counts, in nats; 0 where there is nothing."""
+    counts = counts[counts > 0]
+    frequencies = counts / max(counts.sum(), 1)
+    # abs: one kind of token only gives -0.0.
+    return abs(float((frequencies * np.log(frequencies)).sum()))

@@ -1,0 +1,157 @@
+"""Chooses the validation documents of --input, or the end of one document where there are few.
+
+All of it follows from names and lengths, so that it is the same on every machine and for any number of workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from maxlm.data.documents.document import Document
+from maxlm.data.prepare import train_val_split
+from maxlm.data.prepare.train_val_split import name_hash, validation_threshold
+
+# Whole documents are validated on from where the share is at least this part of a document.
+MIN_SHARE_OF_DOCUMENT = 0.25
+# Characters, or tokens, that either side of a cut has at least.
+MIN_PART = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A document of which the end is validated on.
+
+    Attributes:
+        name: of the document.
+        start: character, or token, at which the end starts.
+    """
+
+    name: str
+    start: int
+
+    @property
+    def tail_name(self) -> str:
+        """Name of the end."""
+        return f'{self.name}#{self.start}'
+
+    def apply(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yields the documents, with the document `name` as two: its beginning under that name, and its end."""
+        for document in documents:
+            if document.name != self.name:
+                yield document
+                continue
+            tokens, start = document.tokens, self.start
+            yield dataclasses.replace(
+                document, text=document.text[:start], tokens=None if tokens is None else tokens[:start]
+            )
+            yield dataclasses.replace(
+                document,
+                name=self.tail_name,
+                text=document.text[start:],
+                tokens=None if tokens is None else tokens[start:],
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationChoice:
+    """The validation part of --input.
+
+    Attributes:
+        below: documents whose name's hash is below are validated on.
+        cut: the document of which the end is validated on; None = no document is cut.
+        note: reason for a cut, or for an empty split; '' = there is neither.
+    """
+
+    below: int
+    cut: Cut | None = None
+    note: str = ''
+
+    def includes(self, name: str) -> bool:
+        """Returns whether the document `name`, of those that `parts` yields, is validated on."""
+        return name_hash(name) < self.below or (self.cut is not None and name == self.cut.tail_name)
+
+    def parts(self, documents: Iterable[Document]) -> Iterable[Document]:
+        """Returns the documents, cut where the choice cuts one."""
+        return documents if self.cut is None else self.cut.apply(documents)
+
+
+def choose_validation(documents: Iterable[Document], share: float) -> ValidationChoice:
+    """Returns which part of the documents is validated on.
+
+    With few documents a whole one would be much more than `share`, and of a single one nothing would be left to train
+    on: then the end of the longest document is validated on, `share` of all text, cut at a line where possible.
+
+    Reads at most `splits.MAX_NAMES` documents, and no more than it takes.
+
+    Raises:
+        InputError: there is no document at all.
+    """
+    seen = _Seen()
+    names = seen.names(documents)
+    below = validation_threshold(names, share)
+    if not share:
+        return ValidationChoice(0)
+    enough = max(2, math.ceil(min(MIN_SHARE_OF_DOCUMENT / share, train_val_split.MAX_NAMES)))
+    for _ in itertools.islice(names, max(0, enough - seen.documents)):
+        pass
+    if seen.documents >= enough:
+        return ValidationChoice(below)
+    assert seen.longest is not None
+    longest, told = seen.longest, 'the only document' if seen.documents == 1 else 'the longest document'
+    unit = 'characters' if longest.tokens is None else 'tokens'
+    reason = ''
+    if not longest.is_divisible:
+        reason = f'{told}, {longest.name}, is a conversation, or a prompt with its answer, which is not split'
+    elif (start := _place(longest, share * seen.length)) is None:
+        reason = f'{told}, {longest.name}, has {_length(longest):,} {unit}, too few to split'
+    else:
+        few = f'{seen.documents} document{"s" if seen.documents > 1 else ""}'
+        note = f'the end of {longest.name}, from {unit[:-1]} {start:,}, since there are few documents ({few})'
+        return ValidationChoice(0, Cut(longest.name, start), note)
+    # The hash of names chooses among several documents, so only a single one needs the note.
+    return ValidationChoice(below, note=reason if seen.documents == 1 else '')
+
+
+class _Seen:
+    """Number and length of the documents so far, and the longest of them."""
+
+    def __init__(self) -> None:
+        self.documents = self.length = 0
+        self.longest: Document | None = None
+
+    def names(self, documents: Iterable[Document]) -> Iterator[str]:
+        for document in documents:
+            self.documents += 1
+            self.length += _length(document)
+            if self.longest is None or _length(document) > _length(self.longest):
+                self.longest = document
+            yield document.name
+
+
+def _length(document: Document) -> int:
+    return len(document.text) if document.tokens is None else len(document.tokens)
+
+
+def _place(document: Document, length: float) -> int | None:
+    """The place at which the end of about `length` starts; None where the document is too short."""
+    text = document.text
+    # Blanks at either side are no text.
+    first, stop = 0, _length(document)
+    if document.tokens is None:
+        first, stop = len(text) - len(text.lstrip()), len(text.rstrip())
+    if stop - first < 2 * MIN_PART:
+        return None
+    tail = min(max(round(length), MIN_PART), stop - first - MIN_PART)
+    start = stop - tail
+    if document.tokens is not None:
+        return start
+    smallest, largest = max(first + MIN_PART, start - tail // 2), min(stop - MIN_PART, start + tail // 2)
+    for boundary in '\n', ' ':
+        places = text.rfind(boundary, smallest - 1, start) + 1, text.find(boundary, start, largest) + 1
+        found = [place for place in places if smallest <= place <= largest]
+        if found:
+            return min(found, key=lambda place: abs(place - start))
+    return start

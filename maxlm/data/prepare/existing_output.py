@@ -1,0 +1,76 @@
+"""Data sets that exist already, locally or in a bucket: locked, and compared with the one that is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from maxlm.data.dataset.records import Dataset, load_manifest
+from maxlm.data.dataset.shard_cache import fetch_manifest
+from maxlm.data.prepare.pipeline import GROUPS_LEFT_OUT
+from maxlm.data.prepare.provenance import CHAT_FACTS, READING_FACTS
+from maxlm.data.prepare.summary import summary
+from maxlm.errors import InputError, os_message
+from maxlm.storage.filesystem import shown
+
+
+class OtherDataError(InputError):
+    """The existing data set was made from other inputs or options."""
+
+
+def refuse_other_data(dataset: Dataset, name: str, made_from: dict[str, Any], *, skip_failed: bool) -> None:
+    """Raises OtherDataError unless a data set, called `name` in messages, is the one that is asked for."""
+    changes = [
+        f'{key} {dataset.made_from.get(key)}, not {value}' if key != 'inputs' else 'other input files'
+        for key, value in {**dict.fromkeys((*CHAT_FACTS, *READING_FACTS)), **made_from}.items()
+        if dataset.made_from.get(key) != value
+    ]
+    if changes:
+        raise OtherDataError(f'{name} holds a data set made from {"; ".join(changes)}; choose another --output')
+    lost = dataset.made_from.get(GROUPS_LEFT_OUT)
+    if lost and not skip_failed:
+        raise OtherDataError(
+            f'{name} was made with --skip_failed, without {lost} groups that failed; '
+            'choose another --output to try again'
+        )
+
+
+def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> list[str]:
+    """Returns the summary of a data set in a bucket.
+
+    Raises:
+        OtherDataError: it is not the one that is asked for.
+        InputError: it cannot be read.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        fetch_manifest(url, Path(folder), on_alarm=lambda line: print(f'prepare: {line}', file=sys.stderr))
+        dataset = load_manifest(folder, complete=False)
+        refuse_other_data(dataset, shown(url), made_from, skip_failed=skip_failed)
+        lines = summary(dataset, f'{shown(url)} is already prepared from these inputs', cleaned=False)
+    return [line.replace(folder, shown(url)) for line in lines]
+
+
+@contextlib.contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Makes the directory and keeps other runs out of it."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if not os.access(output, os.W_OK | os.X_OK):
+            raise PermissionError(0, 'no permission to write')
+        directory = os.open(output, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f'--output={output}: {os_message(error)}; give a directory that can be written') from error
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f'--output={output}: another maxlm.prepare is writing there') from error
+        yield
+    finally:
+        os.close(directory)

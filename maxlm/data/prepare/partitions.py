@@ -1,0 +1,149 @@
+"""Groups: pieces of one source that are read, cleaned and written together, independently of all others.
+
+Everything about them follows from names and sizes, so that they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+
+from maxlm.data.documents.document import Document, raise_bad
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.executors.executor import TransientError
+from maxlm.data.formats.file_ranges import Piece, cut, read_documents
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.prepare.task_results import identity_of
+from maxlm.storage.filesystem import is_passing, shown
+
+# A group is about this share of the input, so that all workers are busy to the end; but of terabytes no more than
+# MAX_GROUP_BYTES, what a failure costs, and of little data no less than MIN_GROUP_BYTES, to keep shards few.
+GROUPS = 64
+MAX_GROUP_BYTES = 256 * 2**20
+MIN_GROUP_BYTES = 2 * 2**20
+# Files whose units are looked up at once: in a bucket each takes a while.
+LOOKUP_THREADS = 16
+# Characters that are worked on together: enough to keep an encoder busy, little enough for a moving progress bar.
+BATCH_CHARACTERS = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Pieces of one source, in order. Picklable.
+
+    Attributes:
+        number: place among all groups.
+        pieces: what is read; at least one.
+        held_out: given to be validated on, all of it.
+    """
+
+    number: int
+    pieces: tuple[Piece, ...]
+    held_out: bool
+
+    @property
+    def source(self) -> str:
+        """What all of its documents are from."""
+        return self.pieces[0].file.source
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return sum(piece.size for piece in self.pieces)
+
+    @property
+    def name(self) -> str:
+        """For messages: where it begins, and how much it is."""
+        first = self.pieces[0]
+        more = len({piece.file.path for piece in self.pieces}) - 1
+        part = f' from {first.start:,}' if first.start else ''
+        return shown(first.file.path) + part + (f' and {more:,} more files' if more else '')
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Checksum of what is read."""
+        files = [(piece.file, piece.start, piece.stop) for piece in self.pieces]
+        facts = [(f.name, f.source, f.kind, f.size, f.version, start, stop) for f, start, stop in files]
+        return identity_of(self.number, self.held_out, facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How documents are read: the options of the readers, and whether what cannot be read is left out."""
+
+    options: ReadOptions
+    skip_bad: bool
+
+    @property
+    def identity(self) -> str:
+        """Checksum of all of it."""
+        return identity_of(dataclasses.asdict(self))
+
+
+def make_groups(training: Sequence[InputFile], validation: Sequence[InputFile]) -> list[Group]:
+    """Cuts the files into pieces and packs these, in order, into groups; those to validate on come last."""
+    total = sum(file.size for file in (*training, *validation))
+    target = min(MAX_GROUP_BYTES, max(MIN_GROUP_BYTES, total // GROUPS))
+    parts = [(False, pieces) for pieces in _pack(training, target)]
+    parts += [(True, pieces) for pieces in _pack(validation, target)]
+    return [Group(number, pieces, held_out) for number, (held_out, pieces) in enumerate(parts)]
+
+
+def read_batches(
+    group: Group, reading: Reading, left_out: list[dict[str, str]]
+) -> Iterator[tuple[list[Document], int]]:
+    """The documents of a group in order, a few at a time, each time with the bytes of input that are done.
+
+    What cannot be read and may be left out is added to `left_out`, as name and reason.
+
+    Raises:
+        InputError: a document cannot be read, and nothing may be left out.
+        TransientError: the storage fails; neither is that left out.
+    """
+
+    def on_bad(name: str, reason: str) -> None:
+        # Readers report a fault while they handle it, so that what is behind it can still be told.
+        if is_passing(sys.exception()):
+            raise TransientError(reason)
+        if not reading.skip_bad:
+            raise_bad(name, reason)
+        left_out.append({'name': name, 'reason': reason})
+
+    batch: list[Document] = []
+    characters = done = 0
+    for piece in group.pieces:
+        left = piece.size
+        for document in read_documents(piece, reading.options, on_bad):
+            batch.append(document)
+            # Token files have two or four bytes per token.
+            size = len(document.text) if document.tokens is None else 2 * len(document.tokens)
+            spent = min(left, size)
+            left, done, characters = left - spent, done + spent, characters + size
+            if characters >= BATCH_CHARACTERS:
+                yield batch, done
+                batch, characters, done = [], 0, 0
+        done += left
+    if batch or done:
+        yield batch, done
+
+
+def _pack(files: Sequence[InputFile], target: int) -> list[tuple[Piece, ...]]:
+    with concurrent.futures.ThreadPoolExecutor(LOOKUP_THREADS) as pool:
+        pieces = [piece for found in pool.map(lambda file: _cut(file, target), files) for piece in found]
+    groups: list[list[Piece]] = []
+    size = target
+    for piece in pieces:
+        if size >= target or groups[-1][0].file.source != piece.file.source:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += piece.size
+    return [tuple(group) for group in groups]
+
+
+def _cut(file: InputFile, target: int) -> list[Piece]:
+    # The same as `cut` gives for such a file, which it would open.
+    return [Piece(file, 0, 0, file.size)] if file.size <= target else cut(file, target)

@@ -1,0 +1,327 @@
+"""The stages of a preparation: survey, verdicts, tokenizer, shards, manifest. Each goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tqdm import tqdm
+
+from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
+from maxlm.data.dataset.records import Dataset, save_manifest
+from maxlm.data.executors.executor import Engine, run_tasks
+from maxlm.data.filters.report import CleaningReport
+from maxlm.data.prepare.build_manifest import assemble, without_duplicates
+from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_validation
+from maxlm.data.prepare.partitions import Group, Reading
+from maxlm.data.prepare.sample import Preview
+from maxlm.data.prepare.scan import Cleaning, Survey, VerdictFile, judge
+from maxlm.data.prepare.task_results import identity_of, load_result, save_result, write_atomically
+from maxlm.data.prepare.train_val_split import HASH_RANGE, SAMPLE_BYTES
+from maxlm.data.prepare.write_shards import ChatShards, WriteShards, left_behind
+from maxlm.data.tokenizer.fim import Infill
+from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
+from maxlm.errors import InputError, os_message
+
+
+def rates(documents: int, tokens: int, seconds: float) -> str:
+    """Documents and tokens in a second, as the bar shows them."""
+    parts = {'documents/s': documents, 'tokens/s': tokens}
+    return ', '.join(f'{tqdm.format_sizeof(count / seconds)} {unit}' for unit, count in parts.items() if count)
+
+
+class StageBar:
+    """Shows bytes, time left, documents/s and tokens/s of a stage; nothing where standard error is no terminal."""
+
+    def __init__(self, name: str, *, total: int, initial: int = 0, show: bool = True):
+        """Of `total` bytes `initial` were done by an earlier run."""
+        self._documents = self._tokens = 0
+        self._bar = tqdm(
+            total=total,
+            initial=initial,
+            unit='B',
+            unit_scale=True,
+            desc=name,
+            # None: only where standard error is a terminal.
+            disable=None if show else True,
+        )
+
+    def __enter__(self) -> StageBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def __call__(self, num_bytes: int, documents: int = 0, tokens: int = 0) -> None:
+        """Counts what is newly done. See `engine.OnProgress`."""
+        self._documents += documents
+        self._tokens += tokens
+        if not self._bar.disable:
+            elapsed = max(self._bar.format_dict['elapsed'], 1e-9)
+            self._bar.set_postfix_str(rates(self._documents, self._tokens, elapsed), refresh=False)
+        self._bar.update(num_bytes)
+
+    def step(self, done: int, total: int) -> None:
+        """Sets the bar to step `done` of `total`, for what has no bytes."""
+        self._bar.total, self._bar.unit, self._bar.unit_scale = total, ' steps', False
+        self._bar.update(done - self._bar.n)
+
+
+if TYPE_CHECKING:
+    from maxlm.data.chat.setup import ChatRecipe
+
+# What is needed until the data set is complete, and what the cleaning removed.
+WORK_DIRECTORY = '.prepare'
+CLEANING_FILE = 'cleaning.json'
+# Set in `made_from` where groups failed and were left out.
+GROUPS_LEFT_OUT = 'groups_left_out'
+# Set in `made_from` where the end of a document is validated on, or nothing: the reason.
+VALIDATION_NOTE = 'validation_note'
+# Tokenizers that learn from the text.
+LEARNED = ('chars', 'bpe')
+
+T = TypeVar('T', Survey, WriteShards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What is made of the groups.
+
+    Attributes:
+        tokenizer: its spec. See `make_tokenizer`.
+        reading: how documents are read.
+        cleaning: which of them are removed.
+        validation_share: share of the documents of --input that is validated on.
+        infill: what is rearranged for filling in the middle; None = nothing.
+        block: tokens in a record.
+        made_from: all of this, and the inputs, as the manifest tells it.
+        chat: how conversations are spelled; None = there are none.
+    """
+
+    tokenizer: str
+    reading: Reading
+    cleaning: Cleaning
+    validation_share: float
+    infill: Infill | None
+    block: int
+    made_from: dict[str, Any]
+    chat: ChatRecipe | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """How it is made; the data set does not show it, unless groups fail and are left out.
+
+    Attributes:
+        engine: where tasks run.
+        retries: further tries of a task that fails.
+        skip_failed: whether groups whose tasks fail to the end are left out.
+        show_progress: whether there are bars.
+    """
+
+    engine: Engine
+    retries: int
+    skip_failed: bool
+    show_progress: bool
+
+
+def prepare(recipe: Recipe, groups: Sequence[Group], output: Path, means: Means) -> Dataset:
+    """Makes the data set in `output`; `dataset.json` is written last.
+
+    Raises:
+        InputError: it cannot be made; what is finished is kept, and calling it again goes on.
+    """
+    stages = _Stages(recipe, output.resolve(), means)
+    try:
+        stages.work.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f'{stages.work}: {os_message(error)}') from error
+    groups, verdicts, filtered = stages.clean(groups)
+    tokenizer, validation = stages.begin(groups, verdicts)
+    tasks = stages.write(groups, verdicts, tokenizer, validation)
+    left_out = stages.left_out
+    made_from = {**recipe.made_from, **({GROUPS_LEFT_OUT: len(left_out)} if left_out else {})}
+    made_from |= {VALIDATION_NOTE: validation.note} if validation.note else {}
+    dataset, duplicates = assemble(
+        tasks,
+        tokenizer,
+        tokenizer_kind=_kind(recipe.tokenizer),
+        made_from=made_from,
+        output=output,
+        left_out=left_out,
+    )
+    if recipe.cleaning:
+        report = CleaningReport()
+        for task in tasks:
+            report = report.merge(filtered[task.group.number])
+        write_atomically(output / CLEANING_FILE, without_duplicates(report, duplicates).to_json())
+    save_manifest(dataset)
+    return dataset
+
+
+def remove_leftovers(dataset: Dataset, *, cleaned: bool) -> None:
+    """Removes what is no part of the finished data set, all of it made by this program."""
+    shutil.rmtree(dataset.path / WORK_DIRECTORY, ignore_errors=True)
+    remove_partial_files(dataset.path)
+    for path in left_behind(dataset.path, [shard for split in dataset.splits.values() for shard in split.shards]):
+        path.unlink()
+    if not dataset.chat_template_sha256:
+        (dataset.path / CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
+    if not cleaned:
+        (dataset.path / CLEANING_FILE).unlink(missing_ok=True)
+
+
+def remove_partial_files(output: Path) -> None:
+    """Removes what killed processes were writing. Only while nothing runs."""
+    for directory in (output, output / WORK_DIRECTORY):
+        for path in directory.glob('.*.partial'):
+            path.unlink(missing_ok=True)
+
+
+class _Stages:
+    """The stages in turn. `left_out` grows by the groups that fail."""
+
+    def __init__(self, recipe: Recipe, output: Path, means: Means):
+        self.work = output / WORK_DIRECTORY
+        self.left_out: list[dict[str, str]] = []
+        self._recipe = recipe
+        self._output = output
+        self._means = means
+
+    def clean(self, groups: Sequence[Group]) -> tuple[list[Group], list[VerdictFile | None], dict[int, CleaningReport]]:
+        """The groups that can be read, the verdicts on each, and by number what the filters removed."""
+        cleaning = self._recipe.cleaning
+        if not cleaning:
+            return list(groups), [None] * len(groups), {}
+        tasks = [Survey(self.work, group, self._recipe.reading, cleaning) for group in groups]
+        surveys = self._run('survey', tasks)
+        if not surveys:
+            raise InputError('every group failed; there is nothing to prepare')
+        verdicts: list[VerdictFile | None] = []
+        shown = self._means.show_progress and cleaning.duplicates != 'none'
+        with StageBar('duplicates', total=0, show=shown) as bar:
+            verdicts += judge(surveys, bar.step)
+        filtered = {survey.group.number: survey.load()[1] for survey in surveys}
+        _refuse_empty([filtered[survey.group.number] for survey in surveys if not survey.group.held_out])
+        return [survey.group for survey in surveys], verdicts, filtered
+
+    def begin(
+        self, groups: Sequence[Group], verdicts: Sequence[VerdictFile | None]
+    ) -> tuple[Tokenizer, ValidationChoice]:
+        """The tokenizer, written, and which part of --input is validated on."""
+        path, stamp = self._output / TOKENIZER_FILE, self.work / 'begin.json'
+        # Which groups there are depends on what failed; all else follows from the recipe.
+        identity = identity_of(self._recipe.made_from, [group.identity for group in groups])
+        known = load_result(stamp, identity)
+        if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
+            return Tokenizer.load(path), _validation_of(known)
+        training = [place for place, group in enumerate(groups) if not group.held_out]
+        preview = Preview(
+            [groups[place] for place in training],
+            [verdicts[place] for place in training],
+            self._recipe.reading,
+            self._recipe.cleaning.filters,
+            self._means.skip_failed,
+        )
+        validation = choose_validation(preview.documents(), self._recipe.validation_share)
+        total = min(SAMPLE_BYTES, sum(groups[place].size for place in training))
+        shown = self._means.show_progress and _kind(self._recipe.tokenizer) in LEARNED
+        with StageBar('tokenizer', total=total, show=shown) as bar:
+            chat = self._recipe.chat
+            # A tokenizer of characters must know those of the template too.
+            texts = itertools.chain(preview.texts(validation, bar), chat.texts if chat else ())
+            tokenizer = make_tokenizer(self._recipe.tokenizer, texts, infill=self._recipe.infill is not None)
+            tokenizer = chat.with_tokens(tokenizer) if chat else tokenizer
+        write_atomically(path, tokenizer.to_json())
+        save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, **dataclasses.asdict(validation)})
+        return tokenizer, validation
+
+    def write(
+        self,
+        groups: Sequence[Group],
+        verdicts: Sequence[VerdictFile | None],
+        tokenizer: Tokenizer,
+        validation: ValidationChoice,
+    ) -> list[WriteShards]:
+        """Writes the shards; returns the tasks that are done."""
+        chat = None if self._recipe.chat is None else self._write_template(self._recipe.chat, tokenizer)
+        tasks = [
+            WriteShards(
+                output=self._output,
+                work=self.work,
+                group=group,
+                reading=self._recipe.reading,
+                verdicts=file,
+                filters=self._recipe.cleaning.filters,
+                validation=ValidationChoice(HASH_RANGE) if group.held_out else validation,
+                tokenizer_sha256=tokenizer.sha256,
+                infill=self._recipe.infill,
+                block=self._recipe.block,
+                chat=chat,
+            )
+            for group, file in zip(groups, verdicts, strict=True)
+        ]
+        return self._run('shards', tasks)
+
+    def _write_template(self, chat: ChatRecipe, tokenizer: Tokenizer) -> ChatShards:
+        source = chat.template_for(tokenizer)
+        write_atomically(self._output / CHAT_TEMPLATE_FILE, source)
+        preferences = self._recipe.reading.options.format == 'preference'
+        return ChatShards(hashlib.sha256(source.encode()).hexdigest(), chat.window, preferences)
+
+    def _run(self, stage: str, tasks: Sequence[T]) -> list[T]:
+        """Runs those that are not done yet; returns those that are then."""
+        unfinished = [task for task in tasks if not task.is_done()]
+        total, left = (sum(task.size for task in part) for part in (tasks, unfinished))
+        with StageBar(stage, total=total, initial=total - left, show=self._means.show_progress) as bar:
+            failed = run_tasks(self._means.engine, unfinished, retries=self._means.retries, on_progress=bar)
+        # What other machines wrote on a shared disk may stay hidden from one that has found it missing before, until
+        # that looks at the directories anew.
+        for directory in (self._output, self.work):
+            os.listdir(directory)
+        if failed and not self._means.skip_failed:
+            place, reason = next(iter(failed.items()))
+            name = unfinished[place].name
+            told = reason if name in reason else f'{name}: {reason}'
+            others = f', and {len(failed) - 1} more groups' if len(failed) > 1 else ''
+            raise InputError(
+                f'{told} (tried {self._means.retries + 1} times{others}); what is finished is kept: run the same '
+                'again, or with --skip_failed to leave it out'
+            )
+        for place, reason in failed.items():
+            group = unfinished[place].group
+            first = group.pieces[0].file.name
+            self.left_out.append({'name': f'group {group.number}, from {first}', 'reason': reason})
+        lost = {id(unfinished[place]) for place in failed}
+        return [task for task in tasks if id(task) not in lost]
+
+
+def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
+    """Raises InputError when the filters keep nothing of all the text to train on."""
+    report = functools.reduce(CleaningReport.merge, reports, CleaningReport())
+    if not report.documents or report.kept_documents:
+        return
+    reason, removed = max(report.removed.items(), key=lambda item: item[1].documents)
+    example = removed.examples[0]
+    raise InputError(
+        f'--filter removes all {report.documents:,} documents of --input, {removed.documents:,} for {reason!r}, such '
+        f'as {example.name} ({example.detail}); choose other filters'
+    )
+
+
+def _validation_of(facts: dict[str, Any]) -> ValidationChoice:
+    """Returns the choice that a stamp holds."""
+    return ValidationChoice(facts['below'], facts['cut'] and Cut(**facts['cut']), facts['note'])
+
+
+def _kind(spec: str) -> str:
+    """How a tokenizer is made, in a word; `file` for all that are there already."""
+    name, _, _ = spec.partition(':')
+    return name if name in (*LEARNED, 'bytes', 'ids') else 'file'

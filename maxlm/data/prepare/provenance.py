@@ -1,0 +1,70 @@
+"""Facts that decide a prepared data set, which its manifest lists under `made_from`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from maxlm.data.chat.setup import ChatRecipe
+
+# Keys of `made_from` that only data with conversations has, and options that are listed where they are not the default.
+CHAT_FACTS = ('format', 'chat_template', 'pack_window')
+READING_FACTS = ('max_record_bytes', 'messages_field', 'roles')
+
+
+def chat_facts(what: str, chat: ChatRecipe | None) -> dict[str, Any]:
+    """Returns the facts that decide how conversations are prepared, for `made_from`."""
+    if chat is None:
+        return {}
+    facts = [chat.source, chat.special_tokens, chat.variables]
+    return {
+        'format': what,
+        'chat_template': f'{chat.name} with checksum {hashlib.sha256(json.dumps(facts).encode()).hexdigest()}',
+        'pack_window': chat.window,
+    }
+
+
+def made_from(
+    options: argparse.Namespace,
+    read: ReadOptions,
+    tokenizer: Tokenizer | None,
+    training: Sequence[InputFile],
+    validation: Sequence[InputFile],
+) -> dict[str, Any]:
+    """All that decides the result, to compare with what a finished data set was made from."""
+    files = [[(f.name, f.source, f.kind, f.size, f.version) for f in part] for part in (training, validation)]
+    kind = options.tokenizer.partition(':')[0]
+    told = options.tokenizer
+    if tokenizer is not None and kind not in ('bytes', 'ids'):
+        told = f'{"" if kind == "hf" else "file"} with checksum {tokenizer.sha256}'
+    return {
+        'tokenizer': told,
+        'validation_share': 0.0 if validation else options.validation_share,
+        'text_key': options.text_key,
+        'token_dtype': options.token_dtype,
+        'end_of_document': options.end_of_document,
+        'skip_bad': options.skip_bad,
+        'filter': options.filter,
+        'deduplicate': options.deduplicate,
+        'near_threshold': options.near_threshold if options.deduplicate == 'near' else None,
+        'infill': options.infill,
+        'infill_spm': options.infill_spm if options.infill else None,
+        'block': options.block,
+        **_reading_facts(read),
+        'inputs': hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+    }
+
+
+def _reading_facts(read: ReadOptions) -> dict[str, Any]:
+    default = ReadOptions()
+    facts = {name: getattr(read, name) for name in READING_FACTS if getattr(read, name) != getattr(default, name)}
+    # As JSON has them.
+    return json.loads(json.dumps(facts))

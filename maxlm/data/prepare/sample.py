@@ -1,0 +1,81 @@
+"""What is looked at before anything is written: names, to divide by, and text that the tokenizer learns from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from maxlm.data.documents.document import Document
+from maxlm.data.executors.executor import TransientError
+from maxlm.data.prepare import train_val_split
+from maxlm.data.prepare.choose_validation import ValidationChoice
+from maxlm.data.prepare.filter_results import Sieve
+from maxlm.data.prepare.partitions import Group, Reading, read_batches
+from maxlm.data.prepare.scan import VerdictFile
+from maxlm.data.prepare.train_val_split import sample_places
+from maxlm.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Preview:
+    """The documents to train on, in order, before they are written.
+
+    Attributes:
+        groups: those of --input.
+        verdicts: what is kept of each; None = all.
+        reading, filters: how they are read, and what shortens them.
+        skip_failed: whether the rest of a group is left out when its storage fails.
+    """
+
+    groups: Sequence[Group]
+    verdicts: Sequence[VerdictFile | None]
+    reading: Reading
+    filters: tuple[str, ...]
+    skip_failed: bool
+
+    def documents(self) -> Iterator[Document]:
+        """Yields all documents."""
+        for place in range(len(self.groups)):
+            yield from self._documents(place)
+
+    def texts(self, validation: ValidationChoice, on_text: Callable[[int], None]) -> Iterator[str]:
+        """Text for the tokenizer, SAMPLE_BYTES characters at most; never nothing where there is text to train on.
+
+        Args:
+            validation: the part of the documents that is not trained on.
+            on_text: told the number of characters of each text.
+        """
+        places = sample_places([group.size for group in self.groups])
+        found = False
+        for place in places:
+            left = train_val_split.SAMPLE_BYTES // len(places)
+            for text in self._trained_on(place, validation):
+                on_text(len(text[:left]))
+                yield text[:left]
+                found = True
+                left -= len(text)
+                if left <= 0:
+                    break
+        if found:
+            return
+        for place in range(len(self.groups)):
+            for text in self._trained_on(place, validation):
+                yield text[: train_val_split.SAMPLE_BYTES]
+                return
+
+    def _trained_on(self, place: int, validation: ValidationChoice) -> Iterator[str]:
+        for document in validation.parts(self._documents(place)):
+            if not validation.includes(document.name):
+                yield document.text
+
+    def _documents(self, place: int) -> Iterator[Document]:
+        group, verdicts = self.groups[place], self.verdicts[place]
+        sieve = Sieve(group.name, verdicts.load() if verdicts else None, self.filters)
+        try:
+            # What is left out is reported when it is written.
+            for documents, _ in read_batches(group, self.reading, left_out=[]):
+                yield from sieve.keep(documents)
+        except TransientError as error:
+            # A sample that depends on what answers today is only for those who asked for it.
+            if not self.skip_failed:
+                raise InputError(f'{error}; run the same again, what is finished is kept') from error

@@ -1,0 +1,220 @@
+"""The first look at the documents of a group: what the filters say, and signatures to find duplicates by.
+
+The duplicates are then found among all groups together, and each group gets its verdicts.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from maxlm.data.documents.document import Document
+from maxlm.data.executors.executor import OnProgress
+from maxlm.data.filters.base import Removal
+from maxlm.data.filters.dedup import Duplicates, find_duplicates, kept_names
+from maxlm.data.filters.minhash import is_current, sign
+from maxlm.data.filters.registry import make_cleaner
+from maxlm.data.filters.report import MAX_EXAMPLES, CleaningReport
+from maxlm.data.prepare.filter_results import Checksum, Verdict, Verdicts
+from maxlm.data.prepare.partitions import Group, Reading, read_batches
+from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
+from maxlm.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Cleaning:
+    """What is removed.
+
+    Attributes:
+        filters: names of cleaning.filters, in order.
+        duplicates: `none`, `exact` or `near`.
+        near_threshold: Jaccard similarity from which documents are near-duplicates.
+    """
+
+    filters: tuple[str, ...]
+    duplicates: str
+    near_threshold: float
+
+    def __bool__(self) -> bool:
+        return bool(self.filters) or self.duplicates != 'none'
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """The task of looking at one group. See `engine.Task`.
+
+    Attributes:
+        work: directory for what is needed until the data set is complete.
+        group, reading, cleaning: what is looked at, and how.
+    """
+
+    work: Path
+    group: Group
+    reading: Reading
+    cleaning: Cleaning
+
+    @property
+    def name(self) -> str:
+        """See `engine.Task`."""
+        return self.group.name
+
+    @property
+    def size(self) -> int:
+        """See `engine.Task`."""
+        return self.group.size
+
+    @property
+    def identity(self) -> str:
+        """Checksum of all that decides the result. The threshold does not: it is for the comparison."""
+        cleaning = self.cleaning
+        return identity_of(self.group.identity, self.reading.identity, cleaning.filters, cleaning.duplicates)
+
+    @property
+    def signatures_path(self) -> Path:
+        """Where the signatures of the documents are that the filters keep."""
+        return self.work / f'signatures-{self.group.number:05d}'
+
+    @property
+    def _path(self) -> Path:
+        return self.work / f'survey-{self.group.number:05d}.json'
+
+    def is_done(self) -> bool:
+        """See `engine.Task`."""
+        if load_result(self._path, self.identity) is None:
+            return False
+        return self.cleaning.duplicates == 'none' or is_current(self.signatures_path, self.identity)
+
+    def run(self, report: OnProgress) -> None:
+        """Runs the filters, and signs what they keep. See `engine.Task`.
+
+        Raises:
+            InputError: a document cannot be read (unless it may be left out) or judged, or a file cannot be written.
+            TransientError: the storage fails.
+        """
+        clean = make_cleaner(self.cleaning.filters)
+        cleaning, checksum, codes = CleaningReport(), Checksum(), bytearray()
+
+        def kept_documents() -> Iterator[Document]:
+            # What is left out is reported when it is written.
+            for documents, size in read_batches(self.group, self.reading, left_out=[]):
+                for document in documents:
+                    checksum.add(document)
+                    cleaned = clean(document)
+                    cleaning.count(document, cleaned)
+                    if isinstance(cleaned, Removal):
+                        codes.append(Verdict.FILTERED)
+                        continue
+                    codes.append(Verdict.KEPT if cleaned.text == document.text else Verdict.SHORTENED)
+                    yield cleaned
+                report(size, len(documents), 0)
+
+        if self.cleaning.duplicates == 'none':
+            collections.deque(kept_documents(), maxlen=0)
+        else:
+            near = self.cleaning.duplicates == 'near'
+            sign(kept_documents(), near=near, identity=self.identity).save(self.signatures_path)
+        facts = {
+            'codes': pack(np.frombuffer(bytes(codes), np.uint8)),
+            'checksum': checksum.value(),
+            'report': cleaning.to_json(),
+        }
+        save_result(self._path, self.identity, facts)
+
+    def load(self) -> tuple[Verdicts, CleaningReport]:
+        """What it found; duplicates are not told yet. Raises InputError when it is not done."""
+        facts = load_result(self._path, self.identity)
+        if facts is None:
+            raise InputError(f'{self._path}: removed or changed while maxlm.prepare was running; run it again')
+        codes = unpack(facts['codes'])
+        verdicts = Verdicts(codes, facts['checksum'], codes == Verdict.SHORTENED, {})
+        return verdicts, CleaningReport.from_json(facts['report'])
+
+
+@dataclasses.dataclass(frozen=True)
+class VerdictFile:
+    """The verdicts on a group as a file that a worker finds."""
+
+    path: Path
+    identity: str
+
+    def load(self) -> Verdicts:
+        """The verdicts; raises InputError when they are not there."""
+        verdicts = Verdicts.load(self.path, self.identity)
+        if verdicts is None:
+            raise InputError(f'{self.path}: removed or changed while maxlm.prepare was running; run it again')
+        return verdicts
+
+
+def judge(surveys: Sequence[Survey], on_step: Callable[[int, int], None]) -> list[VerdictFile]:
+    """Finds the duplicates among all that was surveyed and writes the verdicts on each group.
+
+    The groups to validate on come first: of two equal documents the one that is validated on is kept, not the one that
+    is trained on. Verdicts that are there already are kept.
+
+    Args:
+        surveys: all of them done.
+        on_step: told the steps that are done, and their number.
+
+    Raises:
+        InputError: a result is missing or cannot be written.
+    """
+    # The sort is stable.
+    order = sorted(range(len(surveys)), key=lambda place: not surveys[place].group.held_out)
+    cleaning = surveys[0].cleaning
+    corpus = identity_of([surveys[place].identity for place in order], dataclasses.asdict(cleaning))
+    files = [
+        VerdictFile(
+            survey.work / f'verdicts-{survey.group.number:05d}.json', identity_of(corpus, survey.group.identity)
+        )
+        for survey in surveys
+    ]
+    if all(Verdicts.load(file.path, file.identity) for file in files):
+        return files
+    ordered = [surveys[place] for place in order]
+    duplicates: list[Duplicates | None] = [None] * len(surveys)
+    if cleaning.duplicates != 'none':
+        duplicates = list(_find(ordered, on_step))
+    names = _names_of_kept(ordered, duplicates)
+    for place, found in zip(order, duplicates, strict=True):
+        verdicts, _ = surveys[place].load()
+        if found is not None:
+            verdicts = _with_duplicates(verdicts, found, names)
+        verdicts.save(files[place].path, files[place].identity)
+    return files
+
+
+def _find(surveys: Sequence[Survey], on_step: Callable[[int, int], None]) -> list[Duplicates]:
+    cleaning = surveys[0].cleaning
+    return find_duplicates(
+        [survey.signatures_path for survey in surveys],
+        threshold=cleaning.near_threshold if cleaning.duplicates == 'near' else None,
+        identities=[survey.identity for survey in surveys],
+        on_step=on_step,
+    )
+
+
+def _named(found: Duplicates) -> np.ndarray:
+    """Places, among the signed documents, of the duplicates that a report may show: the first of either kind."""
+    return np.concatenate(
+        [np.flatnonzero((found.kept >= 0) & (found.near == near))[:MAX_EXAMPLES] for near in (False, True)]
+    )
+
+
+def _names_of_kept(surveys: Sequence[Survey], duplicates: Sequence[Duplicates | None]) -> dict[int, str]:
+    numbers = sorted({int(i) for found in duplicates if found is not None for i in found.kept[_named(found)]})
+    names = kept_names([survey.signatures_path for survey in surveys], numbers) if numbers else []
+    return dict(zip(numbers, names, strict=True))
+
+
+def _with_duplicates(verdicts: Verdicts, found: Duplicates, names: dict[int, str]) -> Verdicts:
+    # Signed are the documents that the filters keep.
+    places = np.flatnonzero(verdicts.codes != Verdict.FILTERED)
+    codes = verdicts.codes.copy()
+    duplicate = found.kept >= 0
+    codes[places[duplicate]] = np.where(found.near[duplicate], Verdict.NEAR_DUPLICATE, Verdict.EXACT_DUPLICATE)
+    named = {int(places[i]): names[int(found.kept[i])] for i in _named(found)}
+    return dataclasses.replace(verdicts, codes=codes, kept_names=named)

@@ -1,0 +1,80 @@
+"""What is told of a data set when it is made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from maxlm.data.dataset.records import MANIFEST_NAME, Dataset
+from maxlm.data.filters.report import CleaningReport
+from maxlm.data.formats.input_file import suffix_of
+from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE
+from maxlm.storage.filesystem import Entry, shown
+from maxlm.storage.regular_files import read_text
+
+# Left-out documents that are printed; dataset.json lists them all.
+LEFT_OUT_SHOWN = 10
+SUFFIXES_SHOWN = 5
+
+
+def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
+    """Lines that tell what a data set holds, behind `message`; with `cleaned` also what was removed from it."""
+    lines = [f'{message}: vocabulary {dataset.vocab_size:,}, fingerprint {dataset.fingerprint[:12]}']
+    for name, split in dataset.splits.items():
+        if not split.documents:
+            note = dataset.made_from.get(VALIDATION_NOTE)
+            remedy = '--validation or a larger --validation_share fills it'
+            lines.append(
+                f'  {name}: empty: {note}; more text or --validation fills it' if note else f'  {name}: empty; {remedy}'
+            )
+            continue
+        what = 'pairs' if dataset.preferences else 'documents'
+        size = f'{split.text_bytes / split.tokens:.2f} bytes per token, ' if split.text_bytes else ''
+        lines.append(
+            f'  {name}: {split.documents:,} {what}, {split.tokens:,} tokens, {size}'
+            f'unigram entropy {split.unigram_entropy:.3f} nats per token'
+        )
+        if name == 'validation' and VALIDATION_NOTE in dataset.made_from:
+            lines.append(f'    {dataset.made_from[VALIDATION_NOTE]}')
+        if len(split.sources) > 1:
+            shares = ', '.join(f'{source} {counts.share:.1%}' for source, counts in split.sources.items())
+            lines.append(f'    {shares}')
+        if dataset.chat:
+            lines.append(f'    {_chat_line(dataset.chat[name], split.tokens)}')
+    if cleaned:
+        path = dataset.path / CLEANING_FILE
+        try:
+            report = CleaningReport.from_json(read_text(path))
+            lines += [f'  {line}' for line in report.to_lines()]
+            lines.append(f'  examples: {path}')
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
+            # The data set is complete without it.
+            lines.append(f'  cleaning: {path} cannot be read; copy it again')
+    if dataset.left_out:
+        lines.append(f'  left out: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
+        lines += [f'    {entry["name"]}: {entry["reason"]}' for entry in dataset.left_out[:LEFT_OUT_SHOWN]]
+    return lines
+
+
+def files_left_out(files: Sequence[Entry]) -> list[str]:
+    """Returns a line on the files of the input that hold no text; none where there are no such files."""
+    if not files:
+        return []
+    suffixes = Counter(suffix_of(entry.name) or 'no suffix' for entry in files).most_common(SUFFIXES_SHOWN)
+    counts = ', '.join(f'{suffix} {count:,}' for suffix, count in suffixes)
+    return [f'  not read, since they are not text: {len(files):,} files ({counts}), such as {shown(files[0].path)}']
+
+
+def _chat_line(counts: dict[str, int], tokens: int) -> str:
+    parts = [f'{counts["predicted"] / tokens:.1%} of the tokens are learned']
+    if counts['padding']:
+        parts.append(f'{counts["padding"] / tokens:.1%} are padding')
+    if counts['shortened']:
+        parts.append(f'{counts["shortened"]:,} conversations are longer than a window and end at an earlier turn')
+    is_pairs = 'undecided' in counts
+    if counts['left_out']:
+        reason = 'they are longer than a window' if is_pairs else 'none of their turns fits'
+        parts.append(f'{counts["left_out"]:,} {"pairs " if is_pairs else ""}are left out since {reason}')
+    if is_pairs and counts['undecided']:
+        parts.append(f'{counts["undecided"]:,} pairs since their answers are equal or one is empty')
+    return ', '.join(parts)

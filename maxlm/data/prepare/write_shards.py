@@ -1,0 +1,257 @@
+"""The shards of one group: its documents, cleaned and tokenized, one file per split, with the counts of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maxlm.data.chat.packing import ChatCounts, PairCounts
+from maxlm.data.chat.token_flags import TokenDocument
+from maxlm.data.dataset.records import FORMAT_VERSION, Shard
+from maxlm.data.documents.document import Document, encode_each, raise_bad
+from maxlm.data.executors.executor import OnProgress
+from maxlm.data.filters.report import CleaningReport
+from maxlm.data.prepare.choose_validation import ValidationChoice
+from maxlm.data.prepare.filter_results import Sieve
+from maxlm.data.prepare.partitions import Group, Reading, read_batches
+from maxlm.data.prepare.scan import VerdictFile
+from maxlm.data.prepare.shard_output import MarkedOutput, SplitCounts, SplitOutput
+from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
+from maxlm.data.tokenizer.fim import Infill, encode_documents
+from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
+from maxlm.errors import InputError
+
+if TYPE_CHECKING:
+    from maxlm.data.chat.encoder import ChatEncoder
+    from maxlm.data.chat.template import ChatError
+
+SPLITS = ('train', 'validation')
+
+
+@dataclasses.dataclass
+class GroupResult:
+    """What a group gave.
+
+    Attributes:
+        splits: counts by name of the split.
+        left_out: names and reasons of what could not be read.
+        duplicates: which of the documents that the filters kept were removed as duplicates.
+    """
+
+    splits: dict[str, SplitCounts]
+    left_out: list[dict[str, str]]
+    duplicates: CleaningReport
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatShards:
+    """How shards with conversations, or with preferences, are written, of marked tokens.
+
+    Attributes:
+        template_sha256: checksum of the chat template, which lies beside the tokenizer.
+        window: tokens of the windows that they are packed into; 0 = they are not packed.
+        preferences: whether all are preferences; otherwise none is.
+    """
+
+    template_sha256: str
+    window: int
+    preferences: bool = False
+
+    def make_counts(self) -> ChatCounts:
+        """Counts of nothing yet."""
+        return PairCounts() if self.preferences else ChatCounts()
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteShards:
+    """The task of writing one group. See `engine.Task`.
+
+    Attributes:
+        output: directory of the data set; its `tokenizer.json` is there.
+        work: directory for what is needed until the data set is complete.
+        group, reading: what is written.
+        verdicts: what is kept of it; None = all.
+        filters: names of cleaning.filters, run again on documents that they shorten.
+        validation: the part of the documents that goes to validation.
+        tokenizer_sha256: checksum of the tokenizer.
+        infill: what is rearranged for filling in the middle; None = nothing.
+        block: tokens in a record.
+        chat: how conversations are written; None = there are none.
+    """
+
+    output: Path
+    work: Path
+    group: Group
+    reading: Reading
+    verdicts: VerdictFile | None
+    filters: tuple[str, ...]
+    validation: ValidationChoice
+    tokenizer_sha256: str
+    infill: Infill | None
+    block: int
+    chat: ChatShards | None = None
+
+    @property
+    def name(self) -> str:
+        """See `engine.Task`."""
+        return self.group.name
+
+    @property
+    def size(self) -> int:
+        """See `engine.Task`."""
+        return self.group.size
+
+    @property
+    def identity(self) -> str:
+        """Checksum of all that decides what is written."""
+        return identity_of(
+            FORMAT_VERSION,
+            self.group.identity,
+            self.reading.identity,
+            self.verdicts and self.verdicts.identity,
+            dataclasses.asdict(self.validation),
+            self.tokenizer_sha256,
+            self.infill and dataclasses.asdict(self.infill),
+            self.block,
+            self.chat and dataclasses.asdict(self.chat),
+        )
+
+    @property
+    def result_path(self) -> Path:
+        """Where the counts are kept until the data set is complete."""
+        return self.work / f'group-{self.group.number:05d}.json'
+
+    def shard_path(self, split: str) -> Path:
+        """Where the shard of a split is."""
+        return self.output / f'{split}-{self.group.number:05d}.arrayrecord'
+
+    def is_done(self) -> bool:
+        """See `engine.Task`."""
+        return self.load() is not None
+
+    def run(self, report: OnProgress) -> None:
+        """Writes the shards of the group and, last, its result. See `engine.Task`.
+
+        Raises:
+            InputError: a document cannot be read (unless it may be left out) or encoded, or a file cannot be written.
+            TransientError: the storage fails.
+        """
+        tokenizer = _load_tokenizer(self.output / TOKENIZER_FILE, self.tokenizer_sha256)
+        sieve = Sieve(self.name, self.verdicts.load() if self.verdicts else None, self.filters)
+        # An earlier result must not stand for the shards that are written now, if this is killed in between.
+        self.result_path.unlink(missing_ok=True)
+        left_out: list[dict[str, str]] = []
+        with contextlib.ExitStack() as stack:
+            splits = {name: self._output(name, tokenizer, stack) for name in SPLITS}
+            for read, size in read_batches(self.group, self.reading, left_out):
+                documents = list(self.validation.parts(sieve.keep(read)))
+                num_tokens = 0
+                for document, encoded in self._encode(documents, tokenizer, left_out):
+                    splits['validation' if self.validation.includes(document.name) else 'train'].add(
+                        encoded, document.text
+                    )
+                    num_tokens += len(encoded.tokens)
+                for split in splits.values():
+                    split.flush()
+                report(size, len(documents), num_tokens)
+            sieve.finish()
+            counts = {name: split.finish() for name, split in splits.items()}
+        facts = {
+            'splits': {name: _to_facts(split) for name, split in counts.items()},
+            'left_out': left_out,
+            'duplicates': sieve.duplicates.to_json(),
+        }
+        save_result(self.result_path, self.identity, facts)
+
+    def load(self) -> GroupResult | None:
+        """What `run` of the very same task wrote, if its shards are still there; otherwise None."""
+        facts = load_result(self.result_path, self.identity)
+        if facts is None:
+            return None
+        try:
+            splits = {name: _from_facts(split) for name, split in facts['splits'].items()}
+            for split in splits.values():
+                if split.shard is not None and (self.output / split.shard.name).stat().st_size != split.shard.bytes:
+                    return None
+            return GroupResult(splits, facts['left_out'], CleaningReport.from_json(facts['duplicates']))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _output(self, split: str, tokenizer: Tokenizer, stack: contextlib.ExitStack) -> SplitOutput:
+        given: dict[str, Any] = {'source': self.group.source, 'block': self.block, 'tokenizer': tokenizer}
+        if self.chat is None:
+            return SplitOutput(self.shard_path(split), **given, stack=stack)
+        counts = self.chat.make_counts()
+        return MarkedOutput(self.shard_path(split), **given, stack=stack, window=self.chat.window, counts=counts)
+
+    def _encode(
+        self, documents: Sequence[Document], tokenizer: Tokenizer, left_out: list[dict[str, str]]
+    ) -> Iterator[tuple[Document, TokenDocument]]:
+        """The documents as they are written; what tokenizer or chat template do not take may be left out."""
+        encode: Callable[[Sequence[Document]], Sequence[TokenDocument | ChatError]]
+        if self.chat is None:
+            encode = functools.partial(_encode_texts, tokenizer, infill=self.infill)
+        else:
+            encoder = _load_encoder(self.output, self.tokenizer_sha256, self.chat.template_sha256)
+            encode = encoder.encode_documents
+        for document, encoded in zip(documents, encode_each(encode, documents), strict=True):
+            if isinstance(encoded, TokenDocument):
+                yield document, encoded
+            elif self.reading.skip_bad:
+                left_out.append({'name': document.name, 'reason': str(encoded)})
+            else:
+                raise_bad(document.name, f'{document.name}: {encoded}')
+
+
+def _encode_texts(tokenizer: Tokenizer, documents: Sequence[Document], *, infill: Infill | None) -> list[TokenDocument]:
+    end = np.array([tokenizer.end_of_document], np.uint32)
+    encoded = encode_documents(tokenizer, documents, infill)
+    return [TokenDocument(np.concatenate([ids, end]), None) for ids in encoded]
+
+
+@functools.lru_cache(maxsize=1)
+def _load_tokenizer(path: Path, sha256: str) -> Tokenizer:
+    """Kept by a process from one group to the next: a large one takes a while."""
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.sha256 != sha256:
+        raise InputError(f'{path}: removed or changed while maxlm.prepare was running; run it again')
+    return tokenizer
+
+
+@functools.lru_cache(maxsize=1)
+def _load_encoder(directory: Path, tokenizer_sha256: str, template_sha256: str) -> ChatEncoder:
+    """Kept likewise."""
+    # Jinja is for conversations only.
+    from maxlm.data.chat.encoder import ChatEncoder
+
+    encoder = ChatEncoder.load(directory)
+    if (encoder.tokenizer.sha256, encoder.template.sha256) != (tokenizer_sha256, template_sha256):
+        raise InputError(f'{directory}: changed while maxlm.prepare was running; run it again')
+    return encoder
+
+
+def _to_facts(counts: SplitCounts) -> dict[str, Any]:
+    return {
+        'shard': counts.shard and dataclasses.asdict(counts.shard),
+        'text_bytes': counts.text_bytes,
+        'token_counts': pack(counts.token_counts),
+        'chat': counts.chat,
+    }
+
+
+def _from_facts(facts: dict[str, Any]) -> SplitCounts:
+    shard = facts['shard'] and Shard(**facts['shard'])
+    return SplitCounts(shard, facts['text_bytes'], unpack(facts['token_counts']), facts['chat'])
+
+
+def left_behind(output: Path, kept: Sequence[Shard]) -> list[Path]:
+    """Shards in `output` that earlier runs wrote and that are none of `kept`."""
+    names = {shard.name for shard in kept}
+    found = [path for split in SPLITS for path in sorted(output.glob(f'{split}-*.arrayrecord'))]
+    return [path for path in found if path.name not in names]

@@ -1,0 +1,1 @@
+"""Tokenizers: byte- and character-level, BPE, extensions, fill-in-the-middle."""

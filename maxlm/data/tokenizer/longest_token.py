@@ -1,0 +1,78 @@
+"""Bytes of text that one token can stand for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+
+_MAX_CHARACTER_BYTES = 4
+# A canonical composition has at least a third of the bytes of its parts (Unicode's FAQ on normalization).
+_COMPOSED = {'NFC': 3, 'NFD': 1}
+# Number of characters that byte-level BPE spells bytes with, and of the tokens of byte fallback.
+_NUM_BYTES = 256
+_BYTE = re.compile(r'<0x[0-9A-Fa-f]{2}>')
+
+
+@functools.lru_cache(8)
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """Bytes of text that a token stands for at most; None where a token can stand for a text of any length.
+
+    So a text of more than N times as many bytes has more than N tokens.
+    """
+    if tokenizer.kind in ('bytes', 'chars'):
+        return 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
+    # The numbers of an ids tokenizer may have any blanks between.
+    return None if tokenizer.kind == 'ids' else _longest(json.loads(tokenizer.to_json()))
+
+
+def _longest(facts: dict[str, Any]) -> int | None:
+    model, steps = facts['model'], _steps(facts['pre_tokenizer'], 'pretokenizers')
+    if model['type'] != 'BPE' or not all(_keeps_text(step) for step in steps):
+        return None
+    added = [token for token in facts['added_tokens'] if not token['special']]
+    if any(token['lstrip'] or token['rstrip'] or token['normalized'] for token in added):
+        return None
+    vocab = model['vocab']
+    if any(step['type'] == 'ByteLevel' for step in steps):
+        # Each character of a token is a byte. Bytes that are no token would be left out.
+        if sum(len(token) == 1 for token in vocab) < _NUM_BYTES:
+            return None
+        longest = max(map(len, vocab))
+    else:
+        if not model['byte_fallback'] or sum(map(bool, map(_BYTE.fullmatch, vocab))) < _NUM_BYTES:
+            return None
+        longest = max(len(token.encode()) for token in vocab)
+    longest = max([longest, *(len(token['content'].encode()) for token in added)])
+    factor = _shrinking(_steps(facts['normalizer'], 'normalizers'))
+    return None if factor is None else factor * longest
+
+
+def _steps(node: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if node is None:
+        return []
+    return [step for one in node[key] for step in _steps(one, key)] if node['type'] == 'Sequence' else [node]
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    """Returns whether a pre-tokenizer keeps all of the text."""
+    if step['type'] in ('Split', 'Punctuation'):
+        return step['behavior'] != 'Removed'
+    return step['type'] in ('ByteLevel', 'Digits', 'Metaspace', 'UnicodeScripts')
+
+
+def _shrinking(steps: list[dict[str, Any]]) -> int | None:
+    """Returns the factor by which normalizers can shrink a text, in bytes; None if there is no bound."""
+    factor = 1
+    for step in steps:
+        if step['type'] in _COMPOSED:
+            factor *= _COMPOSED[step['type']]
+        elif step['type'] == 'Replace' and 'String' in step['pattern'] and step['content']:
+            old, new = len(step['pattern']['String'].encode()), len(step['content'].encode())
+            factor *= -(-old // new)
+        elif step['type'] not in ('Prepend', 'ByteLevel'):
+            return None
+    return factor

@@ -1,0 +1,373 @@
+"""Text ↔ token ids, always through a `tokenizer.json`, so that an export needs nothing else."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from maxlm.data.tokenizer.byte_and_char import bytes_library, chars_library, numbers_library, recognize
+from maxlm.data.tokenizer.special_tokens import (
+    END_OF_DOCUMENT,
+    INFILL,
+    add_infill_tokens,
+    add_special_tokens,
+    find_end_of_document,
+    find_infill_ids,
+)
+from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_encoder
+from maxlm.errors import InputError, os_message, surrogate_in
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import read_text
+from maxlm.storage.rust_panics import catch_panics
+
+TOKENIZER_FILE = 'tokenizer.json'
+# 256 bytes and the end of a document.
+MIN_BPE_VOCAB_SIZE = 257
+# Each id becomes an entry of tokenizer.json.
+MAX_NUMBERED_IDS = 2**20
+# A tokenizer.json may leave this many ids unused, and as many as it uses. Embeddings have a row for each.
+MAX_UNUSED_IDS = 2**16
+SPECS = 'bytes, chars, bpe:N, ids:N[:END], hf:NAME[@REVISION] or the path of a tokenizer.json'
+
+
+class Tokenizer:
+    """Text ↔ token ids.
+
+    Text that spells a special token is encoded as text, never as that token's id.
+
+    Attributes:
+        kind: `bytes`, `chars`, `ids` (text is numbers) or `library`. The first two are encoded by NumPy, byte-level BPE
+            by tiktoken, always with the ids that the library gives.
+        vocab_size: ids are 0 … vocab_size - 1.
+        end_of_document: the id that ends each document.
+        infill_ids: the ids that fill-in-the-middle joins the parts of a document with; None where it has none.
+        special_tokens: the special tokens by their id; `lstrip` and `rstrip` take the blanks before and behind.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer):
+        """Raises InputError when `library` has no special token that ends a document."""
+        library.encode_special_tokens = True
+        # Ids need not be dense in a file from elsewhere: the table of embeddings must hold the largest.
+        self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.end_of_document = find_end_of_document(library)
+        self.infill_ids = find_infill_ids(library)
+        self.special_tokens = {i: token for i, token in library.get_added_tokens_decoder().items() if token.special}
+        self.kind, self._by_numpy = recognize(library, self.end_of_document)
+        self._library = library
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, infill: bool = False) -> Tokenizer:
+        """Reads a `tokenizer.json`; with `infill`, adds the tokens of fill-in-the-middle where it has none.
+
+        Raises:
+            InputError: the file is missing, is not a tokenizer, has no end-of-document token, or cannot be added to.
+        """
+        try:
+            text = read_text(path)
+        except OSError as error:
+            raise InputError(f'{path}: {os_message(error)}; a tokenizer.json is needed') from error
+        except UnicodeDecodeError as error:
+            raise InputError(f'{path} is not a tokenizer.json: byte {error.start} is not UTF-8') from error
+        return cls.from_json(text, name=str(path), infill=infill)
+
+    @classmethod
+    def from_json(cls, text: str, *, name: str, infill: bool = False) -> Tokenizer:
+        """The same from the content of a file, which messages call `name`."""
+        try:
+            facts = parse_json(text)
+            # Before the library: it makes a table of all ids.
+            _refuse_gaps(facts)
+            with catch_panics('tokenizers'):
+                library = tokenizers.Tokenizer.from_str(text)
+        except InputError as error:
+            raise InputError(f'{name}: {error}') from error
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(f'{name} is not a tokenizer.json: {str(error)[:300]}') from error
+        try:
+            return _finished(library, infill)
+        except InputError as error:
+            raise InputError(f'{name}: {error}') from error
+
+    def with_special_tokens(self, names: Sequence[str]) -> Tokenizer:
+        """The same with `names` as special tokens; those that are no tokens yet get ids after all others.
+
+        Raises:
+            InputError: they cannot come last, or text of this tokenizer is numbers.
+        """
+        if self.kind == 'ids':
+            raise InputError('the text of an ids tokenizer is numbers, which has no other tokens')
+        library = tokenizers.Tokenizer.from_str(self._library.to_str())
+        add_special_tokens(library, names)
+        return Tokenizer(library)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the `tokenizer.json`; the same tokenizer always gives the same bytes."""
+        Path(path).write_text(self.to_json(), encoding='utf-8')
+
+    def to_json(self) -> str:
+        """The content of `tokenizer.json`."""
+        return self._library.to_str(pretty=True) + '\n'
+
+    @property
+    def sha256(self) -> str:
+        """Checksum of `tokenizer.json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, without the end of document: uint32 arrays [number of tokens].
+
+        Raises:
+            InputError: a text has no ids: it holds a surrogate, the library panics on it, or the tokenizer is one of
+                `ids` and the text is not numbers.
+        """
+        fast = self._fast
+        if fast is None:
+            return self.encode_batch_by_library(texts)
+        encoded = []
+        for text in texts:
+            try:
+                with catch_panics('tiktoken'):
+                    encoded.append(fast(text))
+            except ValueError:
+                encoded += self.encode_batch_by_library([text])
+        return encoded
+
+    def encode_batch_by_library(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode_batch` without the fast paths: what they must equal."""
+        encoded = _encode_batch(self._library, texts)
+        if self.kind == 'ids':
+            for text, ids in zip(texts, encoded, strict=True):
+                self._refuse_other_words(text, ids)
+        return encoded
+
+    def encode_batch_inside(self, texts: Sequence[str], *, after_special: bool = False) -> list[np.ndarray]:
+        """`encode_batch` for texts from inside a document: without the blank that SentencePiece puts before a text.
+
+        With `after_special`, texts are as the library has them behind a special token: without that blank only where
+        the first text alone gets it.
+        """
+        library = self._after_special if after_special else self._inside
+        if library is self._library:
+            return self.encode_batch(texts)
+        return _encode_batch(library, texts)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of token ids; special tokens are spelled out, bytes that are not UTF-8 become U+FFFD."""
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    @functools.cached_property
+    def _fast(self) -> Callable[[str], np.ndarray] | None:
+        # When first needed: it takes longer than to read the file.
+        return byte_pair_encoder(self._library) if self.kind == 'library' else self._by_numpy
+
+    @functools.cached_property
+    def _inside(self) -> tokenizers.Tokenizer:
+        return self._changed(_without_leading_blank)
+
+    @functools.cached_property
+    def _after_special(self) -> tokenizers.Tokenizer:
+        return self._changed(_without_first_blank)
+
+    def _changed(self, change: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> tokenizers.Tokenizer:
+        """The library with another normalizer and pre-tokenizer; itself where `change` changes neither."""
+        facts = json.loads(self._library.to_str())
+        bare = {**facts, **{name: change(facts[name]) for name in ('normalizer', 'pre_tokenizer')}}
+        if bare == facts:
+            return self._library
+        library = tokenizers.Tokenizer.from_str(json.dumps(bare))
+        library.encode_special_tokens = True
+        return library
+
+    def _refuse_other_words(self, text: str, ids: np.ndarray) -> None:
+        wrong = np.flatnonzero(ids == self.end_of_document)
+        if len(wrong):
+            raise InputError(
+                f'{text.split()[wrong[0]]!r} is no id: the text of this tokenizer is ids from 0 to '
+                f'{self.vocab_size - 1} with blanks between, without {self.end_of_document}, which ends documents'
+            )
+
+
+def make_tokenizer(spec: str, texts: Iterable[str], *, infill: bool = False) -> Tokenizer:
+    """The tokenizer that `spec` asks for, one of SPECS.
+
+    `texts` is what `chars` and `bpe:N` learn from; it is not read otherwise. `infill` asks for the special tokens of
+    fill-in-the-middle: where there are none yet, they come after all other ids; the N of `bpe:N` counts them.
+
+    Raises:
+        InputError: there is no such tokenizer, or it cannot have these tokens.
+    """
+    _check_form(spec, infill=infill)
+    name, _, rest = spec.partition(':')
+    if spec == 'bytes':
+        return bytes_tokenizer(infill=infill)
+    if spec == 'chars':
+        return chars_tokenizer(texts, infill=infill)
+    if name == 'bpe':
+        return train_bpe(texts, int(rest), infill=infill)
+    if name == 'ids':
+        return ids_tokenizer(*_parse_ids(rest))
+    if name == 'hf':
+        return _from_hub(rest, infill=infill)
+    return Tokenizer.load(spec, infill=infill)
+
+
+def check_spec(spec: str, *, infill: bool = False) -> None:
+    """Raises InputError when `make_tokenizer` could not follow `spec`, before any text is read."""
+    _check_form(spec, infill=infill)
+    if spec not in ('bytes', 'chars') and spec.partition(':')[0] not in ('bpe', 'ids'):
+        make_tokenizer(spec, [], infill=infill)
+
+
+def bytes_tokenizer(*, infill: bool = False) -> Tokenizer:
+    """257 ids: the id of a byte of UTF-8 is its value, the end of document is 256."""
+    return _finished(bytes_library(), infill)
+
+
+def chars_tokenizer(texts: Iterable[str], *, infill: bool = False) -> Tokenizer:
+    """One id per character of `texts`, sorted by code point, then the end of document and unknown characters."""
+    return _finished(chars_library(sorted(set().union(*texts))), infill)
+
+
+def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
+    """For data that is tokenized already, without its tokenizer: the text of ids is their decimal numbers."""
+    return Tokenizer(numbers_library(vocab_size, end_of_document))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, infill: bool = False) -> Tokenizer:
+    """Byte-level BPE with GPT-2's split of text into words; the same texts give the same tokenizer.
+
+    The end of document is id 0 and the 256 bytes follow, so that any text can be encoded; with `infill` its three
+    tokens come last. Text with too few different words gives fewer than `vocab_size` ids.
+    """
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(INFILL) * infill,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # A list: what goes wrong while reading must not be raised inside the library.
+    sample = list(texts)
+    try:
+        with catch_panics('tokenizers'):
+            library.train_from_iterator(sample, trainer)
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f'--tokenizer=bpe:{vocab_size}: no tokenizer can be made of this text: {error}') from error
+    return _finished(library, infill)
+
+
+def _finished(library: tokenizers.Tokenizer, infill: bool) -> Tokenizer:
+    if infill:
+        add_infill_tokens(library)
+    return Tokenizer(library)
+
+
+def _encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    try:
+        with catch_panics('tokenizers'):
+            encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+    except Exception as error:  # the library raises bare Exception
+        for text in texts:
+            if (place := surrogate_in(text)) >= 0:
+                raise InputError(f'the text is not valid UTF-8 at character {place}') from error
+        raise InputError(f'the tokenizer has no ids for a text: {error}') from error
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def _refuse_gaps(facts: Any) -> None:
+    """Raises InputError where the ids of a tokenizer.json have large gaps; other mistakes are for the library."""
+    parts = facts if isinstance(facts, dict) else {}
+    model, added = parts.get('model'), parts.get('added_tokens')
+    vocab = model.get('vocab') if isinstance(model, dict) else None
+    # Those of Unigram are a list, in the order of ids.
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab) if isinstance(vocab, list) else 0))
+    ids += [token.get('id') for token in (added if isinstance(added, list) else []) if isinstance(token, dict)]
+    numbers = {i for i in ids if isinstance(i, int)}
+    largest = max(numbers, default=0)
+    if largest > 2 * len(numbers) + MAX_UNUSED_IDS:
+        raise InputError(
+            f'has {len(numbers):,} tokens with ids up to {largest:,}: the gaps are too large, since a model has a row '
+            'for each id; number the tokens from 0'
+        )
+
+
+def _check_form(spec: str, *, infill: bool) -> None:
+    """What can be told of `spec` without the disk and the hub."""
+    name, _, rest = spec.partition(':')
+    if name == 'bpe':
+        smallest = MIN_BPE_VOCAB_SIZE + len(INFILL) * infill
+        if not (rest.isascii() and rest.isdigit()) or int(rest) < smallest:
+            tokens = ', '.join([END_OF_DOCUMENT, *INFILL] if infill else [END_OF_DOCUMENT])
+            raise InputError(f'--tokenizer={spec}: needs bpe:N, N ≥ {smallest} (256 bytes and {tokens})')
+    elif name == 'ids':
+        if not re.fullmatch(r'[0-9]{1,9}(:[0-9]{1,9})?', rest):
+            raise InputError(f'--tokenizer={spec}: needs ids:N or ids:N:END, N ids of which END ends documents')
+        size, end = _parse_ids(rest)
+        if not (2 <= size <= MAX_NUMBERED_IDS and 0 <= end < size):
+            raise InputError(f'--tokenizer={spec}: needs 2 to {MAX_NUMBERED_IDS} ids and an END below their number')
+        if infill:
+            raise InputError(
+                f'--tokenizer={spec}: fill-in-the-middle cuts text, and this is for data that is tokenized already'
+            )
+    elif name == 'hf':
+        if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?(@[^\s@]+)?', rest):
+            raise InputError(f'--tokenizer={spec}: needs hf:NAME or hf:NAME@REVISION, e.g. hf:openai-community/gpt2')
+    elif spec not in ('bytes', 'chars') and not Path(spec).is_file():
+        raise InputError(f'--tokenizer={spec}: needs {SPECS}; no such file')
+
+
+def _parse_ids(rest: str) -> tuple[int, int]:
+    """Number of ids and the end of document; by default the last, as in GPT-2."""
+    size, _, end = rest.partition(':')
+    return int(size), int(end) if end else int(size) - 1
+
+
+def _from_hub(name: str, *, infill: bool) -> Tokenizer:
+    """The `tokenizer.json` of a model of the Hugging Face hub, by the library's own client and its cache."""
+    identifier, _, revision = name.partition('@')
+    try:
+        with catch_panics('tokenizers'):
+            library = tokenizers.Tokenizer.from_pretrained(identifier, revision=revision or 'main')
+    except Exception as error:  # of the library, of its client, of the network
+        reason = ' '.join(str(error).split())
+        raise InputError(
+            f'--tokenizer=hf:{name}: no tokenizer.json from the hub ({reason}); the path of one works without the hub'
+        ) from error
+    try:
+        return _finished(library, infill)
+    except InputError as error:
+        raise InputError(f'--tokenizer=hf:{name}: {error}') from error
+
+
+def _without_leading_blank(node: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer of `tokenizer.json` that puts no blank before a text."""
+    kind = node and node['type']
+    if node is None or kind == 'Prepend':
+        return None
+    if kind == 'Sequence':
+        key = 'normalizers' if 'normalizers' in node else 'pretokenizers'
+        return {**node, key: [bare for step in node[key] if (bare := _without_leading_blank(step))]}
+    if kind == 'Metaspace':
+        return {**node, 'prepend_scheme': 'never'}
+    if kind == 'ByteLevel':
+        return {**node, 'add_prefix_space': False}
+    return node
+
+
+def _without_first_blank(node: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts no blank before the first text, if it puts one before that alone."""
+    if node is not None and node['type'] == 'Sequence' and 'pretokenizers' in node:
+        return {**node, 'pretokenizers': [_without_first_blank(step) for step in node['pretokenizers']]}
+    return _without_leading_blank(node) if node is not None and node.get('prepend_scheme') == 'first' else node

@@ -1,0 +1,206 @@
+"""The checks `matmul` and `links`: what the devices reach, against their datasheets and against each other."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+
+# Of the datasheet's figure, what a large product reaches at least on a sound device; of the median, the slowest.
+LEAST_OF_PEAK, LEAST_OF_MEDIAN = 0.7, 0.9
+# Of the links' figure, what a large sum over devices reaches at least.
+LEAST_OF_LINK = 0.5
+# Rows of a square product, and bytes that each device gives into a sum.
+PRODUCT_SIZE = {'cpu': 1024}
+SUM_BYTES = {'cpu': 2**22}
+LARGE_PRODUCT, LARGE_SUM = 8192, 2**28
+PRODUCTS = 4
+ROUNDS = 10
+
+
+def check_matmul(case: Case) -> Finding:
+    """Large products on each device of this process, one device after the other."""
+    import jax
+
+    from maxlm.hardware.chips import find_chip
+    from maxlm.hardware.device_stats import Accelerators, local_devices
+
+    devices = jax.local_devices()
+    platform = devices[0].platform
+    # Virtual devices share the cores: one shows what there is.
+    chosen = devices[:1] if platform == 'cpu' else devices
+    reached = {device.id: measure_matmul(device) for device in chosen}
+    chip = find_chip(devices[0].device_kind)
+    # Right after work, a device that is held down still says so.
+    throttled = {
+        devices[reading['index']].id: ', '.join(reading['throttled'])
+        for reading in Accelerators(local_devices()).read()
+        if reading.get('throttled') and reading['index'] < len(devices)
+    }
+    kind = f'{"float32" if platform == "cpu" else "bfloat16"} products'
+    return judge_matmul(reached, kind, chip.tflops if chip else 0.0, throttled)
+
+
+def judge_matmul(reached: Mapping[int, float], kind: str, peak: float, throttled: Mapping[int, str]) -> Finding:
+    """The finding of TFLOP/s by device.
+
+    Args:
+        reached: by number of the device.
+        kind: of products, in words.
+        peak: the datasheet's; 0 = not known.
+        throttled: devices whose clock was held down, and by what.
+    """
+    middle = statistics.median(reached.values())
+    told = f'{middle:,.3g} TFLOP/s in {kind}'
+    told += f', {middle / peak:.0%} of {peak:,.4g}' if peak else '; no datasheet to compare with'
+    if len(reached) > 1:
+        told += f', median of {len(reached)} devices'
+    findings = []
+    slow = [device for device, tflops in reached.items() if tflops < LEAST_OF_MEDIAN * middle]
+    if slow:
+        named = ', '.join(f'device {device} {reached[device]:,.3g}{_why(device, throttled)}' for device in slow)
+        findings.append(
+            warning(
+                f'{told}; slower: {named}', 'a run goes at the pace of its slowest device: leave it out, or replace it'
+            )
+        )
+    if peak and middle < LEAST_OF_PEAK * peak:
+        reasons = ', '.join(sorted({*throttled.values()}))
+        findings.append(
+            warning(
+                told + (f'; held down by {reasons}' if reasons else ''),
+                'see gpus for who else is there; look at power limit, cooling and clocks',
+            )
+        )
+    return together(findings or [ok(told)])
+
+
+def _why(device: int, throttled: Mapping[int, str]) -> str:
+    return f' ({throttled[device]})' if device in throttled else ''
+
+
+def measure_matmul(device: Any, size: int = 0) -> float:
+    """TFLOP/s of a chain of products on one device, in bfloat16, on a CPU in float32: the best of some rounds.
+
+    `size` is the rows of a product; 0 = what the kind of device needs to be at its best.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    size = size or PRODUCT_SIZE.get(device.platform, LARGE_PRODUCT)
+    dtype = jnp.float32 if device.platform == 'cpu' else jnp.bfloat16
+
+    @jax.jit
+    def chain(a: jax.Array) -> jax.Array:
+        product = a
+        for _ in range(PRODUCTS):
+            product = product @ a
+        return product
+
+    # A row of them sums to 1, so that no product grows or vanishes.
+    a = jax.device_put(jnp.full((size, size), 1 / size, dtype), device)
+    seconds = _best(lambda: chain(a).block_until_ready())
+    return PRODUCTS * 2 * size**3 / seconds / 1e12
+
+
+def check_links(case: Case) -> Finding:
+    """Sums over the devices along each axis of the run's mesh; without a run, over all of them."""
+    import jax
+
+    from maxlm.config.mesh import resolve_mesh
+    from maxlm.config.schema import MeshConfig
+    from maxlm.hardware.chips import find_chip
+    from maxlm.parallel.layout import make_layout
+
+    if jax.device_count() == 1:
+        return skipped('one device has none')
+    mesh = make_layout(resolve_mesh(case.config.mesh if case.config else MeshConfig(), jax.device_count())).mesh
+    chip = find_chip(jax.devices()[0].device_kind)
+    findings = []
+    for axis, group in mesh.shape.items():
+        if group == 1:
+            continue
+        speed, is_right = measure_sum(mesh, axis)
+        expected = expected_bandwidth(chip, mesh, axis) if chip else 0.0
+        findings.append(judge_links(f'{axis}={group}', speed, expected, is_right))
+    return together(findings)
+
+
+def judge_links(name: str, speed: float, expected: float, is_right: bool) -> Finding:
+    """The finding of sums along one axis.
+
+    Args:
+        name: of the axis.
+        speed: bytes/s that each device sent.
+        expected: of its links; 0 = not known.
+        is_right: whether the sums were.
+    """
+    told = f'{name}: {speed / 1e9:,.3g} GB/s out of each device in an all-reduce'
+    if not is_right:
+        return failure(f'{name}: a sum over devices is wrong', 'do not train on this machine; look at its devices')
+    if expected:
+        told += f', {speed / expected:.0%} of {expected / 1e9:,.0f}'
+    if speed < LEAST_OF_LINK * expected:
+        return warning(told, 'look at links and topology (nvidia-smi topo -m, NCCL_DEBUG=INFO)')
+    return ok(told)
+
+
+def measure_sum(mesh: Any, axis: str, size: int = 0) -> tuple[float, bool]:
+    """Bytes/s that each device sends in a sum along an axis of a mesh (`busbw` of nccl-tests), and whether it is right.
+
+    `size` is the bytes of each device; 0 = what the kind of device needs to be at its best.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    group = mesh.shape[axis]
+    device = mesh.devices.flat[0]
+    size = size or SUM_BYTES.get(device.platform, LARGE_SUM)
+    spec = PartitionSpec(tuple(mesh.axis_names))
+    elements = size // 4
+    make = jax.jit(
+        lambda: jnp.ones((mesh.devices.size * elements,), jnp.float32), out_shardings=NamedSharding(mesh, spec)
+    )
+    # What goes over devices is a sum that the next round begins with: no round can be left out.
+    sums = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, axis) / group, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+    )
+    ones = make()
+    seconds = _best(lambda: jax.block_until_ready(sums(ones)))
+    is_right = all(np.all(np.asarray(shard.data[:1024]) == 1.0) for shard in sums(ones).addressable_shards)
+    return 2 * (group - 1) / group * size / seconds, is_right
+
+
+def expected_bandwidth(chip: Any, mesh: Any, axis: str) -> float:
+    """Bytes/s out of a device along an axis, by the datasheet; where it crosses nodes, all of a node's links share."""
+    import numpy as np
+
+    from maxlm.parallel.layout import island_of
+
+    islands = np.vectorize(island_of, otypes=[int])(mesh.devices)
+    groups = np.moveaxis(islands, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    crossing = [group for group in groups if len(set(group)) > 1]
+    if not crossing:
+        return float(chip.link_bandwidth)
+    together_in_one = min(math.floor(len(group) / len(set(group))) for group in crossing)
+    return float(min(chip.link_bandwidth, chip.network_bandwidth * together_in_one))
+
+
+def _best(run: Callable[[], object]) -> float:
+    """Seconds of the fastest of some rounds, after one that compiles."""
+    run()
+    best = math.inf
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - began)
+    return best

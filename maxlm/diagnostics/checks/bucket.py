@@ -1,0 +1,93 @@
+"""The check `bucket`: whether a run may do in its buckets what it will: write, list, read and delete."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import time
+from collections.abc import Iterator
+
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.result import Finding, failure, ok, skipped, together
+from maxlm.errors import InputError
+from maxlm.storage.bucket import Bucket, RefusedError
+from maxlm.storage.retry import UnreachableError, redact
+
+CONTENT = b'maxlm.doctor was here, and should have removed this\n'
+
+
+def check_bucket(case: Case) -> Finding:
+    """Each of the run's buckets, with one small object that is removed afterwards."""
+    if not case.buckets:
+        return skipped('neither --workdir nor checkpoint.mirror is in a bucket')
+    return together(try_bucket(url) for url in case.buckets)
+
+
+def try_bucket(url: str) -> Finding:
+    """The finding of one; no name in it is touched but a new one."""
+    told, steps = redact(url), _Steps()
+    try:
+        bucket = Bucket(url)
+    except InputError as error:
+        return failure(str(error), 'install what it needs, or mend the URL')
+    directory = f'doctor-{secrets.token_hex(8)}'
+    name = f'{directory}/object'
+    written = False
+    try:
+        with steps.named('write'):
+            bucket.put(name, CONTENT)
+        written = True
+        with steps.named('list'):
+            listed = bucket.list(directory)
+        if name not in listed:
+            return failure(f'{told}: what was written is not listed', 'try again; a run could not find its checkpoints')
+        with steps.named('read'):
+            content = bucket.read(name)
+        if content != CONTENT:
+            return failure(f'{told}: what was read is not what was written', 'do not use this bucket')
+        with steps.named('delete'):
+            bucket.delete([name])
+        written = False
+        with steps.named('look again'):
+            left = bucket.list_one(name)
+        if left is not None:
+            return failure(f'{told}: what was deleted is still there', f'remove {told}/{name}; look at retention rules')
+    except InputError as error:
+        return _refused(told, steps.now, error, f'{told}/{name}' if written and steps.now == 'delete' else '')
+    finally:
+        if written:
+            # It may be what failed.
+            with contextlib.suppress(InputError):
+                bucket.delete([name])
+    return ok(f'{told}: may write, list, read and delete ({steps.seconds * 1000 / steps.count:.0f} ms a request)')
+
+
+def _refused(told: str, step: str, error: InputError, left: str) -> Finding:
+    also = f'; {left} is left there' if left else ''
+    if isinstance(error, RefusedError):
+        remedy = 'log in, or grant this account the right to write, list, read and delete objects there'
+    elif isinstance(error, UnreachableError):
+        remedy = 'see whether the network reaches it, and whether the bucket is there'
+    else:
+        remedy = 'mend the URL'
+    # The name of the object tells nobody anything.
+    reason = re.sub(r'^\S+/object: ', '', str(error))
+    return failure(f'{told}: cannot {step} ({reason}){also}', remedy)
+
+
+class _Steps:
+    """What is being tried, and how long the requests took."""
+
+    def __init__(self) -> None:
+        self.now = ''
+        self.count = 0
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        self.now = name
+        began = time.perf_counter()
+        yield
+        self.count += 1
+        self.seconds += time.perf_counter() - began

@@ -1,0 +1,62 @@
+"""The check `data`: whether the data sets of a run are there, whole and readable."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from functools import partial
+
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.output import plural
+from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+from maxlm.errors import InputError
+from maxlm.storage.retry import redact
+
+# Of a shard in a bucket, what is read of it.
+READ_BYTES = 2**23
+# Slower, a bucket is likely to hold up a GPU: 4 bytes a token at most, of many processes.
+SLOW = 5e6
+
+
+def check_data(case: Case) -> Finding:
+    """Opens the data as training does, in a cache that is removed, and reads the beginning of each source."""
+    from maxlm.data.loader.dataset import open_corpus
+    from maxlm.storage.object_store import asked, open_filesystem, read_range
+
+    if case.config is None:
+        return skipped('no --config says which data')
+    alarms: list[str] = []
+    with tempfile.TemporaryDirectory(prefix='maxlm-doctor-') as cache:
+        data = dataclasses.replace(case.config.data, cache=cache)
+        try:
+            corpus = open_corpus(data, tell_sources=False, on_alarm=alarms.append)
+            slow = []
+            for source in corpus.sources:
+                shards = source.shards('train')
+                if not shards:
+                    raise InputError(f'{source.dataset.path}: the train split is empty; prepare it with more text')
+                if not source.url:
+                    source.windows('train', data)[0]
+                    continue
+                url = source.remote_files(shards[:1])[0].url
+                filesystem, path = open_filesystem(url)
+                began = time.perf_counter()
+                stop = min(READ_BYTES, shards[0].bytes)
+                content = asked(url, partial(read_range, filesystem, path, 0, stop))
+                if len(content) != stop:
+                    raise InputError(f'{redact(url)}: {len(content)} bytes instead of {stop}; copy the data again')
+                speed = stop / (time.perf_counter() - began)
+                if stop == READ_BYTES and speed < SLOW:
+                    slow.append(
+                        warning(
+                            f'{redact(url)}: {speed / 1e6:.1f} MB/s from one reader',
+                            'copy it nearer (maxlm.fetch), or raise data.fetch_threads',
+                        )
+                    )
+        except InputError as error:
+            return failure(str(error), 'prepare the data (maxlm.prepare), mend data.path, or log in to its bucket')
+        tokens = sum(shard.tokens for source in corpus.sources for shard in source.shards('train'))
+        names = ', '.join(map(redact, case.data_paths))
+        told = f'{names}: {tokens:,} training tokens in {plural(len(corpus.sources), "source")}'
+        return together([*slow, *(warning(alarm, 'see whether the bucket answers') for alarm in alarms), ok(told)])

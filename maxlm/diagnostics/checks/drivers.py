@@ -1,0 +1,159 @@
+"""The checks `driver` and `gpus`: whether the accelerators' driver fits JAX, and whether they are sound and free."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections import Counter
+from collections.abc import Callable
+
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.output import GIB, in_gib
+from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+from maxlm.hardware.detect import Hardware
+from maxlm.hardware.nvml import Gpu, Nvidia
+
+# Extra → the package in which JAX's plugin comes.
+CUDA_PLUGINS = {'cuda12': 'jax-cuda12-plugin', 'cuda13': 'jax-cuda13-plugin'}
+# Extra → oldest driver on Linux: https://docs.jax.dev/en/latest/installation.html and, for the exact number of the
+# second, NVIDIA's release notes of CUDA 13.0.
+OLDEST_DRIVERS = {'cuda12': (525, 60, 13), 'cuda13': (580, 65, 6)}
+# Of a GPU that nobody uses, what the driver itself takes.
+IDLE_BYTES = 1.5 * GIB
+
+
+def wanted_cuda(nvidia: Nvidia | None) -> str:
+    """The extra for a driver: the newest that it runs, cuda12 where that is not known."""
+    fitting = [extra for extra, oldest in OLDEST_DRIVERS.items() if nvidia and nvidia.driver >= oldest]
+    return fitting[-1] if fitting else 'cuda12'
+
+
+def check_driver(case: Case) -> Finding:
+    """Whether a driver answers, and JAX has what goes with it."""
+    return judge_driver(case.hardware, _is_installed)
+
+
+def judge_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> Finding:
+    """The finding of accelerators; `is_installed` tells of a package's name."""
+    if hardware.platform == 'cpu':
+        return ok('no GPU or TPU in this machine: JAX runs on the CPU')
+    if hardware.platform == 'tpu':
+        if is_installed('libtpu'):
+            return ok(f'{hardware.told}, and libtpu is installed')
+        return failure(f'{hardware.told}, and libtpu is missing: JAX would run on the CPU', "pip install 'maxlm[tpu]'")
+    if hardware.nvidia is None:
+        return failure(
+            f'{hardware.told}, and their driver does not answer ({hardware.trouble})',
+            f'install a driver from {_dotted(OLDEST_DRIVERS["cuda12"])} on; in a container, start it with --gpus all',
+        )
+    driver = hardware.nvidia.driver
+    installed = [extra for extra, package in CUDA_PLUGINS.items() if is_installed(package)]
+    text = f'{hardware.told}, driver {_dotted(driver)} (CUDA {_dotted(hardware.nvidia.cuda)})'
+    if driver < OLDEST_DRIVERS['cuda12']:
+        return failure(f'{text}: too old for JAX', f'install a driver from {_dotted(OLDEST_DRIVERS["cuda12"])} on')
+    if not installed:
+        return failure(
+            f"{text}, and JAX's plugin is missing: it would run on the CPU",
+            f"pip install 'maxlm[{wanted_cuda(hardware.nvidia)}]'",
+        )
+    if len(installed) > 1:
+        return warning(
+            f'{text}; plugins for {" and ".join(installed)} are both installed, and JAX takes one of them',
+            f'pip uninstall {" ".join(_packages_of(installed[0]))}',
+        )
+    (extra,) = installed
+    oldest = OLDEST_DRIVERS[extra]
+    if driver < oldest:
+        return failure(
+            f'{text}: {CUDA_PLUGINS[extra]} needs {_dotted(oldest)} or later',
+            f"pip uninstall {' '.join(_packages_of(extra))}; pip install 'maxlm[{wanted_cuda(hardware.nvidia)}]'; "
+            'or install a newer driver',
+        )
+    return ok(f'{text}, {CUDA_PLUGINS[extra]}')
+
+
+def check_gpus(case: Case) -> Finding:
+    """Faults that the driver knows of, and who else is there. Before JAX starts here, so that it is none of them."""
+    if case.hardware.nvidia is None:
+        return skipped(f'no NVIDIA driver to ask ({case.hardware.told})')
+    return judge_gpus(case.hardware.nvidia, case.environment.get('CUDA_VISIBLE_DEVICES'))
+
+
+def judge_gpus(nvidia: Nvidia, visible: str | None) -> Finding:
+    """The finding of the GPUs that CUDA_VISIBLE_DEVICES shows to a run; None = all."""
+    findings = []
+    shown = [(index, gpu) for index, gpu in enumerate(nvidia.gpus) if _is_shown(index, gpu, visible)]
+    for index, gpu in shown:
+        name = f'GPU {index}'
+        if gpu.ecc_errors:
+            findings.append(
+                failure(
+                    f'{name}: {gpu.ecc_errors} uncorrected memory errors',
+                    'reset or replace the GPU (nvidia-smi -q -d ECC)',
+                )
+            )
+        if gpu.remap_failed:
+            findings.append(failure(f'{name}: faulty memory that could not be remapped', 'replace the GPU'))
+        elif gpu.remap_pending:
+            findings.append(
+                warning(
+                    f'{name}: faulty memory waits for a reset to be remapped', 'reset the GPU or restart the machine'
+                )
+            )
+        if gpu.throttled:
+            findings.append(
+                warning(
+                    f'{name}: slowed down ({", ".join(gpu.throttled)})',
+                    'see to cooling and power (nvidia-smi -q -d PERFORMANCE)',
+                )
+            )
+        if gpu.processes:
+            findings.append(
+                warning(
+                    f'{name}: used by process {", ".join(map(str, gpu.processes))}'
+                    + (f' ({in_gib(gpu.used)})' if gpu.used else ''),
+                    'end it, or choose other GPUs with CUDA_VISIBLE_DEVICES',
+                )
+            )
+        elif gpu.used and gpu.used > IDLE_BYTES:
+            # In a container the processes of others are not shown.
+            findings.append(
+                warning(
+                    f'{name}: {in_gib(gpu.used)} are taken, by processes that are not seen from here',
+                    'end them, or choose other GPUs with CUDA_VISIBLE_DEVICES',
+                )
+            )
+    kinds = Counter(gpu.name for _, gpu in shown)
+    if len(kinds) > 1:
+        told = ', '.join(f'{count} × {kind}' for kind, count in kinds.items())
+        findings.append(warning(f'GPUs of several kinds: {told}', 'choose those of one kind with CUDA_VISIBLE_DEVICES'))
+    if not findings:
+        told = 'no memory errors, ' if any(gpu.ecc_errors is not None for _, gpu in shown) else ''
+        named = f'{len(shown)} × {next(iter(kinds))}' if shown else 'none that a run would see'
+        findings.append(ok(f'{named}: {told}not slowed down, nobody on them'))
+    return together(findings)
+
+
+def _is_shown(index: int, gpu: Gpu, visible: str | None) -> bool:
+    if visible is None:
+        return True
+    names = [name.strip() for name in visible.split(',')]
+    # Parts of a GPU (MIG) have names of their own.
+    return str(index) in names or any(name and (gpu.uuid.startswith(name) or name.startswith('MIG-')) for name in names)
+
+
+def _packages_of(extra: str) -> list[str]:
+    return [CUDA_PLUGINS[extra], CUDA_PLUGINS[extra].replace('plugin', 'pjrt')]
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return '.'.join(map(str, version))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        # A TPU machine's libtpu may have come without pip.
+        return importlib.util.find_spec(package.replace('-', '_')) is not None
+    return True

@@ -1,0 +1,129 @@
+"""The check `environment`: variables that make a run slow, small or wrong without a word."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.result import Finding, failure, ok, together, warning
+from maxlm.errors import InputError
+from maxlm.hardware.detect import Hardware
+
+FRACTION = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
+# What launch/gpu_node.sh sets, and what leaves too little for kernels and collectives, or for the model.
+USUAL_FRACTION, MOST, LEAST = 0.92, 0.95, 0.7
+# Libraries of CUDA that come with JAX's plugins; others of the same names on LD_LIBRARY_PATH are loaded instead.
+CUDA_LIBRARIES = ('libcublas.so*', 'libcudart.so*', 'libcudnn.so*', 'libcusparse.so*', 'libnccl.so*')
+
+
+class Trap(NamedTuple):
+    """A value of a variable that is a mistake on some hardware."""
+
+    variable: str
+    is_bad: Callable[[str], bool]
+    # On these platforms; '' = on all.
+    platform: str
+    is_failure: bool
+    what: str
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() in ('1', 'true', 'yes', 'on')
+
+
+def _is_off(value: str) -> bool:
+    return value.lower() in ('0', 'false', 'no', 'off')
+
+
+TRAPS = (
+    Trap('CUDA_VISIBLE_DEVICES', lambda v: v.strip() in ('', '-1', 'NoDevFiles'), 'gpu', True, 'hides all GPUs'),
+    Trap('XLA_PYTHON_CLIENT_ALLOCATOR', lambda v: v == 'platform', 'gpu', False, 'makes every allocation slow'),
+    Trap('XLA_PYTHON_CLIENT_PREALLOCATE', _is_off, 'gpu', False, 'lets memory fragment'),
+    Trap('NCCL_P2P_DISABLE', _is_on, 'gpu', False, 'sends between GPUs through the host'),
+    Trap('NCCL_SHM_DISABLE', _is_on, 'gpu', False, 'sends between GPUs of a node over the network'),
+    Trap('NCCL_IB_DISABLE', _is_on, 'gpu', False, 'sends between nodes without InfiniBand'),
+    Trap('CUDA_LAUNCH_BLOCKING', _is_on, 'gpu', False, 'waits for every kernel'),
+    Trap('JAX_DISABLE_JIT', _is_on, '', True, 'compiles nothing'),
+    Trap('JAX_ENABLE_X64', _is_on, '', False, 'makes numbers twice as wide where no type is given'),
+    Trap('JAX_DEBUG_NANS', _is_on, '', False, 'waits for every step'),
+    Trap('JAX_LOG_COMPILES', _is_on, '', False, 'fills the log'),
+)
+
+
+def check_environment(case: Case) -> Finding:
+    """Whether a variable that is set is a trap here."""
+    return judge_environment(case.environment, case.hardware)
+
+
+def judge_environment(environment: Mapping[str, str], hardware: Hardware) -> Finding:
+    """The finding of variables on some hardware."""
+    platform = hardware.platform
+    findings = [*_platforms(environment, hardware), *_places(environment)]
+    for trap in TRAPS:
+        value = environment.get(trap.variable)
+        if value is not None and trap.platform in ('', platform) and trap.is_bad(value):
+            say = failure if trap.is_failure else warning
+            findings.append(say(f'{trap.variable}={value} {trap.what}', f'unset {trap.variable}'))
+    if platform == 'gpu':
+        findings += [*_fraction(environment), *_libraries(environment)]
+    if not findings:
+        names = ('JAX_', 'XLA_', 'CUDA_', 'NCCL_', 'MAXLM_', 'LIBTPU_')
+        # Names alone: what a variable holds may be a secret.
+        told = sorted(name for name in environment if name.startswith(names))
+        findings.append(
+            ok(f'no trap among {", ".join(told)}' if told else 'none of the variables of JAX or CUDA is set')
+        )
+    return together(findings)
+
+
+def _platforms(environment: Mapping[str, str], hardware: Hardware) -> list[Finding]:
+    given = environment.get('JAX_PLATFORMS', '')
+    wanted = {'gpu': {'gpu', 'cuda'}, 'tpu': {'tpu'}}.get(hardware.platform)
+    if not given or wanted is None or wanted & set(given.split(',')):
+        return []
+    return [failure(f'JAX_PLATFORMS={given}, and here are {hardware.told}', 'unset JAX_PLATFORMS')]
+
+
+def _places(environment: Mapping[str, str]) -> list[Finding]:
+    """How several processes find each other."""
+    from maxlm.runtime.initialize import read_place
+
+    try:
+        read_place(environment)
+    except InputError as error:
+        return [failure(str(error), 'set what launch/gpu_node.sh sets, or none of it')]
+    return []
+
+
+def _fraction(environment: Mapping[str, str]) -> list[Finding]:
+    given = environment.get(FRACTION, environment.get('XLA_CLIENT_MEM_FRACTION'))
+    if given is None:
+        return []
+    try:
+        share = float(given)
+    except ValueError:
+        share = 0.0
+    remedy = f'set {FRACTION}={USUAL_FRACTION}, or unset it'
+    if not 0 < share <= 1:
+        return [failure(f'{FRACTION}={given}: needs a share of the memory, above 0 and at most 1', remedy)]
+    if share > MOST:
+        return [warning(f'{FRACTION}={given} leaves too little for kernels and collectives', remedy)]
+    if share < LEAST:
+        return [warning(f'{FRACTION}={given} leaves {1 - share:.0%} of each GPU unused', remedy)]
+    return []
+
+
+def _libraries(environment: Mapping[str, str]) -> list[Finding]:
+    for directory in filter(None, environment.get('LD_LIBRARY_PATH', '').split(os.pathsep)):
+        found = [path.name for pattern in CUDA_LIBRARIES for path in sorted(Path(directory).glob(pattern))]
+        if found:
+            return [
+                warning(
+                    f"LD_LIBRARY_PATH has {directory}, whose {found[0]} is loaded instead of JAX's own",
+                    'unset LD_LIBRARY_PATH',
+                )
+            ]
+    return []

@@ -1,0 +1,102 @@
+"""The checks `ram`, `shm` and `files`: what the machine around the devices has."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import shutil
+from pathlib import Path
+
+from maxlm.diagnostics.checks.disk import checkpoint_bytes
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.output import GIB, in_gib
+from maxlm.diagnostics.result import Finding, failure, ok, skipped, warning
+
+# What Python, JAX and the pipeline of the data take in a small run.
+LEAST_RAM = 2 * GIB
+CGROUP = Path('/sys/fs/cgroup')
+SHM = Path('/dev/shm')
+LEAST_SHM = GIB
+# Each source, worker and connection holds some.
+ENOUGH_FILES, LEAST_FILES = 4096, 512
+
+
+def check_ram(case: Case) -> Finding:
+    """Host memory that is free, within the bounds of a container."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    state = checkpoint_bytes(case.config)
+    return judge_ram(memory.total, memory.available, read_cgroup(CGROUP), state and state // case.num_processes)
+
+
+def judge_ram(total: int, available: int, bound: tuple[int, int] | None, state: int | None) -> Finding:
+    """The finding of bytes of memory.
+
+    Args:
+        total: of the machine.
+        available: of it, that are free or can be had.
+        bound: of a container, what it may have and what it has; None = none.
+        state: that a checkpoint copies here; None = not known.
+    """
+    inside = ''
+    if bound is not None and bound[0] < total:
+        total, available = bound[0], min(available, bound[0] - bound[1])
+        inside = ' that this container may have'
+    told = f'{in_gib(available)} free of {in_gib(total)}{inside}'
+    if available < LEAST_RAM:
+        return failure(told, f'free memory: a run takes {in_gib(LEAST_RAM)} at least')
+    if state and available < state:
+        return warning(
+            f'{told}; a checkpoint copies {in_gib(state)} into it',
+            'take a machine with more memory, or more machines',
+        )
+    if available < 0.1 * total:
+        return warning(told, 'see who uses the rest')
+    return ok(told)
+
+
+def read_cgroup(root: Path) -> tuple[int, int] | None:
+    """Bytes that this container may have, and has; None where there is no bound (cgroup v2, then v1)."""
+    for limit, usage in (
+        ('memory.max', 'memory.current'),
+        ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes'),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            return int((root / limit).read_text()), int((root / usage).read_text())
+    return None
+
+
+def check_shm(case: Case) -> Finding:
+    """Shared memory, through which workers hand over batches, and NCCL what goes between GPUs."""
+    if not SHM.is_dir():
+        return skipped(f'there is no {SHM}')
+    usage = shutil.disk_usage(SHM)
+    return judge_shm(usage.total, usage.free)
+
+
+def judge_shm(total: int, free: int) -> Finding:
+    """The finding of bytes of shared memory."""
+    told = f'{in_gib(free)} free of {in_gib(total)}'
+    if free < LEAST_SHM:
+        return warning(told, 'give the container more, e.g. --shm-size=8g, or remove what is left in /dev/shm')
+    return ok(told)
+
+
+def check_files(case: Case) -> Finding:
+    """How many files a process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return judge_files(soft, hard)
+
+
+def judge_files(soft: int, hard: int) -> Finding:
+    """The finding of limits; RLIM_INFINITY = none."""
+    if soft == resource.RLIM_INFINITY:
+        return ok('any number may be open')
+    most = '65536' if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
+    told = f'{soft:,} may be open'
+    if soft < LEAST_FILES:
+        return failure(told, f'ulimit -n {most}')
+    if soft < ENOUGH_FILES:
+        return warning(f'{told}: few for many shards or workers', f'ulimit -n {most}')
+    return ok(told)

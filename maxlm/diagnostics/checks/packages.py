@@ -1,0 +1,166 @@
+"""The checks `python` and `packages`: what is installed against what pyproject.toml asks for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import maxlm
+from maxlm.diagnostics.checks.drivers import CUDA_PLUGINS, wanted_cuda
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.result import Finding, failure, ok, together, warning
+from maxlm.errors import InputError
+from maxlm.storage.object_store import EXTRAS
+from maxlm.storage.retry import redact
+
+PROJECT = Path(maxlm.__file__).parent.parent / 'pyproject.toml'
+
+
+class Wanted(NamedTuple):
+    """What maxlm needs.
+
+    Attributes:
+        python: a specifier, e.g. `>=3.11`.
+        tried: versions of Python that it is tried with.
+        packages: requirements, as in pyproject.toml.
+        extras: those of each extra.
+    """
+
+    python: str
+    tried: tuple[str, ...]
+    packages: tuple[str, ...]
+    extras: dict[str, tuple[str, ...]]
+
+
+def read_wanted(project: Path = PROJECT) -> Wanted:
+    """From the pyproject.toml beside the package, or, where it is installed without, from its metadata.
+
+    Raises:
+        InputError: there is neither.
+    """
+    if project.is_file():
+        facts = tomllib.loads(project.read_text(encoding='utf-8'))['project']
+        extras = {name: tuple(lines) for name, lines in facts['optional-dependencies'].items()}
+        return Wanted(facts['requires-python'], _tried(facts['classifiers']), tuple(facts['dependencies']), extras)
+    try:
+        told = importlib.metadata.metadata('maxlm')
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError(f"{project}: not there, and maxlm is not installed; pip install 'maxlm'") from None
+    lines = told.get_all('Requires-Dist') or []
+    names = told.get_all('Provides-Extra') or []
+    of_extra = {
+        name: tuple(line for line in lines if re.search(rf"""extra == ["']{re.escape(name)}["']""", line))
+        for name in names
+    }
+    plain = tuple(line for line in lines if 'extra ==' not in line)
+    return Wanted(told['Requires-Python'], _tried(told.get_all('Classifier') or []), plain, of_extra)
+
+
+def check_python(case: Case) -> Finding:
+    """Whether this Python is one that maxlm is tried with."""
+    return judge_python(read_wanted(), sys.version_info[:3])
+
+
+def judge_python(wanted: Wanted, version: Sequence[int]) -> Finding:
+    """The finding of a version of Python."""
+    from packaging.specifiers import SpecifierSet
+
+    text = '.'.join(map(str, version))
+    tried = ' and '.join(wanted.tried)
+    if text not in SpecifierSet(wanted.python):
+        return failure(f'{text}, and maxlm needs {wanted.python}', f'make an environment with Python {tried}')
+    if '.'.join(map(str, version[:2])) not in wanted.tried:
+        return warning(f'{text}, which maxlm is not tried with', f'take Python {tried}')
+    return ok(text)
+
+
+def check_packages(case: Case) -> Finding:
+    """Whether all that this machine and this run need is installed, and new enough."""
+    return judge_packages(read_wanted(), wanted_extras(case), installed_version)
+
+
+def wanted_extras(case: Case) -> dict[str, str]:
+    """Extra → what needs it."""
+    extras: dict[str, str] = {}
+    for place in (*case.buckets, *case.data_paths):
+        _, extra = EXTRAS.get(place.partition('://')[0] if '://' in place else '', ('', ''))
+        if extra:
+            extras.setdefault(extra, redact(place))
+    if getattr(case.config and case.config.metrics, 'wandb', ''):
+        extras['wandb'] = 'metrics.wandb'
+    if case.hardware.platform == 'tpu':
+        extras['tpu'] = case.hardware.told
+    if case.hardware.platform == 'gpu' and not any(map(installed_version, CUDA_PLUGINS.values())):
+        extras[wanted_cuda(case.hardware.nvidia)] = case.hardware.told
+    return extras
+
+
+def judge_packages(wanted: Wanted, extras: dict[str, str], version_of: Callable[[str], str | None]) -> Finding:
+    """The finding of what is installed.
+
+    Args:
+        wanted: see `Wanted`.
+        extras: needed here, each with what needs it.
+        version_of: a package's version; None = it is not installed.
+    """
+    findings = []
+    problems = list(_problems(wanted.packages, '', version_of))
+    if problems:
+        findings.append(
+            failure('; '.join(problems), "pip install --upgrade 'maxlm', or in its checkout: pip install -e .")
+        )
+    for extra, what in extras.items():
+        problems = list(_problems(wanted.extras.get(extra, ()), extra, version_of))
+        if problems:
+            findings.append(failure(f'{"; ".join(problems)} (for {what})', f"pip install 'maxlm[{extra}]'"))
+    # JAX does without a plugin of another version, and says so in a line that is easily missed.
+    jaxlib = version_of('jaxlib')
+    for name in CUDA_PLUGINS.values():
+        plugin = version_of(name)
+        if plugin and jaxlib and plugin != jaxlib:
+            extra = next(extra for extra, known in CUDA_PLUGINS.items() if known == name)
+            findings.append(
+                failure(f'{name} {plugin} beside jaxlib {jaxlib}', f"pip install --upgrade 'maxlm[{extra}]'")
+            )
+    if not findings:
+        named = ', '.join(f'{name} {version_of(name)}' for name in ('jax', 'jaxlib', 'flax', 'orbax-checkpoint'))
+        also = f'; extras {", ".join(extras)}' if extras else ''
+        findings.append(ok(f'{len(wanted.packages)} required, all there: {named}{also}'))
+    return together(findings)
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a package; None = it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _problems(lines: Sequence[str], extra: str, version_of: Callable[[str], str | None]) -> Iterator[str]:
+    from packaging.requirements import Requirement
+
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker and not requirement.marker.evaluate({'extra': extra}):
+            continue
+        version = version_of(requirement.name)
+        if version is None:
+            yield f'{requirement.name} is missing'
+        elif not requirement.specifier.contains(version, prereleases=True):
+            yield f'{requirement.name} {version}, and {requirement.specifier} is needed'
+        # `jax[cuda12]` is no package of its own: what it brings is its plugin.
+        for name in requirement.extras:
+            brought = {**CUDA_PLUGINS, 'tpu': 'libtpu'}.get(name)
+            if brought and version_of(brought) is None:
+                yield f'{brought} is missing'
+
+
+def _tried(classifiers: Sequence[str]) -> tuple[str, ...]:
+    found = (re.fullmatch(r'Programming Language :: Python :: (3\.\d+)', line) for line in classifiers)
+    return tuple(match[1] for match in found if match)

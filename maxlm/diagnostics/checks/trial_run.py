@@ -1,0 +1,180 @@
+"""The check `trial`: two steps of the run itself, in a process of its own and a workdir that is removed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxlm.config.schema import SECTIONS
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.jax_subprocess import reason_of, with_package
+from maxlm.diagnostics.output import GIB, in_gib
+from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+
+TRIAL_SECONDS = 1200.0
+STEPS = 2
+POLL_SECONDS = 0.2
+# Measured over planned, from which on it is worth a look; of a step, the share that waits for data.
+SLOWER, LARGER, WAITING = 1.5, 1.1, 0.2
+# No copy of the run leaves this machine, nobody is alarmed, nothing is saved, and what comes at times does not come.
+QUIET = {
+    'train.log_every': 1,
+    'eval.every': 0,
+    'eval.samples': 0,
+    'checkpoint.every_steps': 0,
+    'checkpoint.every_minutes': 0,
+    'checkpoint.permanent_every': 0,
+    'checkpoint.mirror': '',
+    'alerts.file': '',
+    'alerts.command': '',
+    'alerts.webhook': '',
+    'metrics.tensorboard': 'false',
+    'metrics.wandb': '',
+    'metrics.progress': 'false',
+    'profile.start': 0,
+}
+
+
+class Trial(NamedTuple):
+    """What became of it.
+
+    Attributes:
+        trouble: why there are no two steps, in one line; '' = there are.
+        lines: of metrics.jsonl.
+        plan: what the run expected of itself, as `started` in events.jsonl tells it; {} = nothing.
+        seconds: until the second step was done.
+    """
+
+    trouble: str
+    lines: Sequence[dict[str, Any]]
+    plan: dict[str, Any]
+    seconds: float
+
+
+def check_trial(case: Case) -> Finding:
+    """Trains two steps."""
+    if case.config is None:
+        return skipped('no --config to try')
+    if case.num_processes > 1:
+        return skipped('a run of several processes; try it on one machine, without their variables')
+    with tempfile.TemporaryDirectory(prefix='maxlm-doctor-', ignore_cleanup_errors=True) as directory:
+        return judge_trial(
+            try_run(command_of(case, Path(directory) / 'run'), case.environment, Path(directory) / 'run')
+        )
+
+
+def command_of(case: Case, workdir: Path) -> list[str]:
+    """The run as it was given, with what makes it quiet last, so that it counts."""
+    # Of keys that there are.
+    quiet = {key: value for key, value in QUIET.items() if _exists(key)}
+    return [
+        sys.executable,
+        '-m',
+        'maxlm.train',
+        f'--config={case.spec}',
+        f'--workdir={workdir}',
+        *(f'--config.{override}' for override in case.overrides),
+        *(f'--config.{key}={value}' for key, value in quiet.items()),
+    ]
+
+
+def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds: float = TRIAL_SECONDS) -> Trial:
+    """Starts a run and ends it after its second step: a run that ends by itself saves a checkpoint of full size.
+
+    Args:
+        command: that trains.
+        environment: of the process.
+        workdir: that the command has.
+        seconds: after which it is given up.
+    """
+    from maxlm.telemetry.events import read_events
+    from maxlm.telemetry.metrics import read_metrics
+
+    began = time.monotonic()
+    trouble = ''
+    with tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace') as said:
+        process = subprocess.Popen(command, env=with_package(environment), stdout=said, stderr=subprocess.STDOUT)
+        try:
+            while not _has_steps(read_metrics(workdir)) and process.poll() is None:
+                if time.monotonic() - began > seconds:
+                    trouble = f'no {STEPS} steps after {seconds:g} s'
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            took = time.monotonic() - began
+            _end(process)
+        lines = read_metrics(workdir)
+        if not trouble and not _has_steps(lines) and (process.returncode or not lines):
+            said.seek(0)
+            trouble = reason_of(said.read(), process.returncode)
+    started = [event for event in read_events(workdir).lines if event.get('kind') == 'started']
+    return Trial(trouble, lines, (started[-1].get('plan') or {}) if started else {}, took)
+
+
+def judge_trial(trial: Trial) -> Finding:
+    """The finding of a trial."""
+    if trial.trouble:
+        return failure(
+            f'training does not get to step {STEPS}: {trial.trouble}', 'try it: python -m maxlm.train with this config'
+        )
+    trained = [line for line in trial.lines if 'train/loss' in line]
+    if any(line['train/loss'] is None for line in trained):
+        return failure('the loss is not finite', 'lower optimizer.learning_rate, or look at the data')
+    last = trained[-1]
+    step = last.get('perf/step_seconds') or math.nan
+    planned = trial.plan.get('step_seconds')
+    told = f'a step takes {step:.3g} s' + (f' (planned {planned:.3g})' if planned else '')
+    memory, planned_memory = (last.get('perf/device_memory_gib') or 0) * GIB, trial.plan.get('memory_bytes')
+    if memory:
+        told += f', {in_gib(memory)} of each device' + (
+            f' (planned {in_gib(planned_memory)})' if planned_memory else ''
+        )
+    elif planned_memory:
+        told += f', planned memory {in_gib(planned_memory)}'
+    told += f'; starting took {trial.seconds - step * len(trained):.0f} s'
+    findings = []
+    waits = (last.get('perf/data_wait_seconds') or 0) / step
+    if waits > WAITING:
+        findings.append(
+            warning(
+                f'{told}; {waits:.0%} of it waits for data',
+                'raise data.workers or data.prefetch, or bring the data nearer',
+            )
+        )
+    elif planned and step > SLOWER * planned:
+        findings.append(warning(f'{told}: {step / planned:.1f} times the plan', 'see matmul, links and gpus'))
+    if memory and planned_memory and memory > LARGER * planned_memory:
+        findings.append(warning(told, 'more memory than planned: leave some free, or lower train.micro_batch'))
+    return together(findings or [ok(told)])
+
+
+def _exists(key: str) -> bool:
+    section, _, name = key.partition('.')
+    return section in SECTIONS and name in {field.name for field in dataclasses.fields(SECTIONS[section])}
+
+
+def _has_steps(lines: Sequence[dict[str, Any]]) -> bool:
+    return any(line.get('step', 0) >= STEPS and 'train/loss' in line for line in lines)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a process and those that it has started, at once: one that is asked to would save first."""
+    import psutil
+
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+    except psutil.NoSuchProcess:
+        family = []
+    for member in (process, *family):
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()

@@ -1,0 +1,81 @@
+"""What the checks look at: a machine, and the run that it is meant for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from maxlm.config.schema import Config, TrainConfig
+from maxlm.diagnostics.jax_subprocess import Start, start_jax
+from maxlm.hardware.detect import Hardware, read_hardware
+from maxlm.storage.filesystem import is_url
+
+
+class Case:
+    """A machine, and a run if one was named. What takes time to find out is found out when a check asks, once."""
+
+    def __init__(
+        self,
+        *,
+        spec: str = '',
+        overrides: Sequence[str] = (),
+        config: Config | None = None,
+        workdir: str = '',
+        environment: Mapping[str, str] = os.environ,
+    ):
+        """
+        Args:
+            spec: the config as the command line has it; '' = none.
+            overrides: `section.key=value`.
+            config: as `load` returned it, not resolved.
+            workdir: directory or URL; '' = none.
+            environment: variables.
+        """
+        self.spec = spec
+        self.overrides = tuple(overrides)
+        self.config = config
+        self.workdir = workdir
+        self.environment = environment
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return read_hardware()
+
+    @cached_property
+    def start(self) -> Start:
+        """How JAX starts here, in a process of its own."""
+        return start_jax((self.config.train if self.config else TrainConfig()).compile_cache, self.environment)
+
+    @property
+    def buckets(self) -> tuple[str, ...]:
+        """URLs that the run writes to."""
+        places = (self.workdir, self.config.checkpoint.mirror if self.config else '')
+        return tuple(dict.fromkeys(place for place in places if is_url(place)))
+
+    @property
+    def data_paths(self) -> tuple[str, ...]:
+        """Directories and URLs of the data sets that the run reads."""
+        if self.config is None:
+            return ()
+        data = self.config.data
+        return tuple(dict.fromkeys(entry.partition('#')[0] for entry, _ in data.sources)) or (data.path,)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of this run, as far as the environment tells without asking anyone."""
+        for name in ('MAXLM_NUM_PROCESSES', 'OMPI_COMM_WORLD_SIZE'):
+            if self.environment.get(name, '').isdigit():
+                return int(self.environment[name])
+        if 'SLURM_STEP_NODELIST' in self.environment and self.environment.get('SLURM_NTASKS', '').isdigit():
+            return int(self.environment['SLURM_NTASKS'])
+        return 1
+
+    @property
+    def process(self) -> int:
+        """The number of this one."""
+        if self.num_processes > 1:
+            for name in ('MAXLM_PROCESS_ID', 'OMPI_COMM_WORLD_RANK', 'SLURM_PROCID'):
+                if self.environment.get(name, '').isdigit():
+                    return int(self.environment[name])
+        return 0

@@ -1,0 +1,120 @@
+"""How results are shown: a table for a person, JSON for a script, lines where there is no terminal library."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from maxlm.diagnostics.result import ORDER, Status
+from maxlm.diagnostics.runner import Result
+
+GIB = 2**30
+
+
+def in_gib(size: float) -> str:
+    """Bytes in GiB, small ones in MiB."""
+    if size < 0.1 * GIB:
+        return f'{size / 2**20:.1f} MiB'
+    return f'{size / GIB:.2f} GiB' if size < 10 * GIB else f'{size / GIB:,.0f} GiB'
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 device`, `2 devices`."""
+    return f'{count:,} {noun}{"" if count == 1 else "s"}'
+
+
+COLORS = {Status.OK: 'green', Status.WARNING: 'yellow', Status.FAILURE: 'bold red', Status.SKIPPED: 'dim'}
+# Where the terminal does not say how wide it is, and where a line would be too long to read.
+WIDTH, WIDEST = 80, 120
+
+
+def worst(results: Sequence[Result]) -> Status:
+    """The worst of all; checks that were skipped say nothing."""
+    return max((result.finding.status for result in results), key=ORDER.index, default=Status.SKIPPED)
+
+
+def as_json(results: Sequence[Result]) -> dict[str, Any]:
+    """The results with plain names; `status` is that of the machine."""
+    return {
+        'status': worst(results).value,
+        'checks': [
+            {
+                'name': result.name,
+                'status': result.finding.status.value,
+                'found': result.finding.found,
+                'remedy': result.finding.remedy,
+                'seconds': round(result.seconds, 3),
+            }
+            for result in results
+        ],
+    }
+
+
+def show(results: Sequence[Result]) -> None:
+    """Prints a table, and below it one line that sums it up."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        # That it is missing stands among the results.
+        print('\n'.join(as_lines(results)))
+    else:
+        console = Console(highlight=False, soft_wrap=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=WIDTH)
+        elif console.width > WIDEST:
+            console = Console(highlight=False, width=WIDEST)
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow='fold')
+        for result in results:
+            finding, color = result.finding, COLORS[result.finding.status]
+            text = Text(finding.found, style='dim' if finding.status is Status.SKIPPED else '')
+            if finding.remedy:
+                text.append(f'\n→ {finding.remedy}', style=color)
+            table.add_row(Text(finding.status.value, style=color), Text(result.name, style='bold'), text)
+        with console.capture() as shown:
+            console.print(table)
+        # It fills every line to the end of the terminal.
+        print('\n'.join(line.rstrip() for line in shown.get().splitlines()))
+    print(f'\n{summary(results)}')
+
+
+def as_lines(results: Sequence[Result]) -> list[str]:
+    """A line for each finding, and one for each remedy."""
+    lines = []
+    for result in results:
+        lines.append(f'{result.finding.status.value:<7}  {result.name:<11}  {result.finding.found}')
+        if result.finding.remedy:
+            lines.append(f'{"":<22}→ {result.finding.remedy}')
+    return lines
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The whole in one line."""
+    counts = Counter(result.finding.status for result in results)
+    parts = [f'{counts[Status.OK]} ok']
+    parts += [plural(counts[status], status.value) for status in (Status.WARNING, Status.FAILURE) if counts[status]]
+    parts += [f'{counts[Status.SKIPPED]} skipped'] if counts[Status.SKIPPED] else []
+    failed = [result.name for result in results if result.finding.status is Status.FAILURE]
+    return ', '.join(parts) + (f'; not fit for the run: {", ".join(failed)}' if failed else '')
+
+
+@contextlib.contextmanager
+def progress(*, is_shown: bool) -> Iterator[Any]:
+    """A function that says on stderr, on a terminal, what is looked at now."""
+    if not is_shown or not sys.stderr.isatty():
+        yield lambda line: None
+        return
+    try:
+        from rich.console import Console
+    except ImportError:
+        yield lambda line: None
+        return
+    with Console(stderr=True).status('') as status:
+        yield status.update

@@ -1,0 +1,145 @@
+"""Carries out checks one after the other: one that hangs or raises is a failure with its name, and the next begins."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
+
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.jax_subprocess import settle
+from maxlm.diagnostics.result import Finding, Status, failure, skipped
+from maxlm.errors import InputError
+
+THREAD = 'maxlm check '
+TIDY_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What can be looked at.
+
+    Attributes:
+        name: as in --skip and --only.
+        place: `module:function` of a check; imported when its turn comes, so that a package that is missing is a
+            finding like any other.
+        seconds: after which it counts as hanging.
+        meaning: what it looks at.
+        uses_devices: whether it needs JAX in this process.
+    """
+
+    name: str
+    place: str
+    seconds: float
+    meaning: str
+    uses_devices: bool = False
+
+    def examine(self, case: Case) -> Finding:
+        """What `place` finds; raises what it raises."""
+        module, _, function = self.place.partition(':')
+        found = getattr(importlib.import_module(f'maxlm.diagnostics.checks.{module}'), function)(case)
+        assert isinstance(found, Finding), self.place
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A check, its finding, and the seconds that it took."""
+
+    name: str
+    finding: Finding
+    seconds: float
+
+
+def examine(
+    checks: Iterable[Check], case: Case, *, on_begin: Callable[[Check], object] = lambda check: None
+) -> Iterator[Result]:
+    """The results, in the order of the checks.
+
+    Those that use devices are skipped where JAX does not start in a process of its own, since it would end this one,
+    and after one that hangs, since what it waits for would hold them up too. `on_begin` is told of each before it is
+    made.
+    """
+    hanging = ''
+    for check in checks:
+        on_begin(check)
+        began = time.monotonic()
+        if check.uses_devices and hanging:
+            finding = skipped(f'not tried: the check {hanging!r} hangs')
+        else:
+            finding = bounded(check, case)
+            if finding is HANGS:
+                finding = _hang(check)
+                hanging = check.name if check.uses_devices else hanging
+        yield Result(check.name, finding, time.monotonic() - began)
+
+
+# A finding that no check has: told apart by identity.
+HANGS = Finding(Status.FAILURE, '')
+
+
+def bounded(check: Check, case: Case) -> Finding:
+    """The finding of a check; HANGS when its time is over. The thread of such a check stays."""
+    found: list[Finding] = []
+
+    def work() -> None:
+        try:
+            if check.uses_devices:
+                if case.start.trouble:
+                    found.append(skipped(f'not tried: {case.start.trouble}'))
+                    return
+                settle(case.start)
+            found.append(check.examine(case))
+        except InputError as error:
+            found.append(failure(' '.join(str(error).split()), 'mend that, and look again'))
+        except ImportError as error:
+            found.append(
+                failure(f'cannot be looked at: {" ".join(str(error).split())}', 'install what is missing: see packages')
+            )
+        # Whatever it is, the other checks can still tell something.
+        except BaseException as error:
+            line = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
+            found.append(failure(f'the check itself failed with {line}', 'report it, with this line'))
+
+    thread = threading.Thread(target=work, name=f'{THREAD}{check.name}', daemon=True)
+    thread.start()
+    thread.join(check.seconds)
+    return found[0] if found else HANGS
+
+
+def _hang(check: Check) -> Finding:
+    return failure(
+        f'no answer after {check.seconds:g} s: {check.meaning}',
+        f'see what it waits for; --skip={check.name} leaves it out',
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process, also where a check was broken off, or hangs in a driver and could never be joined."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+    if threads:
+        _end_children()
+        for thread in threads:
+            # What waited for a child now removes what it has written.
+            thread.join(TIDY_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread.is_alive() for thread in threads):
+        os._exit(code)
+    sys.exit(code)
+
+
+def _end_children() -> None:
+    try:
+        import psutil
+    except ImportError:
+        return
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()

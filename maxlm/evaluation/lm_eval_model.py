@@ -1,0 +1,173 @@
+"""A model as lm-eval asks it: likelihoods of continuations and of whole texts, and continuations until a stop.
+
+It answers as lm-eval's Hugging Face backend does with the exported weights: the same tokens, the same truncation from
+the left, the same prefix before a text without context.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import tokenizers
+
+from maxlm.errors import InputError
+from maxlm.inference.engine.requests import MAX_STOPS, Completion, Request
+from maxlm.inference.load import LoadedModel
+from maxlm.inference.sampling import Sampling
+from maxlm.inference.scoring import Scorer, Span, windows
+
+EXTRA = "benchmarks of lm-eval need the extra: pip install 'maxlm[eval]'"
+# Where a task does not say, as in lm-eval's own backends.
+MAX_TOKENS = 256
+LENGTH_NAMES = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
+SAMPLING_NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
+
+
+class Completes(Protocol):
+    """What continues prompts: the engine."""
+
+    def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The samples of each request."""
+
+
+class HarnessAnswers:
+    """The methods that lm-eval asks of a model; `harness_model` makes one of its models of it."""
+
+    def __init__(self, model: LoadedModel, scorer: Scorer, engine: Completes | None, *, show: bool = False):
+        """Without `engine` it continues nothing."""
+        self._model, self._scorer, self._engine, self._show = model, scorer, engine, show
+        # A tokenizer from elsewhere may put a token before every text; a template's special tokens come as text here.
+        self._library = tokenizers.Tokenizer.from_str(model.tokenizer.to_json())
+        self._library.encode_special_tokens = model.chat is None
+        prefix = self._library.encode('').ids
+        self._prefix = prefix[0] if prefix else model.tokenizer.end_of_document
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval tells prompts of different spellings apart by."""
+        return self._model.tokenizer.sha256
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a document."""
+        return self._model.tokenizer.end_of_document
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context."""
+        return self._prefix
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model reads, at most."""
+        return self._scorer.max_length
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        """Ids of a text; None: with the token before every text, if there is one and the text does not have it."""
+        del ignored
+        if add_special_tokens is None:
+            spelled = self._library.decode([self._prefix], skip_special_tokens=False)
+            add_special_tokens = not (spelled and string.startswith(spelled))
+        return self._library.encode(string, add_special_tokens=add_special_tokens).ids
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        del ignored
+        found = self._scorer.score(
+            [Span(context, continuation) for _, context, continuation in requests], show=self._show
+        )
+        return [(score.log_prob, score.is_greedy) for score in found]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each text, of any length."""
+        del disable_tqdm
+        texts = [windows(self.tok_encode(*request.args), self._prefix, self.max_length) for request in requests]
+        found = iter(self._scorer.score(list(itertools.chain.from_iterable(texts)), show=self._show))
+        return [sum(score.log_prob for score in itertools.islice(found, len(spans))) for spans in texts]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Each prompt's continuation, up to what its task stops at."""
+        del disable_tqdm
+        if self._engine is None:
+            raise InputError('tasks that generate text cannot be run here; give tasks of likelihoods')
+        asked: list[Request] = []
+        stops = []
+        for request in requests:
+            prompt, settings = request.args
+            asked.append(self._request(prompt, settings, seed=len(asked)))
+            stops.append(_stops(settings))
+        completions = self._engine.complete(asked)
+        return [_cut(samples[0].text, until) for samples, until in zip(completions, stops, strict=True)]
+
+    def _request(self, prompt: str, settings: Mapping[str, Any], *, seed: int) -> Request:
+        known = (*LENGTH_NAMES, *SAMPLING_NAMES, 'until', 'do_sample')
+        if unknown := [name for name in settings if name not in known]:
+            raise InputError(f'generation_kwargs of a task: {", ".join(unknown)} is not among {", ".join(known)}')
+        max_tokens = next((int(settings[name]) for name in LENGTH_NAMES if settings.get(name) is not None), MAX_TOKENS)
+        room = self.max_length - max_tokens
+        if room < 1:
+            raise InputError(
+                f'a task asks for {max_tokens} tokens, and the context of the model is {self.max_length}; '
+                'set max_gen_toks in its generation_kwargs'
+            )
+        # As lm-eval reads them: a temperature alone asks for draws.
+        drawn = settings.get('do_sample', float(settings.get('temperature') or 0) > 0)
+        given = {name: settings[name] for name in SAMPLING_NAMES if settings.get(name) is not None}
+        # One token is needed to go on from.
+        ids = (self.tok_encode(prompt) or [self._prefix])[-room:]
+        return Request(
+            tuple(ids),
+            max_tokens,
+            Sampling(**{'temperature': 1.0, **given}) if drawn else Sampling(temperature=0),
+            seed=seed,
+            stops=tuple(_stops(settings)[:MAX_STOPS]),
+        )
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Messages as the model's template spells them; without `add_generation_prompt` up to the end of the last one's
+        text, from which the model goes on."""
+        assert self._model.chat is not None, 'who asks for conversations has a model that has them'
+        rendered = self._model.chat.template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        text = rendered.spelled(0, len(rendered.text))
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]['content'].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the template, for lm-eval's records."""
+        return self._model.chat.template.source if chat_template and self._model.chat else None
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval's results tell of the model."""
+        return {'model': 'maxlm', 'model_step': self._model.step, 'model_dtype': self._model.config.model.dtype}
+
+
+def harness_model(answers: HarnessAnswers) -> Any:
+    """`answers` as an instance of lm-eval's own class of models.
+
+    Raises:
+        InputError: lm-eval is not installed.
+    """
+    try:
+        from lm_eval.api.model import TemplateLM
+    except ImportError as error:
+        raise InputError(EXTRA) from error
+    kind: Any = type('MaxlmModel', (HarnessAnswers, TemplateLM), {})
+    made = kind.__new__(kind)
+    TemplateLM.__init__(made)
+    made.__dict__.update(answers.__dict__)
+    return made
+
+
+def _stops(settings: Mapping[str, Any]) -> list[str]:
+    until = settings.get('until') or []
+    return [text for text in ([until] if isinstance(until, str) else until) if text]
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """A text before the first of the stops: the engine takes only so many."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]

@@ -1,0 +1,230 @@
+"""Benchmarks of lm-eval, by name or from files, and their results in its format."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxlm.errors import InputError, os_message
+from maxlm.evaluation.lm_eval_model import EXTRA, HarnessAnswers, harness_model
+from maxlm.evaluation.statistics import Measure, exponential_of, mean_of
+
+# Draws for the standard errors of metrics that are no means.
+BOOTSTRAPS = 1000
+# Of these lm-eval keeps (log-probability, words or bytes) of each document.
+RATES = {'word_perplexity': 1.0, 'byte_perplexity': 1.0, 'bits_per_byte': math.log(2)}
+YAML = ('.yaml', '.yml')
+# Usual names of benchmarks that lm-eval calls otherwise, as of lm-eval 0.4.
+USUAL_NAMES = {
+    'arc': ('arc_easy', 'arc_challenge'),
+    'csqa': ('commonsense_qa',),
+    'math': ('minerva_math',),
+    'medqa': ('medqa_4options',),
+    'natural_questions': ('nq_open',),
+    'nq': ('nq_open',),
+    'siqa': ('social_iqa',),
+    'trivia_qa': ('triviaqa',),
+}
+
+
+class Benchmarks:
+    """Tasks, read once, that any number of models can be given.
+
+    A task is a name of lm-eval's (`arc_easy`, `mmlu`, …) or of a folder of task files, a key of `USUAL_NAMES`, or the
+    path of a task file.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        *,
+        folder: str = '',
+        num_fewshot: int | None = None,
+        limit: int | None = None,
+        chat: bool = False,
+        key: str = '--tasks',
+    ):
+        """
+        Args:
+            tasks: names, paths of task files, or paths of folders whose task files are all run.
+            folder: of further task files, whose names can be given.
+            num_fewshot: examples in each prompt; None = as the task says.
+            limit: documents of each task, at most; None = all.
+            chat: whether prompts are spelled by the model's chat template.
+            key: what messages say that the tasks were given by.
+
+        Raises:
+            InputError: lm-eval is not installed, or there is no such task.
+        """
+        try:
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise InputError(EXTRA) from error
+        if folder and not Path(folder).is_dir():
+            raise InputError(f'--tasks_path={folder}: no such folder')
+        # It narrates what it does by warnings.
+        logging.getLogger('lm_eval').setLevel(logging.ERROR)
+        self._settings = {'num_fewshot': num_fewshot, 'limit': limit, 'apply_chat_template': chat}
+        folders = [folder] if folder else []
+        names = []
+        for task in tasks:
+            if Path(task).is_dir():
+                found = TaskManager(include_path=task, include_defaults=False).all_subtasks
+                if not found:
+                    raise InputError(f'{key}={task}: the folder holds no task file (.yaml with a line `task: NAME`)')
+                folders.append(task)
+                names += found
+            elif task.endswith(YAML):
+                if not Path(task).is_file():
+                    raise InputError(f'{key}={task}: no such file')
+                names.append(task)
+            else:
+                names.append(task)
+        try:
+            self._manager = TaskManager(include_path=folders or None, include_defaults=False)
+            # lm-eval's own thousands of files take seconds to look through.
+            if any(name not in self._manager.all_tasks and not name.endswith(YAML) for name in names):
+                self._manager = TaskManager(include_path=folders or None)
+        except Exception as error:  # of YAML, of what a task file loads
+            raise InputError(f'task files in {", ".join(folders)}: {_line(error)}') from error
+        known_tasks = set(self._manager.all_tasks)
+        usual = {name: others for name, others in USUAL_NAMES.items() if name not in known_tasks}
+        names = [found for name in names for found in usual.get(name, (name,))]
+        for name in names:
+            if name not in known_tasks and not name.endswith(YAML):
+                near = [known for known in sorted(known_tasks) if name.split('_')[0] in known][:5]
+                hint = f'; near: {", ".join(near)}' if near else ''
+                raise InputError(f'{key}={name}: neither a task of lm-eval nor a file or folder of tasks{hint}')
+        self._names, self._key = names, key
+
+    def kinds(self) -> dict[str, str]:
+        """Name of each task, of groups their parts → what it asks: multiple_choice, loglikelihood, generate_until, …
+
+        Raises:
+            InputError: the data of a task cannot be had.
+        """
+        try:
+            loaded = self._manager.load(list(self._names))['tasks']
+        except Exception as error:  # of data sets, of the hub, of what a task file says
+            raise InputError(f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_line(error)}') from error
+        return {name: task.get_config('output_type') for name, task in loaded.items()}
+
+    def run(self, answers: HarnessAnswers) -> dict[str, Any]:
+        """What lm-eval's `simple_evaluate` returns.
+
+        Raises:
+            InputError: a task cannot be run: its data cannot be had, or it asks for what the model cannot do.
+        """
+        from lm_eval import simple_evaluate
+
+        model = harness_model(answers)
+        # It forks for standard errors, which a process with JAX in it does not survive.
+        os.environ['DISABLE_MULTIPROC'] = '1'
+        # It prints, and draws bars into logs too.
+        shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
+        try:
+            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), _quiet_git():
+                results = simple_evaluate(
+                    model,
+                    tasks=list(self._names),
+                    task_manager=self._manager,
+                    bootstrap_iters=BOOTSTRAPS,
+                    **self._settings,
+                )
+        except (InputError, AssertionError, MemoryError):
+            raise
+        except Exception as error:  # of data sets, of the hub, of what a task file says
+            raise InputError(f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_line(error)}') from error
+        return dict(results)
+
+
+@contextlib.contextmanager
+def _quiet_git() -> Iterator[None]:
+    """Keeps `git describe`, which lm-eval runs, from writing its errors to the terminal."""
+    from lm_eval import evaluator
+
+    original = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = _git_hash
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = original
+
+
+def _git_hash() -> str | None:
+    try:
+        done = subprocess.run(['git', 'describe', '--always'], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def measures(results: Mapping[str, Any]) -> list[Measure]:
+    """The numbers of lm-eval's results, with standard errors over documents."""
+    found = []
+    for task, values in results['results'].items():
+        samples = results.get('samples', {}).get(task, [])
+        for key, value in values.items():
+            metric, _, chosen = key.partition(',')
+            if not chosen or metric.endswith('_stderr') or isinstance(value, str):
+                continue
+            name = f'{task}/{metric}' + ('' if chosen == 'none' else f',{chosen}')
+            error = values.get(f'{metric}_stderr,{chosen}')
+            told = Measure(name, float(value), float(error) if isinstance(error, int | float) else None)
+            of_documents = [sample.get(metric) for sample in samples if sample['filter'] == chosen]
+            found.append(_of_documents(told, metric, of_documents) or told)
+    return found
+
+
+def _of_documents(told: Measure, metric: str, values: Sequence[Any]) -> Measure | None:
+    """The same number made of the documents' own, where it is a mean of them or follows from one."""
+    if not values or any(value is None or isinstance(value, str | list | dict) for value in values):
+        return None
+    if metric not in RATES:
+        if any(isinstance(value, tuple) for value in values):
+            return None
+        mean = mean_of(told.name, np.array(values, np.float64))
+        return mean if math.isclose(mean.value, told.value, rel_tol=1e-6, abs_tol=1e-9) else None
+    log_probs, counts = np.array(values, np.float64).T
+    mean = mean_of(told.name, -log_probs / counts / RATES[metric], counts)
+    if metric == 'bits_per_byte' or mean.error is None:
+        return mean
+    return exponential_of(told.name, mean)._replace(value=told.value)
+
+
+def write_results(results: Mapping[str, Any], folder: Path, *, step: int) -> None:
+    """`results_STEP.json` and `samples_TASK_STEP.jsonl`, as lm-eval writes them and as its tools read them.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        told = {name: value for name, value in results.items() if name != 'samples'}
+        text = json.dumps(told, indent=2, default=_plain, ensure_ascii=False)
+        (folder / f'results_{step}.json').write_text(text + '\n', encoding='utf-8')
+        for task, samples in results.get('samples', {}).items():
+            lines = (json.dumps(sample, default=_plain, ensure_ascii=False) + '\n' for sample in samples)
+            (folder / f'samples_{task}_{step}.jsonl').write_text(''.join(lines), encoding='utf-8')
+    except OSError as error:
+        raise InputError(f'--output={folder}: {os_message(error)}') from error
+
+
+def _plain(value: Any) -> Any:
+    """Of NumPy its numbers, of the rest a text."""
+    return value.item() if hasattr(value, 'item') else str(value)
+
+
+def _line(error: Exception) -> str:
+    return ' '.join(str(error).split())[:300]

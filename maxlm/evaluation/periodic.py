@@ -1,0 +1,68 @@
+"""Benchmarks during a run, on the mesh that it trains on, with the parameters as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maxlm.config.schema import Config
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.evaluation.lm_eval_model import HarnessAnswers
+from maxlm.evaluation.lm_eval_tasks import Benchmarks, measures
+from maxlm.inference.load import LoadedModel
+from maxlm.inference.scoring import Scorer
+from maxlm.parallel.layout import Layout
+from maxlm.training.state import Params
+
+PREFIX = 'eval/tasks/'
+
+
+class Tasks:
+    """Those of `eval.tasks`. Of several processes all take part, and have the same scores."""
+
+    def __init__(self, benchmarks: Benchmarks, config: Config, layout: Layout, tokenizer_path: Path):
+        self._benchmarks = benchmarks
+        # The step is not looked at here.
+        model = LoadedModel(config, layout, None, Tokenizer.load(tokenizer_path), tokenizer_path, 0)
+        self._scorer = Scorer(model)
+        self._answers = HarnessAnswers(model, self._scorer, None)
+
+    def __call__(self, params: Params) -> dict[str, float]:
+        """Name of a metric → value.
+
+        Raises:
+            InputError: the data of a task cannot be had.
+        """
+        self._scorer.params = params
+        try:
+            results: Mapping[str, Any] = self._benchmarks.run(self._answers)
+        finally:
+            # The step makes others in their place.
+            self._scorer.params = None
+        return {PREFIX + measure.name: measure.value for measure in measures(results)}
+
+
+def open_tasks(config: Config, layout: Layout, tokenizer_path: Path) -> Tasks | None:
+    """Those that a run asks for; None = none.
+
+    Raises:
+        InputError: lm-eval is not installed, there is no such task, or one has the model write text.
+    """
+    if not config.eval.tasks:
+        return None
+    limit = config.eval.tasks_limit or None
+    benchmarks = Benchmarks(config.eval.tasks, limit=limit, key='eval.tasks')
+    writing = [name for name, kind in benchmarks.kinds().items() if kind == 'generate_until']
+    if writing:
+        raise InputError(
+            f'eval.tasks: {", ".join(writing)} has the model write text, which needs a cache of keys and values beside '
+            f'the training state; give tasks of likelihoods, and run this one by maxlm.evaluate'
+        )
+    return Tasks(benchmarks, config, layout, tokenizer_path)
+
+
+def task_text(scores: Mapping[str, float]) -> str:
+    """In words, for the log."""
+    return 'tasks ' + '  '.join(f'{name.removeprefix(PREFIX)} {value:.4f}' for name, value in scores.items())

@@ -1,0 +1,162 @@
+"""The loss on held-out text, taken apart: by window, by source, by how much text stands before a token.
+
+Shapes: A micro-batches, B rows of a micro-batch, T length, W windows, S sources, K classes of positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxlm.config.schema import Config
+from maxlm.evaluation.statistics import Measure, mean_of
+from maxlm.parallel.layout import Layout
+from maxlm.training.objectives import Batch, make_log_probs
+from maxlm.training.state import Params
+from maxlm.training.step import split_micro_batches
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class HeldOut(NamedTuple):
+    """Sums of losses in nats, and what they are sums over; each float64.
+
+    Class k is of the tokens that are predicted from 2^k to 2^(k+1) - 1 tokens.
+    """
+
+    loss_W: np.ndarray
+    tokens_W: np.ndarray
+    source_W: np.ndarray
+    class_loss_K: np.ndarray
+    class_tokens_K: np.ndarray
+    # Tokens that the model sees at most.
+    window: int
+
+    def loss(self) -> Measure:
+        """Nats per token with its error over windows, which count as independent."""
+        return _mean('loss', self.loss_W, self.tokens_W)
+
+    def source_losses(self, names: Iterable[str]) -> list[Measure]:
+        """The same of each source; those without a token are left out."""
+        found = []
+        for number, name in enumerate(names):
+            mine = (self.source_W == number) & (self.tokens_W > 0)
+            if mine.any():
+                found.append(_mean(f'loss/{name}', self.loss_W[mine], self.tokens_W[mine]))
+        return found
+
+    def by_position(self) -> list[tuple[int, int, float]]:
+        """(first, last, loss) by the number of tokens that the model sees, in classes of powers of two."""
+        return [
+            (2**k, min(2 ** (k + 1) - 1, self.window), float(loss / tokens))
+            for k, (loss, tokens) in enumerate(zip(self.class_loss_K, self.class_tokens_K, strict=True))
+            if tokens
+        ]
+
+
+def make_token_losses(config: Config, layout: Layout) -> Callable[[Params, Batch], dict[str, jax.Array]]:
+    """(params, batch) → the loss in nats of each token with its weight and position [A, B, T], and sources [A, B].
+
+    As `make_eval_step` adds them up.
+    """
+    log_probs = make_log_probs(config, layout)
+    A = config.rounds
+
+    def token_losses(params: Params, batch: Batch) -> dict[str, jax.Array]:
+        micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
+
+        def one(_: None, micro_batch: Batch) -> tuple[None, jax.Array]:
+            return None, -log_probs(params, None, micro_batch, None).log_probs_BT
+
+        _, loss_ABT = jax.lax.scan(one, None, micro_batches)
+        # The columns of a split length are in an order of their own, alike in all of these.
+        names = [name for name in ('weights', 'positions', 'sources') if name in micro_batches]
+        return {'loss': loss_ABT, **{name: micro_batches[name] for name in names}}
+
+    return jax.jit(token_losses, out_shardings=layout.named())
+
+
+def measure(
+    token_losses: Callable[[Params, Batch], dict[str, jax.Array]],
+    params: Any,
+    batches: Iterable[dict[str, np.ndarray]],
+    *,
+    layout: Layout,
+    global_batch: int,
+) -> HeldOut:
+    """All batches, each window by itself; windows are in the order of the data, whatever the mesh."""
+    windows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    classes, window = np.zeros((2, 64)), 0
+    pending: dict[str, jax.Array] | None = None
+
+    def take(found: dict[str, jax.Array]) -> None:
+        nonlocal classes, window
+        read = {name: _in_order(np.asarray(x)) for name, x in jax.device_get(found).items()}
+        weights = read['weights'].astype(np.float64)
+        # A selection: where nothing is predicted a loss may be anything.
+        loss = np.where(weights > 0, read['loss'].astype(np.float64) * weights, 0.0)
+        windows.append((loss.sum(axis=1), weights.sum(axis=1), read.get('sources', np.zeros(len(loss)))))
+        window = read['positions'].shape[1]
+        number = np.floor(np.log2(read['positions'] + 1)).astype(int).ravel()
+        classes += [np.bincount(number, x.ravel(), minlength=64) for x in (loss, weights)]
+
+    for batch in batches:
+        found = token_losses(params, layout.put_batch(batch, global_batch))
+        # The device works on this batch while the one before is added up.
+        if pending is not None:
+            take(pending)
+        pending = found
+    if pending is not None:
+        take(pending)
+    loss_W, tokens_W, source_W = (np.concatenate(parts) for parts in zip(*windows, strict=True))
+    used = max(np.flatnonzero(classes[1]).tolist(), default=0) + 1
+    class_loss_K, class_tokens_K = classes[:, :used]
+    return HeldOut(loss_W, tokens_W, source_W, class_loss_K, class_tokens_K, window)
+
+
+def bits_per_byte(loss: Measure, tokens_per_byte: float) -> Measure:
+    """Nats per token → bits per byte of the text."""
+    factor = tokens_per_byte / math.log(2)
+    values = None if loss.values is None else loss.values * factor
+    error = None if loss.error is None else loss.error * factor
+    return Measure('bits_per_byte', loss.value * factor, error, values, loss.weights)
+
+
+def draw_positions(curves: dict[str, list[tuple[int, int, float]]], title: str) -> Figure:
+    """Loss over the number of tokens that the model sees, one curve for each name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.8), layout='constrained')
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=11, fontweight='bold', loc='left')
+    for (name, curve), color, marker in zip(curves.items(), itertools.cycle(COLORS), itertools.cycle('osD^v')):
+        middles = [math.sqrt(first * last) for first, last, _ in curve]
+        axes.plot(middles, [loss for _, _, loss in curve], color=color, marker=marker, markersize=4, label=name)
+    axes.set_xscale('log', base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f'{value:,.0f}')
+    axes.set_xlabel('tokens that the model sees')
+    axes.set_ylabel('loss in nats per token')
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.grid(color='#e4e4e4', linewidth=0.8)
+    if len(curves) > 1:
+        axes.legend(frameon=False)
+    return figure
+
+
+# Wong 2011, "Points of view: Color blindness".
+COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
+
+
+def _mean(name: str, sums: np.ndarray, counts: np.ndarray) -> Measure:
+    return mean_of(name, np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0), counts)
+
+
+def _in_order(x: np.ndarray) -> np.ndarray:
+    """[A, B, …] → [A · B, …] in the order before `split_micro_batches`."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

@@ -1,0 +1,147 @@
+"""All the tasks that were asked for, given to one model after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxlm.errors import InputError, os_message
+from maxlm.evaluation.code import KINDS, ProgramResults, ProgramsConfig, open_suite, solve
+from maxlm.evaluation.lm_eval_model import HarnessAnswers
+from maxlm.evaluation.lm_eval_tasks import Benchmarks, measures, write_results
+from maxlm.evaluation.needle import NeedleConfig, NeedleResults, default_lengths, draw_needles, find_needles
+from maxlm.evaluation.statistics import Measure
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.requests import Completion, Request
+from maxlm.inference.load import LoadedModel
+from maxlm.inference.scoring import Scorer
+
+NEEDLE = 'needle'
+
+
+class Requested(NamedTuple):
+    """benchmarks: names and paths for lm-eval. suites: (kind, path). needle: whether facts are hidden."""
+
+    benchmarks: tuple[str, ...]
+    suites: tuple[tuple[str, str], ...]
+    needle: bool
+
+
+def parse_tasks(text: str) -> Requested:
+    """`arc_easy,tasks/mine.yaml,humaneval:HumanEval.jsonl,needle` → what each part is.
+
+    Raises:
+        InputError: a part is empty.
+    """
+    parts = [part.strip() for part in text.split(',')]
+    if not all(parts):
+        raise InputError(f'--tasks={text}: needs names with commas between, e.g. arc_easy,humaneval:HumanEval.jsonl')
+    suites, others = [], []
+    for part in dict.fromkeys(parts):
+        kind, separator, path = part.partition(':')
+        if kind in KINDS and separator and path:
+            suites.append((kind, path))
+        elif part != NEEDLE:
+            others.append(part)
+    return Requested(tuple(others), tuple(suites), NEEDLE in parts)
+
+
+class AssessmentConfig(NamedTuple):
+    """How tasks are run. None: as a task says, all documents, lengths up to the model's context."""
+
+    folder: str = ''
+    num_fewshot: int | None = None
+    limit: int | None = None
+    chat: bool = False
+    programs: ProgramsConfig = ProgramsConfig(num_samples=1, max_tokens=512, temperature=0.8, seed=0)
+    needle_lengths: tuple[int, ...] | None = None
+    needle_trials: int = 5
+    num_slots: int = 32
+
+
+class Assessed(NamedTuple):
+    """What one model achieved; `measures` are all numbers, the rest is for files."""
+
+    measures: list[Measure]
+    benchmarks: dict[str, Any] | None
+    programs: dict[str, ProgramResults]
+    needles: NeedleResults | None
+
+    def write(self, folder: Path, *, step: int, title: str) -> None:
+        """Results and answers of each task as files; InputError if they cannot be written."""
+        if self.benchmarks is not None:
+            write_results(self.benchmarks, folder, step=step)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, results in self.programs.items():
+                lines = (json.dumps(record, ensure_ascii=False) + '\n' for record in results.records)
+                (folder / f'samples_{name}_{step}.jsonl').write_text(''.join(lines), encoding='utf-8')
+            if self.needles is not None:
+                draw_needles(self.needles, f'Facts hidden in long texts: {title}').savefig(
+                    folder / f'needle_{step}.png', dpi=150
+                )
+        except OSError as error:
+            raise InputError(f'--output={folder}: {os_message(error)}') from error
+
+
+class Assessment:
+    """Tasks whose files are read once, before any model is."""
+
+    def __init__(self, requested: Requested, config: AssessmentConfig):
+        """Raises InputError when a task is not there, or what it needs is not installed."""
+        self._config, self._needle = config, requested.needle
+        self._suites = [open_suite(kind, path, limit=config.limit) for kind, path in requested.suites]
+        self._benchmarks: Benchmarks | None = None
+        if requested.benchmarks:
+            self._benchmarks = Benchmarks(
+                requested.benchmarks,
+                folder=config.folder,
+                num_fewshot=config.num_fewshot,
+                limit=config.limit,
+                chat=config.chat,
+            )
+
+    def run(self, model: LoadedModel, *, show: bool = False) -> Assessed:
+        """Gives all tasks to a model.
+
+        Raises:
+            InputError: a task does not fit the model, its data cannot be had, or programs cannot be run safely here.
+        """
+        config = self._config
+        if config.chat and model.chat is None:
+            raise InputError('--apply_chat_template: the checkpoint has no chat template')
+        chat = model.chat if config.chat else None
+        scorer, engine = Scorer(model), _EngineWhenNeeded(model, config.num_slots)
+        found: list[Measure] = []
+        results = None
+        if self._benchmarks is not None:
+            results = self._benchmarks.run(HarnessAnswers(model, scorer, engine, show=show))
+            found += measures(results)
+        programs = {}
+        for suite in self._suites:
+            programs[suite.name] = solve(suite, engine, model.tokenizer, config.programs, chat=chat)
+            found += programs[suite.name].measures
+        needles = None
+        if self._needle:
+            lengths = config.needle_lengths or default_lengths(scorer.max_length)
+            needles = find_needles(
+                scorer, model.tokenizer, NeedleConfig(lengths, trials=config.needle_trials), show=show
+            )
+            found += needles.measures
+        return Assessed(found, results, programs, needles)
+
+
+class _EngineWhenNeeded:
+    """Its cache takes memory, and most tasks need none."""
+
+    def __init__(self, model: LoadedModel, num_slots: int):
+        self._model, self._num_slots = model, num_slots
+        self._engine: Engine | None = None
+
+    def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """See `Engine.complete`."""
+        if self._engine is None:
+            self._engine = Engine(self._model, num_slots=self._num_slots)
+        return self._engine.complete(requests)

@@ -1,0 +1,1 @@
+"""Chips, their statistics, and prices."""

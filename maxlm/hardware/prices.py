@@ -1,0 +1,105 @@
+"""What devices and storage cost to rent: public list prices, in one table with one date.
+
+Prices move: an H100 has cost from 2 to 12 dollars an hour in the same year, depending on where. The table is for
+comparing plans; for a bill give your own price.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from maxlm.config.validation import nearest
+from maxlm.errors import InputError
+from maxlm.hardware.chips import Chip
+
+# On which the GPU providers' pages were read, by public collections of prices that quote them (Lambda's B200 and V100
+# five days before). TPUs: see GOOGLE.
+DATE = '2026-09-25'
+
+
+class Price(NamedTuple):
+    """Dollars for one device for one hour, without tax, and who asks them."""
+
+    dollars: float
+    source: str
+
+
+class _Offer(NamedTuple):
+    on_demand: float
+    source: str
+    # 0 = no spot market there, or none with a price that is public and dated.
+    spot: float = 0.0
+    spot_source: str = ''
+
+
+LAMBDA = f'Lambda, list price per GPU of an 8-GPU instance, as read {DATE}'
+LAMBDA_SINGLE = f'Lambda, list price of a 1-GPU instance, as read {DATE}'
+NEBIUS = f'Nebius, list price per GPU, HGX node, as read {DATE}'
+RUNPOD = f'RunPod Secure Cloud, list price, as read {DATE}'
+# Both as SkyPilot's catalog v8 has them from Google's billing catalog (commit 006059e, which carries no date of its
+# own). Spot prices change up to once a day and by region, for v5p from 0.84 to 1.68: they are orders of magnitude.
+GOOGLE = 'Google Cloud, list price, {}, undated, as in the SkyPilot catalog v8, commit 006059e'
+GOOGLE_SPOT = GOOGLE.replace('list', 'spot')
+
+
+def _google(on_demand: float, spot: float, region: str) -> _Offer:
+    return _Offer(on_demand, GOOGLE.format(region), spot, GOOGLE_SPOT.format(region))
+
+
+# By the names of CHIPS, and per device as JAX shows it: a v2 or v3 is half a chip. Where offers differ, the one of an
+# 8-GPU node with fast links is taken. Spot prices of GPUs are left out: those found with a date were either above
+# another provider's on-demand price or a small part of it, some weeks old.
+PRICES: dict[str, _Offer] = {
+    'h100': _Offer(3.99, LAMBDA),
+    'h100-pcie': _Offer(3.29, LAMBDA_SINGLE),
+    'h100-nvl': _Offer(3.19, RUNPOD),
+    'h200': _Offer(4.50, NEBIUS),
+    'b200': _Offer(6.69, LAMBDA),
+    'gh200': _Offer(2.29, LAMBDA_SINGLE),
+    'a100': _Offer(2.79, LAMBDA),
+    'a100-40': _Offer(1.99, LAMBDA),
+    'l40s': _Offer(1.09, RUNPOD),
+    'v100': _Offer(0.79, LAMBDA),
+    'rtx4090': _Offer(0.74, RUNPOD),
+    'v2': _google(0.5625, 0.1688, 'us-central1'),
+    'v3': _google(1.00, 0.255, 'us-central1'),
+    'v4': _google(3.22, 0.9215, 'us-central2'),
+    'v5e': _google(1.20, 0.2449, 'us-central1'),
+    'v5p': _google(4.20, 0.8357, 'us-central1'),
+    'v6e': _google(2.70, 0.5442, 'us-central1'),
+}
+
+# Dollars per GiB and month: Google Cloud Storage, standard class, us-central1 and other regions of the first tier.
+STORAGE_PER_GIB_MONTH = 0.020
+STORAGE_SOURCE = 'Google Cloud Storage, standard class, us-central1'
+
+
+def has_price(chip: Chip, *, spot: bool = False) -> bool:
+    """Whether the table has a price for a chip."""
+    if chip.platform == 'cpu':
+        return not spot
+    offer = PRICES.get(chip.name)
+    return offer is not None and (not spot or offer.spot > 0)
+
+
+def price_per_hour(chip: Chip, *, spot: bool = False) -> Price:
+    """The price of one device of this kind for an hour.
+
+    Raises:
+        InputError: the table has none.
+    """
+    if chip.platform == 'cpu' and not spot:
+        return Price(0.0, 'your own machine')
+    offer = PRICES.get(chip.name)
+    if offer is None:
+        raise InputError(
+            f'no price for {chip.name} in the table of {DATE}; {nearest(chip.name, PRICES)}; give --price-per-hour'
+        )
+    if not spot:
+        return Price(offer.on_demand, offer.source)
+    if not offer.spot:
+        priced = ', '.join(name for name, other in PRICES.items() if other.spot)
+        raise InputError(
+            f'no spot price for {chip.name} in the table of {DATE}, only for {priced}; give --spot-price-per-hour'
+        )
+    return Price(offer.spot, offer.spot_source)

@@ -1,0 +1,216 @@
+"""The config.json of an architecture and `model.*`, both ways.
+
+Import goes by the row of the file's model_type; export takes the first row that can express the model's switches,
+whatever its family is called.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from maxlm.config.resolve import config_for_model
+from maxlm.config.schema import ModelConfig
+from maxlm.errors import InputError
+from maxlm.huggingface.architectures import (
+    ARCHITECTURES,
+    GPT_NEOX,
+    LLAMA,
+    MISTRAL,
+    NANOCHAT,
+    QWEN3,
+    SERVED,
+    Architecture,
+    same_rotated_dims,
+    told,
+)
+from maxlm.huggingface.json_fields import Fields
+from maxlm.huggingface.rope import from_rope, to_rope
+
+_EXPERTS = ('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts')
+_EXPERT_TYPES = ('mixtral', 'dbrx', 'jetmoe', 'deepseek_v2', 'deepseek_v3', 'gpt_oss', 'llama4')
+
+
+def check_supported(config: Fields, supported: Iterable[str]) -> None:
+    """Raises InputError unless a config.json is one of the supported model types and asks for nothing beyond them."""
+    values, source = config.values, config.source
+    kind = values.get('model_type')
+    if not isinstance(kind, str):
+        raise InputError(f'{source}: no model_type; needs one of {", ".join(supported)}')
+    if values.get('auto_map'):
+        raise config.refusal('auto_map', 'the model needs code of its own, which maxlm does not run')
+    if values.get('quantization_config'):
+        raise InputError(
+            f'{source}: quantization_config: quantized weights are not supported; take the original of float type'
+        )
+    for key in _EXPERTS:
+        if config.integer(key, 0, null=0):
+            raise config.refusal(key, 'a mixture of experts is not supported')
+    if kind in _EXPERT_TYPES or 'moe' in kind:
+        raise InputError(f'{source}: model_type={kind}: a mixture of experts is not supported')
+    attention = values.get('attn_config')
+    if kind == 'bloom' or values.get('alibi') or (isinstance(attention, dict) and attention.get('alibi')):
+        raise InputError(f'{source}: model_type={kind} has ALiBi positions, which maxlm has not')
+    if kind not in supported:
+        raise InputError(f'{source}: model_type={kind} is not supported; there are {", ".join(supported)}')
+
+
+AUTO = 'auto'
+# These mean "derived from the others" when they are null, as our 0 does.
+_NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap')
+# Keys of rotary positions, for messages.
+_ROPE_NAMES = {
+    'rotary_factor': 'factor',
+    # Of GPT-NeoX, which alone may rotate a part of a head.
+    'rotary_fraction': 'rotary_pct',
+    'rotary_low_turns': 'low_freq_factor',
+    'rotary_high_turns': 'high_freq_factor',
+    'rotary_beta_slow': 'beta_slow',
+    'rotary_beta_fast': 'beta_fast',
+    'rotary_original_positions': 'original_max_position_embeddings',
+}
+# Context of the run that an imported model is given, where the model's is longer.
+_WINDOW = 1024
+
+
+def choose(model: ModelConfig, architecture: str = AUTO) -> Architecture:
+    """The architecture that a resolved model is exported as: the one asked for, or the first that expresses it.
+
+    Raises:
+        InputError: there is none; the message names the keys and values that the nearest one does not have.
+    """
+    if architecture != AUTO:
+        row = ARCHITECTURES[architecture]
+        missing = misfits(model, row)
+        if missing:
+            raise InputError(
+                f'{", ".join(missing)}: {row.class_name} has no such models; leave --architecture at {AUTO}'
+            )
+        return row
+    # Of two that fit, the one that the family is named for.
+    rows = sorted(SERVED, key=lambda row: row.model_type != model.family)
+    row = min(rows, key=lambda row: len(misfits(model, row)))
+    missing = misfits(model, row)
+    if missing:
+        others = ', '.join(served.title for served in SERVED[:-1])
+        hint = ''
+        if not misfits(model, NANOCHAT):
+            hint = '; --architecture=nanochat writes it for Transformers 5 and later, which alone can run it'
+        raise InputError(
+            f'{", ".join(missing)}: of {others} and {SERVED[-1].title} none has such models, {row.title} is the '
+            f'nearest{hint}'
+        )
+    return row
+
+
+def misfits(model: ModelConfig, row: Architecture) -> list[str]:
+    """What of a model an architecture cannot express, as `model.key=value`."""
+    fixed = [told(model, key) for key, value in row.always.items() if getattr(model, key) != value]
+    if model.activation not in row.activations.values():
+        fixed.insert(0, told(model, 'activation'))
+    return fixed + [found for limit in row.limits if (found := limit(model))]
+
+
+def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
+    """The content of config.json for a resolved model, without its ids of special tokens and its dtype.
+
+    Raises:
+        InputError: as `choose`.
+    """
+    row = choose(model, architecture)
+    found: dict[str, Any] = {'architectures': [row.class_name], 'model_type': row.model_type}
+    found |= {theirs: getattr(model, ours) for ours, (theirs, _) in row.keys.items()}
+    if row is NANOCHAT:
+        found['final_logit_softcapping'] = model.logit_softcap or None
+    names = (theirs for theirs, ours in row.activations.items() if ours == model.activation)
+    found |= {row.activation[0]: next(names), **row.only, **row.written(model)}
+    return found | (to_rope(model, row.model_type) if model.position == 'rotary' else {})
+
+
+def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
+    """The resolved model of a config.json.
+
+    Args:
+        config: its content.
+        source: what messages call it.
+
+    Raises:
+        InputError: a model that maxlm does not have, or values that cannot be; the message names them.
+    """
+    fields = Fields(config, source)
+    row = _row(fields)
+    model: dict[str, Any] = {'family': row.family, **row.always}
+    kinds = typing.get_type_hints(ModelConfig)
+    for ours, (theirs, fallback) in row.keys.items():
+        null = 0 if ours in _NULLABLE else None
+        if theirs not in config and fallback is None:
+            model[ours] = 0
+        else:
+            read: Any = {int: fields.integer, float: fields.number, bool: fields.flag}[kinds[ours]]
+            model[ours] = read(theirs, fallback) if null is None else read(theirs, fallback, null=null)
+    for theirs, value in row.only.items():
+        if config.get(theirs, value) != value:
+            raise fields.refusal(theirs, f'maxlm has this model with {value} only')
+    name = fields.text(*row.activation)
+    if name not in row.activations:
+        raise fields.refusal(row.activation[0], f'not supported; needs one of {", ".join(row.activations)}')
+    model['activation'] = row.activations[name]
+    if row is LLAMA and fields.flag('mlp_bias', False) != model['use_bias']:
+        raise fields.refusal(
+            'mlp_bias', f'with attention_bias={model["use_bias"]}; maxlm has biases in both or in neither'
+        )
+    if model['position'] == 'rotary':
+        model |= from_rope(fields, row.model_type, model['max_positions'])
+        head_dim, fraction = model['dim'] // model['num_heads'], model['rotary_fraction']
+        if row is GPT_NEOX and not same_rotated_dims(head_dim, fraction):
+            raise InputError(
+                f'{source}: rotary_pct={fraction}: that is {head_dim * fraction:g} dims of heads of {head_dim}; needs '
+                f'a whole number of pairs'
+            )
+    model |= _attention(fields, row, model['num_layers'])
+    # The type of the parameters in the file; Transformers' own default is float32.
+    stored = str(config.get('dtype') or config.get('torch_dtype') or 'float32')
+    model['dtype'] = 'float32' if stored.endswith('float32') else 'bfloat16'
+    try:
+        return config_for_model(model, source).model
+    except InputError as error:
+        raise InputError(_with_their_names(str(error), row)) from error
+
+
+def _with_their_names(message: str, row: Architecture) -> str:
+    """Returns a message about keys of maxlm with the keys of config.json."""
+    names = _ROPE_NAMES | {ours: theirs for ours, (theirs, _) in row.keys.items()}
+    return re.sub(r'\bmodel\.(\w+)', lambda match: names.get(match[1], match[0]), message)
+
+
+def _row(fields: Fields) -> Architecture:
+    check_supported(fields, ARCHITECTURES)
+    return ARCHITECTURES[fields.text('model_type', '')]
+
+
+def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, Any]:
+    """Which layers see how far."""
+    window = 0
+    if row is MISTRAL or (row is QWEN3 and fields.flag('use_sliding_window', False)):
+        window = fields.integer('sliding_window', 4096, null=0)
+    first = fields.integer('max_window_layers', 28) if row is QWEN3 else 0
+    sliding = [window > 0 and layer >= first for layer in range(num_layers)]
+    types = fields.values.get('layer_types')
+    if types is not None:
+        names = ['full_attention', 'sliding_attention']
+        if not isinstance(types, list) or len(types) != num_layers or any(name not in names for name in types):
+            raise fields.refusal('layer_types', f'needs {num_layers} times {" or ".join(names)}')
+        listed = [name == 'sliding_attention' for name in types]
+        if any(listed) and not window:
+            raise fields.refusal('layer_types', 'sliding_attention without a sliding window')
+        if row is not QWEN3 and listed != sliding:
+            raise fields.refusal('layer_types', f'{row.model_type} has one kind of layers only')
+        sliding = listed
+    if not any(sliding):
+        return {'attention_pattern': 'L', 'sliding_window': 0}
+    letters = ''.join('S' if slides else 'L' for slides in sliding)
+    # The shortest that gives all layers when it is repeated: what is compiled is one period of it.
+    period = next(n for n in range(1, num_layers + 1) if letters == (letters[:n] * num_layers)[:num_layers])
+    return {'attention_pattern': letters[:period], 'sliding_window': window}

@@ -1,0 +1,252 @@
+"""A checkpoint → one GGUF file, which llama.cpp and what is built on it run; a tensor at a time.
+
+Names of keys and tensors are those of the library gguf. Files of kind `llama` rotate neighbours, where Transformers and
+maxlm rotate pairs that lie half a head apart: rows of queries and keys change places, as in llama.cpp's
+convert_hf_to_gguf.py. Those of kind `qwen3` rotate as maxlm does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxlm.checkpoint.fetch import find_step_here
+from maxlm.config.schema import ModelConfig
+from maxlm.errors import InputError, os_message
+from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.export_model import check_shapes, open_parameters
+from maxlm.huggingface.gguf_tokenizer import vocabulary
+from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
+from maxlm.huggingface.tokenizer_files import TextFiles, files_for_export
+from maxlm.log import progress_bar
+from maxlm.model.layers.masks import layer_windows
+from maxlm.storage.atomic import check_space
+from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
+
+TYPES = ('f16', 'q8_0')
+# Values of a row that share a scale in q8_0.
+BLOCK = 32
+# The file's kind of each architecture that has one. Mistral's differs by its window alone, which it has not.
+_KINDS = {'llama': 'llama', 'mistral': 'llama', 'qwen3': 'qwen3'}
+_LARGEST_FLOAT16 = 65504.0
+
+
+class ExportedGguf(NamedTuple):
+    """What was written; `left` are the matrices that stay in float16 because their rows are no whole blocks."""
+
+    path: Path
+    kind: str
+    parameters: int
+    bytes: int
+    left: tuple[str, ...]
+
+
+def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> ExportedGguf:
+    """Writes a checkpoint with its tokenizer and chat template as one file; vectors are in float32.
+
+    Args:
+        checkpoint: as `find_step_here` takes it.
+        output: the file to be made.
+        dtype: of matrices: f16 or q8_0 (8 bits, with a scale for each 32 of a row).
+        show: whether to show progress.
+
+    Raises:
+        InputError: GGUF has no such model or tokenizer, the checkpoint cannot be read, a value is not finite or beyond
+            float16, the output cannot be written, or gguf is not installed. Nothing is left behind.
+    """
+    gguf = _library()
+    path = _check_new_file(output)
+    step_directory = find_step_here(checkpoint)
+    workdir = Path(step_directory.parent.parent)
+    model = read_config(workdir).model
+    architecture = _architecture(model, str(workdir / CONFIG))
+    rows = tensors(architecture, model)
+    reader = open_parameters(step_directory, model)
+    check_shapes(reader.shapes, parameter_shapes(rows, model.num_layers), step_directory, workdir / CONFIG)
+    kind = _KINDS[architecture]
+    names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == kind), model.num_layers)
+    types = {tensor.name: _type_of(tensor, dtype, gguf) for tensor in rows}
+    sizes = {tensor.name: _bytes(tensor.shape, types[tensor.name], gguf) for tensor in rows}
+    check_space('--output', path, sum(sizes.values()))
+    with (
+        _new_file(path) as partial,
+        progress_bar(total=len(rows), initial=0, unit='tensor', show=show) as bar,
+        contextlib.closing(gguf.GGUFWriter(partial, kind)) as writer,
+    ):
+        _describe(writer, model, path.stem, dtype, gguf)
+        _add_tokenizer(writer, files_for_export(workdir, model), model, str(workdir / TOKENIZER))
+        factors = _frequency_factors(model)
+        if factors is not None:
+            writer.add_tensor_info('rope_freqs.weight', factors.shape, factors.dtype, factors.nbytes)
+        for tensor in rows:
+            name = names.get_name(tensor.name, try_suffixes=('.weight', '.bias'))
+            float32 = np.dtype(np.float32)
+            writer.add_tensor_info(name, tensor.shape, float32, sizes[tensor.name], raw_dtype=types[tensor.name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        for tensor in rows:
+            values = tensor.to_hf([reader.read(source, tensor.layer) for source in tensor.sources])
+            if kind == 'llama':
+                values = with_neighbours(tensor.name, values, model)
+            writer.write_tensor_data(_stored(tensor.name, values, types[tensor.name], gguf))
+            bar.update()
+    wanted = gguf.GGMLQuantizationType.Q8_0
+    left = tuple(
+        tensor.name for tensor in rows if dtype == 'q8_0' and len(tensor.shape) > 1 and types[tensor.name] != wanted
+    )
+    parameters = sum(math.prod(tensor.shape) for tensor in rows)
+    return ExportedGguf(path, kind, parameters, path.stat().st_size, left)
+
+
+def with_neighbours(name: str, values: np.ndarray, model: ModelConfig) -> np.ndarray:
+    """A tensor of Transformers as `llama` files have it: in each head of queries and keys, halves become neighbours."""
+    heads = {'q_proj': model.num_heads, 'k_proj': model.num_kv_heads}.get(name.split('.')[-2])
+    if heads is None:
+        return values
+    rest = values.shape[1:]
+    return values.reshape(heads, 2, model.head_dim // 2, *rest).swapaxes(1, 2).reshape(values.shape)
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise InputError("GGUF files need gguf: pip install 'maxlm[gguf]'") from error
+    return gguf
+
+
+def _check_new_file(output: str) -> Path:
+    path = Path(output).expanduser().resolve()
+    if path.exists():
+        raise InputError(f'--output={output}: there is something already; choose a file that is new')
+    if not path.parent.is_dir():
+        raise InputError(f'--output={output}: {path.parent} is no directory; make it, or choose another place')
+    return path
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """A file that becomes `path` at the end, or vanishes when an error ends it."""
+    partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
+    try:
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f'--output={path}: {os_message(error)}; choose a place that can be written to') from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _architecture(model: ModelConfig, source: str) -> str:
+    architecture = choose(model).model_type
+    if architecture not in _KINDS:
+        raise InputError(f'{source}: GGUF is written for models as Llama and Qwen3; this one is as {architecture}')
+    if any(layer_windows(model)):
+        raise InputError(
+            f'{source}: model.attention_pattern={model.attention_pattern}: GGUF files of Llama and Qwen3 have no '
+            f'sliding windows; export the model for Transformers instead'
+        )
+    scaling, plain = model.rotary_scaling, ModelConfig()
+    changed = [
+        f'model.{key}={getattr(model, key)}'
+        for key in ('rotary_beta_slow', 'rotary_beta_fast', 'rotary_truncate', 'rotary_attention_factor')
+        if scaling == 'yarn' and getattr(model, key) != getattr(plain, key)
+    ]
+    if scaling == 'dynamic' or changed:
+        told = ', '.join(changed) or f'model.rotary_scaling={scaling}'
+        raise InputError(
+            f'{source}: {told}: llama.cpp has no such positions; export the model for Transformers instead'
+        )
+    return architecture
+
+
+def _describe(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: Any) -> None:
+    file_types = {'f16': gguf.LlamaFileType.MOSTLY_F16, 'q8_0': gguf.LlamaFileType.MOSTLY_Q8_0}
+    writer.add_name(name)
+    writer.add_file_type(file_types[dtype])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(model.vocab_size)
+    writer.add_context_length(model.max_positions)
+    writer.add_embedding_length(model.dim)
+    writer.add_block_count(model.num_layers)
+    writer.add_feed_forward_length(model.ffn_dim)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(model.num_kv_heads)
+    writer.add_key_length(model.head_dim)
+    writer.add_value_length(model.head_dim)
+    writer.add_rope_dimension_count(model.head_dim)
+    writer.add_layer_norm_rms_eps(model.norm_epsilon)
+    writer.add_rope_freq_base(model.rotary_theta)
+    # What llama3 does with positions stands in a tensor.
+    kinds = {'linear': gguf.RopeScalingType.LINEAR, 'yarn': gguf.RopeScalingType.YARN}
+    if model.rotary_scaling in kinds:
+        writer.add_rope_scaling_type(kinds[model.rotary_scaling])
+        writer.add_rope_scaling_factor(model.rotary_factor)
+        writer.add_rope_scaling_orig_ctx_len(model.rotary_original_positions)
+
+
+def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str) -> None:
+    if TOKENIZER not in text.files:
+        raise InputError(f'{source}: no such file, without which a GGUF file can take no text; put the one there')
+    found = vocabulary(text.files[TOKENIZER].decode(), model.vocab_size, source)
+    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_pre(found.split)
+    writer.add_token_list(found.tokens)
+    writer.add_token_types(found.types)
+    writer.add_token_merges(found.merges)
+    writer.add_add_bos_token(found.begins)
+    ends = text.ids['eos_token_id']
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    # The format has no number for a token that does not exist.
+    ends = [end for end in ends if end >= 0]
+    begin = text.ids['bos_token_id']
+    if begin is not None and begin >= 0:
+        writer.add_bos_token_id(begin)
+    for add, end in zip((writer.add_eos_token_id, writer.add_eot_token_id), ends, strict=False):
+        add(end)
+    if CHAT_TEMPLATE in text.files:
+        writer.add_chat_template(text.files[CHAT_TEMPLATE].decode())
+
+
+def _frequency_factors(model: ModelConfig) -> np.ndarray | None:
+    """What llama3's scaling divides each frequency by, [head_dim / 2]; None for other models.
+
+    Formula: Transformers, `modeling_rope_utils.py`.
+    """
+    if model.rotary_scaling != 'llama3':
+        return None
+    frequencies = model.rotary_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
+    turns = model.rotary_original_positions * frequencies / (2 * math.pi)
+    low, high = model.rotary_low_turns, model.rotary_high_turns
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    factors: np.ndarray = 1 / ((1 - kept) / model.rotary_factor + kept)
+    return factors.astype(np.float32)
+
+
+def _type_of(tensor: Tensor, dtype: str, gguf: Any) -> Any:
+    types = gguf.GGMLQuantizationType
+    if len(tensor.shape) == 1:
+        return types.F32
+    return types.Q8_0 if dtype == 'q8_0' and tensor.shape[-1] % BLOCK == 0 else types.F16
+
+
+def _bytes(shape: tuple[int, ...], kind: Any, gguf: Any) -> int:
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    return math.prod(shape) // int(values) * int(size)
+
+
+def _stored(name: str, values: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
+    # Scales of blocks are in float16 too.
+    if not np.abs(values).max() <= _LARGEST_FLOAT16:
+        raise InputError(f'{name}: a value is not finite, or beyond float16; choose another step')
+    stored: np.ndarray = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)
+    return stored

@@ -1,0 +1,128 @@
+"""A checkpoint → a directory that Transformers loads, a layer at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.merge_lora import MergedReader
+from maxlm.checkpoint.params import params_item
+from maxlm.checkpoint.quantized import DequantizedReader
+from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.config.schema import ModelConfig
+from maxlm.errors import InputError
+from maxlm.huggingface.config_conversion import choose, to_config
+from maxlm.huggingface.model_card import NAME as CARD
+from maxlm.huggingface.model_card import model_card
+from maxlm.huggingface.safetensors_io import Entry, entry_bytes, write_tensors
+from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
+from maxlm.huggingface.tokenizer_files import files_for_export
+from maxlm.log import progress_bar
+from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.storage.atomic import check_new, check_space, new_directory
+from maxlm.workdir.files import CONFIG, read_config
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    directory: Path
+    class_name: str
+    parameters: int
+    bytes: int
+
+
+def export_model(
+    checkpoint: str, output: str, *, architecture: str, dtype: str, max_shard_size: int, show: bool
+) -> Exported:
+    """Writes a checkpoint as config.json, safetensors, tokenizer and model card; adapters are merged, kernels that are
+    quantized are made of their codes.
+
+    What is held at a time is one parameter of one layer, or the embedding. The same checkpoint gives the same bytes.
+
+    Args:
+        checkpoint: as `find_step_here` takes it.
+        output: a directory to be made.
+        architecture: a model_type, or `auto`.
+        dtype: of the tensors: float32, bfloat16 or float16.
+        max_shard_size: bytes of tensors in one file.
+        show: whether to show progress.
+
+    Raises:
+        InputError: no architecture expresses the model, the checkpoint cannot be read, a value is not finite or beyond
+            the range of `dtype`, or the output cannot be written. Nothing is left behind.
+    """
+    directory = check_new('--output', output)
+    step_directory = find_step_here(checkpoint)
+    workdir = step_directory.parent.parent
+    config = read_config(workdir)
+    row = choose(config.model, architecture)
+    rows = tensors(row.model_type, config.model)
+    reader = open_parameters(step_directory, config.model)
+    check_shapes(reader.shapes, parameter_shapes(rows, config.model.num_layers), step_directory, workdir / CONFIG)
+    text = files_for_export(workdir, config.model)
+    # `torch_dtype` is what versions before 5 read.
+    settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
+    parameters = sum(math.prod(row.shape) for row in rows)
+    card = model_card(
+        directory.name,
+        workdir=workdir,
+        step=int(step_directory.name),
+        config=config,
+        architecture=row,
+        dtype=dtype,
+        parameters=parameters,
+    )
+    entries = [Entry(tensor.name, tensor.shape, _maker(reader, tensor)) for tensor in rows]
+    size = sum(entry_bytes(entry, dtype) for entry in entries)
+    check_space('--output', directory, size)
+    with (
+        new_directory('--output', directory) as partial,
+        progress_bar(total=len(entries), initial=0, unit='tensor', show=show) as bar,
+    ):
+        (partial / CONFIG).write_text(json.dumps(settings, indent=2) + '\n', encoding='utf-8')
+        (partial / CARD).write_text(card, encoding='utf-8')
+        for name, content in text.files.items():
+            (partial / name).write_bytes(content)
+        write_tensors(partial, entries, dtype=dtype, max_shard_size=max_shard_size, written=lambda name: bar.update())
+    return Exported(directory, row.class_name, parameters, size)
+
+
+def open_parameters(step_directory: epath.Path, model: ModelConfig) -> MergedReader | DequantizedReader:
+    """Reads the parameters of a step as those of a plain model in float32.
+
+    Args:
+        step_directory: as `find_step` returns it.
+        model: of its config.
+
+    Raises:
+        InputError: they cannot be read, or are not those of the model.
+    """
+    item = params_item(step_directory)
+    if weights_of(model) is not None:
+        stored = ParamsReader(step_directory, item, may_be_quantized=True)
+        return DequantizedReader(stored, model, str(step_directory))
+    return MergedReader(ParamsReader(step_directory, item), model, str(step_directory))
+
+
+def _maker(reader: MergedReader | DequantizedReader, tensor: Tensor) -> Callable[[], np.ndarray]:
+    return lambda: tensor.to_hf([reader.read(path, tensor.layer) for path in tensor.sources])
+
+
+def check_shapes(
+    stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], step_directory: Path, config: Path
+) -> None:
+    """Raises InputError unless a step has the parameters that a config wants."""
+    for path in sorted(stored.keys() | wanted.keys()):
+        if stored.get(path) != wanted.get(path):
+            raise InputError(
+                f'{step_directory}: parameter {path} is {stored.get(path, "missing")} there and '
+                f'{wanted.get(path, "none")} in {config}; the two belong to different models'
+            )

@@ -1,0 +1,232 @@
+"""The adapters of a checkpoint alone, as PEFT loads them onto the exported model that the run started from.
+
+For each projection PEFT holds lora_A [rank, in] and lora_B [out, rank], and adds (alpha / rank) · lora_B · lora_A to
+its weight, in all architectures alike. Where the architecture has queries, keys and values in one weight, their
+adapters are one of as many times the rank: the lora_As one below the other, each lora_B in its own rows and columns.
+
+Shapes: I inputs, O outputs of a weight of Transformers, R rank of its adapter, r rank of one of maxlm's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.merge_lora import MergedReader
+from maxlm.checkpoint.params import params_item
+from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.errors import InputError
+from maxlm.huggingface.architectures import GPT2
+from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.safetensors_io import SINGLE, Entry, entry_bytes, write_tensors
+from maxlm.huggingface.state_dict import Tensor, tensors
+from maxlm.log import progress_bar
+from maxlm.model.blocks import BLOCKS
+from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
+from maxlm.storage.atomic import check_new, check_space, new_directory
+from maxlm.workdir.files import CONFIG, read_config
+
+# As PEFT names them.
+ADAPTER_CONFIG = 'adapter_config.json'
+ADAPTER_TENSORS = 'adapter_model.safetensors'
+_PREFIX = 'base_model.model.'
+_DTYPE = 'float32'
+
+
+class ExportedAdapter(NamedTuple):
+    """What was written; `targets` are the modules of Transformers that have adapters."""
+
+    directory: Path
+    class_name: str
+    parameters: int
+    targets: list[str]
+
+
+def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str, show: bool) -> ExportedAdapter:
+    """Writes adapter_config.json and adapter_model.safetensors, in float32.
+
+    Args:
+        checkpoint: of a run with adapters, as `find_step_here` takes it.
+        output: a directory to be made.
+        base: what adapter_config.json names as the model to load them onto. With none, parameters besides the adapters
+            are compared with `train.init_from`, whose export is that model.
+        architecture: a model_type, or `auto`.
+        show: whether to show progress.
+
+    Raises:
+        InputError: the model has no adapters, or more than they was trained, or its base is not the one it started
+            from; no architecture expresses the model; the checkpoint cannot be read, or the output cannot be written.
+            Nothing is left behind.
+    """
+    directory = check_new('--output', output)
+    step_directory = find_step_here(checkpoint)
+    source = Path(step_directory.parent.parent)
+    config = read_config(source)
+    model = config.model
+    if not model.lora_rank:
+        raise InputError(f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG}; give a run with adapters')
+    row = choose(model, architecture)
+    reader = ParamsReader(step_directory, params_item(step_directory))
+    rest = MergedReader(reader, model, str(step_directory))
+    _check_base(config, reader, list(rest.shapes), base)
+    parts = _parts(tensors(row.model_type, model), reader, is_straight=row is GPT2)
+    entries = [entry for part in parts for entry in part.entries]
+    parameters = sum(math.prod(entry.shape) for entry in entries)
+    size = sum(entry_bytes(entry, _DTYPE) for entry in entries)
+    check_space('--output', directory, size)
+    settings = _settings(model, parts, base, is_straight=row is GPT2)
+    with (
+        new_directory('--output', directory) as unfinished,
+        progress_bar(total=len(entries), initial=0, unit='tensor', show=show) as bar,
+    ):
+        (unfinished / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + '\n', encoding='utf-8')
+        write_tensors(unfinished, entries, dtype=_DTYPE, max_shard_size=size, written=lambda name: bar.update())
+        (unfinished / SINGLE).rename(unfinished / ADAPTER_TENSORS)
+    return ExportedAdapter(directory, row.class_name, parameters, settings['target_modules'])
+
+
+class _Part(NamedTuple):
+    """The adapter of one weight: that module's target, its rank, and its two tensors."""
+
+    target: str
+    rank: int
+    entries: tuple[Entry, Entry]
+
+
+def _parts(rows: Sequence[Tensor], reader: ParamsReader, *, is_straight: bool) -> list[_Part]:
+    """Of all weights that have adapters. `is_straight` tells that weights are [in, out], not the transpose."""
+    weights = [row for row in rows if row.layer is not None and row.sources[0].endswith('.kernel')]
+    last_names = Counter(tensor.name.split('.')[-2] for tensor in weights if tensor.layer == 0)
+    orders: dict[tuple[str, ...], np.ndarray] = {}
+    parts = []
+    for tensor in weights:
+        modules = [source.removesuffix('.kernel') for source in tensor.sources]
+        adapted = [module for module in modules if f'{module}.{LORA_A}' in reader.shapes]
+        if not adapted:
+            continue
+        _, *in_shape, r = reader.shapes[f'{adapted[0]}.{LORA_A}']
+        sizes = [math.prod(shape[len(in_shape) :]) for shape in tensor.source_shapes]
+        if tensor.sources not in orders:
+            orders[tensor.sources] = _output_order(tensor, len(in_shape), is_straight=is_straight)
+        stops = np.cumsum(sizes)
+        outputs = dict(zip(modules, map(slice, stops - sizes, stops), strict=True))
+        outputs = {module: outputs[module] for module in adapted}
+        make_a, make_b = _makers(reader, tensor.layer, outputs, orders[tensor.sources])
+        rank, name = r * len(adapted), tensor.name.removesuffix('.weight')
+        entries = (
+            Entry(f'{_PREFIX}{name}.lora_A.weight', (rank, math.prod(in_shape)), make_a),
+            Entry(f'{_PREFIX}{name}.lora_B.weight', (sum(sizes), rank), make_b),
+        )
+        *_, parent, last = name.split('.')
+        parts.append(_Part(last if last_names[last] == 1 else f'{parent}.{last}', rank, entries))
+    return parts
+
+
+def _makers(
+    reader: ParamsReader, layer: int | None, outputs: Mapping[str, slice], order_O: np.ndarray
+) -> tuple[Callable[[], np.ndarray], Callable[[], np.ndarray]]:
+    """What makes lora_A [R, I] and lora_B [O, R] of a weight.
+
+    Args:
+        reader: of the checkpoint.
+        layer: of the weight.
+        outputs: the modules with adapters that are in it, and where their outputs are, module after module.
+        order_O: of those outputs, in the weight.
+    """
+
+    def make_a() -> np.ndarray:
+        lora_as = [reader.read(f'{module}.{LORA_A}', layer) for module in outputs]
+        return np.concatenate([lora_a.reshape(-1, lora_a.shape[-1]).T for lora_a in lora_as])
+
+    def make_b() -> np.ndarray:
+        blocks = []
+        for module, rows in outputs.items():
+            lora_b = reader.read(f'{module}.{LORA_B}', layer)
+            block_Or = np.zeros((len(order_O), lora_b.shape[0]), np.float32)
+            block_Or[rows] = lora_b.reshape(lora_b.shape[0], -1).T
+            blocks.append(block_Or)
+        return np.concatenate(blocks, axis=1)[order_O]
+
+    return make_a, make_b
+
+
+def _output_order(tensor: Tensor, num_in: int, *, is_straight: bool) -> np.ndarray:
+    """For each output of a weight its number among those of the kernels it is made of, one kernel after the other.
+
+    Found by sending the numbers through the weight's own layout, in which an input is an input: so there is no second
+    account of what lies where.
+    """
+    numbers, start = [], 0
+    for shape in tensor.source_shapes:
+        out_shape = shape[num_in:]
+        size = math.prod(out_shape)
+        row = np.arange(start, start + size, dtype=np.int32).reshape(out_shape)
+        numbers.append(np.broadcast_to(row, shape))
+        start += size
+    weight = tensor.to_hf(numbers)
+    return np.array(weight[0] if is_straight else weight[:, 0])
+
+
+def _settings(model: ModelConfig, parts: Sequence[_Part], base: str, *, is_straight: bool) -> dict[str, Any]:
+    """The content of adapter_config.json; names: `LoraConfig` of PEFT."""
+    ranks = {part.target: part.rank for part in parts}
+    fused = {target: rank for target, rank in ranks.items() if rank != model.lora_rank}
+    return {
+        'peft_type': 'LORA',
+        'task_type': 'CAUSAL_LM',
+        'base_model_name_or_path': base or None,
+        'inference_mode': True,
+        'r': model.lora_rank,
+        'lora_alpha': model.lora_alpha,
+        'rank_pattern': fused,
+        # What PEFT multiplies by is alpha / rank.
+        'alpha_pattern': {target: adapter_scale(model) * rank for target, rank in fused.items()},
+        'target_modules': sorted(ranks),
+        'fan_in_fan_out': is_straight,
+        'lora_dropout': 0.0,
+        'bias': 'none',
+        'use_rslora': False,
+        'init_lora_weights': True,
+    }
+
+
+def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base: str) -> None:
+    """Raises InputError unless the model without its adapters is one that can be had."""
+    if config.optimizer.trained:
+        raise InputError(
+            f'optimizer.trained={config.optimizer.trained}: the run trained more than its adapters, which alone are '
+            f'not its model; export it whole, with them merged, by `maxlm.hf export`'
+        )
+    if base:
+        return
+    advice = 'give --base, or export the model whole by `maxlm.hf export`'
+    name = config.train.init_from
+    if not name:
+        raise InputError(f"train.init_from='': the run did not start from a model that PEFT could load; {advice}")
+    started = f'train.init_from={name}, which the run started from,'
+    try:
+        directory = find_step_here(name)
+        other = ParamsReader(directory, params_item(directory))
+    except InputError as error:
+        raise InputError(f'{started} cannot be read: {error}; {advice}') from None
+    if any(path.endswith((LORA_A, LORA_B)) for path in other.shapes):
+        raise InputError(f'{started} has adapters itself, so its export is not what these stand on; {advice}')
+    # Shapes first: nothing has to be read for them.
+    differing = [path for path in paths if other.shapes.get(path) != reader.shapes[path]]
+    for path in differing or paths:
+        if differing or not _same_values(reader, other, path):
+            raise InputError(f'{started} has another {path} than the run; {advice}')
+
+
+def _same_values(reader: ParamsReader, other: ParamsReader, path: str) -> bool:
+    layers = range(reader.shapes[path][0]) if path.startswith(f'{BLOCKS}.') else (None,)
+    # A moving average of what does not change may differ in its last digits.
+    return all(np.allclose(reader.read(path, layer), other.read(path, layer), rtol=1e-5, atol=1e-8) for layer in layers)

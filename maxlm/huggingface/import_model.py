@@ -1,0 +1,162 @@
+"""A directory of Transformers → a workdir with one checkpoint, a layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlm.checkpoint.streaming import StreamedArray, write_step
+from maxlm.config.loading import to_json
+from maxlm.config.resolve import config_for_model
+from maxlm.errors import InputError
+from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.config_conversion import check_supported, from_config
+from maxlm.huggingface.json_fields import Fields, read_object
+from maxlm.huggingface.safetensors_io import TensorFiles
+from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
+from maxlm.huggingface.tokenizer_files import files_for_import
+from maxlm.log import logger, progress_bar
+from maxlm.storage.atomic import check_new, check_space, new_directory
+from maxlm.storage.check_directory import check_entries
+from maxlm.workdir.files import CONFIG, KEPT_FOR_EXPORT, TOKENIZER
+
+
+class Imported(NamedTuple):
+    """What was written."""
+
+    workdir: Path
+    class_name: str
+    parameters: int
+
+
+def import_model(source: str, output: str, *, show: bool) -> Imported:
+    """Makes a workdir with the model as its step 0, in float32; `maxlm.train` starts from it by `train.init_from`.
+
+    Args:
+        source: a directory with config.json and safetensors.
+        output: the workdir to be made.
+        show: whether to show progress.
+
+    Raises:
+        InputError: the model is none that maxlm has, or its files are damaged or do not fit together, or the output
+            cannot be written. Nothing is left behind.
+    """
+    workdir = check_new('--output', output)
+    directory = Path(source).expanduser()
+    if not directory.is_dir():
+        raise InputError(
+            f'--input={source}: no such directory; a model of the Hugging Face Hub is to be downloaded first, e.g. by '
+            f'`hf download NAME --local-dir DIR`'
+        )
+    path = directory / CONFIG
+    check_entries(directory, (CONFIG, TOKENIZER, *KEPT_FOR_EXPORT))
+    values = read_object(path)
+    check_supported(Fields(values, str(path)), ARCHITECTURES)
+    files = TensorFiles(directory)
+    model = from_config(values, str(path))
+    architecture = values['model_type']
+    rows = tensors(architecture, model)
+    names = match(files, rows, architecture, str(directory))
+    text, remark = files_for_import(directory)
+    if remark:
+        logger.info(remark)
+    config = config_for_model(dataclasses.asdict(model), str(path))
+    shapes = parameter_shapes(rows, model.num_layers)
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    check_space('--output', workdir, 4 * parameters)
+    arrays = _arrays(files, rows, names, shapes)
+    steps = sum(array.shape[0] if array.stacked else 1 for array in arrays.values())
+    with (
+        new_directory('--output', workdir) as partial,
+        progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
+    ):
+        (partial / CONFIG).write_text(to_json(config), encoding='utf-8')
+        for name, content in text.items():
+            (partial / name).write_bytes(content)
+
+        def counted(array: StreamedArray) -> StreamedArray:
+            def read(layer: int | None) -> np.ndarray:
+                bar.update()
+                return array.read(layer)
+
+            return dataclasses.replace(array, read=read)
+
+        write_step(partial, 0, {name: counted(array) for name, array in arrays.items()})
+    return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters)
+
+
+def match(files: TensorFiles, rows: Sequence[Tensor], architecture: str, source: str) -> dict[str, str]:
+    """Name of each tensor of the architecture → its name in the files, which may leave out the prefix.
+
+    Raises:
+        InputError: one is missing, of another shape, of a type that is none of parameters, or none of the model's.
+    """
+    wanted = {tensor.name: tensor for tensor in rows}
+    prefix, head = PREFIXES[architecture], HEADS.get(architecture, 'lm_head.weight')
+    embedding = next(tensor.name for tensor in rows if tensor.sources == ('embedding',))
+    found: dict[str, str] = {}
+    tied = []
+    for name, shape in files.shapes.items():
+        # The head's name in files of a version of Transformers that had one for all.
+        full = head if name == 'lm_head.weight' else name
+        full = full if full in wanted or full == head or full.startswith(prefix) else prefix + full
+        if full in found:
+            raise InputError(f'{files.path(name)}: tensor {name} is there twice, also as {found[full]}')
+        if full in wanted:
+            found[full] = name
+        elif full == head:
+            tied.append(name)
+        elif not any(re.fullmatch(pattern, full) for pattern in BUFFERS[architecture]):
+            told = ARCHITECTURES[architecture].class_name
+            raise InputError(f'{files.path(name)}: tensor {name} {shape} is none of {told} as config.json describes it')
+    for full, tensor in wanted.items():
+        if full not in found:
+            missing = len(wanted) - len(found)
+            raise InputError(f'{source}: tensor {full} {tensor.shape} is missing ({missing} in all)')
+        shape = files.shapes[found[full]]
+        if shape != tensor.shape:
+            raise InputError(
+                f'{files.path(found[full])}: tensor {found[full]} is {shape}; needs {tensor.shape} by config.json'
+            )
+    files.check_dtypes([*found.values(), *tied])
+    for name in tied:
+        if not files.equal(name, found[embedding]):
+            raise InputError(
+                f'{files.path(name)}: tensor {name} differs from the embedding, to which tie_word_embeddings ties it; '
+                f'set tie_word_embeddings to false in config.json if the tensor is meant'
+            )
+    return found
+
+
+class _Part(NamedTuple):
+    """Where a parameter of one layer comes from: a tensor of the files, and which of its sources it is."""
+
+    tensor: Tensor
+    place: int
+
+
+def _arrays(
+    files: TensorFiles, rows: Sequence[Tensor], names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, StreamedArray]:
+    parts: dict[tuple[str, int | None], _Part] = {
+        (path, tensor.layer): _Part(tensor, place) for tensor in rows for place, path in enumerate(tensor.sources)
+    }
+
+    def array(path: str) -> StreamedArray:
+        def read(layer: int | None) -> np.ndarray:
+            tensor, place = parts[path, layer]
+            name = names[tensor.name]
+            values = files.read(name)
+            if not np.isfinite(values).all():
+                raise InputError(f'{files.path(name)}: tensor {name} has values that are not finite; fetch it again')
+            return tensor.from_hf(values)[place]
+
+        return StreamedArray(shapes[path], read, stacked=(path, None) not in parts)
+
+    return {path: array(path) for path in shapes}

@@ -1,0 +1,87 @@
+"""Values of a JSON object from elsewhere, checked for their type as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maxlm.errors import InputError, os_message
+from maxlm.huggingface.numbers import NUMBERS
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
+
+
+class Fields:
+    """Reads typed values. `source` is what messages call the object, e.g. the path of a config.json.
+
+    A key that is absent gives the caller's default; so does null where the caller says that null means it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str):
+        self.values = values
+        self.source = source
+
+    def integer(self, key: str, default: int, *, null: int | None = None) -> int:
+        """Returns a whole number in the range of `NUMBERS`; `null` is what null stands for, where it is allowed."""
+        return default if key not in self.values else self._checked(key, null)
+
+    def number(self, key: str, default: float, *, null: float | None = None) -> float:
+        """Returns a number in the range of `NUMBERS`, like `integer`."""
+        return float(default if key not in self.values else self._checked(key, null))
+
+    def check_ids(self, key: str, *, may_be_list: bool) -> None:
+        """Raises InputError unless a key is absent, null, a token id, or with `may_be_list` a list of token ids."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) and may_be_list else [] if value is None else [value]
+        if any(index not in NUMBERS[key] for index in ids):
+            listed = ', a list of such numbers,' if may_be_list else ''
+            raise self.refusal(key, f'needs {NUMBERS[key]}{listed} or null')
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, 'needs true or false')
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.values.get(key, default)
+        if not isinstance(value, str):
+            raise self.refusal(key, 'needs a text')
+        return value
+
+    def _checked(self, key: str, null: float | None) -> Any:
+        value = self.values[key]
+        if value is None and null is not None:
+            return null
+        if value not in NUMBERS[key]:
+            raise self.refusal(key, f'needs {NUMBERS[key]}{"" if null is None else " or null"}')
+        return value
+
+    def refusal(self, key: str, why: str) -> InputError:
+        """The error that names the key and the value that it has."""
+        value = f'{key}={shown(self.values[key])}' if key in self.values else key
+        return InputError(f'{self.source}: {value}: {why}')
+
+
+def shown(value: Any) -> str:
+    """Returns a JSON value as messages show it, cut to 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f'{text[:99]}…'
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        InputError: the file is missing or holds something else.
+    """
+    try:
+        value = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
+    except ValueError as error:
+        raise InputError(f'{path}: not JSON ({error}); fetch the file again') from error
+    if not isinstance(value, dict):
+        raise InputError(f'{path}: holds {type(value).__name__}, needs a JSON object')
+    return value

@@ -1,0 +1,153 @@
+"""The model card: README.md of an export, with the facts of the run and how to load the model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+
+import maxlm
+from maxlm.config.schema import Config, ModelConfig
+from maxlm.data.dataset.records import load_manifest
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.huggingface.architectures import NANOCHAT, Architecture
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.workdir.files import TOKENIZER
+
+NAME = 'README.md'
+
+
+def model_card(
+    name: str, *, workdir: Path, step: int, config: Config, architecture: Architecture, dtype: str, parameters: int
+) -> str:
+    """The text of the card. Paths are reduced to their last part, and nothing depends on the day.
+
+    Args:
+        name: of the model.
+        workdir, step, config: the run, and the step of it that is exported.
+        architecture, dtype: of the export.
+        parameters: their number.
+
+    Raises:
+        InputError: metrics.jsonl is damaged.
+    """
+    parts = [
+        _front_matter(architecture),
+        f'# {name}\n',
+        f'A language model of {_short(parameters)} parameters, trained with maxlm {maxlm.__version__} and exported for '
+        f'Transformers as `{architecture.class_name}`.\n'
+        if step
+        else f'A language model of {_short(parameters)} parameters, exported from maxlm {maxlm.__version__} for '
+        f'Transformers as `{architecture.class_name}`; its workdir holds the model without a run.\n',
+        '## Use\n',
+        _usage(name, architecture, (workdir / TOKENIZER).is_file()),
+        '## Model\n',
+        _table({'parameters': f'{parameters:,}', 'weights': dtype, **_model_facts(config.model)}),
+    ]
+    if step:
+        parts += ['## Training\n', _table(_training_facts(workdir, step, config))]
+    parts += [
+        '<details><summary>The whole configuration</summary>\n',
+        f'```json\n{json.dumps(_without_paths(config), indent=2)}\n```\n',
+        '</details>',
+    ]
+    return '\n'.join(parts) + '\n'
+
+
+def _front_matter(architecture: Architecture) -> str:
+    tags = ''.join(f'- {tag}\n' for tag in ('maxlm', 'jax', architecture.model_type))
+    return f'---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{tags}---\n'
+
+
+def _usage(name: str, architecture: Architecture, has_tokenizer: bool) -> str:
+    lines = ['```python', 'from transformers import AutoModelForCausalLM, AutoTokenizer', '']
+    lines += [f"model = AutoModelForCausalLM.from_pretrained('{name}')"]
+    if has_tokenizer:
+        lines += [
+            f"tokenizer = AutoTokenizer.from_pretrained('{name}')",
+            "inputs = tokenizer('Once upon a time', return_tensors='pt')",
+            'print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))',
+        ]
+    lines += ['```', '']
+    if architecture is NANOCHAT:
+        return '\n'.join([*lines, 'It needs Transformers 5 or later, which alone has this architecture.', ''])
+    return '\n'.join([*lines, 'With vLLM:', '', '```', f'vllm serve {name}', '```', ''])
+
+
+def _model_facts(model: ModelConfig) -> dict[str, str]:
+    positions = model.position
+    if model.position == 'rotary':
+        positions += f', base {model.rotary_theta:,.0f}'
+        if model.rotary_fraction < 1:
+            positions += f', {model.rotary_fraction:.0%} of each head'
+        if model.rotary_scaling != 'none':
+            positions += f', {model.rotary_scaling} scaling by {model.rotary_factor:g}'
+    attention = 'the whole context'
+    if 'S' in model.attention_pattern:
+        attention = f'the last {model.sliding_window:,} tokens'
+    if set(model.attention_pattern) == set('LS'):
+        attention = f'{model.attention_pattern} over the layers: S {attention}, L the whole context'
+    return {
+        'layers': str(model.num_layers),
+        'width': f'{model.dim:,}',
+        'query heads': str(model.num_heads),
+        'key/value heads': str(model.num_kv_heads),
+        'head width': str(model.head_dim),
+        'feed-forward': f'{model.ffn_dim:,}, {model.activation}',
+        'norm': model.norm + (', queries and keys too' if model.qk_norm else ''),
+        'positions': positions,
+        'attention': attention,
+        'context': f'{model.max_positions:,} tokens',
+        'vocabulary': f'{model.vocab_size:,}' + (', tied to the output' if model.tie_embeddings else ''),
+    }
+
+
+def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
+    facts = {
+        'data': _training_data(workdir, config),
+        'steps': f'{step:,}',
+        'tokens seen': f'{step * config.train.global_batch * config.data.window:,}',
+        'batch': f'{config.train.global_batch:,} × {config.data.window:,} tokens',
+    }
+    if config.train.init_from:
+        facts['started from'] = Path(config.train.init_from).name
+    lines = [line for line in read_metrics(workdir) if line['step'] <= step]
+    for label, key in (('training loss', 'train/loss'), ('validation loss', 'eval/loss')):
+        losses = [line[key] for line in lines if line.get(key) is not None]
+        if losses:
+            facts[label] = f'{losses[-1]:.4f} nats/token at the end, {min(losses):.4f} at the lowest'
+    return facts
+
+
+def _training_data(workdir: Path, config: Config) -> str:
+    if config.data.sources:
+        total = sum(weight for _, weight in config.data.sources)
+        return ', '.join(f'{weight / total:.1%} {Path(entry).name}' for entry, weight in config.data.sources)
+    data = Path(config.data.path).name
+    with contextlib.suppress(InputError):
+        dataset = load_manifest(config.data.path)
+        # The directory may hold something else by now.
+        if dataset.tokenizer_sha256 == Tokenizer.load(workdir / TOKENIZER).sha256:
+            data += f', {dataset.splits["train"].tokens:,} tokens'
+    return data
+
+
+def _without_paths(config: Config) -> dict[str, dict[str, object]]:
+    values = dataclasses.asdict(config)
+    values['data']['sources'] = [(Path(entry).name, weight) for entry, weight in config.data.sources]
+    for section, key in (('data', 'path'), ('data', 'cache'), ('train', 'init_from')):
+        values[section][key] = Path(values[section][key]).name
+    return values
+
+
+def _table(facts: dict[str, str]) -> str:
+    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in facts.items()), ''])
+
+
+def _short(parameters: int) -> str:
+    for size, letter in ((10**9, 'B'), (10**6, 'M'), (10**3, 'K')):
+        if parameters >= size:
+            return f'{parameters / size:.3g}{letter}'
+    return str(parameters)

@@ -1,0 +1,258 @@
+"""Directories of safetensors: one file or numbered shards with an index, read and written a part of a tensor at a time.
+
+The library's own writer wants all tensors of a shard in memory at once. The format is a length, a JSON header and the
+bytes of the tensors one after the other (github.com/huggingface/safetensors), so it is written here as it is made, and
+what is held does not grow with the shard. Reading goes through the library, which checks every header.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from maxlm.errors import InputError, os_message
+from maxlm.storage.check_directory import check_entries
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import read_bytes
+
+SINGLE = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+# Names on the command line and in config.json → that of the header, and NumPy's type.
+DTYPES: dict[str, tuple[str, Any]] = {
+    'bfloat16': ('BF16', ml_dtypes.bfloat16),
+    'float16': ('F16', np.float16),
+    'float32': ('F32', np.float32),
+}
+_READABLE = {header: numpy for header, numpy in DTYPES.values()}
+_PICKLES = ('*.bin', '*.pt', '*.pth', '*.ckpt', '*.pkl')
+# Bytes of float32 that are converted at a time.
+_BLOCK = 16 * 2**20
+
+
+class Entry(NamedTuple):
+    """A tensor to be written: its name, its shape, and what makes it (float32), called when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+
+class TensorFiles:
+    """The tensors of a directory, by name.
+
+    Attributes:
+        shapes: name → shape.
+        dtypes: name → type as in the header, e.g. BF16.
+    """
+
+    def __init__(self, directory: Path):
+        """Opens all files and reads their headers.
+
+        Raises:
+            InputError: there are none, one is missing or damaged, or they do not agree with the index.
+        """
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        weight_map = _weight_map(directory)
+        names = dict.fromkeys(weight_map.values()) if weight_map else (SINGLE,)
+        for path in (directory / name for name in names):
+            file = _open(path)
+            for name in file.keys():  # noqa: SIM118 - no mapping, it only has such a method
+                if name in self._paths:
+                    raise InputError(f'{path}: tensor {name} is in {self._paths[name].name} too')
+                view = file.get_slice(name)
+                self.shapes[name], self.dtypes[name] = tuple(view.get_shape()), view.get_dtype()
+                self._files[name], self._paths[name] = file, path
+        for name, file_name in weight_map.items():
+            if name not in self._paths or self._paths[name].name != file_name:
+                raise InputError(f'{directory / file_name}: has no tensor {name}, which {INDEX} says is there')
+
+    def path(self, name: str) -> Path:
+        """The file that a tensor is in."""
+        return self._paths[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in float32."""
+        values = np.empty(self.shapes[name], np.float32)
+        for rows in _blocks(values.shape):
+            values[rows] = self._read(name, rows)
+        return values
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors hold the same values."""
+        if self.shapes[name] != self.shapes[other]:
+            return False
+        return all(
+            np.array_equal(self._read(name, rows), self._read(other, rows)) for rows in _blocks(self.shapes[name])
+        )
+
+    def check_dtypes(self, names: Sequence[str]) -> None:
+        """Raises InputError where one of the tensors is of a type that parameters are not read from."""
+        for name in names:
+            if self.dtypes[name] not in _READABLE:
+                raise InputError(
+                    f'{self._paths[name]}: tensor {name} is of type {self.dtypes[name]}; needs {", ".join(_READABLE)}'
+                )
+
+    def _read(self, name: str, rows: Any) -> np.ndarray:
+        try:
+            file = self._files[name]
+            return file.get_tensor(name) if rows is ... else file.get_slice(name)[rows]
+        except (SafetensorError, OSError) as error:
+            raise InputError(f'{self._paths[name]}: tensor {name} cannot be read ({error})') from error
+
+
+def write_tensors(
+    directory: Path,
+    entries: Sequence[Entry],
+    *,
+    dtype: str,
+    max_shard_size: int,
+    written: Callable[[str], object],
+) -> None:
+    """Writes tensors in their order, as one file or as shards of at most `max_shard_size` bytes and an index.
+
+    Args:
+        directory: is there.
+        entries: what to write; each is made once, when its turn comes.
+        dtype: a key of DTYPES.
+        max_shard_size: a tensor that is larger gets a shard of its own.
+        written: called with the name of each tensor that is done.
+
+    Raises:
+        InputError: a value is not finite, or beyond the range of the type.
+    """
+    shards = plan_shards({entry.name: entry_bytes(entry, dtype) for entry in entries}, max_shard_size)
+    by_name = {entry.name: entry for entry in entries}
+    if len(shards) == 1:
+        names = [SINGLE]
+    else:
+        names = [f'model-{number:05}-of-{len(shards):05}.safetensors' for number in range(1, len(shards) + 1)]
+        index = {
+            'metadata': {'total_size': sum(entry_bytes(entry, dtype) for entry in entries)},
+            'weight_map': {name: file for shard, file in zip(shards, names, strict=True) for name in shard},
+        }
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + '\n', encoding='utf-8')
+    for shard, file_name in zip(shards, names, strict=True):
+        with (directory / file_name).open('wb') as file:
+            file.write(_header([by_name[name] for name in shard], dtype))
+            for name in shard:
+                _write_values(file, by_name[name], dtype)
+                written(name)
+
+
+def plan_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[list[str]]:
+    """Parts tensors, in their order, into shards of at most so many bytes, or of one tensor that is larger."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_shard_size:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def entry_bytes(entry: Entry, dtype: str) -> int:
+    """Size of a tensor in a file."""
+    return math.prod(entry.shape) * np.dtype(DTYPES[dtype][1]).itemsize
+
+
+def _header(entries: Sequence[Entry], dtype: str) -> bytes:
+    # The metadata is what Transformers looks at to tell torch's files from others.
+    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+    start = 0
+    for entry in entries:
+        end = start + entry_bytes(entry, dtype)
+        header[entry.name] = {'dtype': DTYPES[dtype][0], 'shape': entry.shape, 'data_offsets': [start, end]}
+        start = end
+    text = json.dumps(header, separators=(',', ':')).encode()
+    # Tensors begin at multiples of 8, as the library leaves them.
+    text += b' ' * (-len(text) % 8)
+    return len(text).to_bytes(8, 'little') + text
+
+
+def _write_values(file: BinaryIO, entry: Entry, dtype: str) -> None:
+    array = entry.make()
+    assert array.shape == entry.shape, (entry.name, array.shape, entry.shape)
+    for rows in _blocks(entry.shape):
+        values = array[rows]
+        if not np.isfinite(values).all():
+            raise InputError(f'{entry.name}: holds values that are not finite; export another step')
+        with np.errstate(over='ignore'):
+            # In the order in which they lie, and turned afterwards: twice as fast for a transposed view.
+            block = np.ascontiguousarray(values.astype(DTYPES[dtype][1], copy=False))
+        if not np.isfinite(block).all():
+            largest = float(np.abs(values).max())
+            others = ' or '.join(name for name in DTYPES if name != dtype)
+            raise InputError(f'{entry.name}: {largest:g} is beyond the range of {dtype}; choose --dtype={others}')
+        file.write(block.view(np.uint8).data)
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[Any]:
+    """Indices of rows that are converted at a time; of everything for a tensor without axes."""
+    if not shape:
+        yield ...
+        return
+    rows = max(1, _BLOCK // (4 * max(1, math.prod(shape[1:]))))
+    for start in range(0, shape[0], rows):
+        yield slice(start, min(start + rows, shape[0]))
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """Tensor → file name, from the index; empty where there is one file without an index."""
+    check_entries(directory, (SINGLE,), limit=None)
+    check_entries(directory, (INDEX,))
+    # As in Transformers, a single file comes first.
+    if (directory / SINGLE).is_file():
+        return {}
+    path = directory / INDEX
+    if not path.is_file():
+        raise _no_tensors(directory)
+    try:
+        weight_map = parse_json(read_bytes(path))['weight_map']
+        if not weight_map:
+            raise ValueError('it is empty')
+        for name in set(weight_map.values()):
+            # An index from elsewhere must not lead out of its directory.
+            if Path(name).name != name:
+                raise ValueError(f'{name!r} is not the name of a file beside it')
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f'{path}: no weight_map of tensors to files ({error}); fetch the file again') from error
+    check_entries(directory, sorted(set(weight_map.values())), limit=None)
+    for name in sorted(set(weight_map.values())):
+        if not (directory / name).is_file():
+            raise InputError(f'{directory / name}: missing, {INDEX} names it; fetch the model again')
+    return weight_map
+
+
+def _no_tensors(directory: Path) -> InputError:
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        return InputError(
+            f'{directory}: {pickles[0]}: holds pickle files, which can run code, and no {SINGLE}; convert them to '
+            f'safetensors first'
+        )
+    others = sorted(path.name for path in directory.glob('*.safetensors'))
+    found = f'; there is {others[0]}, but no {INDEX}' if others else ''
+    return InputError(f'{directory}: no {SINGLE} and no {INDEX}{found}; give a model in the format of Transformers')
+
+
+def _open(path: Path) -> Any:
+    try:
+        # By reads, not by mapping: the pages of a mapped file count as memory until it is closed.
+        return safe_open(str(path), framework='np', backend='pread')
+    except (SafetensorError, OSError) as error:
+        raise InputError(f'{path}: not a complete safetensors file ({error}); fetch it again') from error

@@ -1,0 +1,294 @@
+"""Names and layouts of the tensors of each architecture, and how they follow from maxlm's parameters.
+
+Layouts only: everything is a reshape, a transpose or a concatenation, so both directions are exact. Rotary pairs lie
+half a head apart in all of these architectures as in maxlm, which leaves the order within heads alone; only nanochat
+turns them the other way round, so there the halves change places.
+
+Shapes: D dim, F feed-forward, N query heads, K key/value heads, H head dim, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlm.config.schema import ModelConfig
+
+Shape = tuple[int, ...]
+
+# What stands before the name of every tensor but the head's, unless the file holds the model without its head.
+PREFIXES = {
+    'gpt2': 'transformer.',
+    'gpt_neox': 'gpt_neox.',
+    'llama': 'model.',
+    'mistral': 'model.',
+    'qwen3': 'model.',
+    'nanochat': 'model.',
+}
+HEADS = {'gpt_neox': 'embed_out.weight'}
+# Masks and frequencies that old versions of Transformers wrote beside the parameters; patterns of whole names.
+_ROTARY_BUFFERS = (r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq', r'model\.rotary_emb\.inv_freq')
+BUFFERS = {
+    'gpt2': (r'transformer\.h\.\d+\.attn\.(masked_)?bias',),
+    'gpt_neox': (
+        r'gpt_neox\.layers\.\d+\.attention\.(masked_)?bias',
+        r'gpt_neox\.layers\.\d+\.attention\.rotary_emb\.inv_freq',
+        r'gpt_neox\.rotary_emb\.inv_freq',
+    ),
+    'llama': _ROTARY_BUFFERS,
+    'mistral': _ROTARY_BUFFERS,
+    'qwen3': _ROTARY_BUFFERS,
+    'nanochat': _ROTARY_BUFFERS,
+}
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file and what it is made of.
+
+    Attributes:
+        name: as in the files that Transformers writes.
+        shape: as stored there.
+        sources: dotted paths of maxlm's parameters.
+        source_shapes: their shapes; of one layer where `layer` is not None.
+        layer: index into the leading axis of the sources, or None where they have no such axis.
+        to_hf: arrays of `source_shapes` → one array of `shape`, often a view.
+        from_hf: the way back.
+    """
+
+    name: str
+    shape: Shape
+    sources: tuple[str, ...]
+    source_shapes: tuple[Shape, ...]
+    layer: int | None
+    to_hf: Callable[[Sequence[np.ndarray]], np.ndarray]
+    from_hf: Callable[[np.ndarray], Sequence[np.ndarray]]
+
+
+def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
+    """All tensors of a resolved model in the order of its layers.
+
+    Args:
+        architecture: its model_type: gpt2, gpt_neox, llama, mistral, qwen3 or nanochat.
+        model: one that the architecture can express.
+    """
+    block, outside = {
+        'gpt2': (_gpt2_block, _gpt2_outside),
+        'gpt_neox': (_neox_block, _neox_outside),
+        'llama': (_llama_block, _llama_outside),
+        'mistral': (_llama_block, _llama_outside),
+        'qwen3': (_llama_block, _llama_outside),
+        'nanochat': (_nanochat_block, _llama_outside),
+    }[architecture]
+    before, after = outside(model)
+    layers = [row.tensor(layer) for layer in range(model.num_layers) for row in block(model)]
+    prefix = PREFIXES[architecture]
+    found = [*(row.tensor(None) for row in before), *layers, *(row.tensor(None) for row in after)]
+    found = [tensor._replace(name=prefix + tensor.name) for tensor in found]
+    if not model.tie_embeddings:
+        name = HEADS.get(architecture, 'lm_head.weight')
+        found.append(_Row(name, ('head.kernel',), _transposed((model.dim,), (model.vocab_size,))).tensor(None))
+    return found
+
+
+def parameter_shapes(rows: Sequence[Tensor], num_layers: int) -> dict[str, Shape]:
+    """Dotted path → shape of the parameters that tensors are made of, stacked over layers where they have one."""
+    return {
+        path: shape if tensor.layer is None else (num_layers, *shape)
+        for tensor in rows
+        for path, shape in zip(tensor.sources, tensor.source_shapes, strict=True)
+    }
+
+
+class _Layout(NamedTuple):
+    shape: Shape
+    source_shapes: tuple[Shape, ...]
+    to_hf: Callable[[Sequence[np.ndarray]], np.ndarray]
+    from_hf: Callable[[np.ndarray], Sequence[np.ndarray]]
+
+
+class _Row(NamedTuple):
+    """A tensor of any layer: `#` in its name stands for the layer's index."""
+
+    name: str
+    sources: tuple[str, ...]
+    layout: _Layout
+
+    def tensor(self, layer: int | None) -> Tensor:
+        name = self.name if layer is None else self.name.replace('#', str(layer))
+        shape, source_shapes, to_hf, from_hf = self.layout
+        return Tensor(name, shape, self.sources, source_shapes, layer, to_hf, from_hf)
+
+
+def _same(*shape: int) -> _Layout:
+    return _Layout(shape, (shape,), lambda arrays: arrays[0], lambda array: [array])
+
+
+def _flat(*shape: int) -> _Layout:
+    """A bias, in one axis."""
+    size = math.prod(shape)
+    return _Layout((size,), (shape,), lambda arrays: arrays[0].reshape(size), lambda array: [array.reshape(shape)])
+
+
+def _transposed(in_shape: Shape, out_shape: Shape) -> _Layout:
+    """A kernel [in, out] as the weight [out, in] of torch.nn.Linear, each side in one axis."""
+    rows, columns = math.prod(in_shape), math.prod(out_shape)
+    return _Layout(
+        (columns, rows),
+        (in_shape + out_shape,),
+        lambda arrays: arrays[0].reshape(rows, columns).T,
+        lambda array: [array.T.reshape(in_shape + out_shape)],
+    )
+
+
+def _swapped(in_shape: Shape, out_shape: Shape) -> _Layout:
+    """`_transposed`, with the halves of each head swapped: the pair (a, b) turned by -x is (b, a) turned by x, swapped.
+
+    Queries and keys both need it: their products then are those of the rotation the other way round.
+    """
+    shape, source_shapes, to_hf, from_hf = _transposed(in_shape, out_shape)
+    half = out_shape[-1] // 2
+    return _Layout(
+        shape,
+        source_shapes,
+        lambda arrays: to_hf([np.roll(arrays[0], half, axis=-1)]),
+        lambda array: [np.roll(from_hf(array)[0], half, axis=-1)],
+    )
+
+
+def _straight(in_shape: Shape, out_shape: Shape) -> _Layout:
+    """A kernel [in, out] as the weight of GPT-2's Conv1D, which keeps that order."""
+    rows, columns = math.prod(in_shape), math.prod(out_shape)
+    return _Layout(
+        (rows, columns),
+        (in_shape + out_shape,),
+        lambda arrays: arrays[0].reshape(rows, columns),
+        lambda array: [array.reshape(in_shape + out_shape)],
+    )
+
+
+def _side_by_side(in_shape: Shape, out_shape: Shape) -> _Layout:
+    """Kernels (or biases, in_shape = ()) of queries, keys and values, one after the other in the last axis."""
+    columns, shape = math.prod(out_shape), in_shape + out_shape
+    return _Layout(
+        (*in_shape, 3 * columns),
+        (shape,) * 3,
+        lambda arrays: np.concatenate([array.reshape(*in_shape, columns) for array in arrays], axis=-1),
+        lambda array: [part.reshape(shape) for part in np.split(array, 3, axis=-1)],
+    )
+
+
+def _by_head(heads: int, head_dim: int, in_shape: Shape) -> _Layout:
+    """GPT-NeoX's query_key_value: in its rows the queries, keys and values of head 0, then of head 1, and so on."""
+    N, H = heads, head_dim
+    rank = len(in_shape)
+
+    def to_hf(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        heads_first = [np.moveaxis(array, range(rank), range(2, 2 + rank)) for array in arrays]
+        return np.stack(heads_first, axis=1).reshape(N * 3 * H, *in_shape)
+
+    def from_hf(array: np.ndarray) -> list[np.ndarray]:
+        array = array.reshape(N, 3, H, *in_shape)
+        return [np.moveaxis(array[:, i], range(2, 2 + rank), range(rank)) for i in range(3)]
+
+    return _Layout((N * 3 * H, *in_shape), ((*in_shape, N, H),) * 3, to_hf, from_hf)
+
+
+QUERY_KEY_VALUE = tuple(f'blocks.attention.{name}' for name in ('query', 'key', 'value'))
+
+
+def _norm(name: str, path: str, model: ModelConfig) -> Iterator[_Row]:
+    if model.norm_scale:
+        yield _Row(f'{name}.weight', (f'{path}.scale',), _same(model.dim))
+        if model.norm == 'layernorm' and model.use_bias:
+            yield _Row(f'{name}.bias', (f'{path}.bias',), _same(model.dim))
+
+
+def _linear(
+    name: str,
+    path: str,
+    in_shape: Shape,
+    out_shape: Shape,
+    *,
+    use_bias: bool,
+    layout: Callable[[Shape, Shape], _Layout] = _transposed,
+) -> Iterator[_Row]:
+    yield _Row(f'{name}.weight', (f'{path}.kernel',), layout(in_shape, out_shape))
+    if use_bias:
+        yield _Row(f'{name}.bias', (f'{path}.bias',), _flat(*out_shape))
+
+
+def _gpt2_outside(model: ModelConfig) -> tuple[list[_Row], list[_Row]]:
+    """Rows before and after the layers, here and below."""
+    before = [
+        _Row('wte.weight', ('embedding',), _same(model.vocab_size, model.dim)),
+        _Row('wpe.weight', ('position_embedding',), _same(model.max_positions, model.dim)),
+    ]
+    return before, list(_norm('ln_f', 'final_norm', model))
+
+
+def _gpt2_block(model: ModelConfig) -> Iterator[_Row]:
+    D, F, N, H = model.dim, model.ffn_dim, model.num_heads, model.head_dim
+    kernels, biases = (tuple(f'{path}.{kind}' for path in QUERY_KEY_VALUE) for kind in ('kernel', 'bias'))
+    yield from _norm('h.#.ln_1', 'blocks.attention_norm', model)
+    yield _Row('h.#.attn.c_attn.weight', kernels, _side_by_side((D,), (N, H)))
+    yield _Row('h.#.attn.c_attn.bias', biases, _side_by_side((), (N, H)))
+    yield from _linear('h.#.attn.c_proj', 'blocks.attention.out', (N, H), (D,), use_bias=True, layout=_straight)
+    yield from _norm('h.#.ln_2', 'blocks.feedforward_norm', model)
+    yield from _linear('h.#.mlp.c_fc', 'blocks.feedforward.up', (D,), (F,), use_bias=True, layout=_straight)
+    yield from _linear('h.#.mlp.c_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=True, layout=_straight)
+
+
+def _neox_outside(model: ModelConfig) -> tuple[list[_Row], list[_Row]]:
+    before = [_Row('embed_in.weight', ('embedding',), _same(model.vocab_size, model.dim))]
+    return before, list(_norm('final_layer_norm', 'final_norm', model))
+
+
+def _neox_block(model: ModelConfig) -> Iterator[_Row]:
+    D, F, N, H = model.dim, model.ffn_dim, model.num_heads, model.head_dim
+    kernels, biases = (tuple(f'{path}.{kind}' for path in QUERY_KEY_VALUE) for kind in ('kernel', 'bias'))
+    yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
+    yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
+    yield _Row('layers.#.attention.query_key_value.weight', kernels, _by_head(N, H, (D,)))
+    yield _Row('layers.#.attention.query_key_value.bias', biases, _by_head(N, H, ()))
+    yield from _linear('layers.#.attention.dense', 'blocks.attention.out', (N, H), (D,), use_bias=True)
+    yield from _linear('layers.#.mlp.dense_h_to_4h', 'blocks.feedforward.up', (D,), (F,), use_bias=True)
+    yield from _linear('layers.#.mlp.dense_4h_to_h', 'blocks.feedforward.down', (F,), (D,), use_bias=True)
+
+
+def _llama_outside(model: ModelConfig) -> tuple[list[_Row], list[_Row]]:
+    before = [_Row('embed_tokens.weight', ('embedding',), _same(model.vocab_size, model.dim))]
+    return before, list(_norm('norm', 'final_norm', model))
+
+
+def _llama_block(model: ModelConfig) -> Iterator[_Row]:
+    """Llama's names, for Mistral and Qwen3 too; what a model has of them its switches say."""
+    D, F, H = model.dim, model.ffn_dim, model.head_dim
+    use_bias = bool(model.use_bias)
+    yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
+    yield from _llama_attention(model, _transposed)
+    if model.qk_norm:
+        yield _Row('layers.#.self_attn.q_norm.weight', ('blocks.attention.query_norm.scale',), _same(H))
+        yield _Row('layers.#.self_attn.k_norm.weight', ('blocks.attention.key_norm.scale',), _same(H))
+    yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
+    yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
+    yield from _linear('layers.#.mlp.up_proj', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
+    yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
+
+
+def _llama_attention(model: ModelConfig, query_key_layout: Callable[[Shape, Shape], _Layout]) -> Iterator[_Row]:
+    D, N, K, H, use_bias = model.dim, model.num_heads, model.num_kv_heads, model.head_dim, bool(model.use_bias)
+    layouts = (query_key_layout, query_key_layout, _transposed)
+    for letter, heads, path, layout in zip('qkv', (N, K, K), QUERY_KEY_VALUE, layouts, strict=True):
+        name = f'layers.#.self_attn.{letter}_proj'
+        yield from _linear(name, path, (D,), (heads, H), use_bias=use_bias, layout=layout)
+    yield from _linear('layers.#.self_attn.o_proj', 'blocks.attention.out', (N, H), (D,), use_bias=use_bias)
+
+
+def _nanochat_block(model: ModelConfig) -> Iterator[_Row]:
+    D, F = model.dim, model.ffn_dim
+    yield from _llama_attention(model, _swapped)
+    yield from _linear('layers.#.mlp.fc1', 'blocks.feedforward.up', (D,), (F,), use_bias=False)
+    yield from _linear('layers.#.mlp.fc2', 'blocks.feedforward.down', (F,), (D,), use_bias=False)

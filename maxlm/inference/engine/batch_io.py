@@ -1,0 +1,106 @@
+"""Prompts from a file of JSON lines, and their continuations into another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxlm.data.documents.read_options import MAX_RECORD_BYTES
+from maxlm.errors import InputError, os_message
+from maxlm.inference.engine.requests import Completion
+from maxlm.inference.load import LoadedModel
+from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import open_descriptor
+
+# What a line asks for: exactly one of the first two.
+PROMPT, MESSAGES, SUFFIX = 'prompt', 'messages', 'suffix'
+# What the lines that are written have besides.
+COMPLETIONS = 'completions'
+# Behind the name of a file that is not whole.
+UNFINISHED = '.unfinished'
+
+
+class Line(NamedTuple):
+    """A line that was read: where it stands, what it says, and the ids of its prompt."""
+
+    name: str
+    fields: dict[str, Any]
+    ids: list[int]
+
+
+def read_prompts(path: Path, model: LoadedModel) -> list[Line]:
+    """Every line is `{"prompt": TEXT}`, with `"suffix": TEXT` a hole between both, or `{"messages": [...]}`.
+
+    Other fields are kept for the output.
+
+    Raises:
+        InputError: the file cannot be read, or a line is none of these; names it.
+    """
+    try:
+        with open(path, encoding='utf-8', opener=open_descriptor) as file:
+            # A line that never ends would fill the memory. One that is cut is not JSON.
+            lines = enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES), ''), start=1)
+            return [_line(f'{path}:{number}', text, model) for number, text in lines if text.strip()]
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
+    except UnicodeDecodeError as error:
+        raise InputError(f'{path}: byte {error.start} of what was read is not UTF-8') from error
+
+
+def _line(name: str, text: str, model: LoadedModel) -> Line:
+    try:
+        fields = parse_json(text)
+    except ValueError as error:
+        raise InputError(f'{name}: is not JSON: {error}') from error
+    if not isinstance(fields, dict) or (PROMPT in fields) == (MESSAGES in fields):
+        raise InputError(f'{name}: needs an object with either "{PROMPT}" or "{MESSAGES}"')
+    if COMPLETIONS in fields:
+        raise InputError(f'{name}: has "{COMPLETIONS}" already, which is what is written')
+    if MESSAGES in fields:
+        if SUFFIX in fields:
+            raise InputError(f'{name}: "{SUFFIX}" goes with "{PROMPT}" only')
+        messages = fields[MESSAGES]
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise InputError(f'{name}: "{MESSAGES}" must be a list of objects with "role" and "content"')
+    elif not isinstance(fields[PROMPT], str) or not isinstance(fields.get(SUFFIX, ''), str):
+        raise InputError(f'{name}: "{PROMPT}" and "{SUFFIX}" must be texts')
+    try:
+        if MESSAGES in fields:
+            return Line(name, fields, chat_prompt(model, fields[MESSAGES]))
+        if SUFFIX in fields:
+            return Line(name, fields, infill_prompt(model.tokenizer, fields[PROMPT], fields[SUFFIX]))
+        return Line(name, fields, text_prompt(model.tokenizer, fields[PROMPT]))
+    except InputError as error:
+        raise InputError(f'{name}: {error}') from error
+
+
+def write_completions(
+    path: Path, lines: Sequence[Line], complete: Callable[[], Sequence[Sequence[Completion]]]
+) -> None:
+    """The lines with `"completions": [{"text", "finish_reason"}, …]`; the file is there when it is whole.
+
+    Raises:
+        InputError: it is there already, or cannot be written.
+    """
+    if path.exists():
+        raise InputError(f'{path}: is there already; choose another name')
+    unfinished = path.with_name(path.name + UNFINISHED)
+    try:
+        # Before hours go into what cannot be kept.
+        with unfinished.open('w', encoding='utf-8') as file:
+            file.writelines(_written(lines, complete()))
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}') from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _written(lines: Sequence[Line], rows: Sequence[Sequence[Completion]]) -> Iterator[str]:
+    for line, samples in zip(lines, rows, strict=True):
+        completions = [{'text': sample.text, 'finish_reason': sample.finish} for sample in samples]
+        yield json.dumps({**line.fields, COMPLETIONS: completions}, ensure_ascii=False) + '\n'

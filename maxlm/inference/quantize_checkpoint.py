@@ -1,0 +1,164 @@
+"""A quantized model from a checkpoint in float32: as a workdir of its own, or straight into memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.item_metadata import named_leaves
+from maxlm.checkpoint.params import params_item
+from maxlm.checkpoint.quantized import quantized_arrays
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.config.loading import to_json
+from maxlm.config.schema import Config
+from maxlm.errors import InputError
+from maxlm.log import progress_bar
+from maxlm.model.layers.weight_only_quantization import DEFAULT_GROUPS, Weights
+from maxlm.storage.atomic import check_new, check_space, new_directory
+from maxlm.workdir.files import CONFIG, KEPT_FOR_EXPORT, TOKENIZER, read_config
+
+
+class Quantized(NamedTuple):
+    """What was written: where, and the bytes of the parameters before and after, in memory and on disk."""
+
+    workdir: Path
+    step: int
+    memory_before: int
+    memory_after: int
+    disk_before: int
+    disk_after: int
+
+
+def parse_weights(kind: str, group: int | None = None) -> Weights:
+    """How to store kernels, with the group that is usual for a kind where none is given.
+
+    Raises:
+        InputError: there is no such kind, or the group is below 0.
+    """
+    if kind not in DEFAULT_GROUPS:
+        raise InputError(f'{kind!r} is no kind of quantized weights; there are {", ".join(DEFAULT_GROUPS)}')
+    if group is not None and group < 0:
+        raise InputError(f'--group={group}: must be at least 0 (0 = one scale for all inputs)')
+    return Weights(kind, DEFAULT_GROUPS[kind] if group is None else group)
+
+
+def quantized_config(config: Config, weights: Weights, source: str) -> Config:
+    """The config of a run with its model quantized.
+
+    Args:
+        config: of a run in float32.
+        weights: how its kernels are stored.
+        source: what messages call the checkpoint.
+
+    Raises:
+        InputError: the model is quantized already, or has adapters.
+    """
+    model = config.model
+    if model.weights != 'float':
+        raise InputError(f'{source}: its weights are {model.weights} already; give the checkpoint that they are from')
+    if model.lora_rank:
+        raise InputError(
+            f'{source}: the model has adapters (model.lora_rank={model.lora_rank}); merge them first by '
+            f'maxlm.checkpoints merge'
+        )
+    # Products are those of the computation's type: the kernels have no other codes but their own.
+    model = dataclasses.replace(model, weights=weights.kind, weights_group=weights.group, matmul='default')
+    return dataclasses.replace(config, model=model)
+
+
+def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show: bool) -> Quantized:
+    """Makes a workdir with the quantized model of a checkpoint as its only step, a layer at a time.
+
+    It keeps the config of the run but for model.weights, the tokenizer and the chat template, and the step's number.
+
+    Args:
+        checkpoint: as `find_step_here` takes it.
+        output: the workdir to be made.
+        weights: how to store the kernels of the blocks; embedding, head, norms and biases stay in float32.
+        show: whether to show progress.
+
+    Raises:
+        InputError: the model is quantized already or has adapters, its kernels cannot be stored so, the checkpoint
+            cannot be read, or the output cannot be written. Nothing is left behind.
+    """
+    workdir = check_new('--output', output)
+    step_directory = find_step_here(checkpoint)
+    source = Path(step_directory.parent.parent)
+    config = read_config(source)
+    quantized = quantized_config(config, weights, f'--checkpoint={checkpoint}')
+    reader = ParamsReader(step_directory, params_item(step_directory))
+    arrays = quantized_arrays(reader, config.model, weights, str(step_directory))
+    size = sum(array.size * array.dtype.itemsize for array in arrays.values())
+    check_space('--output', workdir, size)
+    steps = sum(array.shape[0] if array.stacked else 1 for array in arrays.values())
+    step = int(step_directory.name)
+    with (
+        new_directory('--output', workdir) as partial,
+        progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
+    ):
+        (partial / CONFIG).write_text(to_json(quantized), encoding='utf-8')
+        for name in (TOKENIZER, *KEPT_FOR_EXPORT):
+            if (source / name).is_file():
+                (partial / name).write_bytes((source / name).read_bytes())
+
+        def counted(array: StreamedArray) -> StreamedArray:
+            def read(layer: int | None) -> np.ndarray:
+                bar.update()
+                return array.read(layer)
+
+            return dataclasses.replace(array, read=read)
+
+        write_step(partial, step, {path: counted(array) for path, array in arrays.items()})
+    before = sum(math.prod(shape) * reader.dtypes[path].itemsize for path, shape in reader.shapes.items())
+    written = Path(find_step_here(f'{workdir}@{step}'))
+    disks = (_disk_bytes(Path(step_directory) / params_item(step_directory)), _disk_bytes(written / 'params'))
+    return Quantized(workdir, step, before, size, *disks)
+
+
+def read_quantized(step_directory: Any, config: Config, weights: Weights, abstract: Any) -> Any:
+    """The parameters of a step in float32 as those of the quantized model, placed as `abstract` says.
+
+    What is held besides the result is one stack over layers of codes, and one layer in float32.
+
+    Args:
+        step_directory: as `find_step` returns it.
+        config: of the run, in float32.
+        weights: how to store the kernels of the blocks.
+        abstract: shapes, types and placements of the parameters of the quantized model.
+
+    Raises:
+        InputError: they are those of another model, cannot be read, or cannot be stored so.
+    """
+    reader = ParamsReader(step_directory, params_item(step_directory))
+    arrays = quantized_arrays(reader, config.model, weights, str(step_directory))
+    wanted = named_leaves(abstract)
+    _check_same(arrays, wanted, str(step_directory))
+    placed = {}
+    # Sorted: the scales of a kernel come after its codes, with which they are made.
+    for path in sorted(arrays):
+        array = arrays[path]
+        values = np.stack([array.read(layer) for layer in range(array.shape[0])]) if array.stacked else array.read(None)
+        placed[path] = jax.device_put(values, wanted[path].sharding)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [placed[path] for path in wanted])
+
+
+def _check_same(arrays: Mapping[str, StreamedArray], wanted: Mapping[str, Any], source: str) -> None:
+    for path in sorted(arrays.keys() | wanted.keys()):
+        has = arrays[path].shape if path in arrays else 'missing'
+        wants = tuple(wanted[path].shape) if path in wanted else 'none'
+        if has != wants:
+            raise InputError(
+                f'{source}: parameter {path} is {has} there and {wants} by its {CONFIG}; the two belong to different '
+                f'models'
+            )
+
+
+def _disk_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())

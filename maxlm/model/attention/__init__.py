@@ -1,0 +1,1 @@
+"""Attention kernels: chunked, cuDNN, Splash, ring, decode, tree."""

@@ -1,0 +1,104 @@
+"""Attention to what is in a cache, where a mask says which slots a query may look at.
+
+Shapes: B batch, T query length, S slots, N query heads, K key/value heads, G = N/K, H head dim, X blocks of queries.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.model.attention.chunked import QUERY_BLOCK
+from maxlm.model.layers.kv_cache import LayerCache, Places, Slots
+
+# Largest scores, sums of weights, and weighted sums of values, of the slots so far.
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def attend_cached(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_BTS: jax.Array) -> jax.Array:
+    """softmax(q·k / sqrt(H)) · v over the slots that the mask allows, [B, T, N, H] in q's type."""
+    if len(cache.parts) == 1:
+        return attend_slots(q_BTNH, cache.read(0, places.first_row, len(q_BTNH)), mask_BTS)
+    return _attend_to_parts(q_BTNH, cache, places, mask_BTS)
+
+
+def _attend_to_parts(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_BTS: jax.Array) -> jax.Array:
+    """A part of the slots at a time, those that are in use (Milakov & Gimelshein 2018, "Online normalizer")."""
+    B, T, N, H = q_BTNH.shape
+    q_BKGTH = _grouped(q_BTNH, cache.parts[0].key_LBKSH.shape[2])
+
+    def add(sums: _Sums, part: int, mask_BTs: jax.Array) -> _Sums:
+        largest_BKGT, sum_BKGT, o_BKGTH = sums
+        slots = cache.read(part, places.first_row, B)
+        scores_BKGTs = _scores(q_BKGTH, slots, mask_BTs)
+        new_BKGT = jnp.maximum(largest_BKGT, scores_BKGTs.max(axis=-1))
+        weights_BKGTs = jnp.exp(scores_BKGTs - new_BKGT[..., None])
+        before_BKGT = jnp.exp(largest_BKGT - new_BKGT)
+        o_BKGTH = o_BKGTH * before_BKGT[..., None] + _weighted(weights_BKGTs, slots, q_BTNH.dtype)
+        return new_BKGT, sum_BKGT * before_BKGT + weights_BKGTs.sum(axis=-1), o_BKGTH
+
+    zeros = jnp.zeros(q_BKGTH.shape, jnp.float32)
+    sums: _Sums = jnp.full(q_BKGTH.shape[:-1], jnp.finfo(jnp.float32).min), zeros[..., 0], zeros
+    start = 0
+    for number, part in enumerate(cache.parts):
+        end = start + part.num_slots
+        add_part = partial(add, part=number, mask_BTs=mask_BTS[..., start:end])
+        sums = jax.lax.cond(places.end > start, add_part, lambda sums: sums, sums)
+        start = end
+    _, sum_BKGT, o_BKGTH = sums
+    # Where no row has anything, nothing was added.
+    o_BKGTH /= jnp.maximum(sum_BKGT, jnp.finfo(jnp.float32).tiny)[..., None]
+    return o_BKGTH.astype(q_BTNH.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def attend_slots(q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Array:
+    """With a mask of its own for every query and slot, a block of queries at a time (Rabe & Staats 2021)."""
+    B, T, N, H = q_BTNH.shape
+    K = slots.key_BKSH.shape[1]
+    q_BKGTH = _grouped(q_BTNH, K)
+
+    def attend_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BKGTH, mask_BTS = block
+        weights_BKGTS = jax.nn.softmax(_scores(q_BKGTH, slots, mask_BTS), axis=-1)
+        return _weighted(weights_BKGTS, slots, q_BTNH.dtype).astype(q_BTNH.dtype)
+
+    if T <= QUERY_BLOCK or T % QUERY_BLOCK:
+        o_BKGTH = attend_block((q_BKGTH, mask_BTS))
+    else:
+        o_XBKGTH = jax.lax.map(attend_block, (_blocks(q_BKGTH, axis=3), _blocks(mask_BTS, axis=1)))
+        o_BKGTH = jnp.moveaxis(o_XBKGTH, 0, 3).reshape(B, K, N // K, T, H)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _grouped(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Scaled queries by the key/value head that they look at, [B, K, G, T, H]."""
+    B, T, N, H = q_BTNH.shape
+    K = num_kv_heads
+    return q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
+
+
+def _scores(q_BKGTH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Array:
+    """In float32, [B, K, G, T, S]."""
+    k_BKSH = slots.key_BKSH.astype(q_BKGTH.dtype)
+    scores_BKGTS = jnp.einsum('BKGTH,BKSH->BKGTS', q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
+    if slots.key_scale_BKS is not None:
+        scores_BKGTS *= slots.key_scale_BKS[:, :, None, None, :]
+    # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite.
+    return jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
+
+
+def _weighted(weights_BKGTS: jax.Array, slots: Slots, dtype: jnp.dtype) -> jax.Array:
+    """The sum of values with these weights, multiplied in `dtype`, in float32: [B, K, G, T, H]."""
+    if slots.value_scale_BKS is not None:
+        weights_BKGTS *= slots.value_scale_BKS[:, :, None, None, :]
+    v_BKSH = slots.value_BKSH.astype(dtype)
+    return jnp.einsum('BKGTS,BKSH->BKGTH', weights_BKGTS.astype(dtype), v_BKSH, preferred_element_type=jnp.float32)
+
+
+def _blocks(x: jax.Array, axis: int) -> jax.Array:
+    """Cuts an axis of T into a new leading axis of blocks (X) and one of QUERY_BLOCK."""
+    x = x.reshape(*x.shape[:axis], -1, QUERY_BLOCK, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)

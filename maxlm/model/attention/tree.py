@@ -1,0 +1,62 @@
+"""Attention in rows that hold trees: texts that begin alike share the tokens of their beginning.
+
+The tokens of a tree stand in a row in depth-first order, a text behind the other without what it shares with those
+before. A token sees its ancestors and itself. Documents side by side are the case in which nothing is shared.
+
+Shapes: B batch, T length, S keys, R queries of a range, N query heads, K key/value heads, G = N/K, H head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.model.attention.chunked import query_ranges
+
+
+class Forest(NamedTuple):
+    """The trees of each row."""
+
+    # Index in the row behind the last token that sees this one.
+    end_BT: jax.Array
+    # Ancestors of a token: its position in every text that has it.
+    depth_BT: jax.Array
+
+
+def attend_forest(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, forest: Forest, *, window: int) -> jax.Array:
+    """softmax(q·k / sqrt(H)) · v over a token's ancestors and itself, without a gradient.
+
+    Args:
+        q_BTNH: queries; k_BTKH, v_BTKH: keys and values, K dividing N.
+        forest: of the tokens.
+        window: how many last tokens of its text a query sees, its own included; 0: all.
+
+    Returns:
+        [B, T, N, H] in q's type.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
+    k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+    parts = []
+    # What is within the window of a text may be far away in the row.
+    for first, last, _ in query_ranges(T, 0):
+        index_R1, index_1S = jnp.arange(first, last)[:, None], jnp.arange(last)[None, :]
+        sees_BRS = (index_1S <= index_R1)[None] & (index_R1[None] < forest.end_BT[:, None, :last])
+        if window:
+            behind_BRS = forest.depth_BT[:, first:last, None] - forest.depth_BT[:, None, :last]
+            sees_BRS &= behind_BRS < window
+        scores_BKGRS = jnp.einsum(
+            'BKGRH,BKSH->BKGRS',
+            q_BKGTH[:, :, :, first:last],
+            k_BKTH[:, :, :last],
+            preferred_element_type=jnp.float32,
+        )
+        scores_BKGRS = jnp.where(sees_BRS[:, None, None], scores_BKGRS, jnp.finfo(jnp.float32).min)
+        weights_BKGRS = jax.nn.softmax(scores_BKGRS, axis=-1).astype(q_BTNH.dtype)
+        parts.append(jnp.einsum('BKGRS,BKSH->BKGRH', weights_BKGRS, v_BKTH[:, :, :last]))
+    o_BKGTH = jnp.concatenate(parts, axis=3)
+    return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)

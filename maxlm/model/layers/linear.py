@@ -1,0 +1,256 @@
+"""Projections: the one place where a matrix of the decoder is declared and applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxlm.model.layers import fp8
+from maxlm.model.layers.lora import Adapter
+from maxlm.model.layers.weight_only_quantization import Codes, Weights, code_shapes, dequantize, quantize
+from maxlm.parallel.partitioning import Placement
+
+Initializer = Callable[..., jax.Array]
+# The logical axis of an adapter's rank.
+RANK = 'adapter'
+# Rows of a product, at least, that are worth the time to put kernels side by side in memory.
+JOINED_ROWS = 1024
+# Inputs, at least, of a kernel that is worth turning: of 384 a single row takes up to a fifth longer, of 768 it does
+# not, and 8 rows take half of the time of either.
+TURNED_INPUTS = 256
+# Rows of a product, at most, for which a turned kernel comes first.
+TURNED_ROWS = 256
+
+
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
+    """A float32 parameter with its shape, initializer and logical axes.
+
+    The axes travel with the parameter; `maxlm.parallel.layout` maps them to the mesh.
+    """
+    return _parameter(rngs.params(), shape, axes, init)
+
+
+def _parameter(key: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
+    assert len(shape) == len(axes), (shape, axes)
+    return nnx.Param(init(key, shape, jnp.float32), axes=axes)
+
+
+class Linear(nnx.Module):
+    """y = x · kernel + bias over one or more trailing axes, in x's type; computed in that too, or as `matmul` says.
+
+    The last `len(in_shape)` axes of x are contracted and replaced by `out_shape`. With an adapter there is
+    scale · (x · lora_a) · lora_b besides (Hu et al. 2022, "LoRA"), always computed in x's type: lora_a is
+    [*in_shape, rank], lora_b [rank, *out_shape]. After `quantize_kernel` there are kernel_codes and kernel_scales in
+    the kernel's place (`maxlm.model.layers.weight_only_quantization`).
+
+    Attributes:
+        is_turned: the kernel is [*out_shape, *in_shape], as `turn` makes it, for `turned_product`.
+    """
+
+    def __init__(
+        self,
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        *,
+        in_axes: tuple[str, ...],
+        out_axes: tuple[str, ...],
+        init: Initializer,
+        use_bias: bool,
+        matmul: str,
+        placement: Placement,
+        rngs: nnx.Rngs,
+        adapter: Adapter | None = None,
+    ):
+        self.axes = in_axes + out_axes
+        key = rngs.params()
+        self.kernel = _parameter(key, in_shape + out_shape, self.axes, init)
+        # A bias is small and read whole by every device: its axis is sharded only where the output's is.
+        bias_axes = tuple('norm' if axis == 'embed' else axis for axis in out_axes)
+        self.bias = parameter(rngs, out_shape, bias_axes, jax.nn.initializers.zeros) if use_bias else None
+        lora_a, lora_b = None, None
+        if adapter is not None:
+            # From the kernel's key, so that the rest of a model starts the same with and without adapters.
+            lora_key = jax.random.fold_in(key, 1)
+            lora_a, lora_b = _adapter_parameters(lora_key, adapter.rank, in_shape, out_shape, in_axes, out_axes)
+        self.lora_a, self.lora_b = lora_a, lora_b
+        self.weights: Weights | None = None
+        self.lora_scale = adapter.scale if adapter else 0.0
+        self.is_turned = False
+        self.num_in = len(in_shape)
+        self.num_inputs = math.prod(in_shape)
+        self.out_shape = out_shape
+        self.placement = placement
+        self.matmul = matmul
+
+    def quantize_kernel(self, weights: Weights) -> None:
+        """Puts codes and scales in the kernel's place; where they do not divide over devices, each has all of them."""
+        assert self.weights is None, 'the kernel is quantized already'
+        assert self.lora_a is None, 'a kernel with an adapter beside it stays'
+
+        def axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
+            parts = map(self.placement.parts, self.axes)
+            return tuple('norm' if size % n else axis for axis, size, n in zip(self.axes, shape, parts, strict=True))
+
+        shape = self.kernel.shape
+        self.weights = weights
+        self.codes_axes, self.scales_axes = map(axes_of, code_shapes(shape, self.num_in, weights))
+        found = quantize(self.kernel[...], self.num_in, weights)
+        del self.kernel
+        self.kernel_codes = nnx.Param(found.codes, axes=self.codes_axes)
+        self.kernel_scales = nnx.Param(found.scales, axes=self.scales_axes)
+
+    @property
+    def is_worth_turning(self) -> bool:
+        """Whether the kernel should lie turned on a CPU: not where it is made of codes, or codes are made of it."""
+        return self.weights is None and self.matmul != 'fp8' and worth_turning(self.num_inputs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        rows = x.shape[: x.ndim - self.num_in]
+        flat = self.num_inputs
+        kernel = self._gathered_kernel(x.dtype)
+        if self.matmul == 'fp8' and self.weights is None:
+            # The codes are what travels, a byte each: nothing but a gradient comes of `kernel`.
+            codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
+            codes = codes._replace(bits=self.placement.gathered(codes.bits, self.axes).reshape(flat, -1))
+            x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
+            y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
+        elif self.is_turned:
+            y = turned_product(x.reshape(-1, flat), kernel.reshape(-1, flat))
+        else:
+            y = self._product(x, kernel, self.num_in)
+        return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
+
+    @property
+    def _is_matrix(self) -> bool:
+        # As one product of two matrices: with more axes XLA transposes the output's gradient before it multiplies for
+        # the kernel's, which took a quarter of the step of a small model on a CPU. But one axis cannot be split over
+        # the devices of both batch and length.
+        return self.placement.parts('length') == 1
+
+    def _product(self, x: jax.Array, matrix: jax.Array, num_in: int) -> jax.Array:
+        """Contracts the last `num_in` axes of x with the first of the matrix; the others may be flat."""
+        if not self._is_matrix:
+            return jnp.tensordot(x, matrix, axes=num_in)
+        flat = math.prod(x.shape[x.ndim - num_in :])
+        return x.reshape(-1, flat) @ matrix.reshape(flat, -1)
+
+    def _gathered_kernel(self, dtype: jnp.dtype) -> jax.Array:
+        if self.weights is not None:
+            # The codes are what travels.
+            codes = self.placement.gathered(self.kernel_codes[...], self.codes_axes)
+            scales = self.placement.gathered(self.kernel_scales[...], self.scales_axes)
+            return dequantize(Codes(codes, scales), self.num_in, self.weights.kind, dtype)
+        num = self.num_in
+        axes = (*self.axes[num:], *self.axes[:num]) if self.is_turned else self.axes
+        return self._gathered(self.kernel, axes, dtype)
+
+    def _gathered(self, param: nnx.Param, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
+        # In the type of the computation before it travels: half the bytes.
+        return self.placement.gathered(param[...].astype(dtype), axes)
+
+    def _gathered_lora_a(self, dtype: jnp.dtype) -> jax.Array | None:
+        axes = (*self.axes[: self.num_in], RANK)
+        return None if self.lora_a is None else self._gathered(self.lora_a, axes, dtype)
+
+    def _lowered(self, x: jax.Array) -> jax.Array | None:
+        """x · lora_a, [..., rank]; None without an adapter."""
+        lora_a = self._gathered_lora_a(x.dtype)
+        if lora_a is None:
+            return None
+        return self._product(x, lora_a, self.num_in).reshape(*x.shape[: x.ndim - self.num_in], -1)
+
+    def _completed(self, y: jax.Array, lowered: jax.Array | None) -> jax.Array:
+        """The product with what adapter and bias add."""
+        if self.lora_b is not None:
+            assert lowered is not None
+            lora_b = self._gathered(self.lora_b, (RANK, *self.axes[self.num_in :]), y.dtype)
+            # The scale where the arrays are small.
+            y = y + self._product(lowered * self.lora_scale, lora_b, 1).reshape(y.shape)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(y.dtype)
+        return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a device has all of the kernel when it is used, and the product is one of two plain matrices."""
+        split = any(self.placement.parts(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
+        # Kernels that are made of codes would be written to memory to be put side by side.
+        return not split and self.matmul != 'fp8' and self.weights is None and not self.is_turned
+
+
+def turn(kernel: jax.Array, num_in: int) -> jax.Array:
+    """A kernel [*in_shape, *out_shape], the first of so many axes, as [*out_shape, *in_shape]; 0: as it is."""
+    return kernel.transpose(*range(num_in, kernel.ndim), *range(num_in))
+
+
+def worth_turning(num_inputs: int) -> bool:
+    """Whether `turned_product` is the faster one for a few rows of so many inputs, and hardly slower for one."""
+    return num_inputs >= TURNED_INPUTS
+
+
+def turned_product(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """x · kernelᵀ, [M, O] in `dtype`, in x's type without one.
+
+    The matrix library of a CPU puts the second factor of a product into another order first, which for a few rows
+    takes longer than the product. So the kernel is the first: 8 rows of a kernel of 2048 × 2048 take half the time.
+    """
+    contracted = (((1,), (1,)), ((), ()))
+    if len(x_MI) > TURNED_ROWS:
+        return jax.lax.dot_general(x_MI, kernel_OI, contracted, preferred_element_type=dtype)
+    y_OM = jax.lax.dot_general(kernel_OI, x_MI, contracted, preferred_element_type=dtype)
+    # Without it XLA makes of this the product that has the kernel second.
+    return jax.lax.optimization_barrier(y_OM).T
+
+
+def apply_together(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
+    """What several projections make of the last axis of x; as one product where nothing is split.
+
+    One wide product is faster than several on a CPU, and so is its gradient. Compilers for other devices may do the
+    same by themselves.
+    """
+    if x.size < JOINED_ROWS * x.shape[-1] or not all(linear._is_whole for linear in linears):
+        return [linear(x) for linear in linears]
+    products = _joined_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
+    lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
+    # A product of their own: kernels that are frozen with adapters beside them need no gradient.
+    present = [lora_a for lora_a in lora_as if lora_a is not None]
+    lowered = iter(_joined_products(x, present) if present else [])
+    return [
+        linear._completed(
+            product.reshape(*x.shape[:-1], *linear.out_shape),
+            None if lora_a is None else next(lowered).reshape(*x.shape[:-1], -1),
+        )
+        for linear, product, lora_a in zip(linears, products, lora_as, strict=True)
+    ]
+
+
+def _joined_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Of the rows of x with each matrix [in, out], as one product."""
+    y = x.reshape(-1, x.shape[-1]) @ jnp.concatenate(matrices, axis=1)
+    return jax.lax.split(y, [matrix.shape[1] for matrix in matrices], axis=1)
+
+
+def _adapter_parameters(
+    key: jax.Array,
+    rank: int,
+    in_shape: tuple[int, ...],
+    out_shape: tuple[int, ...],
+    in_axes: tuple[str, ...],
+    out_axes: tuple[str, ...],
+) -> tuple[nnx.Param, nnx.Param]:
+    """lora_a [*in_shape, rank] and lora_b [rank, *out_shape].
+
+    The first from U(±1 / sqrt(fan in)), as in the paper's code and in PEFT, which call it Kaiming uniform with a =
+    sqrt(5); the second 0, so that a model starts as what it was without adapters.
+    """
+    num_in, zeros = len(in_shape), jax.nn.initializers.zeros
+    uniform = jax.nn.initializers.variance_scaling(
+        1 / 3, 'fan_in', 'uniform', in_axis=tuple(range(num_in)), out_axis=num_in
+    )
+    lora_a = _parameter(key, (*in_shape, rank), (*in_axes, RANK), uniform)
+    return lora_a, _parameter(key, (rank, *out_shape), (RANK, *out_axes), zeros)

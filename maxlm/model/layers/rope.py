@@ -1,0 +1,116 @@
+"""Rotary position embedding (Su et al. 2021, RoFormer), in the half-split layout of GPT-NeoX and Llama.
+
+Shapes: B batch, T length, N heads, H head dim, P rotated pairs (R = 2P rotated dims), 1 broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.config.schema import ModelConfig
+
+
+class Rotary(NamedTuple):
+    """Angles of a batch of positions, one per rotated pair; shared by all layers."""
+
+    cos_BT1P: jax.Array
+    sin_BT1P: jax.Array
+
+
+def rotary_angles(positions_BT: jax.Array, config: ModelConfig, length_B: jax.Array | None = None) -> Rotary:
+    """Angles position · frequency of the R = rotary_fraction · head_dim rotated dims, in float32.
+
+    `length_B` is the number of tokens that a row has so far, by which dynamic scaling goes; None: its largest position
+    and one.
+    """
+    if config.rotary_scaling == 'dynamic':
+        if length_B is None:
+            length_B = positions_BT.max(axis=1) + 1
+        frequency_BT1P = _dynamic_frequencies(config, length_B)[:, None, None, :]
+    else:
+        frequency_BT1P = _frequencies(config)[None, None, None, :]
+    angle_BT1P = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_BT1P
+    scale = _attention_factor(config)
+    return Rotary(jnp.cos(angle_BT1P) * scale, jnp.sin(angle_BT1P) * scale)
+
+
+def rotate(x_BTNH: jax.Array, rotary: Rotary) -> jax.Array:
+    """Turns the pairs (i, i + R/2) of the first R dims of each head; the other dims pass."""
+    half = rotary.cos_BT1P.shape[-1]
+    x = x_BTNH.astype(jnp.float32)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x_BTNH[..., 2 * half :]
+    cos, sin = rotary
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x_BTNH.dtype), rest], axis=-1)
+
+
+def _frequencies(config: ModelConfig) -> jax.Array:
+    """Radians per position of each pair [P], scaled as `model.rotary_scaling` says."""
+    frequency_P = config.rotary_theta ** _exponents(config)
+    factor = config.rotary_factor
+    if config.rotary_scaling == 'linear':
+        # Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
+        return frequency_P / factor
+    if config.rotary_scaling == 'yarn':
+        # Peng et al. 2023, "YaRN": pairs with many turns within the original context stay, those with few are
+        # interpolated, a ramp over the index of the pair between them.
+        low, high = _yarn_bounds(config)
+        ramp_P = jnp.clip((jnp.arange(frequency_P.size, dtype=jnp.float32) - low) / (high - low), 0, 1)
+        return frequency_P / factor * ramp_P + frequency_P * (1 - ramp_P)
+    if config.rotary_scaling == 'llama3':
+        # Llama 3.1 (Grattafiori et al. 2024, and its reference code): the same idea with a ramp over the turns.
+        turns_P = config.rotary_original_positions * frequency_P / (2 * math.pi)
+        low, high = config.rotary_low_turns, config.rotary_high_turns
+        kept_P = jnp.clip((turns_P - low) / (high - low), 0, 1)
+        return frequency_P / factor * (1 - kept_P) + frequency_P * kept_P
+    assert config.rotary_scaling == 'none', config.rotary_scaling
+    return frequency_P
+
+
+def _dynamic_frequencies(config: ModelConfig, length_B: jax.Array) -> jax.Array:
+    """Radians per position [B, P] of dynamic NTK scaling: the base grows with the part beyond the original context.
+
+    The formula of bloc97 and emozilla (2023), as in YaRN's appendix. Keys that are in a cache keep the rotation of the
+    length at which they came, as in other implementations.
+    """
+    rotated = _num_rotated(config)
+    original, factor = config.rotary_original_positions, config.rotary_factor
+    stretch_B = factor * jnp.maximum(length_B, original).astype(jnp.float32) / original - (factor - 1)
+    theta_B1 = config.rotary_theta * stretch_B[:, None] ** (rotated / (rotated - 2))
+    return theta_B1 ** _exponents(config)[None, :]
+
+
+def _exponents(config: ModelConfig) -> jax.Array:
+    """Exponents of theta [P] that give the radians per position of each pair before scaling."""
+    rotated = _num_rotated(config)
+    return -(jnp.arange(0, rotated, 2, dtype=jnp.float32) / rotated)
+
+
+def _num_rotated(config: ModelConfig) -> int:
+    return round(config.rotary_fraction * config.head_dim)
+
+
+def _yarn_bounds(config: ModelConfig) -> tuple[float, float]:
+    """Indices of the pairs between which YaRN's ramp lies."""
+    rotated = _num_rotated(config)
+
+    def pair_with(turns: float) -> float:
+        wavelength = config.rotary_original_positions / (turns * 2 * math.pi)
+        return rotated * math.log(wavelength) / (2 * math.log(config.rotary_theta))
+
+    low, high = pair_with(config.rotary_beta_fast), pair_with(config.rotary_beta_slow)
+    if config.rotary_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    # Equal bounds are a step.
+    return low, high if high != low else high + 0.001
+
+
+def _attention_factor(config: ModelConfig) -> float:
+    if config.rotary_scaling != 'yarn':
+        return 1.0
+    return config.rotary_attention_factor or 0.1 * math.log(config.rotary_factor) + 1.0

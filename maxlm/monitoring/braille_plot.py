@@ -1,0 +1,156 @@
+"""Curves out of braille characters, each of which has 2 × 4 dots."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from maxlm.reporting.drawing.curves import Point, finite
+from maxlm.reporting.drawing.formatting import short
+from maxlm.reporting.drawing.scales import Scale, covering, without_outliers
+
+# The bit of each dot of a character, by column and row: https://www.unicode.org/charts/PDF/U2800.pdf
+_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+_BRAILLE = 0x2800
+_MARK = '◆'
+
+
+def plot(
+    curve: Sequence[Point],
+    *,
+    width: int,
+    height: int,
+    style: str = 'cyan',
+    marks: Sequence[Point] = (),
+    mark_style: str = 'yellow',
+) -> list[Text]:
+    """Lines of a plot with its axes: values on the left, the first and the last step below.
+
+    Of the points that share a column of dots the lowest and the highest are joined, so that no spike is lost. Values
+    far above all others, as at the start of a run, are drawn at the upper edge.
+
+    Args:
+        curve: points in the order of their steps.
+        width: of a line, in characters.
+        height: number of lines, with that of the steps.
+        style: of the curve.
+        marks: single points that are drawn over it.
+        mark_style: theirs.
+    """
+    known, marked = finite(curve), finite(marks)
+    rows = height - 1
+    if not known or rows < 1:
+        return _centred('nothing to draw yet', width, height)
+    scale = covering([*without_outliers([y for _, y in known]), *(y for _, y in marked)], margin=0.02)
+    edge = _edge(scale, rows)
+    columns = width - max(map(len, edge)) - 1
+    if columns < 2:
+        return _centred('', width, height)
+    first, last = known[0][0], max(x for x, _ in (known[-1], *marked))
+    canvas = _Canvas(columns, rows, Scale(first, last if last > first else first + 1), scale)
+    canvas.draw(curve)
+    lines = []
+    for row, label in enumerate(edge):
+        lines.append(Text.assemble((f'{label:>{width - columns - 1}}┤', 'dim'), (canvas.row(row), style)))
+    for x, y in marked:
+        column, row = canvas.cell(x, y)
+        at = width - columns + column
+        lines[row] = Text.assemble(lines[row][:at], (_MARK, mark_style), lines[row][at + 1 :])
+    ends = short(first), short(last)
+    gap = columns - sum(map(len, ends))
+    below = f'{ends[0]}{" " * gap}{ends[1]}' if gap > 0 else ends[1].rjust(columns)
+    if len(below) <= columns:
+        lines.append(Text(' ' * (width - columns) + below, style='dim'))
+    else:
+        lines.append(Text(' ' * width))
+    return lines
+
+
+def _edge(scale: Scale, rows: int) -> list[str]:
+    """What stands left of each row: the values of the highest, the lowest and, where there is room, a middle one."""
+    at = sorted({0, rows // 2, rows - 1} if rows >= 5 else {0, rows - 1})
+    values = [scale.high - (scale.high - scale.low) * (row + 0.5) / rows for row in at]
+    texts = dict(zip(at, _rounded(values), strict=True))
+    return [texts.get(row, '') for row in range(rows)]
+
+
+def _rounded(values: list[float]) -> list[str]:
+    """With as many digits as tell them apart, and one more."""
+    largest = max(map(abs, values))
+    if largest >= 1e4:
+        return [short(value) for value in values]
+    if 0 < largest < 1e-2:
+        return [f'{value:.1e}' for value in values]
+    steps = [abs(one - other) for one, other in itertools.pairwise(values)]
+    digits = 1 - math.floor(math.log10(min(steps, default=largest) or 1.0))
+    return [f'{value:.{max(digits, 0)}f}' for value in values]
+
+
+def _centred(text: str, width: int, height: int) -> list[Text]:
+    blank = [Text(' ' * width) for _ in range(height)]
+    if height and len(text) <= width:
+        blank[height // 2] = Text(text.center(width), style='dim')
+    return blank
+
+
+class _Canvas:
+    """Dots of a plot, set by values."""
+
+    def __init__(self, columns: int, rows: int, across: Scale, up: Scale):
+        self._across, self._up = across, up
+        self._width, self._height = 2 * columns, 4 * rows
+        self._bits = [[0] * columns for _ in range(rows)]
+
+    def draw(self, curve: Sequence[Point]) -> None:
+        """A line through the points of a curve, with a gap where values were not finite."""
+        spans: dict[int, tuple[int, int, int, int]] = {}
+        broken: set[int] = set()
+        gap = False
+        for x, y in curve:
+            if y is None:
+                gap = True
+                continue
+            column, row = self._dot(x, y)
+            if column in spans:
+                entered, low, high, _ = spans[column]
+                spans[column] = entered, min(low, row), max(high, row), row
+            else:
+                spans[column] = row, row, row, row
+                if gap:
+                    broken.add(column)
+            gap = False
+        before: tuple[int, int] | None = None
+        for column, (entered, low, high, left) in spans.items():
+            self._set(column, low, high)
+            if before and column not in broken:
+                self._join(before, (column, entered))
+            before = column, left
+
+    def row(self, row: int) -> str:
+        return ''.join(chr(_BRAILLE + bits) if bits else ' ' for bits in self._bits[row])
+
+    def cell(self, x: float, y: float) -> tuple[int, int]:
+        """Column and row of the character that a point falls on."""
+        column, row = self._dot(x, y)
+        return column // 2, row // 4
+
+    def _dot(self, x: float, y: float) -> tuple[int, int]:
+        column = round(self._across.fraction(x) * (self._width - 1))
+        row = round((1 - self._up.fraction(y)) * (self._height - 1))
+        return min(max(column, 0), self._width - 1), min(max(row, 0), self._height - 1)
+
+    def _set(self, column: int, low: int, high: int) -> None:
+        for row in range(low, high + 1):
+            self._bits[row // 4][column // 2] |= _BITS[column % 2][row % 4]
+
+    def _join(self, start: tuple[int, int], end: tuple[int, int]) -> None:
+        """The columns between two points, without their own."""
+        (first, before), (last, after) = start, end
+        reached = before
+        for column in range(first + 1, last + 1):
+            row = round(before + (after - before) * (column - first) / (last - first))
+            self._set(column, min(reached, row), max(reached, row))
+            reached = row

@@ -1,0 +1,55 @@
+"""Memory of a compiled step by kind, as the compiler reports it, and of one that does not fit."""
+
+from __future__ import annotations
+
+import re
+
+from maxlm.config.schema import Config
+from maxlm.planning.compiled.compile import CompiledStep
+from maxlm.planning.estimate.memory import Memory, Overflow, estimate_memory
+from maxlm.planning.estimate.state_bytes import state_bytes
+from maxlm.training.state import TrainState
+
+# "the total memory required for HLO temporaries (81.26G) exceeds available HBM (30.75G)".
+OVERFLOW = re.compile(r'required[^()]*\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)')
+
+
+UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+
+
+def memory_of(
+    compiled: CompiledStep, config: Config, abstract: TrainState, capability: tuple[int, int] | None = None
+) -> Memory:
+    """What the compiler tells, by kind; the estimate where it tells nothing.
+
+    The state is exact, by its shardings, and so is the total. What is temporary is divided as it is in the estimate,
+    for which `capability` is needed.
+    """
+    state = state_bytes(abstract)
+    estimate = estimate_memory(config, compiled.platform, capability, state)
+    told, total = compiled.memory_bytes(), compiled.total_bytes()
+    if told is None or total is None:
+        return estimate
+    # A CPU has one memory, and counts what would be on the host.
+    on_host = told.get('host', state.host)
+    left = total - state.parameters - state.moments - state.average - estimate.batch
+    left = max(0, left if 'host' in told else left - state.host)
+    gradients = min(estimate.gradients, left)
+    activations = min(estimate.activations, left - gradients)
+    return estimate._replace(
+        gradients=gradients,
+        activations=activations,
+        # Also what fills up the tiles of a TPU's state.
+        temporary=left - gradients - activations,
+        host=on_host,
+        is_estimate=False,
+    )
+
+
+def overflow_of(error: Exception) -> Overflow | None:
+    """The figures in a compiler's complaint that memory does not suffice; None for another error."""
+    found = OVERFLOW.search(str(error))
+    if found is None:
+        return None
+    needed, unit, available, available_unit = found.groups()
+    return Overflow(round(float(needed) * UNITS[unit]), round(float(available) * UNITS[available_unit]))

@@ -1,0 +1,213 @@
+"""What one run of a compiled program does: transfers between devices, operations of matrix products, kernels called.
+
+Everything counts as often as the loops around it run. XLA's own `cost_analysis` counts a loop's body once, and tells
+nothing for GPUs and nothing of what is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+from maxlm.model.attention.cudnn import MORE_LISTS
+from maxlm.planning.compiled.hlo import Array, Computation, Instruction, Module, read_hlo
+from maxlm.planning.compiled.matmuls import is_library_product, product_flops
+from maxlm.planning.compiled.replica_groups import find_groups, find_pairs
+from maxlm.planning.compiled.trip_counts import Scope, trip_count
+from maxlm.planning.estimate.transfers import KINDS, Transfer
+
+# Custom calls by which a TPU's compiler takes notes; they do nothing.
+_NOTES = frozenset(
+    {
+        'AllocateBuffer',
+        'AssumeGatherIndicesInBound',
+        'AsyncCollectiveDone',
+        'AsyncCollectiveStart',
+        'ConcatBitcast',
+        'GatherScatterIndicesBitpacked',
+    }
+)
+# Targets under which all kernels of a kind run; the instruction's name then tells which one it is.
+_SHARED_TARGETS = frozenset({'tpu_custom_call', 'mosaic_gpu_v2', '__gpu$xla.gpu.triton'})
+# In the fusion that starts a collective, which others, with products in them, then carry on.
+_STARTS_CHAIN = 'custom_call_target="AsyncCollectiveStart"'
+
+
+@dataclasses.dataclass
+class Program:
+    """What one device does in one run of a program."""
+
+    # One for each collective instruction. One that sends several arrays together counts once, with the bytes of all.
+    # `is_async`: it starts before it is waited for, with a product, a kernel, or a loop of such, in between that
+    # hides it; elementwise work is too short to count.
+    transfers: list[Transfer] = dataclasses.field(default_factory=list)
+    # Two for each multiply-add of a matrix product, what is computed again in the backward pass included.
+    flops: float = 0.0
+    # Runs of custom calls, by target: kernels of cuDNN or Pallas, whose products are not in `flops`.
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Loops with any of the above in them of which the text does not tell how often they run: counted as one round.
+    unknown_loops: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that counts."""
+        return not (self.transfers or self.flops or self.kernels)
+
+    def add(self, other: Program, times: float = 1) -> None:
+        """Counts another program's work too, as often as it runs."""
+        self.transfers += [transfer._replace(count=transfer.count * times) for transfer in other.transfers]
+        self.flops += times * other.flops
+        for name, count in other.kernels.items():
+            self.kernels[name] = self.kernels.get(name, 0) + times * count
+        self.unknown_loops += other.unknown_loops
+
+
+def read_program(text: str, mesh_sizes: Mapping[str, int]) -> Program:
+    """Counts what one run of a compiled program does on each device.
+
+    Args:
+        text: `compiled.as_text()`, of the back ends for CPU, GPU and TPU.
+        mesh_sizes: devices along each axis of the mesh that it was compiled for, in the order of the axes.
+
+    Raises:
+        ValueError: the text is no program of XLA's, or one of other devices than the mesh's.
+    """
+    module = read_hlo(text)
+    if module.num_partitions != math.prod(mesh_sizes.values()):
+        raise ValueError(f'a program for {module.num_partitions} devices, but a mesh {dict(mesh_sizes)}')
+    return _Reader(module, tuple(mesh_sizes.items())).count(Scope(module.entry))
+
+
+class _Reader:
+    """Adds up a module's computations from the innermost to the entry."""
+
+    def __init__(self, module: Module, mesh: tuple[tuple[str, int], ...]) -> None:
+        self.module = module
+        self.mesh = mesh
+        # Of computations with neither loops nor calls in them, which count alike wherever they are called.
+        self._fusion = functools.cache(self._count_fusion)
+
+    def count(self, scope: Scope) -> Program:
+        """What one run of a computation does."""
+        parts = {
+            name: self._one(instruction, scope)
+            for name, instruction in scope.computation.items()
+            if instruction.called or instruction.opcode in _COUNTED
+        }
+        parts = {name: part for name, part in parts.items() if not part.is_empty}
+        starts = [name for name in parts if _is_start(scope.computation[name]) and parts[name].transfers]
+        for name, is_hidden in _hidden(scope.computation, starts, parts).items():
+            parts[name].transfers = [transfer._replace(is_async=is_hidden) for transfer in parts[name].transfers]
+        total = Program()
+        for part in parts.values():
+            total.add(part)
+        return total
+
+    def _one(self, instruction: Instruction, scope: Scope) -> Program:
+        """What an instruction does, the computations that it calls included."""
+        called = instruction.called
+        if instruction.opcode == 'while':
+            return self._loop(instruction, scope)
+        if instruction.opcode == 'conditional':
+            branches = [
+                self.count(Scope(self.module.computations[name], instruction, scope)) for name in called.values()
+            ]
+            # Which one runs depends on the data and the device; the one with the most work is what the others wait for.
+            return max(branches, key=lambda branch: (branch.flops, sum(transfer.sent for transfer in branch.transfers)))
+        total = Program()
+        if instruction.opcode.endswith(('-done', '-update')):
+            # Counted at its start.
+            return total
+        if instruction.opcode.startswith('fusion'):
+            total.add(self._fusion(called['calls']))
+        elif instruction.opcode.startswith(('call', 'async-start')):
+            name = called.get('calls') or called['to_apply']
+            total.add(self.count(Scope(self.module.computations[name], instruction, scope)))
+        elif _kind(instruction):
+            transfer = self._transfer(instruction, scope.computation)
+            total.transfers += [transfer] if transfer else []
+        elif instruction.opcode in ('dot', 'convolution') or is_library_product(instruction):
+            total.flops = product_flops(instruction, _operands(instruction, scope.computation))
+        elif instruction.opcode.startswith('custom-call'):
+            kernel = _kernel(instruction)
+            total.kernels |= {kernel: 1.0} if kernel else {}
+        return total
+
+    def _loop(self, loop: Instruction, scope: Scope) -> Program:
+        if MORE_LISTS in loop.attributes:
+            # Of more documents than a list has room for: nearly never entered.
+            return Program()
+        rounds = trip_count(self.module, loop, scope)
+        each = self.count(Scope(self.module.computations[loop.called['condition']], loop, scope))
+        each.add(self.count(Scope(self.module.computations[loop.called['body']], loop, scope)))
+        if rounds is None and not each.is_empty:
+            each.unknown_loops.append(loop.name)
+        total = Program()
+        total.add(each, 1 if rounds is None else rounds)
+        return total
+
+    def _count_fusion(self, name: str) -> Program:
+        return self.count(Scope(self.module.computations[name]))
+
+    def _transfer(self, instruction: Instruction, computation: Computation) -> Transfer | None:
+        """The transfer of a collective; None where it sends nothing, or carries on what another one started."""
+        kind = _kind(instruction)
+        assert kind is not None
+        is_chained = 'chain_id=' in instruction.attributes
+        if is_chained and not any(_STARTS_CHAIN in other.attributes for other in computation.values()):
+            return None
+        if kind == 'collective-permute':
+            pairs = instruction.attribute(r'source_target_pairs=(\{.*?\}\}|\{\})')
+            groups = find_pairs(pairs or '', self.mesh)
+        else:
+            groups = find_groups(instruction.attribute(r'replica_groups=(.*)') or '{}', self.mesh)
+        size = sum(array.bytes for array in _operands(instruction, computation))
+        if kind == 'all-gather':
+            size *= groups.size
+        return Transfer(kind, groups.axes, groups.size, size, is_async=is_chained) if groups.size > 1 else None
+
+
+_COUNTED = {'dot', 'convolution', 'custom-call', 'custom-call-start', *KINDS, *(f'{kind}-start' for kind in KINDS)}
+
+
+def _kind(instruction: Instruction) -> str | None:
+    kind = instruction.opcode.removesuffix('-start')
+    return kind if kind in KINDS else None
+
+
+def _operands(instruction: Instruction, computation: Computation) -> list[Array]:
+    return [array for name in instruction.operands for array in computation[name].arrays]
+
+
+def _kernel(instruction: Instruction) -> str | None:
+    target = instruction.attribute(r'custom_call_target="([^"]*)"') or ''
+    if target in _NOTES:
+        return None
+    return f'{target} {instruction.name.split(".")[0]}' if target in _SHARED_TARGETS else target
+
+
+def _is_start(instruction: Instruction) -> bool:
+    return instruction.opcode.endswith('-start')
+
+
+def _hidden(computation: Computation, starts: list[str], parts: dict[str, Program]) -> dict[str, bool]:
+    """By start of a collective, whether a product or a kernel runs until it is waited for."""
+    if not starts:
+        return {}
+    started: dict[str, float] = {}
+    done = 0.0
+    hidden = dict.fromkeys(starts, False)
+    for name, instruction in computation.items():
+        if name in hidden:
+            started[name] = done
+        elif instruction.opcode.endswith(('-done', '-update')) and instruction.operands[0] in started:
+            start = instruction.operands[0]
+            if instruction.opcode.endswith('-done'):
+                hidden[start] = done > started[start]
+            else:
+                started[name] = started[start]
+        elif name in parts:
+            done += bool(parts[name].flops or parts[name].kernels)
+    return hidden

@@ -1,0 +1,1 @@
+"""Formulas for memory, FLOPs, transfers and time of a step."""

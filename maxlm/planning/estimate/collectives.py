@@ -1,0 +1,203 @@
+"""Which collectives a layout makes of one step, by formula; as they stand in programs that XLA compiled for GPUs.
+
+Sizes are those of the type that travels: parameters and their gradients in the type of the computation, parameters of
+blocks in 8 bits where these are multiplied, and the gradient of the output projection in float32, in which its sum over
+the chunks of the loss is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from maxlm.config.mesh import padded_vocabulary
+from maxlm.config.schema import MESH_AXES, Config
+from maxlm.planning.estimate.parameters import Tables, block_kernels, block_parameters, model_parameters, tables
+from maxlm.planning.estimate.transfers import Transfer
+
+# Axes along which devices see other tokens, so that gradients are summed over them.
+BATCH_AXES = ('replica', 'data', 'fsdp', 'context')
+# Those over which ZeRO cuts the state.
+SAVING_AXES = ('fsdp', 'context')
+FLOAT32 = 4
+
+
+def estimate_transfers(config: Config) -> list[Transfer]:
+    """The transfers of one optimizer step of a resolved config."""
+    transfers = [
+        *_gathers(config),
+        *_gradients(config),
+        *_tensor_sums(config),
+        *_vocabulary(config),
+        *_scales(config),
+        *_ring(config),
+        *_pipeline(config),
+        *_muon(config),
+        # Loss, number of tokens, norms.
+        _transfer(config, 'all-reduce', MESH_AXES, FLOAT32, 4, is_async=False),
+    ]
+    return [transfer for transfer in transfers if transfer.group > 1 and transfer.size * transfer.count > 0]
+
+
+def _transfer(
+    config: Config, kind: str, axes: tuple[str, ...], size: float, count: float, *, is_async: bool = True
+) -> Transfer:
+    sizes = config.mesh.sizes
+    axes = tuple(axis for axis in axes if sizes[axis] > 1)
+    return Transfer(kind, axes, math.prod(sizes[axis] for axis in axes), size, count, is_async)
+
+
+def _width(config: Config) -> int:
+    return jnp.dtype(config.model.dtype).itemsize
+
+
+def _iterations(config: Config) -> int:
+    """Times that a device goes through its layers, or a chunk of them."""
+    mesh, micro_batches = config.mesh, config.accumulation
+    return micro_batches if mesh.stage == 1 else mesh.stage_repeats * micro_batches + mesh.stage - 1
+
+
+def _layers(config: Config) -> float:
+    """Layers that a device goes through in a step, in one direction."""
+    return config.model.num_layers / (config.mesh.stage * config.mesh.stage_repeats) * _iterations(config)
+
+
+def _stream_bytes(config: Config) -> float:
+    """Of a micro-batch on a device."""
+    return config.train.micro_batch * config.data.window / config.mesh.context * config.model.dim * _width(config)
+
+
+def _gathers(config: Config) -> list[Transfer]:
+    """Parameters brought together for their use, and after the update where only the moments are cut."""
+    model, mesh, width = config.model, config.mesh, _width(config)
+    if mesh.zero < 3:
+        # The new parameters come from where the moments are.
+        size = FLOAT32 * model_parameters(model) / (mesh.tensor * mesh.stage)
+        return [_transfer(config, 'all-gather', SAVING_AXES, size, 1, is_async=False)]
+    # With nothing computed again XLA keeps a block's parameters from forward to backward.
+    directions = 1 if model.remat == 'none' and mesh.stage == 1 else 2
+    of = _padded_tables(config)
+    # A table that also is the output projection comes twice.
+    whole = width * (of.positions + of.tokens + (of.head or of.tokens))
+    blocks = (1 if model.matmul == 'fp8' else width) * block_parameters(model) / mesh.tensor
+    return [
+        _transfer(config, 'all-gather', SAVING_AXES, blocks, directions * _layers(config)),
+        _transfer(config, 'all-gather', SAVING_AXES, whole / mesh.tensor, config.rounds),
+    ]
+
+
+def _gradients(config: Config) -> list[Transfer]:
+    """Sums over the devices that see other tokens: of a micro-batch, since XLA does not wait for the last."""
+    model, mesh, width = config.model, config.mesh, _width(config)
+    of, saved_over = _padded_tables(config), mesh.fsdp * mesh.context
+    scatters = mesh.zero >= 2 and saved_over > 1
+    sums = [
+        (width * block_parameters(model), _layers(config)),
+        (FLOAT32 * of.tokens, config.rounds),
+        (width * (of.tokens + of.positions), config.rounds),
+    ]
+    transfers = []
+    for size, count in sums:
+        if scatters:
+            transfers.append(_transfer(config, 'reduce-scatter', SAVING_AXES, size / mesh.tensor, count))
+            part = size / mesh.tensor / saved_over
+            transfers.append(_transfer(config, 'all-reduce', ('replica', 'data'), part, count))
+        else:
+            transfers.append(_transfer(config, 'all-reduce', BATCH_AXES, size / mesh.tensor, count))
+    return transfers
+
+
+def _tensor_sums(config: Config) -> list[Transfer]:
+    """The stream after each half of a block, and its gradient before it; of the tables once.
+
+    A device waits for them: what follows needs the sum.
+    """
+    model, mesh = config.model, config.mesh
+    # In parallel the two halves are added before they are summed over devices.
+    halves = 1 if model.parallel_residual else 2
+    # The last half is not computed again, see `maxlm.planning.estimate.work`.
+    again = (halves - 1) * (model.remat in ('full', 'offload')) + halves * (mesh.stage > 1)
+    stream = _stream_bytes(config)
+    tables_stream = stream * config.accumulation / config.rounds
+    return [
+        _transfer(config, 'all-reduce', ('tensor',), stream, (2 * halves + again) * _layers(config), is_async=False),
+        # What is looked up, and the gradient of the hidden states.
+        _transfer(config, 'all-reduce', ('tensor',), tables_stream, 2 * config.rounds, is_async=False),
+    ]
+
+
+def _vocabulary(config: Config) -> list[Transfer]:
+    """A vocabulary that does not divide: split in place of the width for lookup and head; and their gradients back."""
+    model, mesh, width = config.model, config.mesh, _width(config)
+    of = _padded_tables(config)
+    if of == tables(model):
+        return []
+    saved_over = mesh.fsdp * mesh.context
+    table = of.tokens / mesh.tensor / (saved_over if mesh.zero == 3 else 1)
+    gradient = of.tokens / mesh.tensor / (saved_over if mesh.zero >= 2 else 1)
+    return [
+        _transfer(config, 'all-to-all', ('tensor',), size, config.rounds, is_async=False)
+        for size in (width * table, width * table, width * gradient, FLOAT32 * gradient)
+    ]
+
+
+def _padded_tables(config: Config) -> Tables:
+    """The tables as they are used."""
+    size = padded_vocabulary(config.model.vocab_size, config.mesh.tensor)
+    return tables(dataclasses.replace(config.model, vocab_size=size))
+
+
+def _scales(config: Config) -> list[Transfer]:
+    """Largest elements of what is multiplied in 8 bits: inputs, kernels, and gradients of outputs.
+
+    A device waits for them, though not for many bytes. None is asked for twice: scales are kept.
+    """
+    if config.model.matmul != 'fp8':
+        return []
+    axes = (*BATCH_AXES, 'tensor')
+    # What several kernels multiply counts once.
+    inputs, kernels = 4, len(block_kernels(config.model))
+    return [_transfer(config, 'all-reduce', axes, FLOAT32, (inputs + 2 * kernels) * _layers(config), is_async=False)]
+
+
+def _ring(config: Config) -> list[Transfer]:
+    """Keys and values go around, and in the backward pass their gradients with them, in float32, and home."""
+    model, mesh = config.model, config.mesh
+    tokens = config.train.micro_batch * config.data.window / mesh.context
+    elements = 2 * tokens * model.num_kv_heads / mesh.tensor * model.head_dim
+    directions = 2 + (model.remat not in ('none', 'dots')) + (mesh.stage > 1)
+    hops = (mesh.context - 1) * _layers(config)
+    return [
+        _transfer(config, 'collective-permute', ('context',), _width(config) * elements, directions * hops),
+        _transfer(config, 'collective-permute', ('context',), FLOAT32 * elements, mesh.context * _layers(config)),
+    ]
+
+
+def _pipeline(config: Config) -> list[Transfer]:
+    """The stream from stage to stage and its gradient back; all of the last stage's output to all, and back."""
+    if config.mesh.stage == 1:
+        return []
+    stream = _stream_bytes(config)
+    return [
+        _transfer(config, 'collective-permute', ('stage',), stream, 2 * _iterations(config), is_async=False),
+        _transfer(config, 'all-reduce', ('stage',), stream * config.accumulation, 2, is_async=False),
+    ]
+
+
+def _muon(config: Config) -> list[Transfer]:
+    """Each matrix comes to one device and goes back: `Layout.spread_layers` moves one axis at a time."""
+    if config.optimizer.name != 'muon':
+        return []
+    mesh, sizes = config.mesh, config.mesh.sizes
+    parts = math.prod(sizes[axis] for axis in ('stage', 'fsdp', 'context', 'tensor'))
+    total = _width(config) * config.model.num_layers * block_parameters(config.model)
+    num_kernels = len(block_kernels(config.model))
+    transfers = []
+    for axis in ('fsdp', 'context', 'tensor', 'data'):
+        # Copies along `data` only cut what they have on the way there, and gather it on the way back.
+        kind, ways = ('all-gather', 1) if axis == 'data' else ('all-to-all', 2)
+        size = total / parts / num_kernels
+        transfers.append(_transfer(config, kind, (axis,), size, ways * num_kernels, is_async=mesh.stage == 1))
+    return transfers

@@ -1,0 +1,228 @@
+"""What the present CPU reaches on the operations of a model, so that its step time can be told before it is run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.config.schema import Config
+from maxlm.errors import InputError
+from maxlm.hardware.chips import GIB, Chip, host_memory, measure_matmul_tflops
+from maxlm.model.attention.chunked import QUERY_BLOCK, attend_blockwise, query_ranges
+from maxlm.model.layers.masks import layer_windows
+from maxlm.planning.estimate.parameters import block_kernels, model_parameters
+from maxlm.planning.estimate.roofline import Efficiency
+from maxlm.planning.estimate.work import estimate_work
+
+# Share of its speed alone that an operation reaches in a program: loops copy what they carry, operands of products lie
+# the wrong way round. Fitted to four of the configs of benchmarks/plan_cpu.py, in CPU time of one thread.
+IN_PROGRAM = 0.73
+# Tokens at most that the operations are measured with.
+SAMPLED = 4096
+# Elements of an array that no cache holds.
+COPIED = 2**24
+
+
+class Cpu(NamedTuple):
+    """A measured machine, as `step_time` takes it."""
+
+    chip: Chip
+    efficiency: Efficiency
+
+
+def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
+    """Measures this machine on products and elementwise operations of a resolved config's sizes.
+
+    Takes some seconds, most of them to compile. All devices of this process share the machine's cores, so each has its
+    part of them.
+
+    Raises:
+        InputError: the parameters alone are larger than the memory of the machine.
+    """
+    _check_parameters(config)
+    window = min(config.data.window, SAMPLED)
+    rows = max(1, min(config.train.micro_batch, SAMPLED // window))
+    if rows < config.train.micro_batch or window < config.data.window:
+        # Rates are those of larger arrays too.
+        train = dataclasses.replace(config.train, micro_batch=rows, global_batch=rows * config.batch_shards)
+        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, window=window))
+    model, window = config.model, config.data.window
+    tokens = max(1, config.train.micro_batch * window)
+    dtype = jnp.dtype(model.dtype)
+    peak = measure_matmul_tflops() * 1e12
+    seconds = flops = 0.0
+    kernels = list(block_kernels(model).values()) * model.num_layers
+    sizes = [(tokens, *kernel) for kernel in kernels]
+    sizes.append((config.train.micro_batch * min(config.train.loss_chunk, window), model.dim, model.vocab_size))
+    repeats = [1.0] * len(kernels) + [tokens / sizes[-1][0]]
+    measured: dict[tuple[int, ...], float] = {}
+    for size, count in zip(sizes, repeats, strict=True):
+        if size not in measured:
+            measured[size] = _product_seconds(size, dtype, rounds)
+        seconds += count * measured[size]
+        flops += count * 6 * math.prod(size)
+    ranges = list(query_ranges(window, 0))
+    # One with about the mean number of keys.
+    part = ranges[len(ranges) // 2]
+    queries = min(QUERY_BLOCK, part.last - part.first)
+    heads = config.train.micro_batch * model.num_heads
+    attention = _batched_flops((heads, queries, part.last - part.start, model.head_dim), dtype, rounds)
+    bandwidth = _copy_bytes(rounds)
+    # With nothing computed again, and all of a device's sequences at once if they come at once.
+    plain = dataclasses.replace(config, model=dataclasses.replace(model, remat='none'))
+    work = estimate_work(plain)
+    # What a layer's attention takes beside its products: scores, softmax, transposed operands.
+    beside = _attention_seconds(plain, rounds) - work.attention_flops / attention
+    elementwise = work.memory_bytes / bandwidth / (_elementwise_seconds(plain, rounds) + max(0.0, beside))
+    share = jax.local_device_count()
+    chip = Chip(
+        name='cpu',
+        platform='cpu',
+        kind=platform.machine(),
+        tflops=peak / 1e12 / share,
+        memory=host_memory() // share,
+        memory_bandwidth=bandwidth / share,
+        per_node=share,
+        # What one device sends another is a copy in memory.
+        link_bandwidth=bandwidth / share / 2,
+        network_bandwidth=1.25e9,
+        host_bandwidth=bandwidth / share / 2,
+    )
+    efficiency = Efficiency(
+        products=IN_PROGRAM * flops / seconds / peak,
+        attention=IN_PROGRAM * attention / peak,
+        memory=IN_PROGRAM * elementwise,
+        overlap=0.0,
+        latency=20e-6,
+    )
+    return Cpu(chip, efficiency)
+
+
+def _check_parameters(config: Config) -> None:
+    size = model_parameters(config.model) * jnp.dtype(jnp.float32).itemsize
+    if size > host_memory():
+        raise InputError(
+            f'the parameters of the model take {size / GIB:,.0f} GiB and this machine has {host_memory() / GIB:,.0f} '
+            f'GiB of memory; lower model.dim, model.num_layers, model.ffn_dim or model.vocab_size'
+        )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
+def _best(function: Callable[..., Any], arguments: tuple[jax.Array, ...], rounds: int) -> float:
+    compiled = jax.jit(function)
+    jax.block_until_ready(compiled(*arguments))
+    best = float('inf')
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _product_seconds(size: tuple[int, ...], dtype: Any, rounds: int) -> float:
+    """Of a product and of the two that its gradients are."""
+    rows, inputs, outputs = size
+    x, kernel = jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype)
+    gradient = jnp.ones((rows, outputs), dtype)
+    return _best(
+        lambda x, kernel, gradient: (x @ kernel, gradient @ kernel.T, x.T @ gradient), (x, kernel, gradient), rounds
+    )
+
+
+def _batched_flops(size: tuple[int, int, int, int], dtype: Any, rounds: int) -> float:
+    """Operations per second of the two products of attention."""
+    heads, queries, keys, width = size
+    q, k = jnp.ones((heads, queries, width), dtype), jnp.ones((heads, keys, width), dtype)
+    weights = jnp.ones((heads, queries, keys), dtype)
+    seconds = _best(
+        lambda q, k, weights: (jnp.einsum('NTH,NSH->NTS', q, k), jnp.einsum('NTS,NSH->NTH', weights, k)),
+        (q, k, weights),
+        rounds,
+    )
+    return 4 * math.prod(size) / seconds
+
+
+def _copy_bytes(rounds: int) -> float:
+    """Bytes per second of reading and writing an array that no cache holds."""
+    x = jnp.ones(COPIED, jnp.float32)
+    return 2 * x.nbytes / _best(lambda x: x + 1, (x,), rounds)
+
+
+def _elementwise_seconds(config: Config, rounds: int) -> float:
+    """Of norms, activations, loss and update, forward and backward."""
+    model, window, micro_batch = config.model, config.data.window, config.train.micro_batch
+    dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
+    chunk = min(config.train.loss_chunk, window)
+    stream = _gradient_seconds(_normalize_and_add, (tokens, model.dim), dtype, rounds)
+    activation = _gradient_seconds(_ACTIVATIONS[model.activation], (tokens, model.ffn_dim), dtype, rounds)
+    loss = _gradient_seconds(_loss, (micro_batch * chunk, model.vocab_size), jnp.dtype(jnp.float32), rounds)
+    parameters = jnp.ones(min(COPIED, model_parameters(model)), jnp.float32)
+    update = _best(_update, (parameters,) * 4, rounds) * model_parameters(model) / parameters.size
+    per_layer = 2 * stream + activation
+    return config.accumulation * (model.num_layers * per_layer + loss * window / chunk) + update
+
+
+def _attention_seconds(config: Config, rounds: int) -> float:
+    """Of attention in all layers of a step, forward and backward, by the kernel that the model uses."""
+    model, length, rows = config.model, config.data.window, config.train.micro_batch
+    dtype = jnp.dtype(model.dtype)
+    q_BTNH = jnp.ones((rows, length, model.num_heads, model.head_dim), dtype)
+    k_BTKH = jnp.ones((rows, length, model.num_kv_heads, model.head_dim), dtype)
+    segments_BT = jnp.zeros((rows, length), jnp.int32)
+
+    def measured(window: int) -> float:
+        def both(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array) -> Any:
+            segments = segments_BT if config.data.isolate_documents else None
+            attend = partial(attend_blockwise, segments_BT=segments, window=window)
+            y, pull = jax.vjp(attend, q_BTNH, k_BTKH, v_BTKH)
+            return y, pull(y)
+
+        return _best(both, (q_BTNH, k_BTKH, k_BTKH, segments_BT), rounds)
+
+    layers = collections.Counter(layer_windows(model))
+    return sum(measured(window) * number for window, number in layers.items()) * config.accumulation
+
+
+def _gradient_seconds(function: Callable[..., jax.Array], shape: tuple[int, ...], dtype: Any, rounds: int) -> float:
+    """Of a function and of its gradient."""
+
+    def both(x: jax.Array, gradient: jax.Array) -> Any:
+        y, pull = jax.vjp(function, x)
+        return y, pull(jnp.broadcast_to(gradient, y.shape).astype(y.dtype))
+
+    return _best(both, (jnp.ones(shape, dtype), jnp.ones((), dtype)), rounds)
+
+
+def _normalize_and_add(x: jax.Array) -> jax.Array:
+    return x + x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5)
+
+
+def _loss(logits: jax.Array) -> jax.Array:
+    return jax.nn.logsumexp(logits, axis=-1) - logits[:, 0]
+
+
+def _update(parameter: jax.Array, gradient: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
+    mu, nu = 0.9 * mu + 0.1 * gradient, 0.95 * nu + 0.05 * gradient**2
+    return parameter - 1e-3 * (mu / (jnp.sqrt(nu) + 1e-8) + 0.1 * parameter), mu, nu
+
+
+_ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
+    'swiglu': lambda h: jax.nn.silu(h) * h,
+    'gelu': lambda h: jax.nn.gelu(h, approximate=False),
+    'gelu_tanh': lambda h: jax.nn.gelu(h, approximate=True),
+    'relu2': lambda h: jnp.square(jax.nn.relu(h)),
+}

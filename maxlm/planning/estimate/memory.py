@@ -1,0 +1,348 @@
+"""How much memory a training step takes on a device, by kind: estimated from a config, or told by the compiler.
+
+Shapes: B rows of a micro-batch on one device, T its part of the length, D width, F feed-forward, N query heads, K
+key/value heads, H head dim, V vocabulary, L layers; all of them what one device holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from maxlm.config.mesh import padded_vocabulary
+from maxlm.config.schema import Config
+from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
+from maxlm.model.attention.cudnn import documents_per_row
+from maxlm.model.layers.masks import layer_windows
+from maxlm.planning.estimate.parameters import Weight, weights
+from maxlm.planning.estimate.state_bytes import (
+    StateBytes,
+    moment_bytes,
+    planned_state_bytes,
+    shard_shape,
+    shard_size,
+)
+from maxlm.planning.estimate.work import needs_mask
+from maxlm.training.objectives import BATCH_TYPES
+from maxlm.training.optimizers.trainable import is_trained
+
+
+class Memory(NamedTuple):
+    """Bytes per device while a step runs; `host` is a device's share of its host's memory."""
+
+    parameters: int
+    # Optimizer state.
+    moments: int
+    # Moving average of the parameters.
+    average: int
+    # Those summed over micro-batches, and of the micro-batch at work.
+    gradients: int
+    # What the backward pass keeps of the forward pass.
+    activations: int
+    # All else at the fullest moment: weights brought together, logits, what a layer works with, copies.
+    temporary: int
+    batch: int
+    host: int
+    is_estimate: bool
+
+    @property
+    def total(self) -> int:
+        """Of the device."""
+        state = self.parameters + self.moments + self.average + self.batch
+        return state + self.gradients + self.activations + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """What a compiler keeps beside what the program asks for; numbers of copies, read off compiled programs."""
+
+    # Arrays [B, T, F] that the backward pass keeps of a gelu without a gate, if nothing is computed again.
+    gelu: float
+    # In the backward pass of a layer: arrays [B, T, F] in the computation's type for an activation without a gate,
+    # with one, and with one where gate and up are computed again, and arrays [B, T, D].
+    ffn: float
+    gated: float
+    gated_again: float
+    stream: float
+    # The matrices of one layer whole, in the computation's type.
+    layer: float
+    # Float32 scores of a block of queries, of attention without a fused kernel.
+    scores: float
+    # Bytes per element of the embedding while layers are worked on: once gathered for the lookup's gradient.
+    table: float
+    # Float32 logits [B, chunk, V] and their gradients.
+    logits: float
+    # The last axis of an array is filled up to a multiple of this many elements.
+    lanes: int
+    # Types are changed for all layers before the loop, and what the loop copies is of that type.
+    casts_before_loop: bool
+    # Stacks whose split axis is the last are turned around for the gathering.
+    turns_stacks: bool
+
+
+SUBLANES = 8
+# Fitted to some of the programs of tests/planning/memory_analyses.json; that of CPUs to a few small programs.
+BACKENDS = {
+    # The embedding is gathered and its gradient summed in float32.
+    'gpu': Backend(4.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, True),
+    'tpu': Backend(5.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 2.0, 2.6, 128, True, False),
+    'cpu': Backend(4.0, 9.0, 10.0, 11.0, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, False),
+}
+
+
+class _Sizes(NamedTuple):
+    """What one device works with; see the legend."""
+
+    B: int
+    T: int
+    D: int
+    F: int
+    N: int
+    K: int
+    V: int
+    # As an axis of its own it is filled up on some devices.
+    H: int
+    padded_H: int
+    # Bytes of an element of the computation.
+    width: int
+    gated: bool
+    parallel: bool
+    # Layers that run here one after the other before anything is computed again.
+    layers: int
+
+
+def estimate_memory(
+    config: Config, platform: str, capability: tuple[int, int] | None = None, state: StateBytes | None = None
+) -> Memory:
+    """Memory of the step of a resolved config, without a compiler and without tracing.
+
+    The fullest moment is one of three: the backward pass of a layer, when activations of all layers are still there and
+    most gradients already; that of the head, with logits; or the update of the optimizer.
+
+    Args:
+        config: of the run.
+        platform: of the devices: cpu, gpu or tpu.
+        capability: compute capability of GPUs; None: of other devices, or not known.
+        state: where it is known already.
+    """
+    backend, sizes = BACKENDS[platform], _sizes(config, BACKENDS[platform])
+    state = state or planned_state_bytes(config)
+    gradient, filler = _gradient_and_filler(config, backend)
+    # The sum over micro-batches, and what is being added to it: a pipeline sums over its iterations.
+    gradients = gradient * (2 if config.accumulation > 1 else 1)
+    activations, on_host = _kept(config, sizes, backend)
+    copies = _copied_weights(config, sizes, backend)
+    head = _vocabulary(config, sizes, backend)
+    at_layers = gradients + activations + copies + _layer_work(config, sizes, backend, capability) + head.table
+    at_head = gradient + activations + copies + head.work
+    fullest = max(at_layers, at_head, gradient + _update(config, gradient))
+    return Memory(
+        parameters=state.parameters,
+        moments=state.moments,
+        average=state.average,
+        gradients=gradients,
+        activations=activations,
+        temporary=max(0, fullest - gradients - activations) + filler,
+        batch=_batch(config),
+        host=state.host + on_host,
+        is_estimate=True,
+    )
+
+
+class Overflow(NamedTuple):
+    """What a TPU's compiler said of a program that does not fit, in bytes."""
+
+    # By the whole program, state included, although the message calls it temporaries.
+    needed: int
+    available: int
+
+
+def _sizes(config: Config, backend: Backend) -> _Sizes:
+    model, mesh = config.model, config.mesh
+    return _Sizes(
+        B=config.train.micro_batch,
+        T=config.data.window // mesh.context,
+        D=model.dim,
+        F=model.ffn_dim // mesh.tensor,
+        N=model.num_heads // mesh.tensor,
+        K=model.num_kv_heads // mesh.tensor,
+        V=padded_vocabulary(model.vocab_size, mesh.tensor) // mesh.tensor,
+        H=model.head_dim,
+        padded_H=_up(model.head_dim, backend.lanes),
+        width=np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2,
+        gated=model.activation == 'swiglu',
+        parallel=bool(model.parallel_residual),
+        layers=model.num_layers // (mesh.stage * mesh.stage_repeats),
+    )
+
+
+def _gradient_and_filler(config: Config, backend: Backend) -> tuple[int, int]:
+    """Bytes of one gradient of every parameter that is trained, and what fills up the tiles of the state."""
+    zero = 3 if config.mesh.zero >= 2 else config.mesh.zero
+    gradient = filler = 0.0
+    for weight in weights(config.model):
+        trained = is_trained(config, weight.name)
+        if trained:
+            gradient += 4 * shard_size(config, weight, zero=zero) * _tiled(config, weight, zero, backend)
+        held = 4 * shard_size(config, weight, zero=config.mesh.zero)
+        filler += held * (_tiled(config, weight, config.mesh.zero, backend) - 1)
+        filler += trained * moment_bytes(config, weight) * (_tiled(config, weight, 3, backend) - 1)
+    return int(gradient), int(filler)
+
+
+def _tiled(config: Config, weight: Weight, zero: int, backend: Backend) -> float:
+    """How many times larger a shard is in tiles of SUBLANES × lanes.
+
+    The compiler chooses which of two axes is along the lanes: that of the width and one other, which is not the heads'.
+    """
+    if backend.lanes == 1 or weight.kind == 'vector':
+        return 1.0
+    sizes = dict(zip(weight.axes, shard_shape(config, weight, zero=zero), strict=True))
+    a, b = [sizes[axis] for axis in ('embed', 'head_dim', 'ffn', 'vocab', 'position', 'adapter') if axis in sizes][:2]
+    lanes = backend.lanes
+    return min(_up(a, lanes) * _up(b, SUBLANES), _up(b, lanes) * _up(a, SUBLANES)) / (a * b)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _matrices(config: Config, sizes: _Sizes) -> int:
+    """Elements of the matrices of one layer, as its use needs them."""
+    return sizes.D * sizes.H * 2 * (sizes.N + sizes.K) + sizes.D * sizes.F * (3 if sizes.gated else 2)
+
+
+def _kept(config: Config, sizes: _Sizes, backend: Backend) -> tuple[int, int]:
+    """Bytes that the backward pass keeps of all layers: on the device and on the host."""
+    model, mesh = config.model, config.mesh
+    tokens = sizes.B * sizes.T
+    stream = tokens * sizes.D * sizes.width
+    by_layer, on_host = _kept_of_layer(config, sizes, backend), 0
+    if model.remat == 'offload':
+        on_host = sizes.layers * stream
+    kept = sizes.layers * by_layer
+    if mesh.stage > 1:
+        # The chunk's input of every iteration, and the slots of all micro-batches, twice, as the loop's carry.
+        iterations = mesh.stage_repeats * config.accumulation + mesh.stage - 1
+        kept += stream * (iterations + 2 * config.accumulation)
+    return int(kept), int(on_host)
+
+
+def _kept_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> float:
+    model = config.model
+    D, F, N, K, H, width = sizes.D, sizes.F, sizes.N, sizes.K, sizes.H, sizes.width
+    tokens = sizes.B * sizes.T
+    if model.remat == 'offload':
+        return 0
+    if model.remat == 'full':
+        return tokens * D * width
+    # Softmax statistics.
+    statistics = 4 * tokens * N
+    if model.remat in ('dots', 'dots_no_batch'):
+        # The input; q, k, v; into the feed-forward; what attention adds to the stream, unless nothing reads it.
+        elements = D + (N + 2 * K) * H + F * (2 if sizes.gated else 1) + (0 if sizes.parallel else D)
+        if config.mesh.context > 1:
+            # What a ring returns has no name by which it would be kept.
+            return tokens * elements * width
+        if config.mesh.stage > 1 and model.remat == 'dots_no_batch':
+            # The stages are a batch of every product.
+            elements = D
+        return tokens * (elements + N * H) * width + statistics
+    # Of each norm what it got in float32 (unless that is the stream itself), twice that, and what a scale multiplies,
+    # for the gradient of the scale.
+    copies = 3 - (not model.norm_scale) - (model.norm == 'rmsnorm' and width == 4)
+    norms = copies * 4 * tokens * (2 * D + ((N + K) * H if model.qk_norm else 0))
+    heads = 2 * (N + K) * sizes.padded_H
+    # Of gelu and silu their inner values too.
+    ffn = {'swiglu': 5, 'gelu': backend.gelu, 'gelu_tanh': backend.gelu, 'relu2': 1.5}[model.activation] * F
+    # What goes into products, in 8 bits where they are.
+    inputs = (2 * D + N * H + F) * (1 if model.matmul == 'fp8' else width)
+    kept = norms + tokens * ((heads + ffn) * width + inputs) + statistics
+    # The matrices as they were used: the gathered ones are left out by name, but not what they were reshaped to.
+    return kept + _matrices(config, sizes) * (1 if model.matmul == 'fp8' else width)
+
+
+def _gathers(config: Config) -> bool:
+    return config.mesh.zero == 3 and config.mesh.fsdp * config.mesh.context > 1
+
+
+def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
+    """Parameters of blocks that stand a second time in other layouts or types, bytes."""
+    stacks = [weight for weight in weights(config.model) if weight.kind == 'matrix']
+    copies = 0
+    if backend.casts_before_loop and sizes.width < 4:
+        copies += sizes.width * sum(shard_size(config, weight, zero=config.mesh.zero) for weight in stacks)
+    if backend.turns_stacks and _gathers(config):
+        split_last = (weight for weight in weights(config.model) if _is_split_last(weight))
+        copies += 4 * sum(shard_size(config, weight, zero=3) for weight in split_last)
+    return copies
+
+
+def _is_split_last(weight: Weight) -> bool:
+    return weight.axes[-1] == 'embed'
+
+
+class _Vocabulary(NamedTuple):
+    table: int
+    work: int
+
+
+def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
+    """Bytes of the embedding while layers are worked on, and of the head's backward pass."""
+    elements = sizes.V * sizes.D
+    tied = sizes.width if config.model.tie_embeddings else 0
+    table = elements * (backend.table + tied)
+    chunk = min(config.train.loss_chunk, sizes.T)
+    logits = 4 * sizes.B * chunk * sizes.V
+    stream = sizes.B * sizes.T * sizes.D * sizes.width
+    # The gradient of the head is summed in float32.
+    # Read off the programs of configs/mix.py; those of configs/1b.py, tied too, have LayerNorm and all the copies.
+    copies = backend.logits - (1 if config.model.tie_embeddings and config.model.norm == 'rmsnorm' else 0)
+    work = copies * logits + elements * (4 + sizes.width) + 3 * stream
+    return _Vocabulary(int(table), int(work))
+
+
+def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tuple[int, int] | None) -> int:
+    model = config.model
+    tokens = sizes.B * sizes.T
+    again = model.remat in ('full', 'offload')
+    ffn = (backend.gated_again if again else backend.gated) if sizes.gated else backend.ffn
+    work = tokens * sizes.width * (ffn * sizes.F + backend.stream * sizes.D)
+    work += backend.layer * _matrices(config, sizes) * sizes.width
+    if config.mesh.context > 1:
+        return int(work)
+    if needs_mask(config, capability):
+        # As an addend, and as what it is made of.
+        work += (sizes.width + 1) * sizes.B * sizes.T**2
+    elif model.attention == 'cudnn' and config.data.isolate_documents:
+        # Softmax statistics for every place in the list of documents.
+        work += 4 * tokens * sizes.N * documents_per_row(sizes.T)
+    elif model.attention == 'splash':
+        # Queries, keys, values and output as the kernels want them, and the gradient of each.
+        work += sizes.width * tokens * 4 * (sizes.N + sizes.K) * sizes.padded_H
+    elif model.attention == 'xla':
+        work += backend.scores * 4 * sizes.B * sizes.N * _scores_at_once(config)
+        # Gradients of keys and values are summed in float32.
+        work += 2 * 4 * tokens * sizes.K * sizes.padded_H
+    return int(work)
+
+
+def _scores_at_once(config: Config) -> int:
+    """Of a row and head: queries × keys of the largest block."""
+    ranges = [part for window in set(layer_windows(config.model)) for part in query_ranges(config.data.window, window)]
+    queries = [part.last - part.first for part in ranges]
+    blocks = [number if number % QUERY_BLOCK else QUERY_BLOCK for number in queries]
+    return max(block * (part.last - part.start) for block, part in zip(blocks, ranges, strict=True))
+
+
+def _update(config: Config, gradient: int) -> int:
+    """Bytes at work in the optimizer: AdamW's fuses into one pass, Muon's directions stand beside the gradients."""
+    return gradient if config.optimizer.name == 'muon' else 0
+
+
+def _batch(config: Config) -> int:
+    """Arrays of the global batch, each of 4 bytes an element."""
+    elements = config.train.global_batch * config.data.window
+    return 4 * len(BATCH_TYPES) * elements // (config.batch_shards * config.mesh.context)

@@ -1,0 +1,145 @@
+"""Every parameter of a model, from its config alone: no arrays, no tracing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from maxlm.config.schema import ModelConfig
+from maxlm.model.layers.lora import adapter_of
+
+
+class Kernel(NamedTuple):
+    """A matrix of a block."""
+
+    inputs: int
+    outputs: int
+
+    @property
+    def size(self) -> int:
+        return self.inputs * self.outputs
+
+
+class Tables(NamedTuple):
+    """Elements that stand outside of the blocks."""
+
+    tokens: int
+    # Learned positions.
+    positions: int
+    # A head of its own; 0 where the table of tokens serves.
+    head: int
+
+
+def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
+    """The matrices of one block of a resolved model."""
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    kernels = {
+        'query': Kernel(model.dim, heads),
+        'key': Kernel(model.dim, kv_heads),
+        'value': Kernel(model.dim, kv_heads),
+        'out': Kernel(heads, model.dim),
+        'up': Kernel(model.dim, model.ffn_dim),
+        'down': Kernel(model.ffn_dim, model.dim),
+    }
+    return {**kernels, 'gate': Kernel(model.dim, model.ffn_dim)} if model.activation == 'swiglu' else kernels
+
+
+def block_parameters(model: ModelConfig) -> int:
+    """Elements of the matrices of one block."""
+    return sum(kernel.size for kernel in block_kernels(model).values())
+
+
+def tables(model: ModelConfig) -> Tables:
+    """The tables of a resolved model."""
+    tokens = model.vocab_size * model.dim
+    positions = model.max_positions * model.dim if model.position == 'learned' else 0
+    return Tables(tokens, positions, 0 if model.tie_embeddings else tokens)
+
+
+def model_parameters(model: ModelConfig) -> int:
+    """Elements of all matrices and tables of a resolved model; scales and biases, few as they are, are left out."""
+    return model.num_layers * block_parameters(model) + sum(tables(model))
+
+
+class Weight(NamedTuple):
+    """A parameter of the decoder, those of the blocks stacked over layers."""
+
+    # Dotted, as in the tree of parameters.
+    name: str
+    shape: tuple[int, ...]
+    # Logical axes, as `maxlm.parallel.layout.TABLE` has them.
+    axes: tuple[str, ...]
+    # As `maxlm.training.optimizers.optimizer.kind_of`: table, head, matrix or adapter (of a block) or vector.
+    kind: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class _Projection(NamedTuple):
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    in_axes: tuple[str, ...]
+    out_axes: tuple[str, ...]
+
+
+def weights(model: ModelConfig) -> Iterator[Weight]:
+    """Every parameter of a resolved model, as `maxlm.model.decoder` makes them."""
+    D, V = model.dim, model.vocab_size
+    yield Weight('embedding', (V, D), ('vocab', 'embed'), 'table')
+    if model.position == 'learned':
+        yield Weight('position_embedding', (model.max_positions, D), ('position', 'embed'), 'table')
+    if not model.tie_embeddings:
+        yield Weight('head.kernel', (D, V), ('embed', 'vocab'), 'head')
+    for norm in ('final_norm', *(('embedding_norm',) if model.embedding_norm else ())):
+        yield from _norm(model, norm, D)
+    for weight in _of_block(model):
+        yield weight._replace(
+            name=f'blocks.{weight.name}', shape=(model.num_layers, *weight.shape), axes=('layers', *weight.axes)
+        )
+
+
+def _of_block(model: ModelConfig) -> Iterator[Weight]:
+    for name, inputs, outputs, in_axes, out_axes in _projections(model):
+        yield Weight(f'{name}.kernel', inputs + outputs, in_axes + out_axes, 'matrix')
+        if adapter := adapter_of(model, name):
+            yield Weight(f'{name}.lora_a', (*inputs, adapter.rank), (*in_axes, 'adapter'), 'adapter')
+            yield Weight(f'{name}.lora_b', (adapter.rank, *outputs), ('adapter', *out_axes), 'adapter')
+        if model.use_bias:
+            yield Weight(f'{name}.bias', outputs, tuple('norm' if a == 'embed' else a for a in out_axes), 'vector')
+    for norm in ('attention_norm', 'feedforward_norm'):
+        yield from _norm(model, norm, model.dim)
+    if model.qk_norm:
+        for norm in ('attention.query_norm', 'attention.key_norm'):
+            yield from _norm(model, norm, model.head_dim)
+
+
+def _projections(model: ModelConfig) -> Iterator[_Projection]:
+    D, H = (model.dim,), model.head_dim
+    heads, kv_heads, ffn = (model.num_heads, H), (model.num_kv_heads, H), (model.ffn_dim,)
+    wide = ('embed',)
+    for name, outputs, axis in (
+        ('query', heads, 'heads'),
+        ('key', kv_heads, 'kv_heads'),
+        ('value', kv_heads, 'kv_heads'),
+    ):
+        yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
+    yield _Projection('attention.out', heads, D, ('heads', 'head_dim'), wide)
+    for name in ('gate', 'up') if model.activation == 'swiglu' else ('up',):
+        yield _Projection(f'feedforward.{name}', D, ffn, wide, ('ffn',))
+    yield _Projection('feedforward.down', ffn, D, ('ffn',), wide)
+
+
+def _norm(model: ModelConfig, name: str, dim: int) -> Iterator[Weight]:
+    if model.norm_scale:
+        yield Weight(f'{name}.scale', (dim,), ('norm',), 'vector')
+        if model.norm == 'layernorm' and model.use_bias:
+            yield Weight(f'{name}.bias', (dim,), ('norm',), 'vector')
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """All parameters of a resolved model, embeddings included: what its abstract arrays add up to."""
+    return sum(weight.size for weight in weights(model))

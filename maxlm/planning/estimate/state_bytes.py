@@ -1,0 +1,121 @@
+"""How many bytes of training state a device holds, from a config's shapes alone or from abstract arrays: exact.
+
+A search over many layouts takes the first way, which needs no tracing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from maxlm.config.schema import Config
+from maxlm.parallel.host_offload import HOST
+from maxlm.parallel.layout import SAVING, TABLE, splitting_axes
+from maxlm.planning.estimate.parameters import Weight, weights
+from maxlm.training.optimizers.quantized_moments import MIN_SIZE, num_blocks
+from maxlm.training.optimizers.trainable import is_trained
+from maxlm.training.reference import holds_reference, stored_dtype
+from maxlm.training.state import TrainState
+
+
+class StateBytes(NamedTuple):
+    """Bytes per device; what lies in host memory stands under `host` alone."""
+
+    # Those of a reference too.
+    parameters: int
+    # Optimizer state.
+    moments: int
+    # Moving average of the parameters.
+    average: int
+    host: int
+
+
+def state_bytes(abstract: TrainState) -> StateBytes:
+    """Of a state whose leaves have shapes, types and shardings."""
+    device, host = {'parameters': 0, 'moments': 0, 'average': 0}, 0
+    trees = {
+        'parameters': (abstract.params, abstract.reference),
+        'moments': abstract.opt_state,
+        'average': abstract.ema,
+    }
+    for name, tree in trees.items():
+        for leaf in jax.tree.leaves(tree):
+            size = _shard_bytes(leaf)
+            if leaf.sharding.memory_kind == HOST:
+                host += size
+            else:
+                device[name] += size
+    return StateBytes(**device, host=host)
+
+
+def planned_state_bytes(config: Config) -> StateBytes:
+    """The same of a resolved config, from its shapes; counters, some bytes, are left out."""
+    params = moments = reference = 0
+    for weight in weights(config.model):
+        size = shard_size(config, weight, zero=config.mesh.zero)
+        params += 4 * size
+        if holds_reference(config):
+            reference += size * stored_dtype(config, weight.kind).itemsize
+        if is_trained(config, weight.name):
+            moments += moment_bytes(config, weight)
+    average = params if config.optimizer.ema_decay else 0
+    offload = config.mesh.offload
+    if offload == 'all':
+        return StateBytes(0, 0, 0, params + moments + average + reference)
+    if offload == 'optimizer':
+        return StateBytes(params + reference, 0, average, moments)
+    return StateBytes(params + reference, moments, average, 0)
+
+
+def shard_size(config: Config, weight: Weight, *, zero: int) -> int:
+    """Elements of a weight that one device holds, where `zero` says what is split to save memory."""
+    return math.prod(shard_shape(config, weight, zero=zero))
+
+
+def shard_shape(config: Config, weight: Weight, *, zero: int) -> tuple[int, ...]:
+    """The part of a weight that one device holds."""
+    return tuple(size // parts for size, parts in zip(weight.shape, _parts_of(config, weight, zero), strict=True))
+
+
+def _parts_of(config: Config, weight: Weight, zero: int) -> list[int]:
+    """By dimension, the devices that a weight is split over."""
+    axes = splitting_axes(weight.shape, weight.axes, lambda axis: _parts(config, axis, 3))
+    return [math.prod(_parts(config, axis, zero) for axis in each) for each in axes]
+
+
+def _parts(config: Config, axis: str, zero: int) -> int:
+    if axis in SAVING and zero < 3:
+        return 1
+    sizes = config.mesh.sizes
+    return math.prod(sizes[mesh_axis] for mesh_axis in TABLE[axis])
+
+
+def moment_bytes(config: Config, weight: Weight) -> int:
+    """Of a weight's optimizer state, on one device."""
+    optimizer = config.optimizer
+    # Muon has one moment of the matrices of the blocks, Adam two of everything.
+    by_muon = optimizer.name == 'muon' and weight.kind == 'matrix'
+    stored = optimizer.moments
+    if weight.size < MIN_SIZE or (weight.kind == 'vector' and not by_muon):
+        stored = 'float32'
+    one = shard_size(config, weight, zero=3)
+    if stored == 'int8':
+        each = one + _scale_bytes(config, weight)
+    else:
+        each = one * (4 if stored == 'float32' else 2)
+    return each if by_muon else 2 * each
+
+
+def _scale_bytes(config: Config, weight: Weight) -> int:
+    """Of the blocks' scales, placed as `maxlm.training.optimizers.quantized_moments.place_moment` places them."""
+    *rest, last = _parts_of(config, weight, 3)
+    number = num_blocks(weight.shape[-1])
+    whole = any(parts == 1 and size % last == 0 for size, parts in zip(weight.shape[:-1], rest, strict=True))
+    parts = math.prod(rest) * (last if number % last == 0 or whole else 1)
+    return 4 * math.prod(weight.shape[:-1]) * number // parts
+
+
+def _shard_bytes(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -1,0 +1,282 @@
+"""What one device does in one step: products of matrices, bytes of memory, bytes sent. Formulas of the config alone.
+
+Nothing is traced or compiled, so that a search may ask for thousands of layouts.
+
+Letters: D width, F feed-forward, N query heads, K key/value heads, H head dim, V vocabulary, T window.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from maxlm.config.mesh import padded_vocabulary
+from maxlm.config.schema import Config
+from maxlm.model.attention.chunked import query_ranges
+from maxlm.model.attention.splash import block_size, blocks_in_sight
+from maxlm.model.layers.masks import layer_windows
+from maxlm.model.pipeline import bubble_fraction
+from maxlm.planning.estimate.collectives import estimate_transfers
+from maxlm.planning.estimate.parameters import block_kernels, block_parameters, model_parameters
+from maxlm.planning.estimate.transfers import Transfer
+from maxlm.training.optimizers.muon import ITERATIONS
+
+# Bytes of a moment of one parameter, as it is stored.
+MOMENT_BYTES = {'float32': 4.0, 'bfloat16': 2.0, 'int8': 1.0}
+# Policies of model.remat under which a block is computed again from its input.
+RECOMPUTED = ('full', 'offload')
+# Smallest compute capability of GPUs whose cuDNN can be told where documents begin: Hopper.
+DOCUMENTS_CAPABILITY = (9, 0)
+
+
+class Work(NamedTuple):
+    """Of one device in one optimizer step. Of a pipeline without its idle iterations, which `idle` tells."""
+
+    # In products of matrices outside of attention, what is computed again included.
+    flops: float
+    # Of those, in products of 8-bit floats.
+    fp8_flops: float
+    # In the two products of attention, and in their gradients.
+    attention_flops: float
+    # Read from and written to device memory by all that is no product.
+    memory_bytes: float
+    # To host memory and back.
+    host_bytes: float
+    # Share of the step in which a stage of a pipeline waits for the others.
+    idle: float
+    transfers: list[Transfer]
+
+    @property
+    def all_flops(self) -> float:
+        return self.flops + self.attention_flops
+
+
+def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> Work:
+    """The work of a resolved config's step on each of its devices.
+
+    Args:
+        config: of the run.
+        capability: compute capability of the GPUs; None: of other devices, or not known.
+    """
+    mesh, train = config.mesh, config.train
+    tokens = train.global_batch * config.data.window / (config.batch_shards * mesh.context)
+    in_blocks = _block_flops(config, tokens)
+    return Work(
+        flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config),
+        fp8_flops=in_blocks if config.model.matmul == 'fp8' else 0.0,
+        attention_flops=_attention_flops(config, tokens, capability),
+        memory_bytes=_activation_bytes(config, tokens, capability) + _weight_bytes(config) + _update_bytes(config),
+        host_bytes=_host_bytes(config, tokens),
+        idle=bubble_fraction(mesh.stage, mesh.stage_repeats, config.accumulation) if mesh.stage > 1 else 0.0,
+        transfers=estimate_transfers(config),
+    )
+
+
+def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
+    """Returns whether a fused kernel takes the documents of tokens as an array; see `maxlm.model.attention.cudnn`."""
+    told = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
+    is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
+    return is_fused and config.data.isolate_documents and not told
+
+
+def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
+    """Scores that are computed for each query of a head: mean over layers and queries.
+
+    A kernel that knows of documents computes fewer, by how many of them there are.
+    """
+    window, windows = config.data.window, layer_windows(config.model)
+    reaches = [min(sliding or window, window) for sliding in windows]
+    if config.mesh.context > 1:
+        # Pairs of chunks that are in sight, each of them whole: `maxlm.model.attention.ring`.
+        chunks = 2 * config.mesh.context
+        size = window / chunks
+        pairs = [
+            sum(1 for query in range(chunks) for key in range(query + 1) if (query - key - 1) * size + 1 < reach)
+            for reach in reaches
+        ]
+        return sum(pairs) / len(pairs) * size**2 / window
+    if needs_mask(config, capability):
+        # A mask is an array like any other: what it hides is computed all the same.
+        return window
+    if config.model.attention == 'cudnn':
+        return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
+    if config.model.attention == 'splash':
+        blocks = sum(blocks_in_sight(window, sliding) for sliding in windows)
+        return blocks * block_size(window) ** 2 / window / len(windows)
+    scores = [
+        (part.last - part.first) * (part.last - part.start)
+        for sliding in windows
+        for part in query_ranges(window, sliding)
+    ]
+    return sum(scores) / window / len(windows)
+
+
+def attention_forwards(config: Config) -> int:
+    """How often attention is computed in the direction forward. Rules on what is kept know its results by name."""
+    # Of a ring nothing has a name.
+    again = ('dots_no_batch', *RECOMPUTED) if config.mesh.context > 1 else RECOMPUTED
+    return 1 + (config.model.remat in again) + (config.mesh.stage > 1)
+
+
+def attention_products(config: Config) -> int:
+    """Products of queries × positions × head dim that are computed for each head: 7 with nothing computed again.
+
+    No kernel keeps scores: the backward pass makes them again for its 4 products. Splash has two kernels for it, and in
+    each makes scores and the gradients of weights.
+    """
+    return 2 * attention_forwards(config) + (7 if config.model.attention == 'splash' else 5)
+
+
+def forward_passes(config: Config) -> float:
+    """How often a block's elements are computed in the direction forward."""
+    return 1 + (config.model.remat != 'none') + (config.mesh.stage > 1)
+
+
+def _block_flops(config: Config, tokens: float) -> float:
+    """2 per parameter of the blocks and token forward, 4 backward, and what is computed again."""
+    model, mesh = config.model, config.mesh
+    kernels = block_kernels(model)
+    block = block_parameters(model)
+    per_token = 6.0 * block
+    # In a pipeline every product has the stages as a batch, so that dots_no_batch keeps none of them.
+    if model.remat in RECOMPUTED or (model.remat == 'dots_no_batch' and mesh.stage > 1):
+        # The last product of a residual branch is not needed again: only the sum with the stream is, if anything.
+        last = kernels['down'].size + (kernels['out'].size if model.parallel_residual else 0)
+        per_token += 2 * (block - last)
+    if mesh.stage > 1:
+        # A pipeline computes a whole chunk of layers again, from its input.
+        per_token += 2 * block
+    return tokens * per_token * model.num_layers / (mesh.stage * mesh.tensor)
+
+
+def _head_flops(config: Config, tokens: float) -> float:
+    """Logits and both of their gradients, once (`cross_entropy`). The stages of a pipeline share them."""
+    return 6 * tokens * config.model.dim * _vocabulary(config) / config.mesh.stage
+
+
+def _vocabulary(config: Config) -> float:
+    """Token ids on a device, padding included."""
+    return padded_vocabulary(config.model.vocab_size, config.mesh.tensor) / config.mesh.tensor
+
+
+def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:
+    model, mesh = config.model, config.mesh
+    per_position = 2 * attention_products(config) * model.num_heads * model.head_dim
+    per_layer = per_position * attended_positions(config, capability)
+    return tokens * per_layer * model.num_layers / (mesh.stage * mesh.tensor)
+
+
+def _muon_flops(config: Config) -> float:
+    """Newton–Schulz: x xᵀ, its square, and their sum times x, of whole matrices spread over devices by layer."""
+    if config.optimizer.name != 'muon':
+        return 0.0
+    mesh = config.mesh
+    parts = mesh.stage * mesh.data * mesh.fsdp * mesh.context * mesh.tensor
+    flops = 0
+    for kernel in block_kernels(config.model).values():
+        narrow, wide = sorted(kernel)
+        flops += ITERATIONS * (4 * narrow**2 * wide + 2 * narrow**3)
+    return flops * math.ceil(config.model.num_layers / parts)
+
+
+def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:
+    """What is read and written between products, where each chain of elementwise operations is one kernel.
+
+    Forward, in elements of a token and block: a norm reads the stream for its sums and again for its result, which it
+    writes (3 D); adding to the stream reads two and writes one (3 D); the rotation reads and writes queries and keys;
+    the activation reads one or two of F and writes one; attention reads q, k, v and writes its output. The gradient of
+    each reads its inputs and the gradient, and writes: twice as much.
+    """
+    model, mesh = config.model, config.mesh
+    width = jnp.dtype(model.dtype).itemsize
+    heads, kv_heads = model.num_heads * model.head_dim / mesh.tensor, model.num_kv_heads * model.head_dim / mesh.tensor
+    stream = (3 + 3) * 2 * model.dim
+    attention = 2 * heads + 2 * kv_heads
+    rotation = 2 * (heads + kv_heads) if model.position == 'rotary' else 0
+    head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
+    activation = (3 if model.activation == 'swiglu' else 2) * model.ffn_dim / mesh.tensor
+    forward = width * (stream + attention + rotation + head_norms + activation)
+    block = forward * (2 + forward_passes(config)) + _score_bytes(config, capability)
+    if model.matmul == 'fp8':
+        # What goes into a product, and the gradient of what comes out, is read for its largest element, read again and
+        # written in 8 bits.
+        gates = 2 if model.activation == 'swiglu' else 1
+        inputs = 2 * model.dim + heads + model.ffn_dim / mesh.tensor
+        outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / mesh.tensor
+        block += (2 * width + 1) * (inputs * forward_passes(config) + outputs)
+    # Logits: written in float32, read for their largest, for the sum and for the gradient, which is written and read by
+    # two products.
+    logits = _vocabulary(config) * (16 + 3 * width) / mesh.stage
+    # The table: a row read and written; its gradient added to the table's in float32.
+    lookup = model.dim * (2 * width + 12)
+    return tokens * (block * model.num_layers / mesh.stage + logits + lookup)
+
+
+def _score_bytes(config: Config, capability: tuple[int, int] | None) -> float:
+    """Of a token and block: scores that pass through memory."""
+    model, mesh = config.model, config.mesh
+    width = jnp.dtype(model.dtype).itemsize
+    scores = model.num_heads / mesh.tensor * attended_positions(config, capability)
+    if model.attention == 'splash':
+        return 0.0
+    if mesh.context == 1 and model.attention == 'cudnn':
+        # The mask, which is added to the scores of each head, forward and backward.
+        return 2 * width * scores if needs_mask(config, capability) else 0.0
+    # Written in float32 and read for the largest and for the sum; the weights are written and read. Backward scores and
+    # the gradients of weights are written in float32 and read; of them come weights, which one product reads, and the
+    # gradients of scores, which two read.
+    forward, backward = 12 + 2 * width, 16 + 5 * width
+    return scores * (forward * attention_forwards(config) + backward)
+
+
+def _weight_bytes(config: Config) -> float:
+    """Parameters cast and brought together for each micro-batch, and their gradients added up."""
+    model, mesh = config.model, config.mesh
+    width = jnp.dtype(model.dtype).itemsize
+    saved_over = mesh.fsdp * mesh.context
+    whole = model_parameters(model) / (mesh.stage * mesh.tensor)
+    held = whole / saved_over if mesh.zero == 3 else whole
+    summed = whole / saved_over if mesh.zero >= 2 else whole
+    # Forward and backward: read in float32, written in the type of the computation, and as a whole after a gather.
+    passes = 2 * (held * (4 + width) + whole * width * (saved_over > 1 and mesh.zero == 3))
+    # A gradient is written whole, read to be summed over devices, written into its stack and added to the totals.
+    gradients = whole * 2 * width + summed * (4 + 12)
+    # The head's is added up in float32 over the chunks of the loss.
+    chunks = math.ceil(config.data.window / mesh.context / config.train.loss_chunk)
+    sums = (chunks - 1) * 8 * model.dim * _vocabulary(config) / mesh.stage
+    return config.accumulation * (passes + gradients + sums)
+
+
+def _update_bytes(config: Config) -> float:
+    """The optimizer's: each array read and written once in one pass over all of them, and the passes before it."""
+    model, mesh, optimizer = config.model, config.mesh, config.optimizer
+    parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.context
+    matrices = model.num_layers * block_parameters(model)
+    moment = 2 * MOMENT_BYTES[optimizer.moments]
+    # The gradient: squared for its norm, and used. The parameter: used, written, and its norm.
+    per_parameter = 8 + 12 + (8 if optimizer.ema_decay else 0)
+    moments = model_parameters(model) * 2 * moment
+    orthogonal = 0.0
+    if optimizer.name == 'muon':
+        moments -= matrices * moment
+        # Three products in each iteration, whose results are scaled and added.
+        spread = parts * mesh.data
+        orthogonal = ITERATIONS * 6 * jnp.dtype(model.dtype).itemsize * matrices / spread
+    return (model_parameters(model) * per_parameter + moments) / parts + orthogonal
+
+
+def _host_bytes(config: Config, tokens: float) -> float:
+    model, mesh, optimizer = config.model, config.mesh, config.optimizer
+    held = model_parameters(model) / (mesh.stage * mesh.tensor * mesh.fsdp * mesh.context)
+    total = 0.0
+    if mesh.offload != 'none':
+        # Moments come and go; a moving average is a parameter.
+        total += held * 2 * 2 * MOMENT_BYTES[optimizer.moments]
+    if mesh.offload == 'all':
+        # Parameters come forward, backward and for the update, after which they go back.
+        total += held * 4 * (2 * config.accumulation + 2 + (2 if optimizer.ema_decay else 0))
+    if model.remat == 'offload':
+        total += tokens * model.dim * jnp.dtype(model.dtype).itemsize * 2 * model.num_layers / mesh.stage
+    return total

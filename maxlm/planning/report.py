@@ -1,0 +1,262 @@
+"""What a forecast says to a person, and to a script."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from maxlm.config.schema import UNDECIDED_STEPS, Config, MeshConfig
+from maxlm.hardware.chips import GIB
+from maxlm.hardware.prices import has_price, price_per_hour
+from maxlm.planning.cost import USUAL_TERMS, Cost, Terms, estimate_cost, find_pace, tokens_for
+from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.planning.estimate.roofline import mfu
+from maxlm.planning.estimate.state_bytes import planned_state_bytes
+from maxlm.planning.forecast import Forecast
+from maxlm.planning.search import Change
+from maxlm.planning.tables import short
+
+KINDS = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch')
+
+
+def cost_of(forecast: Forecast, terms: Terms) -> Cost:
+    """The whole run's, for the price that the config has if `terms` has none."""
+    target = forecast.target
+    config = forecast.config
+    train = config.train
+    if terms.price is None and train.price_per_hour:
+        terms = dataclasses.replace(terms, price=train.price_per_hour)
+    if train.num_steps == UNDECIDED_STEPS:
+        tokens = _tokens_for(forecast, terms, dollars=train.dollars or None, hours=train.hours or None)
+        num_steps = max(1, int(tokens // (train.global_batch * config.data.window)))
+        config = dataclasses.replace(config, train=dataclasses.replace(train, num_steps=num_steps))
+    return estimate_cost(
+        config,
+        forecast.time.total,
+        target.chip,
+        target.num_devices,
+        state_bytes=_checkpoint_bytes(forecast.config),
+        num_machines=target.num_islands,
+        terms=terms,
+    )
+
+
+def what_a_budget_buys(forecast: Forecast, terms: Terms, *, dollars: float | None, hours: float | None) -> str:
+    """Tokens, and how to ask for them."""
+    config = forecast.config
+    tokens = _tokens_for(forecast, terms, dollars=dollars, hours=hours)
+    per_step = config.train.global_batch * config.data.window
+    steps = int(tokens // per_step)
+    budget = f'${dollars:,.0f}' if dollars else f'{hours:,.3g} h'
+    return f'{budget} buy {short(steps * per_step)} tokens: --config.train.num_steps={steps}'
+
+
+def _tokens_for(forecast: Forecast, terms: Terms, *, dollars: float | None, hours: float | None) -> float:
+    config, target = forecast.config, forecast.target
+    pace = find_pace(
+        config,
+        forecast.time.total,
+        target.chip,
+        target.num_devices,
+        state_bytes=_checkpoint_bytes(config),
+        num_machines=target.num_islands,
+        terms=terms,
+    )
+    price = terms.price or (price_per_hour(target.chip).dollars if dollars and has_price(target.chip) else 0.0)
+    return tokens_for(config, pace, target.num_devices, dollars=dollars, hours=hours, price=price)
+
+
+def _checkpoint_bytes(config: Config) -> int:
+    """Of parameters and optimizer state, over all devices."""
+    return sum(planned_state_bytes(dataclasses.replace(config, mesh=MeshConfig(fsdp=1))))
+
+
+def _mfu(forecast: Forecast) -> tuple[float, float]:
+    """Share of the peak: counted causally, and with full attention; 0 where no peak is known."""
+    config, target = forecast.config, forecast.target
+    if not target.chip.tflops:
+        return 0.0, 0.0
+    return mfu(
+        config,
+        config.data.window,
+        tokens_per_second=forecast.tokens_per_second,
+        num_devices=target.num_devices,
+        tflops=target.chip.tflops,
+    )
+
+
+def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Change] | None) -> dict[str, Any]:
+    """The figures, in bytes, seconds and dollars."""
+    causal, full = _mfu(forecast)
+    memory = forecast.memory
+    return {
+        'target': forecast.target.spec,
+        'devices': forecast.target.num_devices,
+        'fits': forecast.fits,
+        'is_estimate': memory.is_estimate,
+        'memory': {
+            **{kind: getattr(memory, kind) for kind in KINDS},
+            'total': memory.total,
+            'host': memory.host,
+            'available': forecast.available,
+            'chip': forecast.target.chip.memory,
+        },
+        'step_seconds': forecast.time.total,
+        'time': forecast.time._asdict(),
+        'flops': {
+            'executed': forecast.work.all_flops,
+            'attention': forecast.work.attention_flops,
+            **({'compiled': forecast.program.flops} if forecast.program else {}),
+        },
+        'transfers': [transfer._asdict() for transfer in forecast.work.transfers],
+        'tokens_per_second': forecast.tokens_per_second,
+        'mfu': causal,
+        'mfu_full': full,
+        'hours': cost.hours,
+        'dollars': cost.dollars,
+        'cost': {
+            **cost._asdict(),
+            'price': cost.price and cost.price._asdict(),
+            'spot_price': cost.spot_price and cost.spot_price._asdict(),
+        },
+        'advice': None if advice is None else [change.override for change in advice],
+    }
+
+
+def as_text(forecast: Forecast, cost: Cost) -> str:
+    """A paragraph per question: does it fit, what does it do, how fast is it, what does it cost."""
+    lines = [*_run(forecast), *_memory(forecast), *_work(forecast), *_time(forecast), *_cost(cost)]
+    width = max(len(label) for label, _ in lines)
+    return '\n'.join(f'{label:<{width}}  {text}' for label, text in lines)
+
+
+def before_a_run(forecast: Forecast) -> list[str]:
+    """Memory, speed and cost, as the start of a run tells them."""
+    lines = _memory(forecast)
+    if math.isfinite(forecast.time.total):
+        lines += [*_time(forecast), *_cost(cost_of(forecast, USUAL_TERMS))]
+    return [f'{label:<{len("checkpoint")}}  {text}' for label, text in lines]
+
+
+def advice_text(changes: Sequence[Change]) -> str:
+    """What to add to the command."""
+    return ' '.join(change.override for change in changes)
+
+
+def size_text(size: float) -> str:
+    """Bytes in GiB, small ones in MiB."""
+    if size < 0.1 * GIB:
+        return f'{size / 2**20:.1f} MiB'
+    return f'{size / GIB:.2f} GiB' if size < 10 * GIB else f'{size / GIB:.1f} GiB'
+
+
+def _operations(number: float) -> str:
+    return f'{number / 1e12:.3g} TFLOP'
+
+
+def _run(forecast: Forecast) -> list[tuple[str, str]]:
+    config, target = forecast.config, forecast.target
+    islands = ''
+    if target.num_islands > 1:
+        islands = f' in {target.num_islands} {"nodes" if target.chip.platform == "gpu" else "slices"}'
+    mesh = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'
+    train, model = config.train, config.model
+    batch = (
+        f'{train.global_batch} × {config.data.window} tokens a step in {config.accumulation} micro-batch(es) of '
+        f'{train.micro_batch} per device'
+    )
+    return [
+        ('target', f'{target.num_devices} × {target.chip.name}{islands}'),
+        ('run', f'{count_parameters(model):,} parameters, mesh {mesh}; {batch}, model.remat={model.remat}'),
+    ]
+
+
+def _memory(forecast: Forecast) -> list[tuple[str, str]]:
+    memory = forecast.memory
+    how = 'estimated' if memory.is_estimate else 'as compiled'
+    if forecast.compiled is not None:
+        how += f' in {forecast.compiled.seconds:.0f} s'
+    over = forecast.needed - forecast.available
+    verdict = 'fits' if over <= 0 else f'DOES NOT FIT: {size_text(over)} too much'
+    chip = size_text(forecast.target.chip.memory)
+    kinds = ', '.join(
+        f'{kind} {size_text(size)}' for kind in KINDS if (size := getattr(memory, kind)) > 0.002 * memory.total
+    )
+    lines = [
+        (
+            'memory',
+            f'{verdict}: {size_text(forecast.needed)} of {size_text(forecast.available)} that a program may have of '
+            f'{chip}, {how}',
+        ),
+        ('', kinds),
+    ]
+    if memory.host:
+        lines.append(('', f'and {size_text(memory.host)} of host memory for each device'))
+    return lines
+
+
+def _work(forecast: Forecast) -> list[tuple[str, str]]:
+    work = forecast.work
+    counted = f'{_operations(work.all_flops)} in products'
+    if forecast.program is not None:
+        counted += f' by formula ({_operations(forecast.program.flops)} in the program, without fused kernels)'
+    lines = [
+        ('work', f'a device does {counted} in a step and moves {work.memory_bytes / 1e9:,.0f} GB of its memory besides')
+    ]
+    sums: dict[tuple[str, tuple[str, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for transfer in work.transfers:
+        total = sums[transfer.kind, transfer.axes, transfer.is_async]
+        total[0] += transfer.sent
+        total[1] += transfer.count
+    for (kind, axes, is_async), (sent, count) in sorted(sums.items(), key=lambda item: -item[1][0]):
+        if sent < 0.001 * max(total[0] for total in sums.values()):
+            continue
+        along = ' · '.join(axes) or 'groups of their own'
+        waits = 'while it computes' if is_async else 'while it waits'
+        lines.append(('', f'sends {sent / 1e9:.3g} GB by {count:,.0f} × {kind} along {along}, {waits}'))
+    return lines
+
+
+def _time(forecast: Forecast) -> list[tuple[str, str]]:
+    time, (causal, full) = forecast.time, _mfu(forecast)
+    parts = ', '.join(
+        f'{name} {seconds:.3g}' for name, seconds in time._asdict().items() if seconds > 0.0005 * time.total
+    )
+    share = f'; MFU {causal:.1%} counted causally, {full:.1%} in full' if causal else ''
+    return [
+        ('time', f'{time.total:.3g} s a step (estimated): {parts}'),
+        ('speed', f'{forecast.tokens_per_second:,.0f} tokens/s{share}'),
+    ]
+
+
+def _cost(cost: Cost) -> list[tuple[str, str]]:
+    lines = [
+        (
+            'cost',
+            f'{cost.steps:,} steps, {short(cost.tokens)} tokens: {cost.hours:,.1f} h'
+            + (
+                f', ${cost.dollars:,.0f} at ${cost.price.dollars:.2f} per device-hour ({cost.price.source})'
+                if cost.price and cost.price.dollars
+                else ''
+            ),
+        )
+    ]
+    if cost.dollars_spot is not None and cost.spot_price and cost.hours_spot:
+        lines.append(
+            (
+                '',
+                f'on spot devices {cost.hours_spot:,.1f} h, ${cost.dollars_spot:,.0f} at '
+                f'${cost.spot_price.dollars:.2f} ({cost.spot_price.source})',
+            )
+        )
+    lines.append(
+        (
+            'checkpoint',
+            f'{size_text(cost.checkpoint_bytes)}, written in {cost.checkpoint_seconds:.0f} s beside the steps; '
+            f'{cost.checkpoints_kept} kept: ${cost.storage_dollars_per_month:.2f} a month',
+        )
+    )
+    return lines

@@ -1,0 +1,209 @@
+"""The fastest way to run a config on a target that its memory allows: micro-batch, rematerialisation, mesh.
+
+None of these changes what a run computes. What does a little, or costs much time, comes only where nothing else fits:
+moments in bfloat16, state in host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from maxlm.config.schema import AUTO, Config, MeshConfig
+from maxlm.errors import InputError
+from maxlm.planning.forecast import Forecast, estimate
+from maxlm.planning.machine import Machine
+from maxlm.planning.targets import Target
+
+# A config whose machine is known → the same, resolved.
+Resolve = Callable[[Config], Config]
+# The same for a forecast by the compiler.
+Compile = Callable[[Config], Forecast]
+
+# From the one that keeps most.
+REMATS = ('none', 'dots_no_batch', 'full')
+LARGEST_MICRO_BATCH = 64
+# Sequences from which on their split over devices is worth a thought.
+LONG = 8192
+# Programs that are compiled until one fits: estimates are off by some percent.
+MOST_COMPILED = 5
+
+
+class Change(NamedTuple):
+    """One key's other value."""
+
+    key: str
+    value: Any
+
+    @property
+    def override(self) -> str:
+        return f'--config.{self.key}={self.value}'
+
+
+class Candidate(NamedTuple):
+    """A way to run a config."""
+
+    changes: tuple[Change, ...]
+    forecast: Forecast
+
+
+def search(config: Config, machine: Machine, resolve: Resolve) -> list[Candidate]:
+    """The ways whose estimate fits, the fastest first; ways that leave the run as it is come before those that do not.
+
+    Args:
+        config: not resolved; its own mesh, batch and policy are among the ways.
+        machine: where it is to run.
+        resolve: of a config for its target.
+    """
+    meshes = list(sensible_meshes(config, machine.target))
+    for last_resort in _last_resorts(config):
+        ways = [
+            (*_mesh_changes(config.mesh, mesh), *changes, *last_resort)
+            for mesh in meshes
+            for changes in _policies(config, offload='remat' in str(last_resort))
+        ]
+        found = [candidate for way in ways if (candidate := _try(config, machine, resolve, way))]
+        fitting = [candidate for candidate in found if candidate.forecast.fits]
+        if fitting:
+            # Of ways that are equally fast, the one that changes least, and then the one that needs least.
+            return sorted(
+                fitting,
+                key=lambda c: (round(c.forecast.time.total, 6), len(c.changes), c.forecast.needed),
+            )
+    return []
+
+
+def confirm(candidates: list[Candidate], compiled: Compile) -> Candidate | None:
+    """The first candidate that fits as compiled, too; None where none of those that are compiled does.
+
+    Candidates that need as much as one that was too large for the compiler are passed over.
+    """
+    too_large = float('inf')
+    attempts = 0
+    for candidate in candidates:
+        if candidate.forecast.needed >= too_large:
+            continue
+        forecast = compiled(candidate.forecast.config)
+        if forecast.fits:
+            return Candidate(candidate.changes, forecast)
+        attempts += 1
+        if attempts == MOST_COMPILED:
+            break
+        # What was estimated wrongly here is likely to be so next to it.
+        too_large = candidate.forecast.needed * forecast.available / forecast.needed
+    return None
+
+
+def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compiled: Compile) -> Config:
+    """`train.micro_batch=auto` decided: the largest that fits, for a config that is not resolved.
+
+    Raises:
+        InputError: not even one sequence at a time fits.
+    """
+    assert config.train.micro_batch == AUTO
+    tried = []
+    for size in _micro_batches(config):
+        candidate = _try(config, machine, resolve, (Change('train.micro_batch', size),))
+        if candidate is not None:
+            tried.append(candidate)
+    if not tried:
+        # The refusal of the config itself tells what is wrong with it.
+        resolve(_with(config, (Change('train.micro_batch', 1),)))
+    tried.sort(key=lambda candidate: -candidate.forecast.config.train.micro_batch)
+    fitting = [candidate for candidate in tried if candidate.forecast.fits] or tried[-1:]
+    chosen = confirm(fitting, compiled)
+    if chosen is None:
+        needed, there = fitting[-1].forecast.needed, fitting[-1].forecast.available
+        raise InputError(
+            f'train.micro_batch=auto: one sequence at a time takes {needed / 2**30:.1f} GiB of a device, and there are '
+            f'{there / 2**30:.1f}; python -m maxlm.plan --fit looks for another mesh and model.remat'
+        )
+    return _with(config, chosen.changes)
+
+
+def sensible_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
+    """The configured mesh, and those that people use on such a target.
+
+    Tensor parallelism stays within a node; replicas and stages of a pipeline take the slow links; sequences are split
+    only where they are long.
+    """
+    yield config.mesh
+    num_devices, islands = target.num_devices, target.num_islands
+    within = num_devices // islands
+    stages = {1} | {stage for stage in (islands, 2 * islands, 4) if 1 < stage <= config.model.num_layers}
+    for tensor in _powers(min(within, 8)):
+        for context in _powers(min(within // tensor, 8)) if config.data.window >= LONG else (1,):
+            for stage in sorted(stages) if num_devices > 8 else (1,):
+                for replica in {1, islands}:
+                    rest, odd = divmod(num_devices, tensor * context * stage * replica)
+                    if odd or not rest:
+                        continue
+                    for zero in (3, 1) if rest > 1 else (3,):
+                        yield MeshConfig(
+                            replica=replica,
+                            stage=stage,
+                            fsdp=rest,
+                            context=context,
+                            tensor=tensor,
+                            zero=zero,
+                            offload=config.mesh.offload,
+                        )
+
+
+def _last_resorts(config: Config) -> Iterator[tuple[Change, ...]]:
+    """What to add, from nothing to what costs most."""
+    yield ()
+    if config.optimizer.name == 'adamw' and config.optimizer.moments == 'float32':
+        yield (Change('optimizer.moments', 'bfloat16'),)
+    if config.optimizer.name == 'adamw' and config.mesh.offload == 'none':
+        yield (Change('mesh.offload', 'optimizer'),)
+        yield (Change('model.remat', 'offload'), Change('mesh.offload', 'all'))
+
+
+def _policies(config: Config, *, offload: bool) -> Iterator[tuple[Change, ...]]:
+    for micro_batch in _micro_batches(config):
+        change = Change('train.micro_batch', micro_batch)
+        changes = () if micro_batch == config.train.micro_batch else (change,)
+        if offload:
+            yield changes
+            continue
+        for remat in dict.fromkeys((config.model.remat, *REMATS)):
+            yield changes if remat == config.model.remat else (*changes, Change('model.remat', remat))
+
+
+def _micro_batches(config: Config) -> list[int]:
+    """Sizes that can divide a device's share of the batch, which depends on the mesh."""
+    batch = config.train.global_batch or config.train.global_batch_tokens // config.data.window
+    return [size for size in range(min(batch, LARGEST_MICRO_BATCH), 0, -1) if batch % size == 0]
+
+
+def _mesh_changes(old: MeshConfig, new: MeshConfig) -> tuple[Change, ...]:
+    if new == old:
+        return ()
+    changed = [field.name for field in dataclasses.fields(MeshConfig)]
+    return tuple(
+        Change(f'mesh.{name}', getattr(new, name)) for name in changed if getattr(new, name) != getattr(old, name)
+    )
+
+
+def _try(config: Config, machine: Machine, resolve: Resolve, changes: tuple[Change, ...]) -> Candidate | None:
+    try:
+        resolved = resolve(_with(config, changes))
+    except InputError:
+        # Numbers that do not go together.
+        return None
+    return Candidate(changes, estimate(resolved, machine))
+
+
+def _with(config: Config, changes: tuple[Change, ...]) -> Config:
+    for key, value in changes:
+        section, _, name = key.partition('.')
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
+    return config
+
+
+def _powers(most: int) -> list[int]:
+    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]

@@ -1,1 +1,0 @@
-"""After pretraining: programs run safely, answers scored."""

@@ -1,0 +1,1 @@
+"""Charts, numbers and HTML of the report."""

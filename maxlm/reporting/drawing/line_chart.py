@@ -1,0 +1,284 @@
+"""Line charts as SVG that is stretched to the room there is, with labels in HTML that are not.
+
+Curves are drawn in the units of their data and put in place by a transformation, so what the page's script reads under
+a pointer are the values themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from maxlm.reporting.drawing.curves import MAX_POINTS, Point, finite, smoothed, thinned
+from maxlm.reporting.drawing.formatting import figure
+from maxlm.reporting.drawing.html import Markup, join, tag
+from maxlm.reporting.drawing.palette import curve_class
+from maxlm.reporting.drawing.scales import Scale, covering, labels, ticks, time_labels, time_ticks, without_outliers
+
+# Edge of the coordinates of a picture, which is stretched to any width and height.
+SIZE = 1000
+# Points of all curves of a chart; more than a few curves have fewer each.
+_CHART_POINTS = 6 * MAX_POINTS
+# Lines of a curve from which on a mean is drawn above it, and the share of them that one mean is over.
+_NOISY, _SMOOTHING = 100, 0.03
+# A logarithmic axis where the largest value is so many times the median.
+_LOG_RATIO = 30
+_MAX_MARKS = 80
+# More points than these are not told apart as dots.
+_MAX_DOTS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """A curve.
+
+    Attributes:
+        name: in the legend.
+        points: by growing x.
+        color: its number, from 0; the same for what belongs together.
+        dots: each point is seen, where they are few.
+        smooth: where there are many points, a mean is drawn above them.
+        best: x of the point to mark.
+        legend: words after the last value.
+    """
+
+    name: str
+    points: Sequence[Point]
+    color: int = 0
+    dots: bool = False
+    smooth: bool = False
+    best: float | None = None
+    legend: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A moment of the run: an upright line."""
+
+    x: float
+    kind: Literal['alert', 'restart', 'change']
+    words: str
+
+
+MARKS = {'alert': 'alert', 'restart': 'restart or rollback', 'change': 'change of length or context'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """What a line chart shows.
+
+    Attributes:
+        title, unit: of the values.
+        series: at least one with a value is needed for anything to be drawn.
+        x: what the points are over: steps, or seconds since the run began.
+        marks: moments on the same axis.
+        shade: (from, to) to be tinted.
+        scale: `auto` is logarithmic where values differ much; `zero` shows 0; `loss` leaves out the first and highest.
+        wide: as wide and high as the page allows.
+    """
+
+    title: str
+    unit: str
+    series: Sequence[Series]
+    x: Literal['step', 'time'] = 'step'
+    marks: Sequence[Mark] = ()
+    shade: tuple[float, float] | None = None
+    scale: Literal['linear', 'auto', 'zero', 'loss'] = 'linear'
+    wide: bool = False
+
+
+def draw(chart: Chart) -> Markup:
+    """The chart as a figure; '' where no curve has a value."""
+    series = [one for one in chart.series if finite(one.points)]
+    if not series:
+        return Markup('')
+    values = [y for one in series for _, y in finite(one.points)]
+    y = _value_scale(chart.scale, values)
+    x = _x_scale([place for one in series for place, _ in one.points])
+    marks = _merged([mark for mark in chart.marks if x.low <= mark.x <= x.high], x)
+    cut = sum(value > y.high for value in values)
+    unit = ', '.join(word for word in (chart.unit, 'logarithmic' if y.log else '') if word)
+    caption = tag('figcaption', chart.title, ' ', tag('span', unit, class_='unit'))
+    outside = [tag('small', f'{cut:,} of {len(values):,} values lie above the frame.')] if cut else []
+    if gaps := sum(value is None for one in series for _, value in one.points if chart.x == 'step'):
+        outside.append(
+            tag('small', f'{gaps:,} {"value is" if gaps == 1 else "values are"} not finite.', class_='alarm')
+        )
+    classes = 'chart wide' if chart.wide else 'chart'
+    return tag(
+        'figure',
+        caption,
+        _legend(series, marks),
+        _frame(chart, series, x, y, marks),
+        join(*outside, by=' '),
+        class_=classes,
+    )
+
+
+def lowered(title: str) -> str:
+    """A title within a line: Learning rate → learning rate, but MFU and CPU stay."""
+    return title if title[:2].isupper() else title[:1].lower() + title[1:]
+
+
+def _key(classes: str, dots: str = '') -> Markup:
+    """A short piece of a curve, for the legend."""
+    pieces = [tag('path', d='M0 5h30', class_=classes)] + ([tag('path', d='M15 5h0', class_=dots)] if dots else [])
+    return tag('svg', *pieces, viewBox='0 0 30 10', aria_hidden='true')
+
+
+def _value_scale(kind: str, values: list[float]) -> Scale:
+    if kind == 'loss':
+        return covering(without_outliers(values))
+    above_zero = sorted(value for value in values if value > 0)
+    differ = bool(above_zero) and above_zero[-1] > _LOG_RATIO * above_zero[len(above_zero) // 2]
+    return covering(values, log=kind == 'auto' and differ, from_zero=kind == 'zero')
+
+
+def _x_scale(places: list[float]) -> Scale:
+    low, high = min(places), max(places)
+    if low <= 0.5 * high:
+        # A run begins at 0, also where its first line comes later.
+        low = 0.0
+    length = high - low or 1.0
+    # So that dots at the ends are whole.
+    return Scale(low - 0.01 * length, high + 0.01 * length)
+
+
+def _merged(marks: list[Mark], x: Scale) -> list[Mark]:
+    """Marks of one kind that would lie on each other are one."""
+    groups: dict[tuple[str, int], list[Mark]] = {}
+    for mark in marks:
+        groups.setdefault((mark.kind, int(x.fraction(mark.x) * _MAX_MARKS)), []).append(mark)
+    return [
+        group[0] if len(group) == 1 else Mark(group[0].x, group[0].kind, f'{len(group)} × {group[0].words}')
+        for group in groups.values()
+    ]
+
+
+def _legend(series: Sequence[Series], marks: Sequence[Mark]) -> Markup:
+    rows = []
+    for number, one in enumerate(series):
+        last = figure(finite(one.points)[-1][1])
+        value = tag('b', last, data_series=number)
+        words = [' ', one.legend] if one.legend else []
+        color = curve_class(one.color)
+        rows.append(tag('li', _key(f'line {color}', f'dots {color}' if one.dots else ''), one.name, ' ', value, *words))
+    kinds = [kind for kind in MARKS if any(mark.kind == kind for mark in marks)]
+    rows += [tag('li', _key(f'mark {kind}'), MARKS[kind]) for kind in kinds]
+    return tag('ul', *rows, class_='legend')
+
+
+def _frame(chart: Chart, series: Sequence[Series], x: Scale, y: Scale, marks: Sequence[Mark]) -> Markup:
+    y_values = ticks(y, 7 if chart.wide else 5)
+    x_values = time_ticks(x, 8 if chart.wide else 6) if chart.x == 'time' else _whole(ticks(x, 8 if chart.wide else 6))
+    y_words = labels(y_values)
+    x_words = time_labels(x_values) if chart.x == 'time' else labels(x_values)
+    grid = ''.join(f'M0 {_across(1 - y.fraction(value))}h{SIZE}' for value in y_values)
+    inside = [tag('path', d=grid, class_='grid')] if grid else []
+    if chart.shade:
+        inside.append(_shade(chart.shade, x))
+    inside += [
+        tag('path', tag('title', mark.words), d=f'M{_across(x.fraction(mark.x))} 0v{SIZE}', class_=f'mark {mark.kind}')
+        for mark in marks
+    ]
+    limit = max(50, min(MAX_POINTS, _CHART_POINTS // len(series)))
+    inside += [_curve(number, one, x, y, limit) for number, one in enumerate(series)]
+    plot = tag(
+        'svg',
+        *inside,
+        class_='plot',
+        viewBox=f'0 0 {SIZE} {SIZE}',
+        preserveAspectRatio='none',
+        role='img',
+        aria_label=_words(chart, series),
+        tabindex='0',
+        data_x=f'{x.low!r} {x.high!r}',
+        data_kind=chart.x,
+        data_log='1' if y.log else None,
+    )
+    up = [
+        tag('span', word, style=f'top:{100 * (1 - y.fraction(value)):.2f}%')
+        for value, word in zip(y_values, y_words, strict=True)
+    ]
+    along = [
+        tag('span', word, style=f'left:{100 * x.fraction(value):.2f}%', class_=_edge(x.fraction(value), number))
+        for number, (value, word) in enumerate(zip(x_values, x_words, strict=True))
+    ]
+    width = max(map(len, y_words), default=1)
+    left = tag('div', *up, class_='y', aria_hidden='true')
+    below = tag('div', *along, class_='x', aria_hidden='true')
+    reading = tag('div', class_='at')
+    return tag('div', left, plot, below, reading, class_='frame', style=f'--y:{0.5 * width + 1.0:.1f}rem')
+
+
+def _curve(number: int, one: Series, x: Scale, y: Scale, limit: int) -> Markup:
+    placed = [(at, None if value is None or (y.log and value <= 0) else y.place(value)) for at, value in one.points]
+    low, high = y.ends
+    across, up = SIZE / (x.high - x.low), SIZE / (high - low)
+    place = f'matrix({across!r} 0 0 {-up!r} {-x.low * across!r} {SIZE + low * up!r})'
+    color = curve_class(one.color)
+    shown = thinned(placed, limit)
+    line = _path(shown)
+    if one.smooth and len(placed) >= _NOISY:
+        mean = thinned(smoothed(placed, round(len(placed) * _SMOOTHING) | 1), limit // 3)
+        # What a pointer reads are the values, not their means.
+        raw = tag('path', d=line, transform=place, class_=f'raw {color}', data_series=number)
+        return join(raw, tag('path', d=_path(mean), transform=place, class_=f'line {color}'))
+    drawn = [tag('path', d=line, transform=place, class_=f'line {color}', data_series=number)]
+    if (one.dots and len(shown) <= _MAX_DOTS) or len(finite(shown)) <= 2:
+        drawn.append(tag('path', d=_dots(shown), transform=place, class_=f'dots {color}'))
+    if one.best is not None:
+        ring = _dots([point for point in placed if point[0] == one.best][:1])
+        drawn.append(tag('path', d=ring, transform=place, class_=f'best {color}') if ring else Markup(''))
+    return join(*drawn)
+
+
+def _path(points: Sequence[Point]) -> str:
+    pieces, gap = [], True
+    for at, value in points:
+        if value is not None:
+            pieces.append(f'{"M" if gap else "L"}{_exact(at)} {value:.6g}')
+        gap = value is None
+    return ''.join(pieces)
+
+
+def _dots(points: Sequence[Point]) -> str:
+    """Lines without length, whose round ends are seen as dots that no stretching makes oval."""
+    return ''.join(f'M{_exact(at)} {value:.6g}h0' for at, value in points if value is not None)
+
+
+def _shade(span: tuple[float, float], x: Scale) -> Markup:
+    left, right = (min(1.0, max(0.0, x.fraction(end))) for end in span)
+    return tag('rect', x=_across(left), y=0, width=_across(right - left), height=SIZE, class_='shade')
+
+
+def _edge(fraction: float, number: int) -> str | None:
+    """Labels at the ends stay within the frame; every second one goes where the page is narrow."""
+    words = ['end' if fraction > 0.96 else 'start' if fraction < 0.02 else '', 'second' if number % 2 else '']
+    return ' '.join(filter(None, words)) or None
+
+
+def _words(chart: Chart, series: Sequence[Series]) -> str:
+    """The chart in words, for those who cannot see it."""
+    parts = []
+    for one in series:
+        values = [value for _, value in finite(one.points)]
+        parts.append(
+            f'{one.name}: first {figure(values[0])}, last {figure(values[-1])}, lowest {figure(min(values))}, '
+            f'highest {figure(max(values))}'
+        )
+    return f'{chart.title} over {chart.x}. {"; ".join(parts[:12])}'
+
+
+def _whole(values: list[float]) -> list[float]:
+    """Steps are whole."""
+    return [value for value in values if value == int(value)]
+
+
+def _across(fraction: float) -> str:
+    return f'{SIZE * fraction:.2f}'.rstrip('0').rstrip('.')
+
+
+def _exact(value: float) -> str:
+    return f'{value:.0f}' if value == int(value) else f'{value:.3f}'

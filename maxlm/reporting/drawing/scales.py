@@ -1,0 +1,156 @@
+"""How a range of values is laid along an axis: its ends, its ticks and their labels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from maxlm.reporting.drawing.formatting import short
+
+# Seconds between two ticks of a time.
+_TIMES = (*(1, 2, 5, 10, 15, 30), *(60, 120, 300, 600, 900, 1800), *(3600, 7200, 10800, 21600, 43200), 86400)
+
+
+class Scale(NamedTuple):
+    """Values from `low` to `high`, evenly or by their logarithm; on a logarithmic one both are above 0."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """What is drawn for a value: itself, or its decimal logarithm."""
+        return math.log10(value) if self.log else value
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        return self.place(self.low), self.place(self.high)
+
+    def fraction(self, value: float) -> float:
+        """Where it lies: 0 = low, 1 = high."""
+        low, high = self.ends
+        return (self.place(value) - low) / (high - low)
+
+
+def covering(values: Iterable[float], *, log: bool = False, from_zero: bool = False, margin: float = 0.04) -> Scale:
+    """A scale that shows all values with a margin; never of length 0.
+
+    Args:
+        values: finite ones.
+        log: by the logarithm, where there are values above 0; others are then left out.
+        from_zero: 0 is shown too, and no margin below it.
+        margin: share of the range on either side.
+    """
+    kept = [value for value in values if not log or value > 0]
+    if not kept:
+        return Scale(0.0, 1.0)
+    low, high = min(kept), max(kept)
+    if log:
+        if high < low * 1.5:
+            low, high = low / 1.5, high * 1.5
+        edge = (high / low) ** margin
+        return Scale(low / edge, high * edge, log=True)
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        around = abs(high) * 0.1 or 1.0
+        low, high = (0.0 if from_zero and low >= 0 else low - around), high + around
+    edge = (high - low) * margin
+    return Scale(low if low == 0 and from_zero else low - edge, high + edge)
+
+
+def without_outliers(values: Sequence[float], *, share: float = 0.02) -> list[float]:
+    """The values without those far above all but `share` of them; as they are where none is.
+
+    A run's first losses and its spikes would otherwise press all the rest into a flat line.
+    """
+    if len(values) < 50:
+        return list(values)
+    ordered = sorted(values)
+    low, usual, high = ordered[0], ordered[int((1 - share) * (len(ordered) - 1))], ordered[-1]
+    limit = usual + (usual - low)
+    return list(values) if high <= limit else [value for value in values if value <= usual + 0.25 * (usual - low)]
+
+
+def ticks(scale: Scale, target: int = 5) -> list[float]:
+    """About `target` round values within a scale."""
+    if scale.log:
+        return _logarithmic_ticks(scale, target)
+    step = _round_step((scale.high - scale.low) / target)
+    return _multiples(scale, step)
+
+
+def time_ticks(scale: Scale, target: int = 5) -> list[float]:
+    """About `target` round times within a scale of seconds."""
+    wanted = (scale.high - scale.low) / target
+    step = next((time for time in _TIMES if time >= wanted), None)
+    return _multiples(scale, step or 86400 * _round_step(wanted / 86400))
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """Texts of ticks, all with as many digits as tell them apart."""
+    highest = max((abs(value) for value in values), default=0.0)
+    steps = [b - a for a, b in itertools.pairwise(values)]
+    step = min(steps, default=highest) or 1.0
+    if highest >= 1e4:
+        texts = [short(value) for value in values]
+        return texts if len(set(texts)) == len(values) else [f'{value:,.0f}' for value in values]
+    if 0 < highest < 1e-2 or (steps and max(steps) > 9 * step and min(values) < 1e-2):
+        return ['0' if not value else f'{value:.1e}'.replace('.0e', 'e').replace('e-0', 'e-') for value in values]
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    if steps and max(steps) > 1.01 * step:
+        # A logarithmic axis: each as it is.
+        return [f'{value:g}' for value in values]
+    return [f'{value:,.{digits}f}' for value in values]
+
+
+def time_labels(values: Sequence[float]) -> list[str]:
+    """Texts of ticks in seconds: 30 s, 5 min, 1:30 h, 2 d."""
+    steps = [b - a for a, b in itertools.pairwise(values)]
+    step = min(steps, default=max(values, default=0.0))
+    texts = []
+    for value in values:
+        whole = round(value)
+        if whole == 0:
+            texts.append('0')
+        elif step >= 86400:
+            texts.append(f'{whole / 86400:g} d')
+        elif step >= 3600:
+            texts.append(f'{whole / 3600:g} h')
+        elif step >= 60 and max(values) >= 3600:
+            texts.append(f'{whole // 3600}:{whole % 3600 // 60:02} h')
+        elif step >= 60:
+            texts.append(f'{whole / 60:g} min')
+        elif max(values) >= 60:
+            texts.append(f'{whole // 60}:{whole % 60:02} min')
+        else:
+            texts.append(f'{whole} s')
+    return texts
+
+
+def _round_step(wanted: float) -> float:
+    """The next of 1, 2, 5, 10, 20, … from `wanted` on."""
+    if wanted <= 0:
+        return 1.0
+    size = 10.0 ** math.floor(math.log10(wanted))
+    return next(factor * size for factor in (1, 2, 5, 10) if factor * size >= wanted * (1 - 1e-9))
+
+
+def _multiples(scale: Scale, step: float) -> list[float]:
+    first = math.ceil(scale.low / step - 1e-9)
+    last = math.floor(scale.high / step + 1e-9)
+    # A multiple is a product, so that errors do not add up; rounding takes the last one away.
+    return [round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1)]
+
+
+def _logarithmic_ticks(scale: Scale, target: int) -> list[float]:
+    low, high = scale.ends
+    if high - low < 0.8:
+        return ticks(Scale(scale.low, scale.high), target)
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    factors: tuple[int, ...] = (1, 2, 5) if high - low < 2 else (1,)
+    values = [factor * 10.0**decade for decade in decades for factor in factors]
+    shown = [value for value in values if scale.low <= value <= scale.high]
+    return shown[:: max(1, math.ceil(len(shown) / (target + 2)))]

@@ -1,0 +1,69 @@
+"""How configs differ: a run's from the shipped file that it was started with, and runs' from each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import maxlm
+from maxlm.config.loading import load, split_overrides
+from maxlm.config.schema import Config
+from maxlm.errors import InputError
+
+# Of this checkout. A workdir names a file; what is run is always this one of the same name, never that of the workdir.
+SHIPPED = Path(maxlm.__file__).parent.parent / 'configs'
+_CONFIG = re.compile(r'(?:.*/)?configs/(\w+)\.py(?::([\w.-]+))?')
+
+
+class Difference(NamedTuple):
+    """A key whose value is not the file's; `given` where the command line set it, otherwise the run worked it out."""
+
+    key: str
+    shipped: Any
+    value: Any
+    given: bool
+
+
+def shipped_config(command: Sequence[str], folder: Path = SHIPPED) -> tuple[str, Config] | None:
+    """The shipped file that a command names, as `configs/NAME.py[:variant]`, and what it says.
+
+    None where the command names none, or this checkout has no such file or variant any more.
+    """
+    words = [str(word) for word in command]
+    values = [word.partition('=')[2] for word in words if word.startswith('--config=')]
+    values += [after for word, after in itertools.pairwise(words) if word == '--config']
+    match = _CONFIG.fullmatch(values[-1]) if values else None
+    if match is None or not (folder / f'{match[1]}.py').is_file():
+        return None
+    variant = f':{match[2]}' if match[2] else ''
+    try:
+        return f'configs/{match[1]}.py{variant}', load(f'{folder / match[1]}.py{variant}')
+    except InputError:
+        return None
+
+
+def differences(config: Config, shipped: Config, command: Sequence[str]) -> list[Difference]:
+    """The keys of a run's config that are not as a shipped one has them, those of the command line first."""
+    overrides, _ = split_overrides([str(word) for word in command])
+    given = {override.partition('=')[0] for override in overrides}
+    before, now = flat(shipped), flat(config)
+    found = [Difference(key, before.get(key), now[key], key in given) for key in now if now[key] != before.get(key)]
+    return sorted(found, key=lambda one: not one.given)
+
+
+def between(configs: Sequence[Config | None]) -> dict[str, list[Any]]:
+    """key → its value in each config, of the keys that are not the same in all."""
+    all_values: list[Mapping[str, Any]] = [flat(config) if config else {} for config in configs]
+    keys = list(dict.fromkeys(key for values in all_values for key in values))
+    rows = {key: [values.get(key) for values in all_values] for key in keys}
+    return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """section.key → value."""
+    sections = dataclasses.asdict(config)
+    return {f'{section}.{key}': value for section, keys in sections.items() for key, value in keys.items()}

@@ -1,0 +1,173 @@
+"""Curves over the steps: losses, learning rate, gradient, throughput, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from maxlm.reporting.drawing import formatting
+from maxlm.reporting.drawing.curves import scaled
+from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
+from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lowered
+from maxlm.reporting.sections.run_summary import THRESHOLD, Run, comparable
+
+
+class _Curve(NamedTuple):
+    """A chart of one metric."""
+
+    name: str
+    title: str
+    unit: str
+    factor: float = 1.0
+    scale: Literal['linear', 'auto', 'zero', 'loss'] = 'auto'
+    smooth: bool = True
+
+
+_CURVES = (
+    # Of runs by reward and by preferences.
+    _Curve('rollout/reward', 'Reward', 'mean over responses'),
+    _Curve('eval/accuracy', 'Accuracy', '% of held-out prompts or pairs', factor=100, scale='zero', smooth=False),
+    _Curve('rollout/length', 'Length of responses', 'tokens', scale='zero'),
+    _Curve('train/entropy', 'Entropy', 'nats per drawn token', scale='zero'),
+    _Curve('train/reference_kl', 'Divergence from the start', 'nats per token', scale='zero'),
+    _Curve('train/margin', 'Margin of preferences', 'reward of the better answer minus the other’s'),
+    _Curve('train/learning_rate', 'Learning rate', '', scale='zero', smooth=False),
+    _Curve('train/grad_norm', 'Gradient norm', 'before clipping'),
+    _Curve('perf/tokens_per_second', 'Throughput', 'tokens/s', scale='zero'),
+    _Curve('perf/mfu', 'MFU', '% of the peak, causal attention', factor=100, scale='zero'),
+    _Curve('perf/device_memory_gib', 'Memory of a device', 'GiB, the most so far', scale='zero', smooth=False),
+    _Curve('perf/data_wait_seconds', 'Wait for data', 'ms per step', factor=1000, scale='zero'),
+)
+# A chart with more curves than these is a tangle; the table beside it has all.
+_MAX_SOURCES = 12
+
+
+def learning(runs: Sequence[Run]) -> Markup:
+    """The loss, large; whether the run overfits; sources; and the other curves."""
+    named = len(runs) > 1
+    words = [_overfitting(run, named) for run in runs]
+    groups, reasons = comparable([run for run in runs if run.training or run.validation])
+    if reasons:
+        different = ' and '.join(reasons)
+        words.append(note(f'Losses of runs with different {different} cannot be compared; they have separate charts.'))
+    charts = [draw(_loss(group, _names(group, groups), named)) for group in groups]
+    return join(
+        section('loss', 'Loss', *words, *charts),
+        section('sources', 'Loss by source', _by_source(runs), *(_source_table(run, named) for run in runs)),
+        section('curves', 'Curves', _others(runs)),
+    )
+
+
+def _names(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> str:
+    """Returns the end of a chart's title: the runs in it, where other runs have a chart of their own."""
+    return f', {" and ".join(run.name for run in group)}' if len(groups) > 1 else ''
+
+
+def _loss(runs: Sequence[Run], names: str, named: bool) -> Chart:
+    alone = not named
+    series = []
+    for run in runs:
+        of = f'{run.name}: ' if named else ''
+        series.append(Series(f'{of}training', run.training, run.color, smooth=True))
+        best = run.best
+        told = f'(best {formatting.loss(best[1])} at step {best[0]:,.0f}, ringed)' if best else ''
+        series.append(
+            Series(
+                f'{of}validation',
+                run.validation,
+                1 if alone else run.color,
+                dots=True,
+                best=best[0] if best else None,
+                legend=told,
+            )
+        )
+    over = runs[0].overfitting if alone else None
+    return Chart(
+        f'Training and validation loss{names}',
+        'nats/token' if all(run.predicts_tokens for run in runs) else 'what is minimized',
+        series,
+        marks=runs[0].marks if alone else (),
+        shade=(over.since, over.until) if over else None,
+        scale='loss',
+        wide=True,
+    )
+
+
+def _overfitting(run: Run, named: bool) -> Markup:
+    of = f'{run.name}: ' if named else ''
+    if run.overfitting:
+        # In words it stands above all else; see the summary.
+        return Markup('') if named else note('Tinted: the stretch in which the run overfits.')
+    if run.best is None or len(run.validation) < 4 or not run.predicts_tokens:
+        return Markup('')
+    step, best = run.best
+    last = run.last('eval/loss')
+    if last is not None and last > best * (1 + THRESHOLD):
+        rose = f'The validation loss rose from {best:.3f} at step {step:,.0f} to {last:.3f}'
+        return note(of, f'{rose}, but not while the training loss fell: no sign of overfitting.')
+    return note(of, 'No overfitting: the validation loss did not rise while the training loss fell.')
+
+
+def _others(runs: Sequence[Run]) -> Markup:
+    drawn = [chart for one in _CURVES if (chart := _chart(runs, one))]
+    return tag('div', *drawn, class_='charts') if drawn else Markup('')
+
+
+def _chart(runs: Sequence[Run], one: _Curve) -> Markup:
+    alone = len(runs) == 1
+    series = [
+        Series(
+            lowered(one.title) if alone else run.name,
+            scaled(run.metric(one.name), one.factor),
+            run.color,
+            smooth=one.smooth,
+        )
+        for run in runs
+    ]
+    return draw(Chart(one.title, one.unit, series, marks=runs[0].marks if alone else (), scale=one.scale))
+
+
+def _by_source(runs: Sequence[Run]) -> Markup:
+    """One run: a curve for each source. Several: a chart for each source, with a curve for each run."""
+    charts = []
+    for prefix, title in (('train/loss', 'Training loss'), ('eval/loss', 'Validation loss')):
+        dots = prefix == 'eval/loss'
+        names = list(dict.fromkeys(name for run in runs for name in run.sources(prefix)))[:_MAX_SOURCES]
+        if len(runs) == 1:
+            run = runs[0]
+            series = [
+                Series(name, run.metric(f'{prefix}/{name}'), number, dots=dots, smooth=True)
+                for number, name in enumerate(names)
+            ]
+            charts.append(draw(Chart(f'{title} by source', 'nats/token', series, marks=run.marks, scale='loss')))
+            continue
+        for name in names:
+            metric = f'{prefix}/{name}'
+            groups, _ = comparable([run for run in runs if run.metric(metric)], source=name)
+            for group in groups:
+                series = [Series(run.name, run.metric(metric), run.color, dots=dots, smooth=True) for run in group]
+                title_of_group = f'{title}: {name}{_names(group, groups)}'
+                charts.append(draw(Chart(title_of_group, 'nats/token', series, scale='loss')))
+    drawn = [chart for chart in charts if chart]
+    return tag('div', *drawn, class_='charts') if drawn else Markup('')
+
+
+def _source_table(run: Run, named: bool) -> Markup:
+    names = sorted({*run.sources('train/loss'), *run.sources('eval/loss')})
+    if not names:
+        return Markup('')
+    tokens = {name: count for name, count, _ in run.dataset}
+    rows = [
+        [
+            name,
+            formatting.short(tokens.get(name)),
+            formatting.percent(run.last(f'data/share/{name}')),
+            formatting.figure(run.last(f'data/epoch/{name}')),
+            formatting.loss(run.last(f'train/loss/{name}')),
+            formatting.loss(run.last(f'eval/loss/{name}')),
+        ]
+        for name in names
+    ]
+    heading = tag('h3', run.name) if named else Markup('')
+    header = ['source', 'tokens', 'share of windows', 'epochs', 'last training loss', 'last validation loss']
+    return join(heading, table(header, rows))

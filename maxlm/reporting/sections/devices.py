@@ -1,0 +1,119 @@
+"""Devices and hosts over time: use, memory, temperature, power, and what held them back."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from maxlm.reporting.drawing import formatting
+from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
+from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lowered
+from maxlm.reporting.sections.device_curves import Curves, binned, device_curves, few, host_curves
+from maxlm.reporting.sections.run_summary import GIB, Run
+from maxlm.storage.json_fields import items, number, text
+
+_MIB = 2**20
+_MAX_ROWS = 64
+
+
+class _Reading(NamedTuple):
+    """A chart of one reading."""
+
+    key: str
+    title: str
+    unit: str
+    factor: float = 1.0
+
+
+_OF_DEVICES = (
+    _Reading('use_percent', 'Device use', '%'),
+    _Reading('memory_bytes', 'Device memory', 'GiB', 1 / GIB),
+    _Reading('temperature_c', 'Temperature', '°C'),
+    _Reading('power_w', 'Power', 'W'),
+    _Reading('clock_mhz', 'Clock', 'MHz'),
+)
+_OF_HOSTS = (
+    _Reading('cpu_percent', 'CPU of the host', '% of all cores'),
+    _Reading('ram_bytes', 'Memory of the host', 'GiB', 1 / GIB),
+    _Reading('disk_free_bytes', 'Free on the disk of the workdir', 'GiB', 1 / GIB),
+    _Reading('disk_write_bytes_per_second', 'Written to disk', 'MiB/s', 1 / _MIB),
+    _Reading('net_received_bytes_per_second', 'Received from the network', 'MiB/s', 1 / _MIB),
+)
+
+
+def machines(runs: Sequence[Run]) -> Markup:
+    """Charts over the time since each run began, and a table of devices; '' where nothing was read."""
+    charts = [draw(_chart(runs, reading, device_curves)) for reading in _OF_DEVICES]
+    charts += [draw(_chart(runs, reading, host_curves)) for reading in _OF_HOSTS]
+    drawn = [chart for chart in charts if chart]
+    grid = tag('div', *drawn, class_='charts') if drawn else Markup('')
+    without = [run.name for run in runs if drawn and not _has_devices(run)]
+    words = note(f'No accelerator was read in {", ".join(without)}.') if without else Markup('')
+    return section('machines', 'Devices over time', grid, words, *(_table(run, len(runs) > 1) for run in runs))
+
+
+def _chart(runs: Sequence[Run], reading: _Reading, curves_of: Callable[..., Curves]) -> Chart:
+    def curves(run: Run) -> Curves:
+        return curves_of(run.history.devices, reading.key, began=run.began, factor=reading.factor)
+
+    if len(runs) == 1:
+        named = few(curves(runs[0]))
+        series = [
+            Series(name or lowered(reading.title), points, number)
+            for number, (name, points) in enumerate(named.items())
+        ]
+        marks = runs[0].time_marks
+    else:
+        series = [Series(f'{run.name}, mean', binned(curves(run), statistics.fmean), run.color) for run in runs]
+        marks = []
+    return Chart(reading.title, reading.unit, series, x='time', marks=marks, scale='zero')
+
+
+def _has_devices(run: Run) -> bool:
+    return any(items(line, 'devices') for lines in run.history.devices.values() for line in lines)
+
+
+def _table(run: Run, named: bool) -> Markup:
+    """Of each device the mean use, the extremes, how often it was throttled and its memory errors."""
+    rows = []
+    for process, lines in run.history.devices.items():
+        readings: dict[str, list[Mapping[str, Any]]] = {}
+        for line in lines:
+            for device in items(line, 'devices'):
+                readings.setdefault(text(device, 'index'), []).append(device)
+        host = text(lines[-1], 'host') or f'process {process}'
+        rows += [[f'{host}: {index}', *_device(found)] for index, found in readings.items()]
+    if not rows:
+        return Markup('')
+    header = ['device', 'kind', 'mean use', 'most memory', 'hottest', 'mean power', 'throttled', 'ECC errors']
+    more = note(f'{len(rows) - _MAX_ROWS} more devices were read.') if len(rows) > _MAX_ROWS else Markup('')
+    heading = tag('h3', run.name) if named else Markup('')
+    return join(heading, table(header, rows[:_MAX_ROWS], texts=(0, 1, 6)), more)
+
+
+def _device(readings: Sequence[Mapping[str, Any]]) -> list[str]:
+    def values(key: str) -> list[float]:
+        return [value for reading in readings if (value := number(reading, key)) is not None]
+
+    def over(key: str, summary: Callable[[list[float]], float]) -> float | None:
+        return summary(values(key)) if values(key) else None
+
+    use, power, hottest = (
+        over('use_percent', statistics.fmean),
+        over('power_w', statistics.fmean),
+        values('temperature_c'),
+    )
+    reasons = Counter(str(reason) for reading in readings for reason in items(reading, 'throttled'))
+    throttled = ', '.join(f'{formatting.percent(count / len(readings))} {reason}' for reason, count in reasons.items())
+    total = over('memory_total_bytes', max)
+    return [
+        text(readings[-1], 'kind'),
+        formatting.percent(None if use is None else use / 100),
+        formatting.size(over('memory_bytes', max)) + (f' of {formatting.size(total)}' if total else ''),
+        f'{max(hottest):.0f} °C' if hottest else formatting.DASH,
+        f'{power:,.0f} W' if power is not None else formatting.DASH,
+        throttled or ('never' if any('throttled' in reading for reading in readings) else formatting.DASH),
+        formatting.whole(over('ecc_errors', max)),
+    ]

@@ -1,0 +1,187 @@
+"""The run in a dozen tiles: what was trained on what, for how long, at what cost, and what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from maxlm.reporting.drawing import formatting
+from maxlm.reporting.drawing.formatting import DASH
+from maxlm.reporting.drawing.html import Markup, join, note, table, tag
+from maxlm.reporting.sections.run_summary import Run
+from maxlm.storage.json_fields import mapping, number, text
+from maxlm.telemetry.run_status import CRASHED, DIVERGED, STALLED
+
+_BAD = (CRASHED, DIVERGED, STALLED)
+
+
+class Fact(NamedTuple):
+    """A tile: what it is about, the figure, and what else there is to say."""
+
+    label: str
+    value: str
+    detail: str = ''
+
+
+def summary(runs: Sequence[Run]) -> Markup:
+    """Tiles for one run, a table side by side for several."""
+    if len(runs) == 1:
+        tiles = [
+            tag('div', tag('h3', fact.label), tag('b', fact.value), tag('span', fact.detail), class_='tile')
+            for fact in facts(runs[0])
+        ]
+        return tag('section', _troubles(runs), tag('div', *tiles, class_='tiles'), id='summary')
+    columns = [facts(run) for run in runs]
+    rows = [
+        [
+            same[0].label,
+            *(join(tag('b', fact.value), tag('br'), tag('span', fact.detail, class_='unit')) for fact in same),
+        ]
+        for same in zip(*columns, strict=True)
+    ]
+    names = [join(tag('span', class_='key', style=f'background:var(--c{run.color % 6})'), run.name) for run in runs]
+    wide = table(['', *names], rows, texts=tuple(range(len(runs) + 1)), class_='compare')
+    return tag('section', _troubles(runs), wide, id='summary')
+
+
+def facts(run: Run) -> list[Fact]:
+    """The same ones for every run, in the same order; a dash where the workdir does not tell."""
+    return [
+        # What went wrong stands above the tiles.
+        Fact('State', run.condition.state, '' if run.condition.state in _BAD else run.condition.why),
+        _model(run),
+        _data(run),
+        _steps(run),
+        _validation(run),
+        _training(run),
+        _time(run),
+        _cost(run),
+        _useful(run),
+        _throughput(run),
+        _hardware(run),
+        _memory(run),
+    ]
+
+
+def headline(run: Run) -> str:
+    """One sentence: what was trained on what."""
+    parameters = number(run.started, 'parameters')
+    if not run.history.begun:
+        return 'No run has begun here yet.'
+    what = f'A model of {formatting.short(parameters)} parameters' if parameters else 'A model'
+    sources = [name for name, _, _ in run.dataset if name]
+    on = f' trained on {_listed(sources)}' if sources else ''
+    return f'{what}{on}.'
+
+
+def _troubles(runs: Sequence[Run]) -> Markup:
+    lines = []
+    for run in runs:
+        of = f'{run.name}: ' if len(runs) > 1 else ''
+        if run.condition.state in _BAD:
+            why = f': {run.condition.why}' if run.condition.why else ''
+            lines.append(f'{run.name} is {run.condition.state}{why}')
+        if run.overfitting:
+            lines.append(of + run.overfitting.words)
+    box = tag('div', *(tag('p', line) for line in lines), class_='box') if lines else Markup('')
+    notes = [f'{run.name}: {words}' if len(runs) > 1 else words for run in runs for words in run.history.notes]
+    return join(box, *(note(words) for words in notes))
+
+
+def _model(run: Run) -> Fact:
+    config, detail = run.history.config, ''
+    if config is not None:
+        model = config.model
+        detail = f'{model.family}, {model.num_layers} layers × {model.dim}, vocabulary {model.vocab_size:,}'
+    parameters = number(run.started, 'parameters')
+    return Fact('Parameters', formatting.short(parameters), detail)
+
+
+def _data(run: Run) -> Fact:
+    tokens = [tokens for _, tokens, _ in run.dataset if tokens is not None]
+    names = [name for name, _, _ in run.dataset if name]
+    return Fact('Tokens of the data', formatting.short(sum(tokens)) if tokens else DASH, _listed(names))
+
+
+def _steps(run: Run) -> Fact:
+    if run.step is None:
+        return Fact('Steps', DASH, f'of {run.num_steps:,} planned' if run.num_steps else '')
+    words = []
+    if run.tokens_per_step:
+        words.append(f'{formatting.short(run.step * run.tokens_per_step)} tokens')
+    epoch = run.last('train/epoch')
+    if epoch is not None:
+        words.append(f'{epoch:.3g} epochs')
+    value = f'{run.step:,}' + (f' of {run.num_steps:,}' if run.num_steps and run.num_steps != run.step else '')
+    return Fact('Steps', value, ', '.join(words))
+
+
+def _validation(run: Run) -> Fact:
+    if run.best is None:
+        return Fact('Best validation loss', DASH, 'no evaluation yet')
+    step, loss = run.best
+    last = run.last('eval/loss')
+    return Fact('Best validation loss', formatting.loss(loss), f'at step {step:,.0f}; last {formatting.loss(last)}')
+
+
+def _training(run: Run) -> Fact:
+    last = run.last('train/loss')
+    skipped = run.last('train/skipped') or 0
+    words = [f'{skipped:,.0f} steps left out'] if skipped else []
+    lowest = run.last('train/best_loss')
+    if lowest is not None:
+        words.insert(0, f'lowest {formatting.loss(lowest)}')
+    return Fact('Last training loss', formatting.loss(last), ', '.join(words))
+
+
+def _time(run: Run) -> Fact:
+    lives = len(run.starts)
+    words = f'{lives} {"life" if lives == 1 else "lives"}, ' if lives else ''
+    since = f'{words}since {formatting.moment(run.began)}' if run.began else ''
+    return Fact('Wall time', formatting.duration(run.wall_seconds), since)
+
+
+def _cost(run: Run) -> Fact:
+    price = number(run.started, 'price_per_hour')
+    if price is None:
+        return Fact('Cost', formatting.dollars(run.dollars), 'no price is known' if run.dollars is None else '')
+    source = text(run.started, 'price_source')
+    detail = f'{formatting.dollars(price)} per device-hour' + (f' ({source})' if source else '')
+    return Fact('Cost', formatting.dollars(run.dollars), detail)
+
+
+def _useful(run: Run) -> Fact:
+    return Fact(
+        'Time in steps that count',
+        formatting.percent(run.ledger.share if run.ledger else None),
+        'goodput, of the wall time',
+    )
+
+
+def _throughput(run: Run) -> Fact:
+    rate, mfu = run.median('perf/tokens_per_second'), run.median('perf/mfu')
+    peak, source = number(run.started, 'peak_tflops'), text(run.started, 'peak_source')
+    words = f'MFU {formatting.percent(mfu)}' if mfu is not None else ''
+    if words and peak:
+        words += f' of {peak:,.4g} TFLOP/s' + (f' ({source})' if source else '')
+    return Fact('Tokens per second', formatting.short(rate), words)
+
+
+def _hardware(run: Run) -> Fact:
+    devices = mapping(run.started, 'devices')
+    if not devices:
+        return Fact('Hardware', DASH)
+    processes = number(devices, 'processes') or 1
+    words = [text(run.started, 'mesh')] + ([f'{processes:.0f} processes'] if processes > 1 else [])
+    return Fact('Hardware', f'{run.num_devices} × {text(devices, "kind")}', ', '.join(filter(None, words)))
+
+
+def _memory(run: Run) -> Fact:
+    available = number(mapping(run.started, 'plan'), 'memory_available_bytes')
+    detail = f'of {formatting.size(available)} that a program may have' if available and run.memory_bytes else ''
+    return Fact('Most memory of a device', formatting.size(run.memory_bytes), detail)
+
+
+def _listed(names: list[str]) -> str:
+    shown = names[:4] + ([f'{len(names) - 4} more'] if len(names) > 4 else [])
+    return ', '.join(shown)

@@ -1,0 +1,63 @@
+"""Plan against reality: what the forecast at the start said, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from maxlm.reporting.drawing import formatting
+from maxlm.reporting.drawing.html import Markup, note, section, table
+from maxlm.reporting.sections.run_summary import Run, ratio
+from maxlm.storage.json_fields import mapping, number
+
+
+class _Row(NamedTuple):
+    """A figure of the plan and the same of the run."""
+
+    name: str
+    key: str
+    write: Callable[[float | None], str]
+    actual: Callable[[Run], float | None]
+
+
+_ROWS = (
+    _Row('time of a step', 'step_seconds', formatting.duration, lambda run: run.median('perf/step_seconds')),
+    _Row('tokens per second', 'tokens_per_second', formatting.short, lambda run: run.median('perf/tokens_per_second')),
+    _Row('memory of a device', 'memory_bytes', formatting.size, lambda run: run.memory_bytes),
+    _Row(
+        'wall time', 'hours', lambda hours: formatting.duration(_seconds(hours)), lambda run: _hours(run.wall_seconds)
+    ),
+    _Row('cost', 'dollars', formatting.dollars, lambda run: run.dollars),
+)
+
+
+def plan(runs: Sequence[Run]) -> Markup:
+    """A table of the plan, reality and their ratio; '' where no run has a plan."""
+    planned = [run for run in runs if mapping(run.started, 'plan')]
+    rows: list[list[str]] = []
+    for row in _ROWS:
+        cells = []
+        for run in planned:
+            predicted, actual = number(mapping(run.started, 'plan'), row.key), row.actual(run)
+            share = ratio(actual, predicted)
+            told = [row.write(predicted), row.write(actual), formatting.DASH if share is None else f'{share:.2f}']
+            cells += told if len(runs) == 1 else [f'{told[0]} → {told[1]} ({told[2]})']
+        rows.append([row.name, *cells])
+    if not planned:
+        return Markup('')
+    header = ['', *(['planned', 'actual', 'ratio'] if len(runs) == 1 else [run.name for run in planned])]
+    words = 'Steps and tokens are medians over the log lines; the ratio is actual to planned.'
+    if len(runs) > 1:
+        words = f'Planned → actual (ratio). {words}'
+    unfinished = [run for run in planned if run.num_steps and (run.step or 0) < run.num_steps]
+    if unfinished:
+        words += ' The plan is of the whole length; what is not finished has its time and cost so far.'
+    return section('plan', 'Plan against reality', table(header, rows), note(words))
+
+
+def _hours(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / 3600
+
+
+def _seconds(hours: float | None) -> float | None:
+    return None if hours is None else hours * 3600

@@ -1,0 +1,81 @@
+"""Where a run comes from and how to have it again: command, config, versions, data."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from maxlm.config.loading import to_json
+from maxlm.reporting.drawing.html import Markup, code, join, note, section, table, tag
+from maxlm.reporting.sections.config_diff import between, differences, shipped_config
+from maxlm.reporting.sections.run_summary import Run
+from maxlm.storage.json_fields import items, mapping, text
+
+
+def origin(runs: Sequence[Run]) -> Markup:
+    """For each run the command, what its config has of its own, and versions; for several also how they differ."""
+    parts = [_between(runs)] if len(runs) > 1 else []
+    for run in runs:
+        heading = tag('h3', run.name) if len(runs) > 1 else Markup('')
+        told = [part for part in (_command(run), _config(run), _versions(run)) if part]
+        parts += [heading, *told] if told else []
+    return section('origin', 'How to reproduce', *parts)
+
+
+def _between(runs: Sequence[Run]) -> Markup:
+    rows = [[key, *map(_value, values)] for key, values in between([run.history.config for run in runs]).items()]
+    if not rows:
+        return note('The configs of these runs are the same.')
+    return join(
+        tag('h3', 'Where the configs differ'),
+        table(['key', *(run.name for run in runs)], rows, texts=tuple(range(len(runs) + 1))),
+    )
+
+
+def _command(run: Run) -> Markup:
+    words = [str(word) for word in items(run.started, 'command')]
+    git = mapping(run.started, 'git')
+    told = []
+    if commit := text(git, 'commit'):
+        dirty = ', with changes that no commit holds' if git.get('dirty') is True else ''
+        told.append(f'maxlm at commit {commit}{dirty}.')
+    if host := text(run.started, 'host'):
+        told.append(f'Started on {host}.')
+    parts = [code(shlex.join(words))] if words else []
+    return join(*parts, *(note(one) for one in told))
+
+
+def _config(run: Run) -> Markup:
+    config = run.history.config
+    if config is None:
+        return Markup('')
+    command = [str(word) for word in items(run.started, 'command')]
+    shipped = shipped_config(command)
+    parts = []
+    if shipped is None:
+        parts.append(note('The command names no config file that this maxlm ships; the whole config is below.'))
+    else:
+        name, values = shipped
+        rows = [
+            [one.key, _value(one.shipped), _value(one.value), 'command line' if one.given else '']
+            for one in differences(config, values, command)
+        ]
+        if rows:
+            parts.append(table(['key', name, 'this run', 'by'], rows, texts=(0, 1, 2, 3)))
+            parts.append(note('The rest was worked out at the start, unless the file has changed since.'))
+        else:
+            parts.append(note(f'The config is {name}, unchanged.'))
+    parts.append(tag('details', tag('summary', 'The whole config'), code(to_json(config))))
+    return join(*parts)
+
+
+def _versions(run: Run) -> Markup:
+    rows = [[name, str(version)] for name, version in mapping(run.started, 'versions').items()]
+    data = mapping(run.started, 'dataset')
+    rows += [[f'data: {name}', _value(value)] for name, value in data.items() if name != 'sources']
+    rows += [[f'data: weight of {name}', _value(weight)] for name, _, weight in run.dataset if weight is not None]
+    return table(['version', ''], rows, texts=(0, 1)) if rows else Markup('')
+
+
+def _value(value: object) -> str:
+    return '' if value is None else str(value)

@@ -1,0 +1,308 @@
+"""What the page says of one run, worked out from its history."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from maxlm.reporting.drawing.curves import Point, curve, finite
+from maxlm.reporting.drawing.line_chart import Mark
+from maxlm.storage.json_fields import items, mapping, number, text
+from maxlm.telemetry.goodput import Ledger
+from maxlm.telemetry.run_history import History
+from maxlm.telemetry.run_status import Condition, condition
+
+GIB = 2**30
+# Kinds of events that are upright lines on the curves; every alert is one too.
+_MARKED = {
+    **{'resumed': 'restart', 'rollback': 'restart'},
+    **{'length': 'change', 'context': 'change'},
+    **{'failed': 'alert', 'diverged': 'alert'},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as it is at the time `now`, seconds since 1970.
+
+    Attributes:
+        history: what its workdir tells.
+        name: of the run, among those of the page.
+        color: number of its colour.
+        now: when the page is made.
+    """
+
+    history: History
+    name: str
+    color: int
+    now: float
+
+    @cached_property
+    def condition(self) -> Condition:
+        return condition(self.history, self.now)
+
+    @cached_property
+    def starts(self) -> list[dict[str, Any]]:
+        """The events `started`, one for each life."""
+        return [event for event in self.history.events if event.get('kind') == 'started']
+
+    @property
+    def started(self) -> Mapping[str, Any]:
+        """The newest of them; empty where there is none."""
+        return self.starts[-1] if self.starts else {}
+
+    @cached_property
+    def training(self) -> list[Point]:
+        return self.metric('train/loss')
+
+    @cached_property
+    def validation(self) -> list[Point]:
+        return self.metric('eval/loss')
+
+    @cached_property
+    def best(self) -> tuple[float, float] | None:
+        """(step, loss) of the evaluation with the lowest loss."""
+        return min(finite(self.validation), key=lambda point: point[1], default=None)
+
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether its loss is that of the next token, and not of preferences or of rewards."""
+        return not {'rollout/reward', 'train/margin'} & set(self.names)
+
+    @property
+    def objective(self) -> str:
+        """train.objective; '' where the config cannot be read."""
+        return self.history.config.train.objective if self.history.config else ''
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Fingerprints and weights of the data sets; empty where the event `started` has none."""
+        kinds = ('dataset', 'weight', 'prompts')
+        return {key: value for key, value in mapping(self.started, 'dataset').items() if key.split(' ')[0] in kinds}
+
+    @cached_property
+    def overfitting(self) -> Overfitting | None:
+        # Of other losses those of training and validation are not the same, or mean something else at every step.
+        return find_overfitting(self.training, self.validation) if self.predicts_tokens else None
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of all metrics, in the order in which they appeared."""
+        return list(dict.fromkeys(name for line in self.history.metrics for name in line))
+
+    @cached_property
+    def _curves(self) -> dict[str, list[Point]]:
+        return {}
+
+    def metric(self, name: str) -> list[Point]:
+        """(step, value) of a metric."""
+        if name not in self._curves:
+            self._curves[name] = curve(self.history.metrics, name)
+        return self._curves[name]
+
+    def sources(self, prefix: str) -> list[str]:
+        """Names of the sources of which there is a metric such as train/loss."""
+        return sorted(name.removeprefix(f'{prefix}/') for name in self.names if name.startswith(f'{prefix}/'))
+
+    def median(self, name: str) -> float | None:
+        values = [value for _, value in finite(self.metric(name))]
+        return statistics.median(values) if values else None
+
+    def highest(self, name: str) -> float | None:
+        return max((value for _, value in finite(self.metric(name))), default=None)
+
+    def last(self, name: str) -> float | None:
+        return next((value for _, value in reversed(finite(self.metric(name)))), None)
+
+    @cached_property
+    def step(self) -> int | None:
+        """The last step that is known to be done."""
+        steps = [number(line, 'step') for line in (*self.history.metrics[-1:], *self.history.events[-1:])]
+        beats = self.history.beats.get(0, [])
+        steps += [number(beat, 'step') for beat in beats[-1:]]
+        return max((int(step) for step in steps if step is not None), default=None)
+
+    @cached_property
+    def num_steps(self) -> int | None:
+        """The length that was decided on last."""
+        planned = number(self.started, 'num_steps')
+        if self.history.config is not None:
+            planned = self.history.config.train.num_steps or planned
+        return int(planned) if planned else None
+
+    @cached_property
+    def tokens_per_step(self) -> float | None:
+        config = self.history.config
+        if config is not None and config.train.global_batch and config.data.window:
+            return float(config.train.global_batch * config.data.window)
+        return number(self.started, 'tokens_per_step')
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Of the newest life; 1 where that is not told."""
+        return int(number(mapping(self.started, 'devices'), 'count') or 1)
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """Of process 0, which is the run's."""
+        return self.history.ledgers.get(0)
+
+    @cached_property
+    def began(self) -> float:
+        """Seconds since 1970; 0 where nothing tells."""
+        beats = [number(beat, 'began') for beats in self.history.beats.values() for beat in beats[:1]]
+        files = [self.history.events, self.history.metrics, *self.history.devices.values()]
+        times = [number(line, 'time') for lines in files for line in lines[:1]]
+        return min((time for time in (*beats, *times) if time is not None), default=0.0)
+
+    @cached_property
+    def wall_seconds(self) -> float | None:
+        """From the beginning of the first life to the last sign of the run."""
+        sign = self.condition.last_sign
+        return sign - self.began if sign is not None and self.began else None
+
+    @cached_property
+    def dollars(self) -> float | None:
+        """What all lives cost on all devices; None where no price is known."""
+        known = [ledger.dollars for ledger in self.history.ledgers.values() if ledger.dollars is not None]
+        return sum(known) if known else self.last('cost/dollars')
+
+    @cached_property
+    def marks(self) -> list[Mark]:
+        """Moments for the curves over steps."""
+        marks = []
+        for event in self.history.events:
+            kind = text(event, 'kind')
+            place = number(event, 'from_step' if kind == 'resumed' else 'step')
+            is_alert = event.get('alert') is True
+            if place is None or (kind not in _MARKED and not is_alert):
+                continue
+            marks.append(Mark(place, _MARKED.get(kind, 'alert'), f'{kind}: {text(event, "message")}'))  # type: ignore[arg-type]
+        return marks
+
+    @cached_property
+    def time_marks(self) -> list[Mark]:
+        """The same for curves over time."""
+        marks = []
+        for event in self.history.events:
+            kind, time = text(event, 'kind'), number(event, 'time')
+            restarts = kind == 'started' and (number(event, 'life') or 1) > 1
+            marked = 'restart' if restarts else _MARKED.get(kind, 'alert' if event.get('alert') is True else '')
+            if time is None or marked not in ('alert', 'restart') or kind == 'resumed':
+                continue
+            marks.append(Mark(time - self.began, marked, f'{kind}: {text(event, "message")}'))  # type: ignore[arg-type]
+        return marks
+
+    @cached_property
+    def dataset(self) -> list[tuple[str, float | None, float | None]]:
+        """(name, tokens, weight) of each source of the data."""
+        sources = items(mapping(self.started, 'dataset'), 'sources')
+        return [(text(one, 'name'), number(one, 'tokens'), number(one, 'weight')) for one in sources]
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """The most that one device had in use."""
+        told = self.highest('perf/device_memory_gib')
+        return None if told is None else told * GIB
+
+
+def make_runs(histories: list[History], now: float) -> list[Run]:
+    """The runs of a page; those whose directories have the same name go by their paths."""
+    names = [history.name for history in histories]
+    return [
+        Run(history, name if names.count(name) == 1 else history.workdir, color, now)
+        for color, (history, name) in enumerate(zip(histories, names, strict=True))
+    ]
+
+
+def comparable(runs: Sequence[Run], *, source: str = '') -> tuple[list[list[Run]], list[str]]:
+    """Groups the runs whose losses can be compared: those of a source of the data, or of all data.
+
+    Returns:
+        The groups, and what differs between them: objectives, data or both.
+    """
+    groups: list[list[Run]] = []
+    reasons: set[str] = set()
+    for run in runs:
+        for group in groups:
+            found = {reason for one in group for reason in _differences(run, one, source)}
+            if not found:
+                group.append(run)
+                break
+            reasons |= found
+        else:
+            groups.append([run])
+    return groups, sorted(reasons)
+
+
+def _differences(one: Run, other: Run, source: str) -> list[str]:
+    def facts(run: Run) -> dict[str, Any]:
+        return {'objectives': run.objective, 'data': run.data.get(f'dataset {source}') if source else run.data}
+
+    own, its = facts(one), facts(other)
+    # A fact that a workdir lacks counts as equal.
+    return [name for name in own if own[name] and its[name] and own[name] != its[name]]
+
+
+def ratio(actual: float | None, predicted: float | None) -> float | None:
+    """actual / predicted; None where either is not known."""
+    if actual is None or not predicted or not math.isfinite(actual):
+        return None
+    return actual / predicted
+
+
+# How much a loss must change to count: evaluations of a part of the split are noisy by less.
+THRESHOLD = 0.01
+
+
+class Overfitting(NamedTuple):
+    """From the best evaluation (`since`) to the last one the validation loss rose while the training loss fell."""
+
+    since: float
+    until: float
+    validation: tuple[float, float]
+    training: tuple[float, float]
+
+    @property
+    def words(self) -> str:
+        return (
+            f'Overfitting since step {self.since:,.0f}: the validation loss rose from {self.validation[0]:.3f} to '
+            f'{self.validation[1]:.3f} while the training loss fell from {self.training[0]:.3f} to '
+            f'{self.training[1]:.3f}. The best model is that of step {self.since:,.0f}.'
+        )
+
+
+def find_overfitting(training: Sequence[Point], validation: Sequence[Point]) -> Overfitting | None:
+    """Compares the evaluation with the lowest loss with the last one; None where the two losses do not part.
+
+    The training loss at an evaluation is the mean since the evaluation before, for single steps are noisy. At least two
+    evaluations must follow on the best one.
+    """
+    evaluations = finite(validation)
+    if len(evaluations) < 4:
+        return None
+    best = min(range(len(evaluations)), key=lambda index: evaluations[index][1])
+    last = len(evaluations) - 1
+    if best == 0 or last - best < 2:
+        return None
+    losses = finite(training)
+    means = []
+    for index in (best, last):
+        stretch = [loss for step, loss in losses if evaluations[index - 1][0] < step <= evaluations[index][0]]
+        if not stretch:
+            return None
+        means.append(sum(stretch) / len(stretch))
+    rose = evaluations[last][1] > evaluations[best][1] * (1 + THRESHOLD)
+    fell = means[1] < means[0] * (1 - THRESHOLD)
+    if not (rose and fell):
+        return None
+    return Overfitting(
+        since=evaluations[best][0],
+        until=evaluations[last][0],
+        validation=(evaluations[best][1], evaluations[last][1]),
+        training=(means[0], means[1]),
+    )

@@ -1,0 +1,199 @@
+"""Prompts for reinforcement: JSONL lines → token ids, what responses are judged by, and an endless order.
+
+    {"prompt": "What is 6 · 7?", "answer": "42"}
+    {"messages": [{"role": "user", "content": "Write f(x) …"}], "tests": ["assert f(2) == 4"]}
+
+Messages are spelled by the chat template of the model that answers. A `prompt` is one turn of the user where there is a
+template, and otherwise a text to go on with. All other keys are the task: see maxlm/rewards/rewards.py for theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.documents.conversation import parse_messages
+from maxlm.data.documents.read_options import MAX_RECORD_BYTES
+from maxlm.data.formats.compression import decompressed
+from maxlm.data.loader.shuffle import Order
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.log import logger
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import shown
+from maxlm.storage.json_text import parse_json
+from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER
+
+# What a line asks, one or the other.
+ASKED = ('prompt', 'messages')
+# For the template; not of the task.
+TOOLS = 'tools'
+
+
+class Prompts(NamedTuple):
+    """The prompts of a file, in its order.
+
+    Attributes:
+        path: the file.
+        ids: token ids of each prompt, uint32 [number of tokens].
+        tasks: for each prompt the other keys of its line.
+        lines: for each prompt the number of its line, from 1.
+        left_out: prompts that were too long.
+    """
+
+    path: str
+    ids: tuple[np.ndarray, ...]
+    tasks: tuple[Mapping[str, Any], ...]
+    lines: tuple[int, ...]
+    left_out: int
+
+    @property
+    def num(self) -> int:
+        """How many there are."""
+        return len(self.ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest one."""
+        return max(map(len, self.ids))
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of ids and tasks in their order: the same for the same prompts, wherever the file lies."""
+        digest = hashlib.sha256()
+        for ids, task in zip(self.ids, self.tasks, strict=True):
+            digest.update(json.dumps([ids.tolist(), task], sort_keys=True).encode() + b'\n')
+        return digest.hexdigest()
+
+    def where(self, index: int) -> str:
+        """`FILE:LINE` of a prompt, for messages."""
+        return f'{shown(self.path)}:{self.lines[index]}'
+
+    def indices(self, rollout: int, num: int, seed: int) -> list[int]:
+        """The prompts of a rollout, `num` indices.
+
+        Rollouts follow each other in an endless order in which each epoch is another permutation of all prompts. It is
+        a pure function of the arguments and the number of prompts, so that a run goes on anywhere without a state. A
+        rollout at the end of an epoch may have a prompt twice.
+
+        Args:
+            rollout: its number, from 0.
+            num: prompts in each rollout.
+            seed: 0 … 2³² - 1.
+        """
+        order = Order([self.num], seed=seed)
+        return [order[place] for place in range(rollout * num, (rollout + 1) * num)]
+
+
+def load_encoder(workdir: Path) -> ChatEncoder | Tokenizer:
+    """What spells prompts for the model of a workdir: its chat template, or its tokenizer where it has none.
+
+    Raises:
+        InputError: the tokenizer is missing, or one of them is damaged.
+    """
+    if (workdir / CHAT_TEMPLATE).is_file():
+        return ChatEncoder.load(workdir)
+    return Tokenizer.load(workdir / TOKENIZER)
+
+
+def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -> Prompts:
+    """Reads a JSONL file, plain or compressed with gzip or Zstandard, from here or from a bucket.
+
+    Prompts of more than `max_tokens` tokens are left out, with one warning.
+
+    Raises:
+        InputError: the file cannot be read, a line is no prompt, or no prompt is short enough. The message names the
+            line.
+    """
+    name = shown(path)
+    ids, tasks, lines, too_long = [], [], [], []
+    for number, entry in _entries(path):
+        try:
+            prompt = _encode(entry, encoder)
+        except (ValueError, InputError) as error:
+            raise InputError(f'{name}:{number}: {error}') from error
+        if len(prompt) > max_tokens:
+            too_long.append((len(prompt), number))
+            continue
+        ids.append(prompt)
+        tasks.append({key: value for key, value in entry.items() if key not in (*ASKED, TOOLS)})
+        lines.append(number)
+    if not ids and not too_long:
+        raise InputError(f'{name}: holds no prompts; needs lines with "prompt" or "messages"')
+    if not ids:
+        length, number = min(too_long)
+        raise InputError(
+            f'{name}: no prompt has {max_tokens} tokens or fewer, which is the room that data.window leaves beside '
+            f'grpo.max_tokens; the shortest has {length} (line {number})'
+        )
+    if too_long:
+        logger.warning(
+            f'{name}: {len(too_long)} of {len(ids) + len(too_long)} prompts are left out, with more than the '
+            f'{max_tokens} tokens that there is room for; the first is line {too_long[0][1]}, with {too_long[0][0]}'
+        )
+    return Prompts(path, tuple(ids), tuple(tasks), tuple(lines), len(too_long))
+
+
+def _entries(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of the line, object) of each line that is not empty."""
+    name = shown(path)
+    try:
+        with contextlib.ExitStack() as stack:
+            stream = decompressed(stack.enter_context(filesystem.open_file(path)), path)
+            lines = iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), b'')
+            for number, line in enumerate(lines, start=1):
+                if len(line) > MAX_RECORD_BYTES:
+                    raise InputError(f'{name}:{number}: the line is longer than {MAX_RECORD_BYTES // 2**20} MiB')
+                try:
+                    entry = parse_json(line.decode('utf-8-sig')) if line.strip() else None
+                except UnicodeDecodeError as error:
+                    raise InputError(f'{name}:{number}: not UTF-8') from error
+                except ValueError as error:
+                    raise InputError(f'{name}:{number}: not JSON ({error}); each line must be an object') from error
+                if line.strip() and not isinstance(entry, dict):
+                    raise InputError(
+                        f'{name}:{number}: {type(entry).__name__}, not an object with "prompt" or "messages"'
+                    )
+                if entry is not None:
+                    yield number, entry
+    except (EOFError, zlib.error, OSError) as error:
+        raise InputError(f'{name}: damaged or cut short ({error})') from error
+
+
+def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.ndarray:
+    """Ids of a prompt, uint32 [number of tokens]; ValueError or InputError for what is none."""
+    given = [key for key in ASKED if key in entry]
+    if len(given) != 1:
+        raise ValueError(f'needs "prompt" or "messages", one of them; it has {", ".join(entry) or "nothing"}')
+    (key,) = given
+    text = entry[key]
+    if key == 'prompt' and isinstance(text, str):
+        if not text:
+            raise ValueError('"prompt" is empty')
+        if isinstance(encoder, Tokenizer):
+            (ids,) = encoder.encode_batch([text])
+            if not len(ids):
+                raise ValueError('the tokenizer leaves nothing of the prompt')
+            return ids
+        messages = [{'role': 'user', 'content': text}]
+    else:
+        messages = parse_messages(entry, key)
+    if isinstance(encoder, Tokenizer):
+        raise ValueError(
+            'holds messages, and the model has no chat template; start from one that was trained on conversations, or '
+            'give a text as "prompt"'
+        )
+    if not messages or messages[-1]['role'] == 'assistant':
+        raise ValueError(f'{key!r} needs to end with what the assistant is to answer')
+    tools = entry.get(TOOLS) or []
+    if not isinstance(tools, list):
+        raise ValueError(f'"tools" holds {type(tools).__name__}, not a list')
+    return encoder.encode_prompt(messages, tools=tools)

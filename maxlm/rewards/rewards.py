@@ -1,0 +1,186 @@
+"""Rewards by answers that can be checked, and sums of them: `numeric + 0.1*length`.
+
+A reward is a pure function of a response and its task, a mapping; `REWARDS` names them all.
+
+| reward | keys of the task | 0 to 1, but for length |
+|---|---|---|
+| exact | `answer`, a text or several | the answer is one of them but for case, spaces and markup |
+| numeric | `answer`, `tolerance` (relative; 1e-6) | the number is the same |
+| choice | `answer`, a letter | it is chosen |
+| format | | an answer is marked as such: \\boxed{}, ####, `answer is` |
+| syntax | | the program can be parsed |
+| tests, all_tests | `tests`, `cases`: see `python_task` | share of tests passed; 1 if all are |
+| length | `target_length`, characters | 0 up to there, then down to -1 at twice as many |
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from maxlm.errors import InputError
+from maxlm.rewards.answer_parsing import choice_of, last_number, marked_answer, number_of, plain
+from maxlm.rewards.code_task import code_of, run_tasks
+from maxlm.sandbox.pool import SandboxPool
+
+Task = Mapping[str, Any]
+DEFAULT_TOLERANCE = 1e-6
+# A longer one is none that anybody wants, and the parser takes memory in proportion.
+LONGEST_PROGRAM = 1 << 20
+
+
+def needed(task: Task, key: str, reward: str) -> Any:
+    """A value of a task; InputError if it has none."""
+    if key not in task:
+        raise InputError(f'the reward {reward} needs {key!r} in a task; this one has: {", ".join(task) or "nothing"}')
+    return task[key]
+
+
+def exact(response: str, task: Task) -> float:
+    """1.0 if the marked answer, or else the last line, is one of those wanted."""
+    answer = needed(task, 'answer', 'exact')
+    wanted = {plain(str(text)) for text in (answer if isinstance(answer, list | tuple) else [answer])}
+    marked = marked_answer(response)
+    lines = response.strip().splitlines()
+    found = {plain(response), plain(marked if marked is not None else lines[-1] if lines else '')}
+    return float(bool(wanted & found))
+
+
+def numeric(response: str, task: Task) -> float:
+    """1.0 if the number of the marked answer, or else the last one, is that wanted within the tolerance."""
+    answer = needed(task, 'answer', 'numeric')
+    text = str(answer)
+    marked_wanted = marked_answer(text)
+    wanted = number_of(text if marked_wanted is None else marked_wanted)
+    if wanted is None:
+        raise InputError(f'the reward numeric needs a number as answer, not {text[:80]!r}')
+    marked = marked_answer(response)
+    found = number_of(marked) if marked is not None else last_number(response)
+    if found is None:
+        return 0.0
+    tolerance = task.get('tolerance', DEFAULT_TOLERANCE)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+        raise InputError(f"a task's tolerance={tolerance!r} is not a number from 0 on")
+    return float(abs(found - wanted) <= Fraction(tolerance) * abs(wanted))
+
+
+def choice(response: str, task: Task) -> float:
+    """1.0 if the letter wanted is the one chosen."""
+    wanted = str(needed(task, 'answer', 'choice')).strip(' ().').upper()
+    if len(wanted) != 1 or not wanted.isalpha():
+        raise InputError(f'the reward choice needs a letter as answer, not {wanted[:80]!r}')
+    return float(choice_of(response) == wanted)
+
+
+def format_(response: str, task: Task) -> float:
+    """1.0 if an answer is marked and not empty."""
+    return float(bool(marked_answer(response)))
+
+
+def syntax(response: str, task: Task) -> float:
+    """1.0 if the program of the response can be parsed and is not empty."""
+    code = code_of(response)
+    if len(code) > LONGEST_PROGRAM:
+        return 0.0
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            return float(bool(ast.parse(code).body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return 0.0
+
+
+def length(response: str, task: Task) -> float:
+    """0.0 up to the target, then in proportion down to -1.0 at twice its characters."""
+    target = needed(task, 'target_length', 'length')
+    if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
+        raise InputError(f"a task's target_length={target!r} is not a number of characters")
+    return -min(1.0, max(0.0, len(response) / target - 1))
+
+
+Batch = Callable[[Sequence[str], Sequence[Task], SandboxPool | None], list[float]]
+
+
+def of_each(function: Callable[[str, Task], float]) -> Batch:
+    """The reward of many responses by that of one."""
+    return lambda responses, tasks, pool: [function(*pair) for pair in zip(responses, tasks, strict=True)]
+
+
+def tests(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float]:
+    """Shares of tests passed, in the sandbox; ValueError without one."""
+    if pool is None:
+        raise ValueError('the rewards tests and all_tests run programs and need a SandboxPool')
+    return run_tasks(pool, responses, tasks)
+
+
+def all_tests(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float]:
+    """1.0 where all tests passed."""
+    return [float(share == 1.0) for share in tests(responses, tasks, pool)]
+
+
+REWARDS: dict[str, Batch] = {
+    'exact': of_each(exact),
+    'numeric': of_each(numeric),
+    'choice': of_each(choice),
+    'format': of_each(format_),
+    'syntax': of_each(syntax),
+    'tests': tests,
+    'all_tests': all_tests,
+    'length': of_each(length),
+}
+NEED_SANDBOX = frozenset({'tests', 'all_tests'})
+
+
+class Score(NamedTuple):
+    """One response's reward, and what each reward by itself gave before its weight."""
+
+    total: float
+    parts: dict[str, float]
+
+
+class RewardSum(NamedTuple):
+    """Rewards by name and their weights."""
+
+    weights: dict[str, float]
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """Whether it runs programs."""
+        return bool(NEED_SANDBOX & set(self.weights))
+
+    def score(self, responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None = None) -> list[Score]:
+        """Of each response to its task. InputError for a task that lacks what a reward needs."""
+        columns = {name: REWARDS[name](responses, tasks, pool) for name in self.weights}
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [Score(sum(self.weights[name] * value for name, value in row.items()), row) for row in rows]
+
+
+TERM = re.compile(r'\s*([+-])?\s*(?:(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*\*\s*)?([A-Za-z_]\w*)\s*')
+
+
+def parse_reward(text: str) -> RewardSum:
+    """A sum of rewards from its text, e.g. `numeric + 0.1*length`; InputError says what cannot be read."""
+    weights: dict[str, float] = {}
+    place = 0
+    while place < len(text) or not weights:
+        match = TERM.match(text, place)
+        if match is None or (weights and match.group(1) is None):
+            rest = text[place:].strip()
+            at = f'{rest[:40]!r}' if rest else 'the end'
+            raise InputError(f'reward {text!r}: a sum such as numeric + 0.1*length is expected at {at}')
+        sign, weight, name = match.groups()
+        if name not in REWARDS:
+            near = difflib.get_close_matches(name, REWARDS, 1)
+            hint = f'did you mean {near[0]}?' if near else f'there are: {", ".join(REWARDS)}'
+            raise InputError(f'reward {text!r}: there is no reward {name!r}; {hint}')
+        if name in weights:
+            raise InputError(f'reward {text!r}: {name} is in it twice')
+        weights[name] = float(weight or 1) * (-1 if sign == '-' else 1)
+        place = match.end()
+    return RewardSum(weights)

@@ -1,0 +1,1 @@
+"""Runs untrusted Python programs with limits."""

@@ -1,0 +1,78 @@
+"""A control group (cgroup v2) for one program: what all its processes use together, held by the kernel.
+
+It needs a group that this user may divide, with memory and pids already handed down, e.g. from
+`systemd-run --user --scope -p Delegate=yes` or a container that may write to its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from maxlm.sandbox.limits import Limits
+
+MOUNT = Path('/sys/fs/cgroup')
+NEEDED = {'memory', 'pids'}
+# The sandbox's own process in the group.
+OWN_PROCESSES = 1
+
+
+def find_parent(mount: Path = MOUNT, own: Path = Path('/proc/self/cgroup')) -> Path:
+    """The group that programs' groups can be made in; OSError says why there is none."""
+    lines = own.read_text().splitlines()
+    path = next((line[3:] for line in lines if line.startswith('0::')), None)
+    if path is None:
+        raise OSError('this process is in no group of cgroup v2')
+    parent = mount / path.lstrip('/')
+    handed_down = set((parent / 'cgroup.subtree_control').read_text().split())
+    if not handed_down >= NEEDED:
+        raise OSError(f'{parent} does not hand down {" and ".join(sorted(NEEDED - handed_down))}')
+    if not os.access(parent, os.W_OK):
+        raise OSError(f'{parent} is not ours to divide')
+    return parent
+
+
+class Group:
+    """One program's group, below the folder behind the descriptor `parent`, which stays valid in any view of files."""
+
+    def __init__(self, parent: int, name: str):
+        os.mkdir(name, dir_fd=parent)
+        self.parent, self.name = parent, name
+
+    def write(self, file: str, text: str) -> None:
+        """One setting."""
+        descriptor = os.open(f'{self.name}/{file}', os.O_WRONLY, dir_fd=self.parent)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+    def limit(self, limits: Limits) -> None:
+        """Memory with files in it, no swap, processes."""
+        self.write('memory.max', str(limits.memory_bytes + limits.disk_bytes))
+        with contextlib.suppress(OSError):
+            self.write('memory.swap.max', '0')
+        self.write('memory.oom.group', '1')
+        self.write('pids.max', str(limits.processes + OWN_PROCESSES))
+
+    def entrance(self) -> int:
+        """A descriptor; a process that writes 0 to it is in the group with all its children to come."""
+        return os.open(f'{self.name}/cgroup.procs', os.O_WRONLY, dir_fd=self.parent)
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has killed for memory."""
+        descriptor = os.open(f'{self.name}/memory.events', os.O_RDONLY, dir_fd=self.parent)
+        with os.fdopen(descriptor) as file:
+            counts = dict(line.split() for line in file.read().splitlines())
+        return int(counts.get('oom_kill', 0)) > 0
+
+    def kill(self) -> None:
+        """Kills all that is in it."""
+        with contextlib.suppress(OSError):
+            self.write('cgroup.kill', '1')
+
+    def remove(self) -> None:
+        """It is gone, if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.name, dir_fd=self.parent)

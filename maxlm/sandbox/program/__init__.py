@@ -1,0 +1,1 @@
+"""The part of the sandbox that runs beside an untrusted program."""

@@ -1,0 +1,133 @@
+"""The program's side of its tests: serves what they ask for. Nothing here is trusted, for the program can change it."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxlm.sandbox.program.rpc_protocol import (
+    CLASS,
+    MUTABLE,
+    PLAIN,
+    Channel,
+    Ended,
+    builtin_name,
+    builtin_named,
+    decode,
+    encode,
+    plain_content,
+)
+
+
+def call(function: Callable, *arguments: Any, **keywords: Any) -> Any:
+    """`function(…)`."""
+    return function(*arguments, **keywords)
+
+
+FUNCTIONS: dict[str, Callable] = {
+    'call': call,
+    'content': lambda value: plain_content(value)[0],
+    'enter': lambda manager: type(manager).__enter__(manager),
+    'leave': lambda manager: type(manager).__exit__(manager, None, None, None),
+}
+
+
+class NearSide:
+    """Objects that the tests hold references to, and the answers to their requests."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self.objects: list[Any] = []
+        self.numbers: dict[int, int] = {}
+
+    def export(self, value: Any) -> list:
+        """A reference: number, that of its class (CLASS for a class), and the content of an object of derived data."""
+        if isinstance(value, types.ModuleType):
+            return ['m', value.__name__]
+        if (name := builtin_name(value)) is not None:
+            return ['u', name]
+        reference = ['r', self.number(value), CLASS if isinstance(value, type) else self.number(type(value))]
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ['e', reference[1], *names_of(value)]
+        if isinstance(value, PLAIN):
+            reference += [encode(content, self.export) for content in plain_content(value)]
+        return reference
+
+    def number(self, value: Any) -> int:
+        """Returns the number of an object and keeps the object alive."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.objects)
+            self.objects.append(value)
+        return self.numbers[id(value)]
+
+    def restore(self, data: list) -> Any:
+        """What the tests speak of: an object from here, a builtin, or a function of theirs."""
+        tag, which = data[:2]
+        if tag == 'r':
+            return self.objects[which]
+        if tag == 'u':
+            return builtin_named(which)
+        return lambda *arguments, **keywords: self.ask(which, arguments, keywords)
+
+    def ask(self, function: int, arguments: tuple, keywords: dict) -> Any:
+        """Calls a function of the tests."""
+        self.channel.send(['do', function, *self.encoded(arguments, keywords)])
+        while (answer := self.channel.receive())[0] == 'do':
+            self.serve(answer)
+        if answer[0] == 'raise':
+            raise RuntimeError(f'{answer[1][0]} in a function of the tests')
+        return decode(answer[1], self.restore)
+
+    def encoded(self, arguments: tuple, keywords: dict) -> list:
+        """Both as JSON."""
+        named = {name: encode(value, self.export) for name, value in keywords.items()}
+        return [[encode(value, self.export) for value in arguments], named]
+
+    def serve(self, request: list) -> None:
+        """Answers one request."""
+        try:
+            _, name, encoded, keywords = request
+            arguments = [decode(value, self.restore) for value in encoded]
+            named = {key: decode(value, self.restore) for key, value in keywords.items()}
+            function = FUNCTIONS.get(name) or getattr(operator, name, None) or getattr(builtins, name)
+            before = [encode(value, self.export) if isinstance(value, MUTABLE) else None for value in arguments]
+            result = function(*arguments, **named)
+            changed = [
+                [place, after]
+                for place, (value, was) in enumerate(zip(arguments, before, strict=True))
+                if was is not None and (after := encode(value, self.export)) != was
+            ]
+            answer = ['value', encode(result, self.export), changed]
+            self.channel.send(answer)
+        except Ended:
+            raise
+        except BaseException as error:
+            self.channel.send(['raise', names_of(type(error)), str(error)[:1000]])
+
+
+def names_of(kind: type) -> list[str]:
+    """Names of an exception's classes, its own first."""
+    return [base.__name__ for base in kind.__mro__]
+
+
+def serve_tests(channel: Channel, names: Mapping[str, Any]) -> None:
+    """Tells the program's names, then serves until the tests end."""
+    side = NearSide(channel)
+    try:
+        shown = {name: value for name, value in names.items() if not name.startswith('__')}
+        channel.send(['names', {name: encoded_name(side, value) for name, value in shown.items()}])
+        while True:
+            side.serve(channel.receive())
+    except Ended:
+        return
+
+
+def encoded_name(side: NearSide, value: Any) -> Any:
+    """A global of the program; by reference if its content cannot be told, e.g. because it holds itself."""
+    try:
+        return encode(value, side.export)
+    except (RecursionError, ValueError):
+        return side.export(value)

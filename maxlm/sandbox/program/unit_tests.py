@@ -1,0 +1,187 @@
+"""Tests of a program: what counts as one, and running them where the program cannot reach.
+
+| in the text | counts as |
+|---|---|
+| a top-level `assert` | a test |
+| a top-level call of a function that the tests define, as `check(add)` | a test |
+| `def test_…():` without parameters | a test |
+| a method `test_…` of a class that is a `unittest.TestCase` or is named `Test…` | a test |
+
+Other statements prepare. If one of them fails, what follows does not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import linecache
+import sys
+import traceback
+import types
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from maxlm.sandbox.program.rpc_client import FarSide
+from maxlm.sandbox.program.rpc_protocol import Channel, Ended
+
+FILE = 'tests.py'
+# The names by which tests may import what they test.
+MODULES = ('program', 'solution')
+MAX_REASON = 400
+
+Report = Callable[[list], None]
+
+
+def is_test(statement: ast.stmt, functions: set[str]) -> bool:
+    """Whether a top-level statement is one by itself."""
+    if isinstance(statement, ast.Assert):
+        return True
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in functions
+
+
+def is_test_function(node: ast.AST) -> bool:
+    """Whether it is a `test_…` that can be called with nothing, or with self."""
+    if not isinstance(node, ast.FunctionDef) or not node.name.startswith('test'):
+        return False
+    arguments = node.args
+    needed = len(arguments.posonlyargs + arguments.args) - len(arguments.defaults)
+    return needed <= any(argument.arg == 'self' for argument in arguments.args)
+
+
+def is_test_class(node: ast.AST) -> bool:
+    """Whether its methods are tests, as far as the text tells."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    bases = [base.attr if isinstance(base, ast.Attribute) else getattr(base, 'id', '') for base in node.bases]
+    return node.name.startswith('Test') or any(base.endswith('TestCase') for base in bases)
+
+
+def defined_functions(tree: ast.Module) -> set[str]:
+    """Names of the functions at the top level."""
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def count_tests(tree: ast.Module) -> int:
+    """How many tests a text holds, before any of it has run."""
+    functions = defined_functions(tree)
+    count = sum(is_test(node, functions) or is_test_function(node) for node in tree.body)
+    return count + sum(is_test_function(method) for node in tree.body if is_test_class(node) for method in node.body)  # type: ignore[attr-defined]
+
+
+def run_tests(text: str, channel: Channel, report: Report) -> None:
+    """Runs them; reports `['total', n]` first, then `['pass']`, `['fail', why]` or, for the rest, `['error', why]`."""
+    linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)
+    try:
+        tree = ast.parse(text, FILE)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        report(['error', f'the tests cannot be parsed: {error}'])
+        return
+    report(['total', count_tests(tree)])
+    try:
+        side = FarSide(channel)
+    except Ended:
+        report(['error', 'the program ended before its tests began'])
+        return
+    except Exception as error:
+        report(['error', f'the names of the program make no sense: {error}'])
+        return
+    namespace = test_module(usable_names(tree, side.names))
+    functions = defined_functions(tree)
+    for statement in tree.body:
+        code = compile(ast.Module([statement], []), FILE, 'exec')
+
+        def execute(code=code):
+            exec(code, namespace)
+
+        why = failure(execute) or side.take_refusal()
+        if is_test(statement, functions):
+            report(['pass'] if why is None else ['fail', why])
+        elif why is not None:
+            report(['error', why])
+            return
+    for case in defined_cases(tree, namespace):
+        why = failure(case) or side.take_refusal()
+        report(['pass'] if why is None else ['fail', why])
+
+
+def usable_names(tree: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
+    """The program's names that its tests may use, so that it cannot put its own `abs` or `math` into a comparison.
+
+    A module of the standard library is the tests' own. A builtin is too, unless the tests use no other name of the
+    program: then it is what they are about.
+    """
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    mentioned = used | {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    names = {name: value for name, value in names.items() if name.isidentifier() and not name.startswith('__')}
+    builtin = {name for name in names if hasattr(builtins, name)}
+    if (set(names) - builtin - sys.stdlib_module_names) & mentioned:
+        names = {name: value for name, value in names.items() if name not in builtin}
+    modules = {name: importlib.import_module(name) for name in set(names) & used & sys.stdlib_module_names}
+    return {name: value for name, value in names.items() if name not in sys.stdlib_module_names} | modules
+
+
+def test_module(names: dict[str, Any]) -> dict[str, Any]:
+    """The globals of the tests: a module with the program's names, as have the modules that they may import."""
+    for name in MODULES:
+        module = types.ModuleType(name)
+        module.__dict__.update(names)
+        sys.modules[name] = module
+    tests = types.ModuleType('__main__')
+    sys.modules['__main__'] = tests
+    tests.__dict__.update(names)
+    return tests.__dict__
+
+
+def failure(test: Callable[[], Any]) -> str | None:
+    """Why a test fails, or None."""
+    try:
+        test()
+    except BaseException as error:
+        return why_failed(error)
+    return None
+
+
+def why_failed(error: BaseException) -> str:
+    """One line: where in the tests, and what."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]
+    where = f'line {frames[-1].lineno}: {frames[-1].line}: ' if frames else ''
+    try:
+        said = str(error)
+    except BaseException:
+        # It holds an object of the program, which need not answer.
+        said = ''
+    return f'{where}{type(error).__name__}: {said}'[:MAX_REASON]
+
+
+def defined_cases(tree: ast.Module, namespace: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+    """The test functions and methods, in the order of the text."""
+    for node in tree.body:
+        if is_test_function(node):
+            yield namespace[node.name]  # type: ignore[attr-defined]
+        elif is_test_class(node):
+            kind = namespace[node.name]  # type: ignore[attr-defined]
+            for name in [method.name for method in node.body if is_test_function(method)]:  # type: ignore[attr-defined]
+                yield case_of(kind, name)
+
+
+def case_of(kind: type, name: str) -> Callable[[], Any]:
+    """One method as a test, with what unittest does around it."""
+
+    def run() -> None:
+        if not issubclass(kind, unittest.TestCase):
+            getattr(kind(), name)()
+            return
+        result = unittest.TestResult()
+        unittest.TestSuite([kind(name)]).run(result)
+        problems = [*result.failures, *result.errors]
+        if problems:
+            raise AssertionError(problems[0][1].strip().splitlines()[-1])
+        if result.testsRun != 1 or not result.wasSuccessful() or result.skipped:
+            raise AssertionError(f'{name} did not run')
+
+    return run

@@ -1,0 +1,114 @@
+"""A worker of the sandbox: a small interpreter without JAX that is shut in once and forks for each program.
+
+| process | lives | does |
+|---|---|---|
+| worker | as long as the pool | makes namespaces, waits for the next, clears up after it |
+| its fork | likewise | forks a judge for each request, and has read none itself |
+| judge | one program | starts, watches and stops the rest, answers the pool |
+| first process, program, tests | one program | see `program_processes` |
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+from typing import NoReturn
+
+from maxlm.sandbox import cgroup, monitor, syscalls
+from maxlm.sandbox.files import remove
+from maxlm.sandbox.fork import MOST_DESCRIPTORS
+from maxlm.sandbox.isolation import Confinement, trial
+from maxlm.sandbox.process_tree import ProcessTree, reap
+
+# What programs and tests import most, so that each finds it in memory.
+USUAL = (
+    *('abc', 'array', 'bisect', 'collections', 'copy', 'dataclasses', 'datetime', 'decimal', 'enum', 'fractions'),
+    *('functools', 'heapq', 'itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'struct'),
+    *('time', 'typing', 'unittest', 'encodings.ascii', 'encodings.latin_1'),
+)
+CLOSED = 3
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Serves the socket `arguments[0]` with the settings `arguments[1]`, JSON; ends when the pool closes it."""
+    connection = socket.socket(fileno=int(arguments[0]))
+    settings = json.loads(arguments[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_DESCRIPTORS, hard))
+    for name in USUAL:
+        importlib.import_module(name)
+    without = frozenset(settings['without'])
+    refused: dict[str, str] = {}
+    tree = groups = None
+    folder = None
+    try:
+        try:
+            tree = ProcessTree()
+        except OSError as error:
+            refused['memory watch'] = str(error)
+        if 'memory watch' in without:
+            tree = None
+            refused['memory watch'] = 'switched off'
+        try:
+            if 'cgroup' in without:
+                raise OSError('switched off')
+            parent = cgroup.find_parent()
+            groups = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            refused['cgroup'] = str(error)
+        confinement = Confinement(without)
+        if 'mount namespace' not in confinement.has:
+            folder = confinement.folder = os.path.realpath(tempfile.mkdtemp(prefix='maxlm-sandbox-'))
+            os.chmod(folder, 0o711)
+        trial(confinement)
+        confinement.number_the_worker()
+        refused |= confinement.refused
+        has = sorted(confinement.has | ({'cgroup'} if groups is not None else set()))
+        has += ['memory watch'] if tree is not None else []
+        hello = {'has': has, 'refused': refused, 'folder': folder}
+    except Exception as error:
+        monitor.send(connection, monitor.PLAIN, {'failed': f'{type(error).__name__}: {error}', 'folder': folder})
+        raise SystemExit(1) from error
+    gc.collect()
+    gc.freeze()
+    serving = os.fork()
+    if serving == 0:
+        serve(connection, confinement, tree, groups, hello)
+    connection.close()
+    os.waitpid(serving, 0)
+    if folder is not None:
+        remove(folder)
+    os._exit(0)
+
+
+def serve(
+    connection: socket.socket, confinement: Confinement, tree: ProcessTree | None, groups: int | None, hello: dict
+) -> NoReturn:
+    """Answers requests one after the other; each by a fork, which ends with it."""
+    if sys.platform.startswith('linux'):
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 'prctl')
+        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
+    monitor.send(connection, monitor.PLAIN, hello)
+    while connection.recv(1, socket.MSG_PEEK):
+        number = os.fork()
+        if number == 0:
+            try:
+                if sys.platform.startswith('linux'):
+                    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
+                monitor.judge_next(connection, confinement, tree, groups)
+            finally:
+                # The pool sees that no answer came.
+                connection.shutdown(socket.SHUT_RDWR)
+                os._exit(CLOSED)
+        if os.waitpid(number, 0)[1] != 0:
+            break
+        reap()
+    os._exit(0)

@@ -1,0 +1,118 @@
+"""The engine's own thread: it steps while there is something to do, and what is drawn goes to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from maxlm.inference.engine.requests import Delta, EngineState, Request
+from maxlm.log import logger
+
+# What ends a sleep is a request; this only bounds how long the thread outlives `stop`.
+_SLEEP_SECONDS = 0.2
+
+Listener = Callable[[Delta], None]
+
+
+class Ticket(Protocol):
+    """A request that the engine has."""
+
+    def cancel(self) -> None:
+        """Nobody wants its answer any more."""
+
+
+class EngineLike(Protocol):
+    """What of the engine is used here; its meaning is that of `maxlm.inference.engine.engine.Engine`."""
+
+    max_context: int
+
+    @property
+    def state(self) -> EngineState:
+        """How much there is to do."""
+
+    def check(self, request: Request) -> None:
+        """Raises InputError if a request does not fit."""
+
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        """Takes a request."""
+
+    def step(self) -> bool:
+        """One token for each slot."""
+
+    def wait(self, timeout: float) -> None:
+        """Until there is something to do."""
+
+    def fail(self) -> None:
+        """Ends all samples."""
+
+
+class Pump:
+    """Steps an engine, and calls listeners in the event loop: once for all that a step brought.
+
+    Attributes:
+        failed: whether the engine broke down. It does not step again.
+    """
+
+    def __init__(self, engine: EngineLike, on_failure: Callable[[], None]):
+        """`on_failure` is called in the event loop when the engine has broken down."""
+        self.failed = False
+        self._engine, self._on_failure = engine, on_failure
+        self._drawn: list[tuple[Listener, Delta]] = []
+        self._stopped = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # A step that never ends must not keep the process.
+        self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
+
+    def start(self) -> None:
+        """To be called in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """Ends the thread after the step that it is in; whether it did within the time."""
+        self._stopped = True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        """As the engine's; the listener is called in the event loop.
+
+        Raises:
+            InputError, QueueFullError: the engine's.
+        """
+        return self._engine.submit(request, lambda delta: self._drawn.append((listener, delta)))
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                busy = self._engine.step()
+                self._tell()
+                if not busy:
+                    self._engine.wait(_SLEEP_SECONDS)
+        except Exception:
+            logger.exception('the engine broke down')
+            self.failed = True
+            self._end_all()
+            self._call(self._on_failure)
+            # Whoever has not seen that it failed before they asked.
+            while not self._stopped:
+                self._engine.wait(_SLEEP_SECONDS)
+                self._end_all()
+
+    def _end_all(self) -> None:
+        self._engine.fail()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._drawn:
+            drawn, self._drawn = self._drawn, []
+            self._call(lambda: [listener(delta) for listener, delta in drawn])
+
+    def _call(self, function: Callable[[], object]) -> None:
+        assert self._loop is not None
+        # The loop may be gone while the last step still runs.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)

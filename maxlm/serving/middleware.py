@@ -1,0 +1,162 @@
+"""Around the whole app: who may ask, what is counted, and that nothing goes out but answers and errors of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import time
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from maxlm.log import logger
+from maxlm.serving.errors import SERVER, ApiError
+from maxlm.serving.metrics import OTHER
+from maxlm.serving.service import Service
+
+PAGE, HEALTH, METRICS, MODELS = '/', '/health', '/metrics', '/v1/models'
+COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
+PATHS = (PAGE, HEALTH, METRICS, MODELS, COMPLETIONS, CHAT)
+ANSWERS = (COMPLETIONS, CHAT)
+# Whoever may reach the port may see these: the page asks for the key itself.
+OPEN = (PAGE, HEALTH)
+# nginx's, for what nobody was there to be told.
+_GONE = '499'
+_HEADERS = {
+    'x-content-type-options': 'nosniff',
+    'x-frame-options': 'DENY',
+    'referrer-policy': 'no-referrer',
+    'cross-origin-resource-policy': 'same-origin',
+}
+
+
+class Access:
+    """Who may ask.
+
+    A web page that somebody on this machine looks at can reach what listens on loopback, under its own name if that
+    is made to resolve to 127.0.0.1. So a request from a page elsewhere is refused by its Origin, and, of a server on
+    loopback, one under another name by its Host.
+    """
+
+    def __init__(self, *, api_key: str, loopback: bool, origins: Collection[str]):
+        """
+        Args:
+            api_key: '' = none is asked for.
+            loopback: whether the server listens there alone.
+            origins: other origins whose pages may ask, e.g. https://chat.example.org; a proxy has their host.
+        """
+        self._key = api_key.encode()
+        self._loopback, self._origins = loopback, frozenset(origins)
+        self._hosts = {'localhost', *(urlsplit(origin).hostname for origin in origins)}
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raises ApiError unless a request may be answered."""
+        hosts, origins = headers.getlist('host'), headers.getlist('origin')
+        if len(hosts) != 1 or len(origins) > 1 or (self._loopback and not self._is_own(_name(hosts[0]))):
+            raise ApiError(
+                403,
+                'the server does not go by this Host; a name for it is given by --allow_origin=http://NAME',
+                code='host_not_allowed',
+            )
+        if origins and origins[0] not in self._origins and _address(origins[0]) != hosts[0].lower():
+            raise ApiError(403, 'pages of this Origin may not ask; --allow_origin lets them', code='origin_not_allowed')
+        if self._key and path not in OPEN:
+            scheme, _, given = headers.get('authorization', '').partition(' ')
+            # Compared in a time that does not tell how much of it is right.
+            same = hmac.compare_digest(given.strip().encode('utf-8', 'surrogateescape'), self._key)
+            if not (same and scheme.lower() == 'bearer'):
+                raise ApiError(
+                    401,
+                    'the API key is missing or wrong: Authorization: Bearer KEY',
+                    code='invalid_api_key',
+                    headers={'www-authenticate': 'Bearer'},
+                )
+
+    def _is_own(self, name: str) -> bool:
+        try:
+            return name in self._hosts or ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+
+class Guard:
+    """Around the app."""
+
+    def __init__(self, app: ASGIApp, service: Service, access: Access):
+        self._app, self._service, self._access = app, service, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope['type'] != 'http':
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        path = scope['path'] if scope['path'] in PATHS else OTHER
+        scope.setdefault('state', {})['started'] = started
+        status = ''
+
+        async def send_on(message: Message) -> None:
+            nonlocal status
+            if message['type'] == 'http.response.start':
+                status = str(message['status'])
+                message['headers'] = [
+                    *message.get('headers', ()),
+                    *((name.encode(), value.encode()) for name, value in _HEADERS.items()),
+                ]
+            await send(message)
+
+        is_answer = path in ANSWERS
+        if is_answer:
+            self._service.begin()
+        try:
+            self._access.check(scope['path'], Headers(scope=scope))
+            if is_answer:
+                self._service.check_ready()
+            await self._app(scope, receive, send_on)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send_on)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        # Also what is no Exception, such as the panic of a library in Rust.
+        except BaseException:
+            # For the log alone: what went wrong inside is nobody else's business.
+            logger.exception(f'{scope["method"]} {path} failed')
+            if not status:
+                await error_response(broken())(scope, receive, send_on)
+        finally:
+            seconds = time.monotonic() - started
+            self._service.metrics.requests.labels(path, status or _GONE).inc()
+            if is_answer:
+                self._service.finish()
+                if status == '200':
+                    self._service.metrics.request.observe(seconds)
+                    self._service.took(seconds)
+
+
+def broken() -> ApiError:
+    """What a client is told of a fault of the server."""
+    return ApiError(500, 'the server has a fault; its log has more', kind=SERVER, code='internal_error')
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """The error as a response."""
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without its port; '' where it is none."""
+    try:
+        return urlsplit(f'//{host}').hostname or ''
+    except ValueError:
+        return ''
+
+
+def _address(origin: str) -> str:
+    """Name and port of an origin, as in a Host header."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ''

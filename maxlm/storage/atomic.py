@@ -1,0 +1,93 @@
+"""Small files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from maxlm.errors import InputError, os_message
+
+
+def put(path: Path, content: bytes) -> None:
+    """Writes a file and brings it to the disk before it gets its name; raises InputError when that fails."""
+    # A name of its own: several processes may write the same file.
+    partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
+    try:
+        with partial.open('wb') as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
+
+
+# Besides the tensors: tokenizer, card, the checkpoint's own descriptions.
+_MARGIN = 64 * 10**6
+
+
+def check_new(option: str, path: str) -> Path:
+    """The absolute path of a directory to be made.
+
+    Raises:
+        InputError: something is there already.
+    """
+    directory = Path(path).expanduser().resolve()
+    try:
+        taken = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    except OSError as error:
+        raise _unusable(option, path, error) from error
+    if taken:
+        raise InputError(f'{option}={path}: there is something already; choose a directory that is new or empty')
+    if not _standing(directory).is_dir():
+        raise InputError(f'{option}={path}: {_standing(directory)} is no directory; choose another place')
+    return directory
+
+
+def check_space(option: str, directory: Path, needed: int) -> None:
+    """Raises InputError unless `needed` bytes and a margin are free where `directory` will be."""
+    free = shutil.disk_usage(_standing(directory)).free
+    if needed + _MARGIN > free:
+        raise InputError(
+            f'{option}={directory}: needs {(needed + _MARGIN) / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; '
+            f'make room or choose another disk'
+        )
+
+
+@contextlib.contextmanager
+def new_directory(option: str, directory: Path) -> Iterator[Path]:
+    """A directory beside `directory` to be filled, which takes its name when the context ends without an error.
+
+    An error leaves nothing behind. A process that is killed leaves a directory whose name ends with `.partial`.
+
+    Raises:
+        InputError: it cannot be written to.
+    """
+    partial = directory.with_name(f'.{directory.name}.{os.getpid()}.partial')
+    made = [parent for parent in directory.parents if not parent.exists()]
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        # Takes the place of an empty directory too.
+        partial.replace(directory)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise _unusable(option, str(directory), error) from error
+        raise
+
+
+def _standing(directory: Path) -> Path:
+    """The nearest parent that exists."""
+    return next(parent for parent in directory.parents if parent.exists())
+
+
+def _unusable(option: str, path: str, error: OSError) -> InputError:
+    return InputError(f'{option}={path}: {os_message(error)}; choose a directory that can be written to')

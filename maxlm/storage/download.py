@@ -1,0 +1,272 @@
+"""One file from a bucket to the local disk: resumed, checked, and under its name only when it is whole."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from maxlm.errors import InputError, os_message
+from maxlm.storage import atomic
+from maxlm.storage.object_store import Checksum, asked, open_filesystem, read_checksum, read_range
+from maxlm.storage.retry import Outage, UnreachableError, redact
+
+# Asked for at once and held in memory: long enough that waiting for the first byte is little of it.
+CHUNK_BYTES = 2**23
+# Between two looks at a file that another process is fetching.
+LOCK_POLL_SECONDS = 0.2
+
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A file of a bucket and its place on the local disk.
+
+    Attributes:
+        url: any URL of fsspec.
+        path: where it is wanted.
+        bytes: its size.
+        sha256: its checksum in hexadecimal; '' = unknown: then what the bucket itself tells is checked.
+    """
+
+    url: str
+    path: Path
+    bytes: int
+    sha256: str = ''
+
+    @property
+    def partial(self) -> Path:
+        """What is fetched of it so far."""
+        return self.path.with_name(f'.{self.path.name}.partial')
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is on the local disk, judged by its size: what was fetched was checked then."""
+        try:
+            return self.path.stat().st_size == self.bytes
+        except OSError:
+            return False
+
+
+class ClosedError(Exception):
+    """Nobody wants files any more: the threads that fetch them end."""
+
+
+def raise_fault(error: UnreachableError) -> None:
+    """The impatient way to meet a bucket that does not answer."""
+    raise error
+
+
+def fetch_file(
+    file: RemoteFile,
+    *,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    on_fault: Callable[[UnreachableError], None] = raise_fault,
+) -> None:
+    """Fetches a file that is not there yet; goes on with what is there of it.
+
+    It grows as `.NAME.partial` and gets its name when it is whole, checked and on the disk. If its checksum is wrong
+    it is thrown away and fetched anew, once. Several processes may fetch the same file: one does, the others wait.
+
+    Args:
+        file: what to fetch.
+        on_bytes: is told how many bytes were added, those that an earlier run left included; below 0 when they are
+            thrown away. What it raises ends the fetching; what is there is kept.
+        on_fault: is told that the bucket does not answer; when it returns the same is tried again.
+
+    Raises:
+        InputError: the file cannot be read or written, or its checksum is wrong twice.
+        UnreachableError: the bucket does not answer, without `on_fault`.
+    """
+    try:
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked_partial(file) as partial:
+            if partial is not None:
+                _fetch(file, partial, on_bytes, on_fault)
+    except OSError as error:
+        raise InputError(f'{file.path}: cannot be written: {os_message(error)}') from error
+
+
+def fetch_patiently(
+    file: RemoteFile, *, outage: Outage, closing: threading.Event, on_bytes: Callable[[int], None]
+) -> None:
+    """`fetch_file`, in one of several threads: waits for a bucket that does not answer, until `closing` is set.
+
+    Raises:
+        InputError: the file cannot be had.
+        ClosedError: `closing` is set.
+    """
+
+    def end_if_closed() -> None:
+        if closing.is_set():
+            raise ClosedError
+
+    def note_bytes(num_bytes: int) -> None:
+        if num_bytes > 0:
+            outage.answered(file.url)
+        on_bytes(num_bytes)
+        end_if_closed()
+
+    def wait(error: UnreachableError) -> None:
+        end_if_closed()
+        outage.failed(file.url, error)
+        end_if_closed()
+
+    try:
+        fetch_file(file, on_bytes=note_bytes, on_fault=wait)
+    finally:
+        outage.forget(file.url)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a small file and its directory, whole or not at all; raises InputError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
+    atomic.put(path, content)
+
+
+@contextlib.contextmanager
+def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
+    """A descriptor of the partial file, which is this process' alone; None when another has fetched the file."""
+    while not file.is_there:
+        descriptor = os.open(file.partial, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(LOCK_POLL_SECONDS)
+                continue
+            if not _is_same_file(descriptor, file.partial):
+                # Renamed or removed by who had the lock before.
+                continue
+            if file.is_there:
+                file.partial.unlink()
+                break
+            try:
+                yield descriptor
+            finally:
+                # Of a file that could not be had nothing remains.
+                if not os.fstat(descriptor).st_size and _is_same_file(descriptor, file.partial):
+                    file.partial.unlink()
+            return
+        finally:
+            os.close(descriptor)
+    yield None
+
+
+def remove_partial(file: RemoteFile) -> None:
+    """Throws away what is fetched of a file, unless some process is fetching it."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        descriptor = os.open(file.partial, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same_file(descriptor, file.partial):
+                file.partial.unlink()
+                _version_path(file).unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _fetch(
+    file: RemoteFile, partial: int, on_bytes: Callable[[int], None], on_fault: Callable[[UnreachableError], None]
+) -> None:
+    filesystem, path = open_filesystem(file.url)
+
+    def persistently(ask: Callable[[], T]) -> T:
+        while True:
+            try:
+                return asked(file.url, ask)
+            except UnreachableError as error:
+                on_fault(error)
+
+    for last_try in (False, True):
+        checksum = Checksum('sha256', file.sha256)
+        if not file.sha256:
+            checksum = persistently(functools.partial(read_checksum, filesystem, path))
+        start = _resumable_bytes(file, partial, checksum)
+        os.ftruncate(partial, start)
+        on_bytes(start)
+        while start < file.bytes:
+            stop = min(start + CHUNK_BYTES, file.bytes)
+            content = persistently(functools.partial(read_range, filesystem, path, start, stop))
+            if len(content) != stop - start:
+                raise InputError(
+                    f'{redact(file.url)}: bytes {start} to {stop} were asked for and {len(content)} came; '
+                    f'it is not of {file.bytes} bytes, or its server cannot send parts of files'
+                )
+            _write_at(partial, content, start)
+            start = stop
+            on_bytes(len(content))
+        os.fsync(partial)
+        actual = _digest(file.partial, checksum.kind)
+        # Where there is only a version: still the same that the first bytes are from.
+        later = persistently(functools.partial(read_checksum, filesystem, path)) if checksum.version else checksum
+        if actual == checksum.value and later == checksum:
+            os.replace(file.partial, file.path)
+            _version_path(file).unlink(missing_ok=True)
+            return
+        os.ftruncate(partial, 0)
+        on_bytes(-file.bytes)
+        if last_try:
+            found = f'is {actual}, not {checksum.value}' if actual != checksum.value else 'changes while it is fetched'
+            raise InputError(
+                f'{redact(file.url)}: what arrives is damaged, twice: its {checksum.kind or "version"} {found}'
+            )
+
+
+def _write_at(descriptor: int, content: bytes, start: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, start)
+        view, start = view[written:], start + written
+
+
+def _resumable_bytes(file: RemoteFile, partial: int, checksum: Checksum) -> int:
+    """How much of the partial file can be kept."""
+    start = os.fstat(partial).st_size
+    if start > file.bytes:
+        start = 0
+    if checksum.version:
+        # No checksum would tell that the beginning is from another version of the file.
+        version = _version_path(file)
+        if start and (not version.exists() or version.read_text(encoding='utf-8') != checksum.version):
+            start = 0
+        version.write_text(checksum.version, encoding='utf-8')
+    return start
+
+
+def _version_path(file: RemoteFile) -> Path:
+    return file.path.with_name(f'.{file.path.name}.version')
+
+
+def _digest(path: Path, kind: str) -> str:
+    if not kind:
+        return ''
+    with path.open('rb') as file:
+        if kind != 'crc32c':
+            return hashlib.file_digest(file, kind).hexdigest()
+        import google_crc32c  # comes with gcsfs
+
+        checksum = google_crc32c.Checksum()
+        while content := file.read(CHUNK_BYTES):
+            checksum.update(content)
+        return base64.b64encode(checksum.digest()).decode()

@@ -1,0 +1,1 @@
+"""Metrics, events, goodput, alerts and trackers: written by a run and read back."""

@@ -1,0 +1,63 @@
+"""What a run costs until now and will have cost, in hours and dollars; its price, and who says so."""
+
+from __future__ import annotations
+
+import math
+
+from maxlm.config.schema import Config
+from maxlm.hardware.chips import find_chip
+from maxlm.hardware.prices import Price, has_price, price_per_hour
+
+HOUR = 3600.0
+
+
+def price_of(config: Config, device_kind: str) -> Price | None:
+    """Of one device for an hour: the config's, else that of the table of list prices; None where there is none."""
+    if config.train.price_per_hour:
+        return Price(config.train.price_per_hour, 'train.price_per_hour')
+    chip = find_chip(device_kind)
+    # The machine itself has no price there.
+    if chip is None or chip.platform == 'cpu' or not has_price(chip):
+        return None
+    return price_per_hour(chip)
+
+
+def cost_metrics(seconds: float, dollars: float | None, *, dollars_per_hour: float, left: float) -> dict[str, float]:
+    """The `cost/…` metrics.
+
+    Args:
+        seconds: of all lives of the run so far, without the time between them.
+        dollars: that they cost; None where no price is known.
+        dollars_per_hour: of all devices of the run.
+        left: seconds until its end at the present pace; nan = not known.
+    """
+    metrics = {'cost/hours': seconds / HOUR}
+    if math.isfinite(left):
+        metrics['cost/seconds_left'] = left
+    if dollars is not None:
+        metrics['cost/dollars'] = dollars
+        if math.isfinite(left):
+            metrics['cost/dollars_at_end'] = dollars + left / HOUR * dollars_per_hour
+    return metrics
+
+
+def cost_text(metrics: dict[str, float]) -> str:
+    """The same for the end of a log line: `$1.23 of $45.60, 2:03 h left`."""
+    parts = []
+    if 'cost/dollars' in metrics:
+        at_end = f' of ${metrics["cost/dollars_at_end"]:,.2f}' if 'cost/dollars_at_end' in metrics else ''
+        parts.append(f'${metrics["cost/dollars"]:,.2f}{at_end}')
+    if 'cost/seconds_left' in metrics:
+        parts.append(f'{duration(metrics["cost/seconds_left"])} left')
+    return ', '.join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`2:03 h`, below an hour `4:05 min`, and below a minute `7 s`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f'{whole} s'
+    if whole < HOUR:
+        return f'{whole // 60}:{whole % 60:02} min'
+    minutes = round(seconds / 60)
+    return f'{minutes // 60}:{minutes % 60:02} h'

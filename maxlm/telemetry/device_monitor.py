@@ -1,0 +1,188 @@
+"""Readings of this machine and its accelerators, now and then, by a thread beside the run: WORKDIR/devices.jsonl.
+
+A reading costs a few milliseconds of one core, so that one in 30 seconds is far below 0.5 % of it. One that fails is
+left out, one that hangs ends them; neither touches the run.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from maxlm.hardware.device_stats import Reading
+from maxlm.log import logger
+from maxlm.storage.jsonl import LineWriter
+
+GIB = 2**30
+# At the end of a run a reading that hangs is not waited for.
+CLOSE_SECONDS = 1.0
+
+
+def file_name(process: int) -> str:
+    """The file in the workdir that a process writes."""
+    return f'devices-{process}.jsonl' if process else 'devices.jsonl'
+
+
+class DeviceReadings:
+    """While entered, appends a reading to the file every so often."""
+
+    def __init__(
+        self,
+        workdir: Path,
+        *,
+        seconds: float,
+        life: int,
+        process: int = 0,
+        accelerators: Callable[[], list[Reading]] = list,
+    ):
+        """
+        Args:
+            workdir: of the run.
+            seconds: from one reading to the next; 0 = there are none.
+            life: start of the run that this process is, from 1.
+            process: number of this process.
+            accelerators: reads them: `Accelerators.read`.
+        """
+        self._writer = LineWriter(workdir / file_name(process))
+        self._seconds = seconds
+        self._facts = {'life': life, 'process': process, 'host': socket.gethostname()}
+        self._accelerators = accelerators
+        self._host = Host(workdir)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True, name='devices')
+        self._lock = threading.Lock()
+        # Since `metrics` was asked last.
+        self._recent: list[Reading] = []
+
+    def __enter__(self) -> DeviceReadings:
+        if self._seconds:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SECONDS)
+
+    def metrics(self) -> dict[str, float]:
+        """Means of the readings since the last call, by the names of METRICS; nothing if there was none."""
+        with self._lock:
+            recent, self._recent = self._recent, []
+        told = [summarize(reading) for reading in recent]
+        names = {name: None for metrics in told for name in metrics}
+        return {name: _mean([metrics[name] for metrics in told if name in metrics]) for name in names}
+
+    def _work(self) -> None:
+        try:
+            # Of a shorter time its use is not known.
+            if self._closing.wait(min(self._seconds, 1.0)):
+                return
+            while True:
+                reading = self._take()
+                self._writer.write(reading)
+                with self._lock:
+                    self._recent.append(reading)
+                if self._closing.wait(self._seconds):
+                    return
+        # Whatever it is, the run has nothing to do with it.
+        except Exception as error:
+            logger.warning(f'there are no more readings of the machine ({type(error).__name__}: {error})')
+
+    def _take(self) -> Reading:
+        try:
+            devices = self._accelerators()
+        except Exception:
+            devices = []
+        return {'time': round(time.time(), 3), **self._facts, **self._host.read(), 'devices': devices}
+
+
+class Host:
+    """This machine and this process. Use and rates are of the time since the reading before."""
+
+    def __init__(self, workdir: Path):
+        self._workdir = workdir
+        self._process = psutil.Process()
+        # The first call of both has nothing to compare with.
+        psutil.cpu_percent()
+        self._process.cpu_percent()
+        self._before = time.monotonic(), _traffic()
+
+    def read(self) -> Reading:
+        """What the machine tells; a key that it does not is absent."""
+        memory = _told(psutil.virtual_memory)
+        now, traffic = time.monotonic(), _traffic()
+        (then, before), self._before = self._before, (now, traffic)
+        disk = _told(lambda: shutil.disk_usage(self._workdir))
+        reading = {
+            'cpu_percent': _told(psutil.cpu_percent),
+            'process_cpu_percent': _told(self._process.cpu_percent),
+            'ram_bytes': memory and memory.total - memory.available,
+            'ram_total_bytes': memory and memory.total,
+            'process_ram_bytes': _told(lambda: self._process.memory_info().rss),
+            'disk_free_bytes': disk and disk.free,
+            **{
+                f'{name}_bytes_per_second': round(max(0, count - before[name]) / max(now - then, 1e-3))
+                for name, count in traffic.items()
+                if name in before
+            },
+        }
+        return {key: value for key, value in reading.items() if value is not None}
+
+
+def summarize(reading: Reading) -> dict[str, float]:
+    """The metrics of a reading: over devices the mean use and memory, the hottest, and the power of all."""
+    devices = reading['devices']
+
+    def of_devices(key: str, together: Callable[[list[float]], float]) -> float | None:
+        values = [device[key] for device in devices if key in device]
+        return together(values) if values else None
+
+    def scaled(value: float | None, unit: float) -> float | None:
+        return None if value is None else value / unit
+
+    metrics = {
+        'device/use_percent': of_devices('use_percent', _mean),
+        'device/memory_gib': scaled(of_devices('memory_bytes', _mean), GIB),
+        'device/temperature_c': of_devices('temperature_c', max),
+        'device/power_w': of_devices('power_w', sum),
+        'device/throttled': of_devices('throttled', lambda reasons: sum(map(bool, reasons))),
+        'device/ecc_errors': of_devices('ecc_errors', sum),
+        'host/cpu_percent': reading.get('cpu_percent'),
+        'host/ram_gib': scaled(reading.get('ram_bytes'), GIB),
+        'host/disk_free_gib': scaled(reading.get('disk_free_bytes'), GIB),
+        'host/net_sent_mb': scaled(reading.get('net_sent_bytes_per_second'), 1e6),
+        'host/net_received_mb': scaled(reading.get('net_received_bytes_per_second'), 1e6),
+    }
+    return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _traffic() -> dict[str, int]:
+    """Bytes so far by disk and network; those that stay within the machine are no traffic."""
+    disk = _told(psutil.disk_io_counters)
+    cards = _told(lambda: psutil.net_io_counters(pernic=True)) or {}
+    outside = [counters for name, counters in cards.items() if name != 'lo']
+    return {
+        **({'disk_read': disk.read_bytes, 'disk_write': disk.write_bytes} if disk else {}),
+        **({'net_sent': sum(card.bytes_sent for card in outside)} if outside else {}),
+        **({'net_received': sum(card.bytes_recv for card in outside)} if outside else {}),
+    }
+
+
+def _told(question: Callable[[], Any]) -> Any:
+    """The answer; None where this machine has none."""
+    try:
+        return question()
+    except (psutil.Error, OSError, RuntimeError, NotImplementedError):
+        return None
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)

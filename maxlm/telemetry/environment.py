@@ -1,0 +1,87 @@
+"""What a run is run with: command, versions, checkout, devices."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxlm.storage.retry import redact
+
+# Name → distribution. What is not installed is left out.
+_PACKAGES = {
+    'jax': 'jax',
+    'jaxlib': 'jaxlib',
+    'flax': 'flax',
+    'optax': 'optax',
+    'orbax': 'orbax-checkpoint',
+    'grain': 'grain',
+    'maxlm': 'maxlm',
+    'libtpu': 'libtpu',
+}
+NVIDIA_DRIVER = Path('/proc/driver/nvidia/version')
+# A checkout on a disk that does not answer must not hold up a run.
+_GIT_SECONDS = 5.0
+
+
+def command(argv: Sequence[str] | None = None) -> list[str]:
+    """What starts this run again, without what URLs in it may keep secret; by default with this process's words."""
+    words = sys.argv[1:] if argv is None else argv
+    return ['python', '-m', 'maxlm.train', *map(redact, words)]
+
+
+def versions(driver: Path = NVIDIA_DRIVER) -> dict[str, str]:
+    """Of Python, of the packages that compute, and of the driver of NVIDIA's GPUs where there is one."""
+    found = {'python': platform.python_version()}
+    for name, distribution in _PACKAGES.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(distribution)
+    with contextlib.suppress(OSError):
+        if told := re.search(r'\b(\d{3}\.\d{2,3}(\.\d+)?)\b', driver.read_text()):
+            found['cuda_driver'] = told[1]
+    return found
+
+
+def checkout(directory: Path = Path(__file__).parents[2]) -> dict[str, Any] | None:
+    """`commit`, and whether files that git tracks differ from it (`dirty`); None of a copy that is no checkout."""
+    # A directory above may be somebody else's checkout.
+    if not (directory / '.git').exists():
+        return None
+    try:
+        head = _git(directory, 'rev-parse', 'HEAD').strip()
+        changes = _git(directory, 'status', '--porcelain', '--untracked-files=no')
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {'commit': head, 'dirty': bool(changes.strip())}
+
+
+def devices() -> dict[str, Any]:
+    """Of all processes of the run."""
+    device = jax.local_devices()[0]
+    return {
+        'kind': device.device_kind,
+        'count': jax.device_count(),
+        'processes': jax.process_count(),
+        'platform': device.platform,
+    }
+
+
+def _git(directory: Path, *words: str) -> str:
+    return subprocess.run(
+        ['git', '-C', str(directory), *words],
+        # It shall read only: `status` would bring its index up to date.
+        env={**os.environ, 'GIT_OPTIONAL_LOCKS': '0'},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=_GIT_SECONDS,
+    ).stdout

@@ -1,0 +1,65 @@
+"""What happened in a run, one line each: WORKDIR/events.jsonl.
+
+Kinds: `started`, `resumed`, `compiled`, `evaluated`, `saved`, `length`, `context`, those of alerts (which have
+`"alert": true`), and as the last line of each life one of `ENDS` with the exit code in `code`. A life without such a
+line is running or was killed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from maxlm.storage.jsonl import Lines, LineWriter, read_lines
+from maxlm.workdir.files import EVENTS_FILE
+
+ENDS = ('finished', 'preempted', 'failed', 'diverged')
+
+
+class Events:
+    """Appends to the file, from any thread. That it cannot be written ends nothing."""
+
+    def __init__(self, workdir: Path, life: int, *, clock: Callable[[], float] = time.time):
+        """
+        Args:
+            workdir: of the run.
+            life: number of this start of the run, from 1.
+            clock: seconds since 1970.
+        """
+        self._writer = LineWriter(workdir / EVENTS_FILE)
+        self._life, self._clock = life, clock
+        self._lock = threading.Lock()
+        self._newest: dict[str, Any] | None = None
+
+    def add(self, kind: str, message: str, *, step: int | None = None, **extra: Any) -> None:
+        """One more event; `extra` is JSON. Nothing comes after the end of a life."""
+        event = {
+            'time': round(self._clock(), 3),
+            'life': self._life,
+            'step': step,
+            'kind': kind,
+            'message': ' '.join(message.split()),
+            **extra,
+        }
+        with self._lock:
+            if self._newest and self._newest['kind'] in ENDS:
+                return
+            self._newest = event
+            self._writer.write(event)
+
+    @property
+    def newest(self) -> dict[str, Any] | None:
+        """The newest event of this life."""
+        return self._newest
+
+
+def read_events(workdir: Path) -> Lines:
+    """The events of all lives, oldest first.
+
+    Raises:
+        InputError: a line that is not the last is not JSON.
+    """
+    return read_lines(workdir / EVENTS_FILE)

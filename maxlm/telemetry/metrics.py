@@ -1,0 +1,233 @@
+"""What a run reports: every metric's name, unit and meaning in one table, and the places it goes to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from maxlm.log import logger
+from maxlm.storage.jsonl import LineWriter, read_lines, torn_note
+from maxlm.workdir.files import METRICS_FILE, SAMPLES_FILE
+
+# Between what the model was given and what it wrote, where both are one text.
+CURSOR = '▮'
+
+
+class Metric(NamedTuple):
+    """Unit and meaning of one name."""
+
+    unit: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    'train/loss': Metric('nats/token', 'what train.objective minimizes: mean cross-entropy of the step’s tokens'),
+    'train/best_loss': Metric('nats/token', 'lowest train/loss of the lines so far'),
+    'train/perplexity': Metric('', 'exp(train/loss)'),
+    'train/z_loss': Metric('nats/token', 'what train.z_loss adds to train/loss in what is differentiated'),
+    # Of dpo; means over the pairs of the step. Rewards are dpo.beta · log-probability relative to the reference.
+    'train/accuracy': Metric('', 'dpo: share of pairs whose better answer has the higher reward'),
+    'train/margin': Metric('', 'dpo: reward of the better answer minus that of the other'),
+    'train/chosen_reward': Metric('', 'dpo: reward of the better answer'),
+    'train/rejected_reward': Metric('', 'dpo: reward of the other answer'),
+    'train/chosen_log_prob': Metric('nats', 'dpo: log-probability of the better answer'),
+    'train/rejected_log_prob': Metric('nats', 'dpo: log-probability of the other answer'),
+    # Of grpo; means over the tokens of the step's responses.
+    'train/clip_share': Metric('', 'grpo: tokens whose gradient is cut off, since their probability has moved far'),
+    'train/entropy': Metric('nats', 'grpo: entropy of the distribution that a token is drawn from'),
+    'train/old_kl': Metric('nats', 'grpo: divergence from the model that drew the responses'),
+    'train/reference_kl': Metric('nats', 'grpo: divergence from the model that the run started from'),
+    'train/loss_scale': Metric('', 'what float16 multiplied the loss by in the step'),
+    'train/learning_rate': Metric('', 'rate that the step used; those of other peaks are in proportion'),
+    'train/grad_norm': Metric('', 'global norm of the gradient before clipping'),
+    'train/param_norm': Metric('', 'global norm of the parameters after the step'),
+    'train/tokens': Metric('tokens', 'positions of all batches so far'),
+    'train/epoch': Metric('epochs', 'passes over the training split so far'),
+    'train/skipped': Metric('steps', 'steps so far that changed nothing: loss or gradient spiked or was not finite'),
+    # By source; * is its name.
+    'train/loss/*': Metric('nats/token', 'train/loss over the tokens of one source'),
+    'train/tokens/*': Metric('tokens', 'predicted tokens of one source in the step'),
+    'eval/loss': Metric('nats/token', 'train/loss on the validation split; grpo: share of wrong answers, see accuracy'),
+    'eval/perplexity': Metric('', 'exp(eval/loss)'),
+    'eval/accuracy': Metric('', 'dpo: as train/accuracy; grpo: share of prompts whose likeliest response is right'),
+    'eval/margin': Metric('', 'dpo: as train/margin'),
+    'eval/chosen_reward': Metric('', 'dpo: as train/chosen_reward'),
+    'eval/rejected_reward': Metric('', 'dpo: as train/rejected_reward'),
+    'eval/chosen_log_prob': Metric('nats', 'dpo: as train/chosen_log_prob'),
+    'eval/rejected_log_prob': Metric('nats', 'dpo: as train/rejected_log_prob'),
+    'eval/mean_accuracy': Metric('', 'grpo: share of right responses of those drawn at temperature 1 (pass@1)'),
+    'eval/pass_at_k': Metric('', 'grpo: share of prompts of which one of grpo.eval_samples responses is right'),
+    'eval/length': Metric('tokens', 'grpo: mean length of the likeliest responses'),
+    'eval/loss/*': Metric('nats/token', 'eval/loss over the tokens of one source'),
+    'eval/tasks/*': Metric('', 'a number of a benchmark of eval.tasks, as lm-eval names it: arc_easy/acc'),
+    'eval/tokens/*': Metric('tokens', 'predicted tokens of one source in the evaluation'),
+    'data/share/*': Metric('', 'share of one source in all windows so far'),
+    'data/epoch/*': Metric('epochs', 'passes over one source so far'),
+    'data/window': Metric('tokens', 'length of the sequences of the step'),
+    'perf/tokens_per_second': Metric('tokens/s', 'positions trained on, over the steps since the last line'),
+    'perf/step_seconds': Metric('s', 'mean duration of a step on the device’s pace, since the last line'),
+    'perf/data_wait_seconds': Metric('s', 'mean time that a step waited for its batch, since the last line'),
+    'perf/eval_seconds': Metric('s', 'time that evaluation took, since the last line'),
+    'perf/save_seconds': Metric('s', 'time that saving held up the steps, since the last line'),
+    'perf/compile_seconds': Metric('s', 'time that programs of later steps took to compile, since the last line'),
+    'perf/rollout_seconds': Metric('s', 'grpo: time that writing and judging responses took, since the last line'),
+    'perf/profile_seconds': Metric('s', 'time that tracing a few steps took besides them, since the last line'),
+    'perf/mfu': Metric('', 'share of the peak, counting causal attention'),
+    'perf/mfu_full': Metric('', 'share of the peak, counting attention over the whole window'),
+    'perf/device_memory_gib': Metric('GiB', 'largest memory in use on the first device so far, where it tells'),
+    'cost/hours': Metric('h', 'duration of all lives of the run so far, without the time between them'),
+    'cost/dollars': Metric('$', 'what all devices cost in that time, where a price is known'),
+    'cost/dollars_at_end': Metric('$', 'what they will have cost at the last step, at the mean pace of this life'),
+    'cost/seconds_left': Metric('s', 'until the last step at that pace, with evaluations and saves'),
+    'goodput/share': Metric('', 'share of steps that count in the time since the first life of the run began'),
+    # Of the responses that the model wrote before the step.
+    'rollout/reward': Metric('', 'mean reward'),
+    'rollout/reward_deviation': Metric('', 'standard deviation of rewards within a group, mean over groups'),
+    'rollout/reward/*': Metric('', 'mean of one part of a sum of rewards'),
+    'rollout/agreeing': Metric('', 'share of groups whose responses all have the same reward: nothing is learned'),
+    'rollout/length': Metric('tokens', 'mean length of a response'),
+    'rollout/cut_off': Metric('', 'share of responses that did not end within grpo.max_tokens'),
+    'rollout/entropy': Metric('nats', 'mean of -log probability of the tokens drawn'),
+    'rollout/tokens_per_second': Metric('tokens/s', 'tokens of responses over the time that drawing them took'),
+    'rollout/judging_seconds': Metric('s', 'time that judging the responses took'),
+    'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
+    # Of process 0's machine; means of the readings since the last line (metrics.devices_seconds).
+    'device/use_percent': Metric('%', 'time in which a device worked, mean over devices'),
+    'device/memory_gib': Metric('GiB', 'memory taken from the driver, mean over devices; JAX takes its share at once'),
+    'device/temperature_c': Metric('°C', 'of the hottest device'),
+    'device/power_w': Metric('W', 'of all devices together'),
+    'device/throttled': Metric('devices', 'devices whose clock was held down, by heat or power'),
+    'device/ecc_errors': Metric('errors', 'memory errors of all devices since their driver was loaded, uncorrected'),
+    'host/cpu_percent': Metric('%', 'use of all cores of the machine'),
+    'host/ram_gib': Metric('GiB', 'memory of the machine in use'),
+    'host/disk_free_gib': Metric('GiB', 'room left on the disk of the workdir'),
+    'host/net_sent_mb': Metric('MB/s', 'sent by the machine to others'),
+    'host/net_received_mb': Metric('MB/s', 'received by the machine from others'),
+}
+
+
+class Tracker(Protocol):
+    """A place besides metrics.jsonl where a run is shown. What it raises ends the tracker, not the run."""
+
+    def begin(self, after_step: int, newest_step: int) -> None:
+        """The run goes on from a step; metrics.jsonl had lines up to `newest_step`, whose steps are done again."""
+
+    def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """What `MetricWriter.write` was given."""
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Name → text."""
+
+    def close(self) -> None:
+        """Brings away what is left."""
+
+
+class MetricWriter:
+    """Appends to WORKDIR/metrics.jsonl and samples.jsonl, and hands on to the trackers, for one leg of a run."""
+
+    def __init__(self, workdir: Path, *, after_step: int, trackers: list[Tracker] | None = None):
+        """Lines behind `after_step` are dropped: their steps are about to be done again.
+
+        `trackers` stay open for another leg; one that fails leaves the list.
+        """
+        self._metrics, self._samples = LineWriter(workdir / METRICS_FILE), LineWriter(workdir / SAMPLES_FILE)
+        newest_step = _drop_lines_after(workdir / METRICS_FILE, after_step, self._metrics)
+        _drop_lines_after(workdir / SAMPLES_FILE, after_step, self._samples)
+        self._trackers = [] if trackers is None else trackers
+        self._tell(lambda tracker: tracker.begin(after_step, newest_step))
+
+    def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """One line: `step`, `time` (seconds since 1970) and the values, of which those that are not finite are null.
+
+        Names must stand in METRICS.
+        """
+        unknown = {name for name in values if name not in METRICS and _pattern(name) not in METRICS}
+        assert not unknown, f'metrics without a row in METRICS: {unknown}'
+        time = round(time, 3)
+        self._metrics.write({'step': step, 'time': time, **values})
+        self._tell(lambda tracker: tracker.write(step, time, values))
+
+    def write_samples(self, step: int, time: float, samples: Sequence[tuple[str, str]]) -> None:
+        """Prompts, each with what the model made of it: a line of samples.jsonl each."""
+        for prompt, text in samples:
+            self._samples.write({'time': round(time, 3), 'step': step, 'prompt': prompt, 'text': text})
+        texts = {f'samples/{number}': f'{prompt}{CURSOR}{text}' for number, (prompt, text) in enumerate(samples)}
+        self._tell(lambda tracker: tracker.write_texts(step, texts))
+
+    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                tell(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                logger.warning(f'{type(tracker).__name__} is not written any more ({type(error).__name__}: {error})')
+
+
+def read_metrics(workdir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a torn last line (the writer was killed) is left out.
+
+    Raises:
+        InputError: another line is not JSON.
+    """
+    return read_lines(workdir / METRICS_FILE).lines
+
+
+SECTIONS = {
+    'train': 'Of the training step, every `train.log_every` steps',
+    'eval': 'Of an evaluation, every `eval.every` steps',
+    'data': 'Of the data, with those of the training step',
+    'rollout': 'Of `maxlm.grpo`, before the step that learns from the responses first',
+    'perf': 'Of the pace, with those of the training step',
+    'cost': 'Of time and money, with those of the training step',
+    'goodput': 'Of where the time went, with those of the training step',
+    'device': 'Of the accelerators, every `metrics.devices_seconds`',
+    'host': 'Of the machine, every `metrics.devices_seconds`',
+}
+
+
+def metrics_page() -> str:
+    """METRICS as Markdown: docs/metrics.md."""
+    page = [
+        '# Metrics',
+        '',
+        'Made by `python docs/metrics.py` from the table in `maxlm/telemetry/metrics.py`.',
+        '',
+        'A line of `metrics.jsonl` has `step`, `time` (seconds since 1970) and some of these; TensorBoard and W&B have',
+        'the same names. A value that is not finite is null. `*` is the name of a source, where there are several: the',
+        'losses of all, weighted by their tokens, add up to that of the whole.',
+    ]
+    for section, names in itertools.groupby(METRICS, lambda name: name.partition('/')[0]):
+        page += ['', f'## {section}', '', f'{SECTIONS[section]}.', '', '| name | unit | meaning |', '|---|---|---|']
+        page += [f'| `{name}` | {METRICS[name].unit} | {METRICS[name].meaning} |' for name in names]
+    return '\n'.join(page) + '\n'
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), bounded where a float ends, so that a hopeless loss is a large number and not an error."""
+    return math.exp(min(loss, 700.0))
+
+
+def lowest_loss(workdir: Path, *, up_to: int) -> float:
+    """The lowest training loss that stands in metrics.jsonl up to a step; infinity where there is none."""
+    losses = (line.get('train/loss') for line in read_metrics(workdir) if line['step'] <= up_to)
+    return min((loss for loss in losses if loss is not None), default=math.inf)
+
+
+def _pattern(name: str) -> str:
+    """The row of a metric that is told by source or task: train/loss/web → train/loss/*."""
+    return '/'.join([*name.split('/')[:2], '*'])
+
+
+def _drop_lines_after(path: Path, step: int, writer: LineWriter) -> int:
+    """Returns the newest step that the file had; 0 if it had none."""
+    lines, torn = read_lines(path)
+    if torn:
+        logger.info(torn_note(path.name))
+    # Of step 0 there may be an evaluation, which a run that starts anew makes again.
+    kept = [line for line in lines if line['step'] <= step] if step else []
+    if torn or len(kept) < len(lines):
+        writer.replace(kept)
+    return max((line['step'] for line in lines), default=0)

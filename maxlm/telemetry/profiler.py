@@ -1,0 +1,147 @@
+"""A profile of a few steps: the trace in WORKDIR/profile, and in the log what takes most of the devices' time."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from maxlm.config.schema_logging import ProfileConfig
+from maxlm.log import logger
+
+# In the workdir. TensorBoard's profiler reads it; the trace.json.gz in it is for ui.perfetto.dev.
+FOLDER = 'profile'
+TOP = 10
+# Of a TPU's lines the one of operations; the others say the same of whole programs and steps.
+_TPU_LINE = 'XLA Ops'
+
+
+class Operation(NamedTuple):
+    """Operations of one name: fusions and kernels are told apart by what stands before their number."""
+
+    name: str
+    # In all, without the operations inside of them, on all devices of this process.
+    seconds: float
+    runs: int
+
+
+class Profile:
+    """Traces the steps that the config asks for, once in a process. What fails is said, and ends nothing."""
+
+    def __init__(self, config: ProfileConfig, workdir: Path):
+        self._start, self._num_steps = config.start, config.num_steps
+        self._directory = workdir / FOLDER
+        self._first_step: int | None = None
+        self._done = False
+
+    def begins(self, step: int) -> bool:
+        """Whether `start` is due before this step (from 1)."""
+        return step == self._start and not self._done
+
+    def ends(self, step: int) -> bool:
+        """Whether `stop` is due after this step."""
+        return self._first_step is not None and step == self._first_step + self._num_steps - 1
+
+    def start(self, step: int) -> None:
+        """Begins to trace; the devices should have nothing to do."""
+        self._done = True
+        options = jax.profiler.ProfileOptions()
+        # What Python does would fill the trace and slow it down.
+        options.python_tracer_level = 0
+        try:
+            jax.profiler.start_trace(self._directory, profiler_options=options)
+            self._first_step = step
+        except Exception as error:
+            self._fail(error)
+
+    def stop(self, step: int) -> None:
+        """Ends the trace after a step that is done, writes it, and logs what took most time."""
+        assert self._first_step is not None, 'start comes first'
+        first, self._first_step = self._first_step, None
+        try:
+            jax.profiler.stop_trace()
+            log(operations(newest_trace(self._directory)), first, step)
+        except Exception as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Ends a trace that a run ends in."""
+        if self._first_step is not None:
+            self._first_step = None
+            try:
+                jax.profiler.stop_trace()
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        logger.warning(f'profile.start={self._start}: {type(error).__name__}: {" ".join(str(error).split())[:300]}')
+
+
+def newest_trace(directory: Path) -> Path:
+    """The trace that was written last. Raises FileNotFoundError if there is none."""
+    traces = sorted(directory.rglob('*.xplane.pb'), key=lambda path: path.stat().st_mtime_ns)
+    if not traces:
+        raise FileNotFoundError(f'{directory}: no trace')
+    return traces[-1]
+
+
+def operations(trace: Path) -> list[Operation]:
+    """What the devices of a trace did, the longest first."""
+    seconds: dict[str, float] = defaultdict(float)
+    runs: dict[str, int] = defaultdict(int)
+    for events in _device_lines(jax.profiler.ProfileData.from_file(str(trace))):
+        for name, nanoseconds in self_times(events):
+            seconds[kind_of(name)] += nanoseconds * 1e-9
+            runs[kind_of(name)] += 1
+    found = [Operation(name, seconds[name], runs[name]) for name in seconds]
+    return sorted(found, key=lambda operation: -operation.seconds)
+
+
+def kind_of(name: str) -> str:
+    """The name without its numbers: loop_add_fusion.12.clone_3 is a loop_add_fusion."""
+    return re.sub(r'(\.clone|[._]\d+)+$', '', name.lstrip('%')) or name
+
+
+def self_times(events: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str, float]]:
+    """(name, start, duration) → (name, its duration without that of the events inside of it)."""
+    # Those that are open: name, end, time that is left.
+    stack: list[list[Any]] = []
+    for name, start, duration in sorted(events, key=lambda event: (event[1], -event[2])):
+        while stack and stack[-1][1] <= start:
+            yield stack[-1][0], stack.pop()[2]
+        if stack:
+            stack[-1][2] -= duration
+        stack.append([name, start + duration, duration])
+    yield from ((name, left) for name, _, left in stack)
+
+
+def log(found: list[Operation], first_step: int, last_step: int) -> None:
+    """Logs the operations that took most time, with their share of that of all."""
+    total, steps = sum(operation.seconds for operation in found), last_step - first_step + 1
+    logger.info(
+        f'profile of steps {first_step} to {last_step}: {total / steps:.4g} s of operations a step, on the devices of '
+        f'this process together; the trace is in {FOLDER}/, for TensorBoard and ui.perfetto.dev'
+    )
+    for name, seconds, runs in found[:TOP]:
+        logger.info(f'  {seconds / total:6.1%}  {1e3 * seconds / steps:9.2f} ms a step in {runs / steps:5.0f}  {name}')
+
+
+def _device_lines(data: Any) -> Iterator[list[tuple[str, float, float]]]:
+    """The operations of each line of each device. A CPU's are on the threads that run them."""
+    for plane in data.planes:
+        if plane.name.startswith('/device:'):
+            lines = list(plane.lines)
+            chosen = [line for line in lines if line.name == _TPU_LINE] or lines
+            for line in chosen:
+                yield [(event.name, event.start_ns, event.duration_ns) for event in line.events]
+        elif plane.name == '/host:CPU':
+            for line in plane.lines:
+                yield [
+                    (event.name, event.start_ns, event.duration_ns)
+                    for event in line.events
+                    if any(key == 'hlo_op' for key, _ in event.stats)
+                ]

@@ -1,0 +1,213 @@
+"""All that a workdir tells of its run, in one value: what `maxlm.monitor` and `maxlm.report` read.
+
+Nothing in a workdir makes reading it fail. What is torn, damaged or missing is said in the notes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from maxlm.config.loading import from_json
+from maxlm.config.schema import Config
+from maxlm.errors import InputError
+from maxlm.storage.filesystem import Entry, StorageError, is_url, list_directory, read_bytes, shown
+from maxlm.storage.json_fields import number
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.jsonl_tail import Tail
+from maxlm.storage.regular_files import MAX_TEXT_BYTES
+from maxlm.telemetry.goodput import LIVE, YOUNGER, Ledger, account
+from maxlm.workdir.files import CONFIG, goodput_name
+from maxlm.workdir.lock import LOCK, Owner, is_alive
+
+METRICS, EVENTS, SAMPLES = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl'
+# Process 0's has this name, process N's `goodput-N.jsonl`.
+GOODPUT, DEVICES = 'goodput', 'devices'
+_OF_PROCESS = re.compile(rf'({GOODPUT}|{DEVICES})(?:-(\d+))?\.jsonl')
+# No number that is counted with is larger.
+LARGEST = 1e18
+# Any one of these shows that a run has been here.
+SIGNS = (METRICS, EVENTS, f'{GOODPUT}.jsonl', 'run.log', LOCK, 'checkpoints')
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """A run as its workdir shows it at one moment. Lists are oldest first; lines are objects as their files have them.
+
+    Attributes:
+        workdir: as it was given, without secrets.
+        config: resolved; None where there is none that can be read.
+        metrics: lines of metrics.jsonl.
+        events: lines of events.jsonl.
+        samples: lines of samples.jsonl.
+        beats: by process, the lines of goodput.jsonl.
+        ledgers: by process, what they come to: where the time went.
+        devices: by process, the lines of devices.jsonl.
+        alive: whether a process holds the workdir, and runs; None where that cannot be seen from here.
+        notes: a line for each thing that is torn, damaged or missing.
+    """
+
+    workdir: str
+    config: Config | None = None
+    metrics: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    beats: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    ledgers: dict[int, Ledger] = dataclasses.field(default_factory=dict)
+    devices: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    alive: bool | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the run: the last part of its workdir."""
+        path = self.workdir.rstrip('/')
+        return path.rsplit('/', 1)[-1] if is_url(path) else Path(path).resolve().name or path
+
+    @property
+    def begun(self) -> bool:
+        """Whether any run has begun here."""
+        return bool(self.config or self.metrics or self.events or self.beats)
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """The newest event `started`: machine, versions, plan. Empty where there is none."""
+        return next((event for event in reversed(self.events) if event.get('kind') == 'started'), {})
+
+
+def read_history(workdir: str | Path) -> History:
+    """The run of a workdir, a directory or a URL (gs://…, s3://…).
+
+    Raises:
+        InputError: it is not there, cannot be listed, or is no workdir. An empty directory is one of a run to come.
+    """
+    return HistoryReader(workdir).read()
+
+
+class HistoryReader:
+    """Reads a workdir again and again; what has not changed is not read again."""
+
+    def __init__(self, workdir: str | Path):
+        self._workdir = str(workdir).rstrip('/') or '/'
+        self._tails: dict[str, Tail] = {}
+        self._config: tuple[tuple[int, str], Config | None, str] | None = None
+        self._ledgers: dict[int, Ledger] = {}
+
+    def read(self) -> History:
+        """The run as it is now.
+
+        Raises:
+            InputError: see `read_history`.
+        """
+        entries = self._list()
+        notes: list[str] = []
+        config = self._read_config(entries.get(CONFIG), notes)
+        if config is None and entries and not any(name in entries for name in SIGNS):
+            raise InputError(f'{shown(self._workdir)}: not a workdir of maxlm.train: no {CONFIG} of a run in it')
+        by_process: dict[str, dict[int, Tail]] = {GOODPUT: {}, DEVICES: {}}
+        for name in sorted(entries):
+            if match := _OF_PROCESS.fullmatch(name):
+                by_process[match[1]][int(match[2] or 0)] = self._follow(name, entries, notes)
+        metrics, events, samples = (self._follow(name, entries, notes) for name in (METRICS, EVENTS, SAMPLES))
+        beats, devices = (
+            {process: list(tail.lines) for process, tail in sorted(by_process[stem].items()) if tail.lines}
+            for stem in (GOODPUT, DEVICES)
+        )
+        history = History(
+            shown(self._workdir),
+            config=config,
+            metrics=_without_wrong_mfu([line for line in metrics.lines if isinstance(line.get('step'), int)], notes),
+            events=list(events.lines),
+            samples=list(samples.lines),
+            beats=beats,
+            ledgers=_ledgers(beats, notes),
+            devices=devices,
+            alive=self._is_alive(entries.get(LOCK)),
+        )
+        if history.begun:
+            notes += [f'{name}: missing' for name in (CONFIG, EVENTS) if name not in entries]
+        return dataclasses.replace(history, notes=tuple(notes))
+
+    def _list(self) -> dict[str, Entry]:
+        try:
+            return {entry.name: entry for entry in list_directory(self._workdir)}
+        except StorageError as error:
+            raise InputError(f'{error}; give a workdir of maxlm.train') from error
+
+    def _follow(self, name: str, entries: dict[str, Entry], notes: list[str]) -> Tail:
+        tail = self._tails.setdefault(name, Tail())
+        entry = entries.get(name)
+        try:
+            tail.update(None if entry is None or entry.is_directory else entry)
+        except StorageError as error:
+            # It may have been replaced since the directory was listed; the next look will tell.
+            notes.append(str(error))
+        notes += tail.notes(name)
+        return tail
+
+    def _read_config(self, entry: Entry | None, notes: list[str]) -> Config | None:
+        if entry is None or entry.is_directory:
+            return None
+        version = entry.size, entry.version
+        if self._config is None or self._config[0] != version or not entry.version:
+            config, note = None, ''
+            try:
+                config = from_json(read_bytes(entry.path, limit=MAX_TEXT_BYTES).decode())
+            except StorageError as error:
+                note = str(error)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                note = f'{CONFIG}: not a config that this version of maxlm wrote ({" ".join(str(error).split())[:200]})'
+            self._config = version, config, note
+        _, config, note = self._config
+        if note:
+            notes.append(note)
+        return config
+
+    def _is_alive(self, lock: Entry | None) -> bool | None:
+        if is_url(self._workdir):
+            return None
+        if lock is None:
+            # Who trains here holds it from before the first line to after the last one.
+            return False
+        try:
+            return is_alive(Owner(**parse_json(read_bytes(lock.path, limit=MAX_TEXT_BYTES))))
+        except (StorageError, ValueError, TypeError):
+            return None
+
+
+def _without_wrong_mfu(metrics: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """Leaves MFU out of all lines if any is above 1. Older versions wrote it where `runtime.pace` leaves it out."""
+    names = ('perf/mfu', 'perf/mfu_full')
+    wrong = sum(any((number(line, name) or 0) > 1 for name in names) for line in metrics)
+    if not wrong:
+        return metrics
+    notes.append(f'{METRICS}: MFU is not shown; it is above 1 in {wrong} lines, so the assumed peak is too low')
+    return [{name: value for name, value in line.items() if name not in names} for line in metrics]
+
+
+def _ledgers(beats: dict[int, list[dict[str, Any]]], notes: list[str]) -> dict[int, Ledger]:
+    ledgers = {}
+    for process, lines in beats.items():
+        usable = [line for line in lines if _is_beat(line)]
+        if len(usable) < len(lines):
+            left_out = len(lines) - len(usable)
+            notes.append(f'{goodput_name(process)}: {left_out} of {len(lines)} lines are of no ledger and left out')
+        if usable:
+            ledgers[process] = Ledger(account(usable), [])
+    return ledgers
+
+
+def _is_beat(line: dict[str, Any]) -> bool:
+    """Whether a line has all that is counted with."""
+    seconds = line.get('seconds')
+    numbers: list[Any] = [line.get(key) for key in ('life', 'time', 'began')]
+    # None = not known at that time.
+    optional = [line.get(key, '') for key in ('step', 'start_step', 'saved_step', 'dollars')]
+    if not isinstance(seconds, dict):
+        return False
+    numbers += [seconds.get(name, 0 if name in YOUNGER else None) for name in LIVE]
+    numbers += [value for value in optional if value is not None]
+    words = isinstance(line.get('host'), str) and isinstance(line.get('why'), str)
+    return words and all(type(value) in (int, float) and abs(value) < LARGEST for value in numbers)

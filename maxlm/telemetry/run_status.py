@@ -1,0 +1,139 @@
+"""What state a run is in, from what its workdir says and how long it has said nothing."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+from maxlm.storage.filesystem import is_url
+from maxlm.telemetry.run_history import History
+
+# Words for people.
+EMPTY, STARTING, RUNNING, STALLED = 'no run yet', 'starting', 'running', 'stalled'
+PREEMPTED, CRASHED, DIVERGED, FINISHED = 'preempted', 'crashed', 'diverged', 'finished'
+# Kinds of the last event of a life.
+ENDINGS = {'finished': FINISHED, 'preempted': PREEMPTED, 'failed': CRASHED, 'diverged': DIVERGED}
+# A run is stalled that does no step for so many times what a step takes, but not before so many seconds.
+PATIENCE_STEPS = 20
+PATIENCE_SECONDS = 60.0
+# Nor before it has left out so many lines.
+PATIENCE_LINES = 3
+# So late is what comes by way of a bucket.
+MIRROR_SECONDS = 120.0
+# Kinds of events that a run which gets ahead writes.
+PROGRESS = frozenset({'started', 'resumed', 'compiled', 'evaluated', 'saved', 'context', 'length'})
+# While a run is at one of these no step is done, for as long as it takes.
+WITHOUT_STEPS = frozenset({'start', 'compile', 'rollout', 'evaluation', 'checkpoint', 'restore'})
+
+
+class Condition(NamedTuple):
+    """State of a run.
+
+    Attributes:
+        state: one of the words above.
+        why: one line; '' where the word says it all.
+        last_sign: time of the newest line that any of its processes wrote; None = there is none.
+    """
+
+    state: str
+    why: str
+    last_sign: float | None
+
+
+def condition(history: History, now: float) -> Condition:
+    """The state of a run at the time `now`, seconds since 1970."""
+    sign = last_sign(history)
+    if not history.begun and not history.alive:
+        return Condition(EMPTY, 'no run has begun here', sign)
+    if ending := _ending(history):
+        return Condition(ENDINGS[ending['kind']], str(ending.get('message', '')), sign)
+    if history.alive is False:
+        return Condition(CRASHED, 'its process is gone, and said nothing of its end', sign)
+    beats = history.beats.get(0, [])
+    stepped = _has_stepped(history)
+    going = Condition(RUNNING if stepped else STARTING, '', sign)
+    if sign is None:
+        return going
+    patience = _patience(history)
+    if now - sign > patience:
+        return Condition(STALLED, f'no sign of it for {now - sign:.0f} s', sign)
+    progress = _last_progress(history)
+    doing = _doing(beats)
+    if stepped and progress is not None and doing not in WITHOUT_STEPS and now - progress > patience:
+        at = f', it is at {doing.replace("_", " ")}' if doing else ''
+        return Condition(STALLED, f'no step for {now - progress:.0f} s{at}', sign)
+    return going
+
+
+def last_sign(history: History) -> float | None:
+    """Time of the newest line that any process of a run wrote; None where there is none."""
+    files = [history.metrics, history.events, *history.beats.values(), *history.devices.values()]
+    return max((time for lines in files for line in lines[-1:] if (time := _number(line, 'time'))), default=None)
+
+
+def _ending(history: History) -> dict[str, Any] | None:
+    """The event that ended the newest life; None where it has not ended, or not in words."""
+    life = max((_number(beats[-1], 'life') or 0 for beats in history.beats.values()), default=0)
+    for event in reversed(history.events):
+        # A life has a line in the ledger before it has an event.
+        if _kind(event) == 'started' or (_number(event, 'life') or life) < life:
+            return None
+        if _kind(event) in ENDINGS:
+            return event
+    return None
+
+
+def _has_stepped(history: History) -> bool:
+    """Whether the newest life has done a step."""
+    beats = history.beats.get(0)
+    if not beats:
+        return bool(history.metrics)
+    own = [beat for beat in beats if beat.get('life') == beats[-1].get('life')]
+    if any(_number(beat, 'step') not in (None, _number(beat, 'start_step')) for beat in own):
+        return True
+    began = _number(own[0], 'began') or 0.0
+    return any((_number(line, 'time') or 0.0) > began for line in history.metrics[-1:])
+
+
+def _patience(history: History) -> float:
+    """Seconds without a sign, or without a step, after which something is wrong."""
+    steps = (_number(line, 'perf/step_seconds') for line in reversed(history.metrics))
+    step_seconds = next((seconds for seconds in steps if seconds), 0.0)
+    patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * step_seconds)
+    # How often lines come depends on the config, which may be of another version, or not be there.
+    times = [_number(line, 'time') for line in (history.beats.get(0) or history.metrics)[-2:]]
+    if len(times) == 2 and times[0] and times[1]:
+        patience = max(patience, PATIENCE_LINES * (times[1] - times[0]))
+    return patience + (MIRROR_SECONDS if is_url(history.workdir) else 0.0)
+
+
+def _last_progress(history: History) -> float | None:
+    """When a step was last seen to be done."""
+    events = [event for event in history.events if _kind(event) in PROGRESS]
+    times = [_number(line, 'time') for line in (*history.metrics[-1:], *events[-1:])]
+    beats = history.beats.get(0, [])
+    times += [_number(beat, 'time') for old, beat in itertools.pairwise(beats) if beat.get('step') != old.get('step')]
+    return max((time for time in times if time), default=None)
+
+
+def _doing(beats: list[dict[str, Any]]) -> str:
+    """Where most of the time between the last two beats went; '' where that is not known."""
+    if len(beats) < 2 or beats[-1].get('life') != beats[-2].get('life'):
+        return ''
+    before, after = (beat.get('seconds') for beat in beats[-2:])
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return ''
+    grown = {name: (_number(after, name) or 0.0) - (_number(before, name) or 0.0) for name in after}
+    return max(grown, key=lambda name: grown[name], default='')
+
+
+def _kind(event: dict[str, Any]) -> str:
+    return str(event.get('kind', ''))
+
+
+def _number(line: dict[str, Any], key: str) -> float | None:
+    """A finite number; None where there is none, whatever a killed or foreign writer may have left."""
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        return None
+    return float(value)

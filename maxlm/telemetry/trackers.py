@@ -1,0 +1,66 @@
+"""What looks on while a run runs: trackers, readings of the machine, a profile. None of it changes the run."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import jax
+
+from maxlm.config.schema import Config
+from maxlm.config.schema_logging import ProfileConfig
+from maxlm.hardware.device_stats import Accelerators, local_devices
+from maxlm.log import logger
+from maxlm.telemetry.device_monitor import DeviceReadings
+from maxlm.telemetry.metrics import Tracker
+from maxlm.telemetry.profiler import Profile
+from maxlm.telemetry.tensorboard import TensorBoard
+from maxlm.telemetry.wandb import WeightsAndBiases
+
+
+class Observers:
+    """Those that a config asks for, open until `stack` closes them.
+
+    Attributes:
+        trackers: of metrics; of several processes the first alone has any.
+        readings: of the machine of each process.
+        profile: by the first process.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, config: Config, *, workdir: Path, life: int):
+        """
+        Raises:
+            InputError: a package is missing that a tracker needs.
+        """
+        process = jax.process_index()
+        self.trackers = [] if process else _open_trackers(config, workdir, stack)
+        self.readings = stack.enter_context(
+            DeviceReadings(
+                workdir,
+                seconds=config.metrics.devices_seconds,
+                life=life,
+                process=process,
+                accelerators=Accelerators(local_devices()).read,
+            )
+        )
+        # The others compute the same.
+        self.profile = Profile(ProfileConfig() if process else config.profile, workdir)
+        stack.callback(self.profile.close)
+
+
+def _open_trackers(config: Config, workdir: Path, stack: contextlib.ExitStack) -> list[Tracker]:
+    trackers: list[Tracker] = []
+    if config.metrics.tensorboard:
+        trackers.append(TensorBoard(workdir / 'tensorboard', config))
+    if config.metrics.wandb:
+        trackers.append(WeightsAndBiases(workdir, config))
+    for tracker in trackers:
+        stack.callback(_close, tracker)
+    return trackers
+
+
+def _close(tracker: Tracker) -> None:
+    try:
+        tracker.close()
+    except Exception as error:
+        logger.warning(f'{type(tracker).__name__}: its end could not be written ({type(error).__name__}: {error})')

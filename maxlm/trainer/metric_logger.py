@@ -1,0 +1,203 @@
+"""Reports on steps while the device already works on the next one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from tqdm import tqdm
+
+from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.log import logger
+from maxlm.telemetry.cost import cost_text
+from maxlm.telemetry.metrics import MetricWriter, perplexity
+from maxlm.trainer.evaluator import Evaluation
+from maxlm.trainer.samples import Sample
+from maxlm.trainer.source_metrics import Sources
+from maxlm.trainer.throughput import Pace
+from maxlm.training.objectives import part_names
+from maxlm.training.run_control import BadSteps
+
+
+class _Pending(NamedTuple):
+    step: int
+    metrics: dict[str, jax.Array]
+    data_wait: float
+
+
+class Reporter:
+    """Reads the metrics of a step one step late, and hands them to the log, the bar and the files.
+
+    Reading step n waits for it; by then step n + 1 is in the device's queue, so the device never waits for Python.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        pace: Pace,
+        bar: tqdm,
+        windows_per_epoch: int,
+        sources: Sources,
+        warn: Callable[[str], None] = logger.warning,
+        costs: Callable[[int, int | None], dict[str, float]] = lambda step, num_steps: {},
+        devices: Callable[[], dict[str, float]] = dict,
+    ):
+        """`warn` is told of steps left out; `costs` is `Diary.metrics`, `devices` that of `DeviceReadings`."""
+        self._config = config
+        self._writer: MetricWriter | None = None
+        self._pace = pace
+        self._bar = bar
+        self._windows_per_epoch = windows_per_epoch
+        self._sources = sources
+        self._warn, self._costs, self._devices = warn, costs, devices
+        self._pending: _Pending | None = None
+        self._skipped = 0
+        # The last that is done.
+        self.step = 0
+        self.best_loss = math.inf
+        self.bad_steps = BadSteps()
+        self.last_loss = math.nan
+        # The loss of the last step, and the parameters after it.
+        self.is_finite = True
+        self.validation_loss: float | None = None
+
+    @property
+    def running(self) -> jax.Array | None:
+        """A result of the step that was dispatched last; None if that is reported on already."""
+        return self._pending.metrics['loss'] if self._pending else None
+
+    def submit(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> None:
+        """Step number `step` (1 is the first) has been dispatched; reports on the one before."""
+        self.flush()
+        self._pending = _Pending(step, metrics, data_wait)
+
+    def flush(self) -> None:
+        """Waits for the step dispatched last and reports on it."""
+        if self._pending is None:
+            return
+        step, device_metrics, data_wait = self._pending
+        self._pending = None
+        values: dict[str, Any] = jax.device_get(device_metrics)
+        self.step = step
+        self._pace.step_done(data_wait)
+        self._bar.update()
+        self._count_skips(step, values)
+        self.last_loss = float(values['loss'])
+        self.is_finite = math.isfinite(self.last_loss) and math.isfinite(values['param_norm'])
+        if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
+            self._report(step, values)
+
+    def evaluated(self, step: int, result: Evaluation) -> str:
+        """The result on the validation split after `step`; returns it in words."""
+        self.validation_loss = result.loss
+        by_source = self._sources.evaluation_metrics(result.source_losses, result.source_tokens)
+        self._write(step, {**{f'eval/{name}': value for name, value in result.told.items()}, **by_source})
+        text = 'validation ' + '  '.join(f'{name.replace("_", " ")} {value:.4f}' for name, value in result.told.items())
+        logger.info(f'step {step:>7}  {text}')
+        return text
+
+    def wrote(self, step: int, metrics: dict[str, float], text: str) -> None:
+        """Numbers beside those of a step: what the model wrote to learn from before it, tasks after it."""
+        self._write(step, metrics)
+        logger.info(f'step {step:>7}  {text}')
+
+    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
+        """What the model wrote after `step`."""
+        for sample in samples:
+            logger.info(f'step {step:>7}  {sample}')
+        if self._writer:
+            self._writer.write_samples(step, time.time(), samples)
+
+    def change_config(self, config: Config) -> None:
+        """The run has decided on another length or other learning rates."""
+        self._config = config
+        self._bar.total = config.train.num_steps
+        self._bar.refresh()
+
+    def begin(self, step: int, *, writer: MetricWriter | None, skipped: int, best_loss: float) -> None:
+        """The run goes on from `step`. What was dispatched before is not reported on any more.
+
+        Args:
+            step: number of the last step that is done.
+            writer: of metrics; None on all processes but one.
+            skipped: steps until then that were left out.
+            best_loss: of the training until then.
+        """
+        self._pending = None
+        self.step = step
+        self._writer = writer
+        self._skipped = skipped
+        self.best_loss = best_loss
+        self.bad_steps = BadSteps()
+        self._bar.n = step
+        self._bar.refresh()
+
+    def _count_skips(self, step: int, values: dict[str, Any]) -> None:
+        if values.get('overflow', False):
+            # The next one has a lower scale: no sign that the run diverges.
+            self._skipped += 1
+            logger.info(f'step {step:>7}  left out: its gradient overflowed, the loss scale is halved')
+            return
+        if not values['skipped']:
+            self.bad_steps = BadSteps()
+            return
+        first, _, in_a_row = self.bad_steps
+        self.bad_steps = BadSteps(first or step, step, in_a_row + 1)
+        self._skipped += 1
+        why = 'its loss or gradient is not finite'
+        if values.get('spike', False):
+            why = f'loss {values["loss"]:.4f} or gradient norm {values["grad_norm"]:.3f} is far above those before'
+        self._warn(f'step {step:>7}  left out: {why} ({self._skipped} so far)')
+
+    def _report(self, step: int, values: dict[str, Any]) -> None:
+        sequences = step * self._config.train.global_batch
+        perf = self._pace.read_interval()
+        loss = float(values['loss'])
+        # A NaN is never the lower one.
+        self.best_loss = min(self.best_loss, loss)
+        memory = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
+        if memory:
+            perf['perf/device_memory_gib'] = memory / 2**30
+        num_steps = self._config.train.num_steps
+        costs = self._costs(step, None if num_steps == UNDECIDED_STEPS else num_steps)
+        by_source: dict[str, float] = {}
+        if 'source_loss' in values:
+            by_source = self._sources.training_metrics(sequences, values['source_loss'], values['source_tokens'])
+        self._write(
+            step,
+            {
+                'train/loss': loss,
+                'train/best_loss': self.best_loss,
+                **({'train/perplexity': perplexity(loss)} if self._config.train.objective == 'next_token' else {}),
+                **{f'train/{name}': float(values[name]) for name in part_names(self._config)},
+                **({'train/loss_scale': float(values['loss_scale'])} if 'loss_scale' in values else {}),
+                'train/learning_rate': float(values['learning_rate']),
+                'train/grad_norm': float(values['grad_norm']),
+                'train/param_norm': float(values['param_norm']),
+                'train/tokens': float(sequences * self._config.data.window),
+                'train/epoch': sequences / self._windows_per_epoch,
+                'train/skipped': float(self._skipped),
+                'data/window': float(self._config.context_at(step - 1)),
+                **by_source,
+                **perf,
+                **costs,
+                **self._devices(),
+            },
+        )
+        mfu = f'  MFU {perf["perf/mfu"]:.1%}' if 'perf/mfu' in perf else ''
+        cost = f'  {text}' if (text := cost_text(costs)) else ''
+        logger.info(
+            f'step {step:>7}  loss {loss:.4f}  best {self.best_loss:.4f}  lr {values["learning_rate"]:.2e}  '
+            f'grad norm {values["grad_norm"]:.3f}  {1 / perf["perf/step_seconds"]:.3g} steps/s  '
+            f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}  '
+            f'data wait {perf["perf/data_wait_seconds"] * 1e3:.1f} ms{cost}'
+        )
+        self._bar.set_postfix_str(f'loss {loss:.3f}{mfu}')
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        if self._writer:
+            self._writer.write(step, time.time(), values)

@@ -1,0 +1,316 @@
+"""What GRPO learns from: responses that the model itself writes to prompts, judged by a reward.
+
+Before every so many steps the model as it is answers some prompts, each several times. The steps learn from all of
+these responses, `grpo.epochs` times over. Which prompts, which draws and which order follow from seeds and the number
+of the step, so a run that goes on from a checkpoint has the same ones again.
+
+Shapes: N responses of a rollout, those to one prompt one after the other; T length, R tokens of a response at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxlm.config.schema import Config
+from maxlm.data.loader.shuffle import VERSION
+from maxlm.data.loader.windows import Batch
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.inference.rollout_generator import Responses, Sampler
+from maxlm.parallel.layout import Layout
+from maxlm.rewards.prompts import Prompts
+from maxlm.rewards.rewards import Task
+from maxlm.rewards.scorer import Scorer, accuracy, mean_pass_at_k
+from maxlm.trainer.batch_source import Written
+from maxlm.trainer.evaluator import Evaluation
+from maxlm.trainer.samples import Sample
+from maxlm.trainer.source_metrics import NoSources, Sources
+from maxlm.training.losses.grpo import advantages, token_weights
+from maxlm.training.run_control import Decisions
+from maxlm.training.state import Params, TrainState, evaluated_params
+
+# Responses of a rollout that are shown.
+SHOWN = 2
+
+
+class RolloutFeed:
+    """See `maxlm.trainer.batch_source.Feed`."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prompts: Prompts,
+        eval_prompts: Prompts | None,
+        scorer: Scorer,
+        tokenizer_path: Path,
+        ends: Sequence[int],
+    ):
+        """
+        Args:
+            config: of the run; it need not be resolved.
+            prompts: to learn from.
+            eval_prompts: to evaluate on, where eval.every says so.
+            scorer: by grpo.reward, and by grpo.eval_reward too where there is one.
+            tokenizer_path: of the model.
+            ends: ids that end a response.
+        """
+        self._config, self._grpo = config, config.grpo
+        self._prompts, self._eval_prompts = prompts, eval_prompts
+        self._scorer = scorer
+        self.tokenizer_path = tokenizer_path
+        self._tokenizer = Tokenizer.load(tokenizer_path)
+        self._ends = tuple(ends)
+        self.windows_per_epoch = prompts.num * self._grpo.samples * self._grpo.epochs
+        self._batches: deque[Batch] = deque()
+        self._layout: Layout | None = None
+        self._sampler: Sampler | None = None
+        self._samples: list[Sample] = []
+
+    def fingerprint(self, global_batch: int) -> dict[str, Any]:
+        """See `Feed`."""
+        names = ('samples', 'prompts_per_rollout', 'max_tokens', 'epochs', 'reward')
+        return {
+            'prompts': self._prompts.fingerprint,
+            **{f'grpo.{name}': getattr(self._grpo, name) for name in names},
+            'window': self._config.data.window,
+            'seed': self._config.data.seed,
+            'global_batch': global_batch,
+            'order': VERSION,
+        }
+
+    def facts(self, global_batch: int) -> dict[str, Any]:
+        """See `Feed`."""
+        tokens = sum(map(len, self._prompts.ids))
+        source = {'name': self._prompts.path, 'prompts': self._prompts.num, 'tokens': tokens, 'weight': 1.0}
+        return {**self.fingerprint(global_batch), 'sources': [source]}
+
+    def open(self, config: Config, layout: Layout) -> None:
+        """See `Feed`."""
+        self._config, self._layout = config, layout
+        updates = self.updates
+        if config.eval.every % updates:
+            raise InputError(
+                f'eval.every={config.eval.every}: the model learns from the same responses in {updates} steps, and is '
+                f'evaluated between such; set it to a multiple of {updates}'
+            )
+        self._sampler = Sampler(
+            config,
+            layout,
+            ends=self._ends,
+            max_prompt=config.data.window - self._grpo.max_tokens,
+            max_tokens=self._grpo.max_tokens,
+            gather_once=self._grpo.gather_once,
+        )
+
+    @property
+    def updates(self) -> int:
+        """Steps that learn from the same responses (resolved configs only)."""
+        rows = self._grpo.prompts_per_rollout * self._grpo.samples
+        return self._grpo.epochs * (rows // self._config.train.global_batch)
+
+    @contextlib.contextmanager
+    def batches(
+        self, start: int, config: Config, decisions: Decisions, *, layout: Layout, alarm: Callable[[str], None]
+    ) -> Iterator[Iterator[Batch]]:
+        """See `Feed`."""
+        del start, config, decisions, layout, alarm
+        self._batches.clear()
+
+        def take() -> Iterator[Batch]:
+            while True:
+                yield self._batches.popleft()
+
+        yield take()
+
+    def works_before(self, step: int) -> bool:
+        """See `Feed`."""
+        del step
+        return not self._batches
+
+    def may_pause_after(self, step: int) -> bool:
+        """See `Feed`."""
+        return step % self.updates == 0
+
+    def prepare(self, step: int, state: TrainState) -> Written:
+        """See `Feed`."""
+        config, grpo = self._config, self._grpo
+        sampler, layout = self._made
+        number, done = divmod(step - 1, self.updates)
+        indices = self._prompts.indices(number, grpo.prompts_per_rollout, config.data.seed)
+        rows = len(indices) * grpo.samples
+        began = time.perf_counter()
+        responses = sampler(
+            state.params,
+            [self._prompts.ids[index].tolist() for index in indices],
+            seed=config.train.seed,
+            first_row=number * rows,
+            num_samples=grpo.samples,
+        )
+        drawn = time.perf_counter()
+        each = [index for index in indices for _ in range(grpo.samples)]
+        texts = self._texts(responses)
+        scores = scored_together(self._scorer, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
+        judged = time.perf_counter()
+        rewards_N = scores['']
+        batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
+        local = layout.local_rows(config.train.global_batch)
+        for order in self._orders(number, rows)[done:]:
+            self._batches.append({name: values[order[local]] for name, values in batch.items()})
+        groups = rewards_N.reshape(-1, grpo.samples)
+        metrics = {
+            'rollout/reward': float(rewards_N.mean()),
+            'rollout/reward_deviation': float(groups.std(axis=1).mean()),
+            **{f'rollout/reward/{name}': float(part.mean()) for name, part in scores.items() if name},
+            'rollout/agreeing': float((np.ptp(groups, axis=1) == 0).mean()),
+            'rollout/length': float(responses.num_B.mean()),
+            'rollout/cut_off': 1 - float(responses.ended_B.mean()),
+            'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
+            'rollout/tokens_per_second': responses.drawn / (drawn - began),
+            'rollout/judging_seconds': judged - drawn,
+            'rollout/epoch': (number + 1) * len(indices) / self._prompts.num,
+        }
+        text = (
+            f'{rows} responses to {len(indices)} prompts: reward {metrics["rollout/reward"]:.3f}, '
+            f'{metrics["rollout/agreeing"]:.0%} of the groups agree, {metrics["rollout/length"]:.1f} tokens each, '
+            f'{metrics["rollout/tokens_per_second"]:,.0f} tokens/s'
+        )
+        samples = [
+            Sample(self._asked(self._prompts, each[row]), f'{texts[row]} (reward {rewards_N[row]:.2f})')
+            for row in range(SHOWN)
+        ]
+        return Written(metrics, text, samples)
+
+    def sources(self) -> Sources:
+        """See `Feed`."""
+        return NoSources()
+
+    @property
+    def evaluation_share(self) -> float:
+        """0: lengths by budget, for which it counts, are refused."""
+        return 0.0
+
+    def evaluate(self, state: TrainState) -> Evaluation:
+        """The likeliest response to each prompt, and some that are drawn."""
+        assert self._eval_prompts, 'eval.every is refused without them'
+        sampler, _ = self._made
+        config, grpo, params = self._config, self._grpo, evaluated_params(state)
+        prompts, num = self._eval_prompts, self._eval_prompts.num
+        num = min(grpo.eval_num_prompts or num, num)
+        ids, tasks = [row.tolist() for row in prompts.ids[:num]], prompts.tasks[:num]
+        reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch
+        likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
+        texts = self._texts(likeliest)
+        rewards_N = scored_together(self._scorer, texts, tasks, reward)['']
+        parts = {'accuracy': accuracy(rewards_N), 'length': float(likeliest.num_B.mean())}
+        tokens = likeliest.drawn
+        if samples := grpo.eval_samples:
+            # The same draws at every evaluation: what differs is the model.
+            drawn = sampler(
+                params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
+            )
+            each = [task for task in tasks for _ in range(samples)]
+            rewards_N = scored_together(self._scorer, self._texts(drawn), each, reward)['']
+            parts['mean_accuracy'] = accuracy(rewards_N)
+            parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
+            tokens += drawn.drawn
+        self._samples = [Sample(self._asked(prompts, row), texts[row]) for row in range(min(config.eval.samples, num))]
+        return Evaluation(1 - parts['accuracy'], tokens, [], [], parts)
+
+    def sample(self, params: Params) -> list[Sample]:
+        """Of the evaluation that was just made."""
+        del params
+        return self._samples
+
+    def at_end(self) -> str:
+        """Nothing."""
+        return ''
+
+    @property
+    def _made(self) -> tuple[Sampler, Layout]:
+        """What `open` makes."""
+        assert self._sampler is not None
+        assert self._layout is not None
+        return self._sampler, self._layout
+
+    def _asked(self, prompts: Prompts, index: int) -> str:
+        return self._tokenizer.decode(prompts.ids[index].tolist())
+
+    def _texts(self, responses: Responses) -> list[str]:
+        lengths = responses.num_B - responses.ended_B
+        return [
+            self._tokenizer.decode(row[:length].tolist())
+            for row, length in zip(responses.tokens_BR, lengths, strict=True)
+        ]
+
+    def _orders(self, number: int, rows: int) -> list[np.ndarray]:
+        """The rows of each step that learns from a rollout."""
+        orders = []
+        for epoch in range(self._grpo.epochs):
+            shuffled = np.random.default_rng([self._config.data.seed, number, epoch]).permutation(rows)
+            orders += list(shuffled.reshape(-1, self._config.train.global_batch))
+        return orders
+
+
+def response_batch(
+    config: Config,
+    prompts: Sequence[np.ndarray],
+    responses: Responses,
+    rewards_N: np.ndarray,
+) -> Batch:
+    """Responses as rows to learn from: each its prompt and its response, arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
+
+    Args:
+        config: with data.window T and the section grpo.
+        prompts: token ids before each response.
+        responses: N of them.
+        rewards_N: of each response; a group whose rewards are all the same has weight 0.
+    """
+    advantages_N = advantages(rewards_N, config.grpo)
+    T, N = config.data.window, len(prompts)
+    batch: Batch = {name: np.zeros((N, T), np.int32) for name in ('tokens', 'targets', 'segments', 'positions')}
+    batch |= {name: np.zeros((N, T), np.float32) for name in ('predicted', 'old_log_probs', 'advantages')}
+    for row, prompt in enumerate(prompts):
+        num, start = int(responses.num_B[row]), len(prompt)
+        ids = np.concatenate([prompt.astype(np.int32), responses.tokens_BR[row, :num]])
+        length = len(ids) - 1
+        batch['tokens'][row, :length], batch['targets'][row, :length] = ids[:-1], ids[1:]
+        batch['segments'][row, :length] = 1
+        batch['positions'][row, :length] = np.arange(length)
+        # The last token of the prompt predicts the first of the response.
+        predicts = slice(start - 1, start - 1 + num)
+        batch['predicted'][row, predicts] = 1
+        batch['old_log_probs'][row, predicts] = responses.log_probs_BR[row, :num]
+        batch['advantages'][row, predicts] = advantages_N[row]
+    groups = rewards_N.reshape(-1, config.grpo.samples)
+    active_N = np.repeat(np.ptp(groups, axis=1) > 0, config.grpo.samples)
+    batch['weights'] = token_weights(batch['predicted'], active_N, config.grpo)
+    return batch
+
+
+def scored_together(scorer: Scorer, texts: Sequence[str], tasks: Sequence[Task], reward: str) -> dict[str, np.ndarray]:
+    """Rewards float32 [N] under '', and those of its parts by name; the same for all processes.
+
+    Each process judges its own share: programs that take long may be judged otherwise a second time.
+    """
+    processes, process = jax.process_count(), jax.process_index()
+    share = -(-len(texts) // processes)
+    mine = slice(process * share, (process + 1) * share)
+    scores = scorer.score(texts[mine], tasks[mine], reward=reward)
+    found = {'': scores.rewards, **scores.parts}
+    if processes == 1:
+        return found
+    padded = {name: np.pad(values, (0, share - len(values))) for name, values in found.items()}
+    gathered = multihost_utils.process_allgather(padded, tiled=True)
+    return {name: np.asarray(values)[: len(texts)] for name, values in gathered.items()}

@@ -1,0 +1,212 @@
+"""Where a run lives: its directory, held by this run alone, its copy in a bucket, and whoever hears of trouble."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+
+from maxlm.checkpoint.fetch import THREADS, fetch_step
+from maxlm.checkpoint.listing import inventory, select
+from maxlm.checkpoint.manager import saved_steps
+from maxlm.config.loading import from_json
+from maxlm.config.schema import CheckpointConfig, Config
+from maxlm.errors import EXIT_FAILED, InputError
+from maxlm.log import Console, logger
+from maxlm.runtime.barrier import Together, is_shared
+from maxlm.runtime.heartbeat import Peers
+from maxlm.storage.filesystem import StorageError, is_url, read_bytes, shown
+from maxlm.storage.regular_files import MAX_TEXT_BYTES
+from maxlm.telemetry.alerts import Alerts
+from maxlm.telemetry.cost import price_of
+from maxlm.telemetry.run_recorder import Diary
+from maxlm.telemetry.timeline import Timeline
+from maxlm.training.retention import SavedStep, reasons_to_keep
+from maxlm.workdir.files import CONFIG, check_same_model, model_difference, open_workdir
+from maxlm.workdir.lock import WorkdirLock
+from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
+
+
+class Home(NamedTuple):
+    """What is open as long as a run runs.
+
+    Attributes:
+        workdir: the local directory: config, metrics, log.
+        checkpoints: what `Checkpoints` takes as workdir: the same, or a bucket's.
+        alerts: for people.
+        diary: what the run writes about itself.
+    """
+
+    workdir: Path
+    checkpoints: Any
+    alerts: Alerts
+    diary: Diary
+
+
+@contextlib.contextmanager
+def open_home(
+    given: str,
+    config: Config,
+    peers: Peers,
+    timeline: Timeline,
+    *,
+    resume: str = '',
+    at_end: Callable[[Path], None] = lambda workdir: None,
+) -> Iterator[Home]:
+    """Opens the workdir of a run; all processes together, of which the first does what is to be done once.
+
+    Args:
+        given: the workdir as the command has it: a directory or a URL.
+        config: resolved.
+        peers: the other processes.
+        timeline: of this process.
+        resume: checkpoint to go on from where the workdir has none; '' = none.
+        at_end: is given the local directory when a run that has begun has written all that it writes. It must not
+            raise.
+
+    Raises:
+        InputError: the workdir cannot be used, is in use, or holds a run of another model; `resume` cannot be had.
+        UnreachableError: the bucket does not answer.
+    """
+    process = jax.process_index()
+    diary: Diary | None = None
+
+    def warn(line: str) -> None:
+        alerts.send('storage', line)
+
+    def record(kind: str, message: str) -> None:
+        if diary:
+            diary.alert(kind, message)
+
+    def lost(reason: str) -> NoReturn:
+        # Who has lost the workdir must not write there any more.
+        peers.on_leave = lambda code, reason: None
+        peers.leave(EXIT_FAILED, reason)
+
+    if resume and process == 0 and not (is_url(given) or config.checkpoint.mirror or saved_steps(Path(given))):
+        # Before the workdir exists: a refused start leaves nothing.
+        check_resume(resume, config)
+    with contextlib.ExitStack() as stack:
+        storage = open_run_storage(
+            given,
+            mirror=config.checkpoint.mirror,
+            cache=config.data.cache,
+            process=process,
+            warn=warn,
+            surplus=partial(_surplus, given if is_url(given) else config.checkpoint.mirror, config.checkpoint),
+        )
+        alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, record=record)
+        if process == 0:
+            open_workdir(storage.workdir)
+        if given.startswith(f'{MIRRORED}://'):
+            _check_shared(given, storage.workdir)
+        if process == 0:
+            stack.enter_context(WorkdirLock(storage.workdir, on_lost=lost))
+        stack.enter_context(Console(storage.workdir, process=process))
+        checkpoints = storage.checkpoint_directory.parent
+        if process == 0:
+            with timeline.phase('restore'):
+                storage.fetch()
+                if resume:
+                    _resume(resume, checkpoints, storage.workdir, config)
+            check_same_model(storage.workdir, config)
+        peers.meet('home')
+        diary = _open_diary(storage.workdir, config, timeline)
+        # The diary's last lines, and what is made of them, come after all else that is uploaded.
+        stack.callback(_finish, storage, diary, at_end if process == 0 else None)
+        stack.enter_context(diary)
+        peers.on_leave = diary.leave
+        stack.enter_context(alerts)
+        storage.start()
+        stack.callback(_close, storage, timeline)
+        yield Home(storage.workdir, checkpoints, alerts, diary)
+
+
+def _check_shared(given: str, workdir: Path) -> None:
+    """Several processes write one checkpoint together into the directory that is uploaded."""
+    together = Together()
+    # Nobody looks before it is made.
+    together.meet()
+    if not is_shared(workdir):
+        raise InputError(
+            f'--workdir={given}: {workdir} is not the same directory for all processes; set data.cache to a directory '
+            f'that all machines share, or give --workdir=gs://…'
+        )
+
+
+def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> Diary:
+    process, together = jax.process_index(), Together()
+    if process:
+        # In the cache of another machine nobody has made it. What cannot be written is said later.
+        with contextlib.suppress(OSError):
+            workdir.mkdir(parents=True, exist_ok=True)
+    return Diary(
+        workdir,
+        timeline,
+        beat_seconds=config.metrics.ledger_seconds,
+        num_devices=jax.device_count(),
+        price=price_of(config, jax.local_devices()[0].device_kind),
+        process=process,
+        alone=together.count == 1,
+        agree=lambda life: int(together.from_first(str(life))),
+    )
+
+
+def _finish(storage: RunStorage, diary: Diary, at_end: Callable[[Path], None] | None) -> None:
+    if at_end and diary.has_begun:
+        at_end(storage.workdir)
+    storage.upload_last_files()
+
+
+def _close(storage: RunStorage, timeline: Timeline) -> None:
+    with timeline.phase('checkpoint'):
+        storage.close()
+
+
+def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
+    """Which steps of a copy no rule keeps: those that lives on other machines have left there."""
+    saved = [SavedStep(one.step, one.validation_loss) for one in inventory(url)]
+    kept = reasons_to_keep(
+        saved, keep_last=config.keep_last, keep_best=config.keep_best, permanent_every=config.permanent_every
+    )
+    # What cannot be judged stays.
+    return [step for step in steps if kept.get(step) == ()]
+
+
+def check_resume(name: str, config: Config) -> None:
+    """Compares the model of the checkpoint that a new run continues from with that of its config.
+
+    Raises:
+        InputError: the checkpoint does not exist, or is of another model.
+    """
+    source = select(name).workdir
+    try:
+        old = from_json(read_bytes(f'{source}/{CONFIG}', limit=MAX_TEXT_BYTES).decode())
+    except (StorageError, ValueError):
+        # Imports have none. Then the shapes of the parameters are compared.
+        return
+    if found := model_difference(old, config):
+        key, before, now = found
+        raise InputError(
+            f'--resume={shown(name)} has {key}={before}, the config has {now}; set {key}={before}, or resume from a '
+            f'run of the same model'
+        )
+
+
+def _resume(name: str, checkpoints: Any, workdir: Path, config: Config) -> None:
+    if saved_steps(checkpoints):
+        logger.info(f'--resume={name}: the workdir has checkpoints of its own, from which it goes on')
+        return
+    if is_url(str(checkpoints)):
+        raise InputError(
+            f'--resume={name}: only into a directory; give one as --workdir, and the bucket as checkpoint.mirror'
+        )
+    check_resume(name, config)
+    found = fetch_step(name, workdir, weights_only=False, threads=THREADS, show=True)
+    if found.damages:
+        raise InputError(f'--resume={name}: {found.damages[0]}')
+    logger.info(f'fetched {name}: {found.num_checksums} checksums compared')

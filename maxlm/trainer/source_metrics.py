@@ -1,0 +1,93 @@
+"""What is told about the sources of the data: shares, epochs, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from maxlm.data.loader.dataset import Corpus
+from maxlm.log import logger
+from maxlm.trainer.evaluator import means
+
+
+class Sources(Protocol):
+    """What is told about the sources of a run's rows."""
+
+    def log_start(self, num_windows: int) -> None:
+        """Says what a run of `num_windows` windows will make of its weighted sources."""
+
+    def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+        """Metrics of a step by source, after `num_windows` windows in all; a source without a token has no loss."""
+
+    def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
+        """Metrics of an evaluation by source."""
+
+
+class NoSources:
+    """Of rows that are not from sources."""
+
+    def log_start(self, num_windows: int) -> None:
+        """There is nothing to say."""
+
+    def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+        """None."""
+        del num_windows, losses, tokens
+        return {}
+
+    def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
+        """None."""
+        del losses, tokens
+        return {}
+
+
+class SourceReport:
+    """The metrics and log lines of a run's sources; of a single source there is nothing to tell."""
+
+    def __init__(self, corpus: Corpus):
+        self._names = corpus.names
+        self._all = [source.name for source in corpus.sources]
+        self._weighted = bool(corpus.data.sources)
+        self._mixture = corpus.mixture
+        self._windows = [len(source.windows('train', corpus.data)) for source in corpus.sources]
+        self._warn_epochs = corpus.data.warn_epochs
+
+    def log_start(self, num_windows: int) -> None:
+        """Says what a run of `num_windows` windows will make of its weighted sources."""
+        if not self._weighted:
+            return
+        served = self._mixture.served(num_windows)
+        facts = zip(self._all, self._mixture.shares, served, self._windows, strict=True)
+        for name, share, rows, windows in facts:
+            epochs = rows / windows
+            logger.info(
+                f'source {name}: share {share:.2%} as asked, {rows / num_windows:.2%} as served; '
+                f'{windows:,} windows, {epochs:.3g} epochs in this run'
+            )
+            if epochs > self._warn_epochs:
+                logger.warning(
+                    f'source {name} is repeated {epochs:.1f} times, more than data.warn_epochs={self._warn_epochs:g}: '
+                    f'the model may learn it by heart; lower its weight or give it more text'
+                )
+
+    def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+        """Metrics of a step by source, after `num_windows` windows in all; a source without a token has no loss."""
+        metrics = self._told('train', means(losses, tokens), tokens)
+        if self._weighted:
+            served = self._mixture.served(num_windows)
+            for name, rows, windows in zip(self._names, served, self._windows, strict=True):
+                metrics[f'data/share/{name}'] = rows / num_windows
+                metrics[f'data/epoch/{name}'] = rows / windows
+        return metrics
+
+    def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
+        """Metrics of an evaluation by source."""
+        return self._told('eval', losses, tokens)
+
+    def _told(self, prefix: str, losses: Sequence[float], tokens: Sequence[float] | np.ndarray) -> dict[str, float]:
+        counted = [row for row in zip(self._names, losses, tokens, strict=True) if row[2]]
+        return {
+            **{f'{prefix}/loss/{name}': loss for name, loss, _ in counted},
+            **{f'{prefix}/tokens/{name}': float(count) for name, _, count in counted},
+        }

@@ -1,0 +1,194 @@
+"""One step after the other: the program of each, its batch, and what is looked at on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from maxlm.config.schema import Config
+from maxlm.data.loader.windows import Batch
+from maxlm.log import logger
+from maxlm.planning.compiled.compile import CompiledStep, compile_train_step
+from maxlm.planning.estimate.flops import step_flops
+from maxlm.runtime.watchdog import Watchdog
+from maxlm.telemetry.profiler import Profile
+from maxlm.telemetry.run_recorder import Diary
+from maxlm.telemetry.timeline import Timeline
+from maxlm.trainer.batch_source import Feed
+from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.preflight import Ready
+from maxlm.trainer.throughput import Pace
+from maxlm.training.run_control import Decisions, decided, with_rates
+from maxlm.training.state import TrainState
+
+# Fetching a batch that is ready takes less.
+_LATE_SECONDS = 1e-3
+_CLOSE_SECONDS = 5.0
+
+# A jax.Array, whose types leave out `is_ready`.
+Running = Any
+
+
+class DataWait:
+    """While entered, takes batches from an iterator and has a timeline tell what that held up.
+
+    A device that still works on the step before loses nothing by a batch that is late. When it became idle is seen by a
+    thread as long as batches come too late. Otherwise it is let alone: on a CPU, waking it would hold up the steps. The
+    first batch that comes too late finds a step that has just begun, and that takes as long as those before.
+    """
+
+    def __init__(self, timeline: Timeline):
+        self._timeline = timeline
+        self._queue: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
+        # What became ready last, and when.
+        self._ready: tuple[Running | None, float] = None, 0.0
+        self._too_late = False
+        self._asked: float | None = None
+        # From one batch to the next, as long as they came in time.
+        self._steps: deque[float] = deque(maxlen=8)
+        self._thread = threading.Thread(target=self._watch, daemon=True, name='data-wait')
+
+    def __enter__(self) -> DataWait:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._queue.put(None)
+        # Python aborts when it ends while a thread is in JAX. A device that is stuck must not hold up the end for ever.
+        self._thread.join(_CLOSE_SECONDS)
+
+    def take(self, batches: Iterator[Batch], running: Running | None) -> tuple[Batch, float]:
+        """The next batch, and the seconds that it took to come, in which the device may have been busy.
+
+        Args:
+            batches: where it comes from. What that raises is raised here.
+            running: a result of the step that was dispatched last; None = there is none on its way.
+        """
+        asked = self._timeline.now()
+        if self._asked is not None and not self._too_late:
+            self._steps.append(asked - self._asked)
+        self._asked = asked
+        busy = running is not None and not running.is_ready()
+        watched = busy and self._too_late
+        if watched:
+            self._queue.put(running)
+        with self._timeline.phase('data_wait'):
+            batch = next(batches)
+        came = self._timeline.now()
+        idle_since = asked
+        if running is not None and busy:
+            idle_since = self._idle_since(running, asked, came, watched=watched)
+            self._timeline.move(idle_since - asked, 'data_wait', 'step')
+        self._too_late = came - idle_since > _LATE_SECONDS
+        return batch, came - asked
+
+    def _idle_since(self, running: Running, asked: float, came: float, *, watched: bool) -> float:
+        """When a device that was busy had nothing to do any more, at the latest now."""
+        if watched:
+            array, ready = self._ready
+            return min(ready, came) if array is running else came
+        if not running.is_ready():
+            return came
+        return min(asked + min(self._steps, default=0.0), came)
+
+    def _watch(self) -> None:
+        while (array := self._queue.get()) is not None:
+            # Whoever reads the step's metrics hears of what went wrong with it.
+            with contextlib.suppress(Exception):
+                array.block_until_ready()
+            self._ready = array, self._timeline.now()
+
+
+class Stepping:
+    """Takes the steps of a run."""
+
+    def __init__(
+        self,
+        ready: Ready,
+        feed: Feed,
+        *,
+        data_wait: DataWait,
+        diary: Diary,
+        watchdog: Watchdog,
+        profile: Profile,
+        reporter: Reporter,
+        pace: Pace,
+    ):
+        self._config, self._layout, self._abstract, forecast = ready
+        self._program: tuple[Config, CompiledStep | None] = forecast.config, forecast.compiled
+        self._feed, self._data_wait, self._diary, self._timeline = feed, data_wait, diary, diary.timeline
+        self._watchdog, self._profile, self._reporter, self._pace = watchdog, profile, reporter, pace
+
+    def take(
+        self, step: int, state: TrainState, batches: Iterator[Batch], decisions: Decisions, *, connects: bool
+    ) -> TrainState:
+        """The state after the next batch; the first step connects processes, which may take long."""
+        compiled = self._compiled_for(step, decisions)
+        if self._profile.begins(step):
+            self._at_rest(state, partial(self._profile.start, step))
+        if self._feed.works_before(step):
+            self._prepare(step, state)
+        # Shorter sequences are more of them.
+        rows = self._program[0].train.global_batch
+        batch, data_wait = self._data_wait.take(batches, self._reporter.running)
+        # Dispatch may wait for other processes too.
+        with self._watchdog.phase() if connects else self._watchdog.waiting():
+            # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
+            with jax.transfer_guard('disallow'):
+                state, metrics = compiled(state, self._layout.put_batch(batch, rows))
+            if connects:
+                jax.block_until_ready(metrics)
+        with self._watchdog.waiting():
+            self._reporter.submit(step, metrics, data_wait)
+        if self._profile.ends(step):
+            self._at_rest(state, partial(self._profile.stop, step))
+        self._watchdog.step_done()
+        return state
+
+    def _at_rest(self, state: TrainState, act: Callable[[], None]) -> None:
+        """Does something between two steps, when the devices have nothing to do; it counts as no time of a step."""
+        with self._watchdog.waiting():
+            self._reporter.flush()
+            jax.block_until_ready(state)
+        with self._pace.paused('profile'), self._timeline.phase('other'), self._watchdog.phase():
+            act()
+
+    def _prepare(self, step: int, state: TrainState) -> None:
+        """Has the feed make batches from the state."""
+        with self._watchdog.waiting():
+            self._reporter.flush()
+        with self._pace.paused('rollout'), self._timeline.phase('rollout'), self._watchdog.phase():
+            written = self._feed.prepare(step, state)
+        self._reporter.wrote(step, written.metrics, written.text)
+        self._reporter.sampled(step, written.samples)
+
+    def _compiled_for(self, step: int, decisions: Decisions) -> jax.stages.Compiled:
+        """The program of a step: another one after a change of the sequences' length or of the rates."""
+        now = with_rates(self._config, decisions)
+        wanted = now.at_context(now.context_at(step - 1))
+        before, compiled = self._program
+        if compiled is None or wanted != before:
+            # What was dispatched is still of the old one.
+            with self._watchdog.waiting():
+                self._reporter.flush()
+            with self._pace.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
+                compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._feed.names))
+            self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
+            self._pace.change_flops(step_flops(now, wanted.data.window))
+            self._reporter.change_config(decided(self._config, decisions))
+            if wanted.data.window != before.data.window:
+                text = f'sequences of {wanted.data.window} tokens from here on'
+                logger.info(f'step {step:>7}  {text}')
+                self._diary.event('context', text, window=wanted.data.window)
+            self._program = wanted, compiled
+        return compiled.step

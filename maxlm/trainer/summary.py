@@ -1,0 +1,129 @@
+"""What a run says of itself before its first step and after its last."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import socket
+from typing import Any
+
+import jax
+
+from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.hardware.chips import Peak
+from maxlm.hardware.prices import Price
+from maxlm.log import logger
+from maxlm.planning.cost import USUAL_TERMS
+from maxlm.planning.forecast import Forecast
+from maxlm.planning.report import before_a_run, cost_of
+from maxlm.telemetry.cost import HOUR, duration
+from maxlm.telemetry.environment import checkout, command, devices, versions
+from maxlm.trainer.batch_source import Feed
+from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.preflight import Ready
+from maxlm.trainer.throughput import Pace
+from maxlm.training.state import TrainState
+
+
+def headline(config: Config, abstract: TrainState) -> str:
+    """What is run on what."""
+    kind = jax.local_devices()[0].device_kind
+    return f'{_num_parameters(abstract):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
+
+
+def start_facts(ready: Ready, feed: Feed, peak: Peak, price: Price | None) -> dict[str, Any]:
+    """All that is known before the first step, as JSON: what the event `started` has besides its message."""
+    config, _, abstract, forecast = ready
+    target, train = forecast.target, config.train
+    planned = math.isfinite(forecast.time.total)
+    cost = cost_of(forecast, USUAL_TERMS) if planned else None
+    of_all = target.num_devices * price.dollars if price else None
+    return {
+        'host': socket.gethostname(),
+        'pid': os.getpid(),
+        'command': command(),
+        'versions': versions(),
+        'git': checkout(),
+        'devices': devices(),
+        'parameters': _num_parameters(abstract),
+        'mesh': _mesh(config),
+        'peak_tflops': peak.tflops or None,
+        'peak_source': peak.source,
+        'tokens_per_step': train.global_batch * config.data.window,
+        'num_steps': None if train.num_steps == UNDECIDED_STEPS else train.num_steps,
+        'price_per_hour': price.dollars if price else None,
+        'price_source': price.source if price else None,
+        'plan': {
+            'step_seconds': forecast.time.total if planned else None,
+            'tokens_per_second': forecast.tokens_per_second if planned else None,
+            'memory_bytes': forecast.needed,
+            'memory_available_bytes': forecast.available,
+            'hours': cost.hours if cost else None,
+            'dollars': cost.hours * of_all if cost and of_all is not None else None,
+        },
+        'dataset': feed.facts(train.global_batch),
+    }
+
+
+def log_start(config: Config, abstract: TrainState, forecast: Forecast, *, peak: Peak, price: Price | None) -> None:
+    """Says what is about to run: `peak` is what MFU is divided by, `price` that of a device for an hour, if known."""
+    logger.info(
+        f'{headline(config, abstract)}; '
+        f'step of {config.train.global_batch} × {config.data.window} tokens in {config.accumulation} micro-batch(es) '
+        f'of {config.train.micro_batch} per device; attention kernel {config.model.attention}'
+    )
+    for line in before_a_run(forecast):
+        logger.info(line)
+    if 0 < config.train.num_steps <= config.optimizer.warmup_steps:
+        logger.warning(
+            f'the warm-up ({config.optimizer.warmup_steps} steps) is as long as the run or longer '
+            f'({config.train.num_steps}): the peak learning rate is never reached'
+        )
+    logger.info(f'MFU counts against {peak.tflops:,.3g} TFLOP/s per device ({peak.source})')
+    if price:
+        logger.info(
+            f'a device costs ${price.dollars:g} an hour ({price.source}), all of them '
+            f'${price.dollars * jax.device_count():,.2f}'
+        )
+
+
+def log_end(
+    step: int, why: str, *, feed: Feed, reporter: Reporter, pace: Pace, spent: dict[str, float], seconds: float
+) -> None:
+    """Says what became of a run.
+
+    Args:
+        step: its last.
+        why: it is over.
+        feed, reporter, pace: of the run.
+        spent: `Diary.metrics`.
+        seconds: of this process.
+    """
+    logger.info(f'the run is over: {why}')
+    perf = pace.read_total()
+    mfu = (
+        f', MFU {perf["perf/mfu"]:.1%} counted causally ({perf["perf/mfu_full"]:.1%} with full attention)'
+        if 'perf/mfu' in perf
+        else ''
+    )
+    logger.info(
+        f'done: {step} steps in {datetime.timedelta(seconds=round(seconds))}, '
+        f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
+    )
+    dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
+    logger.info(
+        f'all lives of the run: {duration(spent["cost/hours"] * HOUR)}{dollars}; of the time since the first began '
+        f'{spent["goodput/share"]:.1%} in steps that count'
+    )
+    validation = reporter.validation_loss
+    validation_text = '' if validation is None else f'; validation loss {validation:.3f}'
+    logger.info(f'training loss {reporter.last_loss:.3f}{validation_text}{feed.at_end()}')
+
+
+def _num_parameters(abstract: TrainState) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
+
+
+def _mesh(config: Config) -> str:
+    return ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'

@@ -1,0 +1,109 @@
+"""How fast a run goes: durations on the device's pace, and what follows from them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from maxlm.hardware.chips import Peak
+from maxlm.planning.estimate.flops import TokenFlops
+
+
+class Pace:
+    """Adds up the time that steps took; evaluation, saving and compiling are left out.
+
+    A step counts as done when its metrics have been read, so the durations are the device's, not those of dispatch.
+    """
+
+    def __init__(self, *, tokens_per_step: int, flops: TokenFlops, peak: Peak, num_devices: int):
+        self._tokens_per_step = tokens_per_step
+        self._flops = flops
+        self._peak_flops = peak.tflops * 1e12 * num_devices
+        self._is_peak_wrong = False
+        self._mark = time.perf_counter()
+        self._interval = _Sums()
+        self._total = _Sums()
+        # Seconds of the newest pause of each name.
+        self.pauses: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Call before the first step."""
+        self._mark = time.perf_counter()
+
+    def change_flops(self, flops: TokenFlops) -> None:
+        """The steps that are done from here on have sequences of another length."""
+        self._flops = flops
+
+    def step_done(self, data_wait: float) -> None:
+        """One more step is done; its batch kept it waiting for `data_wait` seconds."""
+        now = time.perf_counter()
+        for sums in (self._interval, self._total):
+            sums.steps += 1
+            sums.seconds += now - self._mark
+            sums.data_wait += data_wait
+            sums.causal_flops += self._tokens_per_step * self._flops.causal
+            sums.full_flops += self._tokens_per_step * self._flops.full
+        self._mark = now
+
+    @contextlib.contextmanager
+    def paused(self, what: str, *, name: str = '') -> Iterator[None]:
+        """What happens inside does not count as time of a step; it is told as `perf/WHAT_seconds`.
+
+        `pauses` has it as `name`, by default `what`.
+        """
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        self._mark += seconds
+        self.pauses[name or what] = seconds
+        for sums in (self._interval, self._total):
+            sums.pauses[what] = sums.pauses.get(what, 0.0) + seconds
+
+    @property
+    def steps(self) -> int:
+        """That were done in this process."""
+        return self._total.steps
+
+    @property
+    def seconds(self) -> float:
+        """That they took."""
+        return self._total.seconds
+
+    def read_interval(self) -> dict[str, float]:
+        """The `perf/…` metrics of the steps since the last call."""
+        sums, self._interval = self._interval, _Sums()
+        return self._metrics(sums)
+
+    def read_total(self) -> dict[str, float]:
+        """The same over all steps of this process."""
+        return self._metrics(self._total)
+
+    def _metrics(self, sums: _Sums) -> dict[str, float]:
+        if not sums.steps:
+            return {}
+        tokens_per_second = sums.steps * self._tokens_per_step / sums.seconds
+        metrics = {
+            'perf/tokens_per_second': tokens_per_second,
+            'perf/step_seconds': sums.seconds / sums.steps,
+            'perf/data_wait_seconds': sums.data_wait / sums.steps,
+            **{f'perf/{what}_seconds': seconds for what, seconds in sums.pauses.items()},
+        }
+        if self._peak_flops:
+            mfu, mfu_full = (flops / sums.seconds / self._peak_flops for flops in (sums.causal_flops, sums.full_flops))
+            # Nothing is faster than its peak: this one was measured on a busy machine, or configured too low.
+            self._is_peak_wrong |= max(mfu, mfu_full) > 1
+            if not self._is_peak_wrong:
+                metrics['perf/mfu'] = mfu
+                metrics['perf/mfu_full'] = mfu_full
+        return metrics
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.data_wait = 0.0
+        self.causal_flops = 0.0
+        self.full_flops = 0.0
+        self.pauses: dict[str, float] = {}

@@ -1,0 +1,103 @@
+"""The head in chunks: logits exist for some positions of each row on each device at a time.
+
+Shapes: B batch, T length, C positions of a chunk, D dim, V vocabulary. R and P: devices that rows and length are split
+over; X chunks; N = positions of a chunk on one device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.parallel.partitioning import Placement
+
+# Names of a chunk's leading axes for the placement: [X, R, P, …] and [R, P, …].
+_PARTS = ('rows', 'length')
+
+
+class Chunks:
+    """How the positions of a batch are cut, and what is done with a chunk."""
+
+    def __init__(self, hidden_BTD: jax.Array, *, placement: Placement, chunk: int, row_groups: int = 1):
+        """
+        Args:
+            hidden_BTD: hidden states that are cut.
+            placement: of the model.
+            chunk: positions of each row whose logits exist at the same time.
+            row_groups: groups that the rows are taken in. Row r is in group r mod row_groups, so that no row changes
+                its device.
+        """
+        B, T, _ = hidden_BTD.shape
+        R, P = (placement.parts(axis) for axis in _PARTS)
+        C = min(chunk, T // P)
+        self._chunks = -(-T // (P * C))
+        self._shape = (R, B // (R * row_groups), row_groups, P, self._chunks, C)
+        self._length = T
+        self._placement = placement
+        self.dtype = hidden_BTD.dtype
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[B, T, …] → [X, R, P, N, …]. Positions that fill the last chunk are 0."""
+        rest = x.shape[2:]
+        R, rows, row_groups, P, chunks, C = self._shape
+        x = x.reshape(R * rows * row_groups, P, self._length // P, *rest)
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * C - self._length // P)] + [(0, 0)] * len(rest))
+        x = jnp.moveaxis(x.reshape(*self._shape, *rest), (2, 4, 0, 3, 1, 5), range(6))
+        x = x.reshape(row_groups * chunks, R, P, -1, *rest)
+        return self._placement.constrain(x, ('micro_batch', *_PARTS, *['activation'] * (x.ndim - 3)))
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """The way back."""
+        rest = x.shape[4:]
+        R, rows, row_groups, P, chunks, C = self._shape
+        x = x.reshape(row_groups, chunks, R, P, rows, C, *rest)
+        x = jnp.moveaxis(x, range(6), (2, 4, 0, 3, 1, 5)).reshape(R * rows * row_groups, P, chunks * C, *rest)
+        return x[:, :, : self._length // P].reshape(-1, self._length, *rest)
+
+    def spread(self, kernel_DV: jax.Array) -> jax.Array:
+        """The kernel on every device, whole but for the vocabulary, which is padded where it does not divide.
+
+        [R, P, D, V] in the type of the hidden states.
+        """
+        R, _, _, P, _, _ = self._shape
+        kernel_DV = self._placement.pad_vocabulary(kernel_DV.astype(self.dtype), ('embed', 'vocab'))
+        whole = self._placement.constrain(kernel_DV, ('activation', 'vocab'))
+        whole = jnp.broadcast_to(whole, (R, P, *whole.shape))
+        return self._placement.constrain(whole, (*_PARTS, 'activation', 'vocab'))
+
+    def logits(self, hidden_RPND: jax.Array, kernel_RPDV: jax.Array) -> jax.Array:
+        """In float32, [R, P, N, V]."""
+        scores = jnp.einsum('RPND,RPDV->RPNV', hidden_RPND, kernel_RPDV, preferred_element_type=jnp.float32)
+        return self._placement.constrain(scores, (*_PARTS, 'activation', 'vocab'))
+
+    def no_gradient(self, kernel_RPDV: jax.Array) -> jax.Array:
+        """What the kernel's gradient is added up in, in float32."""
+        return jnp.zeros(kernel_RPDV.shape, jnp.float32)
+
+    def add_gradient(
+        self, kernel_gradient: jax.Array, hidden_RPND: jax.Array, kernel_RPDV: jax.Array, scores_gradient: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The kernel's gradient with that of a chunk, and the gradient of the chunk's hidden states.
+
+        Gradients of logits are rounded to the type of the hidden states, in which both products with them are done.
+        """
+        gradient = scores_gradient.astype(hidden_RPND.dtype)
+        of_hidden = jnp.einsum('RPNV,RPDV->RPND', gradient, kernel_RPDV)
+        of_hidden = self._placement.constrain(of_hidden, (*_PARTS, 'activation', 'activation'))
+        kernel_gradient += jnp.einsum('RPND,RPNV->RPDV', hidden_RPND, gradient, preferred_element_type=jnp.float32)
+        return self._placement.constrain(kernel_gradient, (*_PARTS, 'activation', 'vocab')), of_hidden
+
+    def sum_gradient(self, kernel_gradient: jax.Array, vocab_size: int) -> jax.Array:
+        """[D, vocab_size]: added up over devices, each of which has that of its own part of the batch."""
+        gradient = self._placement.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
+        return self._placement.cut_vocabulary(gradient, ('embed', 'vocab'), vocab_size)
+
+
+def loop(add: Any, carry: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    """A scan; of one round not as a loop."""
+    if len(inputs[0]) > 1:
+        return jax.lax.scan(add, carry, inputs)
+    carry, outputs = add(carry, tuple(x[0] for x in inputs))
+    return carry, jax.tree.map(lambda x: x[None], outputs)

@@ -1,0 +1,105 @@
+"""Next-token cross-entropy and log Z of the softmax over chunks of the batch, with gradients made on the way forward.
+
+The gradient of a sum is known as soon as its terms are, so each chunk's logits are made once, used for the loss and for
+the gradients, and dropped (the idea of Hsu et al. 2024, "Liger Kernel"). Nothing is computed a second time.
+
+Shapes: B batch, T length, D dim, V vocabulary, and those of `Chunks`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.model.decoder import soft_capped, without_padding
+from maxlm.parallel.partitioning import Placement
+from maxlm.training.losses.chunked_logits import Chunks, loop
+
+
+class Losses(NamedTuple):
+    """Sums over a batch, float32; only `objective` has a gradient."""
+
+    # [] Σ weight · (-log softmax(logits)[target] + z_loss · log² Z), in nats.
+    objective: jax.Array
+    # [B] of each row, Σ weight · -log softmax(logits)[target].
+    loss_B: jax.Array
+    # [B] of each row, Σ weight · log² Z. Z is the softmax's denominator Σ exp(logits).
+    log_z_squared_B: jax.Array
+
+
+def cross_entropy(
+    hidden_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    placement: Placement,
+    chunk: int,
+    z_loss: float = 0.0,
+    logit_softcap: float = 0.0,
+    row_groups: int = 1,
+) -> Losses:
+    """The loss of hidden states, and its gradients by hidden states and kernel.
+
+    Logits, in float32, exist for one chunk at a time: `chunk` positions of each row of a group on each device. The
+    kernel's gradient is added up in float32 by each device for its own part of the batch, and over devices once.
+
+    Args:
+        hidden_BTD: the model's last hidden states, in the type of the computation.
+        kernel_DV: of the head, in float32, as its parameter lies.
+        targets_BT: ids of the tokens to predict.
+        weights_BT: 1 where there is one, else 0.
+        placement, chunk, row_groups: see `Chunks`.
+        z_loss: weight of log² Z, which keeps Z near 1 (Chowdhery et al. 2022, "PaLM").
+        logit_softcap: of the model.
+    """
+    chunks = Chunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
+    vocab_size = kernel_DV.shape[1]
+
+    def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+        scores = without_padding(soft_capped(scores_RPNV, logit_softcap), vocab_size)
+        # A sum over a selection: its gradient is a selection too, where that of an index would be a scatter.
+        is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
+        log_z = jax.nn.logsumexp(scores, axis=-1)
+        loss = weights * (log_z - jnp.where(is_target, scores, 0).sum(-1))
+        log_z_squared = weights * jnp.square(log_z)
+        return (loss + z_loss * log_z_squared if z_loss else loss).sum(), (loss, log_z_squared)
+
+    def total(objectives: jax.Array, sums: tuple[jax.Array, jax.Array]) -> Losses:
+        return Losses(objectives.sum(), *(chunks.join(x).sum(1) for x in sums))
+
+    @jax.custom_vjp
+    def run(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> Losses:
+        kernel_RPDV = chunks.spread(kernel_DV)
+
+        def add(_: None, inputs: tuple[jax.Array, ...]) -> tuple[None, Any]:
+            hidden, targets, weights = inputs
+            return None, losses(chunks.logits(hidden, kernel_RPDV), targets, weights)
+
+        return total(*loop(add, None, tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT))))[1])
+
+    def forward(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> tuple[Losses, Any]:
+        kernel_RPDV = chunks.spread(kernel_DV)
+
+        def add(kernel_gradient: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+            hidden, targets, weights = inputs
+            scores = chunks.logits(hidden, kernel_RPDV)
+            objective, pull_back, sums = jax.vjp(lambda x: losses(x, targets, weights), scores, has_aux=True)
+            (gradient,) = pull_back(jnp.ones((), jnp.float32))
+            kernel_gradient, of_hidden = chunks.add_gradient(kernel_gradient, hidden, kernel_RPDV, gradient)
+            return kernel_gradient, (objective, sums, of_hidden)
+
+        inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT)))
+        kernel_gradient, (objectives, sums, of_hidden) = loop(add, chunks.no_gradient(kernel_RPDV), inputs)
+        return total(objectives, sums), (chunks.join(of_hidden), chunks.sum_gradient(kernel_gradient, vocab_size))
+
+    def backward(residuals: tuple[jax.Array, jax.Array], cotangent: Losses) -> tuple[jax.Array, ...]:
+        # The objective's is a number, the loss scale; the others have no gradient.
+        hidden_gradient, kernel_gradient = residuals
+        return (hidden_gradient * cotangent.objective).astype(hidden_BTD.dtype), kernel_gradient * cotangent.objective
+
+    run.defvjp(forward, backward)
+    found = run(hidden_BTD, kernel_DV)
+    return Losses(found.objective, *map(jax.lax.stop_gradient, found[1:]))

@@ -1,0 +1,1 @@
+"""Optimizers, schedules, and quantized or offloaded state."""

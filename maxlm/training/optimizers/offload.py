@@ -1,0 +1,88 @@
+"""The update of state that lives in host memory: a layer at a time.
+
+Inside of a loop over layers a slice is brought to the device, worked on, and sent back, so that a device holds the
+state of about one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.model.blocks import BLOCKS
+from maxlm.parallel.host_offload import like, on_host, to_device
+
+Tree = Any
+# (gradients, old tree, old tree, …) → the new trees. In each of them there are dicts with the names of all parameters.
+Update = Callable[..., tuple[Tree, ...]]
+
+
+def layer_by_layer(update: Update) -> Update:
+    """The same update, done to what stands outside of the blocks, and then to the blocks one layer after the other.
+
+    What is on the host comes to the device for it, and what takes its place goes back.
+    """
+
+    def streamed(grads: Tree, *old: Tree) -> tuple[Tree, ...]:
+        rest = _only(False, (grads, *old))
+        new_rest = like(rest[1:], update(*to_device(rest)))
+
+        blocks = _only(True, (grads, *old))
+        leaves, treedef = jax.tree.flatten(blocks)
+        is_stacked = _stacked(blocks)
+
+        def update_layer(_: None, layer: list[jax.Array]) -> tuple[None, list[jax.Array]]:
+            slices = iter(layer)
+            one = jax.tree.unflatten(
+                treedef, [next(slices) if stacked else x for x, stacked in zip(leaves, is_stacked, strict=True)]
+            )
+            new = like(one[1:], update(*to_device(one)))
+            return None, [x for x, stacked in zip(jax.tree.leaves(new), _stacked(new), strict=True) if stacked]
+
+        stacks = [x for x, stacked in zip(leaves, is_stacked, strict=True) if stacked]
+        _, new_stacks = jax.lax.scan(update_layer, None, stacks)
+        # Counters, which both have, were counted with the rest.
+        results = iter(new_stacks)
+        leaves, treedef = jax.tree.flatten(blocks[1:])
+        new_blocks = jax.tree.unflatten(
+            treedef, [next(results) if stacked else x for x, stacked in zip(leaves, _stacked(blocks[1:]), strict=True)]
+        )
+
+        def merge(was: Tree, new_rest: Tree, new_blocks: Tree) -> Tree:
+            return {**new_rest, **new_blocks} if _is_params(was) else new_rest
+
+        return jax.tree.map(merge, old, new_rest, new_blocks, is_leaf=_is_params)
+
+    return streamed
+
+
+def norm(tree: Tree) -> jax.Array:
+    """Global norm of the arrays of a tree; stacks of the host come one slice at a time."""
+
+    def squares(x: jax.Array, stacked: bool) -> jax.Array:
+        if stacked and on_host(x):
+            return jax.lax.map(lambda one: jnp.sum(jnp.square(to_device(one))), x).sum()
+        return jnp.sum(jnp.square(to_device(x)))
+
+    return jnp.sqrt(sum(map(squares, jax.tree.leaves(tree), _stacked(tree)), start=jnp.zeros(())))
+
+
+def _is_params(tree: Tree) -> bool:
+    return isinstance(tree, dict) and BLOCKS in tree
+
+
+def _only(of_blocks: bool, tree: Tree) -> Tree:
+    """The tree with the parameters of the blocks alone, or with all others."""
+
+    def select(node: Tree) -> Tree:
+        return {k: v for k, v in node.items() if (k == BLOCKS) == of_blocks} if _is_params(node) else node
+
+    return jax.tree.map(select, tree, is_leaf=_is_params)
+
+
+def _stacked(tree: Tree) -> list[bool]:
+    """Of each leaf, whether it is stacked over layers."""
+    return [BLOCKS in [getattr(key, 'key', None) for key in path] for path, _ in jax.tree.leaves_with_path(tree)]

@@ -1,0 +1,84 @@
+"""Which parameters are trained: all, or those that no pattern freezes; with adapters, these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from maxlm.config.schema import Config
+from maxlm.errors import InputError
+from maxlm.model.layers.lora import LORA_A, LORA_B
+
+Tree = Mapping[str, Any]
+ADAPTERS = (LORA_A, LORA_B)
+
+
+def is_trained(config: Config, name: str) -> bool:
+    """Of a parameter, by its dotted name."""
+    if name.endswith(ADAPTERS) or any(_matches(name, pattern) for pattern in config.optimizer.trained):
+        return True
+    return not config.model.lora_rank and not any(_matches(name, pattern) for pattern in config.optimizer.frozen)
+
+
+def check_patterns(config: Config, names: Iterable[str]) -> None:
+    """Compares the patterns with the names of the model's parameters.
+
+    Raises:
+        InputError: a pattern names nothing, or nothing is left to train.
+    """
+    names = list(names)
+    for key in ('frozen', 'trained'):
+        for pattern in getattr(config.optimizer, key):
+            if not any(_matches(name, pattern) for name in names):
+                raise InputError(f'optimizer.{key}: {pattern!r} names no parameter; there are: {", ".join(names)}')
+    if not any(is_trained(config, name) for name in names):
+        raise InputError(f'optimizer.frozen={config.optimizer.frozen!r} leaves nothing to train')
+
+
+def trained_part(config: Config, params: Tree) -> Any:
+    """The tree of parameters, or of something of each, without what is not trained; itself where everything is."""
+    if _trains_all(config):
+        return params
+
+    def part(tree: Tree, prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in tree.items():
+            name = f'{prefix}{key}'
+            if isinstance(value, Mapping):
+                if inner := part(value, f'{name}.'):
+                    found[key] = inner
+            elif is_trained(config, name):
+                found[key] = value
+        return found
+
+    return part(params, '')
+
+
+def with_trained(params: Tree, trained: Tree) -> Any:
+    """The tree with what `trained` has put in its place."""
+
+    def put(old: Any, new: Any) -> Any:
+        if not isinstance(old, Mapping):
+            return new
+        return {key: put(value, new[key]) if key in new else value for key, value in old.items()}
+
+    return put(params, trained)
+
+
+def dotted_names(params: Tree, prefix: str = '') -> Iterator[str]:
+    """Of all parameters of a tree."""
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            yield from dotted_names(value, f'{prefix}{key}.')
+        else:
+            yield f'{prefix}{key}'
+
+
+def _trains_all(config: Config) -> bool:
+    return not config.model.lora_rank and not config.optimizer.frozen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a parameter, or what it is a part of: `embedding`, `blocks.attention`, `*.bias`."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f'{pattern}.*')

@@ -1,0 +1,1 @@
+"""The files of a run: names, lock, step directories, upload to a bucket."""

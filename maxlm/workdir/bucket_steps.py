@@ -1,0 +1,193 @@
+"""Steps of a run in a bucket: `URL/checkpoints/<step>/…`, complete as soon as its last object is there.
+
+The files of a step come first, then `mirror.json` with their sizes and checksums, then `commit_success.txt`, which is
+also what Orbax knows a complete step of a bucket by. Who deletes a step deletes that object first.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from maxlm.errors import InputError
+from maxlm.storage.bucket import Bucket, Listed, LocalFile, TroubleError
+from maxlm.storage.download import RemoteFile, fetch_file, raise_fault
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.retry import UnreachableError, redact
+from maxlm.workdir.step_dirs import FOLDER, MARKER
+
+MANIFEST = 'mirror.json'
+FORMAT_VERSION = 1
+THREADS = 4
+# What Orbax writes into its markers.
+MARKER_CONTENT = b'Checkpoint commit was successful'
+
+
+def complete_steps(bucket: Bucket) -> list[int]:
+    """The complete steps of a run, oldest first. Raises TroubleError when the bucket does not tell."""
+    return sorted(step for step, names in listed_steps(bucket).items() if MARKER in names)
+
+
+def listed_steps(bucket: Bucket) -> dict[int, set[str]]:
+    """Step → names of its objects, also of steps that are not complete. Raises TroubleError."""
+    steps: dict[int, set[str]] = {}
+    for name in bucket.list(FOLDER):
+        _, step, rest = (*name.split('/', 2), '', '')[:3]
+        if step.isdigit() and rest:
+            steps.setdefault(int(step), set()).add(rest)
+    return steps
+
+
+def upload_step(bucket: Bucket, step: int, files: dict[str, LocalFile], on_bytes: Callable[[int], None]) -> None:
+    """Brings a step into the bucket; what is there of it already, with the same content, is not sent again.
+
+    Args:
+        bucket: of the run.
+        step: its number. Another step of this number that is there stops being complete, and is replaced.
+        files: name within the step → file.
+        on_bytes: is told of progress.
+
+    Raises:
+        TroubleError: it is not complete there; the same call goes on.
+        OSError: a file cannot be read any more.
+    """
+    folder = f'{FOLDER}/{step}'
+    there = _below(bucket, folder)
+    manifest = json.dumps(
+        {'format_version': FORMAT_VERSION, 'files': {name: [f.size, f.sha256] for name, f in sorted(files.items())}}
+    ).encode()
+    if MARKER in there:
+        if MANIFEST in there and bucket.read(f'{folder}/{MANIFEST}') == manifest:
+            return
+        delete_step(bucket, step, there)
+        there = {}
+    markers = {f'{name.partition("/")[0]}/{MARKER}' for name in files if '/' in name} - files.keys()
+    bucket.delete(f'{folder}/{name}' for name in sorted(there.keys() - files.keys() - markers))
+    upload_files(bucket, folder, files, on_bytes)
+    for name in sorted(markers):
+        bucket.put(f'{folder}/{name}', MARKER_CONTENT)
+    bucket.put(f'{folder}/{MANIFEST}', manifest)
+    bucket.put(f'{folder}/{MARKER}', MARKER_CONTENT)
+
+
+def upload_files(
+    bucket: Bucket,
+    folder: str,
+    files: dict[str, LocalFile],
+    on_bytes: Callable[[int], None],
+    *,
+    read_back: bool = False,
+) -> None:
+    """Uploads files to a folder of a bucket and verifies them; those with the same content there are not sent again.
+
+    Args:
+        bucket: of the folder.
+        folder: its name; '' = the bucket's own URL.
+        files: name within the folder → file.
+        on_bytes: is called with the progress.
+        read_back: whether a file is read again when the bucket tells no checksum of it that can be compared.
+
+    Raises:
+        TroubleError: one is not there, or has another content; the same call goes on.
+        OSError: a file cannot be read any more.
+    """
+    prefix = f'{folder}/' if folder else ''
+    there = _below(bucket, folder)
+    missing = {name: file for name, file in files.items() if there.get(name) != Listed(file.size, file.digest)}
+    with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='upload') as pool:
+        puts = [pool.submit(bucket.put_file, prefix + name, f.path, on_bytes) for name, f in missing.items()]
+        try:
+            for put in concurrent.futures.as_completed(puts):
+                put.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    there = _below(bucket, folder)
+    for name, file in files.items():
+        found = there.get(name)
+        same = found is not None and found.size == file.size
+        if same and found != Listed(file.size, file.digest):
+            same = not bucket.tells_md5 and (not read_back or bucket.sha256(prefix + name, file.size) == file.sha256)
+        if not same:
+            raise TroubleError(f'{redact(bucket.url)}/{prefix}{name}: what arrived there is something else')
+
+
+def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -> None:
+    """Deletes a step: from the first request on it is not complete any more. Raises TroubleError."""
+    folder = f'{FOLDER}/{step}'
+    names = _below(bucket, folder) if names is None else names
+    bucket.delete(f'{folder}/{name}' for name in sorted(names, key=lambda name: (name != MARKER, name)))
+
+
+def fetch_step(
+    bucket: Bucket,
+    step: int,
+    folder: Path,
+    *,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    on_fault: Callable[[UnreachableError], None] = raise_fault,
+) -> None:
+    """Fetches a complete step to a local directory, goes on with what is there of it, and checks each file.
+
+    Args:
+        bucket: of the run.
+        step: its number.
+        folder: gets its files; it is the caller's to give it its name when all are there.
+        on_bytes, on_fault: as for `fetch_file`.
+
+    Raises:
+        InputError: a file is damaged or cannot be written.
+        UnreachableError: the bucket does not answer, without `on_fault`.
+    """
+    files = list(_remote_files(bucket, step, folder))
+    for file in files:
+        # Left by an earlier try, perhaps at another step of this number.
+        if file.is_there and bucket.describe(file.path).sha256 != file.sha256:
+            file.path.unlink()
+    with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='fetch') as pool:
+        fetches = [pool.submit(fetch_file, file, on_bytes=on_bytes, on_fault=on_fault) for file in files]
+        try:
+            for fetch in concurrent.futures.as_completed(fetches):
+                fetch.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    wanted = {file.path for file in files}
+    for path in [path for path in folder.rglob('*') if path.is_file()]:
+        if path not in wanted:
+            path.unlink()
+
+
+def _remote_files(bucket: Bucket, step: int, folder: Path) -> Iterator[RemoteFile]:
+    place = f'{FOLDER}/{step}'
+    there = _below(bucket, place)
+    if MANIFEST not in there:
+        # Written into the bucket by Orbax itself: its checksums are those of the bucket.
+        files = {name: (facts.size, '') for name, facts in there.items() if not _is_marker(name)}
+    else:
+        files = _read_manifest(bucket, f'{place}/{MANIFEST}')
+    for name, (size, sha256) in files.items():
+        yield RemoteFile(f'{bucket.url}/{place}/{name}', folder / name, size, sha256)
+
+
+def _read_manifest(bucket: Bucket, name: str) -> dict[str, tuple[int, str]]:
+    content = bucket.read(name)
+    try:
+        facts = parse_json(content)
+        files = {str(file): (int(size), str(sha256)) for file, (size, sha256) in facts['files'].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f'{redact(bucket.url)}/{name}: not a list of files ({error}); use another step') from error
+    outside = [file for file in files if os.path.isabs(file) or '..' in file.split('/')]
+    if outside:
+        raise InputError(f'{redact(bucket.url)}/{name}: {outside[0]!r} is outside of the step; use another step')
+    return files
+
+
+def _is_marker(name: str) -> bool:
+    return name.rpartition('/')[2] == MARKER
+
+
+def _below(bucket: Bucket, folder: str) -> dict[str, Listed]:
+    prefix = f'{folder}/' if folder else ''
+    return {name.removeprefix(prefix): facts for name, facts in bucket.list(folder).items()}

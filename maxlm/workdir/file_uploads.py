@@ -1,0 +1,135 @@
+"""The small files of a run in its bucket: its log, metrics, config and the like, uploaded whole when they change."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+
+from maxlm.log import RUN_LOG
+from maxlm.storage.bucket import Bucket
+from maxlm.storage.download import RemoteFile, fetch_file
+from maxlm.storage.retry import UnreachableError
+from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, SAMPLES_FILE, TOKENIZER, goodput_name
+from maxlm.workdir.files import EVENTS_FILE as EVENTS
+from maxlm.workdir.files import METRICS_FILE as METRICS
+from maxlm.workdir.files import WANDB_ID_FILE as WANDB_ID
+from maxlm.workdir.upload_state import Record
+
+# A run that goes on elsewhere takes these with it.
+NAMES = (
+    *(CONFIG, TOKENIZER, CHAT_TEMPLATE),
+    *(METRICS, RUN_LOG, EVENTS, goodput_name(0), 'devices.jsonl', SAMPLES_FILE, WANDB_ID),
+)
+# These go to the bucket only: every life of a run writes new ones.
+OTHERS = ('report.html', 'tensorboard/**/*', 'profile/**/*', 'wandb/**/*')
+# A local file that gave way to that of the bucket.
+REPLACED = '.replaced'
+
+
+class FileMirror:
+    """Which files changed since they were uploaded."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        record: Record,
+        *,
+        on_bytes: Callable[..., None],
+        seconds: float,
+        names: Sequence[str] = NAMES,
+        others: Sequence[str] = OTHERS,
+    ):
+        """
+        Args:
+            bucket: of the run.
+            record: of the run's directory.
+            on_bytes: is told of progress.
+            seconds: between two uploads, at least; ten times what an upload takes, if that is more.
+            names: of files that are compared with the bucket's when the run starts.
+            others: patterns of those that are not.
+        """
+        self._bucket = bucket
+        self._record = record
+        self._on_bytes = on_bytes
+        self._seconds = seconds
+        self._names, self._others = names, others
+        self._next = 0.0
+        self._uploaded: dict[str, tuple[int, int]] = {}
+        self.hurry = False
+
+    def work(self) -> bool:
+        """Uploads what changed, when that is due; returns False, for there is no more to do then.
+
+        Raises:
+            TroubleError: the bucket does not take it.
+        """
+        started = time.monotonic()
+        if started < self._next and not self.hurry:
+            return False
+        for name in self._present():
+            facts = (self._record.workdir / name).stat()
+            version = facts.st_size, facts.st_mtime_ns
+            if self._uploaded.get(name) != version:
+                self._upload(name)
+                self._uploaded[name] = version
+        self._next = time.monotonic() + max(self._seconds, 10 * (time.monotonic() - started))
+        return False
+
+    def _present(self) -> list[str]:
+        workdir = self._record.workdir
+        names = [name for name in self._names if (workdir / name).is_file()]
+        # What links point to is there itself.
+        found = {path for pattern in self._others for path in workdir.glob(pattern) if not path.is_symlink()}
+        return names + [path.relative_to(workdir).as_posix() for path in sorted(found) if path.is_file()]
+
+    def _upload(self, name: str) -> None:
+        # A copy stays as it is while it is sent.
+        copy = self._record.folder / 'outgoing' / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self._record.workdir / name, copy)
+        digest = self._bucket.describe(copy).digest
+        known = self._record.files.get(name, [])
+        if known[-1:] != [digest]:
+            if name in self._names:
+                # Before and after: killed in between, either may be there.
+                self._record.set_file(name, [*known[-1:], digest])
+            self._bucket.put_file(name, copy, self._on_bytes)
+            if name in self._names:
+                self._record.set_file(name, [digest])
+        copy.unlink()
+
+
+def fetch_files(bucket: Bucket, record: Record, on_fault: Callable[[UnreachableError], None]) -> list[str]:
+    """Fetches the files that another machine wrote last; a local one in their way gets another name.
+
+    Args:
+        bucket: of the run.
+        record: of the run's directory.
+        on_fault: as for `fetch_file`.
+
+    Returns:
+        The names of what was fetched.
+
+    Raises:
+        TroubleError: the bucket does not tell what it has.
+        InputError: a file is damaged or cannot be written.
+    """
+    fetched = []
+    for name in NAMES:
+        listed = bucket.list_one(name)
+        path = record.workdir / name
+        if listed is None:
+            # Whatever was uploaded, it is not there any more.
+            if name in record.files:
+                record.set_file(name, [])
+            continue
+        if path.is_file():
+            if listed.digest in (*record.files.get(name, []), bucket.describe(path).digest):
+                continue
+            os.replace(path, path.with_name(name + REPLACED))
+        fetch_file(RemoteFile(f'{bucket.url}/{name}', path, listed.size), on_fault=on_fault)
+        record.set_file(name, [listed.digest])
+        fetched.append(name)
+    return fetched

@@ -1,0 +1,117 @@
+"""A directory made locally and uploaded: complete in the bucket as soon as its last file is there, with all sizes and
+checksums verified. An interrupted upload continues when the command is run again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from maxlm.errors import InputError, os_message
+from maxlm.log import logger, progress_bar
+from maxlm.storage.bucket import Bucket, RefusedError
+from maxlm.storage.retry import Outage, UnreachableError, redact
+from maxlm.workdir.bucket_steps import upload_files
+from maxlm.workdir.run_storage import cache_directory, check_url
+
+# A bucket that has not answered for this long is given up.
+PATIENCE_SECONDS = 300.0
+AGAIN = 'run the same command again to continue: what has arrived is kept'
+
+T = TypeVar('T')
+
+
+class Upload:
+    """A directory of the cache that becomes a directory of a bucket.
+
+    Attributes:
+        url: of the directory in the bucket.
+        folder: the local directory; the caller fills it.
+    """
+
+    def __init__(self, option: str, url: str, *, cache: str, last: str):
+        """
+        Args:
+            option: that the URL was given by.
+            url: gs://… or s3://….
+            cache: directory of the cache.
+            last: name of the file without which the directory is not complete; it is uploaded last.
+
+        Raises:
+            InputError: the URL cannot be used.
+        """
+        check_url(option, url)
+        self.url = url.rstrip('/')
+        self._option = option
+        self._last = last
+        self._bucket = Bucket(self.url)
+        self._place = cache_directory(self.url, cache, kind='uploads')
+        self.folder = self._place / self.url.rpartition('/')[2]
+        # Tells what this machine has left in the bucket from what somebody else has there.
+        self._begun = self._place / '.begun'
+
+    def is_complete(self) -> bool:
+        """Returns whether the bucket has the last file. Raises InputError when it does not answer."""
+        return self._ask(lambda: self._bucket.list_one(self._last)) is not None
+
+    def check_new(self) -> None:
+        """Raises InputError unless the bucket has nothing there, or what an interrupted upload has left."""
+        there = self._ask(self._bucket.list)
+        if there and (self._last in there or not self._begun.exists()):
+            raise InputError(f'{self._option}={redact(self.url)}: there is something already; choose one that is new')
+
+    def begin(self) -> None:
+        """Makes the local directory's parent; raises InputError if it cannot be written."""
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f'{self._place}: {os_message(error)}; give another --cache') from error
+
+    def discard(self) -> None:
+        """Removes the local directory, which is not complete in the bucket."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def finish(self, *, show: bool) -> None:
+        """Uploads the files of the local directory, verifies them, and removes it.
+
+        Hidden files, which are those of an unfinished write, are left out.
+
+        Raises:
+            InputError: the bucket refuses them, or has not answered for long; the local directory stays.
+        """
+        paths = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob('[!.]*')}
+        try:
+            files = {name: self._bucket.describe(path) for name, path in paths.items() if path.is_file()}
+        except OSError as error:
+            raise InputError(f'{error.filename}: {os_message(error)}') from error
+        self._begun.touch()
+        lock = threading.Lock()
+        with progress_bar(total=sum(file.size for file in files.values()), initial=0, unit='B', show=show) as bar:
+
+            def on_bytes(num_bytes: int) -> None:
+                with lock:
+                    bar.update(num_bytes)
+
+            final = {self._last: files.pop(self._last)}
+            self._ask(partial(upload_files, self._bucket, '', files, on_bytes, read_back=True))
+            if self.is_complete():
+                raise InputError(f'{redact(self.url)}/{self._last}: another process has written it meanwhile')
+            self._ask(partial(upload_files, self._bucket, '', final, on_bytes, read_back=True))
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    def _ask(self, ask: Callable[[], T]) -> T:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        outage = Outage(logger.warning, threading.Event().wait)
+        while True:
+            try:
+                return ask()
+            except RefusedError as error:
+                raise InputError(f'{error}; check the bucket, the credentials and their rights') from error
+            except UnreachableError as error:
+                if time.monotonic() >= deadline:
+                    raise InputError(f'{error}; {AGAIN}') from error
+                outage.failed(self.url, error)

@@ -1,0 +1,110 @@
+"""What a run's directory knows of its copy in a bucket: WORKDIR/.mirror/record.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+from maxlm.storage import atomic
+from maxlm.storage.json_text import parse_json
+from maxlm.workdir.step_dirs import DAMAGED, FOLDER
+
+MIRROR = '.mirror'
+
+
+class Record:
+    """Steps that are complete in the bucket, by fingerprint, and what small files were there when last seen."""
+
+    def __init__(self, workdir: Path, url: str):
+        """What was recorded of another URL is forgotten."""
+        self.workdir = workdir
+        self.folder = workdir / MIRROR
+        self._url = url
+        self._lock = threading.Lock()
+        facts = _read(self.folder / 'record.json')
+        if facts.get('url') != url:
+            facts = {}
+        self.steps: dict[int, str] = {int(step): str(mark) for step, mark in facts.get('steps', {}).items()}
+        # Name → digests that the bucket's copy has if it is from here: the last, and the one on its way.
+        self.files: dict[str, list[str]] = {name: list(known) for name, known in facts.get('files', {}).items()}
+
+    def local_steps(self) -> dict[int, str]:
+        """The complete steps in the directory, each with what tells it from another one of the same number."""
+        steps = {}
+        folder = self.workdir / FOLDER
+        for entry in os.scandir(folder) if folder.is_dir() else ():
+            if entry.name.isdigit():
+                try:
+                    facts = entry.stat()
+                except FileNotFoundError:
+                    continue
+                steps[int(entry.name)] = f'{facts.st_ino}-{facts.st_mtime_ns}'
+        return steps
+
+    def is_put_aside(self, step: int) -> bool:
+        """Whether a step is gone because it was damaged, and not because it is not wanted any more."""
+        folder = self.workdir / FOLDER / DAMAGED
+        return (folder / str(step)).exists() or any(folder.glob(f'{step}[!0-9]*'))
+
+    def set_step(self, step: int, fingerprint: str | None) -> None:
+        """Notes that a step is in the bucket, or is not any more; written at once."""
+        with self._lock:
+            if fingerprint is None:
+                self.steps.pop(step, None)
+            else:
+                self.steps[step] = fingerprint
+            self._write()
+
+    def set_file(self, name: str, digests: list[str]) -> None:
+        """Notes what a file is in the bucket; written at once."""
+        with self._lock:
+            self.files[name] = digests
+            self._write()
+
+    def _write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        facts = {'url': self._url, 'steps': {str(step): mark for step, mark in self.steps.items()}, 'files': self.files}
+        atomic.put(self.folder / 'record.json', json.dumps(facts).encode())
+
+
+class Staging:
+    """Hard links to the files of the step that is being uploaded: it stays, though the run may not want it any more."""
+
+    def __init__(self, record: Record):
+        self._record = record
+        self._folder = record.folder / 'staged'
+
+    def take(self, step: int, fingerprint: str) -> Path:
+        """A directory with the files of a step; raises FileNotFoundError when the step is gone."""
+        place = self._folder / f'{step}-{fingerprint}'
+        if place.is_dir():
+            return place
+        self.clear()
+        origin = self._record.workdir / FOLDER / str(step)
+        partial = self._folder / 'partial'
+        try:
+            shutil.copytree(origin, partial, copy_function=os.link)
+        except (OSError, shutil.Error):
+            # Gone meanwhile, or a file system without links: then the step itself is read.
+            shutil.rmtree(partial, ignore_errors=True)
+            if not origin.is_dir():
+                raise FileNotFoundError(str(origin)) from None
+            return origin
+        partial.rename(place)
+        return place
+
+    def clear(self) -> None:
+        """The files are not needed any more."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _read(path: Path) -> dict:
+    try:
+        facts = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        # Without it more is compared, and nothing is lost.
+        return {}
+    return facts if isinstance(facts, dict) else {}

@@ -1,0 +1,248 @@
+"""Uploads the steps of a run in the background, newest first, and lets the bucket follow what the run keeps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from maxlm.errors import InputError
+from maxlm.log import logger
+from maxlm.storage.bucket import Bucket, LocalFile
+from maxlm.storage.retry import Outage, UnreachableError, redact
+from maxlm.workdir.bucket_steps import MANIFEST, complete_steps, delete_step, listed_steps, upload_step
+from maxlm.workdir.step_dirs import MARKER
+from maxlm.workdir.upload_state import Record, Staging
+
+# Between two looks for new steps.
+POLL_SECONDS = 1.0
+# Without progress, when an upload is under way: then it is said.
+STALL_SECONDS = 45.0
+# While the run waits for nothing but the bucket.
+LONGEST_WAIT_AT_END = 5.0
+
+
+class Progress:
+    """Whether what is under way goes on; warns when it does not. Shared by the threads of one run's storage."""
+
+    def __init__(self, url: str, stall_seconds: float = STALL_SECONDS, warn: Callable[[str], None] = logger.warning):
+        self._warn = warn
+        self._url = redact(url)
+        self._stall_seconds = stall_seconds
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._last = self._made = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name='upload-stall')
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def made(self, *_: object) -> None:
+        """Something arrived."""
+        with self._lock:
+            self._last = self._made = time.monotonic()
+
+    @property
+    def silent_seconds(self) -> float:
+        """Since something arrived; tries that fail do not count."""
+        with self._lock:
+            return time.monotonic() - self._made
+
+    def __enter__(self) -> Progress:
+        with self._lock:
+            self._last = self._last if self._busy else time.monotonic()
+            self._busy += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._busy -= 1
+
+    def _watch(self) -> None:
+        bound = self._stall_seconds
+        while not self._stop.wait(min(self._stall_seconds / 4, 1.0)):
+            with self._lock:
+                silent = time.monotonic() - self._last if self._busy else 0.0
+            if silent < self._stall_seconds:
+                bound = self._stall_seconds
+            elif silent >= bound:
+                bound *= 4
+                self._warn(f'{self._url}: nothing has arrived there for {silent:.0f} s; the run goes on')
+
+
+class Worker:
+    """A thread that does what there is to do, over and over, through outages, until it is closed and all is done."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        work: Callable[[], bool],
+        *,
+        progress: Progress,
+        poll_seconds: float,
+        warn: Callable[[str], None] = logger.warning,
+    ):
+        """
+        Args:
+            name: of the thread.
+            url: what alarms name.
+            work: does one piece; returns whether there was one. It is done again after an error.
+            progress: counts the time that a piece takes.
+            poll_seconds: between two looks when there is nothing to do.
+            warn: is told of errors.
+        """
+        self._url = url
+        self._work = work
+        self._progress = progress
+        self._poll_seconds = poll_seconds
+        self.closing = threading.Event()
+        self._abandoned = threading.Event()
+        self._outage = Outage(warn, self._wait)
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """No further try."""
+        self._abandoned.set()
+
+    def _run(self) -> None:
+        while not self._abandoned.is_set():
+            # Whoever closes has done all of its work before.
+            closing = self.closing.is_set()
+            try:
+                with self._progress:
+                    found = self._work()
+                self._outage.answered(self._url)
+                if found:
+                    continue
+            except UnreachableError as error:
+                self._outage.failed(self._url, error)
+                continue
+            except Exception as error:
+                # A full disk, a file that changed: whatever it is, the run must not end by it.
+                line = str(error) if isinstance(error, InputError) else f'{type(error).__name__}: {error}'
+                self._outage.failed(self._url, UnreachableError(redact(f'{self._url}: not uploaded: {line}')))
+                continue
+            if closing:
+                return
+            self.closing.wait(self._poll_seconds)
+
+    def _wait(self, seconds: float) -> None:
+        if not self.closing.is_set():
+            self.closing.wait(seconds)
+        else:
+            self._abandoned.wait(min(seconds, LONGEST_WAIT_AT_END))
+
+
+class StepMirror:
+    """What to do next for the steps of a directory to be in a bucket."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        record: Record,
+        *,
+        progress: Progress,
+        surplus: Callable[[list[int]], Collection[int]] | None = None,
+    ):
+        """
+        Args:
+            bucket: of the run.
+            record: of the run's directory.
+            progress: is told what arrives.
+            surplus: which of the bucket's steps are not wanted. It is asked for those alone that never were in this
+                directory; those that were are deleted when the run deletes them. Without it the others stay.
+        """
+        self._bucket = bucket
+        self._record = record
+        self._progress = progress
+        self._surplus = surplus
+        self._staging = Staging(record)
+        # The digests of the step that is under way, which takes a while to read.
+        self._described: tuple[Path, dict[str, LocalFile]] | None = None
+
+    def work(self) -> bool:
+        """Uploads a step, or else deletes those that are not wanted any more; returns whether there was anything.
+
+        Raises:
+            TroubleError: the bucket does not do it.
+        """
+        local = self._record.local_steps()
+        pending = [step for step, mark in local.items() if self._record.steps.get(step) != mark]
+        if pending:
+            self._upload(max(pending), local[max(pending)])
+            return True
+        self._staging.clear()
+        gone = [step for step in self._record.steps.keys() - local.keys() if not self._record.is_put_aside(step)]
+        # Some step stays complete in the bucket, whatever happens here.
+        if not gone or not local:
+            return False
+        for step in gone:
+            delete_step(self._bucket, step)
+            self._record.set_step(step, None)
+            self._progress.made()
+        return True
+
+    def pending(self) -> list[int]:
+        """The steps of the directory that are not in the bucket."""
+        local = self._record.local_steps()
+        return sorted(step for step, mark in local.items() if self._record.steps.get(step) != mark)
+
+    def _upload(self, step: int, mark: str) -> None:
+        started = time.monotonic()
+        try:
+            folder = self._staging.take(step, mark)
+            files = self._describe(folder)
+            upload_step(self._bucket, step, files, self._progress.made)
+        except FileNotFoundError:
+            # The run does not want it any more, and it could not be linked.
+            self._described = None
+            return
+        self._described = None
+        self._staging.clear()
+        self._record.set_step(step, mark)
+        self._progress.made()
+        size = sum(file.size for file in files.values())
+        logger.info(
+            f'step {step} is in {redact(self._bucket.url)} ({size / 1e6:,.1f} MB, {time.monotonic() - started:.1f} s)'
+        )
+        self._tidy(step)
+
+    def _describe(self, folder: Path) -> dict[str, LocalFile]:
+        if self._described is None or self._described[0] != folder:
+            paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob('*') if path.is_file()}
+            files = {}
+            for name, path in sorted(paths.items()):
+                if name not in (MARKER, MANIFEST):
+                    files[name] = self._bucket.describe(path)
+                    # Reading is progress too: a large step takes a while.
+                    self._progress.made()
+            self._described = folder, files
+        return self._described[1]
+
+    def _tidy(self, newest: int) -> None:
+        """Deletes what other machines left behind: steps that are not wanted, and older ones that are not complete."""
+        local = self._record.local_steps()
+        others = {
+            step: names
+            for step, names in listed_steps(self._bucket).items()
+            if step not in local and step not in self._record.steps
+        }
+        unwanted = {step for step, names in others.items() if MARKER not in names and step < newest}
+        if self._surplus:
+            unwanted |= set(self._surplus(complete_steps(self._bucket))) & others.keys() - {newest}
+        for step in sorted(unwanted):
+            delete_step(self._bucket, step, others[step])
+            self._progress.made()

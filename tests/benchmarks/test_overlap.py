@@ -1,0 +1,173 @@
+"""Communication that a program hides behind computation: by hand in small programs, and in steps compiled for TPUs.
+
+Nightly the compiler for TPU v5p makes two programs, each in up to a minute of a core.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from benchmarks.overlap import read_overlap
+from maxlm.hardware.chips import find_chip
+from maxlm.planning.compiled.compile import WHOLE_PRODUCTS, compile_train_step
+from maxlm.planning.estimate.roofline import efficiency_of, transfer_time
+from maxlm.planning.estimate.transfers import Transfer
+from maxlm.planning.targets import parse_target, target_layout
+from maxlm.training.state import abstract_state
+from tests.small import small_config
+
+CHIP = find_chip('TPU v4')
+MESH = {'data': 1, 'fsdp': 4}
+V5E_MESH = {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': 16, 'context': 1, 'tensor': 1}
+SIZE = 1024
+# Of a matrix gathered by four devices, and of its product with itself.
+GATHER = transfer_time(
+    Transfer('all-gather', ('fsdp',), 4, 2.0 * SIZE**2), CHIP, efficiency_of(CHIP), dict.fromkeys(MESH, 1), 4
+)
+PRODUCT = 2 * SIZE**3 / (CHIP.tflops * 1e12)
+MATRIX = f'bf16[{SIZE},{SIZE}]{{1,0}}'
+PART = f'bf16[{SIZE // 4},{SIZE}]{{1,0}}'
+START = f'({PART}, {MATRIX}) all-gather-start(%w), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}'
+# On the chip, so that writing costs nothing.
+DOT = f'{MATRIX.replace("1,0}", "1,0:S(1)}")} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}'
+
+
+def program(*lines, others=''):
+    """A scheduled program with these instructions behind its parameters."""
+    parameters = [f'%x = {MATRIX} parameter(0)', f'%w = {PART} parameter(1)']
+    entry = '\n'.join(f'  {line}' for line in [*parameters, *lines])
+    return f'HloModule m, is_scheduled=true, num_partitions=4\n\n{others}\nENTRY %main {{\n{entry}\n}}\n'
+
+
+def overlap(text):
+    return read_overlap(text, MESH, CHIP, num_devices=4)
+
+
+def done(name, start):
+    return f'%{name} = {MATRIX} all-gather-done(%{start})'
+
+
+def dots(number):
+    return [f'%dot{index} = {DOT}' for index in range(number)]
+
+
+def test_a_gather_is_hidden_by_what_runs_until_it_is_waited_for():
+    enough = int(GATHER / PRODUCT) + 1
+    assert enough > 2
+    for number in (0, 1, 2, enough):
+        found = overlap(program(f'%start = {START}', *dots(number), done('whole', 'start')))
+        assert found['total'] == found['all-gather']
+        assert found['all-gather'].seconds == pytest.approx(GATHER)
+        assert found['all-gather'].hidden == pytest.approx(min(GATHER, number * PRODUCT))
+        assert (found['all-gather'].count, found['all-gather'].count_async) == (1, 1)
+    # Control: the same products before or behind it.
+    for lines in (
+        [*dots(enough), f'%start = {START}', done('whole', 'start')],
+        [f'%start = {START}', done('whole', 'start'), *dots(enough)],
+    ):
+        assert overlap(program(*lines))['total'].share == 0
+
+
+def test_one_that_is_not_started_before_is_waited_for():
+    text = f'%whole = {MATRIX} all-gather(%w), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}'
+    found = overlap(program(*dots(1), text))['all-gather']
+    assert (found.share, found.count, found.count_async) == (0, 1, 0)
+
+
+def test_links_carry_one_after_the_other():
+    starts = [f'%a = {START}', f'%b = {START}']
+    found = overlap(program(*starts, *dots(1), done('whole_a', 'a'), done('whole_b', 'b')))['total']
+    assert found.seconds == pytest.approx(2 * GATHER)
+    assert found.hidden == pytest.approx(PRODUCT)
+    # The first waits in no other's place: the device stands still for it too.
+    assert overlap(program(*starts, *dots(1), done('whole_b', 'b'), done('whole_a', 'a')))['total'].hidden == (
+        pytest.approx(PRODUCT)
+    )
+
+
+def test_loops_count_as_often_as_they_run():
+    loop = (
+        f'%condition {{\n  %p.1 = (s32[], {MATRIX}, {PART}) parameter(0)\n  %i.1 = s32[] get-tuple-element(%p.1), '
+        'index=0\n  %n = s32[] constant(7)\n  ROOT %less = pred[] compare(%i.1, %n), direction=LT\n}\n\n'
+        f'%body {{\n  %p = (s32[], {MATRIX}, {PART}) parameter(0)\n  %i = s32[] get-tuple-element(%p), index=0\n'
+        f'  %x = {MATRIX} get-tuple-element(%p), index=1\n  %w = {PART} get-tuple-element(%p), index=2\n'
+        f'  %start = {START}\n  %dot = {DOT}\n  {done("whole", "start")}\n  %one = s32[] constant(1)\n'
+        f'  %next = s32[] add(%i, %one)\n  ROOT %out = (s32[], {MATRIX}, {PART}) tuple(%next, %whole, %w)\n}}\n'
+    )
+    tuple_type = f'(s32[], {MATRIX}, {PART})'
+    lines = [
+        '%zero = s32[] constant(0)',
+        f'%all = {tuple_type} tuple(%zero, %x, %w)',
+        f'ROOT %loop = {tuple_type} while(%all), condition=%condition, body=%body',
+    ]
+    found = overlap(program(*lines, others=loop))['all-gather']
+    assert found.seconds == pytest.approx(7 * GATHER)
+    assert found.hidden == pytest.approx(7 * PRODUCT)
+    # Control: another number of rounds.
+    fewer = overlap(program(*lines, others=loop.replace('constant(7)', 'constant(5)')))
+    assert fewer['all-gather'].count == 5
+
+
+def test_products_that_carry_a_gather_on_hide_it():
+    """Of a step for v5e; two gathers of a layer go on within the fusions of products."""
+    text = (Path(__file__).parent / 'programs' / 'v5e_layers.txt').read_text()
+    read = functools.partial(read_overlap, mesh_sizes=V5E_MESH, chip=find_chip('TPU v5 lite'), num_devices=16)
+    found = read(text)['all-gather']
+    assert 0 < found.count_async < found.count
+    assert 0 < found.hidden < found.seconds
+    # Control: where nothing tells that they belong together, each is a gather that is waited for.
+    assert read(text.replace('chain_id=', 'id='))['all-gather'].hidden == 0
+
+
+def test_products_in_steps_hide_what_goes_round():
+    """The gradient of a matrix in a step for v5e, summed while its parts go round the devices."""
+    text = (Path(__file__).parent / 'programs' / 'v5e_windowed_product.txt').read_text()
+    read = functools.partial(read_overlap, mesh_sizes=V5E_MESH, chip=find_chip('TPU v5 lite'), num_devices=16)
+    found = read(text)['collective-permute']
+    assert found.count_async == found.count == 2 * 4 * 4 * 4
+    assert 0.05 * found.seconds < found.hidden < found.seconds
+    # Control: a device that computes nothing hides nothing.
+    assert read(text.replace(' convolution(', ' add('))['collective-permute'].hidden < 1e-3 * found.hidden
+
+
+def test_an_unscheduled_program_tells_nothing():
+    with pytest.raises(ValueError, match='not scheduled'):
+        overlap(program(f'%start = {START}', done('whole', 'start')).replace('is_scheduled=true, ', ''))
+
+
+def compiled(options):
+    """Overlap in the step of a small Llama on 8 chips of v5p with its layers in a loop, 8192 tokens on each."""
+    target = parse_target('v5p:2x2x2')
+    config = small_config(
+        num_devices=target.num_devices,
+        model__family='llama',
+        model__num_layers=4,
+        model__dim=1024,
+        model__num_heads=8,
+        model__vocab_size=1024,
+        model__dtype='bfloat16',
+        model__remat='full',
+        data__window=1024,
+        data__isolate_documents=False,
+        train__global_batch=8 * target.num_devices,
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='splash'))
+    layout = target_layout(target, config.mesh)
+    step = compile_train_step(config, layout, abstract_state(config, layout), options=options).step
+    return read_overlap(step.as_text(), config.mesh.sizes, target.chip, num_devices=target.num_devices)
+
+
+# Two programs, of up to a minute of a core each.
+@pytest.mark.timeout(600)
+@pytest.mark.nightly
+def test_products_in_steps_hide_sums_of_gradients():
+    ours, whole = compiled({}), compiled(WHOLE_PRODUCTS)
+    # As it was compiled they are 0.92 and 0.46; gathers are waited for.
+    assert ours['collective-permute'].share > 0.8
+    assert ours['total'].share > 0.4
+    # Control: with products as a whole, the device waits for the sums.
+    assert 'collective-permute' not in whole
+    assert whole['total'].share < 0.1
+    assert whole['all-reduce'].seconds > 2 * ours['all-reduce'].seconds

@@ -1,0 +1,260 @@
+"""Scenarios of checkpoints in a bucket, each a process that `tests.forking` starts with the name of the scenario.
+
+TensorStore reads the address of Google's storage once in a process. What was found is printed as JSON, as the last
+line.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+
+# Imported once, by the parent of all scenarios.
+import gcsfs  # noqa: F401
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxlm.checkpoint import manager
+from maxlm.checkpoint.checksums import damages
+from maxlm.checkpoint.listing import damaged_steps
+from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
+from maxlm.checkpoint.params import check_params, restore_params
+from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.errors import InputError
+from maxlm.log import Console
+from maxlm.workdir.step_dirs import to_path
+from tests.checkpoint.test_manager import FACTS, abstract_on, random_state, same
+from tests.gcs_emulator import Emulator
+
+LOSSES = {1: 3.0, 2: 1.0, 3: 2.0}
+
+# Its address and the other are set by `main`.
+emulator = Emulator.__new__(Emulator)
+URL = ''
+
+
+@functools.cache
+def abstract():
+    return abstract_on(2)
+
+
+def state(step):
+    return random_state(abstract(), step=step, skipped=0, seed=step)
+
+
+def save(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(step, state(step), FACTS, validation_loss=LOSSES.get(step))
+
+
+def objects(step):
+    return sorted(name for name in emulator.objects if f'{URL.removeprefix("gs://")}/checkpoints/{step}/' in name)
+
+
+def deleted(step):
+    """Names in a step, in the order in which they were deleted."""
+    folder = f'{URL.partition("bucket/")[2]}/checkpoints/{step}/'
+    names = [one['name'] for one in emulator.log if one['kind'] == 'delete']
+    return [name.partition(folder)[2] for name in names if folder in name]
+
+
+def whole_run():
+    """Saves, keeps, finds, reads."""
+    with Checkpoints(URL, keep_last=1, keep_best=1) as checkpoints:
+        assert checkpoints.wait() is None
+        save(checkpoints, 1, 2, 3)
+        assert checkpoints.steps() == [2, 3] == saved_steps(URL)
+        # Orbax itself deletes while it saves.
+        layout = {name.partition('checkpoints/3/')[2] for name in objects(3)}
+        for_good = {name: index for index, name in enumerate(deleted(1)) if name in layout}
+        first_deleted = min(for_good, key=for_good.get)
+        assert not objects(1)
+        save(checkpoints, 4)
+        checkpoints.remove_after(3)
+        assert (checkpoints.steps(), objects(4)) == ([2], [])
+        save(checkpoints, 4)
+        assert same(checkpoints.restore(4, abstract()).state, state(4))
+    # Known anew from what lies there.
+    with Checkpoints(to_path(URL), keep_last=1, keep_best=1) as checkpoints:
+        restored = checkpoints.restore_newest(abstract())
+        assert same(restored.state, state(4))
+        assert not same(restored.state, state(2))
+        assert (restored.fingerprint, restored.history) == (FACTS, {})
+        assert not checkpoints.holds_only_params(4)
+        save(checkpoints, 5)
+    found = {name: str(find_step(f'{URL}{name}')) for name in ('', '@2', '@best', '/checkpoints/2')}
+    step = find_step(f'{URL}@2')
+    check_params(step, abstract().params)
+    params = restore_params(step, abstract().params)
+    assert same(params, state(2).params)
+    assert damages(step)[0] == []
+    read = ParamsReader(step).read('embedding')
+    assert np.array_equal(read, params['embedding'])
+    try:
+        find_step(f'{URL}@1')
+    except InputError as error:
+        return {'found': found, 'missing': str(error), 'first_deleted': first_deleted}
+
+
+def faults():
+    """Requests that fail for a while, and for good."""
+    told = []
+    upload = r'^POST /upload'
+    with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
+        save(checkpoints, 1)
+        checkpoints.wait()
+        for status in (503, 429):
+            emulator.fault(match=upload, times=2, status=status)
+        save(checkpoints, 2)
+        assert (checkpoints.wait(), told) == (2, [])
+        emulator.fault(match=upload, status=403)
+        save(checkpoints, 3)
+        newest = checkpoints.wait()
+        assert (newest, len(told)) == (2, 1), (newest, told)
+        emulator.clear()
+        # The same step, and that of before has stayed although one is kept.
+        save(checkpoints, 3)
+        assert (checkpoints.wait(), len(told)) == (3, 1)
+        assert same(checkpoints.restore_newest(abstract()).state, state(3))
+    return {'told': told, 'steps': saved_steps(URL)}
+
+
+def steady(rounds, delay):
+    """Steps go on while others are saved, through faults that pass. `delay` is that of a slow answer, in seconds."""
+    upload = r'^POST /upload'
+    kinds = {
+        '503': [{'match': upload, 'times': 3, 'status': 503}],
+        '429': [{'match': upload, 'times': 3, 'status': 429}],
+        'drop': [{'match': upload, 'times': 2, 'drop': 'before'}, {'match': upload, 'times': 1, 'drop': 'after'}],
+        'delay': [{'match': upload, 'times': 2, 'delay': delay}],
+        'none': [],
+    }
+    compute = jax.jit(lambda x: x @ x / jnp.linalg.norm(x))
+    x = compute(jnp.ones((200, 200)))
+    told, number = [], 0
+    steps = {kind: [] for kind in kinds}
+    saves = {kind: [] for kind in kinds}
+    with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
+        # The first compiles.
+        save(checkpoints, number)
+        assert checkpoints.wait() == number
+        for kind, faults in [*kinds.items()] * int(rounds):
+            for fault in faults:
+                emulator.fault(**fault)
+            began = time.monotonic()
+            number += 1
+            save(checkpoints, number)
+            while checkpoints.latest_step() != number and not told:
+                before = time.monotonic()
+                x = compute(x).block_until_ready()
+                steps[kind].append(time.monotonic() - before)
+                # Leaves the cores to the save.
+                time.sleep(0.002)
+            saves[kind].append(time.monotonic() - began)
+            emulator.clear()
+            assert (checkpoints.wait(), told) == (number, []), kind
+            assert same(checkpoints.restore(number, abstract()).state, state(number))
+    return {
+        'steps': {k: len(v) for k, v in steps.items()},
+        'saves': saves,
+        'median': {k: statistics.median(v) for k, v in steps.items()},
+    }
+
+
+def outage(patience):
+    """The bucket refuses while a step is written; looked at after `patience` seconds, 0 = as ever."""
+    told = []
+    manager.PROBE_SECONDS = patience or manager.PROBE_SECONDS
+    manager.PATIENCE_SECONDS = 0.1
+    with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
+        save(checkpoints, 1)
+        checkpoints.wait()
+        # For the data TensorStore asks, which waits and tries again; the question is asked by gcsfs.
+        emulator.fault(match=r'^POST /upload.*/2/', status=503)
+        emulator.fault(match=r'^POST /upload', status=503 if not patience else 403)
+        began = time.monotonic()
+        save(checkpoints, 2)
+        while not told:
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+        newest = checkpoints.latest_step()
+        # The next step is due: it is left out, and does not wait.
+        if patience:
+            checkpoints.save(3, state(3), FACTS, must=False)
+        emulator.clear()
+        checkpoints.wait()
+        # If it has failed by then.
+        save(checkpoints, 2)
+        assert checkpoints.wait() == 2
+        assert same(checkpoints.restore_newest(abstract()).state, state(2))
+    # Control: a save that is not looked at for so long is over before.
+    told_then = [*told]
+    with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
+        save(checkpoints, 3)
+        assert (checkpoints.wait(), told) == (3, told_then)
+    return {'told': told, 'seconds': seconds, 'newest': newest}
+
+
+def half_deleted():
+    """A deletion comes to its end after the first object."""
+    with Console(), Checkpoints(URL, keep_last=1) as checkpoints:
+        save(checkpoints, 1)
+        checkpoints.wait()
+        emulator.fault(match=r'^(DELETE|POST /batch)', status=403)
+        save(checkpoints, 2)
+        checkpoints.wait()
+        # Not even the marker goes: both can be restored.
+        visible = saved_steps(URL)
+        emulator.clear()
+        emulator.fault(match=r'^DELETE .*/checkpoints/[12]/(?!commit_success)|^POST /batch', status=403)
+        save(checkpoints, 3)
+        checkpoints.wait()
+        left = {step: len(objects(step)) for step in (1, 2, 3)}
+        half = saved_steps(URL)
+        for step in half:
+            checkpoints.restore(step, abstract())
+    emulator.clear()
+    with Checkpoints(URL, keep_last=1) as checkpoints:
+        checkpoints.wait()
+        return {'visible': visible, 'half': half, 'left': left, 'after': [len(objects(step)) for step in (1, 2, 3)]}
+
+
+def damage():
+    """A damaged step is set aside; an outage is no damage."""
+    with Checkpoints(URL, keep_last=3) as checkpoints:
+        save(checkpoints, 1, 2)
+    path = to_path(f'{URL}/checkpoints/2/progress/metadata')
+    path.write_text(path.read_text().replace('"skipped": 0', '"skipped": 7'))
+    with Console(), Checkpoints(URL, keep_last=3) as checkpoints:
+        emulator.fault(match=r'^GET .*/checkpoints.*alt=media', status=403)
+        try:
+            checkpoints.restore_newest(abstract())
+        except InputError as error:
+            refused = f'{type(error).__name__}: {error}'
+        assert saved_steps(URL) == [1, 2]
+        emulator.clear()
+        restored = checkpoints.restore_newest(abstract())
+        assert same(restored.state, state(1))
+        assert checkpoints.wait() == 1
+    with Checkpoints(URL, keep_last=3) as checkpoints:
+        kept, aside = len(objects(2)), damaged_steps(URL)
+        save(checkpoints, 2)
+        assert same(checkpoints.restore_newest(abstract()).state, state(2))
+    return {'refused': refused, 'kept': kept, 'aside': aside, 'after': damaged_steps(URL)}
+
+
+def main():
+    """Runs the scenario that is named first, with the numbers after it."""
+    global URL  # noqa: PLW0603
+    name, *numbers = sys.argv[1:]
+    URL = f'gs://bucket/runs/{name}'
+    emulator.url = os.environ['STORAGE_EMULATOR_HOST']
+    logging.getLogger('absl').setLevel(logging.ERROR)
+    jax.config.update('jax_platforms', 'cpu')
+    print(json.dumps(globals()[name](*map(float, numbers))))

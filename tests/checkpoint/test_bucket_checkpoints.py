@@ -1,0 +1,117 @@
+"""Checkpoints that Orbax writes into a bucket: the same promises as on a disk, where nothing can be renamed."""
+
+import json
+import re
+
+import pytest
+
+from tests.faults import how_many, measured
+from tests.forking import forking
+from tests.gcs_emulator import running
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.network_emulator]
+
+
+@pytest.fixture(scope='module')
+def emulator():
+    with running('bucket') as emulator:
+        yield emulator
+
+
+@pytest.fixture(scope='module')
+def parent(emulator):
+    with forking('tests.checkpoint.bucket_checkpoints:main', devices=2, environment=emulator.environment) as parent:
+        yield parent
+
+
+@pytest.fixture
+def tell(parent, emulator, tmp_path):
+    """Runs a scenario of `bucket_checkpoints`; returns what it found, and the lines that a person saw before."""
+
+    def tell(name, *numbers):
+        process = parent.start([name, *numbers], tmp_path / 'output')
+        assert process.wait() == 0, process.stdout + process.stderr
+        *lines, last = process.stdout.splitlines()
+        # In these, gcsfs itself tells of what it tried.
+        assert name in ('damage', 'outage') or 'Traceback' not in process.stderr, process.stderr
+        return json.loads(last), lines
+
+    yield tell
+    emulator.clear()
+
+
+def test_a_run_in_a_bucket(tell):
+    found, lines = tell('whole_run')
+    folder = 'gs://bucket/runs/whole_run/checkpoints'
+    assert found['found'] == {
+        '': f'{folder}/5',
+        '@2': f'{folder}/2',
+        '@best': f'{folder}/2',
+        '/checkpoints/2': f'{folder}/2',
+    }
+    assert "no step '1' there; steps: 2, 5" in found['missing']
+    # A kill after that leaves nothing visible that cannot be restored.
+    assert found['first_deleted'] == 'commit_success.txt'
+    assert lines == []
+
+
+def test_what_a_bucket_refuses_is_told_and_the_run_goes_on(tell):
+    found, lines = tell('faults')
+    assert found['told'] == [
+        'step 3 is not saved: the bucket answers with status 403; the newest is step 2; the run goes on'
+    ]
+    assert found['steps'] == [3]
+    assert lines == []
+
+
+def test_a_bucket_that_does_not_answer_while_it_is_written_is_told(tell, record_property):
+    found, lines = tell('outage', how_many(1, 0))
+    status = how_many(403, 503)
+    assert re.match(f'step 2 is not saved( yet)?: the bucket answers with status {status}; ', found['told'][0])
+    assert found['newest'] == 1
+    assert how_many(0, 1) or found['told'][1:] == [
+        'step 3 is not saved: the one before is still being written; the run goes on'
+    ]
+    assert lines == []
+    if how_many(0, 1):
+        # As long as it takes when nothing is made shorter.
+        measured(record_property, 'outage', f'the alarm comes after {found["seconds"]:.0f} s')
+
+
+def test_faults_that_pass_delay_no_step(tell, record_property):
+    rounds, delay = how_many(1, 10), how_many(1, 20)
+    found, lines = tell('steady', rounds, delay)
+    assert lines == []
+    for kind, saves in found['saves'].items():
+        assert len(saves) == rounds
+        # Steps were done while it was saved.
+        assert found['steps'][kind] > 10 * rounds
+    # The faults were met.
+    assert min(found['saves']['delay']) > delay
+    calm, slow = found['median'].pop('none'), max(found['median'].values())
+    faults = f'503, 429, dropped connections, delays of {delay} s'
+    figure = f'{4 * rounds} saves through {faults}: all committed'
+    pace = f'median step {1000 * slow:.1f} ms, without faults {1000 * calm:.1f} ms'
+    measured(record_property, 'bucket-faults', f'{figure}; {pace}')
+
+
+def test_a_step_that_is_half_deleted_is_not_seen(tell):
+    found, lines = tell('half_deleted')
+    assert found['visible'] == [1, 2]
+    # Of both the marker is gone and the rest is there.
+    assert found['half'] == [3]
+    assert min(found['left'].values()) > 3
+    assert [count > 0 for count in found['after']] == [False, False, True]
+    assert all('cannot be deleted yet' in line for line in lines), lines
+
+
+def test_a_damaged_step_is_set_aside_and_an_outage_is_no_damage(tell):
+    found, lines = tell('damage')
+    assert 'Damaged' not in found['refused']
+    assert '403' in found['refused']
+    assert found['aside'] == ['2']
+    assert found['kept'] > 3
+    assert found['after'] == []
+    assert len(lines) == 1
+    assert 'step 2 is damaged and not used' in lines[0]
+    assert 'kept in gs://bucket/runs/damage/checkpoints/2; going back to step 1' in lines[0]

@@ -1,0 +1,290 @@
+"""Damage to a checkpoint is found, whatever it is, and the newest one before that is whole is used."""
+
+import itertools
+import json
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm.checkpoint import restore
+from maxlm.checkpoint.checksums import damages
+from maxlm.checkpoint.item_metadata import DamagedError
+from maxlm.checkpoint.manager import Checkpoints, find_step
+from maxlm.checkpoint.params import restore_params
+from maxlm.checkpoint.restore import _same_everywhere
+from maxlm.errors import InputError
+from maxlm.log import Console
+from maxlm.workdir.step_dirs import DAMAGED, FOLDER
+from tests.checkpoint.test_manager import FACTS, abstract_on, random_state, same, save
+from tests.damage import cut, flip, remove
+from tests.faults import how_many, measured
+
+# What Orbax has begun to read besides the damaged array is dropped, and complains about that.
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+
+EMA = {'optimizer__ema_decay': 0.9}
+# Orbax looks at these on object stores only, or not at all.
+UNREAD = {'commit_success.txt', '_CHECKPOINT_METADATA', '_sharding'}
+
+
+def abstract():
+    return abstract_on(2, **EMA)
+
+
+@pytest.fixture(scope='module')
+def states():
+    averages = (random_state(abstract(), step=0, skipped=0, seed=seed).params for seed in (11, 12, 13))
+    return {
+        step: random_state(abstract(), step=step, skipped=0, seed=step)._replace(ema=average)
+        for step, average in zip((3, 5, 7), averages, strict=True)
+    }
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory, states):
+    """A workdir with the steps 3, 5 and 7; not to be changed."""
+    workdir = tmp_path_factory.mktemp('saved')
+    save(workdir, states.values())
+    return workdir
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / 'run')
+    return tmp_path / 'run'
+
+
+@pytest.fixture
+def newest(capfd):
+    """What a run starts from, and the warnings."""
+
+    def newest(workdir, wanted=None):
+        capfd.readouterr()
+        with Console(), Checkpoints(workdir, keep_last=10) as checkpoints:
+            restored = checkpoints.restore_newest(wanted or abstract())
+        return restored, capfd.readouterr().out
+
+    return newest
+
+
+def steps(workdir):
+    return sorted(int(entry.name) for entry in (workdir / FOLDER).iterdir() if entry.name.isdigit())
+
+
+def test_an_untouched_one_is_used(copy, states, newest):
+    restored, out = newest(copy)
+    assert same(restored.state, states[7])
+    assert restored.fingerprint == FACTS
+    assert out == ''
+    assert steps(copy) == [3, 5, 7]
+    found, compared = damages(copy / FOLDER / '7')
+    assert found == []
+    assert compared == sum(len(jax.tree.leaves(tree)) for tree in states[7][2:5]) + 2
+
+
+def files_of(step):
+    return sorted(path for path in step.rglob('*') if path.is_file() and path.name not in UNREAD)
+
+
+# What nobody misses is told first.
+DAMAGES = {'remove': remove, 'flip': flip, 'cut': cut}
+
+
+def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_property):
+    """No damage of any file gets into a state: it is found, or it was in a part that says nothing."""
+    rng = random.Random(0)
+    step = copy / FOLDER / '7'
+    found = dict.fromkeys(('remove', 'flip', 'cut'), 0)
+    # Files that Orbax has written on the way and leaves there, and bytes in others.
+    unread, idle = set(), 0
+    paths = [path for path in files_of(step) if path.stat().st_size]
+    rng.shuffle(paths)
+    tries = ((path, name, damage) for path in itertools.cycle(paths) for name, damage in DAMAGES.items())
+    wanted = how_many(12, 201)
+    while sum(found.values()) < wanted:
+        path, name, damage = next(tries)
+        if path in unread:
+            continue
+        content = path.read_bytes()
+        damage(path, rng)
+        restored, out = newest(copy)
+        if out:
+            # The one before, and a line that names what is damaged.
+            assert same(restored.state, states[5]), (name, path)
+            assert out.count('\n') == 1
+            assert str(step) in out
+            assert steps(copy) == [3, 5]
+            found[name] += 1
+            (copy / FOLDER / DAMAGED / '7').rename(step)
+        else:
+            assert same(restored.state, states[7]), (name, path)
+            assert restored.fingerprint == FACTS
+            if name == 'remove':
+                unread.add(path)
+            else:
+                idle += 1
+        path.write_bytes(content)
+    # Control: whole again, it is restored.
+    restored, out = newest(copy)
+    assert same(restored.state, states[7])
+    assert out == ''
+    assert min(found.values()) > 0, found
+    kinds = f'{found["flip"]} bit flips, {found["cut"]} truncations, {found["remove"]} deleted files'
+    rest = f'{idle} were in bytes, {len(unread)} in files, that nobody reads'
+    measured(record_property, 'damage', f'{wanted} found, the step before used: {kinds}; {rest}; restored wrongly: 0')
+
+
+def replaced(item, workdir, states):
+    """Puts the arrays of another step in the place of those of step 7: each readable, and wrong."""
+    for name in ('5', '7'):
+        assert (workdir / FOLDER / name / item).is_dir()
+    shutil.rmtree(workdir / FOLDER / '7' / item)
+    shutil.copytree(workdir / FOLDER / '5' / item, workdir / FOLDER / '7' / item)
+
+
+@pytest.mark.parametrize('item', ['params', 'ema', 'optimizer', 'progress', 'data', 'checksums'])
+def test_the_step_before_takes_the_place_of_a_damaged_one(copy, states, newest, item):
+    if item == 'data':
+        path = copy / FOLDER / '7' / 'data' / 'metadata'
+        path.write_text(json.dumps({**json.loads(path.read_text()), 'window': 17}))
+    else:
+        replaced(item, copy, states)
+    found, _ = damages(copy / FOLDER / '7')
+    # Against checksums of another step all of it is wrong.
+    assert found if item == 'checksums' else [f'checkpoints/7/{item}' in line for line in found] == [True]
+    restored, out = newest(copy)
+    assert same(restored.state, states[5])
+    assert out.count('\n') == 1
+    for part in ('step 7 is damaged and not used', str(copy / FOLDER / '7'), 'going back to step 5'):
+        assert part in out
+    if item != 'checksums':
+        assert f'7/{item}' in out
+    # Nothing is lost: a person may look at it.
+    assert steps(copy) == [3, 5]
+    assert (copy / FOLDER / DAMAGED / '7' / 'params').is_dir()
+    assert find_step(str(copy)).name == '5'
+
+
+def test_a_run_goes_on_past_the_number_of_a_damaged_step(copy, states, newest):
+    replaced('params', copy, states)
+    for _ in range(2):
+        restored, out = newest(copy)
+        assert same(restored.state, states[5])
+    # Said once.
+    assert out == ''
+    save(copy, [states[7]])
+    assert same(newest(copy)[0].state, states[7])
+
+
+def test_several_damaged_ones(copy, states, newest):
+    replaced('params', copy, states)
+    shutil.rmtree(copy / FOLDER / '5' / 'optimizer')
+    restored, out = newest(copy)
+    assert same(restored.state, states[3])
+    assert [line.split(' is damaged')[0] for line in out.splitlines()] == ['step 7', 'step 5']
+    assert steps(copy) == [3]
+    assert {entry.name for entry in (copy / FOLDER / DAMAGED).iterdir()} == {'5', '7'}
+
+
+def test_where_none_is_whole_nothing_is_touched(copy, newest):
+    for step in (3, 5, 7):
+        (copy / FOLDER / str(step) / 'params' / '_METADATA').write_text('{')
+    with pytest.raises(InputError, match='of the 3 steps none is whole') as info:
+        newest(copy)
+    assert str(copy / FOLDER / '7' / 'params') in str(info.value)
+    assert '\n' not in str(info.value)
+    assert steps(copy) == [3, 5, 7]
+    assert not (copy / FOLDER / DAMAGED).exists()
+
+
+def test_another_model_is_no_damage(copy, newest):
+    other = abstract_on(2, model__num_layers=3, **EMA)
+    with pytest.raises(InputError, match='checkpoint of another model'):
+        newest(copy, other)
+    assert steps(copy) == [3, 5, 7]
+    # A description that says so without having been saved so is damage.
+    path = copy / FOLDER / '7' / 'params' / '_METADATA'
+    text = path.read_text()
+    path.write_text(text.replace('embedding', 'embeddinh'))
+    assert path.read_text() != text
+    restored, out = newest(copy)
+    assert int(restored.state.step) == 5
+    assert f'{copy}/checkpoints/7/params: ' in out
+
+
+def test_a_step_from_before_checksums_is_read_with_a_warning(copy, states, newest):
+    step = copy / FOLDER / '7'
+    shutil.rmtree(step / 'checksums')
+    progress = json.loads((step / 'progress' / 'metadata').read_text())
+    # One that had some has lost them.
+    restored, out = newest(copy)
+    assert int(restored.state.step) == 5
+    assert 'checksums: missing' in out
+    (copy / FOLDER / DAMAGED / '7').rename(step)
+    progress.pop('checksums')
+    (step / 'progress' / 'metadata').write_text(json.dumps(progress))
+    restored, out = newest(copy)
+    assert same(restored.state, states[7])
+    assert out == 'step 7 was saved without checksums: whether it is as it was saved cannot be checked\n'
+    assert damages(step) == ([], 0)
+
+
+def test_parameters_alone_are_checked_too(copy, states):
+    step = copy / FOLDER / '7'
+    assert same(restore_params(step, abstract().params), states[7].params)
+    replaced('params', copy, states)
+    with pytest.raises(DamagedError, match=r'7/params: damaged: .*, and \d+ more'):
+        restore_params(step, abstract().params)
+    # What is not damaged can be used.
+    assert same(restore_params(step, abstract().params, item='ema'), states[7].ema)
+
+
+def test_best_and_permanent_ones_are_kept(tmp_path):
+    rules = {'keep_last': 1, 'keep_best': 1, 'permanent_every': 4}
+    small = abstract_on(1)
+    losses = {2: 3.0, 3: 1.0, 4: 2.0, 5: None, 6: 2.5}
+    with Checkpoints(tmp_path, **rules) as checkpoints:
+        for step, loss in losses.items():
+            state = random_state(small, step=step, skipped=0, seed=step)
+            checkpoints.save(step, state, FACTS, validation_loss=loss, history={'hours': step / 2})
+    assert steps(tmp_path) == [3, 4, 6]
+    assert find_step(f'{tmp_path}@best').name == '3'
+    # Known anew from what lies there.
+    with Checkpoints(tmp_path, **rules) as checkpoints:
+        assert checkpoints.restore(4, small).history == {'hours': 2.0}
+        checkpoints.save(7, random_state(small, step=7, skipped=0), FACTS, validation_loss=0.5)
+    assert steps(tmp_path) == [4, 7]
+    assert find_step(f'{tmp_path}@best').name == '7'
+
+
+def test_there_is_no_best_without_losses(saved):
+    with pytest.raises(InputError, match=r'no step there was saved with a validation loss .*; steps: 3, 5, 7'):
+        find_step(f'{saved}@best')
+
+
+def test_what_one_process_cannot_read_no_process_uses(monkeypatch, tmp_path):
+    def fail():
+        raise DamagedError('7/params: cannot be read')
+
+    # One process alone decides for itself, without asking.
+    assert _same_everywhere(tmp_path, lambda: 'state') == 'state'
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    for failed, read, message in (
+        ([False, False], lambda: 'state', None),
+        ([False, True], lambda: 'state', 'cannot be read by process 1'),
+        ([True, False], fail, '7/params: cannot be read'),
+    ):
+        told = []
+        monkeypatch.setattr(
+            restore.multihost_utils, 'process_allgather', lambda x, f=failed, t=told: t.append(x) or np.array(f)
+        )
+        if message is None:
+            assert _same_everywhere(tmp_path, read) == 'state'
+        else:
+            with pytest.raises(DamagedError, match=message):
+                _same_everywhere(tmp_path, read)
+        # Each tells the others how it went.
+        assert [bool(x) for x in told] == [read is fail]

@@ -1,0 +1,287 @@
+"""A run that starts from the checkpoint of another: larger vocabularies, adapters, positions; and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.checkpoint.streaming import write_step
+from maxlm.data.tokenizer.tokenizer import Tokenizer, chars_tokenizer
+from maxlm.errors import InputError
+from maxlm.log import Console
+from maxlm.trainer import initialize as starting
+from maxlm.trainer.initialize import check_init_from, first_state
+from maxlm.training.state import abstract_state, init_state
+from maxlm.workdir.files import CONFIG, TOKENIZER, describe_run
+from tests.checkpoint.test_manager import config_on, random_state, same, save, zero_state
+from tests.checkpoint.test_streaming import flatten, streamed
+from tests.small import small_layout
+
+# Rows of the tables of the checkpoint, of which the last is of no token, and of the run. The former do not divide over
+# devices.
+ROWS, KNOWN, NEW_ROWS = 61, 60, 72
+OLD = chars_tokenizer([''.join(map(chr, range(ord('A'), ord('A') + KNOWN - 2)))])
+NEW = OLD.with_special_tokens(['<|im_start|>', '<|im_end|>'])
+OTHER = Tokenizer.from_json(OLD.to_json().replace('"A"', '"é"'), name='other')
+UNTIED = {'model__family': 'llama'}
+TABLES = {'embedding': 0, 'head.kernel': 1}
+YARN = {'model__rotary_scaling': 'yarn', 'model__rotary_factor': 4.0, 'data__window': 64}
+
+
+@pytest.fixture(scope='module')
+def make(tmp_path_factory):
+    """A workdir with a step 7 of random parameters, its config and its tokenizer, if it has one; once for each."""
+    made = {}
+
+    def make(tokenizer=OLD, **overrides):
+        key = json.dumps([tokenizer and tokenizer.sha256, overrides], sort_keys=True)
+        if key not in made:
+            workdir = tmp_path_factory.mktemp('origin')
+            config = config_on(2, **overrides)
+            state = random_state(abstract_state(config, small_layout(config)), step=7, skipped=0)
+            save(workdir, [state])
+            if tokenizer:
+                tokenizer.save(workdir / 'given')
+                describe_run(workdir, config, workdir / 'given')
+            made[key] = workdir, flatten(jax.device_get(state.params))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path, capsys, monkeypatch):
+    """Returns the first state of a config that starts from a workdir, and what was logged.
+
+    Only with `random` the state before is really made, which takes longer than all the rest.
+    """
+
+    def start(origin, tokenizer=OLD, *, num_devices=2, random=False, **overrides):
+        monkeypatch.setattr(starting, 'init_state', init_state if random else zero_state)
+        config = config_on(num_devices, **overrides)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(origin)))
+        layout = small_layout(config)
+        abstract = abstract_state(config, layout)
+        tokenizer.save(tmp_path / TOKENIZER)
+        run = tmp_path / 'run'
+        check_init_from(config, abstract.params, run, tokenizer=tmp_path / TOKENIZER)
+        assert not run.exists()
+        capsys.readouterr()
+        with Console(), Checkpoints(run, keep_last=3) as checkpoints:
+            state = first_state(
+                config, tokenizer=tmp_path / TOKENIZER, layout=layout, abstract=abstract, checkpoints=checkpoints
+            )
+        placed = jax.tree.map(
+            lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract
+        )
+        assert all(jax.tree.leaves(placed))
+        return jax.device_get(state), capsys.readouterr().out
+
+    return start
+
+
+def fresh(**overrides):
+    config = config_on(2, **overrides)
+    return jax.device_get(init_state(config, small_layout(config)))
+
+
+def assert_grown(params, before, *, rows=NEW_ROWS, known=KNOWN):
+    """Rows below `known` are those of `before`, the others their mean, and nothing else differs."""
+    params = flatten(params)
+    assert params.keys() == before.keys()
+    for name, values in params.items():
+        if name not in TABLES:
+            assert np.array_equal(values, before[name]), name
+            continue
+        table, old = (np.moveaxis(x, TABLES[name], 0) for x in (values, before[name]))
+        assert len(table) == rows
+        assert np.array_equal(table[:known], old[:known])
+        mean = old[:known].mean(axis=0, dtype=np.float64)
+        np.testing.assert_allclose(table[known:], np.broadcast_to(mean, table[known:].shape), atol=1e-6)
+        # Control: the row that is of no token would have shown in the mean.
+        assert np.abs(old[: known + 1].mean(axis=0) - mean).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ('num_devices', 'overrides'),
+    [
+        (8, {}),
+        (8, {**UNTIED, 'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__context': 2}),
+        (8, {'mesh__tensor': 8, 'mesh__fsdp': 1, 'model__num_heads': 8}),
+        (1, UNTIED),
+        (2, {**UNTIED, 'mesh__zero': 1, 'optimizer__ema_decay': 0.9}),
+        # In the memory of the host.
+        (2, {**UNTIED, 'mesh__offload': 'all'}),
+    ],
+)
+def test_new_tokens_start_at_the_mean_of_the_old(make, start, num_devices, overrides):
+    model = {key: value for key, value in overrides.items() if key.startswith('model')}
+    origin, before = make(**model)
+    random = overrides == {}
+    state, out = start(origin, NEW, num_devices=num_devices, model__vocab_size=NEW_ROWS, random=random, **overrides)
+    assert_grown(state.params, before)
+    assert f'vocabulary grows from {KNOWN} to {KNOWN + 2} tokens: new rows start at the mean of the old' in out
+    if state.ema is not None:
+        assert same(state.ema, state.params)
+    # The moments are those of a run that has not begun.
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
+
+
+def test_rows_of_no_token_become_those_of_new_tokens(make, start):
+    origin, before = make(model__vocab_size=NEW_ROWS)
+    state, out = start(origin, NEW, model__vocab_size=NEW_ROWS)
+    assert_grown(state.params, before)
+    assert 'vocabulary grows from 60 to 62 tokens' in out
+    # Control: with the same tokenizer, or one that differs in what makes no ids, they stay.
+    facts = json.loads(OLD.to_json())
+    facts['post_processor'] = {'type': 'ByteLevel', 'add_prefix_space': True, 'trim_offsets': True, 'use_regex': True}
+    for tokenizer in (OLD, Tokenizer.from_json(json.dumps(facts), name='')):
+        state, out = start(origin, tokenizer, model__vocab_size=NEW_ROWS)
+        assert same(flatten(state.params), before)
+        assert out.count('\n') == 1
+
+
+def test_larger_tables_for_the_same_tokens(make, start):
+    origin, before = make()
+    state, out = start(origin, OLD, model__vocab_size=NEW_ROWS)
+    assert_grown(state.params, before)
+    assert f'grow from {ROWS} to {NEW_ROWS} rows: new rows start at the mean' in out
+
+
+def test_an_import_grows(make, start, tmp_path):
+    _, before = make()
+    write_step(tmp_path / 'imported', 0, streamed(before))
+    OLD.save(tmp_path / 'imported' / TOKENIZER)
+    assert_grown(start(tmp_path / 'imported', NEW, model__vocab_size=NEW_ROWS)[0].params, before)
+
+
+def test_another_tokenizer_of_the_same_size_is_a_warning(make, start):
+    origin, before = make()
+    state, out = start(origin, OTHER)
+    assert same(flatten(state.params), before)
+    assert 'is not the tokenizer' in out
+    assert f'--tokenizer {origin}/{TOKENIZER}' in out
+
+
+def refusal(start, origin, *parts, tokenizer=OLD, **overrides):
+    with pytest.raises(InputError) as info:
+        start(origin, tokenizer, **overrides)
+    message = str(info.value)
+    assert '\n' not in message
+    for part in (f'train.init_from={origin}: ', *parts):
+        assert part in message, message
+
+
+def test_vocabularies_that_are_refused(make, start):
+    origin, _ = make()
+    larger = {'model__vocab_size': NEW_ROWS}
+    refusal(start, origin, 'vocab_size=72', "no token 'A'", f'--tokenizer {origin}', tokenizer=OTHER, **larger)
+    padded, _ = make(model__vocab_size=NEW_ROWS)
+    refusal(start, padded, 'has 72 rows', 'model.vocab_size=61', 'does not shrink')
+    bare, _ = make(tokenizer=None)
+    refusal(start, bare, 'has 61 rows', 'model.vocab_size=72', f'put it at {bare}/{TOKENIZER}', **larger)
+    (bare / TOKENIZER).write_text('{')
+    try:
+        refusal(start, bare, f'{bare}/{TOKENIZER} is not a tokenizer.json', **larger)
+    finally:
+        (bare / TOKENIZER).unlink()
+
+
+LORA = {'model__lora_rank': 2}
+
+
+def is_adapter(name):
+    return name.endswith(('lora_a', 'lora_b'))
+
+
+def test_adapters_start_anew(make, start):
+    origin, before = make(**UNTIED)
+    mesh = {'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__stage': 2, 'train__micro_batch': 2}
+    options = {'num_devices': 8, 'random': True, 'model__vocab_size': NEW_ROWS}
+    state, _ = start(origin, NEW, **UNTIED, **LORA, **mesh, **options)
+    params, random = flatten(state.params), flatten(fresh(**UNTIED, **LORA, model__vocab_size=NEW_ROWS).params)
+    adapters = {name for name in params if is_adapter(name)}
+    assert len(adapters) == 2 * 7
+    for name in adapters:
+        np.testing.assert_allclose(params[name], random[name], atol=1e-6)
+        assert np.any(params[name]) == name.endswith('lora_a')
+    kernel = 'blocks.attention.query.kernel'
+    # Control.
+    assert not np.array_equal(before[kernel], random[kernel])
+    assert np.array_equal(before[kernel], params[kernel])
+    assert params['embedding'].shape[0] == NEW_ROWS
+
+
+def test_adapters_are_taken_over(make, start):
+    origin, before = make(**UNTIED, **LORA)
+    state, _ = start(origin, **UNTIED, **LORA)
+    assert same(flatten(state.params), before)
+    # Fewer of them: the others start anew.
+    fewer, before = make(**UNTIED, **LORA, model__lora_targets=('*.query',))
+    params = flatten(start(fewer, **UNTIED, **LORA)[0].params)
+    assert all(np.array_equal(params[name], before[name]) for name in before)
+    assert params.keys() > before.keys()
+
+
+def test_adapters_that_are_refused(make, start):
+    origin, _ = make(**UNTIED, **LORA)
+    merge = f'`python -m maxlm.checkpoints merge --checkpoint={origin}/checkpoints/7 --output=WORKDIR`'
+    refusal(start, origin, merge, 'model.lora_rank=2', **UNTIED)
+    refusal(start, origin, merge, 'of rank 2', 'model.lora_rank=4', **UNTIED, model__lora_rank=4)
+    refusal(start, origin, merge, 'model.lora_alpha=16', 'has 8', **UNTIED, **LORA, model__lora_alpha=8.0)
+    refusal(start, origin, merge, 'lora_targets', **UNTIED, **LORA, model__lora_targets=('*.query',))
+
+
+def test_what_is_no_adapter_must_be_there(make, start):
+    origin, _ = make(**UNTIED, model__qk_norm=False)
+    refusal(start, origin, 'nothing of that name', 'checkpoint of another model', **UNTIED, **LORA, model__qk_norm=True)
+
+
+def test_learned_positions_do_not_grow(make, start):
+    origin, _ = make()
+    refusal(start, origin, 'learned positions for 16 tokens', 'asks for 64', 'max_positions=16', data__window=64)
+    longer, _ = make(data__window=64)
+    refusal(start, longer, 'learned positions for 64 tokens', 'asks for 16', 'max_positions=64')
+    # What the message says.
+    start(longer, model__max_positions=64)
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'line'),
+    [
+        (YARN, 'context: checkpoint was trained at 16, this run at 64 (yarn ×4)'),
+        ({**YARN, 'model__rotary_original_positions': 32}, 'at 16, this run at 64 (yarn ×4 of 32)'),
+        ({**YARN, 'model__rotary_scaling': 'linear'}, 'at 16, this run at 64 (linear ×4)'),
+        ({'model__rotary_theta': 1e6}, 'at 16, this run at 16 (rotary_theta 10000 → 1e+06)'),
+        ({**YARN, 'model__rotary_theta': 1e6}, 'at 64 (rotary_theta 10000 → 1e+06, yarn ×4)'),
+        ({'data__window': 64}, 'at 16, this run at 64 (rotary positions as before)'),
+        ({}, ''),
+    ],
+)
+def test_the_context_is_told(make, start, overrides, line):
+    origin, before = make(**UNTIED)
+    state, out = start(origin, **UNTIED, **overrides)
+    # It is the same parameters that are used in another way.
+    assert same(flatten(state.params), before)
+    assert line in out
+    assert out.count('context: ') == bool(line)
+
+
+def test_a_context_that_nobody_knows(make, start, tmp_path):
+    origin, before = make(**UNTIED)
+    write_step(tmp_path / 'bare', 0, streamed(before))
+    assert 'context: ' not in start(tmp_path / 'bare', **UNTIED, **YARN)[1]
+    (tmp_path / 'bare' / CONFIG).write_text('{')
+    out = start(tmp_path / 'bare', **UNTIED, **YARN)[1]
+    assert 'not known' in out
+    assert 'context: ' not in out
+    # Of an import the context is the model's.
+    config = json.loads((origin / CONFIG).read_text())
+    config['train']['num_steps'], config['model']['max_positions'] = 0, 32
+    (tmp_path / 'bare' / CONFIG).write_text(json.dumps(config))
+    assert 'was trained at 32, this run at 64' in start(tmp_path / 'bare', **UNTIED, **YARN)[1]

@@ -1,0 +1,125 @@
+"""Checkpoints restored into another layout: the same state in other places, from which training goes on."""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.loss_scale import first_loss_scale
+from maxlm.training.state import abstract_state, init_state
+from tests.small import small_batch, small_config, small_layout
+
+COMMON = {
+    'model__family': 'llama',
+    'model__num_layers': 4,
+    # With `mesh.tensor` it is padded.
+    'model__vocab_size': 61,
+    'train__global_batch': 16,
+    'data__window': 8,
+    'model__dim': 16,
+    'optimizer__warmup_steps': 0,
+    'optimizer__ema_decay': 0.9,
+}
+LAYOUTS = {
+    'zero 1': {'mesh__zero': 1},
+    'context': {'mesh__context': 2, 'mesh__tensor': 2},
+    'stages': {'mesh__stage': 2, 'mesh__stage_repeats': 2, 'train__micro_batch': 2},
+    'offload': {'mesh__offload': 'all'},
+    'float16': {'model__dtype': 'float16', 'train__loss_scale': 1024.0, 'train__loss_scale_steps': 2},
+}
+# That each layout was trained for; all are saved.
+STEPS = 2
+# Each layout is saved once and restored once, and the scale of the loss goes on in the layout that has one.
+RING = {*itertools.pairwise([*LAYOUTS, next(iter(LAYOUTS))]), ('float16', 'float16')}
+PAIRS = [
+    pytest.param(*pair, marks=() if pair in RING else pytest.mark.nightly)
+    for pair in itertools.product(LAYOUTS, LAYOUTS)
+]
+
+
+class Trained(NamedTuple):
+    """A layout, a run on it and the loss of the step after the run."""
+
+    config: object
+    layout: object
+    abstract: object
+    step: object
+    # After each step, on the host; the last is saved last.
+    states: list
+    # Of the step after them.
+    next_loss: float
+
+    @property
+    def batch(self):
+        return self.layout.put_batch(small_batch(self.config), self.config.train.global_batch)
+
+    def loss_after(self, state):
+        """The loss of the next step. Takes the state's memory."""
+        _, metrics = self.step(state, self.batch)
+        return float(metrics['loss'])
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    """Returns by layout a run and the workdir with its checkpoints."""
+    config = small_config(num_devices=8, **COMMON)
+    # Made once: to compile it for each layout would take as long as all else here.
+    initial = jax.device_get(init_state(config, small_layout(config)))
+    runs = {}
+    for name, settings in LAYOUTS.items():
+        workdir = tmp_path_factory.mktemp(name.replace(' ', '_'))
+        config = small_config(num_devices=8, **{**COMMON, **settings})
+        layout = small_layout(config)
+        abstract = abstract_state(config, layout)
+        run = Trained(config, layout, abstract, compile_train_step(config, layout, abstract).step, [], np.nan)
+        scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
+        state = jax.tree.map(
+            lambda leaf, abstract: jax.device_put(leaf, abstract.sharding), initial._replace(loss_scale=scale), abstract
+        )
+        with Checkpoints(workdir, keep_last=STEPS) as checkpoints:
+            for step in range(1, STEPS + 1):
+                state, _ = run.step(state, run.batch)
+                checkpoints.save(step, state, {'layout': name})
+                run.states.append(jax.device_get(state))
+        runs[name] = run._replace(next_loss=run.loss_after(state)), workdir
+    return runs
+
+
+def restore(workdir, abstract, step=STEPS):
+    with Checkpoints(workdir, keep_last=STEPS) as checkpoints:
+        return checkpoints.restore(step, abstract, loss_scale=512.0)
+
+
+def same(tree, other):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+
+
+@pytest.mark.parametrize(('saved', 'wanted'), PAIRS)
+def test_a_checkpoint_goes_on_in_another_layout(runs, saved, wanted):
+    (run, workdir), (other, _) = runs[saved], runs[wanted]
+    state, facts, _ = restore(workdir, other.abstract)
+    assert facts == {'layout': saved}
+    # Bit for bit, and where the layout has it, in memory of the host or of the device.
+    assert same(state._replace(loss_scale=None), run.states[-1]._replace(loss_scale=None))
+    placed = jax.tree.map(lambda leaf, abstract: leaf.sharding == abstract.sharding, state, other.abstract)
+    assert all(jax.tree.leaves(placed))
+    if wanted == 'float16':
+        # A run that had no scale starts with the config's.
+        assert [float(x) for x in state.loss_scale] == ([2048, 0] if saved == 'float16' else [512, 0])
+    rtol = 1e-6 if (saved == 'float16') == (wanted == 'float16') else 2e-3
+    assert other.loss_after(state) == pytest.approx(run.next_loss, rel=rtol)
+
+
+@pytest.mark.parametrize(('saved', 'wanted'), [('stages', 'offload'), ('offload', 'context')])
+def test_another_step_is_another_state(runs, saved, wanted):
+    (run, workdir), (other, _) = runs[saved], runs[wanted]
+    state, *_ = restore(workdir, other.abstract, step=1)
+    assert same(state, run.states[0])
+    for part in ('params', 'ema', 'opt_state'):
+        assert not same(getattr(state, part), getattr(run.states[-1], part))
+    assert other.loss_after(state) != pytest.approx(run.next_loss, rel=2e-3)

@@ -1,0 +1,44 @@
+"""Checksums of several processes, and damage that they agree on."""
+
+import pytest
+
+from maxlm.checkpoint.checksums import damages
+from maxlm.checkpoint.manager import saved_steps
+from maxlm.errors import EXIT_DONE
+from maxlm.workdir.step_dirs import DAMAGED, FOLDER
+from tests.forking import forking
+from tests.test_checkpoints import flip
+from tests.test_train import arguments
+
+pytestmark = pytest.mark.multiprocess
+
+SETTINGS = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 100, 'eval__every': 0, 'train__stuck_seconds': 60}
+
+
+# Two processes that save, without training, are in test_checkpoint_failures.py.
+@pytest.mark.nightly
+def test_two_processes_go_back_together(dataset, tmp_path):
+    workdir = tmp_path / 'run'
+
+    def train(parent, num_steps):
+        words = arguments(dataset, workdir, **SETTINGS, train__num_steps=num_steps)
+        processes = parent.start_run(2, words, tmp_path / f'logs_{num_steps}')
+        codes = [process.wait() for process in processes]
+        assert codes == [EXIT_DONE] * 2, [process.stdout + process.stderr for process in processes]
+        return processes[0].stdout
+
+    def verified():
+        return {step: damages(workdir / FOLDER / str(step))[0] for step in saved_steps(workdir)}
+
+    with forking('maxlm.train:run') as parent:
+        # Control: nothing is said of damage.
+        assert 'damaged' not in train(parent, 2)
+        # What two processes summed up is what one reads.
+        assert verified() == {1: [], 2: []}
+        flip(workdir / FOLDER / '2')
+        assert len(verified()[2]) == 1
+        out = train(parent, 3)
+        assert 'step 2 is damaged and not used' in out
+        assert 'going on from step 1\n' in out
+        assert (workdir / FOLDER / DAMAGED / '2').is_dir()
+        assert verified() == {1: [], 2: [], 3: []}

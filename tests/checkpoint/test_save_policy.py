@@ -1,0 +1,64 @@
+"""Saves by the clock: soon after it is time, the same in all processes, with few questions to them."""
+
+import numpy as np
+import pytest
+
+from maxlm.checkpoint.save_policy import SaveTimes
+from maxlm.config.schema import CheckpointConfig
+
+
+class Run:
+    """A process with a clock of its own, and what it asked the others."""
+
+    def __init__(self, *, offset=0.0, agree=None, **config):
+        self.now = offset
+        self.asked = []
+        self.times = SaveTimes(
+            CheckpointConfig(**{'every_steps': 0, 'every_minutes': 0.0, **config}),
+            start=0,
+            clock=lambda: self.now,
+            agree=agree or self.ask,
+        )
+
+    def ask(self, values):
+        self.asked.append(values)
+        return values
+
+    def saves(self, step_seconds, num_steps=2000):
+        saved = []
+        for step in range(1, num_steps + 1):
+            self.now += step_seconds(step)
+            if self.times.due(step, num_steps=num_steps):
+                self.times.saved(step)
+                saved.append(step)
+        return saved
+
+
+def test_every_minute():
+    run = Run(every_minutes=1.0)
+    assert run.saves(lambda step: 0.25, num_steps=1000) == [240, 480, 720, 960, 1000]
+    assert len(run.asked) < 50
+    # Control: by steps nobody is asked.
+    by_steps = Run(every_steps=400)
+    assert by_steps.saves(lambda step: 0.25, num_steps=1000) == [400, 800, 1000]
+    assert by_steps.asked == []
+
+
+def test_a_pace_that_halves_is_seen_in_time():
+    run = Run(every_minutes=1.0)
+    saved = run.saves(lambda step: 0.25 if step < 100 else 0.5)
+    # 25 s of the first minute have gone by then.
+    assert saved[:2] == [pytest.approx(170, abs=2), pytest.approx(290, abs=3)]
+
+
+def test_processes_whose_clocks_differ_save_the_same_steps():
+    first = Run(every_minutes=1.0)
+    saved = first.saves(lambda step: 0.25)
+    answers = iter(first.asked)
+    other = Run(every_minutes=1.0, offset=1e6, agree=lambda values: next(answers))
+    assert other.saves(lambda step: 0.31) == saved
+    # As often as the first one asked.
+    assert next(answers, None) is None
+    # Control: alone it would have saved others.
+    assert Run(every_minutes=1.0).saves(lambda step: 0.31) != saved
+    assert all(isinstance(values, np.ndarray) for values in first.asked)

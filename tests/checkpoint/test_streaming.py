@@ -1,0 +1,310 @@
+"""Parameters layer by layer: exact in both directions, no more read or held than asked for, nothing half-written."""
+
+import json
+import math
+import resource
+import shutil
+import weakref
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore
+
+from maxlm.checkpoint import streaming
+from maxlm.checkpoint.item_metadata import DamagedError, stored_tree
+from maxlm.checkpoint.manager import Checkpoints, find_step
+from maxlm.checkpoint.params import STACK, by_layer, restore_params
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.errors import InputError
+from maxlm.workdir.step_dirs import FOLDER
+from tests.checkpoint.test_manager import abstract_on, random_state, same, save
+
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+
+# Layers of 16 KiB: what one costs stands out from what a checkpoint's index costs.
+WIDE = {'model__num_layers': 4, 'model__dim': 64, 'model__num_heads': 4}
+KERNEL = 'blocks.attention.query.kernel'
+
+
+def flatten(params):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {'.'.join(entry.key for entry in path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def stacked(path):
+    return path.startswith(f'{STACK}.')
+
+
+def streamed(arrays, read=lambda values: values):
+    """The arrays as sources of a write; each layer passes through `read`."""
+
+    def source(values):
+        return lambda layer: read(values if layer is None else values[layer])
+
+    return {path: StreamedArray(values.shape, source(values), stacked(path)) for path, values in arrays.items()}
+
+
+@pytest.fixture(scope='module')
+def state():
+    return random_state(abstract_on(8, **WIDE), step=7, skipped=0)
+
+
+@pytest.fixture(scope='module')
+def arrays(state):
+    return flatten(jax.device_get(state.params))
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory, state):
+    """A workdir with a step 7 as training saves it; not to be changed."""
+    workdir = tmp_path_factory.mktemp('saved')
+    save(workdir, [state])
+    return workdir
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory, state):
+    """The same parameters as before there were layers in checkpoints: each array in one piece."""
+    directory = tmp_path_factory.mktemp('whole') / FOLDER / '7'
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / 'params', jax.device_get(state.params))
+    return directory.parent.parent
+
+
+def assert_reads(workdir, arrays, step=7):
+    reader = ParamsReader(workdir / FOLDER / str(step))
+    assert reader.shapes == {path: values.shape for path, values in arrays.items()}
+    for path, values in arrays.items():
+        assert np.array_equal(reader.read(path), values), path
+        for layer in range(len(values)) if stacked(path) else ():
+            read = reader.read(path, layer)
+            assert (read.dtype, read.shape) == (np.float32, values.shape[1:])
+            assert np.array_equal(read, values[layer]), (path, layer)
+            # Control: layers differ.
+            assert not np.array_equal(read, values[layer - 1]), (path, layer)
+
+
+def test_whole_arrays_and_layers_are_those_that_were_saved(saved, whole, arrays):
+    assert_reads(saved, arrays)
+    assert_reads(whole, arrays)
+
+
+def test_the_average_is_read_under_its_own_name(tmp_path, state):
+    other = random_state(abstract_on(8, **WIDE), step=7, skipped=0, seed=5)
+    save(tmp_path, [state._replace(ema=other.params)])
+    average = ParamsReader(tmp_path / FOLDER / '7', 'ema').read(KERNEL, 2)
+    assert np.array_equal(average, flatten(other.params)[KERNEL][2])
+    assert not np.array_equal(average, ParamsReader(tmp_path / FOLDER / '7').read(KERNEL, 2))
+
+
+def test_stacked_arrays_are_saved_in_pieces_of_one_layer(saved, state):
+    for item, tree in {'params': state.params, 'optimizer': state.opt_state}.items():
+        pieces = {
+            leaf.name: leaf.storage.chunk_shape for leaf in jax.tree.leaves(stored_tree(saved / FOLDER / '7' / item))
+        }
+        assert len(pieces) == len(jax.tree.leaves(tree))
+        of_layers = {name for name in pieces if STACK in name.split('.')}
+        assert {pieces[name][0] for name in of_layers} == {1}
+        # Control: others are cut over devices only.
+        others = {name: piece for name, piece in pieces.items() if name not in of_layers and piece}
+        assert {piece[0] for name, piece in others.items() if name.endswith('embedding')} >= {61}
+    assert pieces['0.mu.blocks.attention.query.kernel'] == (1, 8, 4, 16)
+
+
+def bytes_read():
+    metrics = tensorstore.experimental_collect_matching_metrics('/tensorstore/kvstore/file/bytes_read')
+    return sum(value['value'] for metric in metrics for value in metric['values'])
+
+
+def cost(reader, path, layer):
+    before = bytes_read()
+    reader.read(path, layer)
+    return bytes_read() - before
+
+
+def test_what_was_read_is_compared_with_its_checksums(saved, tmp_path, arrays):
+    shutil.copytree(saved, tmp_path / 'run')
+    step = find_step(str(tmp_path / 'run'))
+    last = arrays[KERNEL].shape[0] - 1
+
+    def read():
+        reader = ParamsReader(step)
+        for layer in reversed(range(last + 1)):
+            yield reader.read(KERNEL, layer)
+        yield reader.read(KERNEL)
+        yield reader.read('embedding')
+
+    # Control: whole ones are read, in whatever order.
+    assert len(list(read())) == last + 3
+    path = step / 'checksums' / 'metadata'
+    content = json.loads(path.read_text())
+    content['params'][KERNEL] = content['params']['embedding'] = '(1,) float32 00000000'
+    path.write_text(json.dumps(content))
+    with pytest.raises(DamagedError, match=rf'params: damaged: {KERNEL} is '):
+        list(read())
+    for name in (KERNEL, 'embedding'):
+        with pytest.raises(DamagedError, match=f'damaged: {name} is'):
+            ParamsReader(step).read(name)
+    # Other arrays are what they were.
+    ParamsReader(step).read(next(name for name in arrays if name not in (KERNEL, 'embedding')))
+
+
+def test_a_layer_costs_its_own_size_on_disk(tmp_path):
+    values = np.random.default_rng(0).normal(size=(4, 256, 256)).astype(np.float32)
+    tree = {STACK: {'kernel': values}}
+    write_step(tmp_path, 0, streamed({f'{STACK}.kernel': values}))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / FOLDER / '1' / 'params', tree, save_args=by_layer(tree))
+        checkpointer.save(tmp_path / FOLDER / '2' / 'params', tree)
+    readers = [ParamsReader(tmp_path / FOLDER / str(step)) for step in range(3)]
+    size = values[2].nbytes
+    assert 0.8 * size < cost(readers[0], f'{STACK}.kernel', 2) < 1.1 * size
+    assert 0.8 * size < cost(readers[1], f'{STACK}.kernel', 2) < 1.1 * size
+    # Control: what is stored whole is read whole.
+    assert cost(readers[2], f'{STACK}.kernel', 2) > 3 * size
+
+
+def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
+    write_step(tmp_path, 0, streamed(arrays))
+    assert find_step(str(tmp_path)) == tmp_path / FOLDER / '0'
+    assert {entry.name for entry in (tmp_path / FOLDER / '0').iterdir() if entry.is_dir()} == {'params', 'progress'}
+    for num_devices in (8, 1):
+        abstract = abstract_on(num_devices, **WIDE).params
+        params = restore_params(tmp_path / FOLDER / '0', abstract)
+        assert same(jax.device_get(params), jax.device_get(state.params))
+        placed = jax.tree.map(lambda leaf, wanted: leaf.sharding == wanted.sharding, params, abstract)
+        assert all(jax.tree.leaves(placed))
+    assert_reads(tmp_path, arrays, step=0)
+    with Checkpoints(tmp_path, keep_last=3) as checkpoints:
+        assert checkpoints.latest_step() == 0
+        assert checkpoints.holds_only_params(0)
+    # Control: one number of one layer more or less is noticed.
+    write_step(
+        tmp_path / 'other', 0, streamed(arrays, lambda values: values + (values.max() == arrays[KERNEL][3].max()))
+    )
+    other = restore_params(tmp_path / 'other' / FOLDER / '0', abstract)
+    assert not same(jax.device_get(other), jax.device_get(state.params))
+
+
+def test_arrays_larger_than_a_piece(tmp_path, monkeypatch, arrays, state):
+    # Pieces of 7 rows of a kernel: 64 rows are 9 pieces and a rest, written in blocks of 21 rows.
+    row = arrays[KERNEL][0, 0].nbytes
+    monkeypatch.setattr(streaming, 'PIECE', 7 * row)
+    monkeypatch.setattr(streaming, 'IN_FLIGHT', 21 * row + 100)
+    write_step(tmp_path, 0, streamed(arrays))
+    described = {leaf.name: leaf for leaf in jax.tree.leaves(stored_tree(tmp_path / FOLDER / '0' / 'params'))}
+    assert described[KERNEL].storage.chunk_shape == (1, 7, 4, 16)
+    assert described['embedding'].storage.chunk_shape == (7, 64)
+    assert_reads(tmp_path, arrays, step=0)
+    params = restore_params(tmp_path / FOLDER / '0', abstract_on(8, **WIDE).params)
+    assert same(jax.device_get(params), jax.device_get(state.params))
+
+
+@pytest.mark.parametrize(('rows', 'piece'), [(1, 1), (64, 7), (5, 5), (100, 1), (30, 40)])
+def test_blocks_cover_an_array_once_and_never_cut_a_piece(monkeypatch, rows, piece):
+    monkeypatch.setattr(streaming, 'IN_FLIGHT', 4 * 3 * 10)
+    blocks = list(streaming._blocks((rows, 3), (piece, 3)))
+    assert [row for block in blocks for row in range(rows)[block]] == list(range(rows))
+    assert all(block.start % piece == 0 for block in blocks)
+    assert all(block.stop - block.start <= max(10, piece) for block in blocks)
+
+
+def test_no_layer_is_held_longer_than_it_is_written(tmp_path, arrays):
+    alive, most, asked = weakref.WeakSet(), 0, 0
+
+    class Layer(np.ndarray):
+        """An array that can be counted."""
+
+        __hash__ = object.__hash__
+
+    def read(values):
+        nonlocal most, asked
+        most, asked = max(most, len(alive)), asked + 1
+        layer = values.copy().view(Layer)
+        alive.add(layer)
+        return layer
+
+    write_step(tmp_path, 0, streamed(arrays, read))
+    assert asked == sum(len(values) if stacked(path) else 1 for path, values in arrays.items())
+    # The one before may still be on its way out.
+    assert most <= 1
+
+
+@pytest.mark.parametrize('error', [InputError('shard 3 is damaged'), KeyboardInterrupt(), OSError(28, 'No space left')])
+def test_a_write_that_fails_leaves_nothing(tmp_path, arrays, error):
+    count = 0
+
+    def read(values):
+        nonlocal count
+        count += 1
+        if count == 20:
+            raise error
+        return values
+
+    with pytest.raises((InputError, KeyboardInterrupt)) as info:
+        write_step(tmp_path, 0, streamed(arrays, read))
+    assert str(error) in str(info.value) or 'No space left' in str(info.value)
+    assert list(tmp_path.iterdir()) == []
+    # Control: the same again, without the error.
+    write_step(tmp_path, 0, streamed(arrays))
+    assert_reads(tmp_path, arrays, step=0)
+
+
+def test_a_disk_that_is_full(tmp_path, arrays):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * 1024, before[1]))
+    try:
+        with pytest.raises(InputError, match='cannot be written') as info:
+            write_step(tmp_path, 0, streamed(arrays))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert '\n' not in str(info.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_is_there_stays(saved, arrays):
+    before = ParamsReader(saved / FOLDER / '7').read(KERNEL, 0)
+    with pytest.raises(InputError, match='there is a checkpoint already') as info:
+        write_step(saved, 7, streamed(arrays))
+    assert str(saved / FOLDER / '7') in str(info.value)
+    assert np.array_equal(ParamsReader(saved / FOLDER / '7').read(KERNEL, 0), before)
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path, arrays):
+    (tmp_path / 'file').write_text('mine')
+    with pytest.raises(InputError, match=r'Not a directory|File exists'):
+        write_step(tmp_path / 'file', 0, streamed(arrays))
+    assert (tmp_path / 'file').read_text() == 'mine'
+
+
+def test_what_cannot_be_read_is_named(saved, tmp_path):
+    with pytest.raises(InputError, match='missing in the checkpoint'):
+        ParamsReader(saved / FOLDER / '8')
+    with pytest.raises(InputError, match='missing in the checkpoint') as info:
+        ParamsReader(saved / FOLDER / '7', 'ema')
+    assert str(saved / FOLDER / '7' / 'ema') in str(info.value)
+    shutil.copytree(saved, tmp_path / 'run')
+    step = tmp_path / 'run' / FOLDER / '7'
+    reader = ParamsReader(step)
+    for file in (step / 'params').rglob('d/*'):
+        file.write_bytes(b'no array')
+    with pytest.raises(InputError, match='checkpoint cannot be read') as info:
+        reader.read(KERNEL, 1)
+    assert str(step / 'params') in str(info.value)
+    assert '\n' not in str(info.value)
+
+
+def test_another_type_is_refused(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / FOLDER / '0' / 'params', {'embedding': np.ones((3, 2), np.float16)})
+    with pytest.raises(InputError, match='embedding is of float16'):
+        ParamsReader(tmp_path / FOLDER / '0')
+
+
+def test_sizes_are_those_of_the_docstring():
+    # A piece holds at least one row, whatever its size, and the empty shape is a number.
+    assert streaming._piece((5, 2**26)) == (1, 2**26)
+    assert streaming._piece(()) == ()
+    assert math.prod(streaming._piece((32_000, 4096))) * 4 <= streaming.PIECE

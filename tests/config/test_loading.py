@@ -1,0 +1,285 @@
+"""Reading configs: files, variants, overrides, and every way to get them wrong."""
+
+import dataclasses
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from maxlm.config import loading
+from maxlm.config.resolve import resolve
+from maxlm.errors import InputError
+
+CONFIG = """
+from maxlm.config.loading import default
+
+def get_config(variant=''):
+    config = default()
+    config.model.num_layers = 24 if variant == 'big' else 2
+    config.model.dim = 64
+    config.model.num_heads = 4
+    config.train.num_steps = 10
+    config.train.global_batch = 8
+    return config
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / 'base.py'
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_variant_and_overrides(config_file):
+    config = loading.load(f'{config_file}:big', ['train.num_steps=1e3', 'model.use_bias=false', 'model.dropout=0.5'])
+    assert (config.model.num_layers, config.train.num_steps) == (24, 1000)
+    assert config.model.use_bias is False
+    assert config.model.dropout == 0.5
+    assert loading.load(config_file).model.num_layers == 2
+
+
+def test_family_fills_what_is_left_open_and_nothing_else(config_file):
+    gpt2 = loading.load(config_file).model
+    assert (gpt2.norm, gpt2.position, gpt2.tie_embeddings) == ('layernorm', 'learned', True)
+    llama = loading.load(config_file, ['model.family=llama', 'model.norm=layernorm']).model
+    assert (llama.norm, llama.position, llama.tie_embeddings) == ('layernorm', 'rotary', False)
+
+
+def test_an_overridden_length_replaces_the_one_of_the_file(config_file):
+    train = loading.load(config_file, ['train.num_tokens=1e6']).train
+    assert (train.num_steps, train.num_tokens) == (0, 1_000_000)
+
+
+def test_split_overrides():
+    overrides, rest = loading.split_overrides(
+        ['--config=a.py', '--config.train.num_steps=2', '--workdir', 'x', '--config.model.dim', '64']
+    )
+    assert overrides == ['train.num_steps=2', 'model.dim=64']
+    assert rest == ['--config=a.py', '--workdir', 'x']
+
+
+def test_json_round_trip(config_file):
+    config = loading.load(config_file, ['optimizer.learning_rate=1e-3'])
+    assert loading.from_json(loading.to_json(config)) == config
+    assert loading.from_json(loading.to_json(config)) != loading.load(config_file)
+
+
+@pytest.mark.parametrize(
+    ('override', 'words'),
+    [
+        ('train.num_step=5', ['train.num_step', "'num_steps'"]),
+        ('train.learning_rate=1', ["'optimizer.learning_rate'"]),
+        ('trian.num_steps=5', ["'trian'", "'train'"]),
+        ('train.num_steps=ten', ['train.num_steps', "'ten'", 'whole number']),
+        ('train.num_steps=1.5', ["'1.5'", 'whole number']),
+        ('train.num_steps=inf', ["'inf'", 'whole number']),
+        ('model.use_bias=maybe', ["'maybe'", 'true or false']),
+        ('model.dropout=nan', ['model.dropout', 'nan']),
+        ('optimizer.learning_rate=fast', ["'fast'", 'a number']),
+        ('model.family=lama', ["'lama'", "'llama'"]),
+        ('model.remat=some', ['model.remat', 'none, dots']),
+        ('model.num_heads=7', ['model.num_heads=7', 'model.dim=64', '8']),
+        ('model.num_kv_heads=3', ['model.num_kv_heads=3', 'model.num_heads=4']),
+        ('train.global_batch=0', ['exactly one of', 'train.global_batch_tokens']),
+        ('train.global_batch_tokens=1000', ['data.window=1024', '1024']),
+        ('data.window=1', ['data.window=1', 'at least 2']),
+        ('model.dropout=1', ['model.dropout=1', 'below 1']),
+        ('optimizer.min_learning_rate=1', ['optimizer.min_learning_rate', 'optimizer.learning_rate']),
+        ('optimizer.adam_learning_rate=0.1', ['optimizer.adam_learning_rate=0.1', 'optimizer.name', 'muon']),
+        ('optimizer.momentum_warmup_steps=5', ['optimizer.momentum_warmup_steps=5', 'optimizer.name', 'muon']),
+        ('optimizer.ema_decay=1', ['optimizer.ema_decay=1', 'below 1']),
+        ('optimizer.decay_fraction=1.5', ['optimizer.decay_fraction=1.5', 'at most 1']),
+        ('optimizer.schedule=wds', ["'wds'", "'wsd'"]),
+        ('mesh.data=-1', ['mesh.data', 'mesh.fsdp', '-1']),
+        ('mesh.tensor=0', ['mesh.tensor=0']),
+        ('model.max_positions=64', ['model.max_positions=64', 'data.window=1024']),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_names_it(config_file, override, words):
+    with pytest.raises(InputError) as error:
+        loading.load(config_file, [override])
+    message = str(error.value)
+    assert '\n' not in message
+    for word in words:
+        assert word in message
+
+
+def test_what_only_muon_reads_is_taken_under_muon(config_file):
+    muon = ['optimizer.name=muon', 'optimizer.adam_learning_rate=0.1', 'optimizer.momentum_warmup_steps=5']
+    assert loading.load(config_file, muon).optimizer.adam_learning_rate == 0.1
+    with pytest.raises(InputError, match=r'optimizer\.momentum=0\.5 is below 0\.85.* optimizer\.momentum_warmup_steps'):
+        loading.load(config_file, [*muon, 'optimizer.momentum=0.5'])
+    assert loading.load(config_file, ['optimizer.name=muon', 'optimizer.momentum=0.5']).optimizer.momentum == 0.5
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('x = (', ['base.py', 'SyntaxError']),
+        ('def get_config():\n    return undefined', ['base.py:2', 'NameError']),
+        ('import sys\nsys.exit(0)', ['base.py:2', 'SystemExit']),
+        ('def get_config():\n    raise GeneratorExit', ['base.py:2', 'GeneratorExit']),
+        ('x = 1', ['get_config']),
+        ('def get_config():\n    return {}', ['dict', 'ConfigDict']),
+        (CONFIG.replace('num_steps', 'num_stepz'), ['num_stepz', 'num_steps']),
+        (CONFIG.replace('= 64', "= 'wide'"), ['base.py:7', 'TypeError']),
+        (CONFIG.replace("variant=''", ''), ['base.py', 'NameError']),
+    ],
+)
+def test_a_wrong_config_file_is_named(tmp_path, text, words):
+    path = tmp_path / 'base.py'
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        loading.load(str(path))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_directory_is_no_config(tmp_path):
+    with pytest.raises(InputError, match='is a directory'):
+        loading.load(str(tmp_path))
+
+
+def test_missing_file_and_unknown_variant(config_file):
+    with pytest.raises(InputError, match=r'did you mean .*base\.py'):
+        loading.load(config_file.replace('base', 'bass'))
+    with open(config_file, 'a') as file:
+        file.write('\ndef get_config():\n    return default()\n')
+    with pytest.raises(InputError, match='no variants'):
+        loading.load(f'{config_file}:big')
+
+
+def test_a_section_or_key_that_was_forced_into_an_unlocked_config_is_found():
+    values = loading.default()
+    with values.unlocked():
+        values.train.surprise = 1
+    with pytest.raises(InputError, match=r'train\.surprise'):
+        loading.build(values)
+    with pytest.raises(InputError, match='extra'):
+        loading.build(ConfigDict({'extra': {}}))
+
+
+@pytest.fixture
+def run_file(config_file, tmp_path):
+    """The config.json of a run on eight GPUs, and its config."""
+    overrides = ['train.num_epochs=2', 'train.global_batch_tokens=16384', 'model.dim=128', 'optimizer.learning_rate=1']
+    config = loading.load(config_file, [*overrides, 'optimizer.warmup_tokens=99999', 'model.family=llama'])
+    config = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=800)
+    path = tmp_path / 'config.json'
+    path.write_text(loading.to_json(config))
+    return str(path), config
+
+
+def test_the_config_of_a_run_stands_as_it_was_resolved(run_file):
+    path, run = run_file
+    config = loading.load(path)
+    assert (run.train.num_steps, run.train.num_epochs) == (100, 2)
+    assert (run.train.global_batch, run.train.global_batch_tokens) == (16, 16384)
+    assert (run.optimizer.warmup_steps, run.optimizer.warmup_tokens) == (7, 99999)
+    assert (config.train.num_steps, config.train.num_epochs) == (100, 0)
+    assert (config.train.global_batch, config.train.global_batch_tokens) == (16, 0)
+    assert (config.optimizer.warmup_steps, config.optimizer.warmup_tokens) == (7, 0)
+    assert config.mesh == run.mesh
+    assert config.mesh.fsdp == 8
+    # The kernel is chosen for the devices that are here.
+    assert run.model.attention == 'cudnn'
+    assert config.model == dataclasses.replace(run.model, attention='auto')
+    # Where the data are the same, it is the same run again.
+    again = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=800)
+    assert again.model == run.model
+    assert (again.train.num_steps, again.train.micro_batch) == (run.train.num_steps, run.train.micro_batch)
+    assert resolve(config, platform='cpu', num_devices=8, vocab_size=100, windows=1).model.attention == 'xla'
+
+
+def test_overrides_go_on_top_of_the_config_of_a_run(run_file):
+    path, run = run_file
+    config = loading.load(path, ['train.num_tokens=1e6', 'optimizer.warmup_tokens=5000', 'model.attention=xla'])
+    assert (config.train.num_steps, config.train.num_tokens, config.train.num_epochs) == (0, 1_000_000, 0)
+    assert (config.optimizer.warmup_steps, config.optimizer.warmup_tokens) == (0, 5000)
+    assert config.model.attention == 'xla'
+    assert config.model.norm == run.model.norm == 'rmsnorm'
+    assert loading.load(path, ['train.num_steps=7']).train.num_steps == 7
+    assert loading.load(path, ['train.global_batch_tokens=32768']).train.global_batch == 0
+
+
+def test_the_mesh_of_a_run_on_another_machine(run_file):
+    path, _ = run_file
+    with pytest.raises(InputError, match=r'mesh .*fsdp=8.* needs 8 devices, here are 2; set one axis to -1'):
+        resolve(loading.load(path), platform='cpu', num_devices=2, vocab_size=100, windows=800)
+    config = loading.load(path, ['mesh.fsdp=-1'])
+    assert resolve(config, platform='cpu', num_devices=2, vocab_size=100, windows=800).mesh.fsdp == 2
+
+
+def test_a_family_says_nothing_where_nothing_is_open(run_file, tmp_path):
+    path, run = run_file
+    with pytest.raises(InputError, match=r'--config\.model\.family=gpt2: .*config\.json has a value already'):
+        loading.load(path, ['model.family=gpt2'])
+    assert loading.load(path, ['model.family=llama']).model.family == 'llama'
+    # A file that leaves its switches open is filled like one in Python.
+    sections = json.loads(loading.to_json(run))
+    sections['model'] = {key: sections['model'][key] for key in ('num_layers', 'dim', 'num_heads')}
+    (tmp_path / 'open.json').write_text(json.dumps(sections))
+    assert loading.load(str(tmp_path / 'open.json')).model.norm == 'layernorm'
+    assert loading.load(str(tmp_path / 'open.json'), ['model.family=llama']).model.norm == 'rmsnorm'
+
+
+@pytest.mark.parametrize(
+    ('change', 'words'),
+    [
+        (lambda sections: [], ['object of sections']),
+        (lambda sections: {**sections, 'model': 3}, ['object of sections']),
+        (lambda sections: {**sections, 'trian': {}}, ["'trian'", "'train'"]),
+        (lambda sections: {**sections, 'model': {'num_layer': 2}}, ['model.num_layer', "'num_layers'"]),
+        (lambda sections: {**sections, 'model': {'num_layers': '2'}}, ['model.num_layers="2"', 'a whole number']),
+        (lambda sections: {**sections, 'model': {'num_layers': 2.5}}, ['model.num_layers=2.5', 'a whole number']),
+        (lambda sections: {**sections, 'model': {'num_layers': True}}, ['model.num_layers=true', 'a whole number']),
+        (lambda sections: {**sections, 'model': {'num_layers': None}}, ['model.num_layers=null', 'a whole number']),
+        (lambda sections: {**sections, 'model': {'norm_scale': 1}}, ['model.norm_scale=1', 'true or false']),
+        (lambda sections: {**sections, 'model': {'norm': ['rmsnorm']}}, ['model.norm=["rmsnorm"]', 'a text']),
+        (lambda sections: {**sections, 'model': {'dropout': '0'}}, ['model.dropout="0"', 'a number']),
+    ],
+)
+def test_a_wrong_config_json_is_one_line_that_names_it(run_file, change, words):
+    path, run = run_file
+    text = json.dumps(change(json.loads(loading.to_json(run))))
+    with open(path, 'w') as file:
+        file.write(text)
+    with pytest.raises(InputError) as error:
+        loading.load(path)
+    for word in (path, *words):
+        assert word in str(error.value)
+    assert '\n' not in str(error.value)
+    # As the config of a workdir it is as wrong.
+    with pytest.raises(ValueError):
+        loading.from_json(text)
+
+
+@pytest.mark.parametrize('content', [b'{', b'', b'\xff\xfe{}', b'{"model": {"dim": NaN}}', b'[' * 100_000])
+def test_what_is_no_json_is_named(tmp_path, content):
+    (tmp_path / 'config.json').write_bytes(content)
+    with pytest.raises(InputError, match=r'config\.json: ') as error:
+        loading.load(str(tmp_path / 'config.json'))
+    assert '\n' not in str(error.value)
+
+
+def test_values_are_checked_as_those_of_any_config(run_file):
+    path, run = run_file
+    text = loading.to_json(run)
+    with open(path, 'w') as file:
+        file.write(text.replace('"num_heads": 4', '"num_heads": 7').replace('"num_kv_heads": 4', '"num_kv_heads": 3'))
+    with pytest.raises(InputError, match=r'model\.num_kv_heads=3 does not divide model\.num_heads=7'):
+        loading.load(path)
+    # A whole number is as good as any for a key that takes a fraction.
+    with open(path, 'w') as file:
+        file.write(text.replace('"dropout": 0.0', '"dropout": 0'))
+    assert loading.load(path).model.dropout == 0.0
+    assert isinstance(loading.load(path).model.dropout, float)
+
+
+def test_a_config_json_has_no_variants_and_must_be_there(run_file, tmp_path):
+    path, _ = run_file
+    with pytest.raises(InputError, match=r"config\.json has no variants, but 'big' was asked for"):
+        loading.load(f'{path}:big')
+    with pytest.raises(InputError, match=r'--config: no file .*confg\.json; did you mean .*config\.json'):
+        loading.load(str(tmp_path / 'confg.json'))

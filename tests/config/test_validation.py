@@ -1,0 +1,61 @@
+"""Settings of the model that do not go together are refused by name, with what would be right."""
+
+import pytest
+
+from maxlm.config.loading import build, default
+from maxlm.errors import InputError
+
+
+def model_config(**settings):
+    values = default()
+    values.train.num_steps, values.train.global_batch = 1, 1
+    for key, value in {'num_layers': 2, 'dim': 32, 'num_heads': 4, 'family': 'llama', **settings}.items():
+        values.model[key] = value
+    return build(values).model
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        ({'scan_layers': False, 'num_layers': 201}, ['num_layers=201', 'scan_layers=True']),
+        ({'rotary_factor': 2.0}, ['rotary_factor=2.0', 'rotary_scaling', 'yarn']),
+        ({'rotary_scaling': 'ntk'}, ['rotary_scaling', 'ntk', 'dynamic']),
+        ({'rotary_scaling': 'yarn', 'rotary_factor': 0.5}, ['rotary_factor=0.5', '1']),
+        ({'rotary_scaling': 'linear', 'family': 'gpt2'}, ['rotary_scaling=linear', 'learned', 'rotary']),
+        ({'rotary_scaling': 'dynamic', 'head_dim': 2}, ['dynamic', '4 rotated']),
+        ({'rotary_low_turns': 4.0}, ['rotary_low_turns=4.0', 'rotary_high_turns=4.0']),
+        ({'rotary_beta_fast': 1.0}, ['rotary_beta_slow', 'rotary_beta_fast=1.0']),
+        ({'rotary_fraction': 1.5}, ['rotary_fraction=1.5', 'at most 1']),
+        ({'rotary_fraction': 0.4}, ['rotary_fraction=0.4', 'odd']),
+        ({'attention_pattern': ''}, ['attention_pattern', 'SSSL']),
+        ({'attention_pattern': 'SX', 'sliding_window': 2}, ['SX', 'S (sliding window)']),
+        ({'attention_pattern': 'SSL', 'sliding_window': 2}, ['SSL', '3 letters', '2 layers']),
+        ({'attention_pattern': 'S'}, ['sliding_window=0', 'at least 1']),
+        ({'sliding_window': 4}, ['sliding_window=4', 'attention_pattern=L']),
+        ({'sliding_window': -1, 'attention_pattern': 'S'}, ['sliding_window=-1', 'at least 0']),
+        ({'logit_softcap': -1.0}, ['logit_softcap=-1.0', 'at least 0']),
+        ({'activation': 'relu'}, ['relu', 'relu2']),
+        ({'init': 'xavier'}, ['xavier', 'uniform']),
+    ],
+)
+def test_refused(settings, words):
+    with pytest.raises(InputError) as error:
+        model_config(**settings)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {},
+        {'rotary_scaling': 'yarn', 'rotary_factor': 2.0, 'rotary_low_turns': 3.0},
+        {'attention_pattern': 'SL', 'sliding_window': 2},
+        {'family': 'gpt_neox', 'num_kv_heads': 2, 'head_dim': 16},
+        {'family': 'qwen3', 'head_dim': 128},
+        {'family': 'nanochat', 'logit_softcap': 0.0},
+    ],
+)
+def test_accepted(settings):
+    model = model_config(**settings)
+    assert all(getattr(model, key) == value for key, value in settings.items())

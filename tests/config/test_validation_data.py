@@ -1,0 +1,81 @@
+"""Sources and lengths of sequences: what the tuples may hold, by file, by override and through config.json."""
+
+import dataclasses
+
+import pytest
+
+from maxlm.config.loading import build, default, from_json, load, to_json
+from maxlm.config.resolve import resolve
+from maxlm.config.schema import DataConfig
+from maxlm.errors import InputError
+from tests.conftest import ROOT
+
+
+def data_config(**settings):
+    values = default()
+    values.train.num_steps, values.train.global_batch = 100, 8
+    for key, value in {'num_layers': 2, 'dim': 32, 'num_heads': 4, 'family': 'llama'}.items():
+        values.model[key] = value
+    for key, value in {'window': 16, **settings}.items():
+        values.data[key] = value
+    return build(values)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        ({'sources': (('a', 0.0),)}, ["('a', 0.0)", 'above 0']),
+        ({'sources': (('a', float('nan')),)}, ['nan', 'above 0']),
+        ({'sources': (('', 1.0),)}, ["('', 1.0)"]),
+        ({'sources': ('a', 1.0)}, ["'a'", 'directory and a weight', 'data/web']),
+        ({'sources': (('a', '1'),)}, ["('a', '1')"]),
+        ({'sources': (('a', 1), ('a', 2))}, ['a is there twice']),
+        ({'context_schedule': ((5, 0.5),)}, ['5', 'data.window=16']),
+        ({'context_schedule': ((1, 0.5),)}, ['1', 'data.window=16']),
+        ({'context_schedule': ((8, 1.0),)}, ['shares must rise']),
+        ({'context_schedule': ((4, 0.5), (8, 0.4))}, ['shares must rise', '(8, 0.4)']),
+        ({'context_schedule': ((8.0, 0.5),)}, ['(8.0, 0.5)']),
+        ({'pool_shards': -1}, ['data.pool_shards=-1']),
+        ({'warn_epochs': 0.5}, ['data.warn_epochs=0.5']),
+        ({'cache_gib': -1.0}, ['data.cache_gib']),
+        ({'fetch_threads': 0}, ['data.fetch_threads']),
+    ],
+)
+def test_refused(settings, words):
+    with pytest.raises(InputError) as error:
+        data_config(**settings)
+    assert '\n' not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+GOOD = {'sources': (('data/web', 0.7), ('data/code#python', 3)), 'context_schedule': ((4, 0.25), (8, 0.5))}
+
+
+def test_tuples_come_through_json_and_overrides():
+    config = data_config(**GOOD)
+    assert from_json(to_json(config)) == config
+    overrides = [f'data.{key}={value!r}' for key, value in GOOD.items()]
+    loaded = load(str(ROOT / 'configs/tiny.py'), [*overrides, 'data.window=16'])
+    assert (loaded.data.sources, loaded.data.context_schedule) == tuple(GOOD.values())
+    for text in ('3', 'a', "[('a', 1)]", '(', '__import__("os")'):
+        with pytest.raises(InputError, match='needs a tuple'):
+            load(str(ROOT / 'configs/tiny.py'), [f'data.sources={text}'])
+
+
+def test_the_parts_of_a_run_with_a_schedule():
+    config = data_config(**GOOD)
+    config = resolve(config, platform='cpu', num_devices=1, vocab_size=100, windows=1000)
+    assert config.contexts == [(0, 4), (25, 8), (50, 16)]
+    assert [config.context_at(step) for step in (0, 24, 25, 49, 50, 99)] == [4, 4, 8, 8, 16, 16]
+    short = config.at_context(4)
+    assert (short.data.window, short.train.global_batch, short.train.micro_batch) == (4, 32, 32)
+    assert short.accumulation == config.accumulation
+    assert dataclasses.replace(short, data=config.data, train=config.train) == config
+    assert config.at_context(16) == config
+    plain = resolve(data_config(), platform='cpu', num_devices=1, vocab_size=100, windows=1000)
+    assert plain.contexts == [(0, 16)]
+
+
+def test_defaults_read_one_directory():
+    assert (DataConfig().path, DataConfig().sources, DataConfig().context_schedule) == ('data', (), ())

@@ -1,0 +1,55 @@
+"""Values of section dpo that do not go together, or not with the data, are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from maxlm.config.loading import build, default
+from maxlm.errors import InputError
+
+
+def make(objective='dpo', **settings):
+    values = default()
+    values.model.num_layers, values.model.dim, values.model.num_heads = 1, 8, 1
+    values.train.num_steps, values.train.global_batch, values.train.objective = 1, 1, objective
+    values.train.init_from = 'start'
+    for key, value in settings.items():
+        section, name = key.split('__')
+        values[section][name] = value
+    return build(values)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        ({'dpo__beta': 0.0}, ['dpo.beta=0.0', 'greater than 0']),
+        ({'dpo__beta': float('inf')}, ['dpo.beta=inf', 'finite']),
+        ({'dpo__beta': float('nan')}, ['dpo.beta=nan']),
+        ({'dpo__loss': 'hinge'}, ['dpo.loss', 'sigmoid, ipo']),
+        ({'dpo__label_smoothing': 0.5}, ['dpo.label_smoothing=0.5', 'below 0.5']),
+        ({'dpo__label_smoothing': -0.1}, ['dpo.label_smoothing=-0.1', 'at least 0']),
+        ({'dpo__label_smoothing': 0.1, 'dpo__loss': 'ipo'}, ['dpo.label_smoothing=0.1', 'dpo.loss=ipo']),
+        ({'dpo__next_token_weight': -1.0}, ['dpo.next_token_weight=-1.0', 'at least 0']),
+        ({'data__isolate_documents': False}, ['data.isolate_documents=False', 'dpo', 'True']),
+        ({'data__context_schedule': ((512, 0.5),), 'data__window': 1024}, ['data.context_schedule', 'dpo']),
+    ],
+)
+def test_refused(settings, words):
+    with pytest.raises(InputError) as error:
+        make(**settings)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {},
+        {'dpo__label_smoothing': 0.49},
+        {'dpo__loss': 'ipo', 'dpo__next_token_weight': 1.0},
+        {'objective': 'next_token', 'data__isolate_documents': False},
+        {'objective': 'next_token', 'data__context_schedule': ((512, 0.5),), 'data__window': 1024},
+    ],
+)
+def test_accepted(settings):
+    assert make(**settings).dpo.beta == 0.1

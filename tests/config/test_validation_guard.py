@@ -1,0 +1,77 @@
+"""Guards and budgets: what does not go together is refused by name; a budget is a length of the run."""
+
+import pytest
+
+from maxlm.config import loading
+from maxlm.config.resolve import resolve
+from maxlm.config.schema import UNDECIDED_STEPS
+from maxlm.errors import InputError
+
+CONFIG = """
+from maxlm.config.loading import default
+
+def get_config():
+    config = default()
+    config.model.num_layers, config.model.dim, config.model.num_heads = 1, 8, 1
+    config.train.num_steps, config.train.global_batch = 10, 8
+    return config
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / 'config.py'
+    path.write_text(CONFIG)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'words'),
+    [
+        (['guard.window=15'], ['guard.window=15', '16']),
+        (['guard.window=-1'], ['guard.window=-1', 'at least 0']),
+        (['guard.spike_deviations=0'], ['guard.spike_deviations=0', 'greater than 0']),
+        (['guard.rollback_rate_factor=1.5'], ['guard.rollback_rate_factor=1.5', 'at most 1']),
+        (['guard.max_rollbacks=-1'], ['guard.max_rollbacks=-1']),
+        (['guard.patience=3'], ['guard.patience=3', 'eval.every']),
+        (['guard.max_dollars=5'], ['guard.max_dollars=5', 'train.price_per_hour']),
+        (['train.dollars=5'], ['train.dollars=5', 'train.price_per_hour']),
+        (['train.hours=-1'], ['train.hours=-1', 'at least 0']),
+        (['train.hours=1', 'train.num_steps=5'], ['exactly one of train.hours', 'train.num_steps=5']),
+        (['train.hours=1', 'data.context_schedule=((512, 0.5),)'], ['context_schedule', 'guard.max_hours']),
+    ],
+)
+def test_refused(config_file, overrides, words):
+    with pytest.raises(InputError) as error:
+        loading.load(config_file, overrides)
+    assert '\n' not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'overrides',
+    [
+        ['guard.window=0'],
+        ['guard.window=16', 'guard.rollback_rate_factor=0.5'],
+        ['guard.patience=3', 'eval.every=5'],
+        ['guard.max_dollars=5', 'train.price_per_hour=2'],
+        ['guard.max_hours=5', 'data.context_schedule=((512, 0.5),)'],
+    ],
+)
+def test_accepted(config_file, overrides):
+    assert loading.load(config_file, overrides).train.num_steps == 10
+
+
+@pytest.mark.parametrize('budget', [['train.hours=2'], ['train.dollars=2', 'train.price_per_hour=1']])
+def test_a_budget_takes_the_place_of_a_length_in_steps(config_file, tmp_path, budget):
+    config = loading.load(config_file, budget)
+    assert (config.train.hours, config.train.dollars)['dollars' in budget[0]] == 2
+    assert config.train.num_steps == 0
+    resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=10, windows=8)
+    assert resolved.train.num_steps == UNDECIDED_STEPS
+    # The budget is what a run's config says; on another machine it is another number of steps.
+    path = tmp_path / 'config.json'
+    path.write_text(loading.to_json(resolved))
+    assert loading.load(str(path)).train == config.train.__class__(**{**vars(resolved.train), 'num_steps': 0})
+    assert loading.load(str(path), ['train.num_steps=7']).train.num_steps == 7

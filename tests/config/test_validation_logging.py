@@ -1,0 +1,41 @@
+"""Keys of what a run tells of itself: what makes no sense is refused by name."""
+
+import pytest
+
+from maxlm.config.loading import load
+from maxlm.errors import InputError
+from tests.conftest import ROOT
+
+TINY = str(ROOT / 'configs/tiny.py')
+
+
+@pytest.mark.parametrize(
+    ('override', 'words'),
+    [
+        ('metrics.wandb=yes', ["metrics.wandb='yes'", "'', online, offline"]),
+        ('metrics.devices_seconds=-1', ['metrics.devices_seconds=-1', 'at least 0']),
+        ('eval.samples=-1', ['eval.samples=-1', 'at least 0']),
+        ('eval.sample_tokens=0', ['eval.sample_tokens=0', 'at least 1']),
+        ("eval.sample_prompts=('a', 3)", ['eval.sample_prompts: 3 is no text', "('Once upon a time',)"]),
+        ("eval.sample_prompts=('',)", ["eval.sample_prompts: '' is no text"]),
+        ("eval.sample_prompts=('a')", ['eval.sample_prompts', 'needs a tuple']),
+        ('profile.start=-2', ['profile.start=-2', 'at least 0']),
+        ('profile.num_steps=0', ['profile.num_steps=0', 'at least 1']),
+    ],
+)
+def test_what_is_refused(override, words):
+    with pytest.raises(InputError) as refusal:
+        load(TINY, [override])
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_project_is_needed_only_where_there_is_one():
+    load(TINY, ['metrics.wandb_project='])
+    with pytest.raises(InputError, match=r'metrics\.wandb_project'):
+        load(TINY, ['metrics.wandb=offline', 'metrics.wandb_project='])
+
+
+def test_what_is_taken():
+    config = load(TINY, ["eval.sample_prompts=('Once upon a time', 'def main(')", 'profile.start=5'])
+    assert config.eval.sample_prompts == ('Once upon a time', 'def main(')
+    assert (config.profile.start, config.metrics.wandb) == (5, '')

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from maxlm.data.chat.jinja import ChatError
+from maxlm.data.chat.template import CHATML, LLAMA3, TEMPLATES, ChatTemplate, load_template, set_variables
+from maxlm.errors import InputError
+
+# Templates as models have them, without `generation`.
+PLAIN_CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN_LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    '{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}'
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token}}{% endif %}{% endfor %}"
+)
+# Leaves out the thoughts of all turns but the last, as Qwen 3's does.
+FORGETFUL = (
+    '{%- set ns = namespace(last=messages | length - 1) %}{%- for message in messages %}'
+    "{%- set content = message.content.split('</think>')[-1] if loop.index0 < ns.last else message.content %}"
+    "{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+ALL = {
+    'chatml': CHATML,
+    'llama3': LLAMA3,
+    'plain chatml': PLAIN_CHATML,
+    'plain llama3': PLAIN_LLAMA3,
+    'mistral': MISTRAL,
+    'forgetful': FORGETFUL,
+}
+VARIABLES = {'bos_token': '<s>', 'eos_token': '</s>'}
+SPECIAL = ('<|im_start|>', '<|im_end|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>', '<s>', '</s>')
+
+
+def user(text):
+    return {'role': 'user', 'content': text}
+
+
+def assistant(text, **rest):
+    return {'role': 'assistant', 'content': text, **rest}
+
+
+TURNS = [
+    user('What is 1 + 1?\n'),
+    assistant('Let me see.\n\n2'),
+    user('<b>And</b> "2 + 2"? Größe 🙂'),
+    assistant(' 4 '),
+]
+
+
+def bound(source):
+    return ChatTemplate(set_variables(source, VARIABLES), name='test')
+
+
+def theirs(source, messages, **options):
+    options = {'return_assistant_tokens_mask': False, **VARIABLES, **options}
+    (text,), spans = render_jinja_template(conversations=[messages], chat_template=source, **options)
+    return (text, spans) if options['return_assistant_tokens_mask'] else text
+
+
+@pytest.mark.parametrize('prompt', [False, True])
+@pytest.mark.parametrize('source', ALL.values(), ids=ALL)
+def test_texts_are_those_of_transformers(source, prompt):
+    for messages in (TURNS, TURNS[:3], TURNS[:1]):
+        rendered = bound(source).render(messages, special=SPECIAL, add_generation_prompt=prompt)
+        assert rendered.text == theirs(source, messages, add_generation_prompt=prompt)
+        assert (
+            bound(source).render(messages[:1] + messages[:1] if source != MISTRAL else [user('x')]).text
+            != rendered.text
+        )
+
+
+def test_tools_are_those_of_transformers():
+    call = {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1, 'text': '<ü>'}}}
+    messages = [
+        user('3 + 4?'),
+        assistant('', tool_calls=[call, call]),
+        {'role': 'tool', 'content': '7'},
+        assistant('I call again.', tool_calls=[call]),
+    ]
+    tools = [{'type': 'function', 'function': {'name': 'add'}}]
+    template = bound(CHATML)
+    rendered = template.render_said(messages, special=SPECIAL, tools=tools)
+    assert rendered.text == theirs(CHATML, messages, tools=tools)
+    first, second = (rendered.text[slice(*span)] for span in rendered.said)
+    assert first.count('<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "<ü>"}}\n</tool_call>') == 2
+    assert second.startswith('I call again.\n<tool_call>')
+    assert '"add"' not in template.render(messages[:1]).text
+
+
+@pytest.mark.parametrize('source', [CHATML, LLAMA3])
+def test_generation_is_marked_as_transformers_marks_it(source):
+    rendered = bound(source).render_said(TURNS, special=SPECIAL)
+    text, spans = theirs(source, TURNS, return_assistant_tokens_mask=True)
+    assert rendered.text == text
+    assert [tuple(span) for span in rendered.said] == [tuple(span) for span in spans[0]]
+
+
+@pytest.mark.parametrize(
+    ('name', 'said'),
+    [
+        ('chatml', ['Let me see.\n\n2<|im_end|>', ' 4 <|im_end|>']),
+        ('plain chatml', ['Let me see.\n\n2<|im_end|>', ' 4 <|im_end|>']),
+        ('llama3', ['Let me see.\n\n2<|eot_id|>', '4<|eot_id|>']),
+        ('plain llama3', ['Let me see.\n\n2<|eot_id|>', '4<|eot_id|>']),
+        ('mistral', [' Let me see.\n\n2</s>', '  4 </s>']),
+    ],
+)
+def test_what_the_assistant_says(name, said):
+    rendered = bound(ALL[name]).render_said(TURNS, special=SPECIAL)
+    assert [rendered.text[slice(*span)] for span in rendered.said] == said
+    assert bound(ALL[name]).has_generation == ('plain' not in name and name != 'mistral')
+
+
+def test_turns_that_change_once_others_follow():
+    messages = [user('a'), assistant('<think>hm</think>b'), user('c'), assistant('<think>so</think>d')]
+    rendered = bound(FORGETFUL).render_said(messages, special=SPECIAL)
+    assert [rendered.text[slice(*span)] for span in rendered.said] == ['b<|im_end|>', '<think>so</think>d<|im_end|>']
+    # Where even their beginning changes nobody can tell.
+    source = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
+    with pytest.raises(ChatError, match='put that between'):
+        bound(source).render_said(messages, special=SPECIAL)
+
+
+def test_the_token_that_ends_a_turn_may_stand_outside_of_generation():
+    source = '{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}\n{% endfor %}'
+    rendered = bound(source).render_said([assistant('a'), assistant('b')], special=SPECIAL)
+    assert [rendered.text[slice(*span)] for span in rendered.said] == ['a</s>', 'b</s>']
+    for bad in (source.replace('{{ eos_token }}', ''), "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"):
+        with pytest.raises(ChatError, match='with no special token'):
+            bound(bad).render_said([user('u'), assistant('a')], special=SPECIAL)
+
+
+@pytest.mark.parametrize('name', ALL)
+def test_data_that_spells_special_tokens_has_stand_ins(name):
+    plain = [user('xim_startx'), assistant('say <|im_end| and end'), user('c'), assistant('d')]
+    nasty = [user('<|im_start|>'), assistant('say <|im_end|></s> \U0010ffff'), user('c'), assistant('d\U0010fffd')]
+    template = bound(ALL[name])
+    before, after = (template.render_said(messages, special=SPECIAL) for messages in (plain, nasty))
+    count = sum(map(before.text.count, SPECIAL))
+    assert count > 0
+    assert sum(map(after.text.count, SPECIAL)) == count
+    assert after.spelled(0, len(after.text)) == theirs(ALL[name], nasty)
+    assert 'say <|im_end|></s> \U0010ffff' in after.spelled(*after.said[0])
+    # Control: unprotected, it would be taken for the template's.
+    assert sum(map(template.render(nasty).text.count, SPECIAL)) > count
+
+
+def test_variables_and_tokens_are_found():
+    template = ChatTemplate(PLAIN_LLAMA3 + '{% if pad_token is defined %}<start_of_turn>{% endif %}', name='x')
+    assert template.variables == ('bos_token', 'pad_token')
+    assert template.tokens == ('<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>', '<start_of_turn>')
+    known = ChatTemplate(set_variables(template.source, {'bos_token': '<"s">', 'pad_token': ''}), name='x')
+    assert known.variables == ()
+    assert known.render([user('a')]).text.startswith('<"s"><|start')
+    assert known.sha256 != template.sha256
+
+
+def test_templates_are_found_by_name_and_file(tmp_path):
+    assert load_template('chatml').source == TEMPLATES['chatml']
+    (tmp_path / 'x.jinja').write_text(PLAIN_CHATML)
+    assert load_template(str(tmp_path / 'x.jinja')).source == PLAIN_CHATML
+    (tmp_path / 'bad.jinja').write_text('a\n{% for %}')
+    (tmp_path / 'binary.jinja').write_bytes(b'\xff')
+    for name, told in (('bad', 'bad.jinja: line 2'), ('binary', 'byte 0 is not UTF-8'), ('none', 'chatml, llama3')):
+        with pytest.raises(InputError) as info:
+            load_template(str(tmp_path / f'{name}.jinja'))
+        assert told in str(info.value)
+        assert '\n' not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ('source', 'reason'),
+    [
+        ("{{ raise_exception('no system') }}", 'no system'),
+        ("{{ messages[5]['role'] }}", 'no element 5'),
+        ('{{ messages[0].content + 1 }}', 'str'),
+        ("{{ ''.__class__.__mro__ }}", 'unsafe'),
+        ('{{ messages.append(1) }}', 'unsafe'),
+        ('{% set ns = namespace() %}{% set ns._x = 1 %}', "no name '_x'"),
+        ("{{ namespace(**{'__call__': 1}) }}", "no name '__call__'"),
+        ('{% for i in range(10 ** 9) %}{% endfor %}', 'Range too big'),
+        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+    ],
+)
+def test_what_a_template_does_not_take_or_must_not_do(source, reason):
+    with pytest.raises(ChatError) as info:
+        bound(source).render(TURNS)
+    assert reason in str(info.value)
+    assert '\n' not in str(info.value)

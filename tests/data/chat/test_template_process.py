@@ -1,0 +1,139 @@
+"""Templates from elsewhere: without an end, without a bound, nested deeply. Each is an error of one line."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from maxlm.data.chat.jinja import ChatError, JinjaTemplate
+from maxlm.data.chat.template import CHATML, ChatTemplate, set_variables
+from maxlm.data.chat.template_process import RemoteTemplate, RenderLimits, _renderer
+from maxlm.errors import InputError
+
+LIMITS = RenderLimits(cpu_seconds=0.1, memory_bytes=200 << 20, output_bytes=1 << 20)
+TALK = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+LOOPS = '{% for a in range(99999) %}' * 3 + '{% endfor %}' * 3
+DOUBLED = '{% set n = namespace(a=VALUE) %}{% for i in range(99999) %}{% set n.a = n.a OP n.a %}{% endfor %}'
+TIME, MEMORY, DEPTH, OUTPUT = 'CPU time', 'out of memory', 'nested too deeply', 'writes 2999970 characters'
+BOMBS = {
+    'loops': (LOOPS, TIME),
+    'calls': ('{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}', TIME),
+    'a recursive macro': ('{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', DEPTH),
+    'a product': ("{{ 'a' * 9000000000 }}", MEMORY),
+    'a product of data': ('{{ messages[0].content * 9000000000 }}', MEMORY),
+    'a product of lists': ('{{ (messages * 900000000) | length }}', MEMORY),
+    'a power': ('{{ 9 ** (9 ** 9) }}', TIME),
+    'a width': ("{{ '%9000000000d' % 1 }}", MEMORY),
+    'a width by format': ("{{ '{:9000000000}'.format(1) }}", MEMORY),
+    'a width by a filter': ("{{ '%*d' | format(900000000, 1) }}", MEMORY),
+    'center': ("{{ 'a' | center(9000000000) }}", MEMORY),
+    'ljust': ("{{ 'a'.ljust(9000000000) }}", MEMORY),
+    'indent': ("{{ 'a' | indent(9000000000, first=true) }}", MEMORY),
+    'replace': ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", MEMORY),
+    'batch': ('{{ [1] | batch(900000000, 0) | list | length }}', MEMORY),
+    'a text that doubles': (DOUBLED.replace('VALUE', "'a'").replace('OP', '~'), ''),
+    'a list that doubles': (DOUBLED.replace('VALUE', '[1]').replace('OP', '+'), ''),
+    'a number that doubles': (DOUBLED.replace('VALUE', '3').replace('OP', '*'), ''),
+    'output': ("{% for i in range(99999) %}{{ 'a' * 30 }}{% endfor %}", OUTPUT),
+    'lipsum': ('{{ lipsum(n=99999999) }}', TIME),
+    'brackets': ('{{' + '(' * 5000 + '1' + ')' * 5000 + '}}', ''),
+    'blocks': ('{% if 1 %}' * 3000 + '{% endif %}' * 3000, ''),
+    'a long error': ("{{ raise_exception('a' * 1000000) }}", 'aaa'),
+}
+
+
+@pytest.mark.parametrize('name', BOMBS)
+def test_a_bomb_is_an_error_of_one_line(name):
+    source, reason = BOMBS[name]
+    with pytest.raises((ChatError, InputError)) as info:
+        ChatTemplate(source, name='bomb', limits=LIMITS).render(TALK)
+    told = str(info.value)
+    assert reason in told
+    assert '\n' not in told
+    assert len(told) < 700
+    # The next conversation has a process again, which is another one than this.
+    assert ChatTemplate('{{ messages[0].content }}', name='x', limits=LIMITS).render(TALK).text == 'a'
+
+
+def test_a_conversation_that_takes_long_leaves_others_alone():
+    source = f"{{% if messages[0].content == 'go' %}}{LOOPS}{{% endif %}}{{{{ messages[0].content }}}}"
+    template = ChatTemplate(source, name='x', limits=LIMITS)
+    for _ in range(2):
+        with pytest.raises(ChatError, match=r'more than 0\.1 s of CPU time'):
+            template.render([{'role': 'user', 'content': 'go'}])
+        assert template.render(TALK).text == 'a'
+
+
+@pytest.mark.parametrize('inherited', ['ignored', 'blocked'])
+def test_a_parent_that_ignores_the_signal_of_the_limit(inherited):
+    program = f"""
+import signal
+from maxlm.data.chat.template_process import RemoteTemplate, RenderLimits, _renderer
+if {inherited == 'ignored'}:
+    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+else:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGXCPU}})
+try:
+    RemoteTemplate({LOOPS!r}, RenderLimits(cpu_seconds=0.1)).render([])
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == 'the chat template takes more than 0.1 s of CPU time\n'
+
+
+def test_an_interrupted_request_leaves_no_answer(monkeypatch):
+    """The answer to a request that nobody waits for is not that of the next one."""
+    template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
+    with monkeypatch.context() as patch:
+        patch.setattr('maxlm.data.chat.template_process._wait', raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            template.render(TALK)
+    assert template.render([{'role': 'user', 'content': 'x'}]).text == 'x'
+
+
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_process_that_uses_no_cpu_time(monkeypatch):
+    template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
+    os.kill(_renderer(os.getpid(), LIMITS)._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(RenderLimits, 'seconds', 0.1)
+        with pytest.raises(ChatError, match=r'takes more than 0\.1 s$'):
+            template.render(TALK)
+    assert template.render(TALK).text == 'a'
+
+
+def test_the_limits_grow_with_the_conversation():
+    template = ChatTemplate('{{ messages[0].content * 2 }}', name='x', limits=RenderLimits(10, 200 << 20, 64, 10, 2))
+    large = [{'role': 'user', 'content': 'a' * 10**6}]
+    assert len(template.render(large).text) == 2 * 10**6
+
+
+def test_results_are_those_of_this_process():
+    odd = [{'role': 'user', 'content': '<|im_end|>\ud800 ü', 'x': [1.5, None, {'y': 10**30}]}, TALK[1]]
+    for messages in (TALK, odd):
+        options = {'special': ('<|im_start|>', '<|im_end|>'), 'tools': [{'a': 1}]}
+        here, there = JinjaTemplate(CHATML), RemoteTemplate(CHATML)
+        assert there.facts == here.facts
+        assert there.render_said(messages, **options) == here.render_said(messages, **options)
+        assert there.render(messages, **options) == here.render(messages, **options)
+    source = '{{ messages[0].process }}'
+    assert RemoteTemplate(source).render([{'process': os.getpid}]).text.startswith('<built-in')
+
+
+def test_only_templates_of_this_package_are_rendered_here(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        'maxlm.data.chat.template.RemoteTemplate', lambda *given: made.append(given) or JinjaTemplate('')
+    )
+    ChatTemplate(CHATML, name='x')
+    ChatTemplate(set_variables(CHATML, {'bos_token': '<s>"\\{{ 1 }}', 'pad_token': ''}), name='x')
+    assert made == []
+    for source in (CHATML + ' ', '{%- set a = "b" ~ "c" %}\n' + CHATML, '{%- set a = "b" %}' + CHATML, LOOPS + CHATML):
+        ChatTemplate(source, name='x')
+    assert len(made) == 4

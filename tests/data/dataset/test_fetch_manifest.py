@@ -1,0 +1,146 @@
+"""The manifest and the tokenizer of a data set in a bucket, before training and its fetcher begin."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+
+import pytest
+
+from maxlm.data.dataset import wait
+from maxlm.data.dataset.cache_policy import Use
+from maxlm.data.dataset.records import FORMAT_VERSION
+from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
+from maxlm.data.dataset.wait import wait_for
+from maxlm.errors import InputError
+from maxlm.storage.download import RemoteFile
+from maxlm.storage.retry import UnreachableError
+from tests.buckets import gcs as gcs_buckets
+
+SIZE = 1000
+CONTENTS = [random.Random(seed).randbytes(SIZE) for seed in range(8)]
+TOKENIZER = b'{"model": "bytes"}'
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    with gcs_buckets.running(monkeypatch) as server:
+        for number, content in enumerate(CONTENTS):
+            server.put('bucket', f'data/{number}', content)
+        yield server
+
+
+@pytest.fixture
+def files(tmp_path):
+    return [
+        RemoteFile(
+            f'gs://bucket/data/{number}', tmp_path / 'cache' / str(number), SIZE, hashlib.sha256(content).hexdigest()
+        )
+        for number, content in enumerate(CONTENTS)
+    ]
+
+
+@pytest.fixture
+def alarms():
+    return []
+
+
+def cached(files):
+    return [number for number, file in enumerate(files) if file.is_there]
+
+
+def put_dataset(gcs, shards=('0', '1'), contents=CONTENTS, tokenizer=TOKENIZER):
+    facts = {
+        'format_version': FORMAT_VERSION,
+        'tokenizer_file': 'tokenizer.json',
+        'tokenizer_sha256': hashlib.sha256(tokenizer).hexdigest(),
+        'splits': {
+            'train': {
+                'shards': [
+                    {'name': name, 'bytes': SIZE, 'sha256': hashlib.sha256(contents[int(name)]).hexdigest()}
+                    for name in shards
+                ]
+            }
+        },
+    }
+    gcs.put('bucket', 'data/dataset.json', json.dumps(facts).encode())
+    gcs.put('bucket', 'data/tokenizer.json', tokenizer)
+
+
+def test_the_manifest_and_the_tokenizer_come_first(gcs, tmp_path, alarms, files):
+    cache = tmp_path / 'cache'
+    put_dataset(gcs)
+    manifest = fetch_manifest('gs://bucket/data/', cache, on_alarm=alarms.append)
+    assert manifest.files(cache) == files[:2]
+    assert (cache / 'dataset.json').read_bytes() == gcs.objects['bucket', 'data/dataset.json'].content
+    assert (cache / 'tokenizer.json').read_bytes() == TOKENIZER
+    assert sorted(path.name for path in cache.iterdir()) == ['dataset.json', 'tokenizer.json']
+    gcs.requests.clear()
+    assert fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append) == manifest
+    assert [one.name for one in gcs.requests] == ['data/dataset.json']
+    assert alarms == []
+
+
+def test_a_chat_template_comes_with_the_tokenizer(gcs, tmp_path, alarms):
+    cache, template = tmp_path / 'cache', b'{{ messages }}'
+    put_dataset(gcs)
+    facts = json.loads(gcs.objects['bucket', 'data/dataset.json'].content)
+    facts['chat_template_sha256'] = hashlib.sha256(template).hexdigest()
+    gcs.put('bucket', 'data/dataset.json', json.dumps(facts).encode())
+    gcs.put('bucket', 'data/chat_template.jinja', b'another')
+    with pytest.raises(InputError, match=r'gs://bucket/data/chat_template.jinja is not that of dataset.json'):
+        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    gcs.put('bucket', 'data/chat_template.jinja', template)
+    fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    assert (cache / 'chat_template.jinja').read_bytes() == template
+
+
+def test_without_the_bucket_the_cached_manifest_is_used(gcs, tmp_path, alarms):
+    cache = tmp_path / 'cache'
+    put_dataset(gcs)
+    gcs.vanish()
+    with pytest.raises(UnreachableError, match=r'gs://bucket/data/dataset.json: no answer \(Connection refused\)$'):
+        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    gcs.appear()
+    manifest = fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    gcs.vanish()
+    assert fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append) == manifest
+    assert alarms == [
+        f'gs://bucket/data/dataset.json: no answer (Connection refused); going on with dataset.json in {cache}'
+    ]
+    # Not with a half of it.
+    content = (cache / 'dataset.json').read_bytes()
+    (cache / 'dataset.json').write_bytes(content[:50])
+    with pytest.raises(UnreachableError):
+        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    (cache / 'dataset.json').write_bytes(content)
+    (cache / 'tokenizer.json').write_bytes(b'{}')
+    with pytest.raises(UnreachableError):
+        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+
+
+def test_another_data_set_does_not_use_what_is_cached_of_the_first(gcs, tmp_path, alarms, files, monkeypatch):
+    monkeypatch.setattr(wait, 'POLL_SECONDS', 0.001)
+    cache = tmp_path / 'cache'
+    put_dataset(gcs)
+    fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    with Fetcher([Use(tuple(files[:2]), 0, 0)], on_alarm=alarms.append):
+        wait_for(files[0].path)
+        wait_for(files[1].path)
+    # Shard 1 of it has the same name and size, and other content.
+    put_dataset(gcs, contents=[CONTENTS[0], CONTENTS[7]], tokenizer=b'{"model": "other"}')
+    fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    assert cached(files) == [0]
+    assert (cache / 'tokenizer.json').read_bytes() == b'{"model": "other"}'
+
+
+def test_a_manifest_that_cannot_be_used_leaves_no_cache(gcs, tmp_path, alarms):
+    cache = tmp_path / 'cache'
+    with pytest.raises(InputError, match=r'gs://bucket/data/dataset.json: no such file'):
+        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    put_dataset(gcs)
+    gcs.put('bucket', 'data/tokenizer.json', b'{}')
+    with pytest.raises(InputError, match=r'gs://bucket/data/tokenizer.json is not that of dataset.json'):
+        fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
+    assert not cache.exists()

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from maxlm.data.dataset.records import ShardWriter, load_manifest, token_dtype, verify
+from maxlm.data.loader.windows import Windows
+from maxlm.errors import InputError
+
+
+def edit_manifest(dataset, change):
+    path = dataset.path / 'dataset.json'
+    facts = json.loads(path.read_text())
+    change(facts)
+    path.write_text(json.dumps(facts))
+
+
+def flip_bit(path, offset):
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 4
+    path.write_bytes(content)
+
+
+def assert_one_line(info, *parts):
+    message = str(info.value)
+    assert '\n' not in message
+    for part in parts:
+        assert part in message
+
+
+def test_manifest_round_trip(make_dataset, random_shards):
+    dataset = make_dataset(random_shards)
+    verify(dataset)
+    assert load_manifest(dataset.path) == dataset
+
+
+def test_another_text_has_another_fingerprint(make_dataset, random_shards):
+    first = make_dataset(random_shards).fingerprint
+    assert make_dataset(random_shards).fingerprint == first
+    random_shards[0][0][0] += 1
+    assert make_dataset(random_shards).fingerprint != first
+    random_shards[0][0][0] -= 1
+    assert make_dataset(random_shards, block=9).fingerprint != first
+
+
+def test_a_missing_data_set_tells_how_to_make_one(tmp_path):
+    with pytest.raises(InputError) as info:
+        load_manifest(tmp_path / 'nothing')
+    assert_one_line(info, str(tmp_path / 'nothing'), 'python -m maxlm.prepare --input', f'--output {tmp_path}')
+
+
+@pytest.mark.parametrize(
+    'content', ['', '{', '[]', '{}', '{"format_version": 1}', '{"format_version": 1, "splits": {"train": 3}}', '\x00']
+)
+def test_malformed_manifest(make_dataset, random_shards, content):
+    dataset = make_dataset(random_shards)
+    (dataset.path / 'dataset.json').write_text(content)
+    with pytest.raises(InputError) as info:
+        load_manifest(dataset.path)
+    assert_one_line(info, str(dataset.path / 'dataset.json'))
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda facts: facts.update(format_version=99),
+        lambda facts: facts.pop('block'),
+        lambda facts: facts.update(surprise=1),
+        lambda facts: facts.update(block='eight'),
+        lambda facts: facts.update(dtype='int7'),
+        lambda facts: facts['splits'].pop('validation'),
+        lambda facts: facts['splits']['train']['shards'][0].pop('tokens'),
+    ],
+)
+def test_manifest_with_a_wrong_key(make_dataset, random_shards, change):
+    dataset = make_dataset(random_shards)
+    edit_manifest(dataset, change)
+    with pytest.raises(InputError) as info:
+        load_manifest(dataset.path)
+    assert_one_line(info, str(dataset.path / 'dataset.json'))
+
+
+def test_truncated_and_missing_shards_are_named_with_sizes(make_dataset, random_shards):
+    dataset = make_dataset(random_shards)
+    path = dataset.path / 'train-00002.arrayrecord'
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
+    with pytest.raises(InputError) as info:
+        load_manifest(dataset.path)
+    assert_one_line(info, str(path), str(len(content)), str(len(content) - 100))
+    path.unlink()
+    with pytest.raises(InputError) as info:
+        load_manifest(dataset.path)
+    assert_one_line(info, str(path))
+
+
+def test_a_flipped_bit_is_found_by_reading_and_by_verify(make_dataset):
+    rng = np.random.default_rng(0)
+    dataset = make_dataset([[rng.integers(1, 1000, 5000).tolist()]], block=64)
+    path = dataset.path / 'train-00000.arrayrecord'
+    flip_bit(path, 5000)  # among the records, which end near byte 10000
+    dataset = load_manifest(dataset.path)
+    with pytest.raises(InputError) as info:
+        verify(dataset)
+    assert_one_line(info, str(path))
+    windows = Windows(dataset, 'train', 64)
+    with pytest.raises(InputError) as info:
+        [windows[index] for index in range(len(windows))]
+    assert_one_line(info, str(path), 'damaged')
+
+
+def test_verify_reads_the_tokenizer_too(make_dataset, random_shards):
+    dataset = make_dataset(random_shards)
+    flip_bit(dataset.tokenizer_path, 0)
+    with pytest.raises(InputError) as info:
+        verify(dataset)
+    assert_one_line(info, 'tokenizer.json', 'damaged')
+
+
+def test_a_shard_that_vanishes_while_reading_is_named(make_dataset, random_shards):
+    dataset = make_dataset(random_shards)
+    (dataset.path / 'train-00000.arrayrecord').unlink()
+    with pytest.raises(InputError) as info:
+        Windows(dataset, 'train', 8)[0]
+    assert_one_line(info, 'train-00000.arrayrecord')
+
+
+def write_shard(path, tokens):
+    with ShardWriter(path, source='texts', block=4, dtype='uint16') as writer:
+        writer.write([np.array(tokens)])
+        return writer.finish()
+
+
+def test_a_failed_shard_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match='invalid literal'):
+        write_shard(tmp_path / 'train-00000.arrayrecord', [1, 'word'])
+    assert list(tmp_path.iterdir()) == []
+    write_shard(tmp_path / 'train-00000.arrayrecord', [1, 2])
+    assert [path.name for path in tmp_path.iterdir()] == ['train-00000.arrayrecord']
+
+
+def test_a_shard_that_cannot_be_written_is_named(tmp_path):
+    path = tmp_path / 'nowhere' / 'train-00000.arrayrecord'
+    with pytest.raises(InputError) as info:
+        write_shard(path, range(10))
+    assert_one_line(info, str(path))
+
+
+def test_dtype_by_vocabulary():
+    assert [token_dtype(size) for size in (257, 65536, 65537)] == ['uint16', 'uint16', 'uint32']

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+
+from maxlm.data.documents.preference import has_preference, parse_preference
+
+
+def user(content):
+    return {'role': 'user', 'content': content}
+
+
+def assistant(content, **rest):
+    return {'role': 'assistant', 'content': content, **rest}
+
+
+GOOD, BAD = [user('Hello'), assistant('Hi')], [user('Hello'), assistant('No')]
+RECORDS = {
+    'texts': {'prompt': 'Hello', 'chosen': 'Hi', 'rejected': 'No'},
+    'question': {'question': 'Hello', 'chosen': 'Hi', 'rejected': 'No'},
+    'instruction': {'instruction': 'Hello', 'input': '', 'chosen': 'Hi', 'rejected': 'No'},
+    'messages': {'prompt': GOOD[:1], 'chosen': GOOD[1:], 'rejected': BAD[1:]},
+    'a message': {'prompt': GOOD[:1], 'chosen': GOOD[1], 'rejected': BAD[1]},
+    'text and message': {'prompt': 'Hello', 'chosen': GOOD[1], 'rejected': 'No'},
+    'whole': {'chosen': GOOD, 'rejected': BAD},
+    'whole with prompt and messages': {'prompt': 'Hello ', 'chosen': GOOD, 'rejected': BAD, 'messages': GOOD},
+    'dialogues': {'chosen': '\n\nHuman: Hello\n\nAssistant: Hi', 'rejected': '\n\nHuman: Hello\n\nAssistant: No'},
+    'dialogue': {'prompt': '\n\nHuman: Hello\n\nAssistant:', 'chosen': 'Hi', 'rejected': 'No'},
+    'ShareGPT': {
+        'conversations': [{'from': 'human', 'value': 'Hello'}],
+        'chosen': {'from': 'gpt', 'value': 'Hi'},
+        'rejected': {'from': 'gpt', 'value': 'No'},
+    },
+}
+
+
+@pytest.mark.parametrize('record', RECORDS.values(), ids=RECORDS)
+def test_all_formats_say_the_same(record):
+    found = parse_preference(record)
+    assert (list(found.chosen.messages), list(found.rejected.messages)) == (GOOD, BAD)
+    assert found.chosen.learned == found.rejected.learned == (False, True)
+    assert (found.prompt, found.text, found.has_answers) == (1, 'Hello\n\nHi\n\nNo', True)
+    # The other way round is another preference.
+    swapped = parse_preference({**record, 'chosen': record['rejected'], 'rejected': record['chosen']})
+    assert (swapped.chosen, swapped.rejected) == (found.rejected, found.chosen)
+
+
+def test_of_several_turns_those_behind_the_common_ones_are_learned():
+    turns = [user('a'), assistant('b'), user('c')]
+    chosen, rejected = [*turns, assistant('d')], [*turns, assistant('e'), user('f'), assistant('g')]
+    for record in ({'chosen': chosen, 'rejected': rejected}, {'prompt': 'c', 'chosen': chosen, 'rejected': rejected}):
+        found = parse_preference(record)
+        assert found.prompt == 3
+        assert found.chosen.learned == (False, False, False, True)
+        assert found.rejected.learned == (False, False, False, True, False, True)
+    dialogues = ['\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: ' + answer for answer in ('d', 'Human: e')]
+    found = parse_preference({'chosen': dialogues[0], 'rejected': dialogues[1]})
+    assert [message['content'] for message in found.rejected.messages] == ['a', 'b', 'c', 'Human: e']
+    assert found.chosen.learned == (False, False, False, True)
+    # One answer goes on where the other one ends.
+    found = parse_preference({'chosen': chosen[:2], 'rejected': chosen})
+    assert (found.prompt, found.rejected.learned) == (1, (False, True, False, True))
+    # Equal ones still have an answer.
+    found = parse_preference({'chosen': chosen, 'rejected': chosen})
+    assert (found.prompt, found.chosen) == (3, found.rejected)
+
+
+def test_what_else_a_record_says():
+    calls = [{'type': 'function', 'function': {'name': 'f', 'arguments': {}}}]
+    record = {
+        'system': 'S',
+        'tools': [{'name': 'f'}],
+        'instruction': 'i',
+        'input': 'j',
+        'chosen': {'role': 'assistant', 'content': None, 'tool_calls': calls},
+        'rejected': ' No \n\nHuman: x',
+    }
+    found = parse_preference(record)
+    assert [message['content'] for message in found.chosen.messages] == ['S', 'i\n\nj', '']
+    assert found.rejected.messages[-1]['content'] == ' No \n\nHuman: x'
+    assert found.chosen.tools == found.rejected.tools == ({'name': 'f'},)
+    assert found.has_answers
+    weights = {'prompt': 'a', 'chosen': [assistant('b', weight=0), user('c'), assistant('d')], 'rejected': 'e'}
+    assert parse_preference(weights).chosen.learned == (False, False, False, True)
+
+
+@pytest.mark.parametrize('empty', ['', ' \n', [assistant('')]])
+@pytest.mark.parametrize('key', ['chosen', 'rejected'])
+def test_empty_answers_are_seen(empty, key):
+    assert not parse_preference({**RECORDS['texts'], key: empty}).has_answers
+
+
+@pytest.mark.parametrize('record', [{'chosen': 'a'}, {'rejected': 'a'}, {'text': 'a'}, ['chosen', 'rejected'], 3, None])
+def test_what_is_no_preference(record):
+    assert not has_preference(record)
+    assert parse_preference(record) is None
+
+
+@pytest.mark.parametrize(
+    ('record', 'reason'),
+    [
+        ({'chosen': 'a', 'rejected': 'b'}, 'there is no prompt; needs one of prompt'),
+        ({'prompt': None, 'chosen': 'a', 'rejected': 'b'}, 'there is no prompt'),
+        ({'prompt': 3, 'chosen': 'a', 'rejected': 'b'}, "'prompt' is not a list of objects"),
+        ({'prompt': 'p', 'chosen': 3, 'rejected': 'b'}, "'chosen' is not a list of objects"),
+        ({'prompt': 'p', 'chosen': 'a', 'rejected': None}, "'rejected' is not a list of objects"),
+        ({'prompt': 'p', 'chosen': [], 'rejected': 'b'}, "'chosen' holds no messages"),
+        ({'prompt': 'p', 'chosen': [{'role': 'robot', 'content': 'a'}], 'rejected': 'b'}, "message 0 of 'chosen' has"),
+        ({'prompt': 'p', 'chosen': [{'from': 'robot', 'value': 'a'}], 'rejected': 'b'}, "message 0 of 'chosen' is"),
+        ({'prompt': GOOD, 'chosen': 'a', 'rejected': 'b'}, 'ends with a message of the assistant'),
+        ({'prompt': 'other', 'chosen': GOOD, 'rejected': BAD}, 'a prompt other than the one'),
+        ({'prompt': 'Hello', 'chosen': GOOD, 'rejected': 'No'}, 'begins with the prompt, and the other'),
+        ({'chosen': GOOD, 'rejected': [user('Bye'), assistant('No')]}, 'differ before an answer'),
+        ({'chosen': [*GOOD, user('a')], 'rejected': [*GOOD, user('b')]}, 'differ before an answer'),
+        ({'chosen': GOOD[:1], 'rejected': BAD}, 'differ before an answer'),
+        ({'prompt': 'p', 'chosen': [assistant('a', weight=0)], 'rejected': 'b'}, "'chosen': the assistant says"),
+        ({'prompt': 'p', 'chosen': 'a', 'rejected': '\ud800'}, "'rejected': holds half of a surrogate"),
+        ({'prompt': 'p', 'chosen': 'a', 'rejected': 'b', 'tools': 'x'}, "'tools' holds str"),
+    ],
+)
+def test_faults_are_named(record, reason):
+    with pytest.raises(ValueError, match=reason) as info:
+        parse_preference(record)
+    assert '\n' not in str(info.value)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from maxlm.data.executors.executor import Ending, attempt, run_tasks
+from maxlm.data.executors.local_executor import InProcess
+from maxlm.errors import InputError
+from tests.data.executors.tasks import Told
+
+
+def run(tasks, *, retries=2):
+    """(Failures, progress, pauses) of a run in this process."""
+    progress, pauses = [0, 0, 0], []
+
+    def on_progress(*new):
+        progress[:] = map(sum, zip(progress, new, strict=True))
+
+    with InProcess() as engine:
+        failed = run_tasks(engine, tasks, retries=retries, on_progress=on_progress, sleep=pauses.append)
+    return failed, progress, pauses
+
+
+def test_all_tasks_run_once_and_tell_their_progress(tmp_path):
+    tasks = [Told(tmp_path, str(i)) for i in range(5)]
+    assert run(tasks) == ({}, [50, 15, 1500], [])
+    assert all(task.is_done() and len(task.tries) == 1 for task in tasks)
+    assert run([]) == ({}, [0, 0, 0], [])
+
+
+def test_what_fails_is_tried_again_after_the_others(tmp_path):
+    tasks = [
+        Told(tmp_path, 'first', 'unreachable', times=1),
+        Told(tmp_path, 'second'),
+        Told(tmp_path, 'third', 'wrong', times=2),
+        Told(tmp_path, 'never', 'unreachable'),
+    ]
+    failed, _, pauses = run(tasks, retries=2)
+    assert failed == {3: 'never: no answer'}
+    assert [len(task.tries) for task in tasks] == [2, 1, 3, 3]
+    assert [task.is_done() for task in tasks] == [True, True, True, False]
+    # The later, the longer.
+    assert pauses == [1.0, 2.0]
+
+
+def test_without_retries(tmp_path):
+    tasks = [Told(tmp_path, 'first', 'wrong', times=1), Told(tmp_path, 'second')]
+    failed, _, pauses = run(tasks, retries=0)
+    assert list(failed) == [0]
+    assert failed[0].startswith('ZeroDivisionError: wrong (tasks.py:')
+    assert pauses == []
+    assert tasks[1].is_done()
+
+
+@pytest.mark.parametrize(('how', 'message'), [('bad', '1: not UTF-8'), ('full', '/disk/1: No space left on device')])
+def test_bad_input_and_a_full_disk_end_it_at_once(tmp_path, how, message):
+    tasks = [Told(tmp_path, '0'), Told(tmp_path, '1', how), Told(tmp_path, '2')]
+    with pytest.raises(InputError) as raised:
+        run(tasks)
+    assert str(raised.value) == message
+    # What is done stays done; nothing is tried again, nothing else is begun.
+    assert [len(task.tries) for task in tasks] == [1, 1, 0]
+    assert tasks[0].is_done()
+
+
+def test_an_interrupt_is_no_failure(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        attempt(0, Told(tmp_path, '0', 'interrupt'), lambda *_: None)
+    assert attempt(7, Told(tmp_path, '1'), lambda *_: None).ending is Ending.DONE

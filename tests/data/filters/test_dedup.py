@@ -1,0 +1,196 @@
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from maxlm.data.documents.document import Document
+from maxlm.data.filters.dedup import band_recall, choose_bands, find_duplicates, kept_names
+from maxlm.data.filters.minhash import sign
+from maxlm.errors import InputError
+from tests.data.filters.corpora import documents, jaccard, pairs, random_words, rewrite
+
+
+@pytest.fixture
+def find(tmp_path):
+    """(kept, near) over all documents of a corpus, given as texts per file."""
+
+    def find(*files, threshold=0.8):
+        paths = []
+        for number, texts in enumerate(files):
+            paths.append(tmp_path / f'{number}.signatures')
+            sign(documents(texts), near=threshold is not None).save(paths[-1])
+        found = find_duplicates(paths, threshold=threshold)
+        assert [len(part.kept) for part in found] == [len(texts) for texts in files]
+        return (
+            [int(kept) for part in found for kept in part.kept],
+            [bool(near) for part in found for near in part.near],
+        )
+
+    return find
+
+
+def chain(num, step, num_words=200):
+    """Texts each of which has `step` other words than the one before, always in another place."""
+    choice = random.Random(3)
+    texts = [random_words(choice, num_words)]
+    for number in range(num - 1):
+        texts.append(rewrite(choice, texts[-1], number * step % (num_words - step), step))
+    return texts
+
+
+def test_recall_at_the_threshold_and_precision_below_it(find):
+    # 400 pairs at the threshold, 400 well below it, shuffled over three files.
+    alike, unlike = pairs(400, 0.8), pairs(400, 0.5, seed=1)
+    texts = [(('alike', i), words) for i, pair in enumerate(alike) for words in pair]
+    texts += [(('unlike', i), words) for i, pair in enumerate(unlike) for words in pair]
+    random.Random(2).shuffle(texts)
+    keys = [key for key, _ in texts]
+    words = [words for _, words in texts]
+    kept, near = find(words[:100], words[100:900], words[900:])
+    removed = [number for number, original in enumerate(kept) if original >= 0]
+    for number in removed:
+        assert keys[number] == keys[kept[number]], 'it duplicates its twin'
+        assert kept[number] < number, 'the first is kept'
+        assert near[number]
+    assert {keys[number][0] for number in removed} == {'alike'}
+    assert len(removed) >= 0.95 * len(alike)
+
+
+@pytest.mark.parametrize('threshold', [0.5, 0.7, 0.9])
+def test_other_thresholds(find, threshold):
+    alike, unlike = pairs(150, 0.8), pairs(150, 0.5, seed=1)
+    kept, _ = find([words for pair in (*alike, *unlike) for words in pair], threshold=threshold)
+    found = np.array(kept)[1::2] >= 0
+    expected = (found[:150].mean(), found[150:].mean())
+    if threshold == 0.5:
+        assert expected[0] == 1
+        assert expected[1] >= 0.95
+    elif threshold == 0.7:
+        assert expected[0] >= 0.99
+        assert expected[1] == 0
+    else:
+        assert expected[0] < 0.05
+        assert expected[1] == 0
+
+
+@pytest.mark.parametrize('threshold', [None, 0.8])
+def test_no_exact_duplicate_is_left(find, threshold):
+    choice = random.Random(0)
+    different = [' '.join(random_words(choice, choice.randrange(1, 30))) for _ in range(50)]
+    texts = [choice.choice(different) for _ in range(500)]
+    kept, near = find(texts[:7], texts[7:7], texts[7:300], texts[300:], threshold=threshold)
+    first = {}
+    for number, text in enumerate(texts):
+        assert kept[number] == first.get(text, -1)
+        first.setdefault(text, number)
+    assert len(first) == 50
+    assert not any(near)
+
+
+def test_texts_that_differ_are_kept_without_a_threshold(find):
+    assert find(['a b c d e f', 'A b c d e f'], threshold=None)[0] == [-1, -1]
+    assert find(['a b c d e f', 'A b c d e f'], threshold=1.0) == ([-1, 0], [False, True])
+
+
+def test_a_cluster_across_files_keeps_its_first(find):
+    choice = random.Random(0)
+    first = random_words(choice, 200)
+    second, third = (rewrite(choice, first, place, 2) for place in (50, 120))
+    other = random_words(choice, 200)
+    kept, near = find([other, first], [second], [third, other, second])
+    assert kept == [-1, -1, 1, 1, 0, 1]
+    # The last equals a document that is removed itself, so it is only similar to what is kept.
+    assert near == [False, False, True, True, False, True]
+
+
+def test_a_chain_is_not_removed_down_to_its_first(find):
+    texts = chain(60, 4)
+    assert all(jaccard(a, b) > 0.85 for a, b in itertools.pairwise(texts))
+    kept, _ = find(texts[:20], texts[20:])
+    left = [number for number, original in enumerate(kept) if original < 0]
+    assert 5 < len(left) < 30
+    for number, original in enumerate(kept):
+        if original >= 0:
+            assert original in left
+            assert jaccard(texts[number], texts[original]) > 0.7
+    for place, number in enumerate(left):
+        assert all(jaccard(texts[number], texts[other]) < 0.85 for other in left[:place])
+
+
+def test_documents_of_one_bucket_that_are_not_alike(find):
+    # All share half of their shingles, so that they are often in one bucket; only pairs are similar.
+    choice = random.Random(1)
+    shared = random_words(choice, 100)
+    texts = [[*shared, *random_words(choice, 100)] for _ in range(40)]
+    texts += [rewrite(choice, words, 150, 3) for words in texts]
+    kept, _ = find(texts)
+    assert kept == [-1] * 40 + list(range(40))
+
+
+def test_many_pairs_are_compared_in_parts(find, monkeypatch):
+    texts = [words for pair in pairs(50, 0.8) for words in pair]
+    whole = find(texts[:33], texts[33:])
+    monkeypatch.setattr('maxlm.data.filters.dedup.PAIRS_AT_ONCE', 3)
+    assert find(texts[:33], texts[33:]) == whole
+    assert find(texts) == whole, 'nor does it matter which file a document is in'
+    assert find([*texts[1:], texts[0]]) != whole
+
+
+def test_nothing_to_compare(find):
+    assert find() == ([], [])
+    assert find([], []) == ([], [])
+    assert find(['one document']) == ([-1], [False])
+
+
+def test_names_of_what_is_kept(tmp_path):
+    paths = []
+    for number, names in enumerate([['a/ü.txt', 'b.jsonl:12'], [], ['', '\udc80.txt']]):
+        paths.append(tmp_path / f'{number}.signatures')
+        sign([Document(name, 'in', 'text') for name in names], near=False).save(paths[-1])
+    assert kept_names(paths, [3, 0, 1, 2]) == ['\udc80.txt', 'a/ü.txt', 'b.jsonl:12', '']
+    assert kept_names(paths, []) == []
+
+
+def test_progress_reaches_its_total(tmp_path):
+    path = tmp_path / 'x.signatures'
+    sign(documents(['a', 'b']), near=True).save(path)
+    for threshold, total in ((None, 2), (0.8, 34)):
+        steps = []
+        find_duplicates([path], threshold=threshold, on_step=lambda *step, steps=steps: steps.append(step))
+        assert steps[-1] == (total, total)
+        assert [done for done, _ in steps] == list(range(1, total + 1))
+
+
+@pytest.mark.parametrize('threshold', [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0])
+def test_bands_reach_their_recall_and_longer_ones_do_not(threshold):
+    bands, rows = choose_bands(threshold)
+    assert bands * rows <= 256
+    assert band_recall(threshold, bands, rows) >= 0.99
+    assert rows == 256 or band_recall(threshold, 256 // (rows + 1), rows + 1) < 0.99
+
+
+def test_bands_by_hand():
+    assert choose_bands(0.8) == (32, 8)
+    assert band_recall(0.5, 2, 1) == 0.75
+
+
+@pytest.mark.parametrize('threshold', [-1, 0, 0.09, 1.01, float('nan')])
+def test_a_threshold_without_sense(threshold):
+    with pytest.raises(InputError, match=r'threshold .*: needs 0\.1 to 1'):
+        choose_bands(threshold)
+
+
+def test_unusable_files(tmp_path):
+    path = tmp_path / 'x.signatures'
+    with pytest.raises(InputError, match=r'x\.signatures: No such file'):
+        find_duplicates([path], threshold=None)
+    sign(documents(['a']), near=False, identity='group 7').save(path)
+    assert len(find_duplicates([path], threshold=None, identities=['group 7'])) == 1
+    with pytest.raises(InputError, match=r'x\.signatures is stale'):
+        find_duplicates([path], threshold=None, identities=['group 8'])
+    with pytest.raises(InputError, match=r'x\.signatures tells equal documents only'):
+        find_duplicates([path], threshold=0.8)
+    path.write_bytes(b'something else')
+    with pytest.raises(InputError, match=r'x\.signatures holds no signatures'):
+        find_duplicates([path], threshold=None)

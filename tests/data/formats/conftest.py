@@ -1,0 +1,69 @@
+"""Reading whole inputs, and the same by pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from maxlm.data.documents.document import Document, raise_bad
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.discovery import find_inputs
+from maxlm.data.formats.file_ranges import Piece, cut, read_documents
+
+
+@pytest.fixture
+def read() -> Callable[..., list[Document]]:
+    """(path, target_bytes, on_bad, options by name) → the documents of all pieces of all files of one input."""
+
+    def read(path, *, target_bytes: int = 2**40, on_bad=raise_bad, **options) -> list[Document]:
+        pieces = [piece for file in find_inputs([path]) for piece in cut(file, target_bytes)]
+        return read_pieces(pieces, on_bad, **options)
+
+    return read
+
+
+@pytest.fixture
+def check_pieces(read) -> Callable[..., None]:
+    """(path, target sizes, options by name): pieces of any size give what the whole file does, each document once."""
+
+    def check(path, targets: Sequence[int], **options) -> None:
+        (file,) = find_inputs([path])
+        whole = facts(read_pieces([Piece(file, 0, 0, file.size)], **options))
+        assert whole
+        counts = set()
+        for target in targets:
+            pieces = cut(file, target)
+            counts.add(len(pieces))
+            assert facts(read_pieces(pieces, **options)) == whole
+        assert max(counts) > 2, 'no target cut the file'
+        # Were a unit in two pieces, or in none, it would be seen.
+        pieces = cut(file, min(targets))
+        overlapping = [Piece(file, 0, pieces[-1].stop, 0), *pieces[1:]]
+        assert facts(read_pieces(overlapping, **options)) != whole
+        assert facts(read_pieces([piece for piece in pieces if piece.start == 0], **options)) != whole
+
+    return check
+
+
+@pytest.fixture
+def left_out(read) -> Callable[..., list[tuple[str, str]]]:
+    """(path, options by name) → names and reasons of what cannot be read."""
+
+    def left_out(path, **options) -> list[tuple[str, str]]:
+        bad: list[tuple[str, str]] = []
+        read(path, on_bad=lambda name, reason: bad.append((name, reason)), **options)
+        assert all('\n' not in reason for _, reason in bad)
+        return bad
+
+    return left_out
+
+
+def read_pieces(pieces, on_bad=raise_bad, **options) -> list[Document]:
+    return [document for piece in pieces for document in read_documents(piece, ReadOptions(**options), on_bad)]
+
+
+def facts(documents):
+    return [
+        (d.name, d.source, d.text, None if d.tokens is None else d.tokens.tolist(), dict(d.metadata)) for d in documents
+    ]

@@ -1,0 +1,90 @@
+"""Files that decode to more than the memory that the process may have: each is read in bounded memory."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+READ = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+from maxlm.data.formats.discovery import find_inputs
+from maxlm.data.formats.file_ranges import cut
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.file_ranges import read_documents
+assert 'jax' not in sys.modules
+bad = []
+for file in find_inputs(sys.argv[2:]):
+    for piece in cut(file, 2**20):
+        options = ReadOptions(max_record_bytes=2**20)
+        for document in read_documents(piece, options, lambda name, reason: bad.append((name, reason))):
+            bad.append((document.name, len(document.text)))
+print(bad)
+"""
+
+
+def read_limited(limit, *paths):
+    """Returns the result of a process whose address space is limited, in bytes."""
+    # Arrow's own allocator reserves more addresses than it uses.
+    environment = {**os.environ, 'ARROW_DEFAULT_MEMORY_POOL': 'system', 'OMP_NUM_THREADS': '1'}
+    command = [sys.executable, '-c', READ, str(limit), *paths]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+@pytest.mark.multiprocess
+def test_bombs_take_bounded_memory(tmp_path):
+    """Reads files that decompress to more than the memory that the process may have."""
+    block = zstandard.ZstdCompressor(level=1)
+    with block.stream_writer((tmp_path / 'a.jsonl.zst').open('wb')) as stream:
+        stream.write(b'{"text": "fine"}\n{"text": "')
+        for _ in range(1024):
+            stream.write(b'a' * 2**20)
+        stream.write(b'"}\n{"text": "fine"}\n')
+    (tmp_path / 'b.txt.zst').write_bytes((tmp_path / 'a.jsonl.zst').read_bytes())
+    found = read_limited(3 * 2**28, tmp_path / 'a.jsonl.zst', tmp_path / 'b.txt.zst')
+    assert [name for name, _ in found] == [
+        'a.jsonl.zst:0',
+        'a.jsonl.zst:2',
+        f'a.jsonl.zst:{17 + 12 + 2**30 + 1}',
+        'b.txt.zst',
+    ]
+    assert all('longer than 1 MiB, the limit for a record; --max_record_mib' in found[place][1] for place in (1, 3))
+
+
+@pytest.mark.multiprocess
+def test_bombs_of_parquet_take_bounded_memory(tmp_path):
+    """Reads a text that a dictionary repeats, to 1 GiB in a batch, and a page of 320 MiB."""
+    repeated = pa.DictionaryArray.from_arrays(np.zeros(130, np.int32), ['a' * 2**23])
+    pq.write_table(pa.table({'text': repeated}), tmp_path / 'a.parquet', compression='zstd')
+    size, rows = 2**20, 320
+    texts = pa.Array.from_buffers(
+        pa.string(),
+        rows,
+        [None, pa.py_buffer(np.arange(rows + 1, dtype=np.int32) * size), pa.py_buffer(bytes(size * rows))],
+    )
+    pq.write_table(
+        pa.table({'text': texts}),
+        tmp_path / 'b.parquet',
+        compression='zstd',
+        use_dictionary=False,
+        data_page_size=2**30,
+        write_statistics=False,
+    )
+    found = read_limited(2**30, tmp_path / 'a.parquet', tmp_path / 'b.parquet')
+    # Longer than the limit for a record of that process, one after the other.
+    assert [name for name, _ in found[:130]] == [f'a.parquet:{row}' for row in range(130)]
+    assert all('longer than 1 MiB, the limit for a record' in reason for _, reason in found[:130])
+    ((name, reason),) = found[130:]
+    assert name == 'b.parquet:0'
+    assert "a page of the column 'text' has 335,54" in reason
+    assert 'bytes, more than 134,217,728, the limit for a page; --max_record_mib raises it' in reason

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from maxlm.data.formats import file_ranges
+from maxlm.data.formats.file_ranges import Piece, cut
+from maxlm.data.formats.input_file import InputFile
+from maxlm.data.formats.registry import READERS
+from maxlm.storage import filesystem
+from maxlm.storage.filesystem import StorageError
+
+
+@pytest.fixture
+def file(monkeypatch):
+    """(bounds) → a file of a format that has them."""
+
+    def file(bounds):
+        monkeypatch.setitem(READERS, 'text', READERS['text']._replace(bounds=lambda file: bounds))
+        return InputFile('x', 'x', 'x', 'text', bounds[-1] if bounds else 50, '')
+
+    return file
+
+
+@pytest.mark.parametrize('bounds', [range(1001), [0, 5, 5, 300, 301, 990, 1000], [0, 1000], range(0, 1001, 250)])
+@pytest.mark.parametrize('target', [1, 99, 100, 333, 1000, 5000])
+def test_pieces_cover_all_units_once(file, bounds, target):
+    given = file(bounds)
+    made = cut(given, target)
+    if len(made) == 1:
+        assert made == [Piece(given, 0, 0, 1000)] or len(bounds) == 2
+        return
+    assert made[0].start == 0
+    assert made[-1].stop == len(bounds) - 1
+    assert all(a.stop == b.start for a, b in itertools.pairwise(made))
+    assert all(piece.start < piece.stop for piece in made)
+    assert sum(piece.size for piece in made) == 1000
+    # About the target: no larger than it and the unit that straddles its end.
+    unit = max(b - a for a, b in itertools.pairwise(bounds))
+    assert all(piece.size <= target + unit for piece in made)
+
+
+def test_what_fits_or_cannot_be_cut_is_whole(file):
+    assert cut(file(range(101)), 100) == [Piece(file(range(101)), 0, 0, 100)]
+    assert len(cut(file(range(102)), 100)) == 2
+    assert cut(file(()), 1) == [Piece(file(()), 0, 0, 50)]
+
+
+def test_pieces_are_picklable(file):
+    piece = cut(file(range(1000)), 10)[3]
+    assert pickle.loads(pickle.dumps(piece)) == piece
+    assert file_ranges.cut(piece.file, 10)[3] == piece
+
+
+@pytest.mark.parametrize('name', ['x.parquet', 'x.npz'])
+def test_an_outage_while_cutting_is_not_taken_for_damage(tmp_path, monkeypatch, name):
+    path = tmp_path / name
+    if name.endswith('.npz'):
+        np.savez(path, **{f'a{i}': np.arange(1000, dtype=np.uint16) for i in range(4)})
+        given = InputFile(str(path), name, 'x', 'tokens', path.stat().st_size, '')
+    else:
+        pq.write_table(pa.table({'text': [f'{i:0100}' for i in range(400)]}), path, row_group_size=100)
+        given = InputFile(str(path), name, 'x', 'parquet', path.stat().st_size, '')
+    assert len(cut(given, 1)) == 4
+
+    def fail(number):
+        def readinto(self, buffer):
+            error = OSError(number, os.strerror(number))
+            raise filesystem.fault(str(path), error) from error
+
+        monkeypatch.setattr(filesystem._LocalFile, 'readinto', readinto)
+
+    # Pieces that depend on the weather would make other shards of the same input.
+    fail(errno.EIO)
+    with pytest.raises(StorageError, match=rf'{name}: Input/output error'):
+        cut(given, 1)
+    fail(errno.EACCES)
+    assert cut(given, 1) == [Piece(given, 0, 0, given.size)]
+    monkeypatch.undo()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert cut(given, 1) == [Piece(given, 0, 0, given.size)]

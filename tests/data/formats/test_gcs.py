@@ -1,0 +1,65 @@
+"""Inputs in a bucket of Google's, on loopback: found, cut, read, and named when they are not there."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.discovery import find_inputs
+from maxlm.data.formats.file_ranges import cut, read_documents
+from maxlm.errors import InputError
+from tests.buckets import gcs
+
+pytestmark = pytest.mark.network_emulator
+
+LINES = [json.dumps({'text': f'line {number} ' * 5}) for number in range(40)]
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    with gcs.running(monkeypatch) as server:
+        server.put('corpus', 'web/a.jsonl', '\n'.join(LINES).encode())
+        server.put('corpus', 'web/deep/b.jsonl.gz', gzip.compress('\n'.join(LINES[:3]).encode()))
+        server.put('corpus', 'web/deep/c.txt', b'a text')
+        yield server
+
+
+def texts(paths, target=10**9):
+    pieces = [piece for file in find_inputs(paths) for piece in cut(file, target)]
+    return [document.text for piece in pieces for document in read_documents(piece, ReadOptions())], len(pieces)
+
+
+@pytest.mark.parametrize(
+    ('path', 'count'), [('gs://corpus/web', 44), ('gs://corpus/web/**/*.txt', 1), ('gs://corpus/web/a.jsonl', 40)]
+)
+def test_trees_globs_and_files(bucket, path, count):
+    whole, _ = texts([path])
+    assert len(whole) == count
+    in_pieces, num_pieces = texts([path], target=300)
+    assert in_pieces == whole
+    assert num_pieces > 1 or count == 1
+
+
+def test_the_version_changes_with_the_content(bucket):
+    (before,) = find_inputs(['gs://corpus/web/a.jsonl'])
+    assert find_inputs(['gs://corpus/web/a.jsonl']) == [before]
+    bucket.put('corpus', 'web/a.jsonl', '\n'.join(reversed(LINES)).encode())
+    (after,) = find_inputs(['gs://corpus/web/a.jsonl'])
+    assert after.size == before.size
+    assert after.version != before.version
+
+
+def test_what_is_not_there_is_named(bucket):
+    with pytest.raises(InputError, match=r'^gs://corpus/books: '):
+        find_inputs(['gs://corpus/books'])
+    files = find_inputs(['gs://corpus/web'])
+    bucket.vanish()
+    told = []
+    for file in files:
+        for piece in cut(file, 10**9):
+            assert list(read_documents(piece, ReadOptions(), lambda name, reason: told.append(reason))) == []
+    assert len(told) == len(files)
+    assert all(reason.startswith('gs://corpus/web/') and '\n' not in reason for reason in told), told

@@ -1,0 +1,228 @@
+"""Data sets of Hugging Face: local ones written here, and the hub through a stand-in, for there is no network."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+from maxlm.data.formats import hf_datasets
+from maxlm.data.formats.discovery import find_inputs
+from maxlm.data.formats.file_ranges import cut
+from maxlm.errors import InputError
+
+TEXTS = [f'{i} ü\n' * (i % 7) if i % 5 else None for i in range(100)]
+
+
+@pytest.fixture(scope='module')
+def datasets():
+    with pytest.MonkeyPatch.context() as patch:
+        # Read once, when the package is imported.
+        patch.setenv('HF_HUB_OFFLINE', '1')
+        datasets = pytest.importorskip('datasets', reason='the extra hub')
+        patch.setattr(datasets.config, 'HF_HUB_OFFLINE', True)
+        bars = datasets.are_progress_bars_disabled()
+        datasets.disable_progress_bars()
+        yield datasets
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def table(datasets):
+    return datasets.Dataset.from_dict({'id': list(range(100)), 'text': TEXTS})
+
+
+@pytest.fixture(params=['saved', 'saved splits', 'parquet', 'jsonl'])
+def directory(request, datasets, table, tmp_path):
+    """A data set in one of the forms that a directory can have, with its 100 rows as split `train`."""
+    path = tmp_path / 'set'
+    if request.param == 'saved':
+        table.save_to_disk(path)
+    elif request.param == 'saved splits':
+        datasets.DatasetDict({'train': table, 'test': table.select(range(3))}).save_to_disk(path)
+    else:
+        path.mkdir()
+        write = 'to_parquet' if request.param == 'parquet' else 'to_json'
+        suffix = request.param
+        for number in range(4):
+            shard = table.shard(4, number, contiguous=True)
+            getattr(shard, write)(path / f'train-{number:05d}-of-00004.{suffix}')
+        getattr(table.select(range(3)), write)(path / f'test-00000-of-00001.{suffix}')
+    return path
+
+
+def test_pieces_give_the_whole(directory, check_pieces, read):
+    check_pieces(f'hf:{directory}', [500, 1000, 2**30], metadata_keys=('id',))
+    documents = read(f'hf:{directory}', metadata_keys=('id',))
+    assert [(d.text, d.metadata) for d in documents] == [(text, {'id': i}) for i, text in enumerate(TEXTS) if text]
+    assert {d.source for d in documents} == {'set'}
+    assert all(d.name.startswith('set#train:') for d in documents)
+    assert len({d.name for d in documents}) == len(documents)
+
+
+def test_names_are_those_of_rows_or_shards(table, tmp_path, read):
+    table.save_to_disk(tmp_path / 'saved')
+    assert read(f'hf:{tmp_path}/saved', target_bytes=100)[5].name == 'saved#train:8'
+    (tmp_path / 'files').mkdir()
+    for number in range(2):
+        table.select(range(50 * number, 50 * number + 50)).to_parquet(tmp_path / 'files' / f'train-{number}.parquet')
+    rows = [row for row, text in enumerate(TEXTS) if text]
+    assert [d.name for d in read(f'hf:{tmp_path}/files')] == [f'files#train:{row // 50}:{row % 50}' for row in rows]
+
+
+def test_splits(directory, request, read):
+    if 'saved]' in request.node.name:
+        # `save_to_disk` of one split does not keep its name.
+        with pytest.raises(InputError, match="one split, whose name it does not keep; give it without '#test'"):
+            find_inputs([f'hf:{directory}#test'])
+        return
+    assert [d.text for d in read(f'hf:{directory}#test')] == [text for text in TEXTS[:3] if text]
+    with pytest.raises(InputError, match=r"#nope: .*split:? '?nope'?.*train.*test|#nope: .*test.*train"):
+        find_inputs([f'hf:{directory}#nope'])
+
+
+def test_the_version_changes_with_the_files(table, tmp_path):
+    table.save_to_disk(tmp_path / 'set')
+    before = find_inputs([f'hf:{tmp_path}/set'])
+    assert find_inputs([f'hf:{tmp_path}/set']) == before
+    assert before[0].size > 1000
+    table.select(range(50)).save_to_disk(tmp_path / 'set')
+    assert find_inputs([f'hf:{tmp_path}/set'])[0].version != before[0].version
+
+
+def test_a_missing_column_is_named(directory, left_out):
+    ((name, reason),) = left_out(f'hf:{directory}', text_key='content')
+    assert name == 'set#train'
+    assert "no column 'content'; it has id, text; --text_field names the column" in reason
+    ((_, reason), *_) = left_out(f'hf:{directory}', text_key='id')
+    # Parquet says it of the column, other formats of a row.
+    assert "the column 'id' holds int64, not text" in reason or re.search(r': row [0:]+ holds int, not text', reason)
+
+
+def test_a_directory_that_is_damaged_is_named(tmp_path, table, left_out):
+    for number in range(3):
+        (tmp_path / 'set').mkdir(exist_ok=True)
+        table.to_parquet(tmp_path / 'set' / f'train-{number}.parquet')
+    good = find_inputs([f'hf:{tmp_path}/set'])
+    assert len(cut(good[0], 100)) == 3
+    content = (tmp_path / 'set' / 'train-1.parquet').read_bytes()
+    (tmp_path / 'set' / 'train-1.parquet').write_bytes(content[:4] + b'\xff' * 1200 + content[1204:])
+    ((name, reason),) = left_out(f'hf:{tmp_path}/set')
+    assert name == 'set#train:1:0'
+    assert reason.startswith(f'{tmp_path}/set/train-1.parquet: the row group of rows 0 to ')
+
+
+def test_lines_are_limited_where_others_have_used_the_package_before(tmp_path):
+    """Such as lm-eval, which loads its tasks with it. A process of its own: what the package opens is global."""
+    (tmp_path / 'set').mkdir()
+    (tmp_path / 'set/train.jsonl').write_text(json.dumps({'text': 'x' * 3000}))
+    program = f"""
+import datasets
+from maxlm.data.readers import hub
+from maxlm.errors import InputError
+datasets.load_dataset_builder({str(tmp_path / 'set')!r})
+try:
+    hub.find('hf:{tmp_path}/set', 2000)
+except InputError as error:
+    print(error)
+"""
+    environment = {**os.environ, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'cache')}
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, env=environment)
+    assert 'a line is longer than ' in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz', 'json'])
+def test_lines_longer_than_a_record_are_named(tmp_path, datasets, left_out, read, suffix):
+    lines = [json.dumps({'text': 'fine'}), json.dumps({'text': 'x' * 3000})]
+    write = gzip.compress if suffix.endswith('gz') else bytes
+    (tmp_path / 'set').mkdir()
+    (tmp_path / f'set/train.{suffix}').write_bytes(write('\n'.join(lines).encode()))
+    # The files are opened again, as by a worker that starts.
+    hf_datasets._open.cache_clear()
+    assert len(read(f'hf:{tmp_path}/set', max_record_bytes=4000)) == 2
+    ((name, reason),) = left_out(f'hf:{tmp_path}/set', max_record_bytes=2000)
+    assert name == 'set#train'
+    assert f'train.{suffix}' in reason
+    assert 'a line is longer than ' in reason
+    assert 'the limit for a record; --max_record_mib changes it' in reason
+    hf_datasets._open.cache_clear()
+    with pytest.raises(InputError, match='a line is longer than'):
+        find_inputs([f'hf:{tmp_path}/set'], max_record_bytes=2000)
+
+
+@pytest.mark.parametrize('given', ['hf:', 'hf:/no/such/directory', 'hf:a/b/c', 'hf:a b', 'hf:a@'])
+def test_what_is_no_name_is_refused(given):
+    with pytest.raises(InputError, match=r'no directory and no name of a data set; give hf:NAME'):
+        find_inputs([given])
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'datasets', None)
+    hf_datasets._open.cache_clear()
+    with pytest.raises(InputError, match=r"hf:some/name needs datasets: pip install 'maxlm\[hub\]'"):
+        find_inputs(['hf:some/name'])
+
+
+@pytest.fixture
+def the_hub(datasets, table, monkeypatch):
+    """A hub with one data set of three shards; keeps what it was asked."""
+    import huggingface_hub
+
+    asked = []
+
+    def load_dataset(name, config=None, **options):
+        asked.append((name, config, options))
+        if name != 'org/corpus':
+            raise datasets.exceptions.DatasetNotFoundError(f"Dataset '{name}' doesn't exist on the Hub")
+        return table.to_iterable_dataset(num_shards=3)
+
+    def dataset_info(self, name, *, revision=None, files_metadata=False):
+        asked.append((name, revision, files_metadata))
+        if name != 'org/corpus':
+            raise ConnectionError('cannot be reached')
+        files = [types.SimpleNamespace(size=size) for size in (500, None, 700)]
+        return types.SimpleNamespace(sha=f'commit-of-{revision}', siblings=files)
+
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    monkeypatch.setattr(huggingface_hub.HfApi, 'dataset_info', dataset_info)
+    hf_datasets._open.cache_clear()
+    yield asked
+    hf_datasets._open.cache_clear()
+
+
+def test_a_name_is_streamed_at_one_commit(the_hub, read):
+    (file,) = find_inputs(['hf:org/corpus:de@v2#test'])
+    assert the_hub == [
+        ('org/corpus', 'v2', False),
+        ('org/corpus', 'de', {'split': 'test', 'revision': 'commit-of-v2', 'streaming': True}),
+        ('org/corpus', 'commit-of-v2', True),
+    ]
+    assert (file.path, file.name, file.source, file.kind, file.size, file.version) == (
+        'hf:org/corpus:de@commit-of-v2#test',
+        'org/corpus:de#test',
+        'corpus',
+        'hub',
+        1200,
+        'commit-of-v2',
+    )
+    assert [(piece.start, piece.stop) for piece in cut(file, 400)] == [(0, 1), (1, 2), (2, 3)]
+    documents = read('hf:org/corpus', target_bytes=400)
+    assert [d.text for d in documents] == [text for text in TEXTS if text]
+    assert documents[0].name == 'org/corpus#train:0:1'
+    assert the_hub[-2] == ('org/corpus', None, {'split': 'train', 'revision': 'commit-of-None', 'streaming': True})
+    assert find_inputs(['hf:org/corpus'])[0].name == 'org/corpus#train'
+
+
+def test_a_name_that_is_not_there_is_named(the_hub, monkeypatch):
+    with pytest.raises(InputError, match=r'^hf:org/none: the storage fails with ConnectionError: cannot be reached'):
+        find_inputs(['hf:org/none'])
+    monkeypatch.setattr(hf_datasets, '_commit', lambda given, spec: 'commit')
+    with pytest.raises(InputError, match=r"^hf:org/none@commit#train: .*org/none' doesn't exist on the Hub"):
+        find_inputs(['hf:org/none'])

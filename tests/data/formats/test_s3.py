@@ -1,0 +1,132 @@
+"""Inputs in a bucket that speaks S3, on loopback. Starting the server takes a few seconds, so there is one for all."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from moto.server import ThreadedMotoServer
+
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.discovery import find_inputs
+from maxlm.data.formats.file_ranges import cut, read_documents
+from maxlm.errors import InputError
+from maxlm.storage import object_store
+
+pytestmark = pytest.mark.network_emulator
+
+TEXTS = [f'{i} ü' * (i % 7) for i in range(200)]
+
+
+@pytest.fixture(scope='module')
+def server():
+    server = ThreadedMotoServer('127.0.0.1', 0, verbose=False)
+    server.start()
+    yield server.get_host_and_port()
+    server.stop()
+
+
+@pytest.fixture
+def bucket(server, monkeypatch):
+    """The file system of an S3 server, with a bucket of all formats."""
+    monkeypatch.setenv('AWS_ENDPOINT_URL', f'http://{server[0]}:{server[1]}')
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'name')
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'HUSHHUSH')
+    monkeypatch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
+    # File systems are kept by their arguments, which the variables are none of.
+    object_store._filesystem.cache_clear()
+    filesystem = fsspec.filesystem('s3')
+    filesystem.mkdir('corpus')
+    jsonl = '\n'.join(json.dumps({'text': text}) for text in TEXTS).encode()
+    filesystem.pipe_file('corpus/web/a.jsonl', jsonl)
+    filesystem.pipe_file('corpus/web/b.jsonl.gz', gzip.compress(jsonl))
+    filesystem.pipe_file('corpus/web/deep/er/c.txt', b'plain')
+    filesystem.pipe_file('corpus/web/.hidden/d.txt', b'hidden')
+    filesystem.pipe_file('corpus/web/empty/', b'')
+    with filesystem.open('corpus/web/e.parquet', 'wb') as file:
+        pq.write_table(pa.table({'text': TEXTS}), file, row_group_size=50)
+    with filesystem.open('corpus/ids/f.npz', 'wb') as file:
+        np.savez(file, a=np.arange(100), b=np.arange(50))
+    yield filesystem
+    filesystem.rm('corpus', recursive=True)
+    object_store._filesystem.cache_clear()
+
+
+def read(paths, target):
+    pieces = [piece for file in find_inputs(paths) for piece in cut(file, target)]
+    return [(d.name, d.text) for piece in pieces for d in read_documents(piece, ReadOptions())]
+
+
+def test_a_bucket_is_read_as_a_directory_is(bucket, tmp_path):
+    files = find_inputs(['s3://corpus/web'])
+    assert [(file.path, file.name, file.kind) for file in files] == [
+        ('s3://corpus/web/a.jsonl', 'a.jsonl', 'jsonl'),
+        ('s3://corpus/web/b.jsonl.gz', 'b.jsonl.gz', 'jsonl'),
+        ('s3://corpus/web/deep/er/c.txt', 'deep/er/c.txt', 'text'),
+        ('s3://corpus/web/e.parquet', 'e.parquet', 'parquet'),
+    ]
+    assert {file.source for file in files} == {'web'}
+    bucket.get('corpus/web/', str(tmp_path / 'web'), recursive=True)
+    whole = read([tmp_path / 'web'], 2**30)
+    assert len(whole) > 500
+    assert read(['s3://corpus/web/'], 1000) == whole
+    assert read(['s3://corpus/web/**/*.txt', 's3://corpus/web/*.parquet'], 1) == [
+        entry for suffix in ('.txt', '.parquet:') for entry in whole if suffix in entry[0]
+    ]
+    (archive,) = find_inputs(['s3://corpus/ids/*.npz'])
+    assert len(list(read_documents(cut(archive, 100)[1], ReadOptions()))) == 1
+
+
+def test_the_version_changes_with_the_object(bucket):
+    before = find_inputs(['s3://corpus/web'])
+    assert find_inputs(['s3://corpus/web']) == before
+    bucket.pipe_file('corpus/web/deep/er/c.txt', b'PLAIN')
+    after = find_inputs(['s3://corpus/web'])
+    assert [a == b for a, b in zip(after, before, strict=True)] == [True, True, False, True]
+
+
+def test_what_is_missing_or_vanishes_is_named(bucket):
+    for path in ('s3://nobody/x', 's3://corpus/nothing', 's3://corpus/web/nothing.jsonl'):
+        with pytest.raises(InputError, match=f'^{path}: No such file or directory; '):
+            find_inputs([path])
+    with pytest.raises(InputError, match=r'^s3://nobody: The specified bucket does not exist|No such file'):
+        find_inputs(['s3://nobody/*.txt'])
+    files = find_inputs(['s3://corpus/web'])
+    pieces = [piece for file in files for piece in cut(file, 1000)]
+    bucket.rm('corpus/web', recursive=True)
+    bucket.invalidate_cache()
+    bad = []
+    for piece in pieces:
+        assert list(read_documents(piece, ReadOptions(), lambda *args: bad.append(args))) == []
+    assert {name for name, _ in bad} == {file.name for file in files}
+    assert all(reason.startswith('s3://corpus/web/') and '\n' not in reason for _, reason in bad), bad
+    assert all('No such file' in reason or 'damaged' in reason for _, reason in bad), bad
+
+
+def test_a_bucket_that_refuses_is_named_without_secrets(bucket, monkeypatch):
+    def refuse(path):
+        raise PermissionError('Access Denied for secret_access_key=HUSHHUSH')
+
+    monkeypatch.setattr(object_store.open_filesystem('s3://corpus')[0], 'info', refuse)
+    with pytest.raises(InputError, match=r'^s3://corpus/web: Permission denied: Access Denied') as info:
+        find_inputs(['s3://corpus/web'])
+    assert 'HUSHHUSH' not in str(info.value)
+
+
+def test_a_key_in_a_url_is_not_shown(bucket):
+    with pytest.raises(InputError, match=r'^s3://corpus/web: ') as info:
+        find_inputs(['s3://user:HUSHHUSH@corpus/web'])
+    assert 'HUSHHUSH' not in str(info.value)
+
+
+def test_a_server_that_is_gone_is_named(bucket, monkeypatch):
+    monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:1')
+    monkeypatch.setenv('AWS_MAX_ATTEMPTS', '1')
+    object_store._filesystem.cache_clear()
+    with pytest.raises(InputError, match=r'^s3://corpus/web: the storage fails with EndpointConnectionError'):
+        find_inputs(['s3://corpus/web'])

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import sys
+from typing import ClassVar
+
+import pytest
+
+from maxlm.data.formats.discovery import find_inputs
+from maxlm.data.formats.file_ranges import cut
+from maxlm.errors import InputError
+
+NUM_EXAMPLES = 150
+
+
+@pytest.fixture(scope='module')
+def prepare():
+    """(data_dir, file_format) → the directory of a small data set, `tiny/1.0.0`, that was written there."""
+    import numpy as np
+    import tensorflow_datasets as tfds
+
+    class Tiny(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version('1.0.0')
+        # Nothing is downloaded; without it they are looked for in a package.
+        url_infos: ClassVar = {}
+
+        def _info(self):
+            features = {'text': tfds.features.Text(), 'id': np.int64}
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+
+        def _split_generators(self, manager):
+            return {'train': self._generate_examples(NUM_EXAMPLES), 'test': self._generate_examples(3)}
+
+        def _generate_examples(self, count):
+            for i in range(count):
+                yield i, {'text': f'{i} ü\n' if i % 5 else '', 'id': i}
+
+    def prepare(data_dir, file_format='array_record'):
+        builder = Tiny(data_dir=data_dir, file_format=file_format)
+        builder.download_and_prepare()
+        return str(builder.data_dir)
+
+    tfds.disable_progress_bar()
+    # Only from its files may it be known.
+    tfds.core.registered._DATASET_REGISTRY.pop('tiny', None)
+    yield prepare
+    tfds.enable_progress_bar()
+
+
+@pytest.fixture(scope='module')
+def data_dir(prepare, tmp_path_factory):
+    path = tmp_path_factory.mktemp('tfds')
+    prepare(path)
+    return path
+
+
+@pytest.fixture
+def directory(data_dir):
+    return f'{data_dir}/tiny/1.0.0'
+
+
+def check_whole(documents):
+    """Every example that has text, each once; TFDS itself has shuffled them."""
+    assert {d.text for d in documents} == {f'{i} ü\n' for i in range(NUM_EXAMPLES) if i % 5}
+    assert len({d.name for d in documents}) == len(documents)
+    assert all(d.text == f'{d.metadata["id"]} ü\n' for d in documents)
+
+
+def test_pieces_give_the_whole_without_tensorflow(directory, check_pieces, read):
+    loaded = 'tensorflow' in sys.modules
+    check_pieces(f'tfds:{directory}', [1, 100, 3000, 2**30], metadata_keys=('id',))
+    documents = read(f'tfds:{directory}', metadata_keys=('id',))
+    check_whole(documents)
+    assert all(d.name.startswith('tiny/1.0.0#train:') and d.source == 'tiny' for d in documents)
+    assert ('tensorflow' in sys.modules) == loaded
+
+
+def test_tfrecord_gives_the_whole(tmp_path, prepare, check_pieces, read):
+    """Slow: only TensorFlow reads TFRecord, and takes five seconds to load."""
+    directory = prepare(tmp_path, 'tfrecord')
+    check_pieces(f'tfds:{directory}', [2000], metadata_keys=('id',))
+    check_whole(read(f'tfds:{directory}', metadata_keys=('id',)))
+
+
+@pytest.mark.parametrize('name', ['tiny', 'tiny:1.0.0'])
+def test_names_are_looked_up_in_the_data_directory(data_dir, directory, monkeypatch, read, name):
+    monkeypatch.setenv('TFDS_DATA_DIR', str(data_dir))
+    (by_name,) = find_inputs([f'tfds:{name}#test'])
+    (by_directory,) = find_inputs([f'tfds:{directory}#test'])
+    assert (by_name.name, by_name.size, by_name.version) == (
+        by_directory.name,
+        by_directory.size,
+        by_directory.version,
+    )
+    assert {d.text for d in read(f'tfds:{name}#test')} == {'1 ü\n', '2 ü\n'}
+
+
+def test_the_version_changes_with_the_files(tmp_path, prepare):
+    directory = prepare(tmp_path)
+    before = find_inputs([f'tfds:{directory}'])
+    assert find_inputs([f'tfds:{directory}']) == before
+    with open(f'{directory}/tiny-train.array_record-00000-of-00001', 'ab') as file:
+        file.write(b'x')
+    assert find_inputs([f'tfds:{directory}'])[0].version != before[0].version
+
+
+@pytest.mark.parametrize(
+    ('given', 'told'),
+    [
+        ('tfds:no_such_data', r'tfds:no_such_data: Dataset no_such_data not found'),
+        ('tfds:tiny:9.9.9', r'tfds:tiny:9\.9\.9: '),
+        ('tfds:tiny#nope', r"no split 'nope' in .*; it has train, test"),
+        ('tfds:', r'give tfds:NAME'),
+        ('tfds:#train', r'give tfds:NAME'),
+    ],
+)
+def test_what_is_not_there_is_named(data_dir, monkeypatch, given, told):
+    monkeypatch.setenv('TFDS_DATA_DIR', str(data_dir))
+    with pytest.raises(InputError, match=told) as info:
+        find_inputs([given])
+    assert '\n' not in str(info.value)
+
+
+def test_a_directory_without_a_data_set_is_named(tmp_path):
+    with pytest.raises(InputError, match=rf'^tfds:{tmp_path}: '):
+        find_inputs([f'tfds:{tmp_path}'])
+
+
+def test_missing_features_and_other_types_are_named(directory, left_out):
+    ((name, reason),) = left_out(f'tfds:{directory}', text_key='content')
+    assert name == 'tiny/1.0.0#train'
+    assert "no column 'content'; it has id, text; --text_field" in reason
+    bad = left_out(f'tfds:{directory}', text_key='id')
+    assert len(bad) == NUM_EXAMPLES
+    assert 'row 0: holds int, not text' in bad[0][1] or 'row 0: holds int64, not text' in bad[0][1]
+
+
+def test_damaged_files_are_named(tmp_path, prepare, left_out):
+    directory = prepare(tmp_path)
+    path = f'{directory}/tiny-train.array_record-00000-of-00001'
+    with open(path, 'r+b') as file:
+        file.truncate(100)
+    ((name, reason),) = left_out(f'tfds:{directory}')
+    assert name == 'tiny/1.0.0#train'
+    assert reason.startswith(f'tfds:{directory}: ')
+    (file,) = find_inputs([f'tfds:{directory}'])
+    assert len(cut(file, 1)) == NUM_EXAMPLES

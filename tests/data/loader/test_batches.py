@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+from maxlm.config.schema import DataConfig
+from maxlm.data.loader.batches import fingerprint_changes, iterate
+from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.loader.windows import Windows
+from maxlm.errors import InputError
+
+DATA = DataConfig(window=16, seed=3, threads=2, prefetch=2)
+
+
+def train_batches(dataset, data, global_batch, rows=None, **options):
+    corpus = open_corpus(dataclasses.replace(data, path=str(dataset.path)))
+    return corpus.train_batches(global_batch, rows, **options)
+
+
+def validation_batches(dataset, data, global_batch, num_batches=0, rows=None):
+    corpus = open_corpus(dataclasses.replace(data, path=str(dataset.path)))
+    return corpus.validation_batches(global_batch, num_batches, rows)
+
+
+@pytest.fixture
+def dataset(make_dataset, random_shards):
+    return make_dataset(random_shards, random_shards[2:])
+
+
+def keys(batch):
+    """One hashable value per row."""
+    return [row.tobytes() for row in np.concatenate([batch['tokens'], batch['targets']], axis=1)]
+
+
+def assert_equal(batch, other):
+    assert batch.keys() == other.keys()
+    for name in batch:
+        np.testing.assert_array_equal(batch[name], other[name], err_msg=name)
+
+
+def test_every_window_once_per_epoch_in_another_order(dataset):
+    windows = Windows(dataset, 'train', DATA.window)
+    count = len(windows)
+    global_batch = 5
+    assert count % global_batch  # a batch crosses the end of an epoch
+    batches = train_batches(dataset, DATA, global_batch)
+    rows = list(itertools.chain.from_iterable(keys(batches[step]) for step in range(3 * count // global_batch)))
+    everything = sorted(keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]}))
+    assert len(set(everything)) == count
+    first, second = rows[:count], rows[count : 2 * count]
+    assert sorted(first) == everything
+    assert sorted(second) == everything
+    assert first != second
+    assert first != keys({name: np.stack([windows[i][name] for i in range(count)]) for name in windows[0]})
+
+
+def test_another_seed_is_another_order(dataset):
+    same = train_batches(dataset, DATA, 8)[0]
+    assert_equal(train_batches(dataset, DATA, 8)[0], same)
+    other = train_batches(dataset, DataConfig(window=16, seed=99), 8)[0]
+    assert keys(other) != keys(same)
+
+
+@pytest.mark.parametrize('hosts', [1, 2, 4, 8])
+def test_hosts_together_make_the_global_batch(dataset, hosts):
+    whole = train_batches(dataset, DATA, 8)
+    share = 8 // hosts
+    parts = [train_batches(dataset, DATA, 8, slice(h * share, (h + 1) * share)) for h in range(hosts)]
+    for step in (0, 1, 7):
+        joined = {name: np.concatenate([part[step][name] for part in parts]) for name in whole[step]}
+        assert_equal(joined, whole[step])
+    swapped = np.concatenate([part[0]['tokens'] for part in reversed(parts)])
+    assert hosts == 1 or (swapped != whole[0]['tokens']).any()
+
+
+@pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.multiprocess)])
+def test_order_does_not_depend_on_workers_or_start(dataset, workers):
+    data = DataConfig(window=16, seed=3, threads=2, prefetch=2, workers=workers)
+    batches = train_batches(dataset, data, 4)
+    # Across several epochs.
+    assert 4 * len(Windows(dataset, 'train', 16)) < 4 * 55
+    seen = list(iterate(batches, 5, data, 60))
+    assert len(seen) == 55
+    for step, batch in enumerate(seen, start=5):
+        assert_equal(batch, batches[step])
+    assert keys(seen[0]) != keys(batches[0])
+
+
+def test_start_at_any_step(dataset):
+    batches = train_batches(dataset, DATA, 4)
+    for start in range(0, 20):
+        with_start = iterate(batches, start, DATA)
+        assert_equal(next(with_start), batches[start])
+        with_start.close()
+
+
+@pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.multiprocess)])
+def test_damage_is_raised_where_it_is_met(dataset, workers):
+    data = DataConfig(window=16, seed=3, threads=2, prefetch=2, workers=workers)
+    batches = train_batches(dataset, data, 4)
+    (dataset.path / 'train-00000.arrayrecord').unlink()
+    with pytest.raises(InputError, match=r'train-00000\.arrayrecord'):
+        list(iterate(batches, 0, data, 10))
+
+
+@pytest.mark.multiprocess
+def test_a_closed_iterator_leaves_no_process(dataset):
+    data = DataConfig(window=16, workers=1)
+    iterator = iterate(train_batches(dataset, data, 4), 0, data)
+    next(iterator)
+    assert multiprocessing.active_children()
+    iterator.close()
+    deadline = time.monotonic() + 20
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+
+
+def test_validation_has_every_window_once_and_is_padded(dataset):
+    windows = Windows(dataset, 'validation', 16)
+    batches = validation_batches(dataset, DATA, 5)
+    assert len(windows) % 5
+    assert len(batches) == -(-len(windows) // 5)
+    rows = [{name: batch[name][r] for name in batch} for batch in iterate(batches, 0, DATA) for r in range(5)]
+    real, filler = rows[: len(windows)], rows[len(windows) :]
+
+    def content(row):
+        return tuple(values.tobytes() for values in row.values())
+
+    assert sorted(map(content, real)) == sorted(content(windows[i]) for i in range(len(windows)))
+    assert not any(values.any() for row in filler for values in row.values())
+    # A part of the split is a sample of it, not its beginning; and the order is not the run's to choose.
+    assert [content(row) for row in real] != [content(windows[i]) for i in range(len(windows))]
+    other = validation_batches(dataset, DataConfig(window=16, seed=99), 5)
+    assert_equal(other[0], batches[0])
+    assert rows[0]['weights'].any()
+    with pytest.raises(IndexError):
+        batches[len(batches)]
+
+
+def test_num_batches_bounds_validation(dataset):
+    whole = validation_batches(dataset, DATA, 4)
+    assert len(validation_batches(dataset, DATA, 4, 2)) == 2
+    assert len(validation_batches(dataset, DATA, 4, 10**6)) == len(whole)
+    assert_equal(validation_batches(dataset, DATA, 4, 2, slice(2, 4))[1], {n: v[2:] for n, v in whole[1].items()})
+
+
+def test_an_empty_split_is_named(make_dataset, random_shards):
+    with pytest.raises(InputError, match='validation split is empty'):
+        validation_batches(make_dataset(random_shards), DATA, 4)
+
+
+@pytest.mark.parametrize('count', [1, 2, 3])
+def test_fewer_windows_than_rows(make_dataset, count):
+    dataset = make_dataset([[[7]] * count], block=8)
+    batch = train_batches(dataset, DataConfig(window=2), 8)[0]
+    assert batch['tokens'].shape == (8, 2)
+    assert len(set(keys(batch))) <= len(Windows(dataset, 'train', 2))
+
+
+@pytest.mark.parametrize(
+    ('num_steps', 'all_hosts', 'all_workers'),
+    [(100, (2, 8), ()), pytest.param(1000, (2, 4, 8), (1, 4), marks=pytest.mark.nightly)],
+)
+def test_the_first_batches_on_any_number_of_hosts_and_workers(
+    make_dataset, random_shards, num_steps, all_hosts, all_workers
+):
+    """Compares global batches as sets across many epochs, with another seed as control."""
+    dataset = make_dataset(random_shards)
+
+    def digests(hosts, data):
+        share = 8 // hosts
+        parts = [
+            iterate(train_batches(dataset, data, 8, slice(h * share, (h + 1) * share)), 0, data, num_steps)
+            for h in range(hosts)
+        ]
+        return [frozenset(itertools.chain.from_iterable(map(keys, step))) for step in zip(*parts, strict=True)]
+
+    expected = digests(1, DATA)
+    assert len(expected) == num_steps
+    assert len(set(expected)) > 0.99 * num_steps
+    for hosts in all_hosts:
+        assert digests(hosts, DATA) == expected
+    for workers in all_workers:
+        assert digests(1, dataclasses.replace(DATA, workers=workers)) == expected
+    assert digests(1, dataclasses.replace(DATA, seed=4)) != expected
+
+
+def test_resuming_twice_across_an_epoch(dataset):
+    batches = train_batches(dataset, DATA, 4)
+    per_epoch = len(Windows(dataset, 'train', 16)) // 4
+    whole = [keys(batch) for batch in iterate(batches, 0, DATA, 3 * per_epoch)]
+    for first, second in ((1, per_epoch), (per_epoch - 1, per_epoch + 1), (per_epoch, 2 * per_epoch)):
+        pieces = [(0, first), (first, second), (second, 3 * per_epoch)]
+        resumed = [keys(batch) for start, stop in pieces for batch in iterate(batches, start, DATA, stop)]
+        assert resumed == whole
+    assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch]
+
+
+def test_batches_can_be_sent_to_another_process(dataset):
+    batches = train_batches(dataset, DATA, 4)
+    assert_equal(pickle.loads(pickle.dumps(batches))[3], batches[3])
+
+
+def test_a_context_schedule_keeps_tokens_and_their_order(dataset):
+    whole = train_batches(dataset, DATA, 4)
+    schedule = ((0, 4), (3, 2), (7, 1))
+    cut = train_batches(dataset, DATA, 4, context_schedule=schedule)
+    for step in range(10):
+        parts = 4 if step < 3 else 2 if step < 7 else 1
+        assert cut[step]['tokens'].shape == (4 * parts, 16 // parts)
+        for name in ('tokens', 'targets', 'weights'):
+            np.testing.assert_array_equal(cut[step][name].reshape(4, 16), whole[step][name])
+    assert cut[0]['positions'].max() < 4 <= whole[0]['positions'].max()
+    # A host's rows are those of its windows.
+    second = train_batches(dataset, DATA, 4, slice(2, 4), context_schedule=schedule)
+    assert_equal(second[1], {name: rows[8:] for name, rows in cut[1].items()})
+
+
+def test_changes_of_the_fingerprint_are_named():
+    stored = {'window': 16, 'global_batch': 8, 'seed': 3}
+    assert fingerprint_changes(stored, dict(stored)) == ''
+    changes = fingerprint_changes(stored, {'window': 32, 'global_batch': 16, 'seed': 3, 'weight web': 0.5})
+    assert changes == 'window was 16 and is 32; global_batch was 8 and is 16; weight web was None and is 0.5'

@@ -1,0 +1,160 @@
+"""One data set or several: shares, names, refusals, and what a checkpoint remembers of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from maxlm.config.schema import DataConfig
+from maxlm.data.loader.dataset import open_corpus
+from maxlm.errors import InputError
+
+WINDOW = 4
+
+
+def documents(first, count):
+    """Documents of three tokens each, so that with its end each is one window of four."""
+    return [[first, first + number % 90, first] for number in range(count)]
+
+
+@pytest.fixture
+def three(make_dataset):
+    """Tokens of web are 100 …, of code 200 …, of law 300 …; code is small."""
+    firsts = {'web': (100, 400), 'code': (200, 8), 'law': (300, 100)}
+    return {
+        name: make_dataset([documents(first, count)], [documents(first, 5)], directory=name)
+        for name, (first, count) in firsts.items()
+    }
+
+
+def config(three, **weights):
+    return DataConfig(sources=tuple((str(three[name].path), weight) for name, weight in weights.items()), window=WINDOW)
+
+
+def origin(batch):
+    return batch['tokens'].max(axis=1) // 100
+
+
+def test_shares_and_sources_of_rows(three):
+    corpus = open_corpus(config(three, web=0.5, code=0.3, law=0.2))
+    assert corpus.names == ('web', 'code', 'law')
+    batches = corpus.train_batches(64)
+    rows = Counter()
+    for step in range(32):  # two periods of 1024 rows
+        batch = batches[step]
+        # The number of the source is the one whose tokens are in the row.
+        np.testing.assert_array_equal(origin(batch), batch['sources'] + 1)
+        rows.update(batch['sources'].tolist())
+    assert [rows[source] for source in range(3)] == pytest.approx([1024, 614, 410], abs=1)
+    assert corpus.mixture.served(2048) == [rows[source] for source in range(3)]
+
+
+def test_every_window_of_a_source_once_per_epoch_of_it(three):
+    corpus = open_corpus(config(three, web=0.5, code=0.5))
+    batches = corpus.train_batches(8)
+    rows = [row.tobytes() for step in range(20) for row in batches[step]['tokens'][batches[step]['sources'] == 1]]
+    windows = corpus.sources[1].windows('train', corpus.data)
+    everything = sorted(windows[number]['tokens'].tobytes() for number in range(len(windows)))
+    count = len(windows)
+    for epoch in range(len(rows) // count):
+        assert sorted(rows[epoch * count : (epoch + 1) * count]) == everything
+
+
+def test_order_is_one_of_seed_and_weights(three):
+    def tokens(**changes):
+        data = dataclasses.replace(config(three, web=0.5, code=0.3, law=0.2), **changes)
+        return open_corpus(data).train_batches(16)[7]['tokens'].tolist()
+
+    same = tokens()
+    assert tokens(workers=3, threads=1) == same
+    assert tokens(seed=1) != same
+    assert tokens(pool_shards=1) == same  # a single shard each: one pool anyway
+    assert tokens(sources=config(three, web=0.5, code=0.2, law=0.3).sources) != same
+
+
+def test_validation_has_all_windows_of_all_sources_once(three):
+    corpus = open_corpus(config(three, web=0.9, law=0.1))
+    batches = corpus.validation_batches(4)
+    rows = [tuple(row) for step in range(len(batches)) for row in batches[step]['tokens'].tolist()]
+    real = [row for row in rows if any(row)]
+    windows = [source.windows('validation', corpus.data) for source in corpus.sources]
+    expected = [tuple(w[number]['tokens'].tolist()) for w in windows for number in range(len(w))]
+    assert sorted(real) == sorted(expected)
+    assert len(corpus.validation_batches(4, 1)) == 1
+
+
+def test_sources_within_one_data_set(make_dataset):
+    shards = [documents(100, 6), documents(200, 4), documents(300, 5)]
+    dataset = make_dataset(shards, sources=('web', 'code', 'web'))
+    corpus = open_corpus(DataConfig(path=str(dataset.path), window=WINDOW))
+    assert corpus.names == ('web', 'code')
+    batch = corpus.train_batches(15)[0]
+    assert [(1 if o == 2 else 0) for o in origin(batch)] == batch['sources'].tolist()
+    # One of them alone, or with a weight of its own.
+    path = str(dataset.path)
+    only = open_corpus(DataConfig(sources=((f'{path}#code', 1.0),), window=WINDOW))
+    assert set(origin(only.train_batches(8)[0])) == {2}
+    weighted = open_corpus(DataConfig(sources=((f'{path}#code', 0.9), (f'{path}#web', 0.1)), window=WINDOW))
+    assert weighted.names == ('code', 'web')
+    assert Counter(weighted.train_batches(1024)[0]['sources'].tolist())[0] == pytest.approx(922, abs=1)
+    assert corpus.fingerprint(8) != weighted.fingerprint(8)
+    silent = open_corpus(DataConfig(path=path, window=WINDOW), tell_sources=False)
+    assert silent.names == ()
+    assert 'sources' not in silent.train_batches(4)[0]
+
+
+def test_a_single_source_is_not_told_apart(three):
+    corpus = open_corpus(DataConfig(path=str(three['web'].path), window=WINDOW))
+    assert corpus.names == ()
+    assert 'sources' not in corpus.train_batches(4)[0]
+
+
+def test_two_directories_of_one_name_are_told_by_their_paths(make_dataset):
+    paths = [str(make_dataset([documents(100, 9)], directory=f'{parent}').path) for parent in ('a', 'b')]
+    inner = [f'{path}#texts' for path in paths]
+    assert open_corpus(DataConfig(sources=((inner[0], 1), (inner[1], 1)), window=WINDOW)).names == tuple(inner)
+
+
+def test_what_a_checkpoint_remembers(three):
+    facts = open_corpus(config(three, web=0.5, code=0.5)).fingerprint(8)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts['weight web'] == 0.5
+    assert open_corpus(config(three, web=0.5, code=0.4)).fingerprint(8) != facts
+    assert open_corpus(config(three, web=0.5, law=0.5)).fingerprint(8) != facts
+
+
+def test_bytes_of_validation_text_are_known_of_all_sources_or_of_none(three, make_dataset):
+    corpus = open_corpus(config(three, web=0.5, code=0.5))
+    tokens, text_bytes = corpus.validation_counts
+    assert tokens == 2 * 5 * 4
+    assert text_bytes == 0  # written from tokens
+
+    def with_bytes(source, text_bytes):
+        split = source.dataset.splits['validation']
+        counts = {name: dataclasses.replace(facts, text_bytes=text_bytes) for name, facts in split.sources.items()}
+        splits = {**source.dataset.splits, 'validation': dataclasses.replace(split, sources=counts)}
+        return dataclasses.replace(source, dataset=dataclasses.replace(source.dataset, splits=splits))
+
+    first, second = corpus.sources
+    known = dataclasses.replace(corpus, sources=(with_bytes(first, 70), with_bytes(second, 30)))
+    assert known.validation_counts == (tokens, 100)
+    partly = dataclasses.replace(corpus, sources=(with_bytes(first, 70), second))
+    assert partly.validation_counts == (tokens, 0)
+
+
+def test_bad_sources_are_named(three, make_dataset):
+    web = str(three['web'].path)
+    with pytest.raises(InputError, match=r"no source 'cod'; it has: texts"):
+        open_corpus(DataConfig(sources=((f'{web}#cod', 1.0),), window=WINDOW))
+    with pytest.raises(InputError, match='holds no data set'):
+        open_corpus(DataConfig(sources=((web, 1.0), (f'{web}x', 1.0)), window=WINDOW))
+    empty = make_dataset([[]], directory='empty')
+    with pytest.raises(InputError, match='empty: the train split is empty'):
+        open_corpus(DataConfig(sources=((web, 1.0), (str(empty.path), 1.0)), window=WINDOW)).train_batches(4)
+    without = make_dataset([documents(100, 9)], directory='without')
+    with pytest.raises(InputError, match='without: the validation split is empty'):
+        open_corpus(DataConfig(path=str(without.path), window=WINDOW)).validation_batches(4)

@@ -1,0 +1,67 @@
+"""Weighted sources: shares as asked, and every row computed alone."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import Counter
+
+import pytest
+
+from maxlm.data.loader.mixture import PERIOD, Mixture
+
+WEIGHTS = [
+    [1.0],
+    [1, 1],
+    [0.45, 0.25, 0.20, 0.10],
+    [3, 1e-5, 2.5],
+    [1.0] * 40,
+    [1e-9, 1.0],
+]
+
+
+@pytest.mark.parametrize('weights', WEIGHTS)
+def test_shares_are_as_asked(weights):
+    mixture = Mixture(weights, seed=1)
+    total = sum(weights)
+    for rows in (PERIOD, 100 * PERIOD, 10**9):
+        served = mixture.served(rows)
+        assert sum(served) == rows
+        # Within a period the order is random; the bound is what a whole period may be off.
+        for weight, count in zip(weights, served, strict=True):
+            assert abs(count - weight / total * rows) <= len(weights) + (rows % PERIOD > 0) * PERIOD
+    assert mixture.shares == pytest.approx([weight / total for weight in weights], abs=1e-11)
+
+
+@pytest.mark.parametrize('weights', WEIGHTS)
+def test_rows_of_a_source_count_up_and_are_found(weights):
+    mixture = Mixture(weights, seed=5)
+    rows = 3 * PERIOD + 17
+    counts = Counter()
+    for row in range(rows):
+        source, number = mixture[row]
+        assert number == counts[source]
+        counts[source] += 1
+        if row % 97 == 0:
+            assert mixture.served(row + 1) == [counts[s] for s in range(len(weights))]
+            assert mixture.find(source, number) == row
+    # Far away as well.
+    source, number = mixture[10**11 + 3]
+    assert mixture.find(source, number) == 10**11 + 3
+
+
+def test_sources_take_turns_at_random():
+    mixture = Mixture([0.5, 0.5], seed=0)
+    sources = [mixture[row][0] for row in range(4000)]
+    runs = sum(a != b for a, b in itertools.pairwise(sources))
+    assert 1700 < runs < 2300  # of fair coins about 2000; blocks would give few, strict turns 3999
+    other, copied = Mixture([0.5, 0.5], seed=1), pickle.loads(pickle.dumps(mixture))
+    assert sources != [other[row][0] for row in range(4000)]
+    assert sources == [copied[row][0] for row in range(4000)]
+
+
+def test_a_rare_source_is_served():
+    mixture = Mixture([1.0, 1e-4], seed=0)
+    assert mixture.served(10**6)[1] == 99 or mixture.served(10**6)[1] == 100
+    row = mixture.find(1, 0)
+    assert mixture[row] == (1, 0)

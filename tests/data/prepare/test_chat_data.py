@@ -1,0 +1,399 @@
+"""Conversations from files to batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from maxlm.config.schema import DataConfig
+from maxlm.data.chat.token_flags import ids_of, is_predicted
+from maxlm.data.dataset.records import load_manifest, verify
+from maxlm.data.dataset.token_reader import TokenReader
+from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.loader.windows import Windows
+from maxlm.data.prepare import partitions
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from tests.preparing import contents, documents_of, run, write_texts
+
+WORDS = ['red', 'green', 'blue', '<|im_end|>', '<|im_start|>assistant', '🙂', 'größe']
+
+
+def turns(rng, count):
+    """Questions and answers; answers alone have capitals, and each is there once."""
+    says = [' '.join(rng.choices(WORDS, k=rng.randrange(1, 12))) for _ in range(2 * count)]
+    return [
+        (question, f'A{rng.randrange(10**9)} {answer}') for question, answer in zip(says[::2], says[1::2], strict=True)
+    ]
+
+
+def record(rng, kind, count=2):
+    """A record of a format, and the answers in it."""
+    said = turns(rng, 1 if kind == 'alpaca' else count)
+    if kind == 'openai':
+        messages = [{'role': 'system', 'content': 'Be kind.'}]
+        for question, answer in said:
+            messages += [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
+        entry = {'messages': messages}
+    elif kind == 'sharegpt':
+        pairs = [({'from': 'human', 'value': q}, {'from': 'gpt', 'value': a}) for q, a in said]
+        entry = {'conversations': [message for pair in pairs for message in pair]}
+    else:
+        entry = {'instruction': said[0][0], 'input': 'x', 'output': said[0][1]}
+    return entry, [answer for _, answer in said]
+
+
+def write(path, kinds, count=40, seed=4, longest=5):
+    """A file of records of some formats in turn, and all answers."""
+    rng = random.Random(seed)
+    made = [record(rng, kinds[i % len(kinds)], rng.randrange(1, longest)) for i in range(count)]
+    path.write_text(''.join(json.dumps(entry, ensure_ascii=False) + '\n' for entry, _ in made))
+    return [answer for _, answers in made for answer in answers]
+
+
+def prepare(source, output, *options):
+    arguments = ['--input', source, '--output', output, '--workers', 1, '--quiet', '--validation_share', 0.2]
+    return run(*arguments, *(options if '--tokenizer' in options else (*options, '--tokenizer', 'bpe:300')))
+
+
+def runs_of(dataset, tokens, predicted):
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    cuts = np.flatnonzero(np.diff(predicted, prepend=False, append=False))
+    return [tokenizer.decode(tokens[a:b]) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+
+
+def learned_in_shards(dataset):
+    found = []
+    for split in dataset.splits.values():
+        reader = TokenReader(dataset, split.shards)
+        for number, shard in enumerate(split.shards):
+            stream = reader.read(number, 0, shard.tokens)
+            found += runs_of(dataset, ids_of(stream), is_predicted(stream))
+    return found
+
+
+def learned_in_batches(corpus, batches, num):
+    """What the targets of weight 1 spell, row by row."""
+    found = []
+    for step in range(num):
+        batch = batches[step]
+        assert set(np.unique(batch['weights'])) <= {0.0, 1.0}
+        for row in range(len(batch['tokens'])):
+            np.testing.assert_array_equal(batch['targets'][row, :-1], batch['tokens'][row, 1:])
+            found += runs_of(corpus.first, batch['targets'][row], batch['weights'][row] > 0)
+    return found
+
+
+@pytest.mark.parametrize('kinds', [['openai'], ['sharegpt'], ['alpaca'], ['openai', 'sharegpt', 'alpaca']])
+def test_answers_are_learned_and_nothing_else(tmp_path, kinds):
+    answers = write(tmp_path / 'x.jsonl', kinds)
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data') == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    verify(dataset)
+    assert (dataset.masked, dataset.dtype, dataset.packed_window, dataset.vocab_size) == (True, 'uint32', 0, 302)
+    assert sorted(learned_in_shards(dataset)) == sorted(f'{answer}<|im_end|>' for answer in answers)
+    assert sum(split.documents for split in dataset.splits.values()) == 40
+    assert sum(dataset.chat[name]['predicted'] for name in dataset.splits) > 0
+    (dataset.path / 'chat_template.jinja').write_text('other')
+    with pytest.raises(InputError, match=r'chat_template\.jinja is damaged'):
+        verify(dataset)
+
+
+@pytest.mark.multiprocess
+def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 3000)
+    write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80)
+    for workers in (1, 2):
+        assert (
+            prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), '--pack_window', 128, '--workers', workers)
+            == EXIT_DONE
+        )
+    one = contents(tmp_path / '1')
+    assert len([name for name in one if name.startswith('train-')]) >= 4
+    assert one == contents(tmp_path / '2')
+    write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80, seed=5)
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', '--pack_window', 128) == EXIT_DONE
+    assert contents(tmp_path / 'other') != one
+
+
+def test_packed_windows_are_of_whole_conversations(tmp_path):
+    answers = write(tmp_path / 'x.jsonl', ['openai', 'sharegpt'])
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack_window', 512) == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    assert dataset.packed_window == 512
+    assert sorted(learned_in_shards(dataset)) == sorted(f'{answer}<|im_end|>' for answer in answers)
+    corpus = open_corpus(DataConfig(path=str(tmp_path / 'data'), window=512, seed=3))
+    batches = corpus.train_batches(2)
+    steps = -(-corpus.training_windows // 2)
+    learned = learned_in_batches(corpus, batches, steps)
+    validation = learned_in_batches(corpus, corpus.validation_batches(1), len(corpus.validation_batches(1)))
+    assert {*learned, *validation} == {f'{answer}<|im_end|>' for answer in answers}
+    # Every segment but padding is a conversation from its first token on.
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    start = tokenizer.with_special_tokens(['<|im_start|>']).special_tokens
+    for row in range(2):
+        batch = batches[0]
+        firsts = batch['tokens'][row][batch['positions'][row] == 0]
+        names = {start[i].content for i in firsts.tolist()}
+        assert names <= {'<|im_start|>', '<|endoftext|>'}
+        assert '<|im_start|>' in names
+    other = open_corpus(DataConfig(path=str(tmp_path / 'data'), window=512, seed=4)).train_batches(2)
+    assert any((other[i]['tokens'] != batches[i]['tokens']).any() for i in range(steps))
+
+
+def test_other_windows_than_the_packed_ones_are_refused(tmp_path):
+    write(tmp_path / 'x.jsonl', ['alpaca'])
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack_window', 128) == EXIT_DONE
+    config = DataConfig(path=str(tmp_path / 'data'), window=128)
+    assert open_corpus(config).training_windows > 0
+    for changed, told in (
+        ({'window': 64}, ['data.window=64', 'windows of 128 tokens', '--pack_window=64']),
+        ({'context_schedule': ((64, 0.5),)}, ['data.context_schedule', 'windows of 128 tokens']),
+        ({'window': 64, 'sources': ((str(tmp_path / 'data'), 1.0),)}, ['data.window=64']),
+    ):
+        with pytest.raises(InputError) as info:
+            open_corpus(dataclasses.replace(config, **changed))
+        assert all(part in str(info.value) for part in told)
+
+
+def test_masks_survive_mixtures_with_texts(tmp_path):
+    answers = write(tmp_path / 'x.jsonl', ['openai'])
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'chats', '--pack_window', 256) == EXIT_DONE
+    texts = write_texts(tmp_path / 'texts')
+    tokenizer = ('--tokenizer', tmp_path / 'chats' / 'tokenizer.json')
+    assert prepare(texts, tmp_path / 'plain', *tokenizer) == EXIT_DONE
+    plain = load_manifest(tmp_path / 'plain')
+    assert (plain.masked, plain.dtype) == (False, 'uint16')
+    assert not (plain.path / 'chat_template.jinja').exists()
+    for names in (('chats', 'plain'), ('plain', 'chats')):
+        sources = tuple((str(tmp_path / name), 0.5) for name in names)
+        corpus = open_corpus(DataConfig(sources=sources, window=256))
+        batches = corpus.train_batches(8)
+        learned = set()
+        for step in range(8):
+            batch = batches[step]
+            alone = {name: Windows(load_manifest(tmp_path / name), 'train', 256) for name in names}
+            for row, source in enumerate(batch['sources'].tolist()):
+                place = batches.order.locate(8 * step + row)
+                expected = alone[names[source]][place[1]]
+                for key, values in expected.items():
+                    np.testing.assert_array_equal(batch[key][row], values, err_msg=key)
+                if names[source] == 'chats':
+                    learned.update(runs_of(corpus.first, batch['targets'][row], batch['weights'][row] > 0))
+        assert {0, 1} == set(batch['sources'].tolist())
+        assert learned
+        assert learned <= {f'{answer}<|im_end|>' for answer in answers}
+
+
+def test_windows_that_are_not_packed_cut_conversations_but_not_masks(tmp_path):
+    write(tmp_path / 'x.jsonl', ['openai'])
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data') == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    (shard,) = dataset.splits['train'].shards
+    stream = TokenReader(dataset, [shard]).read(0, 0, shard.tokens)
+    windows = Windows(dataset, 'train', 64)
+    rows = [windows[number] for number in range(len(windows))]
+    predicted = np.concatenate([row['weights'] for row in rows])[: shard.tokens - 1] > 0
+    np.testing.assert_array_equal(predicted, is_predicted(stream)[1:])
+    targets = np.concatenate([row['targets'] for row in rows])[: shard.tokens - 1]
+    np.testing.assert_array_equal(targets, ids_of(stream)[1:])
+    # Cut once more, as by a schedule of the context.
+    cut = windows.batch([windows.stream(number) for number in range(len(windows))], parts=4)
+    np.testing.assert_array_equal(cut['weights'].reshape(-1)[: shard.tokens - 1] > 0, is_predicted(stream)[1:])
+    assert cut['positions'].max() < 16
+    long, joined = (Windows(dataset, 'train', 512, isolate_documents=isolate)[0] for isolate in (True, False))
+    assert joined['segments'].max() == 1 < long['segments'].max()
+    np.testing.assert_array_equal(joined['weights'], long['weights'])
+
+
+def test_long_conversations_are_cut_counted_and_told(tmp_path, capsys):
+    write(tmp_path / 'x.jsonl', ['openai'], longest=12)
+    arguments = ['--input', tmp_path / 'x.jsonl', '--tokenizer', 'bytes', '--workers', 1, '--validation_share', 0.2]
+    assert run(*arguments, '--output', tmp_path / 'data', '--pack_window', 200) == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    counts = [dataset.chat[name] for name in ('train', 'validation')]
+    assert min(counts[0].values()) > 0
+    kept = sum(split.documents for split in dataset.splits.values())
+    assert kept + sum(count['left_out'] for count in counts) == 40
+    out = capsys.readouterr().out
+    assert f'{counts[0]["shortened"]} conversations are longer than a window' in out
+    assert f'{counts[0]["left_out"]} are left out' in out
+    assert run(*arguments, '--output', tmp_path / 'none', '--pack_window', 8) == EXIT_BAD_INPUT
+    assert '--pack_window=8: no turn of any conversation fits' in capsys.readouterr().err
+
+
+def test_texts_and_conversations_in_one_file(tmp_path, capsys):
+    lines = [{'messages': [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'Answer'}]}]
+    lines += [{'text': 'plain'}, {'instruction': 'i', 'output': 'Output', 'text': 'all of it'}]
+    path = tmp_path / 'x.jsonl'
+    path.write_text('\n'.join(map(json.dumps, lines)))
+    options = ['--validation_share', 0, '--tokenizer', 'bytes']
+    assert prepare(path, tmp_path / 'auto', *options) == EXIT_DONE
+    learned = learned_in_shards(load_manifest(tmp_path / 'auto'))
+    assert learned == ['Answer<|im_end|>', 'lain<|endoftext|>', 'll of it<|endoftext|>']
+    assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat') == EXIT_BAD_INPUT
+    assert f'{path}:2: no conversation: it needs "messages"' in capsys.readouterr().err
+    assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat', '--skip_bad') == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'chat')
+    assert learned_in_shards(dataset) == ['Answer<|im_end|>', 'Output<|im_end|>']
+    assert [entry['name'] for entry in dataset.left_out] == ['x.jsonl:2']
+    assert prepare(path, tmp_path / 'text', *options, '--format', 'text') == EXIT_BAD_INPUT
+    assert "no text at the key 'text'; --format=chat takes conversations" in capsys.readouterr().err
+    assert prepare(path, tmp_path / 'text', *options, '--format', 'text', '--skip_bad') == EXIT_DONE
+    assert documents_of(load_manifest(tmp_path / 'text'), 'train') == ['plain', 'all of it']
+    # What is there was made in another way.
+    assert prepare(path, tmp_path / 'chat', *options, '--format', 'text', '--skip_bad') == EXIT_BAD_INPUT
+    assert 'format chat, not None' in capsys.readouterr().err
+
+
+def test_what_a_template_refuses_is_named_or_left_out(tmp_path, capsys):
+    path, template = tmp_path / 'x.jsonl', tmp_path / 'strict.jinja'
+    write(path, ['sharegpt', 'openai'], count=4)
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no systems') }}{% endif %}"
+        "{{ '[' + m.role + ']' + m.content + '[/]' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    options = ['--chat_template', template, '--validation_share', 0, '--special_tokens', '[/]', '[user]', '[assistant]']
+    assert prepare(path, tmp_path / 'data', *options[:-4]) == EXIT_BAD_INPUT
+    assert 'no special token' in (told := capsys.readouterr().err)
+    assert '--special_tokens' in told
+    assert prepare(path, tmp_path / 'data', *options) == EXIT_BAD_INPUT
+    told = capsys.readouterr().err
+    assert 'no systems' in told
+    assert 'x.jsonl:' in told
+    assert told.count('\n') == 1
+    assert prepare(path, tmp_path / 'data', *options, '--skip_bad') == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    assert len(dataset.left_out) == 2
+    assert {text[-3:] for text in learned_in_shards(dataset)} == {'[/]'}
+
+
+@pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
+def test_any_tokenizer_will_do(tmp_path, spec):
+    answers = write(tmp_path / 'x.jsonl', ['alpaca'], count=8)
+    options = ['--tokenizer', spec, '--validation_share', 0]
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options, '--chat_template', 'llama3') == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    assert learned_in_shards(dataset) == [f'{answer}<|eot_id|>' for answer in answers]
+    # What the tokenizer has to say itself, the template says without it.
+    assert 'set bos_token = "<|endoftext|>"' in (dataset.path / 'chat_template.jinja').read_text()
+    # The tokenizer of the data set brings its template with it.
+    again = ['--tokenizer', dataset.tokenizer_path, '--validation_share', 0]
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'again', *again) == EXIT_DONE
+    assert load_manifest(tmp_path / 'again').fingerprint == dataset.fingerprint
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', *again, '--chat_template', 'chatml') == EXIT_DONE
+    assert load_manifest(tmp_path / 'other').fingerprint != dataset.fingerprint
+
+
+def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
+    answers = write(tmp_path / 'x.jsonl', ['alpaca'], count=4)
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'first', '--validation_share', 0) == EXIT_DONE
+    model = tmp_path / 'model'
+    model.mkdir()
+    shutil.copy(tmp_path / 'first' / 'tokenizer.json', model)
+    template = '{{ bos_token }}{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}'
+    template += '{% if add_generation_prompt %}assistant{% endif %}'
+    config = {'bos_token': {'content': '<|im_start|>'}, 'eos_token': '<eot>', 'chat_template': template}
+    (model / 'tokenizer_config.json').write_text(json.dumps(config))
+    options = ['--tokenizer', model / 'tokenizer.json', '--validation_share', 0]
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    assert learned_in_shards(dataset) == [f'{answer}<eot>' for answer in answers]
+    assert dataset.vocab_size == 303
+
+
+@pytest.mark.parametrize(
+    ('options', 'told'),
+    [
+        (['--filter', 'c4'], '--filter=c4 is for texts'),
+        (['--infill', '0.5'], '--infill=0.5 is for texts'),
+        (['--format', 'text', '--pack_window', '64'], '--pack_window=64 is for conversations'),
+        (['--format', 'text', '--chat_template', 'chatml'], '--chat_template=chatml is for conversations'),
+        (['--chat_template', 'none.jinja'], '--chat_template=none.jinja: no such file'),
+        (['--pack_window', '-1'], '--pack_window=-1: needs 0 or more'),
+        (['--tokenizer', 'ids:100'], 'the text of an ids tokenizer is numbers'),
+    ],
+)
+def test_options_that_do_not_go_with_it_are_refused(tmp_path, capsys, options, told):
+    write(tmp_path / 'x.jsonl', ['alpaca'], count=4)
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert told.lower() in error.lower()
+    assert error.count('\n') == 1
+
+
+def test_only_jsonl_has_conversations(tmp_path, capsys):
+    (tmp_path / 'x.txt').write_text('text')
+    assert prepare(tmp_path / 'x.txt', tmp_path / 'data', '--format', 'chat') == EXIT_BAD_INPUT
+    assert 'x.txt is no JSONL' in capsys.readouterr().err
+
+
+def test_of_a_completion_the_end_alone_is_learned(tmp_path):
+    lines = [{'prompt': f'question {i}? ', 'completion': f'ANSWER {i}'} for i in range(30)]
+    (tmp_path / 'x.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    for window in (0, 64):
+        output = tmp_path / f'data{window}'
+        assert prepare(tmp_path / 'x.jsonl', output, '--tokenizer', 'bytes', '--pack_window', window) == EXIT_DONE
+        dataset = load_manifest(output)
+        tokenizer = Tokenizer.load(dataset.tokenizer_path)
+        learned = ''
+        for split in dataset.splits.values():
+            for number, shard in enumerate(split.shards):
+                stream = TokenReader(dataset, split.shards).read(number, 0, shard.tokens)
+                learned += tokenizer.decode(ids_of(stream[is_predicted(stream)]))
+        assert sorted(learned.split('<|endoftext|>')[:-1]) == sorted(line['completion'] for line in lines)
+
+
+def test_names_of_fields_and_roles_are_part_of_what_it_is_made_from(tmp_path, capsys):
+    messages = [{'role': 'human', 'content': 'q'}, {'role': 'bot', 'content': 'a'}]
+    (tmp_path / 'x.jsonl').write_text('\n'.join([json.dumps({'dialog': messages, 'text': 'x'})] * 3))
+    roles = ['--messages_field', 'dialog', '--roles', 'user=human,assistant=bot']
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *roles) == EXIT_DONE
+    assert load_manifest(tmp_path / 'data').made_from['roles'] == [['human', 'user'], ['bot', 'assistant']]
+    capsys.readouterr()
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *roles) == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data') == EXIT_BAD_INPUT
+    assert 'messages_field dialog, not None' in capsys.readouterr().err
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'new', '--roles', 'user=human') == EXIT_BAD_INPUT
+    assert '--roles=user=human is for conversations, and no input has them' in capsys.readouterr().err
+
+
+def test_equal_conversations_are_found(tmp_path):
+    write(tmp_path / 'x.jsonl', ['openai'], count=10)
+    (tmp_path / 'x.jsonl').write_text((tmp_path / 'x.jsonl').read_text() * 2)
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--deduplicate', 'exact') == EXIT_DONE
+    assert sum(split.documents for split in load_manifest(tmp_path / 'data').splits.values()) == 10
+
+
+# Of the commit before there were conversations.
+GOLDEN = {
+    'bytes': (
+        '728e418067c3bbbdb43578a3545807ac806dfefca440bb063f1e47f0d0ce789e',
+        {'train-00000.arrayrecord': '88738b68ebab6441', 'validation-00000.arrayrecord': 'ff777832dec687bf'},
+    ),
+    'bpe:300': (
+        '19e65b9950f98e5a07891a17592603e0dc2894271ec5d0fb69d8e67a6434f499',
+        {'train-00000.arrayrecord': '1e1b1aef754e54a0', 'validation-00000.arrayrecord': 'c6f28da1e768d25a'},
+    ),
+}
+
+
+@pytest.mark.parametrize('spec', GOLDEN)
+def test_texts_are_prepared_as_ever(tmp_path, spec):
+    texts = write_texts(tmp_path / 'texts')
+    assert prepare(texts, tmp_path / 'data', '--tokenizer', spec) == EXIT_DONE
+    fingerprint, shards = GOLDEN[spec]
+    dataset = load_manifest(tmp_path / 'data')
+    assert dataset.fingerprint == fingerprint
+    found = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents(dataset.path).items()}
+    assert {name: found[name] for name in shards} == shards
+    assert set(found) == {*shards, 'dataset.json', 'tokenizer.json'}
+    facts = json.loads((dataset.path / 'dataset.json').read_text())
+    assert not {'masked', 'packed_window', 'chat_template_sha256', 'chat'} & facts.keys()
+    assert not {'format', 'chat_template', 'pack_window'} & facts['made_from'].keys()

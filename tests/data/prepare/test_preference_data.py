@@ -1,0 +1,352 @@
+"""Preferences from files to batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.config.loading import build, default
+from maxlm.config.schema import DataConfig
+from maxlm.config.schema_rl import DpoConfig
+from maxlm.data.chat.template import CHATML
+from maxlm.data.chat.token_flags import is_first
+from maxlm.data.dataset.records import load_manifest, verify
+from maxlm.data.dataset.token_reader import TokenReader
+from maxlm.data.loader.dataset import check_objective, open_corpus
+from maxlm.data.prepare import partitions, write_shards
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from maxlm.training.losses.dpo import preference_terms
+from tests.data.chat.test_template import PLAIN_CHATML
+from tests.preparing import contents, run
+
+WINDOW = 1024
+WORDS = ['red', 'green', 'blue', '<|im_end|>', '<|im_start|>assistant', '🙂', 'größe']
+KINDS = ['texts', 'messages', 'whole', 'ultrafeedback', 'dialogues']
+
+
+def record(rng, kind, number, longest=12):
+    """A record of a form, and (what comes before the answers, chosen, rejected); each is there once."""
+    prompt, chosen, rejected = (
+        f'{what}{number} ' + ' '.join(rng.choices(WORDS, k=rng.randrange(1, longest))) for what in 'QCR'
+    )
+    user = {'role': 'user', 'content': prompt}
+    answers = [{'role': 'assistant', 'content': answer} for answer in (chosen, rejected)]
+    before = [{'role': 'user', 'content': 'First'}, {'role': 'assistant', 'content': 'Second'}]
+    said = (prompt, chosen, rejected)
+    if kind == 'texts':
+        return dict(zip(('prompt', 'chosen', 'rejected'), said, strict=True)), said
+    if kind == 'messages':
+        return {'prompt': [*before, user], 'chosen': answers[:1], 'rejected': answers[1]}, said
+    if kind == 'whole':
+        return {'chosen': [*before, user, answers[0]], 'rejected': [*before, user, answers[1]]}, said
+    if kind == 'ultrafeedback':
+        whole = [[user, answer] for answer in answers]
+        return {'prompt': prompt, 'chosen': whole[0], 'rejected': whole[1], 'messages': whole[0], 'score': 7.5}, said
+    begin = f'\n\nHuman: {prompt}\n\nAssistant: '
+    return {'chosen': begin + chosen, 'rejected': begin + rejected}, said
+
+
+def write(path, kinds, count=30, seed=4, longest=12):
+    """A file of records of some forms in turn, and what is said in each."""
+    rng = random.Random(seed)
+    made = [record(rng, kinds[i % len(kinds)], i, longest) for i in range(count)]
+    path.write_text(''.join(json.dumps(entry, ensure_ascii=False) + '\n' for entry, _ in made))
+    return [said for _, said in made]
+
+
+def prepare(source, output, *options):
+    arguments = ['--input', source, '--output', output, '--workers', 1, '--quiet', '--validation_share', 0.2]
+    return run(*arguments, '--tokenizer', 'bytes', '--pack_window', WINDOW, *options)
+
+
+def pairs_in(corpus, batches, num):
+    """The pairs of rows, as (prompt, chosen, rejected): by segments, from what is read and what has weight."""
+    tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
+    found = []
+    for step in range(num):
+        batch = batches[step]
+        for tokens, targets, weights, segments in zip(
+            *(batch[name] for name in ('tokens', 'targets', 'weights', 'segments')), strict=True
+        ):
+            documents = []
+            for segment in range(1, segments.max(initial=0) + 1):
+                learned = (segments == segment) & (weights > 0)
+                if not learned.any():
+                    # Padding alone, at the end.
+                    assert segment == segments.max()
+                    assert segment % 2 == 1
+                    continue
+                (places,) = learned.nonzero()
+                # One answer, learned without a gap.
+                assert np.diff(places).tolist() == [1] * (len(places) - 1)
+                prompt = tokens[(segments == segment) & (np.arange(len(tokens)) <= places[0])]
+                documents.append((prompt.tolist(), tokenizer.decode(targets[places])))
+            assert len(documents) % 2 == 0
+            for (prompt, chosen), (same, rejected) in zip(documents[::2], documents[1::2], strict=True):
+                assert prompt == same
+                found.append((tokenizer.decode(prompt), chosen, rejected))
+    return found
+
+
+def all_pairs(path, **data):
+    corpus = open_corpus(DataConfig(path=str(path), window=WINDOW, **data))
+    validation = corpus.validation_batches(2)
+    training = pairs_in(corpus, corpus.train_batches(1), corpus.training_windows)
+    return training, pairs_in(corpus, validation, len(validation))
+
+
+def assert_pairs(found, said):
+    """Each of what was said is there once, and nothing else."""
+    assert len(found) == len(said)
+    whole = {prompt: pair for prompt, *pair in found}
+    assert len(whole) == len(said)
+    for prompt, chosen, rejected in said:
+        (place,) = [text for text in whole if f'{prompt}<|im_end|>\n<|im_start|>assistant\n' in text]
+        assert place.endswith(f'<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n')
+        assert whole[place] == [f'{chosen}<|im_end|>', f'{rejected}<|im_end|>']
+
+
+@pytest.mark.parametrize(
+    ('kinds', 'tokenizer', 'template'),
+    [
+        *(([kind], 'bytes', CHATML) for kind in KINDS),
+        (KINDS, 'bpe:300', CHATML),
+        # Without {% generation %}.
+        (KINDS, 'bpe:300', PLAIN_CHATML),
+    ],
+)
+def test_pairs_stay_together(tmp_path, kinds, tokenizer, template):
+    said = write(tmp_path / 'x.jsonl', kinds)
+    (tmp_path / 'template.jinja').write_text(template)
+    options = ['--tokenizer', tokenizer, '--chat_template', tmp_path / 'template.jinja']
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    verify(dataset)
+    assert (dataset.preferences, dataset.masked, dataset.packed_window) == (True, True, WINDOW)
+    training, validation = all_pairs(tmp_path / 'data')
+    assert min(len(training), len(validation)) > 0
+    assert_pairs(training + validation, said)
+    assert [split.documents for split in dataset.splits.values()] == [len(training), len(validation)]
+    left = [(dataset.chat[name]['left_out'], dataset.chat[name]['undecided']) for name in dataset.splits]
+    assert left == [(0, 0)] * 2
+    # In the shards: each window begins with a pair.
+    (shard,) = dataset.splits['train'].shards
+    windows = TokenReader(dataset, [shard]).read(0, 0, shard.tokens).reshape(-1, WINDOW)
+    assert is_first(windows)[:, 0].all()
+    # Control: what was chosen and what was rejected are told apart.
+    swapped = [(prompt, rejected, chosen) for prompt, chosen, rejected in said]
+    with pytest.raises(AssertionError):
+        assert_pairs(training + validation, swapped)
+
+
+def test_the_loss_finds_the_pairs(tmp_path):
+    said = write(tmp_path / 'x.jsonl', KINDS)
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation_share', 0) == EXIT_DONE
+    corpus = open_corpus(DataConfig(path=str(tmp_path / 'data'), window=WINDOW))
+    batches = corpus.train_batches(1)
+    find_terms = jax.jit(preference_terms, static_argnums=4)
+    pairs = chosen = rejected = 0
+    for step in range(corpus.training_windows):
+        batch = batches[step]
+        # As if each byte had one nat, and by the reference none.
+        ones = jnp.ones(batch['weights'].shape)
+        dpo = DpoConfig(beta=1.0)
+        terms = find_terms(ones, 0 * ones, jnp.asarray(batch['weights']), jnp.asarray(batch['segments']), dpo)
+        pairs, chosen = pairs + int(terms.pairs), chosen + int(terms.chosen_reward)
+        rejected += int(terms.rejected_reward)
+    # Each answer with the end of its turn.
+    lengths = [sum(len(entry[place].encode()) + 1 for entry in said) for place in (1, 2)]
+    assert (pairs, chosen, rejected) == (len(said), *lengths)
+    assert chosen != rejected
+
+
+def test_what_spells_a_special_token_stays_text(tmp_path):
+    nasty = 'a<|im_end|>\n<|im_start|>assistant\n<|endoftext|>'
+    entry = {'prompt': nasty, 'chosen': f'{nasty}b', 'rejected': f'{nasty}c'}
+    (tmp_path / 'x.jsonl').write_text(json.dumps(entry))
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation_share', 0) == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    tokenizer = Tokenizer.load(dataset.tokenizer_path)
+    corpus = open_corpus(DataConfig(path=str(tmp_path / 'data'), window=WINDOW))
+    batch = corpus.train_batches(1)[0]
+    for segment, answer in ((1, 'b'), (2, 'c')):
+        ids = batch['tokens'][batch['segments'] == segment].tolist()
+        special = [tokenizer.special_tokens[i].content for i in ids if i in tokenizer.special_tokens]
+        assert special == ['<|im_start|>', '<|im_end|>'] * 2 + ['<|endoftext|>']
+        learned = batch['targets'][(batch['segments'] == segment) & (batch['weights'] > 0)]
+        assert tokenizer.decode(learned) == f'{nasty}{answer}<|im_end|>'
+
+
+def test_what_cannot_be_learned_is_left_out_and_told(tmp_path, capsys):
+    lines = [
+        {'prompt': 'p', 'chosen': 'good', 'rejected': 'bad'},
+        {'prompt': 'p', 'chosen': 'same', 'rejected': 'same'},
+        {'prompt': 'p', 'chosen': 'trimmed', 'rejected': ' trimmed\n'},
+        {'prompt': 'p', 'chosen': 'good', 'rejected': ' '},
+        {'prompt': 'p', 'chosen': 'long' * WINDOW, 'rejected': 'bad'},
+        {'prompt': 'p', 'chosen': 'c' * 100, 'rejected': 'r' * 100},
+    ]
+    path = tmp_path / 'x.jsonl'
+    path.write_text('\n'.join(map(json.dumps, lines)))
+    arguments = ['--input', path, '--tokenizer', 'bytes', '--workers', 1, '--validation_share', 0]
+    arguments += ['--chat_template', 'llama3', '--pack_window', WINDOW, '--output']
+    assert run(*arguments, tmp_path / 'data') == EXIT_DONE
+    counts = load_manifest(tmp_path / 'data').chat['train']
+    assert (counts['left_out'], counts['undecided'], counts['shortened']) == (1, 3, 0)
+    out = capsys.readouterr().out
+    assert 'train: 2 pairs' in out
+    assert '1 pairs are left out since they are longer than a window' in out
+    assert '3 pairs since their answers are equal or one is empty' in out
+    # Once more: told from the manifest.
+    assert run(*arguments, tmp_path / 'data') == EXIT_DONE
+    assert '3 pairs since their answers are equal' in capsys.readouterr().out
+    path.write_text('\n'.join(map(json.dumps, lines[1:5])))
+    assert run(*arguments, tmp_path / 'none') == EXIT_BAD_INPUT
+    told = capsys.readouterr().err
+    assert f'1 are longer than --pack_window={WINDOW} and 3 have equal answers' in told
+
+
+def test_the_longest_pair_that_fits(tmp_path):
+    def tokens(length):
+        (tmp_path / 'x.jsonl').write_text(json.dumps({'prompt': 'p', 'chosen': 'c' * length, 'rejected': 'r'}))
+        code = prepare(tmp_path / 'x.jsonl', tmp_path / str(length), '--validation_share', 0)
+        return load_manifest(tmp_path / str(length)).chat['train'] if code == EXIT_DONE else None
+
+    room = tokens(10)['padding'] + 10
+    assert tokens(room)['padding'] == 0
+    assert tokens(room + 1) is None
+    corpus = open_corpus(DataConfig(path=str(tmp_path / str(room)), window=WINDOW))
+    (pair,) = pairs_in(corpus, corpus.train_batches(1), 1)
+    assert pair[1:] == ('c' * room + '<|im_end|>', 'r<|im_end|>')
+
+
+@pytest.mark.multiprocess
+def test_any_number_of_workers_and_a_restart_give_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 2000)
+    said = write(tmp_path / 'x.jsonl', KINDS, count=60)
+    for workers in (1, 2):
+        assert prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), '--workers', workers) == EXIT_DONE
+    one = contents(tmp_path / '1')
+    assert len([name for name in one if name.startswith('train-')]) >= 4
+    assert one == contents(tmp_path / '2')
+    assert_pairs([pair for part in all_pairs(tmp_path / '1') for pair in part], said)
+
+    original, runs = write_shards.WriteShards.run, []
+
+    def fail_once(self, report):
+        runs.append(self.group.number)
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        original(self, report)
+
+    monkeypatch.setattr(write_shards.WriteShards, 'run', fail_once)
+    prepare(tmp_path / 'x.jsonl', tmp_path / 'again')
+    assert not (tmp_path / 'again' / 'dataset.json').exists()
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'again') == EXIT_DONE
+    # What was finished was not done again.
+    assert runs[:4] == [0, 1, 2, 2]
+    assert contents(tmp_path / 'again') == one
+
+
+def test_what_does_not_go_with_preferences_is_refused(tmp_path, capsys):
+    write(tmp_path / 'x.jsonl', ['texts'], count=3)
+    (tmp_path / 'chat.jsonl').write_text(json.dumps({'instruction': 'i', 'output': 'o'}))
+    (tmp_path / 'plain.txt').write_text('plain')
+    mixed = tmp_path / 'mixed.jsonl'
+    mixed.write_text((tmp_path / 'x.jsonl').read_text() + (tmp_path / 'chat.jsonl').read_text())
+    for source, options, told in [
+        ('x.jsonl', ['--pack_window', 0], ['--pack_window=0', 'data.window']),
+        ('x.jsonl', ['--filter', 'c4'], ['--filter=c4', 'preferences']),
+        ('x.jsonl', ['--infill', 0.5], ['--infill=0.5', 'preferences']),
+        ('x.jsonl', ['--format', 'text', '--pack_window', 0], ['--format=preference takes pairs']),
+        ('plain.txt', ['--format', 'preference'], ['--format=preference', 'plain.txt is no JSONL']),
+        ('chat.jsonl', ['--format', 'preference'], ['chat.jsonl:1: no pair of answers', '"chosen" and "rejected"']),
+        ('mixed.jsonl', [], ['mixed.jsonl:4: no pair of answers']),
+    ]:
+        assert prepare(tmp_path / source, tmp_path / 'data', *options) == EXIT_BAD_INPUT
+        error = capsys.readouterr().err
+        assert all(part in error for part in told), error
+        assert error.count('\n') == 1
+    for other in ('chat.jsonl', 'plain.txt'):
+        assert prepare(tmp_path / other, tmp_path / 'data', '--input', tmp_path / 'x.jsonl', tmp_path / other) == 2
+        error = capsys.readouterr().err
+        assert 'x.jsonl holds preferences' in error
+        assert f'{other} does not' in error
+    assert not list((tmp_path / 'data').glob('*.arrayrecord'))
+    assert prepare(mixed, tmp_path / 'data', '--skip_bad') == EXIT_DONE
+    dataset = load_manifest(tmp_path / 'data')
+    assert [entry['name'] for entry in dataset.left_out] == ['mixed.jsonl:4']
+    assert dataset.made_from['format'] == 'preference'
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory):
+    """Directories of preferences, and of conversations of the same file, with the same tokenizer."""
+    path = tmp_path_factory.mktemp('prepared')
+    write(path / 'x.jsonl', ['ultrafeedback'])
+    assert prepare(path / 'x.jsonl', path / 'pairs') == EXIT_DONE
+    assert prepare(path / 'x.jsonl', path / 'chats', '--format', 'chat') == EXIT_DONE
+    return path
+
+
+def config_of(objective, path):
+    values = default()
+    values.train.objective, values.data.path, values.data.window = objective, str(path), WINDOW
+    values.train.num_steps, values.train.global_batch, values.train.init_from = 1, 1, 'start'
+    values.model.num_layers, values.model.dim, values.model.num_heads = 1, 8, 1
+    return build(values)
+
+
+def test_objectives_need_their_data(prepared):
+    pairs, chats = (load_manifest(prepared / name) for name in ('pairs', 'chats'))
+    check_objective(config_of('dpo', pairs.path), pairs)
+    check_objective(config_of('next_token', chats.path), chats)
+    with pytest.raises(InputError, match=r'objective=dpo: .*chats holds no preferences.*--pack_window=1024'):
+        check_objective(config_of('dpo', chats.path), chats)
+    for objective in ('next_token', 'grpo'):
+        with pytest.raises(InputError, match=rf'objective={objective}: .*pairs holds preferences'):
+            check_objective(config_of(objective, pairs.path), pairs)
+
+
+def test_mixtures_are_of_preferences_or_of_none(prepared, tmp_path):
+    write(tmp_path / 'y.jsonl', ['texts'], seed=9)
+    tokenizer = ['--tokenizer', prepared / 'pairs' / 'tokenizer.json']
+    assert prepare(tmp_path / 'y.jsonl', tmp_path / 'more', *tokenizer) == EXIT_DONE
+
+    def opened(*paths):
+        return open_corpus(DataConfig(sources=tuple((str(path), 1.0) for path in paths), window=WINDOW))
+
+    corpus = opened(prepared / 'pairs', tmp_path / 'more')
+    assert pairs_in(corpus, corpus.train_batches(4), 6)
+    for names in (('pairs', 'chats'), ('chats', 'pairs')):
+        with pytest.raises(InputError, match=r'data\.sources: .*pairs holds preferences, and .*chats does not'):
+            opened(*(prepared / name for name in names))
+
+
+def test_other_windows_are_refused(prepared):
+    data = DataConfig(path=str(prepared / 'pairs'), window=WINDOW)
+    for changed in ({'window': 512}, {'window': 2048}, {'context_schedule': ((512, 0.5),)}):
+        with pytest.raises(InputError, match='windows of 1024 tokens'):
+            open_corpus(dataclasses.replace(data, **changed))
+
+
+def test_older_manifests_load(prepared):
+    """Those of conversations and texts know nothing of preferences."""
+    manifest = prepared / 'chats' / 'dataset.json'
+    assert 'preferences' not in json.loads(manifest.read_text())
+    assert not load_manifest(prepared / 'chats').preferences
+    facts = json.loads((prepared / 'pairs' / 'dataset.json').read_text())
+    assert facts['preferences'] is True
+    for change in ({'preferences': 1}, {'packed_window': 0}):
+        broken = prepared / 'broken'
+        broken.mkdir(exist_ok=True)
+        (broken / 'dataset.json').write_text(json.dumps({**facts, **change}))
+        with pytest.raises(InputError, match='is malformed'):
+            load_manifest(broken, complete=False)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.executors.executor import TransientError
+from maxlm.data.formats.discovery import find_inputs
+from maxlm.data.prepare import partitions as groups_module
+from maxlm.data.prepare import sample as preview_module
+from maxlm.data.prepare import train_val_split
+from maxlm.data.prepare.choose_validation import Cut, ValidationChoice
+from maxlm.data.prepare.partitions import Reading, make_groups
+from maxlm.data.prepare.sample import Preview
+from maxlm.data.prepare.train_val_split import HASH_RANGE, name_hash
+from maxlm.errors import InputError
+
+
+@pytest.fixture
+def preview(tmp_path, monkeypatch):
+    """Twenty documents of 100 characters, each in a group of its own."""
+    monkeypatch.setattr(groups_module, 'MIN_GROUP_BYTES', 1)
+    for i in range(20):
+        (tmp_path / f'{i:02}.txt').write_text(chr(ord('a') + i) * 100)
+    groups = make_groups(find_inputs([tmp_path]), [])
+    assert len(groups) == 20
+    return Preview(groups, [None] * 20, Reading(ReadOptions(), False), (), skip_failed=False)
+
+
+def ignore(_):
+    pass
+
+
+def test_all_of_a_small_corpus_is_the_sample(preview):
+    told: list[int] = []
+    assert list(preview.texts(ValidationChoice(0), told.append)) == [chr(ord('a') + i) * 100 for i in range(20)]
+    assert told == [100] * 20
+    assert [document.name for document in preview.documents()] == [f'{i:02}.txt' for i in range(20)]
+
+
+def test_the_sample_is_of_what_is_trained_on(preview):
+    half = HASH_RANGE // 2
+    expected = {chr(ord('a') + i) for i in range(20) if name_hash(f'{i:02}.txt') >= half}
+    assert 4 < len(expected) < 16
+    assert {text[0] for text in preview.texts(ValidationChoice(half), ignore)} == expected
+    texts = list(preview.texts(ValidationChoice(0, Cut('03.txt', 60)), ignore))
+    assert [len(text) for text in texts] == [100] * 3 + [60] + [100] * 16
+
+
+def test_of_a_large_corpus_no_more_is_read_than_is_used(preview, monkeypatch):
+    monkeypatch.setattr(train_val_split, 'SAMPLE_BYTES', 120)
+    monkeypatch.setattr(train_val_split, 'SAMPLE_PLACES', 4)
+    read = []
+    read_batches = preview_module.read_batches
+
+    def note(group, reading, left_out):
+        read.append(group.number)
+        return read_batches(group, reading, left_out)
+
+    monkeypatch.setattr(preview_module, 'read_batches', note)
+    assert list(preview.texts(ValidationChoice(0), ignore)) == [letter * 30 for letter in 'afkp']
+    assert read == [0, 5, 10, 15]
+
+
+def test_the_sample_is_never_empty(preview, monkeypatch):
+    monkeypatch.setattr(train_val_split, 'SAMPLE_BYTES', 40)
+    monkeypatch.setattr(train_val_split, 'SAMPLE_PLACES', 1)
+    # Only this one is trained on, and it is not at the place of the sample.
+    largest = max((name_hash(document.name), document.name) for document in preview.documents())
+    assert largest[1] != '00.txt'
+    (text,) = preview.texts(ValidationChoice(largest[0]), ignore)
+    assert len(text) == 40
+    assert list(preview.texts(ValidationChoice(largest[0] + 1), ignore)) == []
+
+
+def test_a_storage_that_fails(preview, monkeypatch):
+    read_batches = preview_module.read_batches
+
+    def fail_once(group, reading, left_out):
+        if group.number == 3:
+            raise TransientError('03.txt: no answer')
+        return read_batches(group, reading, left_out)
+
+    monkeypatch.setattr(preview_module, 'read_batches', fail_once)
+    with pytest.raises(InputError, match=r'03\.txt: no answer; run the same again'):
+        list(preview.documents())
+    lenient = Preview(preview.groups, preview.verdicts, preview.reading, (), skip_failed=True)
+    assert len(list(lenient.documents())) == 19

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from maxlm.data.prepare import task_results
+from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack, write_atomically
+from maxlm.errors import InputError
+
+
+def test_a_result_counts_for_what_it_was_made_from(tmp_path, monkeypatch):
+    path = tmp_path / 'r.json'
+    mine = identity_of(1, ['a'], None)
+    save_result(path, mine, {'n': 3})
+    assert load_result(path, mine) == {'identity': mine, 'n': 3}
+    assert load_result(path, identity_of(1, ['b'], None)) is None
+    monkeypatch.setattr(task_results, 'RESULT_VERSION', 2)
+    assert load_result(path, identity_of(1, ['a'], None)) is None
+
+
+@pytest.mark.parametrize('content', [b'', b'{', b'[]', b'{}', b'\xff', b'3'])
+def test_what_is_no_result_is_none(tmp_path, content):
+    path = tmp_path / 'r.json'
+    path.write_bytes(content)
+    assert load_result(path, 'x') is None
+    assert load_result(tmp_path / 'missing.json', 'x') is None
+
+
+def test_arrays_are_packed():
+    counts = np.zeros(100_000, np.int64)
+    counts[:300] = range(300)
+    assert np.array_equal(unpack(pack(counts)), counts)
+    assert len(pack(counts)) < 10_000
+    assert unpack(pack(np.zeros(0, bool))).dtype == bool
+    for wrong in ('', 'x', pack(counts)[:-8], '!!!!'):
+        with pytest.raises(ValueError):
+            unpack(wrong)
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(InputError, match=r'x/r\.txt: cannot be written: No such file'):
+        write_atomically(tmp_path / 'x' / 'r.txt', 'text')
+    write_atomically(tmp_path / 'r.txt', 'größe')
+    assert [path.name for path in tmp_path.iterdir()] == ['r.txt']

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.discovery import find_inputs
+from maxlm.data.prepare import partitions as groups_module
+from maxlm.data.prepare.choose_validation import ValidationChoice
+from maxlm.data.prepare.partitions import Reading, make_groups
+from maxlm.data.prepare.train_val_split import HASH_RANGE, name_hash
+from maxlm.data.prepare.write_shards import WriteShards, left_behind
+from maxlm.data.tokenizer.fim import Infill
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.errors import InputError
+
+
+@pytest.fixture
+def task(tmp_path):
+    """Thirty documents of bytes, half of them to validate on."""
+    texts, output = tmp_path / 'texts', tmp_path / 'data'
+    texts.mkdir()
+    (output / 'work').mkdir(parents=True)
+    for i in range(30):
+        (texts / f'{i}.txt').write_text(f'text number {i} größe')
+    (group,) = make_groups(find_inputs([texts]), [])
+    tokenizer = bytes_tokenizer(infill=True)
+    tokenizer.save(output / 'tokenizer.json')
+    return WriteShards(
+        output=output,
+        work=output / 'work',
+        group=group,
+        reading=Reading(ReadOptions(), skip_bad=False),
+        verdicts=None,
+        filters=(),
+        validation=ValidationChoice(HASH_RANGE // 2),
+        tokenizer_sha256=tokenizer.sha256,
+        infill=None,
+        block=16,
+    )
+
+
+def written(task):
+    told = []
+    task.run(lambda *new: told.append(new))
+    result = task.load()
+    assert result is not None
+    return result, tuple(map(sum, zip(*told, strict=True)))
+
+
+def test_the_counts_are_of_what_is_written(task):
+    result, progress = written(task)
+    below = [i for i in range(30) if name_hash(f'{i}.txt') < HASH_RANGE // 2]
+    validation, train = result.splits['validation'], result.splits['train']
+    assert (validation.shard.documents, train.shard.documents) == (len(below), 30 - len(below))
+    assert validation.text_bytes == sum(len(f'text number {i} größe'.encode()) for i in below)
+    for split in (validation, train):
+        assert split.token_counts.sum() == split.shard.tokens == split.text_bytes + split.shard.documents
+        assert split.token_counts[256] == split.shard.documents
+        assert split.shard.source == 'texts'
+    assert progress == (task.size, 30, train.shard.tokens + validation.shard.tokens)
+    assert result.duplicates.documents == 0
+
+
+def test_the_bytes_do_not_depend_on_how_it_is_read(task, monkeypatch):
+    def shards():
+        task.run(lambda *_: None)
+        return [task.shard_path(name).read_bytes() for name in ('train', 'validation')]
+
+    whole = shards()
+    monkeypatch.setattr(groups_module, 'BATCH_CHARACTERS', 1)
+    assert shards() == whole
+    monkeypatch.undo()
+    task = dataclasses.replace(task, infill=Infill(1.0, 0.5))
+    assert shards() != whole
+
+
+def test_a_result_counts_for_the_very_same_task(task):
+    written(task)
+    assert task.is_done()
+    others = {
+        'group': dataclasses.replace(task.group, number=0, held_out=True),
+        'reading': Reading(ReadOptions(), skip_bad=True),
+        'validation': ValidationChoice(0),
+        'tokenizer_sha256': 'x',
+        'infill': Infill(),
+        'block': 17,
+    }
+    for name, value in others.items():
+        assert not dataclasses.replace(task, **{name: value}).is_done(), name
+    # Nor without its shards in full length.
+    with task.shard_path('train').open('r+b') as file:
+        file.truncate(100)
+    assert not task.is_done()
+    written(task)
+    task.shard_path('validation').unlink()
+    assert not task.is_done()
+
+
+def test_another_tokenizer_in_its_place_is_noticed(task):
+    with pytest.raises(InputError, match=r'tokenizer\.json: removed or changed'):
+        dataclasses.replace(task, tokenizer_sha256='x').run(lambda *_: None)
+    assert not list(task.output.glob('*.arrayrecord'))
+
+
+def test_counts_of_a_large_vocabulary_stay_small(task):
+    result, _ = written(task)
+    large = dataclasses.replace(result.splits['train'], token_counts=np.arange(200_000) % 7)
+    from maxlm.data.prepare.write_shards import _from_facts, _to_facts
+
+    facts = _to_facts(large)
+    assert len(facts['token_counts']) < 50_000
+    assert np.array_equal(_from_facts(facts).token_counts, large.token_counts)
+
+
+def test_shards_of_earlier_runs(task):
+    result, _ = written(task)
+    (task.output / 'train-00009.arrayrecord').write_text('old')
+    (task.output / 'mine.arrayrecord').write_text('not ours')
+    kept = [split.shard for split in result.splits.values()]
+    assert left_behind(task.output, kept) == [task.output / 'train-00009.arrayrecord']

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+
+from maxlm.data.documents.document import Document
+from maxlm.data.tokenizer.fim import MIN_CHARACTERS, Infill, encode_documents, split_text
+from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT, INFILL
+from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, make_tokenizer
+from maxlm.errors import InputError
+
+ALWAYS = Infill(rate=1)
+TEXTS = [
+    'abc',
+    'def f(x):\r\n\treturn x  # done\n',
+    'emoji 👩‍👩‍👧‍👦🏳️‍🌈 and ḋ̶ combining, 漢字',
+    f'{"".join(INFILL)}{END_OF_DOCUMENT}' * 3,
+    '\x00\ufeff\U0010ffff \u2028',
+    'long ' * 1000,
+]
+SPECS = ['bytes', 'chars', 'bpe:300']
+
+
+def documents(count, text='the quick brown fox'):
+    return [Document(f'file-{i}.txt', 'source', text) for i in range(count)]
+
+
+def splits(count, infill):
+    return [split_text(document.name, document.text, infill) for document in documents(count)]
+
+
+def test_the_parts_make_the_text():
+    seen = set()
+    for text in TEXTS:
+        for i in range(300):
+            split = split_text(f'document {i}', text, ALWAYS)
+            assert split.prefix + split.middle + split.suffix == text
+            seen.add(split)
+    # Control: they are cut in many ways.
+    assert len(seen) > 300
+
+
+def test_both_ends_of_the_hole_are_uniform():
+    """Of two among the 4 places of 3 characters, the smaller is k in 7 - 2k of 16 cases, the larger in 2k + 1."""
+    count = 16000
+    found = [split_text(str(i), 'abc', ALWAYS) for i in range(count)]
+    for k in range(4):
+        # Six standard deviations of a binomial.
+        for cases, share in (
+            (sum(len(split.prefix) == k for split in found), (7 - 2 * k) / 16),
+            (sum(3 - len(split.suffix) == k for split in found), (2 * k + 1) / 16),
+        ):
+            assert abs(cases - count * share) < 6 * np.sqrt(count * share * (1 - share))
+
+
+@pytest.mark.parametrize(('rate', 'spm_share'), [(0.5, 0.5), (0.9, 0.1), (0.05, 1), (1, 0), (0, 0.5)])
+def test_shares(rate, spm_share):
+    count = 8000
+    found = [split for split in splits(count, Infill(rate, spm_share)) if split]
+    suffix_first = sum(split.suffix_first for split in found)
+    assert abs(len(found) - count * rate) <= 6 * np.sqrt(count * rate * (1 - rate))
+    assert abs(suffix_first - len(found) * spm_share) <= 6 * np.sqrt(len(found) * spm_share * (1 - spm_share))
+
+
+def test_more_of_the_same():
+    """A larger rate rearranges more documents and none otherwise: runs with different rates can be compared."""
+    few, many = splits(2000, Infill(0.3)), splits(2000, Infill(0.7))
+    assert all(one == other for one, other in zip(few, many, strict=True) if one)
+    assert sum(map(bool, few)) < sum(map(bool, many))
+
+
+def test_the_name_decides():
+    split = split_text('a', TEXTS[-1], ALWAYS)
+    assert split == split_text('a', TEXTS[-1], Infill(rate=1))
+    assert split != split_text('b', TEXTS[-1], ALWAYS)
+    # Of bytes in a name that are not UTF-8.
+    assert split_text('\udcff', 'abc', ALWAYS) is not None
+
+
+def test_short_texts_stay_as_they_are():
+    assert all(split_text(str(i), 'x' * (MIN_CHARACTERS - 1), ALWAYS) is None for i in range(50))
+    assert split_text('0', 'x' * MIN_CHARACTERS, ALWAYS) is not None
+
+
+@pytest.mark.parametrize('spm_share', [0, 1])
+@pytest.mark.parametrize('spec', SPECS)
+def test_ids_as_specified(spec, spm_share):
+    tokenizer = make_tokenizer(spec, TEXTS, infill=True)
+    infill = Infill(rate=1, spm_share=spm_share)
+    some = [Document(f'{i}', 'source', text) for i, text in enumerate(TEXTS)]
+    pre, mid, suf = tokenizer.infill_ids
+    for document, ids in zip(some, encode_documents(tokenizer, some, infill), strict=True):
+        split = split_text(document.name, document.text, infill)
+        prefix, middle, suffix = (
+            a.tolist() for a in tokenizer.encode_batch([split.prefix, split.middle, split.suffix])
+        )
+        psm = [pre, *prefix, suf, *suffix, mid, *middle]
+        spm = [pre, suf, *suffix, mid, *prefix, *middle]
+        assert (ids.dtype, ids.ndim) == (np.uint32, 1)
+        assert ids.tolist() == (spm if spm_share else psm)
+        # Text that spells the tokens is text: each of them is there once, and what ends documents is not.
+        assert [ids.tolist().count(i) for i in (pre, mid, suf, tokenizer.end_of_document)] == [1, 1, 1, 0]
+        assert psm != spm
+
+
+def test_bytes_spelled_out():
+    tokenizer = bytes_tokenizer(infill=True)
+    (name,) = [n for n in map(str, range(100)) if _lengths(n) == (2, 1, 3)][:1]
+    document = Document(name, 'source', 'abcdef')
+    (psm,) = encode_documents(tokenizer, [document], Infill(1, 0))
+    (spm,) = encode_documents(tokenizer, [document], Infill(1, 1))
+    assert tokenizer.decode(psm) == '<|fim_prefix|>ab<|fim_suffix|>def<|fim_middle|>c'
+    assert tokenizer.decode(spm) == '<|fim_prefix|><|fim_suffix|>def<|fim_middle|>abc'
+
+
+def _lengths(name):
+    split = split_text(name, 'abcdef', ALWAYS)
+    return len(split.prefix), len(split.middle), len(split.suffix)
+
+
+@pytest.mark.parametrize('spec', SPECS)
+def test_the_others_are_encoded_as_ever(spec):
+    tokenizer = make_tokenizer(spec, TEXTS, infill=True)
+    some = documents(40)
+    plain = encode_documents(tokenizer, some, None)
+    half = encode_documents(tokenizer, some, Infill())
+    for document, one, other in zip(some, plain, half, strict=True):
+        np.testing.assert_array_equal(one, tokenizer.encode_batch([document.text])[0])
+        assert (one.tolist() == other.tolist()) == (split_text(document.name, document.text, Infill()) is None)
+    assert {one.tolist() == other.tolist() for one, other in zip(plain, half, strict=True)} == {True, False}
+
+
+def test_the_same_alone_and_together():
+    tokenizer = bytes_tokenizer(infill=True)
+    some = documents(30)
+    together = encode_documents(tokenizer, some, Infill())
+    for document, ids in zip(some, together, strict=True):
+        np.testing.assert_array_equal(encode_documents(tokenizer, [document], Infill())[0], ids)
+    assert encode_documents(tokenizer, [], Infill()) == []
+
+
+@pytest.mark.multiprocess
+def test_the_same_in_another_process():
+    script = (
+        'import json; from maxlm.data.documents.document import Document; '
+        'from maxlm.data.tokenizer.fim import Infill, encode_documents; '
+        'from maxlm.data.tokenizer.tokenizer import bytes_tokenizer; '
+        'some = [Document(f"file-{i}.txt", "source", "the quick brown fox") for i in range(50)]; '
+        'print(json.dumps([a.tolist() for a in encode_documents(bytes_tokenizer(infill=True), some, Infill())]))'
+    )
+    # This process has another hash seed.
+    environment = {'PYTHONHASHSEED': '1', 'PYTHONPATH': ':'.join(filter(None, sys.path))}
+    command = [sys.executable, '-c', script]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    again = json.loads(output)
+    here = [ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), Infill())]
+    assert again == here
+    assert here != [ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), Infill(0.4))]
+
+
+def test_fixed_draws():
+    """What is prepared today and in a year, with another NumPy, is the same data."""
+    assert [_lengths(f'file-{i}') for i in range(4)] == [(0, 4, 2), (3, 2, 1), (0, 2, 4), (3, 1, 2)]
+
+
+def test_what_is_tokenized_passes_or_is_refused():
+    tokens = np.array([5, 256, 7], np.uint32)
+    some = [Document('text', 'source', 'abc'), Document('dir/a.npy:3', 'source', tokens=tokens), *documents(1, 'x')]
+    first, second, third = encode_documents(bytes_tokenizer(), some, None)
+    assert (first.tolist(), third.tolist()) == ([97, 98, 99], [120])
+    assert second is tokens
+    with pytest.raises(InputError, match=r'^dir/a\.npy:3: is tokenized already'):
+        encode_documents(bytes_tokenizer(infill=True), some, Infill())
+
+
+def test_a_tokenizer_without_the_tokens_is_refused():
+    with pytest.raises(InputError, match='no special tokens for fill-in-the-middle'):
+        encode_documents(bytes_tokenizer(), documents(1), Infill())
+
+
+@pytest.mark.parametrize('shares', [{'rate': -0.1}, {'rate': 1.1}, {'spm_share': 2}, {'rate': float('nan')}])
+def test_what_is_no_share_is_refused(shares):
+    with pytest.raises(InputError, match=next(iter(shares))):
+        Infill(**shares)
+
+
+def test_a_blank_before_texts_stays_before_documents():
+    """SentencePiece puts a blank before a text: it belongs before the prefix, and is not in the text elsewhere."""
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE({'?': 0, '▁': 1, **{c: i for i, c in enumerate('abcdef', 2)}}, [])
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme='first')
+    library.decoder = tokenizers.decoders.Metaspace(prepend_scheme='never')
+    library.add_special_tokens(['</s>', '▁<PRE>', '▁<MID>', '▁<SUF>'])
+    tokenizer = Tokenizer(library)
+    (name,) = [n for n in map(str, range(100)) if _lengths(n) == (2, 1, 3)][:1]
+    document = Document(name, 'source', 'abcdef')
+    assert library.encode('def').tokens == ['▁', 'd', 'e', 'f']
+    (psm,) = encode_documents(tokenizer, [document], Infill(1, 0))
+    assert ' '.join(map(library.id_to_token, psm.tolist())) == '▁<PRE> ▁ a b ▁<SUF> d e f ▁<MID> c'
+    (spm,) = encode_documents(tokenizer, [document], Infill(1, 1))
+    assert ' '.join(map(library.id_to_token, spm.tolist())) == '▁<PRE> ▁<SUF> d e f ▁<MID> ▁ a b c'

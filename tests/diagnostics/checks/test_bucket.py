@@ -1,0 +1,83 @@
+"""Buckets on loopback, through refusals of each kind."""
+
+import pytest
+
+from maxlm.diagnostics.checks.bucket import check_bucket, try_bucket
+from maxlm.diagnostics.result import Status
+from tests.buckets import s3 as s3_buckets
+from tests.diagnostics.machines import CPU, case_on
+from tests.gcs_emulator import running
+from tests.small import small_config
+
+pytestmark = pytest.mark.network_emulator
+
+URL = 'gs://bucket/runs/one'
+
+
+@pytest.fixture(scope='module')
+def process():
+    with running('bucket') as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def emulator(process, monkeypatch):
+    process.clear()
+    process.take_for_googles(monkeypatch)
+    yield process
+    process.clear()
+
+
+def test_a_bucket_in_which_all_is_allowed_is_left_as_it_was(emulator):
+    found = check_bucket(case_on(CPU, workdir=URL))
+    assert found.status is Status.OK, found
+    assert 'may write, list, read and delete' in found.found
+    assert emulator.objects == {}
+
+
+@pytest.mark.parametrize(
+    ('match', 'step'),
+    [('^POST', 'write'), (r'^GET .*prefix=', 'list'), ('^GET .*alt=media', 'read'), ('^DELETE', 'delete')],
+)
+def test_what_is_refused_is_named(emulator, match, step):
+    emulator.fault(match, status=403)
+    found = try_bucket(URL)
+    assert found.status is Status.FAILURE
+    assert f'{URL}: cannot {step} (' in found.found
+    assert 'grant this account' in found.remedy
+    emulator.clear()
+    # What cannot be removed is named, all else is.
+    left = list(emulator.objects)
+    assert len(left) == (step == 'delete')
+    assert all(f'gs://{name} is left there' in found.found for name in left)
+    for name in left:
+        from maxlm.storage.bucket import Bucket
+
+        Bucket(f'gs://{name.rpartition("/")[0]}').delete([name.rpartition('/')[2]])
+
+
+def test_a_bucket_that_is_not_there(emulator):
+    found = try_bucket('gs://elsewhere/run')
+    assert found.status is Status.FAILURE
+    assert 'cannot write' in found.found
+
+
+def test_amazons(monkeypatch):
+    with s3_buckets.running(monkeypatch) as client:
+        # Of its own: others of this process stay in the server's memory.
+        client.create_bucket(Bucket='doctored')
+        config = small_config(checkpoint__mirror='s3://doctored/copy')
+        assert check_bucket(case_on(CPU, config=config, workdir='runs/x')).status is Status.OK
+        assert client.list_objects_v2(Bucket='doctored')['KeyCount'] == 0
+        assert try_bucket('s3://none/run').status is Status.FAILURE
+
+
+def test_without_a_bucket_there_is_nothing_to_try():
+    assert check_bucket(case_on(CPU, workdir='runs/x')).status is Status.SKIPPED
+
+
+def test_a_protocol_that_nobody_knows_and_no_secret_is_told():
+    found = try_bucket('ftq://me:secret@host/x')
+    assert found.status is Status.FAILURE
+    assert 'ftq:// is no known protocol' in found.found
+    assert 'secret' not in found.found

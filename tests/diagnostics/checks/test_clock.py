@@ -1,0 +1,91 @@
+"""Clocks against servers whose date is made up, and against the kernel."""
+
+import email.utils
+import http.server
+import threading
+import time
+
+import pytest
+
+from maxlm.diagnostics.checks import clock
+from maxlm.diagnostics.checks.clock import check_clock, endpoint_of, judge_offset, read_offset
+from tests.diagnostics.machines import CPU, case_on
+
+
+@pytest.fixture
+def server():
+    """A server that refuses everything, with a clock of its own."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        behind = 0.0
+        date = None
+
+        def do_HEAD(self):
+            self.send_response_only(403)
+            told = (
+                self.date if self.date is not None else email.utils.formatdate(time.time() - self.behind, usegmt=True)
+            )
+            self.send_header('Date', told)
+            self.send_header('Content-Length', '0')
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01})
+        thread.start()
+        server.told = Handler
+        server.url = f'http://127.0.0.1:{server.server_port}'
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(('behind', 'status'), [(0, 'ok'), (60, 'warning'), (-60, 'warning'), (3600, 'failure')])
+def test_against_a_buckets_clock(server, monkeypatch, behind, status):
+    server.told.behind = behind
+    monkeypatch.setattr(clock, 'is_synchronized', lambda: True)
+    case = case_on(CPU, workdir='gs://bucket/run', environment={'STORAGE_EMULATOR_HOST': server.url})
+    assert check_clock(case).status == status
+
+
+def test_which_way_it_is_off():
+    assert '60 s ahead of x' in judge_offset(60, 'x').found
+    assert '60 s behind x' in judge_offset(-60, 'x').found
+
+
+def test_a_date_that_is_none(server):
+    server.told.date = 'yesterday'
+    assert read_offset(server.url) is None
+
+
+def test_a_server_that_does_not_answer_is_the_matter_of_another_check():
+    assert read_offset('http://127.0.0.1:9') is None
+
+
+@pytest.mark.parametrize(('told', 'status'), [(True, 'ok'), (False, 'warning'), (None, 'skipped')])
+def test_what_the_kernel_knows(monkeypatch, told, status):
+    monkeypatch.setattr(clock, 'is_synchronized', lambda: told)
+    assert check_clock(case_on(CPU)).status == status
+
+
+@pytest.mark.parametrize(('returned', 'told'), [(0, True), (5, False), (-1, None)])
+def test_how_the_kernel_is_asked(monkeypatch, returned, told):
+    class Libc:
+        def adjtimex(self, buffer):
+            assert buffer.raw == bytes(clock.TIMEX_BYTES), 'anything else would set the clock'
+            return returned
+
+    monkeypatch.setattr(clock.ctypes, 'CDLL', lambda name, use_errno: Libc())
+    monkeypatch.setattr(clock.sys, 'platform', 'linux')
+    assert clock.is_synchronized() is told
+    monkeypatch.setattr(clock.sys, 'platform', 'darwin')
+    assert clock.is_synchronized() is None
+
+
+def test_where_buckets_answer():
+    assert endpoint_of('gs://b/x', {}) == 'https://storage.googleapis.com'
+    assert endpoint_of('s3://b/x', {'AWS_REGION': 'eu-west-1'}) == 'https://s3.eu-west-1.amazonaws.com'
+    assert endpoint_of('s3://b/x', {'AWS_ENDPOINT_URL': 'http://minio'}) == 'http://minio'
+    assert endpoint_of('runs/x', {}) == ''

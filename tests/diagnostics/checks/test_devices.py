@@ -1,0 +1,99 @@
+"""Devices that do not go together, and some that do."""
+
+import types
+
+import jax
+import pytest
+
+from maxlm.diagnostics.checks.devices import (
+    check_devices,
+    check_memory,
+    check_processes,
+    judge_clocks,
+    judge_devices,
+    judge_memory,
+)
+from maxlm.diagnostics.result import Status
+from tests.diagnostics.machines import CPU, GIB, case_on
+from tests.small import small_config
+
+
+def devices(*kinds, processes=None):
+    processes = processes or [0] * len(kinds)
+    return [
+        types.SimpleNamespace(device_kind=kind, process_index=process)
+        for kind, process in zip(kinds, processes, strict=True)
+    ]
+
+
+def test_devices():
+    case = case_on(CPU)
+    assert judge_devices(devices('H100', 'H100'), case).found == '2 × H100'
+    assert judge_devices(devices('H100', 'A100'), case).status is Status.FAILURE
+    assert judge_devices(devices('H100', 'H100', processes=[0, 1]), case).found == '2 × H100 in 2 processes'
+    missing = judge_devices(devices('H100', 'H100', 'H100', processes=[0, 0, 1]), case)
+    assert missing.status is Status.FAILURE
+    assert 'process 1 has 1 devices, others 2' in missing.found
+
+
+def test_the_mesh_of_the_run():
+    case = case_on(CPU, config=small_config(8, mesh__data=4, mesh__fsdp=2))
+    assert 'mesh data=4 fsdp=2' in check_devices(case).found
+    found = judge_devices(devices(*['H100'] * 6), case)
+    assert found.status is Status.FAILURE
+    assert 'needs 8 devices, here are 6' in found.found
+
+
+@pytest.mark.parametrize(
+    ('limit', 'used', 'total', 'status'),
+    [
+        (73 * GIB, 0, 80 * GIB, 'ok'),
+        (73 * GIB, 0, None, 'ok'),
+        (20 * GIB, 0, 80 * GIB, 'warning'),
+        (73 * GIB, 9 * GIB, 80 * GIB, 'warning'),
+    ],
+)
+def test_memory(limit, used, total, status):
+    assert judge_memory('device 0', limit, used, total).status == status
+
+
+def test_memory_of_several(monkeypatch):
+    def device(number, limit):
+        stats = {'bytes_limit': limit, 'bytes_in_use': 0}
+        return types.SimpleNamespace(id=number, device_kind='NVIDIA H100', memory_stats=lambda: stats)
+
+    monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 73 * GIB)])
+    assert check_memory(case_on(CPU)).found == 'each: JAX may take 73 GiB of 79 GiB'
+    monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 9 * GIB)])
+    found = check_memory(case_on(CPU))
+    assert found.status is Status.WARNING
+    assert 'device 1' in found.found
+    assert 'device 0' not in found.found
+
+
+def test_the_memory_of_a_cpu_is_not_told():
+    assert check_memory(case_on(CPU)).status is Status.SKIPPED
+
+
+def test_clocks():
+    assert judge_clocks([5.0, 5.01, 5.02]).found == '3 processes are together, their clocks within 10 ms'
+    found = judge_clocks([5.0, 65.0, 5.1])
+    assert found.status is Status.WARNING
+    assert 'the clock of process 1 is 59.9 s off' in found.found
+
+
+def test_a_process_that_is_alone():
+    assert check_processes(case_on(CPU)).status is Status.SKIPPED
+
+
+def test_a_process_that_nobody_joins(monkeypatch):
+    from maxlm.runtime import initialize
+    from maxlm.runtime.rendezvous import NotTogetherError
+
+    def join(environment):
+        raise NotTogetherError('a:1: process 1 did not come')
+
+    monkeypatch.setattr(initialize, 'join', join)
+    variables = {'MAXLM_COORDINATOR': 'a:1', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '0'}
+    found = check_processes(case_on(CPU, environment=variables))
+    assert (found.status, found.found) == (Status.FAILURE, 'a:1: process 1 did not come')

@@ -1,0 +1,71 @@
+"""Room and speed of the disk that a run writes to."""
+
+import dataclasses
+
+import pytest
+
+from maxlm.diagnostics.checks import disk
+from maxlm.diagnostics.checks.disk import check_disk, judge_disk, measure_write_speed, place_of
+from maxlm.diagnostics.result import Status
+from tests.diagnostics.machines import CPU, GIB, case_on
+from tests.small import small_config
+
+
+@pytest.mark.parametrize(
+    ('facts', 'status', 'words'),
+    [
+        ({}, 'ok', '100 GiB free, writes 500 MB/s; a checkpoint of 5.00 GiB takes 10.7 s'),
+        ({'free': GIB // 2}, 'failure', '0.50 GiB free'),
+        ({'free': 20 * GIB}, 'failure', 'and 7 of them are there at a time'),
+        ({'free': 20 * GIB, 'kept': 0}, 'ok', '20 GiB free'),
+        ({'free': 5 * GIB, 'checkpoint': 0}, 'warning', '5.00 GiB free'),
+        ({'inodes': 9}, 'warning', 'room for 9 files only'),
+        ({'inodes': 0}, 'ok', '100 GiB'),
+        ({'speed': 5e6}, 'warning', 'writes 5.0 MB/s'),
+    ],
+)
+def test_judgement(tmp_path, facts, status, words):
+    sound = {'free': 100 * GIB, 'inodes': 10**6, 'speed': 5e8, 'checkpoint': 5 * GIB, 'kept': 7}
+    found = judge_disk(tmp_path, **{**sound, **facts})
+    assert found.status == status, found
+    assert words in found.found
+
+
+@pytest.fixture
+def little(monkeypatch):
+    monkeypatch.setattr(disk, 'WRITTEN_BYTES', 2**16)
+    monkeypatch.setattr(disk, 'PIECE', 2**16)
+
+
+def test_nothing_stays(tmp_path, little):
+    assert measure_write_speed(tmp_path) > 0
+    assert list(tmp_path.iterdir()) == []
+    assert check_disk(case_on(CPU, workdir=str(tmp_path / 'runs/new'))).found.startswith(f'{tmp_path}: ')
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_written(tmp_path, little, monkeypatch):
+    def full(directory):
+        raise OSError(28, 'No space left on device', str(directory))
+
+    monkeypatch.setattr(disk, 'measure_write_speed', full)
+    found = check_disk(case_on(CPU, workdir=str(tmp_path)))
+    assert (found.status, found.found) == (Status.FAILURE, f'{tmp_path}: No space left on device')
+
+
+def test_checkpoints_that_will_not_fit(tmp_path, little, monkeypatch):
+    config = small_config(checkpoint__keep_last=3)
+    monkeypatch.setattr(disk, 'checkpoint_bytes', lambda config: 2**60)
+    assert check_disk(case_on(CPU, config=config, workdir=str(tmp_path))).status is Status.FAILURE
+    # In the bucket itself there is room.
+    assert check_disk(case_on(CPU, config=config, workdir='gs://bucket/run')).status is not Status.FAILURE
+
+
+def test_where_a_run_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert place_of(case_on(CPU)) == tmp_path
+    assert place_of(case_on(CPU, workdir='some/where')) == tmp_path
+    config = small_config()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache=str(tmp_path / 'cache')))
+    (tmp_path / 'cache').mkdir()
+    assert place_of(case_on(CPU, config=config, workdir='s3://bucket/run')) == tmp_path / 'cache'

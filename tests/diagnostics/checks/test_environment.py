@@ -1,0 +1,63 @@
+"""Variables that are traps, each on the hardware where it is one."""
+
+import pytest
+
+from maxlm.diagnostics.checks.environment import TRAPS, check_environment, judge_environment
+from maxlm.diagnostics.result import Status
+from tests.diagnostics.machines import CPU, TPU, case_on, gpus
+
+GPU = gpus()
+
+
+@pytest.mark.parametrize(
+    ('variables', 'machine', 'status'),
+    [
+        ({}, GPU, 'ok'),
+        ({'JAX_PLATFORMS': 'cpu'}, GPU, 'failure'),
+        ({'JAX_PLATFORMS': 'cpu'}, TPU, 'failure'),
+        ({'JAX_PLATFORMS': 'cpu'}, CPU, 'ok'),
+        ({'JAX_PLATFORMS': 'cuda,cpu'}, GPU, 'ok'),
+        ({'CUDA_VISIBLE_DEVICES': ''}, GPU, 'failure'),
+        ({'CUDA_VISIBLE_DEVICES': '-1'}, GPU, 'failure'),
+        ({'CUDA_VISIBLE_DEVICES': '0,1'}, GPU, 'ok'),
+        ({'CUDA_VISIBLE_DEVICES': ''}, CPU, 'ok'),
+        ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.92'}, GPU, 'ok'),
+        ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.99'}, GPU, 'warning'),
+        ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '.2'}, GPU, 'warning'),
+        ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '92'}, GPU, 'failure'),
+        ({'XLA_PYTHON_CLIENT_MEM_FRACTION': 'most'}, GPU, 'failure'),
+        ({'XLA_PYTHON_CLIENT_MEM_FRACTION': '92'}, CPU, 'ok'),
+        ({'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}, GPU, 'warning'),
+        ({'XLA_PYTHON_CLIENT_ALLOCATOR': 'platform'}, GPU, 'warning'),
+        ({'NCCL_P2P_DISABLE': '1'}, GPU, 'warning'),
+        ({'NCCL_P2P_DISABLE': '0'}, GPU, 'ok'),
+        ({'JAX_DISABLE_JIT': 'true'}, CPU, 'failure'),
+        ({'JAX_ENABLE_X64': '1'}, TPU, 'warning'),
+        ({'MAXLM_COORDINATOR': 'a:1'}, CPU, 'failure'),
+    ],
+)
+def test_traps(variables, machine, status):
+    found = judge_environment(variables, machine)
+    assert found.status == status, found
+    assert bool(found.remedy) == (status != 'ok')
+
+
+def test_every_trap_can_be_stepped_into_and_named():
+    for trap in TRAPS:
+        machine = GPU if trap.platform == 'gpu' else CPU
+        value = next(value for value in ('1', '0', '', 'platform') if trap.is_bad(value))
+        assert trap.variable in judge_environment({trap.variable: value}, machine).found
+
+
+def test_other_libraries_of_cuda(tmp_path):
+    assert judge_environment({'LD_LIBRARY_PATH': f'{tmp_path}:/nowhere'}, GPU).status is Status.OK
+    (tmp_path / 'libcudnn.so.9').touch()
+    found = judge_environment({'LD_LIBRARY_PATH': f'/nowhere:{tmp_path}'}, GPU)
+    assert (found.status, found.remedy) == (Status.WARNING, 'unset LD_LIBRARY_PATH')
+    assert 'libcudnn.so.9' in found.found
+    assert judge_environment({'LD_LIBRARY_PATH': str(tmp_path)}, CPU).status is Status.OK
+
+
+def test_names_are_told_and_values_are_not():
+    found = check_environment(case_on(CPU, environment={'JAX_SECRET': 'hush', 'HOME': '/x'}))
+    assert found.found == 'no trap among JAX_SECRET'

@@ -1,0 +1,80 @@
+"""How JAX starts, in a process of its own."""
+
+import os
+
+import pytest
+
+from maxlm.diagnostics.checks.jax_startup import judge_cache, judge_jax
+from maxlm.diagnostics.jax_subprocess import Start, reason_of, start_jax, with_package
+from maxlm.diagnostics.result import Status
+from tests.diagnostics.machines import CPU, TPU, gpus
+
+ONE = Start(platform='cpu', kinds=('cpu',), programs='/home/me/programs')
+
+
+@pytest.mark.parametrize(
+    ('start', 'machine', 'status', 'words'),
+    [
+        (ONE, CPU, 'ok', 'starts on cpu: 1 × cpu'),
+        (ONE, gpus(), 'failure', 'runs on cpu (1 × cpu), and here are 2 × NVIDIA H100'),
+        (ONE, TPU, 'failure', "'maxlm[tpu]'"),
+        (ONE._replace(platform='gpu', kinds=('H100', 'H100')), gpus(), 'ok', '2 × H100'),
+        (ONE._replace(platform='gpu', kinds=('H100',)), gpus(), 'warning', 'sees 1 × H100 of 2 GPUs'),
+        (ONE._replace(seconds=100.0), CPU, 'warning', 'after 100 s'),
+        (ONE._replace(trouble='Unknown flags in XLA_FLAGS: --x'), CPU, 'failure', 'take those flags out'),
+        (ONE._replace(trouble='JAX has not found its devices after 180 s'), CPU, 'failure', 'does not start'),
+    ],
+)
+def test_jax(start, machine, status, words):
+    found = judge_jax(start, machine)
+    assert found.status == status
+    assert words in f'{found.found} {found.remedy}'
+
+
+def test_cache():
+    assert judge_cache(ONE, True, None).found == 'kept in /home/me/programs'
+    assert judge_cache(ONE, False, None).status is Status.OK
+    assert judge_cache(ONE, True, '').found == 'as JAX_COMPILATION_CACHE_DIR says: /home/me/programs'
+    complaining = judge_cache(ONE._replace(complaint='not kept: Read-only file system'), True, None)
+    assert (complaining.status, complaining.found) == (Status.WARNING, 'not kept: Read-only file system')
+    assert judge_cache(Start('no'), True, None).status is Status.SKIPPED
+
+
+def environment(**changes):
+    kept = {name: value for name, value in os.environ.items() if name != 'JAX_COMPILATION_CACHE_DIR'}
+    return {**kept, 'JAX_PLATFORMS': 'cpu', **changes}
+
+
+@pytest.mark.multiprocess
+def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
+    """Slow: JAX starts."""
+    tmp_path.chmod(0o777)
+    start = start_jax(str(tmp_path), environment(XLA_FLAGS='--xla_force_host_platform_device_count=3'))
+    assert (start.trouble, start.platform, start.kinds) == ('', 'cpu', ('cpu', 'cpu', 'cpu'))
+    assert start.programs == ''
+    assert f'{tmp_path} can be written to by others' in start.complaint
+
+
+@pytest.mark.multiprocess
+def test_a_real_start_with_a_flag_that_there_is_not():
+    """Slow: JAX starts. It ends the process that it is in."""
+    start = start_jax('', environment(XLA_FLAGS='--xla_no_such_flag=1'))
+    assert start.trouble.startswith('Unknown flag')
+    assert '--xla_no_such_flag=1' in start.trouble
+
+
+def test_a_start_that_hangs():
+    assert 'has not found its devices after 0.01 s' in start_jax('', environment(), seconds=0.01).trouble
+
+
+def test_why_a_process_ended():
+    trace = 'Traceback (most recent call last):\n  File "x.py", line 1\nRuntimeError: no   device\n'
+    assert reason_of(trace, 1) == 'RuntimeError: no device'
+    assert reason_of('error: mesh.data=3 is wrong\n', 2) == 'mesh.data=3 is wrong'
+    assert reason_of('', -9) == 'it ended with signal 9 and no word'
+
+
+def test_processes_find_this_package():
+    paths = with_package({'PYTHONPATH': '/other'})['PYTHONPATH'].split(os.pathsep)
+    assert paths[-1] == '/other'
+    assert os.path.isdir(f'{paths[0]}/maxlm')

@@ -1,0 +1,114 @@
+"""What is installed against what pyproject.toml asks for."""
+
+import importlib.metadata
+
+import pytest
+
+from maxlm.diagnostics.checks import packages
+from maxlm.diagnostics.checks.packages import judge_packages, judge_python, read_wanted, wanted_extras
+from maxlm.diagnostics.result import Status
+from maxlm.errors import InputError
+from tests.diagnostics.machines import CPU, TPU, case_on, gpus
+from tests.small import small_config
+
+WANTED = read_wanted()
+# A machine that has all, without an extra.
+INSTALLED = {'jax': '0.10.2', 'jaxlib': '0.10.2'}
+
+
+def version_of(**changes):
+    changes = {name.replace('_', '-'): version for name, version in changes.items()}
+    return lambda name: changes[name] if name in changes else INSTALLED.get(name, '9999')
+
+
+@pytest.mark.parametrize(
+    ('version', 'status'), [((3, 10, 14), 'failure'), ((3, 11, 7), 'ok'), ((3, 12, 0), 'ok'), ((3, 99, 0), 'warning')]
+)
+def test_python(version, status):
+    assert judge_python(WANTED, version).status == status
+
+
+def test_all_is_there():
+    found = judge_packages(WANTED, {}, version_of(jax_cuda12_plugin=None, jax_cuda13_plugin=None))
+    assert found.status is Status.OK
+    assert 'jax 0.10.2' in found.found
+
+
+def test_what_is_missing_or_old_is_named():
+    plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
+    found = judge_packages(WANTED, {}, version_of(grain=None, jax='0.4.30', **plain))
+    assert found.status is Status.FAILURE
+    assert 'grain is missing' in found.found
+    assert 'jax 0.4.30, and >=0.10 is needed' in found.found
+    assert 'optax' not in found.found
+
+
+def test_extras_of_the_run_and_the_machine():
+    config = small_config(data__path='s3://me:secret@bucket/data', checkpoint__mirror='gs://bucket/run')
+    extras = wanted_extras(case_on(TPU, config=config, workdir='runs/x'))
+    assert extras == {'gcs': 'gs://bucket/run', 's3': 's3://bucket/data', 'tpu': '4 TPU chips'}
+    assert wanted_extras(case_on(CPU, config=small_config(), workdir='runs/x')) == {}
+    assert wanted_extras(case_on(CPU, config=small_config(metrics__wandb='online'))) == {'wandb': 'metrics.wandb'}
+
+
+@pytest.mark.parametrize(
+    ('driver', 'plugin', 'extra'),
+    [((580, 65, 6), None, ['cuda13']), ((535, 1), None, ['cuda12']), ((580, 65, 6), '0.10.2', [])],
+)
+def test_a_gpu_needs_a_plugin_that_its_driver_runs(monkeypatch, driver, plugin, extra):
+    monkeypatch.setattr(packages, 'installed_version', lambda name: plugin if 'cuda12' in name else None)
+    assert list(wanted_extras(case_on(gpus(driver=driver)))) == extra
+
+
+def test_an_extra_that_is_missing_is_named():
+    plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
+    found = judge_packages(WANTED, {'gcs': 'gs://b', 'cuda13': '2 × H100'}, version_of(gcsfs=None, **plain))
+    assert found.status is Status.FAILURE
+    assert 'gcsfs is missing (for gs://b)' in found.found
+    assert 'jax-cuda13-plugin is missing (for 2 × H100)' in found.found
+    assert "pip install 'maxlm[gcs]'" in found.remedy
+    assert "pip install 'maxlm[cuda13]'" in found.remedy
+    # Control: where they are there, nothing is said.
+    assert judge_packages(WANTED, {'gcs': 'gs://b'}, version_of(**plain)).status is Status.OK
+
+
+def test_a_plugin_of_another_version_than_jaxlib():
+    found = judge_packages(WANTED, {}, version_of(jax_cuda12_plugin='0.9.1', jax_cuda13_plugin=None))
+    assert (found.status, found.found) == (Status.FAILURE, 'jax-cuda12-plugin 0.9.1 beside jaxlib 0.10.2')
+
+
+def test_without_a_checkout_the_metadata_tells(tmp_path, monkeypatch):
+    lines = """\
+Metadata-Version: 2.4
+Name: maxlm
+Requires-Python: >=3.11
+Classifier: Programming Language :: Python :: 3.11
+Requires-Dist: jax>=0.10
+Requires-Dist: gcsfs>=2026.4; extra == "gcs"
+Provides-Extra: gcs
+"""
+    folder = tmp_path / 'maxlm-1.dist-info'
+    folder.mkdir()
+    (folder / 'METADATA').write_text(lines)
+    there = importlib.metadata.PathDistribution(folder)
+    monkeypatch.setattr(importlib.metadata, 'metadata', lambda name: there.metadata)
+    wanted = read_wanted(tmp_path / 'none.toml')
+    assert wanted.python == '>=3.11'
+    assert wanted.tried == ('3.11',)
+    assert wanted.packages == ('jax>=0.10',)
+    found = judge_packages(wanted, {'gcs': 'gs://b'}, version_of(gcsfs='2020.1'))
+    assert 'gcsfs 2020.1, and >=2026.4 is needed' in found.found
+
+
+def test_with_neither_it_says_so(tmp_path, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, 'metadata', missing)
+    with pytest.raises(InputError, match='maxlm is not installed'):
+        read_wanted(tmp_path / 'none.toml')
+
+
+def test_this_environment():
+    assert packages.check_python(case_on(CPU)).status is Status.OK
+    assert packages.check_packages(case_on(CPU)).status is Status.OK

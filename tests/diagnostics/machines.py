@@ -1,0 +1,59 @@
+"""Machines that are not here: cards on a bus, drivers, and what they tell."""
+
+from __future__ import annotations
+
+import types
+
+from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.jax_subprocess import Start
+from maxlm.hardware.detect import Hardware
+from maxlm.hardware.nvml import Gpu, Nvidia
+
+GIB = 2**30
+H100 = Gpu('NVIDIA H100 80GB HBM3', uuid='GPU-1', memory=80 * GIB, used=GIB // 2, ecc_errors=0)
+CPU, TPU, DRIVERLESS = Hardware(), Hardware(tpu_chips=4), Hardware(2, 0, None, 'Driver Not Loaded')
+
+
+def gpus(*each, driver=(580, 65, 6), cuda=(13, 0)):
+    """A machine with these GPUs, or two sound ones."""
+    each = each or (H100, H100)
+    return Hardware(len(each), 0, Nvidia(driver, cuda, each))
+
+
+def case_on(hardware, start=None, **facts):
+    """A case whose machine, and whose start of JAX, is given and not looked for."""
+    case = Case(**{'environment': {}, **facts})
+    vars(case)['hardware'] = hardware
+    vars(case)['start'] = start or Start(platform='cpu', kinds=('cpu',))
+    return case
+
+
+class NVMLError(Exception):
+    """As NVML raises them."""
+
+
+def fake_nvml(**changes):
+    """A stand-in for the module `pynvml` with one GPU that is sound; of functions that are None, nothing is told."""
+
+    def silent(*_):
+        raise NVMLError('Not Supported')
+
+    functions = {
+        'nvmlInit': lambda: None,
+        'nvmlShutdown': lambda: None,
+        'nvmlSystemGetDriverVersion': lambda: '570.124.06',
+        'nvmlSystemGetCudaDriverVersion_v2': lambda: 12080,
+        'nvmlDeviceGetCount': lambda: 1,
+        'nvmlDeviceGetHandleByIndex': lambda index: index,
+        'nvmlDeviceGetName': lambda gpu: b'NVIDIA H100 80GB HBM3',
+        'nvmlDeviceGetUUID': lambda gpu: 'GPU-1',
+        'nvmlDeviceGetMemoryInfo': lambda gpu: types.SimpleNamespace(total=80 * GIB, used=GIB),
+        'nvmlDeviceGetRemappedRows': lambda gpu: (0, 0, 0, 0),
+        'nvmlDeviceGetTotalEccErrors': lambda gpu, kind, counter: 0,
+        'nvmlDeviceGetCurrentClocksThrottleReasons': lambda gpu: 0,
+        'nvmlDeviceGetComputeRunningProcesses': lambda gpu: [],
+        **changes,
+    }
+    constants = {'NVML_MEMORY_ERROR_TYPE_UNCORRECTED': 1, 'NVML_VOLATILE_ECC': 0, 'NVMLError': NVMLError}
+    known = {name: silent if function is None else function for name, function in functions.items()}
+    return types.SimpleNamespace(**constants, **known)

@@ -1,0 +1,164 @@
+"""Checks are made one after the other, whatever one of them does."""
+
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+
+from maxlm.diagnostics import jax_subprocess, runner
+from maxlm.diagnostics.checks.registry import CHECKS, NAMES, choose
+from maxlm.diagnostics.jax_subprocess import Start
+from maxlm.diagnostics.result import ok
+from maxlm.diagnostics.runner import Check, examine
+from maxlm.errors import InputError
+from tests.conftest import ROOT
+from tests.diagnostics.machines import CPU, case_on
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Makes checks of functions."""
+    module = types.SimpleNamespace()
+    monkeypatch.setattr(runner.importlib, 'import_module', lambda name: module)
+
+    def make(uses_devices=False, seconds=30, **functions):
+        vars(module).update(functions)
+        return [Check(name, f'any:{name}', seconds, f'what {name} is', uses_devices) for name in functions]
+
+    return make
+
+
+def broken(error):
+    def check(case):
+        raise error
+
+    return check
+
+
+def fine(case):
+    return ok('fine')
+
+
+def statuses(results):
+    return {result.name: result.finding.status.value for result in results}
+
+
+def test_one_that_raises_is_a_failure_with_its_name_and_the_next_is_made(checks):
+    made = checks(bad=broken(ZeroDivisionError('by nought')), missing=broken(ImportError('No module x')), good=fine)
+    results = list(examine(made, case_on(CPU)))
+    assert statuses(results) == {'bad': 'failure', 'missing': 'failure', 'good': 'ok'}
+    assert results[0].finding.found == 'the check itself failed with ZeroDivisionError: by nought'
+    assert results[1].finding.found == 'cannot be looked at: No module x'
+
+
+def test_what_ends_a_process_ends_no_check_but_its_own(checks):
+    results = list(examine(checks(bad=broken(SystemExit(3)), good=fine), case_on(CPU)))
+    assert statuses(results) == {'bad': 'failure', 'good': 'ok'}
+
+
+def test_a_refusal_is_told_as_it_is(checks):
+    (result,) = examine(checks(bad=broken(InputError('mesh.data=3 is\nwrong'))), case_on(CPU))
+    assert result.finding.found == 'mesh.data=3 is wrong'
+
+
+def test_one_that_hangs_is_a_failure_and_the_next_is_made(checks):
+    released = threading.Event()
+    made = [*checks(hangs=lambda case: released.wait(30), seconds=0.05), *checks(good=fine)]
+    results = list(examine(made, case_on(CPU)))
+    released.set()
+    assert statuses(results) == {'hangs': 'failure', 'good': 'ok'}
+    assert results[0].finding.found == 'no answer after 0.05 s: what hangs is'
+    assert '--skip=hangs' in results[0].finding.remedy
+
+
+def test_after_one_that_hangs_with_the_devices_the_others_that_use_them_are_not_tried(checks):
+    released = threading.Event()
+    made = [
+        *checks(hangs=lambda case: released.wait(30), uses_devices=True, seconds=0.05),
+        *checks(after=fine, uses_devices=True),
+        *checks(other=fine),
+    ]
+    results = list(examine(made, case_on(CPU)))
+    released.set()
+    assert statuses(results) == {'hangs': 'failure', 'after': 'skipped', 'other': 'ok'}
+    assert "'hangs' hangs" in results[1].finding.found
+
+
+def test_where_jax_does_not_start_it_is_not_started_here(checks):
+    case = case_on(CPU, Start('Unknown flags'))
+    results = list(examine([*checks(uses=fine, uses_devices=True), *checks(other=fine)], case))
+    assert statuses(results) == {'uses': 'skipped', 'other': 'ok'}
+    assert results[0].finding.found == 'not tried: Unknown flags'
+
+
+def test_what_is_about_to_be_made_is_told(checks):
+    told = []
+    list(examine(checks(one=fine, two=fine), case_on(CPU), on_begin=lambda check: told.append(check.name)))
+    assert told == ['one', 'two']
+
+
+@pytest.mark.parametrize('hangs', [False, True])
+def test_a_hanging_thread_does_not_keep_the_process(monkeypatch, hangs):
+    ended = []
+    monkeypatch.setattr(runner.os, '_exit', ended.append)
+    monkeypatch.setattr(runner, 'TIDY_SECONDS', 0.05)
+    # Other children of this process are other tests'.
+    monkeypatch.setattr(runner, '_end_children', lambda: None)
+    released = threading.Event()
+    name = f'{runner.THREAD}x' if hangs else 'another'
+    thread = threading.Thread(target=released.wait, name=name, daemon=True)
+    thread.start()
+    with pytest.raises(SystemExit):
+        runner.leave(1)
+    released.set()
+    thread.join()
+    assert ended == ([1] if hangs else [])
+
+
+BROKEN_OFF = """
+import subprocess, sys, threading
+from maxlm.diagnostics.runner import THREAD, leave
+
+def check():
+    subprocess.run(['sleep', '60'])
+    print('tidied up')
+
+threading.Thread(target=check, name=f'{THREAD}x', daemon=True).start()
+leave(130)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_check_that_is_broken_off_tidies_up():
+    done = subprocess.run([sys.executable, '-c', BROKEN_OFF], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, 'tidied up\n', '')
+
+
+def test_every_check_is_there():
+    for check in CHECKS:
+        module, _, function = check.place.partition(':')
+        assert callable(getattr(__import__(f'maxlm.doctoring.{module}', fromlist=[function]), function))
+    assert len(set(NAMES)) == len(NAMES)
+    assert [check.uses_devices for check in CHECKS] == sorted(check.uses_devices for check in CHECKS)
+    assert NAMES.index('trial') < min(NAMES.index(check.name) for check in CHECKS if check.uses_devices)
+
+
+def test_choosing():
+    assert [check.name for check in choose(['links', 'python'], [])] == ['python', 'links']
+    assert [check.name for check in choose([], NAMES[1:])] == ['python']
+    assert len(choose([], [])) == len(CHECKS)
+    with pytest.raises(InputError, match="--skip=pyton: there is no such check; did you mean 'python'"):
+        choose([], ['pyton'])
+    with pytest.raises(InputError, match='no check is left'):
+        choose(['disk'], ['disk'])
+
+
+def test_a_cpu_is_settled_on_once_it_is_known(monkeypatch):
+    updates = []
+    monkeypatch.setattr('jax.config.update', lambda *setting: updates.append(setting))
+    jax_subprocess.settle(Start(platform='gpu'))
+    assert updates == []
+    jax_subprocess.settle(Start(platform='cpu'))
+    assert updates == [('jax_platforms', 'cpu')]

@@ -1,0 +1,113 @@
+"""What lm-eval asks of a model, one method at a time."""
+
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
+from maxlm.errors import InputError
+from maxlm.evaluation.lm_eval_model import MAX_TOKENS, HarnessAnswers, harness_model
+from tests.evaluation.engines import RecitingEngine
+
+CONTEXT = 300
+CHAT_TOKENIZER = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
+
+
+def make(tokenizer=None, chat=None, answers=None):
+    tokenizer = tokenizer or bytes_tokenizer()
+    model = SimpleNamespace(
+        tokenizer=tokenizer, chat=chat, step=3, config=SimpleNamespace(model=SimpleNamespace(dtype='x'))
+    )
+    engine = RecitingEngine(tokenizer, answers or {})
+    return HarnessAnswers(model, SimpleNamespace(max_length=CONTEXT), engine), engine
+
+
+def asked(prompt, **settings):
+    """The request that the engine gets."""
+    answers, engine = make(answers={prompt[-CONTEXT:]: ['x']})
+    engine._answers = type('Any', (), {'__getitem__': lambda self, key: ['x']})()
+    answers.generate_until([SimpleNamespace(args=(prompt, settings))])
+    (request,) = engine.requests
+    return request
+
+
+def test_settings_of_a_task_reach_the_engine():
+    request = asked('abc', until=['\n'], max_gen_toks=7)
+    assert (request.prompt, request.max_tokens, request.stops) == (tuple(b'abc'), 7, ('\n',))
+    assert request.sampling.temperature == 0
+    assert asked('abc', until='.').stops == ('.',)
+    assert asked('abc').max_tokens == MAX_TOKENS
+    assert asked('abc', max_new_tokens=5).max_tokens == 5
+    drawn = asked('abc', do_sample=True, temperature=0.7, top_p=0.9, top_k=5)
+    assert (drawn.sampling.temperature, drawn.sampling.top_p, drawn.sampling.top_k) == (0.7, 0.9, 5)
+    # As lm-eval reads them.
+    assert asked('abc', do_sample=False, temperature=0.7).sampling.temperature == 0
+    assert asked('abc', temperature=0.7).sampling.temperature == 0.7
+    with pytest.raises(InputError, match='generation_kwargs of a task: num_beams is not among'):
+        asked('abc', num_beams=4)
+    with pytest.raises(InputError, match=f'asks for {CONTEXT} tokens, and the context of the model is {CONTEXT}'):
+        asked('abc', max_gen_toks=CONTEXT)
+
+
+def test_a_long_prompt_loses_its_beginning():
+    prompt = ''.join(chr(97 + n % 26) for n in range(500))
+    assert asked(prompt, max_gen_toks=100).prompt == tuple(prompt[-200:].encode())
+    assert asked('', max_gen_toks=100).prompt == (256,)
+
+
+def test_an_answer_ends_before_any_stop_however_many_there_are():
+    stops = [f'<{number}>' for number in range(40)]
+    answers, engine = make(answers={'q': ['one <30> two <5> three']})
+    request = SimpleNamespace(args=('q', {'until': stops}))
+    assert answers.generate_until([request]) == ['one ']
+    assert len(engine.requests[0].stops) == 16
+
+
+def test_without_an_engine_nothing_is_generated():
+    answers, _ = make()
+    alone = HarnessAnswers(answers._model, answers._scorer, None)
+    with pytest.raises(InputError, match='generate text'):
+        alone.generate_until([])
+
+
+def test_what_stands_before_a_text():
+    answers, _ = make()
+    assert (answers.prefix_token_id, answers.eot_token_id) == (256, 256)
+    assert answers.tok_encode('ab') == [97, 98]
+    # A tokenizer from elsewhere may put a token before every text.
+    library = tokenizers.Tokenizer.from_str(CHAT_TOKENIZER.to_json())
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single='<|im_start|> $A', pair='<|im_start|> $A $B', special_tokens=[('<|im_start|>', 257)]
+    )
+    other, _ = make(Tokenizer(library))
+    assert other.prefix_token_id == 257
+    assert other.tok_encode('ab') == [257, 97, 98]
+    assert other.tok_encode('ab', add_special_tokens=False) == [97, 98]
+
+
+def test_conversations_are_spelled_by_the_template():
+    chat = ChatEncoder(CHAT_TOKENIZER, ChatTemplate(CHATML, name='chatml'))
+    answers, _ = make(CHAT_TOKENIZER, chat)
+    messages = [{'role': 'user', 'content': 'a'}]
+    text = answers.apply_chat_template(messages)
+    assert text == '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
+    assert answers.tok_encode(text) == chat.encode_prompt(messages).tolist()
+    begun = [*messages, {'role': 'assistant', 'content': 'It is'}]
+    assert answers.apply_chat_template(begun, add_generation_prompt=False) == f'{text}It is'
+    assert answers.chat_template(True) == CHATML
+    plain, _ = make(CHAT_TOKENIZER)
+    # Without conversations what spells a special token is text.
+    assert len(plain.tok_encode('<|im_end|>')) == 10
+
+
+def test_it_is_one_of_lm_evals_models():
+    model = pytest.importorskip('lm_eval.api.model', reason='the extra eval')
+    answers, _ = make()
+    made = harness_model(answers)
+    assert isinstance(made, model.TemplateLM)
+    assert made.max_length == CONTEXT
+    assert made.tokenizer_name == bytes_tokenizer().sha256
+    assert made._encode_pair('a ', 'b') == ([97], [32, 98])

@@ -1,0 +1,211 @@
+"""lm-eval on a model and on its export through lm-eval's own Hugging Face backend: the same scores."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.evaluation.lm_eval_model import HarnessAnswers
+from maxlm.evaluation.lm_eval_tasks import USUAL_NAMES, Benchmarks, measures, write_results
+from maxlm.huggingface.export_model import export_model
+from maxlm.inference import scoring
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.load import load_model
+from maxlm.inference.scoring import Scorer
+from tests.evaluation.harness_tasks import KINDS, documents, write_tasks
+from tests.huggingface.workdirs import make_workdir
+
+lm_eval = pytest.importorskip('lm_eval', reason='the extra eval')
+pytest.importorskip('lm_eval.tasks', reason='the extra eval')
+
+TOLERANCE = 1e-3
+# Kinds whose answers are likelihoods.
+LIKELIHOODS = ('local_choice', 'local_letters', 'local_last_word', 'local_rolling')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _no_environment():
+    """Keeps lm-eval from describing the machine after each run, for which it starts a dozen programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('lm_eval.evaluator.add_env_info', lambda results: None)
+        yield
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('benchmarks')
+    # No ids beyond the tokenizer's: the other backend would write them.
+    settings = {'model__family': 'llama', 'model__num_kv_heads': 2, 'data__window': 96, 'model__vocab_size': 257}
+    make_workdir(folder / 'run', settings)
+    export_model(
+        str(folder / 'run'),
+        str(folder / 'exported'),
+        architecture='auto',
+        dtype='float32',
+        max_shard_size=2**30,
+        show=False,
+    )
+    return str(folder / 'run'), folder / 'exported'
+
+
+@pytest.fixture(scope='module')
+def tasks(tmp_path_factory, model):
+    """The folder; to half of the prompts the answer that is asked for is what the model writes."""
+    docs = documents()
+    probe = answers_of(model[0])
+    settings = {'until': ['\n', 'z'], 'max_gen_toks': 12}
+    for doc in docs[::2]:
+        request = type('Request', (), {'args': (doc['question'], settings)})
+        doc['written'] = probe.generate_until([request])[0]
+    return write_tasks(tmp_path_factory.mktemp('tasks'), docs)
+
+
+@functools.lru_cache(maxsize=1)
+def answers_of(name):
+    model = load_model(name, num_devices=1)
+    return HarnessAnswers(model, Scorer(model), Engine(model, num_slots=4))
+
+
+@pytest.fixture(scope='module')
+def ours(model, tasks):
+    return Benchmarks([str(tasks)]).run(answers_of(model[0]))
+
+
+@pytest.fixture(scope='module')
+def theirs(model, tasks):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    backend = HFLM(pretrained=str(model[1]), device='cpu', dtype='float32', batch_size=4)
+    return simple_evaluate(
+        backend,
+        tasks=[f'local_{kind}' for kind in KINDS],
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+    )
+
+
+def scores(results, tasks=None):
+    """Every number of every task."""
+    return {
+        (task, name): value
+        for task, values in results['results'].items()
+        for name, value in values.items()
+        if ',' in name and 'stderr' not in name and (tasks is None or task in tasks)
+    }
+
+
+def responses(results, task):
+    return [sample['resps'][0][0] for sample in results['samples'][task]]
+
+
+def test_scores_are_those_of_the_exported_model(ours, theirs):
+    assert scores(ours).keys() == scores(theirs).keys()
+    assert {task for task, _ in scores(ours)} == {f'local_{kind}' for kind in KINDS}
+    for name, value in scores(ours).items():
+        assert value == pytest.approx(scores(theirs)[name], rel=TOLERANCE, abs=TOLERANCE), name
+    # Scores that say something: neither all right nor all wrong.
+    assert 0 < scores(ours)['local_choice', 'acc,none'] < 1
+    assert scores(ours)['local_generate', 'exact_match,none'] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize('task', [f'local_{kind}' for kind in KINDS])
+def test_every_single_answer_is(ours, theirs, task):
+    mine, yours = ([sample['resps'] for sample in results['samples'][task]] for results in (ours, theirs))
+    assert len(mine) == len(yours) > 5
+    if task == 'local_generate':
+        assert mine == yours
+        assert len({text for ((text,),) in mine}) > 5
+    elif task == 'local_rolling':
+        assert np.array(mine) == pytest.approx(np.array(yours), rel=1e-4)
+    else:
+        found, expected = (np.array([[choice[0] for choice in doc] for doc in side], float) for side in (mine, yours))
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_a_planted_error_is_found(model, tasks, theirs, monkeypatch):
+    # One token too early.
+    monkeypatch.setattr(scoring, 'scored_slots', lambda length, num: range(length - num - 1, length - 1))
+    planted = Benchmarks([str(tasks / 'last_word.yaml'), str(tasks / 'letters.yaml')]).run(answers_of(model[0]))
+    apart = [
+        name
+        for name, value in scores(planted).items()
+        if value != pytest.approx(scores(theirs)[name], rel=TOLERANCE, abs=TOLERANCE)
+    ]
+    assert ('local_last_word', 'perplexity,none') in apart
+    monkeypatch.undo()
+    # Windows that begin one token further on leave out what should be there.
+    monkeypatch.setattr('maxlm.evaluation.lm_eval_model.windows', lambda *given: scoring.windows(*given)[1:])
+    planted = Benchmarks([str(tasks / 'rolling.yaml')]).run(answers_of(model[0]))
+    name = 'local_rolling', 'bits_per_byte,none'
+    assert scores(planted)[name] != pytest.approx(scores(theirs)[name], rel=TOLERANCE)
+
+
+def test_measures_have_errors_over_documents(ours, theirs):
+    found = {measure.name: measure for measure in measures(ours)}
+    assert set(found) == {f'{task}/{name.removesuffix(",none")}' for task, name in scores(ours)}
+    for (task, name), value in scores(ours).items():
+        assert found[f'{task}/{name.removesuffix(",none")}'].value == pytest.approx(value, rel=1e-6)
+    accuracy = found['local_choice/acc']
+    told = ours['results']['local_choice']['acc_stderr,none']
+    assert accuracy.error == pytest.approx(told)
+    assert len(accuracy.values) == 12
+    # lm-eval gives none for these.
+    assert theirs['results']['local_rolling']['bits_per_byte_stderr,none'] == 'N/A'
+    assert 0 < found['local_rolling/bits_per_byte'].error < found['local_rolling/bits_per_byte'].value
+    slope = found['local_rolling/word_perplexity']
+    assert slope.error < slope.value * 2
+
+
+def test_results_are_written_as_lm_eval_does(ours, tmp_path):
+    write_results(ours, tmp_path / 'out', step=7)
+    results = json.loads((tmp_path / 'out/results_7.json').read_text())
+    assert results['results'] == {task: dict(values) for task, values in ours['results'].items()}
+    assert {'configs', 'versions', 'n-shot', 'higher_is_better'} <= set(results)
+    lines = (tmp_path / 'out/samples_local_choice_7.jsonl').read_text().splitlines()
+    assert [json.loads(line)['doc_id'] for line in lines] == list(range(12))
+    with pytest.raises(InputError, match='--output='):
+        write_results(ours, tmp_path / 'out/results_7.json', step=7)
+
+
+def test_settings_reach_the_tasks(model, tasks):
+    results = Benchmarks(['local_choice'], folder=str(tasks), limit=3, num_fewshot=1).run(answers_of(model[0]))
+    assert len(results['samples']['local_choice']) == 3
+    assert results['n-shot'] == {'local_choice': 1}
+    prompt = results['samples']['local_choice'][0]['arguments'][0][0]
+    assert '\n\n' in prompt
+
+
+def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
+    # lm-eval's own thousands of task files take long to look through.
+    original = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(lm_eval.tasks, 'TaskManager', lambda **given: original(**{**given, 'include_defaults': False}))
+    for given, message in (
+        ({'tasks': [str(tasks / 'nothing.yaml')]}, r'nothing\.yaml: no such file'),
+        ({'tasks': ['local_choise'], 'folder': str(tasks)}, r'--tasks=local_choise: neither .* near: local_choice'),
+        ({'tasks': [str(tmp_path)]}, 'the folder holds no task file'),
+        ({'tasks': ['x'], 'folder': str(tmp_path / 'nowhere')}, '--tasks_path=.*: no such folder'),
+    ):
+        with pytest.raises(InputError, match=message):
+            Benchmarks(**given)
+    known = answers_of(model[0])
+    without_engine = HarnessAnswers(known._model, known._scorer, None)
+    with pytest.raises(InputError, match='tasks that generate text cannot be run here'):
+        Benchmarks([str(tasks / 'generate.yaml')]).run(without_engine)
+    (tasks / 'documents.jsonl').rename(tasks / 'away')
+    with pytest.raises(InputError, match=r'documents\.jsonl'):
+        Benchmarks([str(tasks / 'choice.yaml')]).run(answers_of(model[0]))
+    (tasks / 'away').rename(tasks / 'documents.jsonl')
+
+
+@pytest.mark.nightly
+def test_usual_names_stand_for_tasks_of_lm_eval(monkeypatch):
+    asked = []
+    monkeypatch.setattr('lm_eval.tasks.TaskManager.load', lambda self, names: asked.append(names) or {'tasks': {}})
+    # Names that lm-eval does not know would be refused, and those that it knows itself be left as they are.
+    Benchmarks(list(USUAL_NAMES)).kinds()
+    assert asked == [[task for tasks in USUAL_NAMES.values() for task in tasks]]
+    assert asked[0][:2] == ['arc_easy', 'arc_challenge']

@@ -1,0 +1,70 @@
+"""Benchmarks within a run: every so many steps, into its metrics, as maxlm.evaluate finds them afterwards."""
+
+import importlib.util
+import json
+
+import pytest
+
+from maxlm import evaluate, train
+from maxlm.config.loading import load
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.evaluation.periodic import task_text
+from maxlm.telemetry.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.evaluation.harness_tasks import documents, write_tasks
+from tests.test_train import arguments
+
+# Found without its import, which takes seconds.
+needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs the extra eval')
+
+
+@needs_lm_eval
+def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):
+    tasks = write_tasks(tmp_path / 'tasks', documents(4), ['letters', 'rolling'])
+    settings = {
+        'train__num_steps': 5,
+        'eval__tasks': f"('{tasks / 'letters.yaml'}', '{tasks / 'rolling.yaml'}')",
+        'eval__tasks_every': 3,
+        'eval__tasks_limit': 3,
+        'optimizer__learning_rate': 1e-2,
+        'optimizer__warmup_steps': 1,
+    }
+    assert train.main(arguments(dataset, tmp_path / 'run', **settings)) == EXIT_DONE
+    lines = [line for line in read_metrics(tmp_path / 'run') if any('eval/tasks/' in name for name in line)]
+    # The last step too.
+    assert [line['step'] for line in lines] == [3, 5]
+    first, last = ({name: value for name, value in line.items() if 'tasks' in name} for line in lines)
+    assert first['eval/tasks/local_rolling/bits_per_byte'] > last['eval/tasks/local_rolling/bits_per_byte']
+    capfd.readouterr()
+    given = [f'--checkpoint={tmp_path / "run"}', f'--tasks={tasks}', '--limit=3', '--json']
+    assert evaluate.main(given) == EXIT_DONE
+    (found,) = json.loads(capfd.readouterr().out)['checkpoints']
+    assert {f'eval/tasks/{name}': part['value'] for name, part in found['tasks'].items()} == pytest.approx(
+        last, rel=1e-4
+    )
+
+
+@needs_lm_eval
+def test_tasks_that_write_text_are_refused_at_the_start(dataset, tmp_path, capfd):
+    tasks = write_tasks(tmp_path / 'tasks', documents(4), ['generate'])
+    settings = {'eval__tasks': f"('{tasks}',)", 'eval__tasks_every': 3}
+    assert exit_code(train.main, arguments(dataset, tmp_path / 'run', **settings)) == EXIT_BAD_INPUT
+    assert 'eval.tasks: local_generate has the model write text' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (["eval.tasks=('a',)"], r"eval\.tasks=\('a',\) with eval\.tasks_every=0: set both"),
+        (['eval.tasks_every=5'], 'set both, or none'),
+        (["eval.tasks=('a', 3)", 'eval.tasks_every=5'], r'eval\.tasks: 3 is no task'),
+        (['eval.tasks_every=-1'], r'eval\.tasks_every=-1'),
+    ],
+)
+def test_keys_that_make_no_sense(overrides, message):
+    with pytest.raises(InputError, match=message):
+        load(str(ROOT / 'configs/tiny.py'), overrides)
+
+
+def test_the_line_of_the_log():
+    assert task_text({'eval/tasks/a/acc': 0.5, 'eval/tasks/b/acc': 0.25}) == 'tasks a/acc 0.5000  b/acc 0.2500'

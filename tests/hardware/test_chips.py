@@ -1,0 +1,89 @@
+"""The peak that MFU is divided by: configured, from the datasheet, measured, or unknown and said so."""
+
+import types
+
+import pytest
+
+from maxlm.hardware import chips
+from maxlm.hardware.chips import find_peak, measure_matmul_tflops
+from maxlm.planning.gpu_targets import GPU_TARGETS
+
+
+def peak_of(monkeypatch, kind, *, platform='gpu', configured=0.0):
+    device = types.SimpleNamespace(device_kind=kind, platform=platform)
+    monkeypatch.setattr(chips.jax, 'local_devices', lambda: [device])
+    return find_peak(configured)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'tflops'),
+    [
+        ('NVIDIA H100 80GB HBM3', 989.4),
+        ('NVIDIA H100 PCIe', 756.0),
+        ('NVIDIA H200', 989.4),
+        ('NVIDIA GH200 480GB', 989.4),
+        ('NVIDIA B200', 2250.0),
+        ('NVIDIA A100-SXM4-80GB', 312.0),
+        ('NVIDIA A100 80GB PCIe', 312.0),
+        ('NVIDIA A10G', 125.0),
+        ('NVIDIA L4', 121.0),
+        ('NVIDIA L40S', 362.0),
+        ('Tesla V100-SXM2-16GB', 125.0),
+        ('TPU v2', 22.5),
+        ('TPU v3', 61.5),
+        ('TPU v4', 275.0),
+        ('TPU v5 lite', 197.0),
+        ('TPU v5', 459.0),
+        ('TPU v5p', 459.0),
+        ('TPU v6 lite', 918.0),
+    ],
+)
+def test_datasheets(monkeypatch, kind, tflops):
+    peak = peak_of(monkeypatch, kind)
+    assert peak.tflops == tflops
+    assert kind in peak.source
+    assert 'datasheet' in peak.source
+
+
+@pytest.mark.parametrize('kind', ['NVIDIA X9', 'NVIDIA H20', 'TPU v99', ''])
+def test_an_unknown_device_has_no_peak_and_says_so(monkeypatch, kind):
+    peak = peak_of(monkeypatch, kind)
+    assert peak.tflops == 0
+    assert peak.source == f'unknown for {kind}; set metrics.peak_tflops'
+
+
+@pytest.mark.parametrize(('kind', 'look_alike'), [('NVIDIA L40', 121.0), ('TPU v5e', 459.0), ('TPU v4 lite', 275.0)])
+def test_a_device_is_not_taken_for_one_of_a_similar_name(monkeypatch, kind, look_alike):
+    assert peak_of(monkeypatch, kind).tflops != look_alike
+
+
+def test_what_is_configured_counts(monkeypatch):
+    assert peak_of(monkeypatch, 'NVIDIA H100 80GB HBM3', configured=123.0) == (123.0, 'metrics.peak_tflops')
+    assert peak_of(monkeypatch, 'NVIDIA X9', configured=123.0).tflops == 123
+
+
+def test_a_cpu_is_measured_and_shared_by_its_virtual_devices(monkeypatch):
+    monkeypatch.setattr(chips, 'measure_matmul_tflops', lambda: 4.0)
+    peak = find_peak(0.0)
+    assert peak.tflops == 0.5
+    assert 'measured' in peak.source
+
+
+def test_the_measurement_is_of_a_plausible_size():
+    assert 1e-4 < measure_matmul_tflops(size=128, rounds=2, products=2) < 1e3
+
+
+def test_compute_capability():
+    gpu = types.SimpleNamespace(platform='gpu', compute_capability='10.0')
+    assert chips.capability_of(gpu) == (10, 0)
+    assert chips.capability_of(types.SimpleNamespace(platform='gpu')) is None
+    assert chips.capability_of(types.SimpleNamespace(platform='tpu', compute_capability='9.0')) is None
+    known = {chip.name: chip for chip in chips.CHIPS}
+    # What programs are compiled for is what is planned with.
+    assert {name: known[name].capability for name in GPU_TARGETS} == {
+        n: gpu.capability for n, gpu in GPU_TARGETS.items()
+    }
+    # Ada and later multiply 8-bit floats, twice as fast; NVIDIA's datasheet of the H100 says 1979.
+    assert known['h100'].fp8_tflops == pytest.approx(1979, rel=1e-3)
+    assert known['a100'].fp8_tflops == known['a100'].tflops
+    assert {chip.capability is None for chip in chips.CHIPS if chip.platform == 'tpu'} == {True}

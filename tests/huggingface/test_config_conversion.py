@@ -1,0 +1,295 @@
+"""config.json both ways, against the configs of Transformers; what is chosen, and what is refused by name."""
+
+import dataclasses
+import json
+
+import pytest
+import transformers
+
+from maxlm.config.schema import ModelConfig
+from maxlm.errors import InputError
+from maxlm.huggingface.architectures import ARCHITECTURES
+from maxlm.huggingface.config_conversion import choose, from_config, to_config
+from tests.small import small_config
+
+# What a config.json does not say: how a model is trained, and how the same function of the parameters is computed.
+FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention', 'matmul'}
+MODELS = {
+    'gpt2': {'model__family': 'gpt2'},
+    'gpt2, other settings': {
+        'model__family': 'gpt2',
+        'model__tie_embeddings': False,
+        'model__activation': 'gelu',
+        'model__norm_epsilon': 1e-4,
+        'model__ffn_dim': 50,
+    },
+    'gpt2 with squared relu': {'model__family': 'gpt2', 'model__activation': 'relu2'},
+    'gpt_neox': {'model__family': 'gpt_neox'},
+    'gpt_neox, other settings': {
+        'model__family': 'gpt_neox',
+        'model__parallel_residual': False,
+        'model__rotary_fraction': 0.5,
+        'model__rotary_theta': 77.0,
+        'model__activation': 'gelu_tanh',
+        'model__tie_embeddings': True,
+    },
+    'llama': {'model__family': 'llama'},
+    'llama, other settings': {
+        'model__family': 'llama',
+        'model__num_kv_heads': 2,
+        'model__head_dim': 6,
+        'model__use_bias': True,
+        'model__tie_embeddings': True,
+        'model__max_positions': 99,
+    },
+    'mistral': {
+        'model__family': 'llama',
+        'model__attention_pattern': 'S',
+        'model__sliding_window': 5,
+    },
+    'qwen3': {'model__family': 'qwen3', 'model__head_dim': 6},
+    'qwen3 in turns': {
+        'model__family': 'qwen3',
+        'model__num_layers': 5,
+        'model__attention_pattern': 'SSL',
+        'model__sliding_window': 5,
+    },
+    'nanochat': {'model__family': 'nanochat', 'model__num_kv_heads': 2, 'model__logit_softcap': 7.0},
+    'nanochat without a bound': {'model__family': 'nanochat', 'model__logit_softcap': 0.0, 'model__head_dim': 6},
+}
+
+
+def model_of(name):
+    return small_config(**MODELS[name]).model
+
+
+def architecture_of(name):
+    return 'nanochat' if name.startswith('nanochat') else 'auto'
+
+
+def essentials(model):
+    """The keys that a model's function depends on."""
+    values = dataclasses.asdict(model)
+    unused = set()
+    if model.position == 'learned':
+        unused = {key for key in values if key.startswith('rotary_')}
+    elif model.rotary_scaling in ('none', 'linear'):
+        unused = {'rotary_original_positions'}
+    return {key: value for key, value in values.items() if key not in FREE | unused}
+
+
+def in_transformers(config):
+    """What Transformers makes of a config.json, as it writes it again."""
+    return json.loads(transformers.AutoConfig.for_model(**config).to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_there_and_back(name):
+    model = model_of(name)
+    config = json.loads(json.dumps(to_config(model, architecture_of(name))))
+    assert config['model_type'] == name.replace(',', ' ').split()[0]
+    assert essentials(from_config(config, 'config.json')) == essentials(model)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_there_and_back_through_transformers(name):
+    model = model_of(name)
+    theirs = in_transformers(to_config(model, architecture_of(name)))
+    assert essentials(from_config(theirs, 'config.json')) == essentials(model)
+    # Control: what Transformers writes is read, not passed by.
+    key = 'n_layer' if 'gpt2' in name else 'num_hidden_layers'
+    theirs = {**theirs, key: theirs[key] + 1, 'layer_types': None}
+    assert from_config(theirs, 'config.json').num_layers == model.num_layers + 1
+
+
+@pytest.mark.parametrize('kind', ARCHITECTURES)
+def test_absent_keys_are_the_defaults_of_transformers(kind):
+    bare = from_config({'model_type': kind}, 'config.json')
+    theirs = in_transformers({'model_type': kind})
+    assert theirs['model_type'] == kind
+    assert bare == from_config(theirs, 'config.json')
+
+
+@pytest.mark.parametrize('kind', ARCHITECTURES)
+def test_every_parameter_of_the_table_is_read(kind):
+    # A key of the table that is mistyped would always give its default.
+    row, bare = ARCHITECTURES[kind], in_transformers({'model_type': kind})
+    for ours, (theirs, _) in row.keys.items():
+        assert theirs in bare or (kind, theirs) == ('nanochat', 'head_dim'), theirs
+        assert hasattr(ModelConfig, ours)
+
+
+def test_the_type_of_the_parameters_is_that_of_the_computation():
+    def dtype(**keys):
+        return from_config({'model_type': 'llama', **keys}, 'config.json').dtype
+
+    assert dtype() == dtype(torch_dtype='float32') == dtype(dtype='float32') == 'float32'
+    assert dtype(torch_dtype='float16') == dtype(dtype='bfloat16', torch_dtype='float32') == 'bfloat16'
+
+
+def test_patterns_are_their_shortest_period():
+    def pattern(types, **keys):
+        sizes = {'model_type': 'qwen3', 'num_hidden_layers': len(types), 'use_sliding_window': True, **keys}
+        names = {'S': 'sliding_attention', 'L': 'full_attention'}
+        found = from_config({**sizes, 'layer_types': [names[letter] for letter in types]}, 'config.json')
+        return found.attention_pattern, found.sliding_window
+
+    assert pattern('LLLL') == ('L', 0)
+    assert pattern('SSSS') == ('S', 4096)
+    assert pattern('SLSLS', sliding_window=7) == ('SL', 7)
+    assert pattern('SSLSSLS') == ('SSL', 4096)
+    assert pattern('LLSS') == ('LLSS', 4096)
+
+
+def test_qwen3_without_a_list_slides_from_a_layer_on():
+    config = {'model_type': 'qwen3', 'num_hidden_layers': 4, 'use_sliding_window': True, 'max_window_layers': 3}
+    assert from_config(config, 'config.json').attention_pattern == 'LLLS'
+    assert from_config({**config, 'use_sliding_window': False}, 'config.json').attention_pattern == 'L'
+
+
+def test_mistral_without_a_window():
+    config = {'model_type': 'mistral'}
+    assert from_config({**config, 'sliding_window': None}, 'config.json').attention_pattern == 'L'
+    model = from_config(config, 'config.json')
+    assert (model.attention_pattern, model.sliding_window, model.family) == ('S', 4096, 'llama')
+
+
+# --- what is chosen
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'chosen'),
+    [
+        ({'model__family': 'gpt2'}, 'gpt2'),
+        ({'model__family': 'gpt_neox'}, 'gpt_neox'),
+        ({'model__family': 'llama'}, 'llama'),
+        ({'model__family': 'qwen3'}, 'qwen3'),
+        # By the switches, not by the name.
+        ({'model__family': 'qwen3', 'model__qk_norm': False}, 'llama'),
+        ({'model__family': 'llama', 'model__qk_norm': True}, 'qwen3'),
+        ({'model__family': 'gpt2', 'model__position': 'rotary'}, 'gpt_neox'),
+        ({'model__family': 'gpt_neox', 'model__position': 'learned', 'model__parallel_residual': False}, 'gpt2'),
+        ({'model__family': 'llama', 'model__attention_pattern': 'S', 'model__sliding_window': 9}, 'mistral'),
+        # Transformers has no Llama whose heads do not divide its width.
+        ({'model__family': 'llama', 'model__dim': 30, 'model__head_dim': 8}, 'mistral'),
+    ],
+)
+def test_the_architecture_goes_by_the_switches(overrides, chosen):
+    assert choose(small_config(**overrides).model).model_type == chosen
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'parts'),
+    [
+        (
+            {'model__family': 'nanochat'},
+            [
+                'model.activation=relu2',
+                'model.logit_softcap=15.0',
+                'model.embedding_norm=True',
+                'model.norm_scale=False',
+                'GPT-2, GPT-NeoX, Llama, Mistral and Qwen3',
+                '--architecture=nanochat',
+            ],
+        ),
+        ({'model__family': 'gpt2', 'model__use_bias': False}, ['model.use_bias=False', 'GPT-2 is the nearest']),
+        ({'model__family': 'gpt2', 'model__num_kv_heads': 2}, ['model.num_kv_heads=2']),
+        ({'model__family': 'gpt2', 'model__head_dim': 6}, ['model.head_dim=6']),
+        ({'model__family': 'gpt2', 'model__qk_norm': True}, ['model.qk_norm=True']),
+        ({'model__family': 'gpt_neox', 'model__rotary_fraction': 0.3, 'model__head_dim': 32, 'model__dim': 128},
+         ['model.rotary_fraction=0.3']),
+        ({'model__family': 'gpt_neox', 'model__activation': 'swiglu'}, ['model.activation=swiglu']),
+        ({'model__family': 'llama', 'model__rotary_fraction': 0.5}, ['model.rotary_fraction=0.5']),
+        ({'model__family': 'llama', 'model__activation': 'gelu'}, ['model.activation=gelu', 'Llama is the nearest']),
+        ({'model__family': 'llama', 'model__parallel_residual': True}, ['model.parallel_residual=True']),
+        ({'model__family': 'llama', 'model__logit_softcap': 30.0}, ['model.logit_softcap=30.0']),
+        (
+            {'model__family': 'llama', 'model__attention_pattern': 'SL', 'model__sliding_window': 5},
+            ['model.attention_pattern=SL'],
+        ),
+        ({'model__family': 'qwen3', 'model__use_bias': True}, ['model.use_bias=True']),
+    ],
+)  # fmt: skip
+def test_no_architecture_is_told_by_keys_and_values(overrides, parts):
+    with pytest.raises(InputError) as error:
+        to_config(small_config(**overrides).model)
+    for part in parts:
+        assert part in str(error.value)
+    assert ('--architecture=nanochat' in str(error.value)) == (overrides['model__family'] == 'nanochat')
+
+
+def test_an_architecture_that_was_asked_for_is_not_replaced():
+    model = small_config(model__family='llama').model
+    assert choose(model, 'mistral').model_type == 'mistral'
+    with pytest.raises(InputError, match=r'model\.qk_norm=False.*Qwen3ForCausalLM.*--architecture'):
+        choose(model, 'qwen3')
+
+
+# --- what is refused
+
+LLAMA = {'model_type': 'llama', 'num_hidden_layers': 2, 'num_attention_heads': 4, 'hidden_size': 32}
+REFUSED = [
+    ({}, ['no model_type', 'gpt2, gpt_neox, llama']),
+    ({'model_type': 'phi3'}, ['model_type=phi3', 'nanochat']),
+    ({'model_type': 'mixtral'}, ['mixtral', 'mixture of experts']),
+    ({'model_type': 'qwen3_moe'}, ['qwen3_moe', 'mixture of experts']),
+    ({**LLAMA, 'num_local_experts': 8}, ['num_local_experts=8', 'mixture of experts']),
+    ({**LLAMA, 'num_experts': 4}, ['num_experts=4']),
+    ({**LLAMA, 'n_routed_experts': 2}, ['n_routed_experts=2']),
+    ({'model_type': 'bloom'}, ['bloom', 'ALiBi']),
+    ({'model_type': 'falcon', 'alibi': True}, ['falcon', 'ALiBi']),
+    ({'model_type': 'falcon', 'alibi': False}, ['model_type=falcon is not supported']),
+    ({'model_type': 'mpt', 'attn_config': {'alibi': True}}, ['mpt', 'ALiBi']),
+    ({**LLAMA, 'quantization_config': {'bits': 4}}, ['quantization_config']),
+    ({**LLAMA, 'auto_map': {'AutoConfig': 'x.Y'}}, ['auto_map', 'code of its own']),
+    ({**LLAMA, 'attention_bias': True}, ['mlp_bias', 'attention_bias=True']),
+    ({**LLAMA, 'mlp_bias': True}, ['mlp_bias=True', 'attention_bias=False']),
+    ({**LLAMA, 'hidden_act': 'gelu'}, ["hidden_act='gelu'", 'silu']),
+    ({**LLAMA, 'hidden_act': 7}, ['hidden_act=7', 'text']),
+    ({**LLAMA, 'num_hidden_layers': 0}, ['num_hidden_layers=0', 'at least 1']),
+    ({**LLAMA, 'num_hidden_layers': '2'}, ["num_hidden_layers='2'", 'whole number']),
+    ({**LLAMA, 'num_hidden_layers': 2.0}, ['num_hidden_layers=2.0', 'whole number']),
+    ({**LLAMA, 'num_hidden_layers': True}, ['num_hidden_layers=True', 'whole number']),
+    ({**LLAMA, 'hidden_size': None}, ['hidden_size=None']),
+    ({**LLAMA, 'intermediate_size': -1}, ['intermediate_size=-1']),
+    ({**LLAMA, 'rms_norm_eps': 'small'}, ["rms_norm_eps='small'", 'number']),
+    ({**LLAMA, 'tie_word_embeddings': 1}, ['tie_word_embeddings=1', 'true or false']),
+    ({**LLAMA, 'num_attention_heads': 3}, ['num_attention_heads=3', 'does not divide hidden_size=32']),
+    ({**LLAMA, 'num_key_value_heads': 3}, ['num_key_value_heads=3', 'does not divide num_attention_heads=4']),
+    ({**LLAMA, 'layer_types': ['sliding_attention'] * 2}, ['layer_types']),
+    ({**LLAMA, 'partial_rotary_factor': 0.5}, ['partial_rotary_factor=0.5', 'whole heads']),
+    ({'model_type': 'mistral', 'num_hidden_layers': 2, 'layer_types': ['full_attention', 'sliding_attention']},
+     ['layer_types', 'mistral']),
+    ({'model_type': 'qwen3', 'attention_bias': True}, ['attention_bias=True']),
+    ({'model_type': 'qwen3', 'num_hidden_layers': 1, 'layer_types': ['sliding_attention']},
+     ['layer_types', 'without a sliding window']),
+    ({'model_type': 'qwen3', 'num_hidden_layers': 2, 'layer_types': ['full_attention']}, ['layer_types', '2 times']),
+    ({'model_type': 'qwen3', 'num_hidden_layers': 1, 'layer_types': ['chunked_attention']}, ['chunked_attention']),
+    ({'model_type': 'qwen3', 'num_hidden_layers': 1, 'layer_types': [['full_attention']]}, ['layer_types', '1 times']),
+    ({'model_type': 'qwen3', 'use_sliding_window': True, 'max_window_layers': '2'}, ["max_window_layers='2'"]),
+    ({'model_type': 'gpt2', 'scale_attn_by_inverse_layer_idx': True}, ['scale_attn_by_inverse_layer_idx=True']),
+    ({'model_type': 'gpt2', 'scale_attn_weights': False}, ['scale_attn_weights=False']),
+    ({'model_type': 'gpt2', 'add_cross_attention': True}, ['add_cross_attention=True']),
+    ({'model_type': 'gpt2', 'activation_function': 'relu'}, ["activation_function='relu'", 'gelu_new']),
+    ({'model_type': 'gpt_neox', 'attention_bias': False}, ['attention_bias=False']),
+    ({'model_type': 'gpt_neox', 'rotary_pct': 0.3}, ['rotary_pct=0.3', 'heads of 96']),
+    ({'model_type': 'gpt_neox', 'rotary_pct': 5 / 96}, ['rotary_pct=0.05', 'odd']),
+    ({'model_type': 'nanochat', 'attention_bias': True}, ['attention_bias=True']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('config', 'parts'), REFUSED, ids=[', '.join(parts[:1]) for _, parts in REFUSED])
+def test_what_maxlm_does_not_have_is_refused_by_name(config, parts):
+    with pytest.raises(InputError) as error:
+        from_config(config, 'DIR/config.json')
+    for part in ['DIR/config.json', *parts]:
+        assert part in str(error.value)
+
+
+def test_the_table_of_refusals_can_fail():
+    assert from_config(LLAMA, 'DIR/config.json').num_layers == 2
+    # Harmless keys of other versions.
+    harmless = {'pretraining_tp': 2, 'num_experts': 0, 'auto_map': None, 'quantization_config': None, 'use_cache': True}
+    assert from_config({**LLAMA, **harmless}, 'config.json') == from_config(LLAMA, 'config.json')
+    gpt2 = {'model_type': 'gpt2'}
+    assert from_config({**gpt2, 'reorder_and_upcast_attn': True}, 'x') == from_config(gpt2, 'x')

@@ -1,0 +1,269 @@
+"""GGUF files, read back by the library gguf and by Transformers, against what maxlm computes."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file
+
+from maxlm.data.chat.template import CHATML
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, chars_tokenizer, train_bpe
+from maxlm.errors import InputError
+from maxlm.huggingface import export_gguf as exporting
+from maxlm.huggingface.export_gguf import export_gguf
+from maxlm.huggingface.export_model import export_model
+from maxlm.inference.load import load_model
+from maxlm.training.state import abstract_model
+from tests.conftest import ROOT
+from tests.huggingface.workdirs import MODELS, make_workdir, parameters
+from tests.small import small_config
+
+gguf = pytest.importorskip('gguf', reason='the extra gguf')
+
+# Transformers does not read the width of a head from files of Qwen3: it has 128.
+PLAIN = {'model__attention_pattern': 'L', 'model__sliding_window': 0, 'model__rotary_scaling': 'none'}
+CASES = {
+    'llama': {**MODELS['llama'], 'model__dim': 64, 'model__head_dim': 16, 'model__ffn_dim': 96},
+    'qwen3': {
+        **MODELS['qwen3'],
+        **PLAIN,
+        'model__rotary_factor': 1.0,
+        'model__num_layers': 1,
+        'model__num_heads': 2,
+        'model__head_dim': 128,
+        'model__tie_embeddings': True,
+    },
+}
+TOKENS = np.arange(40, dtype=np.int32)[None]
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+    return train_bpe([(ROOT / 'LICENSE').read_text()], 300)
+
+
+@pytest.fixture(scope='module')
+def workdirs(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp('gguf')
+    for name, overrides in CASES.items():
+        overrides = {'model__vocab_size': tokenizer.vocab_size + 3, **overrides}
+        arrays = parameters(small_config(**overrides), name)
+        # What float16 can say, so that nothing is lost.
+        rounded = {path: values.astype(np.float16).astype(np.float32) for path, values in arrays.items()}
+        make_workdir(folder / name, overrides, tokenizer=tokenizer, changed=rounded, step=7)
+    return folder
+
+
+def our_logits(workdir):
+    model = load_model(str(workdir), num_devices=1)
+    graph, _ = nnx.split(abstract_model(model.config, model.layout))
+
+    @jax.jit
+    def run(params):
+        decoder = nnx.merge(graph, params)
+        return decoder.logits(decoder(TOKENS)[0])
+
+    return np.asarray(run(model.params))
+
+
+def their_logits(path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.from_numpy(TOKENS).long()).logits.numpy()
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_transformers_computes_what_maxlm_computes(workdirs, tmp_path, name):
+    done = export_gguf(str(workdirs / name), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
+    assert (done.kind, done.left, done.bytes) == (name, (), done.path.stat().st_size)
+    assert [path.name for path in tmp_path.iterdir()] == ['model.gguf']
+    ours = our_logits(workdirs / name)
+    np.testing.assert_allclose(their_logits(done.path), ours, atol=1e-3)
+    assert ours.std() > 0.5
+
+
+def test_heads_that_are_not_changed_would_be_found(workdirs, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, 'with_neighbours', lambda name, values, model: values)
+    path = tmp_path / 'model.gguf'
+    export_gguf(str(workdirs / 'llama'), str(path), dtype='f16', show=False)
+    assert np.abs(their_logits(path) - our_logits(workdirs / 'llama')).max() > 0.1
+
+
+def read(path):
+    """Name → (type, values in float32), and key → value."""
+    reader = gguf.GGUFReader(path)
+    tensors = {
+        tensor.name: (tensor.tensor_type.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in reader.tensors
+    }
+    return tensors, {key: field.contents() for key, field in reader.fields.items()}
+
+
+@pytest.mark.parametrize(('dtype', 'tolerance'), [('f16', 0), ('q8_0', 0.01)])
+def test_each_tensor_is_that_of_the_export(workdirs, tmp_path, dtype, tolerance):
+    workdir = workdirs / 'llama'
+    export_model(
+        str(workdir), str(tmp_path / 'hf'), architecture='auto', dtype='float32', max_shard_size=10**9, show=False
+    )
+    wanted = load_file(tmp_path / 'hf' / 'model.safetensors')
+    export_gguf(str(workdir), str(tmp_path / 'model.gguf'), dtype=dtype, show=False)
+    found, _ = read(tmp_path / 'model.gguf')
+    assert len(found) == len(wanted)
+    for ours, theirs in {
+        'token_embd.weight': 'model.embed_tokens.weight',
+        'output.weight': 'lm_head.weight',
+        'output_norm.weight': 'model.norm.weight',
+        'blk.1.attn_norm.weight': 'model.layers.1.input_layernorm.weight',
+        'blk.1.ffn_norm.weight': 'model.layers.1.post_attention_layernorm.weight',
+        'blk.0.attn_v.weight': 'model.layers.0.self_attn.v_proj.weight',
+        'blk.1.attn_output.weight': 'model.layers.1.self_attn.o_proj.weight',
+        'blk.0.ffn_gate.weight': 'model.layers.0.mlp.gate_proj.weight',
+        'blk.1.ffn_up.weight': 'model.layers.1.mlp.up_proj.weight',
+        'blk.1.ffn_down.weight': 'model.layers.1.mlp.down_proj.weight',
+    }.items():
+        kind, values = found[ours]
+        assert kind == ('F32' if wanted[theirs].ndim == 1 else dtype.upper())
+        np.testing.assert_allclose(values, wanted[theirs], atol=tolerance, err_msg=ours)
+    # Of queries and keys rows change places, within heads of 16: row 1 was the first of the second half.
+    for letter in 'qk':
+        _, values = found[f'blk.1.attn_{letter}.weight']
+        theirs = wanted[f'model.layers.1.self_attn.{letter}_proj.weight']
+        np.testing.assert_allclose(values[16:20], theirs[[16, 24, 17, 25]], atol=tolerance)
+        assert np.abs(values - theirs).max() > 0.1
+
+
+def test_rows_that_are_no_whole_blocks_stay(tmp_path):
+    make_workdir(tmp_path / 'run', {**CASES['llama'], 'model__ffn_dim': 40})
+    done = export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='q8_0', show=False)
+    assert done.left == tuple(f'model.layers.{layer}.mlp.down_proj.weight' for layer in range(2))
+    tensors, _ = read(tmp_path / 'model.gguf')
+    assert (tensors['blk.0.ffn_down.weight'][0], tensors['blk.0.ffn_up.weight'][0]) == ('F16', 'Q8_0')
+
+
+def test_keys(workdirs, tmp_path, tokenizer):
+    export_gguf(str(workdirs / 'llama'), str(tmp_path / 'model.gguf'), dtype='q8_0', show=False)
+    _, keys = read(tmp_path / 'model.gguf')
+    assert keys['general.architecture'] == 'llama'
+    assert keys['general.file_type'] == gguf.LlamaFileType.MOSTLY_Q8_0
+    numbers = {'context_length': 64, 'embedding_length': 64, 'block_count': 2, 'feed_forward_length': 96}
+    heads = {'attention.head_count': 4, 'attention.head_count_kv': 2, 'rope.dimension_count': 16}
+    for key, value in {**numbers, **heads, 'rope.freq_base': 10_000.0, 'attention.key_length': 16}.items():
+        assert keys[f'llama.{key}'] == value, key
+    facts = json.loads(tokenizer.to_json())
+    assert (keys['tokenizer.ggml.model'], keys['tokenizer.ggml.pre']) == ('gpt2', 'gpt-2')
+    tokens, types = keys['tokenizer.ggml.tokens'], keys['tokenizer.ggml.token_type']
+    assert len(tokens) == len(types) == tokenizer.vocab_size + 3
+    assert all(tokens[index] == token for token, index in facts['model']['vocab'].items())
+    assert types == [3] + [1] * (tokenizer.vocab_size - 1) + [5] * 3
+    assert keys['tokenizer.ggml.merges'] == [' '.join(merge) for merge in facts['model']['merges']]
+    assert keys['tokenizer.ggml.eos_token_id'] == keys['tokenizer.ggml.bos_token_id'] == 0
+    assert keys['tokenizer.ggml.add_bos_token'] is False
+    assert 'tokenizer.chat_template' not in keys
+    # Transformers makes the same tokenizer of it.
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file='model.gguf')
+    text = 'Unless required by applicable law, 2004 (the "License")'
+    assert theirs(text)['input_ids'] == tokenizer.encode_batch([text])[0].tolist()
+
+
+def test_a_chat_template_and_its_end_of_turn(tmp_path):
+    tokenizer = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
+    make_workdir(tmp_path / 'run', CASES['llama'], tokenizer=tokenizer)
+    (tmp_path / 'run' / 'chat_template.jinja').write_text(CHATML)
+    export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
+    _, keys = read(tmp_path / 'model.gguf')
+    assert keys['tokenizer.chat_template'] == CHATML
+    assert (keys['tokenizer.ggml.eos_token_id'], keys['tokenizer.ggml.eot_token_id']) == (256, 258)
+    # Of bytes nothing is merged, and the format has no empty list.
+    (merge,) = keys['tokenizer.ggml.merges']
+    assert all(len(part) > 1 for part in merge.split())
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'found'),
+    [
+        ({'model__rotary_scaling': 'linear', 'model__rotary_factor': 4.0}, {'type': 'linear', 'factor': 4.0}),
+        ({'model__rotary_scaling': 'yarn', 'model__rotary_factor': 2.0}, {'type': 'yarn', 'factor': 2.0}),
+    ],
+)
+def test_scaled_positions(tmp_path, overrides, found):
+    make_workdir(tmp_path / 'run', {**CASES['llama'], **overrides})
+    export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
+    _, keys = read(tmp_path / 'model.gguf')
+    assert {name: keys[f'llama.rope.scaling.{name}'] for name in found} == found
+
+
+def test_the_factors_of_llama3_are_those_of_transformers(tmp_path):
+    scaling = {'model__rotary_scaling': 'llama3', 'model__rotary_factor': 8.0, 'model__rotary_original_positions': 32}
+    make_workdir(tmp_path / 'run', {**CASES['llama'], **scaling})
+    export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
+    tensors, _ = read(tmp_path / 'model.gguf')
+    kind, factors = tensors['rope_freqs.weight']
+    export_model(
+        str(tmp_path / 'run'),
+        str(tmp_path / 'hf'),
+        architecture='auto',
+        dtype='float32',
+        max_shard_size=10**9,
+        show=False,
+    )
+    config = transformers.AutoConfig.from_pretrained(tmp_path / 'hf')
+    scaled = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
+    plain = 10_000.0 ** (-np.arange(0, 16, 2) / 16)
+    assert kind == 'F32'
+    np.testing.assert_allclose(plain / factors, scaled, rtol=1e-5)
+    assert factors.max() == 8
+    assert factors.min() == 1
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'words'),
+    [
+        (MODELS['gpt2'], ['Llama and Qwen3', 'as gpt2']),
+        (MODELS['mistral'], ['model.attention_pattern=S', 'sliding windows']),
+        (
+            {**CASES['llama'], 'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
+            ['rotary_scaling=dynamic'],
+        ),
+        (
+            {
+                **CASES['llama'],
+                'model__rotary_scaling': 'yarn',
+                'model__rotary_factor': 2.0,
+                'model__rotary_beta_fast': 16.0,
+            },
+            ['model.rotary_beta_fast=16.0'],
+        ),
+    ],
+)
+def test_models_that_the_format_has_not(tmp_path, overrides, words):
+    make_workdir(tmp_path / 'run', overrides)
+    refuse(tmp_path, *words)
+
+
+def refuse(folder, *words, output='model.gguf'):
+    before = sorted(folder.iterdir())
+    with pytest.raises(InputError) as info:
+        export_gguf(str(folder / 'run'), str(folder / output), dtype='f16', show=False)
+    for word in words:
+        assert word in str(info.value)
+    assert '\n' not in str(info.value)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_outputs_and_values_that_cannot_be(tmp_path, monkeypatch):
+    large = {'final_norm.scale': np.full(64, 1e6, np.float32)}
+    make_workdir(tmp_path / 'run', CASES['llama'], changed=large)
+    refuse(tmp_path, 'model.norm.weight', 'beyond float16')
+    refuse(tmp_path, '--output=', 'something already', output='run')
+    refuse(tmp_path, 'no directory', output='nowhere/model.gguf')
+    (tmp_path / 'run' / 'tokenizer.json').write_text(chars_tokenizer(['abc']).to_json())
+    refuse(tmp_path, 'tokenizer of kind WordLevel', 'byte-level BPE')
+    (tmp_path / 'run' / 'tokenizer.json').unlink()
+    refuse(tmp_path, 'tokenizer.json', 'no such file')
+    monkeypatch.setitem(sys.modules, 'gguf', None)
+    refuse(tmp_path, "pip install 'maxlm[gguf]'")

@@ -1,0 +1,92 @@
+"""Prompts from JSON lines, and what is written."""
+
+import json
+import types
+
+import pytest
+
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, make_tokenizer
+from maxlm.errors import InputError
+from maxlm.inference.engine.batch_io import read_prompts, write_completions
+from maxlm.inference.engine.requests import Completion, DrawnToken
+
+MODEL = types.SimpleNamespace(tokenizer=make_tokenizer('bytes', [], infill=True), chat=None, tokenizer_path=None)
+
+
+def lines_of(tmp_path, *lines):
+    path = tmp_path / 'prompts.jsonl'
+    path.write_text('\n'.join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding='utf-8')
+    return path
+
+
+def test_lines_keep_their_fields(tmp_path):
+    path = lines_of(tmp_path, {'prompt': 'né', 'id': 7}, '', {'prompt': 'a', 'suffix': 'b'})
+    first, second = read_prompts(path, MODEL)
+    assert first.ids == list('né'.encode())
+    prefix, middle, suffix = MODEL.tokenizer.infill_ids
+    assert second.ids == [prefix, ord('a'), suffix, ord('b'), middle]
+    assert (first.name, second.name) == (f'{path}:1', f'{path}:3')
+    output = tmp_path / 'out.jsonl'
+    token = DrawnToken(1, 0.0, ())
+    rows = [[Completion('x', (token,), 'stop')], [Completion('“y”', (), 'length'), Completion('z', (), 'stop')]]
+    write_completions(output, [first, second], lambda: rows)
+    assert [json.loads(line) for line in output.read_text(encoding='utf-8').splitlines()] == [
+        {'prompt': 'né', 'id': 7, 'completions': [{'text': 'x', 'finish_reason': 'stop'}]},
+        {
+            'prompt': 'a',
+            'suffix': 'b',
+            'completions': [{'text': '“y”', 'finish_reason': 'length'}, {'text': 'z', 'finish_reason': 'stop'}],
+        },
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['out.jsonl', 'prompts.jsonl']
+    with pytest.raises(InputError, match='is there already'):
+        write_completions(output, [first], lambda: pytest.fail('it was not asked'))
+
+
+def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
+    def fail():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_completions(tmp_path / 'out.jsonl', [], fail)
+    assert list(tmp_path.iterdir()) == []
+    # Before anything is asked of the model.
+    with pytest.raises(InputError, match='nowhere'):
+        write_completions(tmp_path / 'nowhere' / 'out.jsonl', [], lambda: pytest.fail('it was not asked'))
+
+
+@pytest.mark.parametrize(
+    ('line', 'words'),
+    [
+        ('{', 'is not JSON'),
+        ('[' * 100_000, 'is not JSON'),
+        ('[1]', 'needs an object with either "prompt" or "messages"'),
+        ({'text': 'x'}, 'needs an object'),
+        ({'prompt': 'x', 'messages': []}, 'needs an object'),
+        ({'prompt': 1}, '"prompt" and "suffix" must be texts'),
+        ({'prompt': 'x', 'suffix': None}, 'must be texts'),
+        ({'prompt': 'x', 'completions': []}, 'has "completions" already'),
+        ({'messages': 'x'}, '"messages" must be a list of objects'),
+        ({'messages': [], 'suffix': 'x'}, '"suffix" goes with "prompt" only'),
+        ({'messages': [{'role': 'user', 'content': 'x'}]}, 'has no chat_template'),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, words):
+    model = MODEL
+    model.tokenizer_path = tmp_path / 'tokenizer.json'
+    path = lines_of(tmp_path, {'prompt': 'fine'}, line)
+    with pytest.raises(InputError) as info:
+        read_prompts(path, model)
+    assert str(info.value).startswith(f'{path}:2: ')
+    assert words in str(info.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(InputError, match='No such file'):
+        read_prompts(tmp_path / 'none', MODEL)
+    (tmp_path / 'bytes').write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(InputError, match='not UTF-8'):
+        read_prompts(tmp_path / 'bytes', MODEL)
+    plain = types.SimpleNamespace(tokenizer=bytes_tokenizer())
+    with pytest.raises(InputError, match='the tokenizer has no tokens for text with a hole'):
+        read_prompts(lines_of(tmp_path, {'prompt': 'a', 'suffix': 'b'}), plain)

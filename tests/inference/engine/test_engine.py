@@ -1,0 +1,358 @@
+"""Continuous batching against passes over the whole text; its caches are in `test_engine_caches.py`."""
+
+import math
+import threading
+import types
+
+import numpy as np
+import pytest
+
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.errors import InputError
+from maxlm.inference.engine.decode_burst import Pace
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.requests import QueueFullError, Request
+from maxlm.inference.engine.slots import Slot
+from maxlm.inference.sampling import Sampling
+from tests.inference.engines import (
+    GREEDY,
+    MAX_TOKENS,
+    NUM_IDS,
+    PROMPTS,
+    engine,
+    generate,
+    likeliest,
+    load,
+    naive,
+    naive_logits,
+    new_engine,
+    requests_of,
+)
+
+FAMILY = 'llama, grouped'
+
+
+@pytest.fixture(scope='module')
+def shared():
+    """An engine of `FAMILY` whose programs are compiled; its slots may hold anything."""
+    some = engine(FAMILY)
+    some.warm_up()
+    naive_logits(FAMILY, PROMPTS[0])
+    return some
+
+
+@pytest.fixture
+def fresh(shared):
+    """An engine with the same programs and empty slots."""
+    return new_engine(load(FAMILY))
+
+
+def test_cached_equals_uncached(shared):
+    expected = [naive(FAMILY, prompt) for prompt in PROMPTS]
+    assert generate(shared, PROMPTS) == expected
+    # Control: prompts matter, and the model does not just repeat one token.
+    assert len({tuple(row) for row in expected}) == len(PROMPTS)
+    assert all(len(set(row)) > 1 for row in expected)
+
+
+@pytest.mark.parametrize(
+    'family',
+    [
+        'windows',
+        'nanochat',
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ('gpt_neox', 'qwen3', 'linear', 'yarn', 'llama3')),
+        pytest.param('dynamic', marks=pytest.mark.nightly),
+    ],
+)
+def test_every_family_is_as_without_a_cache(family):
+    rows = generate(new_engine(load(family), share=False, all_rows=True), PROMPTS)
+    assert rows == [likeliest(family, prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
+    assert all(len(set(row)) > 1 for row in rows)
+
+
+def test_everything_is_compiled_before_it_is_needed():
+    some = new_engine(load('gpt2'), share=False, chunk=40)
+    names = []
+    some.warm_up(names.append)
+    assert names == ['take over 100', 'decode 1 × 100', 'decode 3 × 100', 'prefill 32 of 100', 'prefill 40 of 100']
+    sizes = some._programs._prefill._cache_size(), some._programs._decode._cache_size()
+    assert sizes == (2, 2)
+    rows = generate(some, PROMPTS)
+    assert rows == [likeliest('gpt2', prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
+    some.complete(requests_of(PROMPTS, Sampling(top_p=0.5, min_p=0.1), top_log_probs=5))
+    assert (some._programs._prefill._cache_size(), some._programs._decode._cache_size()) == sizes
+
+
+@pytest.mark.parametrize('draw', ['one', 'most', 'any'])
+def test_the_number_of_tokens_of_a_call_does_not_matter(shared, draw, monkeypatch):
+    """Nor does it count where a text ends."""
+    warm = {'sampling': Sampling(temperature=2.0), 'seed': 5, 'max_tokens': 25}
+    expected = generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)
+    rng = np.random.default_rng(0)
+    number = {'one': lambda: 1, 'most': lambda: 8, 'any': lambda: int(rng.integers(1, 9))}[draw]
+    monkeypatch.setattr(Pace, 'passes', lambda self, left, is_next: min(number(), max(left)))
+    assert (generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)) == expected
+    # A sample that ends within a call: what is behind is not told, and its slot serves the next.
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, '_ends', frozenset({expected[1][1][9]}))
+        ended = shared.complete(requests_of(PROMPTS, **warm))
+    assert ended[1][0].ids == expected[1][1][: expected[1][1].index(expected[1][1][9])]
+    assert ended[1][0].finish == 'stop'
+    assert generate(shared, PROMPTS) == expected[0]
+
+
+def test_requests_that_come_and_go_are_as_if_alone(fresh):
+    rng, num = np.random.default_rng(0), 32
+    lengths, wanted = rng.integers(1, 60, num), rng.integers(1, 30, num)
+    prompts = [rng.integers(0, NUM_IDS, length).tolist() for length in lengths]
+    # Some begin as others do.
+    beginning = rng.integers(0, NUM_IDS, 30).tolist()
+    for prompt in prompts[::2]:
+        prompt[:30] = beginning[: len(prompt)]
+    requests = [Request(tuple(p), int(n), GREEDY) for p, n in zip(prompts, wanted, strict=True)]
+    found = {}
+
+    def listen(number):
+        def listener(delta):
+            assert delta.sample == 0
+            found.setdefault(number, []).append(delta)
+
+        return listener
+
+    waiting = list(enumerate(requests))
+    while waiting or fresh._busy:
+        for _ in range(rng.integers(0, 4)):
+            if waiting:
+                number, request = waiting.pop(0)
+                fresh.submit(request, listen(number))
+        fresh.step()
+    together = [[token.id for delta in found[number] for token in delta.tokens] for number in range(num)]
+    assert [len(row) for row in together] == wanted.tolist()
+    assert together == [likeliest(FAMILY, prompt, row) for prompt, row in zip(prompts, together, strict=True)]
+    assert [deltas[-1].finish for deltas in (found[n] for n in range(num))] == ['length'] * num
+    assert fresh.state.shared_tokens > 0
+    # Many were served by one pass.
+    assert fresh.state.passes < sum(wanted) / 2
+
+
+def test_shared_prefixes_are_computed_once(fresh, monkeypatch):
+    prompt = PROMPTS[2]
+    first = generate(fresh, [prompt])[0]
+    assert fresh.state.shared_tokens == 0
+    # What follows the answer of before, as a conversation does, takes over all but the last token.
+    longer = [*prompt, *first[:-1], 5, 6]
+    assert generate(fresh, [longer], max_tokens=4)[0] == naive(FAMILY, longer, max_tokens=4)
+    assert fresh.state.shared_tokens == len(prompt) + len(first) - 1
+    # Another branch from the beginning, while the first is still needed by nobody.
+    branch = [*prompt[:40], 1, 2, 3]
+    assert generate(fresh, [branch], max_tokens=4)[0] == naive(FAMILY, branch, max_tokens=4)
+    assert fresh.state.shared_tokens == len(prompt) + len(first) - 1 + 40
+    # Control: a slot that says that it has more than it has gives another text.
+    monkeypatch.setattr(Slot, 'holds', lambda self, prompt: min(len(prompt), len(self.content)))
+    other = [9] * 50
+    assert generate(fresh, [other], max_tokens=4)[0] != naive(FAMILY, other, max_tokens=4)
+
+
+def test_samples_of_a_prompt_share_it_and_differ(fresh):
+    request = Request(tuple(PROMPTS[2]), MAX_TOKENS, Sampling(temperature=3.0), seed=4, num_samples=5)
+    rows = [sample.ids for sample in fresh.complete([request])[0]]
+    assert len({tuple(row) for row in rows}) == 5
+    assert fresh.state.shared_tokens == 4 * (len(PROMPTS[2]) - 1)
+
+
+def test_the_seed_decides(shared):
+    warm = {'sampling': Sampling(temperature=3.0), 'num_samples': 2}
+
+    def draw(seed, prompts=PROMPTS, **settings):
+        rows = shared.complete(requests_of(prompts, seed=seed, **warm, **settings))
+        return [[sample.ids for sample in samples] for samples in rows]
+
+    first = draw(0)
+    assert draw(0) == first
+    # Neither batch mates nor the number of tokens matter.
+    assert draw(0, prompts=PROMPTS[1:2]) == first[1:2]
+    assert draw(0, max_tokens=5) == [[row[:5] for row in rows] for rows in first]
+    other = draw(1)
+    assert all(a != b for x, y in zip(first, other, strict=True) for a, b in zip(x, y, strict=True))
+    assert max(max(row) for rows in first + other for row in rows) < NUM_IDS
+
+
+def test_ids_that_the_tokenizer_does_not_have_never_come(shared):
+    assert max(max(row) for row in generate(shared, PROMPTS)) < NUM_IDS
+    # Control: the model would like to.
+    assert max(naive(FAMILY, PROMPTS[1], num_ids=1024)) >= NUM_IDS
+
+
+def log_softmax(logits):
+    logits = logits.astype(np.float64)
+    return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+
+
+def test_log_probabilities(shared):
+    sampling = Sampling(temperature=2.0, top_k=5)
+    requests = [
+        Request(tuple(PROMPTS[1]), 6, sampling, top_log_probs=3),
+        Request(tuple(PROMPTS[1]), 6, sampling, top_log_probs=0),
+        Request(tuple(PROMPTS[1]), 6, sampling),
+    ]
+    (told,), (chosen,), (none,) = shared.complete(requests)
+    assert told.ids == chosen.ids == none.ids
+    text = list(PROMPTS[1])
+    for token, other in zip(told.tokens, chosen.tokens, strict=True):
+        expected = log_softmax(naive_logits(FAMILY, text)[-1])
+        top = np.argsort(-expected)[:3]
+        assert [i for i, _ in token.top] == top.tolist()
+        np.testing.assert_allclose([value for _, value in token.top], expected[top], atol=1e-4)
+        np.testing.assert_allclose([token.log_prob, other.log_prob], expected[token.id], atol=1e-4)
+        assert other.top == ()
+        text.append(token.id)
+    assert all(math.isnan(token.log_prob) for token in none.tokens)
+    # Control: of the temperature that they are drawn at, they are others.
+    cooler = log_softmax(naive_logits(FAMILY, PROMPTS[1])[-1] / 2)
+    assert abs(told.tokens[0].log_prob - cooler[told.ids[0]]) > 1e-2
+
+
+def test_penalties(shared):
+    prompt = PROMPTS[1]
+    sampling = Sampling(temperature=0, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.4)
+    tokens: list[int] = []
+    for _ in range(20):
+        logits = naive_logits(FAMILY, [*prompt, *tokens])[-1].copy()
+        for token in set(prompt) | set(tokens):
+            logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
+        for token in set(tokens):
+            logits[token] -= 0.7 + 0.4 * tokens.count(token)
+        tokens.append(int(np.argmax(logits)))
+    assert generate(shared, [prompt], sampling=sampling, max_tokens=20) == [tokens]
+    # Control: it is not what comes without, and a slot forgets the penalties of the one before.
+    plain = generate(shared, [prompt], max_tokens=20)
+    assert plain == [naive(FAMILY, prompt, max_tokens=20)] != [tokens]
+
+
+def with_end(end, chat=None):
+    """The engine for a tokenizer whose end of document is `end`."""
+    library = bytes_tokenizer()
+    tokenizer = types.SimpleNamespace(vocab_size=NUM_IDS, end_of_document=end, decode=library.decode)
+    return new_engine(load(FAMILY)._replace(tokenizer=tokenizer, chat=chat))
+
+
+def test_a_text_stops_at_its_end(shared):
+    rows = generate(shared, PROMPTS)
+    # The end of a document comes in one row, that of a turn in another.
+    end, end_of_turn = (next(id for id in row[3:] if id not in rows[2]) for row in rows[:2])
+    ending = with_end(end, types.SimpleNamespace(end_of_turn=end_of_turn))
+    completions = [samples[0] for samples in ending.complete(requests_of(PROMPTS))]
+    for completion, whole in zip(completions, rows, strict=True):
+        stop = min(whole.index(one) if one in whole else len(whole) for one in (end, end_of_turn))
+        assert completion.ids == whole[:stop]
+        assert completion.finish == ('length' if stop == MAX_TOKENS else 'stop')
+    assert {completion.finish for completion in completions} == {'stop', 'length'}
+    # Control: unless it is to go on.
+    assert generate(ending, PROMPTS, ignore_ends=True) == rows
+    # A document that ends at once.
+    assert generate(with_end(rows[0][0]), PROMPTS[:1]) == [[]]
+
+
+def test_a_text_stops_at_stop_strings(shared):
+    request = Request(tuple(PROMPTS[1]), 40, GREEDY)
+    ((whole,),) = shared.complete([request])
+    decoded = bytes_tokenizer().decode(whole.ids)
+    assert whole.text == decoded
+    stop = decoded[10:12]
+    ((cut,),) = shared.complete([Request(tuple(PROMPTS[1]), 40, GREEDY, stops=('not there', stop))])
+    assert (cut.text, cut.finish) == (decoded[: decoded.index(stop)], 'stop')
+    assert len(cut.ids) < 40
+
+
+def test_cancelled_samples_free_their_slots(fresh):
+    deltas = {name: [] for name in ('running', 'waiting', 'other')}
+    request = Request(tuple(PROMPTS[1]), 80, GREEDY, num_samples=3)
+    running = fresh.submit(request, deltas['running'].append)
+    waiting = fresh.submit(request, deltas['waiting'].append)
+    fresh.submit(Request((1,), 3, GREEDY), deltas['other'].append)
+    for _ in range(5):
+        fresh.step()
+    assert (fresh.state.running, fresh.state.waiting) == (3, 4)
+    running.cancel()
+    waiting.cancel()
+    fresh.step()
+    assert [delta.finish for delta in deltas['running'] if delta.finish] == ['cancelled'] * 3
+    assert [delta.finish for delta in deltas['waiting'] if delta.finish] == ['cancelled'] * 3
+    assert fresh.state.running == 1
+    while fresh.step():
+        pass
+    assert [token.id for delta in deltas['other'] for token in delta.tokens] == naive(FAMILY, [1], max_tokens=3)
+    # What has ended stays as it is.
+    running.cancel()
+    fresh.step()
+    assert len([delta for delta in deltas['running'] if delta.finish]) == 3
+
+
+def test_the_queue_has_an_end(shared):
+    some = new_engine(load(FAMILY), max_waiting=1)
+    request = Request((1,), 2, GREEDY)
+    for _ in range(4):
+        some.submit(request, lambda delta: None)
+    with pytest.raises(QueueFullError, match='4 samples wait already'):
+        some.submit(request, lambda delta: None)
+    while some.step():
+        pass
+    some.submit(request, lambda delta: None)
+    deltas = []
+    some.submit(Request((1,), 2, GREEDY, num_samples=3), deltas.append)
+    some.fail()
+    assert [delta.finish for delta in deltas] == ['failed'] * 3
+
+
+def test_who_waits_is_woken(fresh):
+    woken = threading.Event()
+
+    def wait():
+        fresh.wait(60)
+        woken.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    fresh.submit(Request((1,), 1, GREEDY), lambda delta: None)
+    assert woken.wait(30)
+    thread.join()
+    while fresh.step():
+        pass
+
+
+def refusal(call):
+    with pytest.raises(InputError) as info:
+        call()
+    assert '\n' not in str(info.value)
+    return str(info.value)
+
+
+def test_what_does_not_fit_is_refused(shared):
+    def check(prompt, max_tokens):
+        return refusal(lambda: shared.complete([Request((1,), 3, GREEDY), Request(tuple(prompt), max_tokens, GREEDY)]))
+
+    message = check([2] * 90, 11)
+    assert message.startswith('max_tokens=11: the prompt has 90 tokens and the context of the model 100; at most 10')
+    assert 'at most 0 tokens' in check([1] * 101, 1)
+    assert 'ids outside of 0 … 256' in check([257], 1)
+    assert 'ids outside of 0 … 256' in check([-1], 1)
+    # Nothing of the others was done.
+    assert not shared._busy
+    # Control: up to the last position it works, and is right.
+    prompt = list(range(90))
+    assert generate(shared, [prompt], max_tokens=10) == [naive(FAMILY, prompt, max_tokens=10)]
+
+
+@pytest.mark.parametrize(
+    ('settings', 'words'),
+    [
+        ({'max_context': 101}, 'max_context=101: must be from 1 to 100, the context of the model; 0'),
+        ({'max_context': -1}, 'max_context=-1'),
+        ({'num_slots': 0}, 'num_slots=0: must be at least 1'),
+        ({'max_waiting': -1}, 'max_waiting=-1: must be at least 0'),
+        ({'chunk': 0}, 'chunk=0: must be at least 1'),
+        ({'cache': 'fp4'}, 'cache=fp4: must be one of model, int8'),
+    ],
+)
+def test_settings_out_of_range(settings, words):
+    assert words in refusal(lambda: Engine(load(FAMILY), **settings))

@@ -1,0 +1,186 @@
+"""Caches of the engine: in parts, in rings, in 8 bits, with little room, over devices. All give the same tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.inference.engine import compiled, model_runner, slots
+from maxlm.inference.engine.compiled import Programs
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.requests import Request
+from maxlm.model.attention import attention
+from maxlm.model.layers import kv_cache as model_cache
+from tests.inference.engines import GREEDY, NUM_IDS, PROMPTS, generate, likeliest, load, new_engine
+
+FAMILY = 'windows'
+TOKENS = 25
+
+
+@pytest.fixture(scope='module')
+def plain():
+    """An engine of `FAMILY` with rings of 64 slots where layers have a window, which the longest text does not fit."""
+    return new_engine(load(FAMILY), all_rows=True)
+
+
+@pytest.fixture(scope='module')
+def expected(plain):
+    rows = generate(plain, PROMPTS, max_tokens=TOKENS)
+    assert rows == [likeliest(FAMILY, prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
+    return rows
+
+
+@pytest.fixture(scope='module')
+def int8():
+    """An engine with 8-bit caches, and what it generates."""
+    some = new_engine(load(FAMILY), all_rows=True, cache='int8')
+    return some, generate(some, PROMPTS, max_tokens=TOKENS)
+
+
+def test_layers_have_arrays_of_their_own(plain):
+    kernel_LFD = load(FAMILY).params['blocks']['feedforward']['down']['kernel']
+    assert isinstance(plain._state.caches, list)
+    assert kernel_LFD.shape[1] != kernel_LFD.shape[2]
+    layers = [layer['feedforward']['down']['kernel'] for layer in plain._params['blocks']]
+    np.testing.assert_array_equal(layers, np.swapaxes(kernel_LFD, 1, 2))
+    np.testing.assert_array_equal(plain._params['head']['kernel'], load(FAMILY).params['head']['kernel'].T)
+
+
+def test_layers_in_a_loop_share_arrays(monkeypatch):
+    """As on GPUs and TPUs, whose compilers choose themselves how kernels lie."""
+    monkeypatch.setattr(model_runner, 'layers_apart', lambda config: False)
+    looped = new_engine(load(FAMILY), share=False)
+    assert isinstance(looped._state.caches, dict)
+    kernel_LFD = load(FAMILY).params['blocks']['feedforward']['down']['kernel']
+    np.testing.assert_array_equal(looped._params['blocks']['feedforward']['down']['kernel'], kernel_LFD)
+
+
+@pytest.mark.parametrize('cache', ['model', 'int8'])
+def test_slots_in_use_are_read_in_parts(cache, expected, int8, monkeypatch):
+    rows = expected if cache == 'model' else int8[1]
+    monkeypatch.setattr(model_cache, 'SMALLEST_PART', 16)
+    some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
+    # Rings, and the layers that see all.
+    found = {tuple(part.num_slots for part in parts) for parts in some._state.caches}
+    assert found == {(16, 16, 32), (16, 16, 32, 36)}
+    assert generate(some, PROMPTS, max_tokens=TOKENS) == rows
+
+
+ATTEND_CACHED = attention.attend_cached
+
+
+def fewer_slots(q_BTNH, cache, places, mask_BTS):
+    return ATTEND_CACHED(q_BTNH, cache, places._replace(end=jnp.maximum(places.end - 32, 0)), mask_BTS)
+
+
+def test_the_last_slots_in_use_matter(expected, monkeypatch):
+    """The control of the test above."""
+    monkeypatch.setattr(model_cache, 'SMALLEST_PART', 16)
+    monkeypatch.setattr(attention, 'attend_cached', fewer_slots)
+    some = new_engine(load(FAMILY), share=False, all_rows=True)
+    assert generate(some, PROMPTS, max_tokens=TOKENS) != expected
+
+
+@pytest.mark.parametrize('cache', ['model', pytest.param('int8', marks=pytest.mark.nightly)])
+def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch):
+    """As on GPUs and TPUs, where layers run in a loop and every pass reads all of the caches."""
+    rows = expected if cache == 'model' else int8[1]
+    monkeypatch.setattr(model_runner, 'layers_apart', lambda config: False)
+    monkeypatch.setattr(compiled, 'SMALLEST_ROOM', 25)
+    monkeypatch.setattr(slots, 'SPARE_PASSES', 30)
+    some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
+
+    def room():
+        return some._state.caches[0].num_slots
+
+    assert some._programs.rooms == [25, 100]
+    assert room() == 25
+    assert generate(some, PROMPTS[:2], max_tokens=12) == [row[:12] for row in rows[:2]]
+    assert room() == 25
+    # The second prompt grows out of its room with what it has.
+    assert generate(some, PROMPTS[1:2], max_tokens=25) == rows[1:2]
+    assert room() == 100
+    assert some._state.caches[5].num_slots == 64
+    assert generate(some, PROMPTS, max_tokens=25) == rows
+    # What was not needed for long is given up, with what idle slots have there.
+    assert max(len(slot.content) for slot in some._slots) == 70 + 24
+    assert generate(some, PROMPTS[:1] * 3, max_tokens=20) == [rows[0][:20]] * 3
+    assert room() == 100
+    assert generate(some, PROMPTS[:1], max_tokens=20) == [rows[0][:20]]
+    assert room() == 25
+    assert max(len(slot.content) for slot in some._slots) <= 25
+    # Control: without room tokens are lost.
+    monkeypatch.setattr(slots.Room, 'fit', lambda self, length, passes=0: 25)
+    some._room.size = 25
+    assert generate(some, PROMPTS, max_tokens=25) != rows
+
+
+@pytest.mark.parametrize('cache', ['model', 'int8'])
+def test_a_cache_keeps_what_it_has_when_its_room_changes(cache, monkeypatch):
+    monkeypatch.setattr(model_runner, 'layers_apart', lambda config: False)
+    monkeypatch.setattr(compiled, 'SMALLEST_ROOM', 25)
+    model = load(FAMILY)
+    made = Programs(
+        model.config, model.layout, num_ids=NUM_IDS, num_slots=2, max_context=100, int8=cache == 'int8', chunk=16
+    )
+    rng = np.random.default_rng(0)
+    state = made.start()
+    state = state._replace(caches=jax.tree.map(lambda x: rng.integers(1, 9, x.shape).astype(x.dtype), state.caches))
+    before = jax.device_get(state.caches)
+    assert {x.shape[3] for x in jax.tree.leaves(before)} == {25}
+    grown = made.resize(state, 100).caches
+    assert {window: cache.num_slots for window, cache in grown.items()} == {0: 100, 5: 64}
+    for x, wanted in zip(jax.tree.leaves(grown), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(x[:, :, :, :25], wanted)
+        assert not np.any(x[:, :, :, 25:])
+    again = made.resize(state._replace(caches=grown), 25).caches
+    jax.tree.map(np.testing.assert_array_equal, again, before)
+
+
+def test_rings_are_smaller_and_go_round(plain):
+    whole = new_engine(load(FAMILY), share=False, chunk=100)
+    assert plain._programs.ring_slots() == {5: 64}
+    assert whole._programs.ring_slots() == {}
+    assert plain.cache_bytes < 0.9 * whole.cache_bytes
+    ring = new_engine(load(FAMILY), all_rows=True)
+    prompt = PROMPTS[1]
+    (row,) = generate(ring, [prompt], max_tokens=90)
+    assert row == likeliest(FAMILY, prompt, row)
+    # A slot that went round does not have what a prompt that begins in the same way needs.
+    again = [*prompt, *row[:20]]
+    before = ring.state.shared_tokens
+    assert generate(ring, [again], max_tokens=5) == [row[20:25]]
+    assert ring.state.shared_tokens == before
+
+
+def test_int8_halves_the_cache_and_changes_little(plain, int8):
+    small, _ = int8
+    # float32 here, and a head of four has one scale of four bytes.
+    assert small.cache_bytes == plain.cache_bytes // 2
+    for prompt in (PROMPTS[2], [*PROMPTS[2], 3, 4, 5]):
+        request = Request(tuple(prompt), 1, GREEDY, top_log_probs=5)
+        ((found,),), ((wanted,),) = small.complete([request]), plain.complete([request])
+        got, want = dict(found.tokens[0].top), dict(wanted.tokens[0].top)
+        common = got.keys() & want.keys()
+        assert len(common) >= 4
+        differences = [abs(got[i] - want[i]) for i in common]
+        assert 0 < max(differences) < 0.3
+
+
+def test_devices_share_the_work(monkeypatch):
+    monkeypatch.setattr(model_cache, 'SMALLEST_PART', 50)
+    family = 'llama, grouped'
+    some = new_engine(load(family, 8, data=2, fsdp=2, tensor=2), share=False)
+    rows = generate(some, PROMPTS)
+    assert rows == [likeliest(family, prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
+    # Rows and heads that a device has of 4 slots and 2 heads.
+    keys = [cache.key_LBKSH for cache in some._state.caches[0]]
+    assert [x.addressable_shards[0].data.shape[1:3] for x in keys] == [(1, 1)] * 2
+    # The vocabulary of 1023 ids is padded once, and not for every token.
+    assert some._params['embedding'].addressable_shards[0].data.shape == (512, 8)
+
+
+def test_a_mesh_that_splits_the_length_is_refused():
+    with pytest.raises(InputError, match=r'mesh\.context=2: there is no cache'):
+        Engine(load('llama, grouped', 2, context=2))

@@ -1,0 +1,81 @@
+"""Which slot a prompt gets, and what it takes over."""
+
+import math
+
+import numpy as np
+
+from maxlm.inference.engine.slots import SMALLEST_SHARED, SPARE_PASSES, Room, Slot, choose_slot
+
+PROMPT = np.arange(100, 140)
+
+
+def slot(number, content, *, busy=False, used=0, written=None):
+    made = Slot(number)
+    made.content, made.used = list(content), used
+    made.written = len(made.content) if written is None else written
+    made.sample = object() if busy else None
+    return made
+
+
+def choose(slots, prompt=PROMPT, room=math.inf, counts=(4,)):
+    target, source, shared = choose_slot(slots, prompt, room=room, counts=counts)
+    return target.number, source.number, shared
+
+
+def test_what_is_held():
+    assert slot(0, [100, 101, 5]).holds(PROMPT) == 2
+    assert slot(0, range(100, 200)).holds(PROMPT) == 40
+    assert slot(0, []).holds(PROMPT) == 0
+
+
+def test_the_longest_beginning_is_taken_over():
+    slots = [slot(0, range(100, 120)), slot(1, range(100, 130), busy=True), slot(2, [], used=3)]
+    # From a slot that works, into the one that was not used for longest.
+    assert choose(slots) == (0, 1, 30)
+    # In place, where all of it is of use.
+    assert choose(slots[::2]) == (0, 0, 20)
+    # Little of a long content is not worth losing the rest, unless there is no other.
+    long = slot(0, [*range(100, 120), *range(60)], used=9)
+    assert choose([long, slot(1, [], used=5)]) == (1, 0, 20)
+    assert choose([long, slot(1, [], busy=True)]) == (0, 0, 20)
+
+
+def test_the_last_token_always_goes_through_the_model():
+    assert choose([slot(0, range(100, 140))]) == (0, 0, 39)
+
+
+def test_little_is_not_worth_it():
+    assert choose([slot(0, range(100, 100 + SMALLEST_SHARED))]) == (0, 0, SMALLEST_SHARED)
+    assert choose([slot(0, range(100, 99 + SMALLEST_SHARED))]) == (0, 0, 0)
+    # The one that was used last longest ago, of those that are free.
+    slots = [slot(0, [], busy=True), slot(1, range(9), used=4), slot(2, range(9), used=2), slot(3, [], used=3)]
+    assert choose(slots) == (2, 2, 0)
+
+
+def test_few_slots_are_served_together():
+    slots = [slot(number, [], used=10 - number, busy=number < 2) for number in range(6)]
+    assert choose(slots, counts=(6,))[0] == 5
+    assert choose(slots, counts=(4, 6))[0] == 3
+    assert choose(slots, counts=(1, 2, 3, 6))[0] == 2
+    # The slot of a conversation that goes on is kept whatever its number.
+    slots[5].content = list(range(100, 130))
+    assert choose(slots, counts=(4, 6)) == (5, 5, 30)
+
+
+def test_a_ring_that_went_on_has_lost_it():
+    slots = [slot(0, range(100, 120), written=50)]
+    assert choose(slots, room=30) == (0, 0, 20)
+    assert choose(slots, room=29) == (0, 0, 0)
+
+
+def test_room_grows_at_once_and_shrinks_late():
+    room = Room([16, 64, 256])
+    assert room.size == 16
+    for length, size in ((16, 16), (17, 64), (200, 256)):
+        room.size = room.fit(length, 8)
+        assert room.size == size
+    assert room.fit(10, SPARE_PASSES) == 256
+    # Somebody needs it again.
+    assert room.fit(65, 1) == 256
+    assert room.fit(64, SPARE_PASSES) == 256
+    assert room.fit(17, 1) == 64

@@ -1,0 +1,113 @@
+"""Text of tokens as they come, against decoding all of them at once."""
+
+import numpy as np
+import pytest
+import tokenizers
+
+from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, train_bpe
+from maxlm.inference.detokenizer import TextStream
+
+TEXT = 'naïve café — 日本語 👩🏽‍🚀 and “quotes”\n\ttabs'
+
+
+def sentencepiece():
+    """Words with a blank before them, and bytes for what has none."""
+    pieces = ['<unk>', *(f'<0x{byte:02X}>' for byte in range(256)), *'▁abcdefghijklmnopqrstuvwxyz']
+    model = tokenizers.models.BPE(
+        {piece: i for i, piece in enumerate(pieces)}, [], unk_token='<unk>', byte_fallback=True
+    )
+    library = tokenizers.Tokenizer(model)
+    library.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend('▁'), tokenizers.normalizers.Replace(' ', '▁')]
+    )
+    library.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace('▁', ' '),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(content=' ', left=1, right=0),
+        ]
+    )
+    library.add_special_tokens(['</s>'])
+    return Tokenizer(library)
+
+
+TOKENIZERS = {
+    'bytes': bytes_tokenizer,
+    'bpe': lambda: train_bpe([TEXT * 3, 'some other text'], 300),
+    'sentencepiece': sentencepiece,
+}
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizer(request):
+    return TOKENIZERS[request.param]()
+
+
+def shown(tokenizer, ids, *, prompt=(), stops=()):
+    stream = TextStream(tokenizer, prompt, stops)
+    pieces = [stream.add(token) for token in ids]
+    return [*pieces, stream.finish()], stream.stopped
+
+
+def test_bytes_of_characters_wait_for_each_other(tokenizer):
+    ids = tokenizer.encode_batch([TEXT])[0].tolist()
+    pieces, _ = shown(tokenizer, ids)
+    assert ''.join(pieces) == tokenizer.decode(ids) == TEXT
+    assert all('�' not in piece for piece in pieces)
+    # It does not wait for the end.
+    assert sum(map(bool, pieces)) > 10
+
+
+@pytest.mark.parametrize('tokenizer', ['bytes', 'bpe'], indirect=True)
+def test_what_is_shown_is_what_decoding_at_once_gives(tokenizer):
+    """Of any ids, in which bytes are no characters at all."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, tokenizer.vocab_size, 3000).tolist()
+    whole = ''.join(shown(tokenizer, ids)[0])
+    assert whole == tokenizer.decode(ids)
+    assert '�' in whole
+    # Every beginning too, when it is finished.
+    for length in range(1, 40):
+        assert ''.join(shown(tokenizer, ids[:length])[0]) == tokenizer.decode(ids[:length])
+
+
+def test_a_continuation_keeps_its_first_blank():
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode_batch(['some words here'])[0].tolist()
+    pieces, _ = shown(tokenizer, ids[5:], prompt=ids[:5])
+    assert ''.join(pieces) == ' words here'
+    # Control: decoded alone it would be lost.
+    assert tokenizer.decode(ids[5:]) == 'words here'
+
+
+@pytest.mark.parametrize(
+    ('stops', 'expected'),
+    [
+        (['“quotes'], 'naïve café — 日本語 👩🏽‍🚀 and '),
+        (['zzz', 'é'], 'naïve caf'),
+        # The one that comes first, whatever their order.
+        (['日本', 'café'], 'naïve '),
+        (['n'], ''),
+        # One that begins again inside of itself.
+        (['tabs', '\t\t'], TEXT.removesuffix('tabs')),
+    ],
+)
+def test_a_stop_string_ends_it(tokenizer, stops, expected):
+    ids = tokenizer.encode_batch([TEXT])[0].tolist()
+    pieces, stopped = shown(tokenizer, ids, stops=stops)
+    assert (''.join(pieces), stopped) == (expected, True)
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    tokenizer = bytes_tokenizer()
+    stream = TextStream(tokenizer, [], ['ababc'])
+    assert [stream.add(token) for token in b'xababx'] == ['x', '', '', '', '', 'ababx']
+    assert [stream.add(token) for token in b'ababab'] == ['', '', '', '', 'ab', '']
+    assert stream.add(ord('c')) == ''
+    assert stream.stopped
+    assert stream.finish() == ''
+    # Control: what never became one is shown at the end.
+    stream = TextStream(tokenizer, [], ['ababc'])
+    assert [stream.add(token) for token in b'abab'] == [''] * 4
+    assert (stream.finish(), stream.stopped) == ('abab', False)

@@ -1,0 +1,314 @@
+"""A quantized model: what it loses, what is written, and what is refused."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.config.loading import to_json
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.errors import InputError
+from maxlm.huggingface.export_model import export_model, open_parameters
+from maxlm.inference.load import load_model
+from maxlm.inference.quantize_checkpoint import parse_weights, quantize_checkpoint
+from maxlm.model.layers.weight_only_quantization import Weights, quantized_kernels
+from maxlm.trainer.evaluator import evaluate
+from maxlm.training.state import abstract_model, init_state
+from maxlm.training.step import make_eval_step, make_train_step
+from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
+from tests.conftest import ROOT
+from tests.parameters import logits, random_params
+from tests.small import small_config, small_layout
+
+STEPS, BATCH, WINDOW = 150, 8, 64
+CONFIG_OVERRIDES = {
+    'model__family': 'llama',
+    'model__dim': 64,
+    'model__num_kv_heads': 2,
+    'model__ffn_dim': 128,
+    'model__vocab_size': 257,
+    'data__window': WINDOW,
+    'train__num_steps': STEPS,
+    'train__global_batch': BATCH,
+    'optimizer__warmup_steps': 10,
+    'optimizer__schedule': 'linear',
+}
+# What a trained model may lose, in percent of its loss; the first two are the promise.
+LIMITS = {'int8': 0.5, 'int4': 3.0, 'fp8': 1.0}
+# Root mean square of the logits' error, relative to that of the logits: two to three times what one kernel may have,
+# since the errors of two layers add up.
+ERRORS = {'int8': 0.03, 'int4': 0.36, 'fp8': 0.1}
+
+
+def batches(text, num, seed):
+    """Windows at random places of a text of bytes."""
+    rng = np.random.default_rng(seed)
+    ones = np.ones((BATCH, WINDOW), np.int32)
+    for starts in rng.integers(0, len(text) - WINDOW, (num, BATCH)):
+        rows = np.stack([text[start : start + WINDOW + 1] for start in starts]).astype(np.int32)
+        yield {
+            'tokens': rows[:, :-1],
+            'targets': rows[:, 1:],
+            'weights': ones.astype(np.float32),
+            'segments': ones,
+            'positions': np.broadcast_to(np.arange(WINDOW, dtype=np.int32), ones.shape),
+        }
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """A workdir with a model of the first nine tenths of the license, and the rest of it."""
+    config = small_config(**CONFIG_OVERRIDES)
+    layout = small_layout(config)
+    text = np.frombuffer((ROOT / 'LICENSE').read_bytes(), np.uint8)
+    learned, held_out = np.split(text, [len(text) * 9 // 10])
+    step = jax.jit(make_train_step(config, layout), donate_argnums=0)
+    state = init_state(config, layout)
+    for batch in batches(learned, STEPS, seed=0):
+        state, metrics = step(state, layout.put_batch(batch, BATCH))
+    assert float(metrics['loss']) < 2.4
+    workdir = tmp_path_factory.mktemp('trained') / 'run'
+    write(workdir, config, jax.device_get(state.params))
+    return workdir, held_out
+
+
+def write(workdir, config, params):
+    workdir.mkdir()
+    (workdir / CONFIG).write_text(to_json(config))
+    bytes_tokenizer().save(workdir / TOKENIZER)
+    arrays = {'.'.join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    def streamed(path, values):
+        return StreamedArray(
+            values.shape, lambda layer: values if layer is None else values[layer], path.startswith('blocks.')
+        )
+
+    write_step(workdir, STEPS, {path: streamed(path, values) for path, values in arrays.items()})
+
+
+def loss(model, text):
+    step = jax.jit(make_eval_step(model.config, model.layout))
+    # Of one sequence at a time, as the config of a loaded model has it.
+    rows = [
+        {name: array[row : row + 1] for name, array in batch.items()}
+        for batch in batches(text, 8, seed=1)
+        for row in range(BATCH)
+    ]
+    return evaluate(step, model.params, rows, layout=model.layout, global_batch=1).loss
+
+
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory):
+    """A workdir with a model of random parameters."""
+    config = small_config(**CONFIG_OVERRIDES)
+    workdir = tmp_path_factory.mktemp('plain') / 'run'
+    write(workdir, config, random_params(config, std=0.1))
+    return workdir
+
+
+@pytest.fixture(scope='module')
+def loaded(plain):
+    return load_model(str(plain), num_devices=1)
+
+
+def quantize_to(folder, workdir):
+    return {
+        kind: quantize_checkpoint(str(workdir), str(folder / kind), parse_weights(kind), show=False) for kind in LIMITS
+    }
+
+
+@pytest.fixture(scope='module')
+def quantized(plain, tmp_path_factory):
+    return quantize_to(tmp_path_factory.mktemp('quantized'), plain)
+
+
+@pytest.fixture(scope='module')
+def stored(quantized):
+    """Each of them as it is loaded."""
+    return {kind: load_model(str(done.workdir), num_devices=1) for kind, done in quantized.items()}
+
+
+def with_moved_codes(model):
+    """Control: the blocks are in other codes, those of the neighbouring outputs."""
+    blocks = jax.tree.map_with_path(
+        lambda path, leaf: np.roll(leaf, 1, axis=-1) if path[-1].key == 'kernel_codes' else leaf,
+        model.params['blocks'],
+    )
+    return model._replace(params={**model.params, 'blocks': blocks})
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_what_a_trained_model_loses(trained, tmp_path):
+    workdir, text = trained
+    before = loss(load_model(str(workdir), num_devices=1), text)
+    # It has learned: all bytes alike are 5.5.
+    assert before < 2.8
+    models = {
+        kind: load_model(str(done.workdir), num_devices=1) for kind, done in quantize_to(tmp_path, workdir).items()
+    }
+    lost = {kind: 100 * (loss(model, text) / before - 1) for kind, model in models.items()}
+    assert all(abs(lost[kind]) < limit for kind, limit in LIMITS.items()), lost
+    assert lost['int4'] != lost['int8']
+    assert 100 * (loss(with_moved_codes(models['int4']), text) / before - 1) > LIMITS['int4']
+
+
+@pytest.fixture(scope='module')
+def logits_of(loaded):
+    """Model → logits of a few random tokens, and those of the model that was not quantized."""
+    tokens = np.random.default_rng(0).integers(0, 257, (2, 16), dtype=np.int32)
+    runs = {}
+
+    def run(model):
+        kind = model.config.model.weights
+        if kind not in runs:
+            graph, _ = nnx.split(abstract_model(model.config, model.layout))
+            runs[kind] = jax.jit(lambda params: logits(graph, params, tokens))
+        return np.asarray(runs[kind](model.params))
+
+    return run, run(loaded)
+
+
+@pytest.mark.parametrize('kind', LIMITS)
+def test_logits_stay_near(kind, stored, logits_of):
+    run, wanted = logits_of
+
+    def error(model):
+        return np.sqrt(np.mean((run(model) - wanted) ** 2)) / np.sqrt(np.mean(wanted**2))
+
+    assert ERRORS[kind] / 10 < error(stored[kind]) < ERRORS[kind]
+    assert error(with_moved_codes(stored[kind])) > 1.5 * ERRORS['int4']
+
+
+def leaves(params):
+    return {'.'.join(key.key for key in path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and np.array_equal(first[name], second[name]) for name in first
+    )
+
+
+@pytest.mark.parametrize('kind', LIMITS)
+def test_on_the_disk_and_in_memory_it_is_the_same(plain, loaded, quantized, stored, kind):
+    done, found = quantized[kind], stored[kind]
+    made = load_model(str(plain), num_devices=1, quantize=kind)
+    assert found.config == made.config
+    assert (found.step, found.config.model.weights) == (STEPS, kind)
+    assert same(leaves(found.params), leaves(made.params))
+    sizes = [sum(x.nbytes for x in leaves(params).values()) for params in (found.params, made.params)]
+    assert sizes == [done.memory_after] * 2
+    original = leaves(loaded.params)
+    assert sum(x.nbytes for x in original.values()) == done.memory_before
+    assert done.memory_after < 0.6 * done.memory_before
+    assert done.disk_after < done.disk_before
+    # What is no kernel of a block stays bit by bit.
+    arrays, kernels = leaves(found.params), quantized_kernels(found.config.model)
+    rest = {name: array for name, array in original.items() if name not in kernels}
+    assert {'embedding', 'head.kernel'} <= rest.keys()
+    assert same({name: arrays[name] for name in rest}, rest)
+
+
+def test_over_two_devices_it_is_the_same(quantized, stored):
+    two = load_model(str(quantized['int4'].workdir), num_devices=2)
+    assert same(leaves(two.params), leaves(stored['int4'].params))
+    assert not same(leaves(two.params), leaves(stored['int8'].params))
+
+
+def test_an_export_has_the_kernels_that_codes_mean(quantized, stored, tmp_path):
+    from safetensors.numpy import load_file
+
+    done = quantized['int4']
+    export_model(
+        str(done.workdir), str(tmp_path / 'out'), architecture='auto', dtype='float32', max_shard_size=10**9, show=False
+    )
+    exported = load_file(tmp_path / 'out' / 'model.safetensors')
+    weight = exported['model.layers.1.mlp.up_proj.weight'].T
+    params = leaves(stored['int4'].params)
+    codes = params['blocks.feedforward.up.kernel_codes'][1]
+    scales = params['blocks.feedforward.up.kernel_scales'][1].astype(np.float32)
+    halves = np.stack([codes & 15, codes >> 4], axis=1).astype(np.int64).reshape(weight.shape)
+    wanted = (halves - 16 * (halves > 7)) * np.repeat(scales, weight.shape[0] // len(scales), axis=0)
+    assert np.array_equal(weight, wanted)
+    # Control: the other layer is another.
+    assert not np.array_equal(exported['model.layers.0.mlp.up_proj.weight'].T, wanted)
+
+
+def test_what_belongs_to_the_run_comes_along(plain, tmp_path):
+    shutil.copytree(plain, tmp_path / 'run')
+    (tmp_path / 'run' / CHAT_TEMPLATE).write_text('{{ messages }}')
+    done = quantize_checkpoint(str(tmp_path / 'run'), str(tmp_path / 'new'), Weights('int8', 32), show=False)
+    assert (done.workdir / CHAT_TEMPLATE).read_text() == '{{ messages }}'
+    assert (done.workdir / TOKENIZER).read_bytes() == (plain / TOKENIZER).read_bytes()
+    before, after = read_config(plain), read_config(done.workdir)
+    assert after.model == dataclasses.replace(before.model, weights='int8', weights_group=32)
+    assert after.data == before.data
+    assert sorted(path.name for path in (done.workdir / 'checkpoints').iterdir()) == [str(STEPS)]
+
+
+def refuse(words, function):
+    with pytest.raises(InputError) as info:
+        function()
+    for word in words:
+        assert word in str(info.value)
+    assert '\n' not in str(info.value)
+
+
+def test_refusals(plain, quantized, tmp_path):
+    workdir = plain
+
+    def run(checkpoint=workdir, weights=('int8', 0)):
+        output = tmp_path / 'new'
+        try:
+            return quantize_checkpoint(str(checkpoint), str(output), Weights(*weights), show=False)
+        finally:
+            assert not output.exists()
+
+    refuse(['int4 already', 'that they are from'], lambda: run(quantized['int4'].workdir))
+    refuse(['int4 already'], lambda: load_model(str(quantized['int4'].workdir), num_devices=1, quantize='int8'))
+    refuse(['groups of 8 to 7'], lambda: run(weights=('int8', 7)))
+    refuse(["'int3'", 'int8, int4, fp8'], lambda: load_model(str(workdir), num_devices=1, quantize='int3'))
+    refuse(['--group=-1', 'at least 0'], lambda: parse_weights('int8', -1))
+    adapted = tmp_path / 'adapted'
+    adapted.mkdir()
+    shutil.copytree(workdir, adapted, dirs_exist_ok=True)
+    config = read_config(workdir)
+    model = dataclasses.replace(config.model, lora_rank=2)
+    (adapted / CONFIG).write_text(to_json(dataclasses.replace(config, model=model)))
+    refuse(['model.lora_rank=2', 'maxlm.checkpoints merge'], lambda: run(adapted))
+
+
+def test_a_kernel_that_is_not_finite_is_told(plain, tmp_path):
+    reader = ParamsReader(plain / 'checkpoints' / str(STEPS))
+    arrays = {path: reader.read(path) for path in reader.shapes}
+    arrays['blocks.attention.out.kernel'][1, 0, 0, 0] = np.inf
+    nested = {}
+    for path, values in arrays.items():
+        *modules, name = path.split('.')
+        node = nested
+        for module in modules:
+            node = node.setdefault(module, {})
+        node[name] = values
+    write(tmp_path / 'run', read_config(plain), nested)
+    refuse(
+        ['blocks.attention.out.kernel', 'not finite in layer 1'],
+        lambda: quantize_checkpoint(str(tmp_path / 'run'), str(tmp_path / 'new'), Weights('int8', 0), show=False),
+    )
+    assert not (tmp_path / 'new').exists()
+
+
+def test_codes_of_another_kind_are_told(quantized, tmp_path):
+    shutil.copytree(quantized['int8'].workdir, tmp_path / 'run')
+    config = read_config(tmp_path / 'run')
+    other = dataclasses.replace(config.model, weights='fp8')
+    refuse(
+        ['kernel_codes is of int8', 'model.weights=fp8 has uint8'],
+        lambda: open_parameters(tmp_path / 'run' / 'checkpoints' / str(STEPS), other),
+    )
+    # What wants floats says so, too.
+    refuse(['is of', 'float32'], lambda: ParamsReader(tmp_path / 'run' / 'checkpoints' / str(STEPS)))

@@ -1,0 +1,94 @@
+"""Which model is served for what is given."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.errors import InputError
+from maxlm.huggingface.export_model import export_model
+from maxlm.inference.load import load_model
+from maxlm.inference.resolve_model import found_checkpoint, name_of
+from maxlm.log import Console
+from maxlm.training.state import abstract_state
+from maxlm.workdir.files import describe_run
+from maxlm.workdir.step_dirs import FOLDER
+from tests.small import small_config, small_layout
+from tests.starting import MODEL
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+    """Steps 1, 2 and 3 of which the second is the best, and the same without losses."""
+    folder = tmp_path_factory.mktemp('made')
+    bytes_tokenizer().save(folder / 'tokenizer.json')
+    config = small_config(**MODEL, model__vocab_size=257)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda leaf: jax.device_put(rng.uniform(size=leaf.shape).astype(leaf.dtype), leaf.sharding),
+        abstract_state(config, small_layout(config)),
+    )
+    for name, losses in {'run': {1: 3.0, 2: 1.0, 3: 2.0}, 'unknown': {1: None, 2: None}}.items():
+        with Checkpoints(folder / name, keep_last=9) as checkpoints:
+            for step, loss in losses.items():
+                checkpoints.save(step, state._replace(step=np.int32(step)), {}, validation_loss=loss)
+                checkpoints.wait()
+        describe_run(folder / name, config, folder / 'tokenizer.json')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ('given', 'step', 'words'),
+    [
+        ('run', 2, 'step 2 has the lowest validation loss'),
+        ('run/', 2, 'step 2 has the lowest validation loss'),
+        ('run@3', 3, ''),
+        ('run@best', 2, ''),
+        ('run/checkpoints/1', 1, ''),
+        ('unknown', 2, 'the newest, 2, is served'),
+    ],
+)
+def test_a_workdir(made, given, step, words, capsys):
+    with Console(), found_checkpoint(f'{made}/{given}') as checkpoint:
+        assert find_step_here(checkpoint).name == str(step)
+    assert words in capsys.readouterr().out
+    assert name_of(f'{made}/{given}') in ('run', 'unknown')
+
+
+def test_a_directory_of_transformers(made, tmp_path, capsys):
+    export_model(
+        f'{made}/run@2',
+        str(tmp_path / 'exported'),
+        architecture='auto',
+        dtype='float32',
+        max_shard_size=10**9,
+        show=False,
+    )
+    with Console(), found_checkpoint(str(tmp_path / 'exported')) as checkpoint:
+        model = load_model(checkpoint, num_devices=1)
+        imported = checkpoint
+    assert 'LlamaForCausalLM' in capsys.readouterr().out
+    there = load_model(f'{made}/run@2', num_devices=1)
+    equal = jax.tree.map(np.array_equal, jax.device_get(model.params), jax.device_get(there.params))
+    assert all(jax.tree.leaves(equal))
+    # Nothing of the import is left.
+    with pytest.raises(InputError):
+        load_model(imported, num_devices=1)
+    assert name_of(str(tmp_path / 'exported')) == 'exported'
+
+
+def test_what_is_no_model(made, tmp_path):
+    shutil.copytree(made / 'run', tmp_path / 'damaged')
+    shutil.rmtree(tmp_path / 'damaged' / FOLDER)
+    (tmp_path / 'damaged' / 'model.safetensors').write_bytes(b'x')
+    for given, words in [
+        (f'{made}/nowhere', 'no checkpoint in'),
+        (str(tmp_path / 'damaged'), 'config.json'),
+    ]:
+        with pytest.raises(InputError, match=words) as info, found_checkpoint(given):
+            pass
+        assert '--input' not in str(info.value)

@@ -1,0 +1,368 @@
+"""The sampler: against the engine, the training forward and the softmax; on other meshes and in other company."""
+
+import functools
+import json
+import math
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.errors import InputError
+from maxlm.inference.engine.requests import Request
+from maxlm.inference.load import LoadedModel
+from maxlm.inference.rollout_generator import Sampler, plan_runs
+from maxlm.inference.sampling import Sampling
+from maxlm.training.state import abstract_model
+from tests.inference.engines import new_engine
+from tests.inference.rollout_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS, STD
+from tests.parameters import random_params
+from tests.processes import Processes
+from tests.small import small_config, small_layout
+
+VOCAB = SETTINGS['model__vocab_size']
+FAMILIES = {
+    'gpt2': {},
+    'gpt_neox, adapters': {'model__num_kv_heads': 2, 'model__lora_rank': 2},
+    'nanochat': {},
+    'llama': {'model__num_kv_heads': 2},
+    'qwen3, yarn, windows': {
+        'model__num_kv_heads': 1,
+        'model__head_dim': 12,
+        'model__attention_pattern': 'SL',
+        'model__sliding_window': 3,
+        'model__rotary_scaling': 'yarn',
+        'model__rotary_factor': 4.0,
+    },
+    'llama, dynamic': {'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
+    'llama, bfloat16': {'model__dtype': 'bfloat16'},
+}
+# Keys in a cache stay as they were rotated when they came, which dynamic scaling does otherwise in one pass.
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.nightly) if 'bfloat16' in name else name
+    for name in FAMILIES
+    if name not in ('llama', 'llama, dynamic')
+]
+ROWS = [prompt for prompt in PROMPTS for _ in range(NUM_SAMPLES)]
+
+
+class Model(NamedTuple):
+    config: object
+    layout: object
+    params: object
+
+
+@functools.cache
+def make(name='llama', std=STD, num_devices=1, **mesh):
+    """A model whose parameters are all random, the same on every mesh."""
+    given = {f'mesh__{axis}': size for axis, size in mesh.items()}
+    config = small_config(num_devices, **SETTINGS, **FAMILIES[name], model__family=name.split(',')[0], **given)
+    layout = small_layout(config)
+    return Model(config, layout, random_params(config, layout, std=std))
+
+
+@functools.cache
+def sampler(model_name='llama', ends=()):
+    model = make(model_name)
+    return Sampler(model.config, model.layout, ends=ends, max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
+
+
+def draw(name='llama', prompts=PROMPTS, *, ends=(), seed=0, num_samples=NUM_SAMPLES, **kwargs):
+    return sampler(name, ends)(make(name).params, prompts, seed=seed, num_samples=num_samples, **kwargs)
+
+
+@functools.cache
+def forward(name):
+    """Log-probabilities of every id behind every token, by the pass without a cache that training makes."""
+    model = make(name)
+    graph, _ = nnx.split(abstract_model(model.config, model.layout))
+
+    @jax.jit
+    def log_softmax(params, tokens_BT, segments_BT, positions_BT):
+        decoder = nnx.merge(graph, params)
+        hidden_BTD, _ = decoder(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)
+        return jax.nn.log_softmax(decoder.logits(hidden_BTD))
+
+    return log_softmax
+
+
+def in_training(name, windows, *, isolated=True, params=None):
+    """For every text, log-probabilities of all ids behind each of its tokens; a window is texts, one after another."""
+    T = 2 * (MAX_PROMPT + MAX_TOKENS)
+    tokens, segments, positions = np.zeros((3, len(ROWS), T), np.int32)
+    places = []
+    for row, texts in enumerate(windows):
+        start = 0
+        for number, text in enumerate(texts, start=1):
+            part = slice(start, start + len(text))
+            tokens[row, part], segments[row, part], positions[row, part] = text, number, np.arange(len(text))
+            places.append((row, part))
+            start = part.stop
+    given = (tokens, segments if isolated else np.ones_like(segments), positions)
+    found = np.asarray(forward(name)(make(name).params if params is None else params, *given))
+    return [found[row, part] for row, part in places]
+
+
+def texts_of(responses):
+    return [prompt + row.tolist() for prompt, row in zip(ROWS, responses.tokens_BR, strict=True)]
+
+
+class Compared(NamedTuple):
+    """Responses at temperatures 1 and 0, and a pass of training over each of them."""
+
+    name: str
+    warm: object
+    cold: object
+    of_warm: list
+    of_cold: list
+
+    @property
+    def tolerance(self):
+        return 0.2 if 'bfloat16' in self.name else 1e-4
+
+
+def compare(name):
+    warm, cold = (draw(name, temperature=temperature) for temperature in (1.0, 0.0))
+    return Compared(name, warm, cold, *(in_training(name, [[text] for text in texts_of(row)]) for row in (warm, cold)))
+
+
+@pytest.fixture(scope='module')
+def llama():
+    return compare('llama')
+
+
+def error_of_log_probs(responses, found, shift=0):
+    errors = []
+    for prompt, text, logs, drawn in zip(ROWS, texts_of(responses), found, responses.log_probs_BR, strict=True):
+        own = logs[np.arange(len(text) - 1), text[1:]][len(prompt) - 1 :]
+        errors.append(np.abs(own[shift:] - drawn[: MAX_TOKENS - shift]).max())
+    return max(errors)
+
+
+def assert_log_probabilities_are_those_of_training(compared):
+    assert error_of_log_probs(compared.warm, compared.of_warm) < compared.tolerance
+    # Control: off by one.
+    assert error_of_log_probs(compared.warm, compared.of_warm, shift=1) > 0.5
+
+
+def assert_log_probabilities_are_those_of_packed_texts(compared):
+    texts = texts_of(compared.warm)
+    windows = [texts[:2], texts[2:4], texts[4:]]
+    assert error_of_log_probs(compared.warm, in_training(compared.name, windows)) < compared.tolerance
+    # Control: texts that see each other.
+    assert error_of_log_probs(compared.warm, in_training(compared.name, windows, isolated=False)) > 0.5
+
+
+def assert_each_token_is_the_likeliest_at_temperature_0(compared):
+    for prompt, row, logs in zip(ROWS, compared.cold.tokens_BR, compared.of_cold, strict=True):
+        np.testing.assert_array_equal(logs.argmax(-1)[len(prompt) - 1 : -1], row)
+    # Control: the others are not.
+    assert not np.array_equal(compared.warm.tokens_BR, compared.cold.tokens_BR)
+
+
+def test_log_probabilities_are_those_of_training(llama):
+    assert_log_probabilities_are_those_of_training(llama)
+
+
+def test_log_probabilities_are_those_of_packed_texts(llama):
+    assert_log_probabilities_are_those_of_packed_texts(llama)
+
+
+def test_at_temperature_0_each_token_is_the_likeliest(llama):
+    assert_each_token_is_the_likeliest_at_temperature_0(llama)
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_every_family_is_as_in_training(name):
+    compared = compare(name)
+    assert_log_probabilities_are_those_of_training(compared)
+    assert_log_probabilities_are_those_of_packed_texts(compared)
+    if 'bfloat16' not in name:
+        assert_each_token_is_the_likeliest_at_temperature_0(compared)
+
+
+def test_tokens_are_the_engines():
+    name = 'llama, dynamic'
+    model = make(name)
+    tokenizer = types.SimpleNamespace(vocab_size=VOCAB, end_of_document=-1, decode=lambda ids: '')
+    loaded = LoadedModel(model.config, model.layout, model.params, tokenizer, Path('tokenizer.json'), 1)
+    engine = new_engine(loaded, num_slots=4, all_rows=True)
+    for temperature in (0.0, 1.0):
+        found = draw(name, seed=3, temperature=temperature).tokens_BR
+        for number, prompt in enumerate(PROMPTS):
+            # Rows are numbered through all prompts, samples of a request from 0 on.
+            rows = slice(number * NUM_SAMPLES, (number + 1) * NUM_SAMPLES)
+            request = Request(tuple(prompt), MAX_TOKENS, Sampling(temperature=temperature), 3, rows.stop)
+            (samples,) = engine.complete([request])
+            assert [sample.ids for sample in samples[rows]] == found[rows].tolist()
+    # Controls: the seed matters, and so do prompts.
+    assert draw(name).tokens_BR.tolist() != found.tolist()
+    assert len(np.unique(draw(name, temperature=0.0).tokens_BR, axis=0)) == len(PROMPTS)
+
+
+def test_tokens_are_drawn_as_the_softmax_says(llama):
+    num, model = 4096, make(std=0.15)
+    sampler = Sampler(model.config, model.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=1)
+    prompt = PROMPTS[1]
+    log_probs = in_training('llama', [[prompt]], params=model.params)[0][-1]
+
+    def chi_square(**kwargs):
+        responses = sampler(model.params, [prompt], seed=0, num_samples=num, **kwargs)
+        tokens = responses.tokens_BR[:, 0]
+        probabilities = np.exp(log_probs)
+        np.testing.assert_allclose(responses.log_probs_BR[:, 0], log_probs[tokens], atol=1e-4)
+        expected = num * probabilities
+        return (np.square(np.bincount(tokens, minlength=VOCAB) - expected) / expected).sum()
+
+    assert np.ptp(log_probs) > 2
+    assert num * np.exp(log_probs.min()) > 3
+    # Mean and five standard deviations of chi-square with VOCAB - 1 degrees of freedom.
+    bound = VOCAB - 1 + 5 * np.sqrt(2 * (VOCAB - 1))
+    assert chi_square() < bound
+    # Control: another distribution. Log-probabilities stay those of the model.
+    assert chi_square(temperature=1.3) > bound
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'gather_once'),
+    [
+        ({'data': 2, 'fsdp': 2, 'tensor': 2}, True),
+        ({'fsdp': 2, 'tensor': 2, 'offload': 'all'}, False),
+        pytest.param({'fsdp': 2, 'tensor': 2}, False, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_every_mesh_draws_the_same(mesh, gather_once, llama):
+    num_devices = math.prod(size for size in mesh.values() if isinstance(size, int))
+    alone, model = llama.warm, make(num_devices=num_devices, **mesh)
+    there = Sampler(
+        model.config,
+        model.layout,
+        ends=(),
+        max_prompt=MAX_PROMPT,
+        max_tokens=MAX_TOKENS,
+        gather_once=gather_once,
+    )
+    responses = there(model.params, PROMPTS, seed=0, num_samples=NUM_SAMPLES)
+    np.testing.assert_array_equal(responses.tokens_BR, alone.tokens_BR)
+    np.testing.assert_allclose(responses.log_probs_BR, alone.log_probs_BR, atol=1e-5)
+    np.testing.assert_array_equal(responses.num_B, alone.num_B)
+
+
+@pytest.mark.multiprocess
+def test_two_processes_draw_the_same_and_have_all(tmp_path):
+    with Processes(2, 1, [], logs=tmp_path / 'logs', module='tests.inference.rollout_pair') as processes:
+        assert processes.wait() == [0, 0], processes.output(0) + processes.output(1)
+        first, second = (json.loads(process.stdout.splitlines()[-1]) for process in processes.all)
+    assert first == second
+    alone = draw('gpt2')
+    assert first['tokens'] == alone.tokens_BR.tolist()
+    np.testing.assert_allclose(first['log_probs'], alone.log_probs_BR, atol=1e-5)
+
+
+def test_batch_mates_do_not_matter(llama):
+    together = llama.warm
+    # Bit by bit, in a program of the same shape.
+    others = draw(prompts=[PROMPTS[2], PROMPTS[1], [60]])
+    own = slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
+    np.testing.assert_array_equal(others.tokens_BR[own], together.tokens_BR[own])
+    np.testing.assert_array_equal(others.log_probs_BR[own], together.log_probs_BR[own])
+    assert not np.array_equal(others.tokens_BR[:NUM_SAMPLES], together.tokens_BR[:NUM_SAMPLES])
+
+
+def test_the_number_of_rows_at_a_time_does_not_matter(llama):
+    """But for rounding: one row at a time, one prompt alone."""
+    together, own = llama.warm, slice(NUM_SAMPLES, 2 * NUM_SAMPLES)
+    parts = draw(rows_per_run=1)
+    np.testing.assert_array_equal(parts.tokens_BR, together.tokens_BR)
+    np.testing.assert_allclose(parts.log_probs_BR, together.log_probs_BR, atol=1e-5)
+    assert parts.drawn == together.drawn == len(PROMPTS) * NUM_SAMPLES * MAX_TOKENS
+    assert parts.passes == len(PROMPTS) * NUM_SAMPLES * (MAX_TOKENS - 1)
+    alone = draw(prompts=PROMPTS[1:2], first_row=NUM_SAMPLES, rows_per_run=1)
+    np.testing.assert_array_equal(alone.tokens_BR, together.tokens_BR[own])
+    # Control: the number of a row does matter.
+    assert not np.array_equal(draw(prompts=PROMPTS[1:2], rows_per_run=1).tokens_BR, alone.tokens_BR)
+
+
+def test_a_response_ends_and_with_the_last_the_loop(llama):
+    free = llama.cold
+    first = free.tokens_BR[0].tolist()
+    end = first[2]
+    assert free.passes == MAX_TOKENS - 1
+    assert not free.ended_B.any()
+    # An id that never comes does not matter.
+    never = next(id for id in range(VOCAB) if id not in free.tokens_BR)
+    ended = draw(ends=(never, end), temperature=0.0)
+    for row, whole in enumerate(free.tokens_BR.tolist()):
+        num = whole.index(end) + 1 if end in whole else MAX_TOKENS
+        assert ended.num_B[row] == num
+        assert ended.ended_B[row] == (end in whole)
+        assert ended.tokens_BR[row].tolist() == whole[:num] + [0] * (MAX_TOKENS - num)
+        np.testing.assert_array_equal(ended.log_probs_BR[row, :num], free.log_probs_BR[row, :num])
+        assert np.all(ended.log_probs_BR[row, num:] == 0)
+    assert ended.drawn == ended.num_B.sum() < free.drawn
+    # Control: some row goes on.
+    assert ended.passes == ended.num_B.max() - 1 == MAX_TOKENS - 1
+    # Where all rows end, no pass follows.
+    alike = draw(prompts=[PROMPTS[0]] * len(PROMPTS), ends=(never, end), temperature=0.0)
+    assert alike.passes == first.index(end) == alike.num_B[0] - 1 < MAX_TOKENS - 1
+
+
+def test_runs_hold_what_they_may_and_divide_over_devices():
+    lengths = (8, 8)
+    assert plan_runs(8, 4, 0, shards=4, lengths=lengths) == (4, 8)
+    # One prompt for eight devices: each takes it, for some of its samples.
+    assert plan_runs(1, 16, 0, shards=8, lengths=lengths) == (2, 8)
+    assert plan_runs(3, 2, 4, shards=1, lengths=lengths) == (2, 2)
+    assert plan_runs(3, 4, 2, shards=2, lengths=lengths) == (1, 2)
+    # The runs are about equally full.
+    assert plan_runs(10, 1, 8, shards=1, lengths=lengths) == (1, 5)
+    for prompts in range(1, 8):
+        for samples in (1, 2, 6):
+            for rows in (0, 4, 9, 100):
+                group, P = plan_runs(prompts, samples, rows, shards=4, lengths=lengths)
+                assert samples % group == 0
+                assert P % 4 == 0
+                assert not rows or P * group <= rows
+
+
+def refusal(act):
+    with pytest.raises(InputError) as info:
+        act()
+    assert '\n' not in str(info.value)
+    return str(info.value)
+
+
+def test_what_does_not_fit_is_refused(llama):
+    model = make()
+
+    def build(config=model.config, layout=model.layout, max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS):
+        return Sampler(config, layout, ends=(), max_prompt=max_prompt, max_tokens=max_tokens)
+
+    for axis in ('stage', 'context'):
+        micro_batch = {'train__micro_batch': 1} if axis == 'stage' else {}
+        config = small_config(2, **SETTINGS, **{f'mesh__{axis}': 2}, **micro_batch)
+        assert f'mesh.{axis}=2: responses' in refusal(functools.partial(build, config, small_layout(config)))
+    context = model.config.model.max_positions
+    message = refusal(lambda: build(max_prompt=context - 3, max_tokens=4))
+    assert f'max_tokens=4: prompts have up to {context - 3} tokens and the context of the model {context}' in message
+    assert 'at most 3 tokens can follow' in message
+    assert 'max_tokens=0: must be at least 1' in refusal(lambda: build(max_tokens=0))
+    assert 'max_prompt=0: must be at least 1' in refusal(lambda: build(max_prompt=0))
+    assert 'there is no prompt' in refusal(lambda: draw(prompts=[]))
+    assert 'prompt 1 (from 0) has 0 tokens' in refusal(lambda: draw(prompts=[[1], []]))
+    assert f'at most {MAX_PROMPT}' in refusal(lambda: draw(prompts=[[1] * (MAX_PROMPT + 1)]))
+    for id in (-1, VOCAB):
+        assert f'prompt 0 (from 0) has ids outside of 0 … {VOCAB - 1}' in refusal(lambda id=id: draw(prompts=[[1, id]]))
+    assert 'temperature=-1.0: must be' in refusal(lambda: draw(temperature=-1.0))
+    assert 'temperature=nan: must be' in refusal(lambda: draw(temperature=float('nan')))
+    assert 'num_samples=0: must be' in refusal(lambda: draw(num_samples=0))
+    assert 'rows_per_run=-1: must be' in refusal(lambda: draw(rows_per_run=-1))
+    spread = make(num_devices=4, fsdp=4)
+    there = Sampler(spread.config, spread.layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)
+    message = refusal(lambda: there(spread.params, PROMPTS, seed=0, rows_per_run=3))
+    assert 'rows_per_run=3: rows are split over 4 devices' in message

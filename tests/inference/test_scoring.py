@@ -1,0 +1,245 @@
+"""Likelihoods of continuations against one forward pass for each, on any mesh; cutting of long texts."""
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.errors import InputError
+from maxlm.inference import scoring
+from maxlm.inference.load import LoadedModel
+from maxlm.inference.prefix_tree import grow
+from maxlm.inference.scoring import SHORTEST_ROW, Likelihood, Scorer, Span, pack, scored_slots, windows
+from maxlm.training.state import abstract_model
+from tests.parameters import random_params
+from tests.small import small_config, small_layout
+
+CONTEXT = 96
+VOCAB = 257
+# More rows than token ids, and an odd number, which devices cannot share equally.
+MODEL = {'model__dim': 16, 'model__vocab_size': 263, 'model__max_positions': CONTEXT}
+FAMILIES = {
+    'gpt2': {'model__family': 'gpt2'},
+    'llama': {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__logit_softcap': 5.0},
+    'windows': {'model__family': 'llama', 'model__sliding_window': 9, 'model__attention_pattern': 'SL'},
+    'dynamic': {'model__family': 'llama', 'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
+}
+MESHES = {
+    'one device': {},
+    'data and tensor': {'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 2},
+    'context': {'mesh__context': 2, 'mesh__data': 1, 'mesh__fsdp': 4},
+    'stages': {'mesh__stage': 2, 'mesh__data': 4, 'train__micro_batch': 1},
+}
+
+
+@functools.cache
+def load(family='llama', mesh='one device'):
+    axes = MESHES[mesh]
+    config = small_config(num_devices=8 if axes else 1, **{**MODEL, **FAMILIES[family], **axes})
+    layout = small_layout(config)
+    params = random_params(config, layout, std=0.3)
+    return LoadedModel(config, layout, params, bytes_tokenizer(), Path('tokenizer.json'), 1)
+
+
+@functools.cache
+def scorer(family='llama', mesh='one device'):
+    return Scorer(load(family, mesh))
+
+
+@functools.cache
+def forward(family):
+    model = load(family)
+    graph, _ = nnx.split(abstract_model(model.config, model.layout))
+
+    @jax.jit
+    def log_probs(params, tokens_1T):
+        decoder = nnx.merge(graph, params)
+        return jax.nn.log_softmax(decoder.logits(decoder(tokens_1T)[0])[0])
+
+    return lambda tokens: np.asarray(log_probs(model.params, np.array([tokens], np.int32)))
+
+
+def naive(family, span):
+    """One forward pass of the whole text."""
+    text = [*span.context, *span.continuation][-(CONTEXT + 1) :]
+    # What stands behind a token does not matter to it, so one length serves all.
+    log_probs = forward(family)([*text[:-1], *[0] * (CONTEXT + 1 - len(text))])
+    places = range(len(text) - 1 - len(span.continuation), len(text) - 1)
+    found = [log_probs[place, token] for place, token in zip(places, span.continuation, strict=True)]
+    likeliest = [int(np.argmax(log_probs[place])) for place in places]
+    return Likelihood(float(np.sum(found)), likeliest == list(span.continuation))
+
+
+@functools.cache
+def spans():
+    """Contexts and continuations of all lengths; several of one context; some too long; some greedy."""
+    rng = np.random.default_rng(0)
+
+    def text(length):
+        return rng.integers(0, VOCAB, length).tolist()
+
+    made = [Span(text(context), text(rng.integers(1, 9))) for context in rng.integers(1, CONTEXT + 30, 40)]
+    shared = text(20)
+    made += [Span(shared, [choice]) for choice in (1, 2, 3)] + [Span(shared, text(4)), Span(text(1), text(CONTEXT))]
+    for context in (shared, text(7)):
+        tokens = list(context)
+        for _ in range(3):
+            padded = [*tokens, *[0] * (CONTEXT - len(tokens))]
+            tokens.append(int(np.argmax(forward('llama')(padded)[len(tokens) - 1])))
+        made.append(Span(context, tokens[len(context) :]))
+    return made
+
+
+def agree(found, expected):
+    assert [score.is_greedy for score in found] == [score.is_greedy for score in expected]
+    np.testing.assert_allclose([s.log_prob for s in found], [s.log_prob for s in expected], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def expected():
+    """Likelihoods of the spans, one by one."""
+    return [naive('llama', span) for span in spans()]
+
+
+@pytest.fixture(scope='module')
+def found():
+    return scorer().score(spans())
+
+
+def test_each_span_is_scored_as_alone(expected, found):
+    agree(found, expected)
+    assert {score.is_greedy for score in expected} == {False, True}
+
+
+def test_learned_positions_are_those_of_each_text():
+    agree(scorer('gpt2').score(spans()), [naive('gpt2', span) for span in spans()])
+
+
+def test_neither_batches_nor_the_order_matter(expected):
+    # Small batches cut the rows otherwise.
+    agree(Scorer(load(), batch_tokens=SHORTEST_ROW).score(spans()[::-1])[::-1], expected)
+
+
+def test_where_the_rotation_depends_on_the_length_texts_are_alone():
+    few = spans()[:3] + spans()[-2:]
+    rows = [row for rows, _ in scorer('dynamic')._batches([10, 20, 30]) for row in rows]
+    assert rows == [[2], [1], [0]]
+    assert [row for rows, _ in scorer()._batches([10, 20, 30]) for row in rows] == [[2, 1, 0]]
+    found = scorer('dynamic').score(few)
+    agree(found[3:], scorer('dynamic').score(few[3:]))
+    assert len({score.log_prob for score in found}) == 5
+
+
+def test_a_span_that_is_off_by_one_would_be_found(expected, found, monkeypatch):
+    monkeypatch.setattr(scoring, 'scored_slots', lambda length, num: range(length - num - 1, length - 1))
+    usual = [number for number, span in enumerate(spans()) if len(span.context) > 1]
+    wrong = scorer().score([spans()[number] for number in usual])
+    with pytest.raises(AssertionError):
+        agree(wrong, [expected[number] for number in usual])
+
+
+def test_texts_in_one_row_do_not_see_each_other(expected, found, monkeypatch):
+    original = scoring._arrays
+
+    def one_segment(rows, B, T):
+        tokens, segments, ends, positions = original(rows, B, T)
+        return tokens, np.minimum(segments, 1), np.full_like(ends, T), positions
+
+    # As documents, and as trees.
+    alone = [number for number, span in enumerate(spans()) if len(span.context) > 20]
+    agree(scorer().score([spans()[number] for number in alone]), [expected[number] for number in alone])
+    monkeypatch.setattr(scoring, '_arrays', one_segment)
+    with pytest.raises(AssertionError):
+        agree(scorer().score([spans()[number] for number in alone]), [expected[number] for number in alone])
+    with pytest.raises(AssertionError):
+        agree(scorer().score(spans()), expected)
+
+
+@pytest.mark.parametrize('mesh', [name for name in MESHES if name != 'one device'])
+def test_the_mesh_does_not_matter(mesh, found):
+    agree(scorer('llama', mesh).score(spans()), found)
+
+
+def test_texts_that_are_read_alike_are_read_once(found, monkeypatch):
+    read = []
+    original = scoring._arrays
+    monkeypatch.setattr(scoring, '_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
+    choices = [Span([5, 6, 7], [choice]) for choice in range(10)]
+    scorer().score([*choices, Span([5, 6, 8], [1])])
+    ((row,),) = read
+    assert [tree.tokens.tolist() for tree in row] == [[5, 6, 7], [5, 6, 8]]
+
+
+@pytest.mark.parametrize('family', ['llama', 'windows'])
+def test_what_texts_begin_with_is_read_once(family, monkeypatch):
+    """Examples before all questions, a question before all its answers; some texts are the beginning of others."""
+    rng = np.random.default_rng(3)
+    examples = rng.integers(0, VOCAB, 40).tolist()
+    asked = []
+    for _ in range(3):
+        question = [*examples, *rng.integers(0, VOCAB, 12).tolist()]
+        answers = [rng.integers(0, VOCAB, length).tolist() for length in (1, 3, 7)]
+        asked += [Span(question, answer) for answer in (*answers, [*answers[2], 9])]
+    asked = [asked[number] for number in rng.permutation(len(asked))]
+    expected = [naive(family, span) for span in asked]
+    read = []
+    original = scoring._arrays
+    monkeypatch.setattr(scoring, '_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
+    found = scorer(family).score(asked)
+    agree(found, expected)
+    ((row,),) = read
+    # The examples, three questions, and of each the answers without their last tokens.
+    texts = [[*span.context, *span.continuation[:-1]] for span in asked]
+    beginnings = {tuple(text[:end]) for text in texts for end in range(1, len(text) + 1)}
+    assert [len(tree.tokens) for tree in row] == [len(beginnings)]
+    assert len(beginnings) <= 40 + 3 * (12 + 2 + 7)
+    # Control: where texts are not shared, the same is read as documents.
+    monkeypatch.setattr(scoring, 'grow', lambda texts, largest: grow(texts, largest=0))
+    agree(scorer(family).score(asked), expected)
+    assert sum(len(tree.tokens) for rows in read[1:] for row in rows for tree in row) > 4 * len(row[0].tokens)
+
+
+def test_shapes_are_few():
+    small = Scorer(load(), batch_tokens=2 * SHORTEST_ROW)
+    lengths = [1000, 900, 400, *[100] * 60, 90]
+    batches = list(small._batches(lengths))
+    # Full batches, and a last one.
+    assert [(T, small._num_rows(len(rows), T)) for rows, T in batches] == [(1024, 1)] * 3 + [(512, 2)] * 6 + [(512, 1)]
+    assert sorted(number for rows, _ in batches for row in rows for number in row) == list(range(64))
+
+
+def test_rows_are_filled():
+    lengths = [70, 60, 50, 40, 30, 20, 10, 10]
+    rows = pack(range(8), lengths, 100)
+    assert sorted(number for row in rows for number in row) == list(range(8))
+    assert [sum(lengths[number] for number in row) for row in rows] == [100, 100, 90]
+
+
+def test_which_slots_are_scored():
+    assert list(scored_slots(5, 2)) == [3, 4]
+    assert list(scored_slots(1, 1)) == [0]
+
+
+@pytest.mark.parametrize('length', [0, 1, 7, 8, 9, 16, 17, 30])
+def test_windows_are_those_of_lm_eval(length):
+    utils = pytest.importorskip('lm_eval.utils')
+    tokens = list(range(100, 100 + length))
+    theirs = utils.get_rolling_token_windows(tokens, prefix_token=0, max_seq_len=8, context_len=1)
+    assert windows(tokens, 0, 8) == [tuple(utils.make_disjoint_window(pair)) for pair in theirs]
+    # Each token once.
+    assert [token for span in windows(tokens, 0, 8) for token in span.continuation] == tokens
+
+
+def test_what_cannot_be_scored(found):
+    for span, message in (
+        (Span([], [1]), 'request 1 has no context'),
+        (Span([1], []), 'request 1 has no continuation'),
+        (Span([1], [2] * (CONTEXT + 1)), f'has {CONTEXT + 1} tokens, and the context of the model is {CONTEXT}'),
+    ):
+        with pytest.raises(InputError, match=message):
+            scorer().score([Span([1], [2]), span])
+    assert scorer().score([]) == []

@@ -1,0 +1,249 @@
+"""Documents for cuDNN: the lists, and attention and gradients with formulas in the kernels' place."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from maxlm.model.attention import attention, cudnn
+from maxlm.model.attention.attention import attend
+from maxlm.parallel.partitioning import ONE_DEVICE
+from maxlm.planning.compiled.program import read_program
+from maxlm.training.state import abstract_state
+from maxlm.training.step import make_train_step
+from tests.model.attention import cudnn_on_cpu
+from tests.small import small_batch, small_config, small_layout
+
+B, T, N, H = 3, 32, 4, 8
+
+
+def rows_of(*lengths_by_row):
+    """Segments [B, T] of documents with these lengths; what is left of a row is padding."""
+    rows = np.zeros((len(lengths_by_row), T), np.int32)
+    for row, lengths in zip(rows, lengths_by_row, strict=True):
+        row[: sum(lengths)] = np.repeat(np.arange(len(lengths)) + 1, lengths)
+    return rows
+
+
+FEW = rows_of([32], [10, 22], [5, 20])
+# With room for 2 documents a row, 6 on a device: two lists, five, and sixteen.
+PACKINGS = {
+    'few': FEW,
+    'two_lists': rows_of([1, 2, 3, 4], [32], [8, 8]),
+    'five_lists': rows_of([2] * 13, [1, 31], [3] * 10),
+    'single_tokens': rows_of([1] * T, [1] * T, [1] * 31),
+}
+
+
+@pytest.fixture
+def formulas(monkeypatch):
+    monkeypatch.setattr(cudnn, 'run_forward', cudnn_on_cpu.run_forward)
+    monkeypatch.setattr(cudnn, 'run_backward', cudnn_on_cpu.run_backward)
+    monkeypatch.setattr(attention, 'takes_documents', lambda *_: True)
+
+
+def inputs(kv_heads):
+    rng = np.random.default_rng(0)
+    heads = (N, kv_heads, kv_heads, N)
+    return tuple(rng.standard_normal((B, T, count, H), np.float32) for count in heads)
+
+
+def value_and_gradients(function):
+    def run(q, k, v, do, segments):
+        output, pull = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
+        return output, *pull(do)
+
+    return jax.jit(run)
+
+
+def by_documents(window):
+    return lambda q, k, v, segments: cudnn.attend_documents(q, k, v, segments, window=window, placement=ONE_DEVICE)
+
+
+@jax.jit
+def _by_mask(q, k, v, do, mask):
+    output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, window=0, kernel='xla'), q, k, v)
+    return output, *pull(do)
+
+
+def by_mask(window, arrays, segments):
+    """Output and gradients; the mask is an argument, so that one program serves all."""
+    behind = np.arange(T)[:, None] - np.arange(T)[None, :]
+    is_seen = (behind >= 0) & (behind < (window or T))
+    return _by_mask(*arrays, is_seen & (segments[:, :, None] == segments[:, None, :]))
+
+
+def largest_error(ours, theirs):
+    assert all(np.isfinite(x).all() for x in ours)
+    return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(('window', 'kv_heads'), [(0, N), (5, 2)])
+def test_documents_are_the_mask(formulas, window, kv_heads):
+    arrays = inputs(kv_heads)
+    ours = value_and_gradients(by_documents(window))
+    by_packing = {packing: ours(*arrays, segments) for packing, segments in PACKINGS.items()}
+    for packing, segments in PACKINGS.items():
+        expected = by_mask(window, arrays, segments)
+        for other, found in by_packing.items():
+            # Control: other documents give something else.
+            assert (largest_error(found, expected) < 1e-5) == (other == packing)
+    assert largest_error(by_packing['few'], by_mask(4, arrays, FEW)) > 1e-2
+
+
+def test_the_kernel_runs_once_for_each_list(formulas, monkeypatch):
+    lists = []
+
+    def run(*arguments, window):
+        jax.debug.callback(lambda start: lists.append(start.tolist()), arguments[-1])
+        return cudnn_on_cpu.run_forward(*arguments, window=window)
+
+    monkeypatch.setattr(cudnn, 'run_forward', run)
+    attend_documents, arrays = jax.jit(by_documents(0)), inputs(N)[:3]
+    for packing, num_lists in [('few', 1), ('two_lists', 2), ('five_lists', 5)]:
+        lists.clear()
+        jax.block_until_ready(attend_documents(*arrays, PACKINGS[packing]))
+        jax.effects_barrier()
+        assert len(lists) == num_lists
+        # Every document is in one of them: the lists go on where the ones before ended.
+        starts = [start for listed in sorted(lists) for start in listed[:-1] if start < B * T]
+        expected = np.flatnonzero(np.insert(np.diff(PACKINGS[packing], axis=1) != 0, 0, True, axis=1))
+        assert starts == expected.tolist()
+
+
+def test_lists_against_numpy():
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        is_first = rng.random((B, T)) < rng.random()
+        is_first[:, 0] = True
+        segments = np.where(rng.random((B, 1)) < 0.5, is_first.cumsum(1), is_first.cumsum(1) - 1).astype(np.int32)
+        number, start = jax.jit(cudnn.list_documents)(segments)
+        firsts = np.flatnonzero(is_first)
+        np.testing.assert_array_equal(number, is_first.reshape(-1).cumsum().reshape(B, T) - 1)
+        np.testing.assert_array_equal(start.reshape(-1)[: len(firsts)], firsts)
+        assert (np.asarray(start).reshape(-1)[len(firsts) :] == B * T).all()
+
+
+@pytest.mark.parametrize('kv_heads', [1, 2, N])
+def test_lengths_and_offsets(kv_heads):
+    q, k, *_ = inputs(kv_heads)
+    start = np.asarray(jax.jit(cudnn.list_documents)(FEW).start_BX).reshape(-1)[:7]
+    assert start.tolist() == [0, 32, 42, 64, 69, 89, 96]
+    lengths, kv_lengths, offsets, kv_offsets = jax.jit(cudnn._lengths_and_offsets)(q, k, start)
+    assert lengths.reshape(-1).tolist() == kv_lengths.reshape(-1).tolist() == [32, 10, 22, 5, 20, 7]
+    assert offsets.reshape(-1)[:7].tolist() == [place * N * H for place in start.tolist()]
+    assert kv_offsets.reshape(-1)[:7].tolist() == [place * kv_heads * H for place in start.tolist()]
+    # As JAX hands them to cuDNN, where it is right in all versions.
+    of_rows = jnp.array([[32, -1], [10, 22], [5, 20]]), jnp.array([[0, -1, -1], [0, 10, -1], [0, 5, -1]])
+    theirs = fused._fix_seqlen_offsets(of_rows[0], of_rows[0], of_rows[1], of_rows[1], q, q)
+    assert theirs[0].reshape(-1)[:5].tolist() == lengths.reshape(-1)[:5].tolist()
+    assert theirs[2].reshape(-1)[:5].tolist() == offsets.reshape(-1)[:5].tolist()
+    assert theirs[0].shape == lengths.shape
+    assert theirs[2].shape == offsets.shape
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(fused, 'check_cudnn_version', lambda: 91300)
+    monkeypatch.setattr(fused, 'check_compute_capability', lambda _: True)
+    monkeypatch.setattr(fused, 'is_cuda_compute_capability_equal', lambda _: False)
+
+
+def kernel_calls(function, *arrays):
+    """By target: the configuration of a lowered call, its types and layouts."""
+    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=('cuda',)).as_text()
+    calls = {}
+    for line in text.splitlines():
+        if found := re.search(r'custom_call @(\S+?)\(.*backend_config = "((?:[^"\\]|\\.)*)"', line):
+            config = json.loads(found[2].replace('\\22', '"').replace('\\"', '"'))
+            layouts = re.findall(r'(?:operand|result)_layouts = (\[[^=]*\])[,}]', line)
+            calls.setdefault(found[1], []).append((config, layouts, line.rpartition(' : ')[2]))
+    return calls
+
+
+def test_calls_are_those_of_jax(hopper):
+    q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    lengths, offsets = jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2, 5), jnp.int32)
+
+    def theirs(q, k, v, do, lengths, offsets):
+        def run(q, k, v):
+            return fused.dot_product_attention(
+                q,
+                k,
+                v,
+                q_seqlen=lengths,
+                kv_seqlen=lengths,
+                q_offsets=offsets,
+                kv_offsets=offsets,
+                scale=0.125,
+                mask_type=fused.MaskType.PADDING_CAUSAL,
+                sliding_window_length=100,
+                seed=0,
+            )
+
+        return jax.vjp(run, q, k, v)[1](do)
+
+    def ours(q, k, v, do, segments):
+        return jax.vjp(lambda q, k, v: by_documents(100)(q, k, v, segments), q, k, v)[1](do)
+
+    told = kernel_calls(ours, q, q, q, q, jax.ShapeDtypeStruct((2, 256), jnp.int32))
+    meant = kernel_calls(theirs, q, q, q, q, lengths, offsets)
+    assert set(told) == set(meant) == {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'}
+    for target, calls in told.items():
+        # One for the first list, and one for those that follow.
+        assert calls == 2 * meant[target]
+    config = told['__cudnn$fmhaSoftmax'][0][0]['cudnn_fmha_backend_config']
+    assert (config['mask_type'], config['max_seg_per_batch']) == ('PADDING_CAUSAL', 4)
+    assert config['sliding_window_length'] == 100
+
+
+def on_gpu(config):
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
+
+
+@pytest.mark.parametrize('sizes', [{'fsdp': 2, 'data': 2, 'tensor': 2}, {'fsdp': 8}], ids=['heads', 'rows'])
+def test_devices_work_alone(formulas, sizes):
+    overrides = {f'mesh__{axis}': size for axis, size in sizes.items()}
+    layout = small_layout(small_config(num_devices=8, model__vocab_size=64, **overrides))
+    axes = ('batch', 'length', 'heads', 'head_dim')
+    segments = np.concatenate([*PACKINGS.values()])[:8]
+
+    def attend_on_mesh(q, k, v, segments):
+        q, k, v = (layout.constrain(x, axes) for x in (q, k, v))
+        return cudnn.attend_documents(q, k, v, segments, window=0, placement=layout)
+
+    arrays = tuple(np.concatenate([x, x, x])[:8] for x in inputs(2))
+    placed = [jax.device_put(x, layout.named(*axes)) for x in arrays]
+    run = value_and_gradients(attend_on_mesh).lower(*placed, jax.device_put(segments, layout.batch)).compile()
+    ours = run(*placed, jax.device_put(segments, layout.batch))
+    assert largest_error(ours, by_mask(0, arrays, segments)) < 1e-5
+    assert largest_error(ours, by_mask(0, arrays, segments[::-1])) > 1e-2
+    # Neither rows nor heads come together, nor do devices wait for each other's lists.
+    assert read_program(run.as_text(), layout.mesh.shape).transfers == []
+    assert ours[0].sharding.shard_shape(ours[0].shape) == placed[0].sharding.shard_shape(placed[0].shape)
+
+
+@pytest.mark.parametrize(('remat', 'runs'), [('dots', 1), ('dots_no_batch', 1), ('full', 2)])
+def test_remat_keeps_what_the_kernel_gives(formulas, remat, runs):
+    config = on_gpu(small_config(model__num_layers=4, model__remat=remat))
+    layout = small_layout(config)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    program = jax.make_jaxpr(make_train_step(config, layout))(abstract_state(config, layout), batch)
+    # One layer is the loop's body.
+    assert str(program).count('documents_dot_product_attention_fwd[') == runs
+
+
+def test_where_documents_are_told(hopper, monkeypatch):
+    q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    assert cudnn.takes_documents(q, ONE_DEVICE)
+    # Begins of documents are counted in int32.
+    assert not cudnn.takes_documents(jax.ShapeDtypeStruct((2**16, 2**13, 4, 64), jnp.bfloat16), ONE_DEVICE)
+    stages = small_layout(small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__micro_batch=4))
+    assert not cudnn.takes_documents(q, stages)
+    monkeypatch.setattr(fused, 'check_compute_capability', lambda capability: float(capability) <= 8.0)
+    assert not cudnn.takes_documents(q, ONE_DEVICE)

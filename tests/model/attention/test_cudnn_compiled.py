@@ -1,0 +1,94 @@
+"""The steps of real models compiled for GPUs that are not here: documents reach cuDNN, and no mask is left.
+
+Up to a minute each: it is the compiler that works.
+"""
+
+import functools
+import json
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.gpu_compiler import FOLDER, run_python
+
+# Prints what the compiled program has in it, with documents told to cuDNN, or where they cannot be.
+PROGRAM = """
+import json, re, sys
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.model import attention
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.planning.compiled.program import read_program
+from maxlm.planning.targets import compiling_for, parse_target, target_layout
+from maxlm.training.state import abstract_state
+
+spec, target, told, *overrides = sys.argv[1:]
+target = parse_target(target)
+config = load(spec, overrides)
+config = resolve(config, platform='gpu', num_devices=target.num_devices, vocab_size=32_000, windows=100)
+if told == 'masked':
+    attention.takes_documents = lambda *_: False
+layout = target_layout(target, config.mesh)
+with compiling_for(target):
+    step = compile_train_step(config, layout, abstract_state(config, layout))
+text = step.step.as_text()
+program = read_program(text, config.mesh.sizes)
+T = config.data.window
+gathered = [
+    re.search(r'op_name="([^"]*)"', line)[1]
+    for line in text.splitlines()
+    if re.search(r'(all-gather|all-to-all|collective-permute)(-start)?\\(', line) and 'op_name' in line
+]
+print(json.dumps({
+    'kernels': program.kernels,
+    'layers': config.model.num_layers * config.accumulation,
+    'masks': re.findall(rf'\\w+\\[[\\d,]*{T},{T}\\]', text),
+    'gathered': [name for name in gathered if 'shard_map' in name or 'dot_product_attention' in name],
+    'windows': sorted({int(size) for size in re.findall(r'"sliding_window_length": ?"?(\\d+)', text)}),
+    'temporary': step.memory_bytes()['temporary'],
+}))
+"""
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not FOLDER, reason='needs the compiler for GPUs: run launch/test.sh, or set MAXLM_GPU_COMPILER'),
+]
+FORWARD, BACKWARD = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
+# A short model is compiled as the whole is: its layers are in a loop.
+SHORT = ('model.num_layers=4', 'train.global_batch=32', 'train.micro_batch=2')
+LONG_WINDOW = ('data.window=4096', 'model.max_positions=4096')
+HEADS_SPLIT = ('model.remat=dots', 'mesh.fsdp=4', 'mesh.tensor=2')
+GROUPED = ('model.remat=none', 'model.num_kv_heads=8')
+SLIDING = ('model.attention_pattern=SL', 'model.sliding_window=512')
+
+
+@functools.cache
+def compiled(target, told, *overrides):
+    """In a process that has launch/test.sh's compiler for GPUs."""
+    done = run_python('-c', PROGRAM, f'{ROOT}/configs/1b.py', target, told, *SHORT, *LONG_WINDOW, *overrides)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'windows'),
+    [(HEADS_SPLIT, [0]), pytest.param((*GROUPED, *SLIDING), [0, 512], marks=pytest.mark.nightly)],
+    ids=['heads_split', 'grouped_and_sliding'],
+)
+def test_no_mask_is_left(overrides, windows):
+    found = compiled('h100:8', 'told', *overrides)
+    # Run again in the backward pass it would be twice as many.
+    assert found['kernels'] == {FORWARD: found['layers'], BACKWARD: found['layers']}
+    assert found['masks'] == []
+    assert found['gathered'] == []
+    assert found['windows'] == windows
+
+
+@pytest.mark.nightly
+def test_what_a_mask_takes():
+    """The control of the test above."""
+    told, masked = (compiled('h100:8', path, *HEADS_SPLIT) for path in ('told', 'masked'))
+    assert not {FORWARD, BACKWARD} & set(masked['kernels'])
+    assert masked['masks']
+    # For each pair of tokens 2 bytes that are added to its score; what those are made of may go before.
+    assert masked['temporary'] - told['temporary'] > 2 * 4096**2

@@ -1,0 +1,66 @@
+"""Slots read in parts against all of them at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.model.attention.decode import attend_cached
+from maxlm.model.layers.kv_cache import LayerCache, Places, init_caches
+from tests.small import small_config
+
+S, ROWS, H, K, N = 300, 3, 8, 2, 4
+
+
+def model_config():
+    return small_config(model__num_heads=N, model__num_kv_heads=K, model__dim=N * H, model__num_layers=1).model
+
+
+@pytest.mark.parametrize(
+    ('int8', 'T', 'first_row', 'num'), [(False, 1, 0, 3), (True, 1, 0, 3), (True, 5, 1, 1), (False, 5, 0, 2)]
+)
+def test_parts_are_as_all_slots(int8, T, first_row, num):
+    config, rng = model_config(), np.random.default_rng(0)
+    k, v = rng.standard_normal((2, ROWS, S, K, H), np.float32)
+    q_BTNH = rng.standard_normal((num, T, N, H), np.float32)
+    # Of 128 + 128 + 44 slots 170 are in use; each query sees some of them, in both parts.
+    mask_BTS = rng.random((num, T, S)) < 0.5
+    mask_BTS[..., 170:] = False
+
+    @jax.jit
+    def attend(q_BTNH, end):
+        """With all slots as one array, and as parts."""
+        found = []
+        for apart in (False, True):
+            caches = init_caches(config, ROWS, S, int8=int8, apart=apart)
+            parts = caches[0] if apart else [caches[0]]
+            assert len(parts) == (3 if apart else 1)
+            everywhere = Places(jnp.broadcast_to(jnp.arange(S), (ROWS, S)), jnp.array(S), 0)
+            filled = LayerCache(parts, 0).write(everywhere, k, v)
+            row = jnp.array(first_row) if first_row else 0
+            places = Places(jnp.zeros((num, T), int), end, row)
+            found.append(attend_cached(q_BTNH, filled, places, jnp.asarray(mask_BTS)))
+        return found
+
+    whole, found = attend(q_BTNH, 170)
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+    # Control: what is in a part that is not read matters.
+    assert np.abs(attend(q_BTNH, 128)[1] - whole).max() > 1e-2
+    # Where nothing is in use, nothing is made up.
+    assert not np.any(attend(q_BTNH, 0)[1])
+
+
+def test_parts_that_are_not_in_use_are_not_read():
+    """What is there does not even reach a product."""
+    (parts,) = init_caches(model_config(), ROWS, S, apart=True)
+    poisoned = [part._replace(value_LBKSH=np.full(part.value_LBKSH.shape, np.nan, np.float32)) for part in parts]
+    mask_BTS = np.broadcast_to(np.arange(S) < 1, (ROWS, 1, S))
+
+    @jax.jit
+    def attend(parts, end):
+        places = Places(jnp.zeros((ROWS, 1), int), end, 0)
+        return attend_cached(jnp.ones((ROWS, 1, N, H)), LayerCache(parts, 0), places, jnp.asarray(mask_BTS))
+
+    assert np.isfinite(attend([parts[0], *poisoned[1:]], 128)).all()
+    # Control: one more slot is one more part.
+    assert np.isnan(attend([parts[0], *poisoned[1:]], 129)).all()

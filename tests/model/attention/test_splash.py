@@ -1,0 +1,138 @@
+"""Splash attention without its compiler, on CPUs, against attention by XLA; and which blocks of scores it computes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.model.attention import attention
+from maxlm.model.attention.splash import attend_splash, block_size, blocks_in_sight, takes_length
+from maxlm.parallel.layout import make_layout
+from maxlm.parallel.partitioning import ONE_DEVICE
+from maxlm.planning.estimate.work import estimate_work
+from tests.parameters import abstract_params, decoder_graph
+from tests.small import small_config
+
+B, T, N, H = 2, 256, 4, 8
+# Documents that end within blocks and at their borders; in the second row padding, a document of zeros.
+SEGMENTS = np.zeros((B, T), np.int32)
+SEGMENTS[0] = np.repeat([1, 2, 3, 4], [100, 28, 1, 127])
+SEGMENTS[1, :200] = np.repeat([1, 2], [150, 50])
+ERROR = 2e-5
+
+
+def inputs(kv_heads):
+    rng = np.random.default_rng(0)
+    heads = (N, kv_heads, kv_heads, N)
+    return tuple(jnp.asarray(rng.normal(size=(B, T, count, H)), jnp.float32) for count in heads)
+
+
+def value_and_gradients(attend, arrays, *segments):
+    @jax.jit
+    def run(q, k, v, do):
+        output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *segments), q, k, v)
+        return output, *pull(do)
+
+    return run(*arrays)
+
+
+def by_splash(window, placement=ONE_DEVICE):
+    def run(q, k, v, segments):
+        return attend_splash(q, k, v, segments, window=window, placement=placement, interpret=True)
+
+    return run
+
+
+@jax.jit
+def _by_mask(q, k, v, do, mask):
+    output, pull = jax.vjp(lambda q, k, v: attention.attend(q, k, v, mask, window=0, kernel='xla'), q, k, v)
+    return output, *pull(do)
+
+
+def by_mask(window, arrays, segments):
+    """Output and gradients by XLA; the mask is an argument, so that one program serves all."""
+    behind = np.arange(T)[:, None] - np.arange(T)[None, :]
+    mask = np.broadcast_to((behind >= 0) & (behind < (window or T)), (B, T, T))
+    if segments is not None:
+        mask = mask & (segments[:, :, None] == segments[:, None, :])
+    return _by_mask(*arrays, mask)
+
+
+def largest_error(ours, theirs):
+    assert all(np.isfinite(x).all() for x in ours)
+    return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ('window', 'kv_heads', 'segments'),
+    [(0, 2, SEGMENTS), (1, N, SEGMENTS), (100, 1, None), (90, 2, SEGMENTS)],
+    ids=['grouped documents', 'window of one', 'one head of keys', 'all'],
+)
+def test_splash_is_attention(window, kv_heads, segments, monkeypatch):
+    # Several blocks of a short row.
+    monkeypatch.setattr('maxlm.model.attention.splash.BLOCK', 128)
+    arrays = inputs(kv_heads)
+    ours = value_and_gradients(by_splash(window), arrays, segments)
+    assert largest_error(ours, by_mask(window, arrays, segments)) < ERROR
+    # Control: another window, and with documents where there are none or without them.
+    wrong = window + 1 if window else 140
+    assert largest_error(ours, by_mask(wrong, arrays, segments)) > 10 * ERROR
+    other = SEGMENTS if segments is None else None
+    assert window == 1 or largest_error(ours, by_mask(window, arrays, other)) > 10 * ERROR
+
+
+def test_every_device_has_its_rows_and_heads():
+    config = small_config(num_devices=4, mesh__fsdp=2, mesh__tensor=2)
+    layout = make_layout(config.mesh, jax.devices()[:4])
+    arrays = inputs(2)
+    ours = value_and_gradients(by_splash(0, layout), arrays, SEGMENTS)
+    assert largest_error(ours, by_mask(0, arrays, SEGMENTS)) < ERROR
+    # Control: rows in another order.
+    assert largest_error(ours, by_mask(0, arrays, SEGMENTS[::-1])) > 10 * ERROR
+
+
+@pytest.mark.parametrize(('length', 'size'), [(128, 128), (640, 128), (768, 384), (1024, 512), (4096, 512)])
+def test_blocks_divide_the_length(length, size):
+    assert takes_length(length)
+    assert block_size(length) == size
+    assert not takes_length(length + 64)
+
+
+@pytest.mark.parametrize(('length', 'window'), [(2048, 0), (2048, 1), (2048, 2), (2048, 513), (2048, 514), (768, 100)])
+def test_blocks_in_sight_are_those_that_the_mask_touches(length, window):
+    query, key = np.arange(length)[:, None], np.arange(length)
+    seen = (key <= query) & ((query - key < window) | (window == 0))
+    size = block_size(length)
+    blocks = seen.reshape(length // size, size, length // size, size).any((1, 3))
+    assert blocks_in_sight(length, window) == blocks.sum()
+
+
+def with_splash(config):
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention='splash'))
+
+
+def test_rows_that_the_kernel_cannot_cut_take_another(monkeypatch):
+    """A prompt, say; in training `maxlm.config.resolve` sees to it that rows are of the right length."""
+    config = with_splash(small_config(data__window=T, model__max_positions=T))
+    graph, params = decoder_graph(config.model), abstract_params(config)
+    lengths = []
+    monkeypatch.setattr(attention, 'attend_splash', lambda q, *_, **__: lengths.append(q.shape[1]) or q)
+    for length in (T // 2, T // 2 + 1):
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        jax.eval_shape(lambda params, tokens: nnx.merge(graph, params)(tokens)[0], params, tokens)
+    assert set(lengths) == {T // 2}
+
+
+def test_whole_blocks_are_counted_as_work():
+    config = with_splash(small_config(data__window=2048, data__isolate_documents=False, model__num_heads=2))
+    per_pair = 2 * 2 * config.model.num_heads * config.model.head_dim
+    # Blocks of 512² up to the diagonal: 2 products forward, and 3 and 4 in the two kernels of the backward pass.
+    pairs = config.train.global_batch * (4 * 5 / 2) * 512**2
+    assert estimate_work(config).attention_flops == 9 * per_pair * pairs
+    # Control: a window that leaves the diagonal and one block beside it.
+    narrow = dataclasses.replace(config.model, attention_pattern='S', sliding_window=512)
+    pairs = config.train.global_batch * (4 + 3) * 512**2
+    assert estimate_work(dataclasses.replace(config, model=narrow)).attention_flops == 9 * per_pair * pairs

@@ -1,0 +1,42 @@
+"""Attention in rows of trees against each text alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.inference.prefix_tree import lay_out
+from maxlm.model.attention import chunked
+from maxlm.model.attention.chunked import attend_blockwise
+from maxlm.model.attention.tree import Forest, attend_forest
+
+H = 8
+
+
+@pytest.mark.parametrize('window', [0, 4])
+@pytest.mark.parametrize('ranges', [1, 5])
+def test_a_text_is_as_if_alone(window, ranges, monkeypatch):
+    monkeypatch.setattr(chunked, 'RANGES', ranges)
+    monkeypatch.setattr(chunked, 'MIN_RANGE', 1)
+    texts = [[1, 2, 3, 4], [1, 2, 3, 5, 6, 7, 8, 9], [1, 2, 9, 9], [2, 2]]
+    laid = lay_out(texts)
+    T = len(laid.tokens) + 2
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, T, heads, H), np.float32) for heads in (4, 2, 2))
+    ends = np.arange(1, T + 1)[None]
+    depths = np.zeros((1, T), int)
+    ends[0, :-2], depths[0, :-2] = laid.ends, laid.depths
+
+    @jax.jit
+    def run(q, k, v):
+        found = attend_forest(q, k, v, Forest(jnp.asarray(ends), jnp.asarray(depths)), window=window)
+        alone = [attend_blockwise(q[:, path], k[:, path], v[:, path], None, window=window) for path in laid.paths]
+        return found, alone, attend_blockwise(q, k, v, None, window=window)
+
+    found, alone, whole = jax.device_get(run(q, k, v))
+    for path, wanted in zip(laid.paths, alone, strict=True):
+        np.testing.assert_allclose(found[:, path], wanted, rtol=1e-5, atol=1e-5)
+    # Padding sees itself.
+    np.testing.assert_allclose(found[0, -1], np.repeat(v[0, -1], 2, axis=0), rtol=1e-5)
+    # Control: what stands before in the row matters to nobody else.
+    assert np.abs(whole - found).max() > 0.1

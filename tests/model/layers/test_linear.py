@@ -1,0 +1,147 @@
+"""Several projections of one input, applied together and one by one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxlm.model.layers import linear
+from maxlm.model.layers.linear import Linear, apply_together, turn, turned_product
+from maxlm.model.layers.weight_only_quantization import Weights
+from maxlm.parallel.partitioning import ONE_DEVICE, OneDevice
+from maxlm.planning.compiled.program import read_program
+
+D = 8
+OUTPUTS = {'heads': (4, 6), 'kv_heads': (2, 6), 'ffn': (10,)}
+
+
+class Split(OneDevice):
+    """Says that heads are split, as on a mesh."""
+
+    def parts(self, axis):
+        return 2 if axis == 'heads' else 1
+
+
+def make(placement):
+    return [
+        new_linear((D,), shape, ('embed',), (axis, 'head_dim')[: len(shape)], seed, placement, use_bias=axis != 'ffn')
+        for seed, (axis, shape) in enumerate(OUTPUTS.items())
+    ]
+
+
+def new_linear(in_shape, out_shape, in_axes, out_axes, seed, placement=ONE_DEVICE, *, use_bias=True):
+    rng = np.random.default_rng(seed)
+    made = Linear(
+        in_shape,
+        out_shape,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        init=lambda key, shape, dtype: rng.standard_normal(shape, np.float32),
+        use_bias=use_bias,
+        matmul='default',
+        placement=placement,
+        rngs=nnx.Rngs(0),
+    )
+    if use_bias:
+        made.bias = nnx.Param(rng.standard_normal(out_shape, np.float32))
+    return made
+
+
+def outputs_and_gradients(apply, placement, x):
+    graph, params = nnx.split(make(placement))
+
+    def total(params, x):
+        outputs = apply(nnx.merge(graph, params), x)
+        return sum(((i + 1) * jnp.sin(y)).sum() for i, y in enumerate(outputs)), outputs
+
+    compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True)).lower(params, x).compile()
+    (_, outputs), gradients = compiled(params, x)
+    text = compiled.as_text()
+    return (
+        [*outputs, *jax.tree.leaves(gradients)],
+        text.count(' dot('),
+        read_program(text, {'data': 1}),
+    )
+
+
+# For few rows it is not worth putting kernels side by side.
+@pytest.mark.parametrize(
+    ('placement', 'rows', 'products'), [(ONE_DEVICE, (2, 5), 1), (ONE_DEVICE, (9, 1), 3), (Split(), (2, 5), 3)]
+)
+def test_together_is_as_one_by_one(placement, rows, products, monkeypatch):
+    monkeypatch.setattr(linear, 'JOINED_ROWS', 10)
+    x = np.random.default_rng(0).standard_normal((*rows, D), np.float32)
+    together, num_together, program = outputs_and_gradients(apply_together, placement, x)
+    alone, num_alone, wanted = outputs_and_gradients(lambda linears, x: [f(x) for f in linears], ONE_DEVICE, x)
+    assert [y.shape for y in together[:3]] == [(*rows, *shape) for shape in OUTPUTS.values()]
+    for found, expected in zip(together, alone, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        # Control: they are not all alike.
+        assert np.abs(found - 1.01 * expected).max() > 1e-3
+    # Forward, and both products of the backward pass.
+    assert (num_together, num_alone) == (3 * products, 9)
+    assert program.flops == wanted.flops
+
+
+def turned(module):
+    module.kernel = nnx.Param(turn(module.kernel[...], module.num_in))
+    module.is_turned = True
+    return module
+
+
+# One token, few, and more than are multiplied from the right.
+@pytest.mark.parametrize('rows', [(1, 1), (3, 1), (2, 5)])
+def test_a_turned_kernel_gives_the_same(rows, monkeypatch):
+    monkeypatch.setattr(linear, 'TURNED_ROWS', 4)
+    monkeypatch.setattr(linear, 'JOINED_ROWS', 1)
+
+    @jax.jit
+    def run(x):
+        expected = [module(x) for module in make(ONE_DEVICE)]
+        one_by_one = [turned(module)(x) for module in make(ONE_DEVICE)]
+        together = apply_together(list(map(turned, make(ONE_DEVICE))), x)
+        # Back, over two axes.
+        out = new_linear(OUTPUTS['heads'], (D,), ('heads', 'head_dim'), ('embed',), 9)
+        plain, right = out(expected[0]), turned(out)(expected[0])
+        assert out.kernel.shape == (D, *OUTPUTS['heads'])
+        out.is_turned = False
+        return expected, one_by_one, together, plain, right, out(expected[0])
+
+    x = np.random.default_rng(0).standard_normal((*rows, D), np.float32)
+    expected, one_by_one, together, plain, right, wrong = run(x)
+    for found in (one_by_one, together):
+        for y, wanted in zip(found, expected, strict=True):
+            assert y.shape == wanted.shape
+            np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(right, plain, rtol=1e-5, atol=1e-5)
+    # Control: how a kernel lies matters.
+    assert np.abs(wrong - plain).max() > 0.1
+
+
+def test_few_rows_are_multiplied_from_the_left(monkeypatch):
+    def product(num_rows):
+        shapes = jax.ShapeDtypeStruct((num_rows, D), jnp.float32), jax.ShapeDtypeStruct((24, D), jnp.float32)
+        # A function of its own, so that nothing comes from a cache.
+        text = jax.jit(functools.partial(turned_product)).lower(*shapes).compile().as_text()
+        found = re.search(r'f32\[(\d+),(\d+)\]\S* dot\(', text)
+        return int(found[1]), int(found[2])
+
+    assert product(linear.TURNED_ROWS) == (24, linear.TURNED_ROWS)
+    assert product(linear.TURNED_ROWS + 1) == (linear.TURNED_ROWS + 1, 24)
+    # Control: what holds the compiler from turning it back.
+    monkeypatch.setattr(jax.lax, 'optimization_barrier', lambda x: x)
+    assert product(linear.TURNED_ROWS) == (linear.TURNED_ROWS, 24)
+
+
+def test_what_is_worth_turning(monkeypatch):
+    assert not any(module.is_worth_turning for module in make(ONE_DEVICE))
+    monkeypatch.setattr(linear, 'TURNED_INPUTS', D)
+    plain, quantized, scaled = make(ONE_DEVICE)
+    quantized.quantize_kernel(Weights('int8', 0))
+    scaled.matmul = 'fp8'
+    # What codes are made of stays.
+    assert [module.is_worth_turning for module in (plain, quantized, scaled)] == [True, False, False]

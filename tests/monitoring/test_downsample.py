@@ -1,0 +1,65 @@
+"""Condensed curves: few points, the same lowest and highest ones, whatever the curve came in."""
+
+import random
+
+import pytest
+
+from maxlm.monitoring.downsample import Condensed, Curves
+
+
+def made(points, size):
+    one = Condensed(max_stretches=100)
+    for start in range(0, len(points), size):
+        one.add(points[start : start + size])
+    return one.points()
+
+
+@pytest.mark.parametrize('size', [1, 7, 1000, 10_000])
+def test_it_has_few_points_and_no_extreme_is_lost(size):
+    rng = random.Random(0)
+    points = [(step, rng.random()) for step in range(10_000)]
+    points[1234] = (1234, 9.0)
+    points[5678] = (5678, -9.0)
+    found = made(points, size)
+    assert len(found) <= 2 * 100 + 1
+    assert set(found) <= set(points)
+    assert {(1234, 9.0), (5678, -9.0), points[-1]} <= set(found)
+    assert [x for x, _ in found] == sorted(x for x, _ in found)
+    # Old stretches are kept as densely as new ones.
+    first = sum(x < 5000 for x, _ in found)
+    assert 0.4 < first / len(found) < 0.6
+
+
+def test_a_short_curve_is_kept_whole():
+    points = [(10 * step, float(step)) for step in range(100)]
+    assert made(points, 1) == made(points, 100) == points
+    assert made(points[:50], 1) != points
+
+
+def test_gaps_stay():
+    points = [(step, None if 3000 <= step < 6000 else 1.0) for step in range(10_000)]
+    gaps = [x for x, y in made(points, 500) if y is None]
+    assert 20 < len(gaps) < 60
+    assert all(3000 <= x < 6000 for x in gaps)
+
+
+def lines(steps, loss):
+    return [{'step': step, 'train/loss': loss} for step in steps]
+
+
+def test_metrics_that_grow_are_counted_once_and_others_anew(monkeypatch):
+    curves = Curves(['train/loss', 'eval/loss'])
+    metrics = lines(range(10), 1.0)
+    assert curves.of(metrics)['train/loss'] == [(step, 1.0) for step in range(10)]
+    metrics = [*metrics, *lines(range(10, 12), 2.0), {'step': 12, 'eval/loss': 3.0}]
+    counted = []
+    original = Condensed.add
+    monkeypatch.setattr(Condensed, 'add', lambda self, points: (counted.append(len(points)), original(self, points)))
+    found = curves.of(metrics)
+    assert counted == [2, 1]
+    assert found == Curves(['train/loss', 'eval/loss']).of(metrics)
+    # After a rollback.
+    other = [*metrics[:5], *lines(range(5, 30), 7.0)]
+    assert curves.of(other) == Curves(['train/loss', 'eval/loss']).of(other)
+    assert curves.of(metrics[:3])['train/loss'] == [(step, 1.0) for step in range(3)]
+    assert curves.of([]) == {'train/loss': [], 'eval/loss': []}

@@ -1,0 +1,129 @@
+"""The step compiled from shapes alone: its memory, and that it runs on real arrays."""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm.parallel.layout import make_layout
+from maxlm.planning.compiled import compile as compile_module
+from maxlm.planning.compiled.compile import DEVICE_OPTIONS, CompiledStep, compile_train_step
+from maxlm.training.objectives import BATCH_TYPES
+from maxlm.training.state import abstract_state, init_state
+from tests.small import small_batch, small_config, small_layout
+
+
+class Program:
+    """A compiled program, as far as its memory is asked for."""
+
+    def __init__(self, platform='gpu', **sizes):
+        self._sizes = sizes
+        device = SimpleNamespace(platform=platform)
+        self.input_shardings = [SimpleNamespace(device_set=[device])]
+
+    def memory_analysis(self):
+        names = ('argument', 'temp', 'host_argument', 'host_temp')
+        figures = {f'{name}_size_in_bytes': self._sizes.get(name, 0) for name in names}
+        return SimpleNamespace(**figures, peak_memory_in_bytes=self._sizes.get('peak', 0)) if self._sizes else None
+
+
+@pytest.mark.parametrize(
+    ('platform', 'sizes', 'memory', 'total'),
+    [
+        ('gpu', {'argument': 30, 'temp': 12, 'peak': 40}, {'state': 30, 'temporary': 12}, 42),
+        # Of a TPU the peak has to fit, where the compiler tells it.
+        ('tpu', {'argument': 30, 'temp': 12, 'peak': 40}, {'state': 30, 'temporary': 12}, 40),
+        ('tpu', {'argument': 30, 'temp': 12}, {'state': 30, 'temporary': 12}, 42),
+        (
+            'gpu',
+            {'argument': 30, 'temp': 12, 'host_argument': 5, 'host_temp': 2},
+            {'state': 30, 'temporary': 12, 'host': 7},
+            42,
+        ),
+        ('gpu', {}, None, None),
+    ],
+)
+def test_memory_of_a_program(platform, sizes, memory, total):
+    compiled = CompiledStep(Program(platform, **sizes), 1.0)
+    assert compiled.platform == platform
+    assert compiled.memory_bytes() == memory
+    assert compiled.total_bytes() == total
+
+
+def test_the_compiler_is_given_the_options_of_the_device_and_ours(monkeypatch):
+    given = {}
+
+    class Jitted:
+        def __init__(self, function, donate_argnums, out_shardings):
+            given['donated'] = donate_argnums
+
+        def lower(self, abstract, batch):
+            given['batch'] = batch
+            return self
+
+        def compile(self, compiler_options):
+            given['options'] = compiler_options
+            return Program(argument=1)
+
+    monkeypatch.setattr(compile_module.jax, 'jit', Jitted)
+    monkeypatch.setattr(compile_module, 'make_train_step', lambda *_: None)
+    config = small_config()
+    layout = make_layout(config.mesh, jax.devices()[:1])
+    monkeypatch.setitem(DEVICE_OPTIONS, jax.devices()[0].device_kind, {'of_device': 'a', 'both': 'b'})
+    given_state = {'step': jax.ShapeDtypeStruct((), 'int32', sharding=layout.named())}
+    compile_train_step(config, layout, given_state, 2, options={'both': 'ours'})
+    assert given['options'] == {'of_device': 'a', 'both': 'ours'}
+    assert given['donated'] == 0
+    shapes = {name: (x.shape, x.dtype) for name, x in given['batch'].items()}
+    assert shapes.pop('sources') == ((8,), np.int32)
+    assert shapes == {name: ((8, 16), kind) for name, kind in BATCH_TYPES.items()}
+
+
+def bytes_on_a_device(leaf):
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+@pytest.fixture(scope='module')
+def compiled_on_eight():
+    # A moving average that begins as the parameters: a donated state must not hold one array twice.
+    config = small_config(num_devices=8, model__num_layers=1, optimizer__ema_decay=0.9)
+    layout = small_layout(config)
+    abstract = abstract_state(config, layout)
+    return config, layout, abstract, compile_train_step(config, layout, abstract)
+
+
+def test_memory_of_state_and_batch(compiled_on_eight):
+    config, _, abstract, compiled = compiled_on_eight
+    memory = compiled.memory_bytes()
+    state = sum(map(bytes_on_a_device, jax.tree.leaves(abstract)))
+    batch = len(BATCH_TYPES) * 4 * config.train.global_batch * config.data.window // 8
+    assert memory['state'] == pytest.approx(state + batch, rel=0.02)
+    assert memory['temporary'] > 0
+    # Control: it tells the state from that of a single device, and from one without the moments.
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    params = sum(map(bytes_on_a_device, jax.tree.leaves(abstract.params)))
+    assert memory['state'] < 0.5 * whole
+    assert memory['state'] > 2 * params
+
+
+def test_it_runs_on_real_arrays(compiled_on_eight):
+    config, layout, abstract, compiled = compiled_on_eight
+    assert compiled.seconds > 0
+    host_batch = small_batch(config)
+    batch = layout.put_batch(host_batch, config.train.global_batch)
+    assert {name: x.dtype for name, x in batch.items()} == BATCH_TYPES
+    given = init_state(config, layout)
+    state, metrics = compiled.step(given, batch)
+    assert float(metrics['tokens']) == host_batch['weights'].sum()
+    assert abs(float(metrics['loss']) - math.log(61)) < 0.2
+    # What comes out can go in again; what went in was donated.
+    assert jax.tree.all(jax.tree.map(lambda leaf, shape: leaf.sharding == shape.sharding, state, abstract))
+    assert given.params['embedding'].is_deleted()
+    assert given.ema['embedding'].is_deleted()
+    before = np.asarray(state.params['embedding'])
+    # The first step of a warm-up has rate 0.
+    state, _ = compiled.step(state, batch)
+    assert int(state.step) == 2
+    assert not np.array_equal(state.params['embedding'], before)

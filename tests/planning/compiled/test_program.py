@@ -1,0 +1,302 @@
+"""What a compiled program sends and computes: whole ones for the CPU, and excerpts of those for GPUs and TPUs.
+
+Shapes: L layers, B batch, D width, F feed-forward.
+"""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.planning.compiled.program import read_program
+from maxlm.planning.estimate.flops import training_flops
+from maxlm.training.state import abstract_state
+from tests.small import small_config, small_layout
+
+PROGRAMS = Path(__file__).parent / 'programs'
+AXES = ('a', 'b', 'c')
+# Of two micro-batches.
+SMALL = {'train__global_batch': 16, 'train__micro_batch': 1}
+
+
+def fsdp(size):
+    return {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': size, 'context': 1, 'tensor': 1}
+
+
+def sent(program, kind):
+    """Bytes of the arrays of all transfers of a kind."""
+    return sum(transfer.count * transfer.size for transfer in program.transfers if transfer.kind == kind)
+
+
+def axes_of(program, kind):
+    return {transfer.axes for transfer in program.transfers if transfer.kind == kind}
+
+
+def cube():
+    """2 · 2 · 2 devices, whose numbers are not their places in the mesh."""
+    return Mesh(np.array(jax.devices()[:8])[::-1].reshape(2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def compiled_text(function, *shapes_and_specs):
+    mesh = cube()
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape, spec in shapes_and_specs
+    ]
+    return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+@functools.cache
+def layers_text():
+    """Five layers whose weights are gathered along `b` in the loop."""
+    L, B, D, F = 5, 16, 24, 40
+
+    def layers(x_BD, w_LDF, v_LFD):
+        def layer(x_BD, weights):
+            w_DF, v_FD = (jax.lax.with_sharding_constraint(w, NamedSharding(cube(), P())) for w in weights)
+            return jnp.tanh(x_BD @ w_DF) @ v_FD, None
+
+        return jax.lax.scan(layer, x_BD, (w_LDF, v_LFD))[0]
+
+    return compiled_text(layers, ((B, D), P('a')), ((L, D, F), P(None, 'b')), ((L, F, D), P(None, 'b')))
+
+
+def test_a_loop_of_gathered_products():
+    L, B, D, F = 5, 16, 24, 40
+    program = read_program(layers_text(), cube().shape)
+    assert program.flops == L * 2 * 2 * (B // 2) * D * F
+    assert sent(program, 'all-gather') == L * 2 * D * F * 4
+    assert {(transfer.kind, transfer.axes, transfer.group) for transfer in program.transfers} == {
+        ('all-gather', ('b',), 2)
+    }
+    assert not program.unknown_loops
+    # A ring sends all but its own part.
+    assert sum(transfer.sent for transfer in program.transfers) == L * 2 * D * F * 4 / 2
+
+
+def test_rounds_of_a_loop():
+    text = layers_text()
+    expected = read_program(text, cube().shape)
+    unknown = re.sub(r'"known_trip_count":\{"n":"5"\},?', '', text)
+    assert unknown != text
+    deduced = read_program(unknown, cube().shape)
+    assert (deduced.flops, deduced.transfers) == (expected.flops, expected.transfers)
+    # Control: what is noted counts, and so does the bound.
+    more = read_program(text.replace('"n":"5"', '"n":"7"'), cube().shape)
+    assert more.flops == expected.flops * 7 / 5
+    assert sent(more, 'all-gather') == sent(expected, 'all-gather') * 7 / 5
+    assert 'constant(5)' in unknown
+    longer = read_program(unknown.replace('constant(5)', 'constant(9)'), cube().shape)
+    assert longer.flops == expected.flops * 9 / 5
+
+
+def test_a_loop_of_unknown_length_is_told():
+    def until_small(x_BD, w_DD):
+        return jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x @ w_DD, x_BD)
+
+    text = compiled_text(until_small, ((16, 24), P()), ((24, 24), P()))
+    program = read_program(text, cube().shape)
+    assert len(program.unknown_loops) == 1
+    assert program.flops == 2 * 16 * 24 * 24
+    # Control: one without products does not matter.
+    text = compiled_text(lambda x: jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x), ((16, 24), P()))
+    assert not read_program(text, cube().shape).unknown_loops
+
+
+def test_every_subset_of_axes():
+    subsets = [axes for size in (1, 2, 3) for axes in itertools.combinations(AXES, size)]
+    # Sizes that tell which is which.
+    sizes = {axes: 3 + number for number, axes in enumerate(subsets)}
+
+    @functools.partial(jax.shard_map, mesh=cube(), in_specs=P(AXES), out_specs=P(AXES))
+    def send(x):
+        for axes in subsets:
+            piece = x[: sizes[axes]]
+            x = x.at[: sizes[axes]].add(jax.lax.psum(piece, axes) * jax.lax.all_gather(piece, axes).sum(0))
+        return x
+
+    program = read_program(compiled_text(send, ((8 * 16,), P(AXES))), cube().shape)
+    found = {(transfer.kind, transfer.axes, transfer.size) for transfer in program.transfers}
+    assert found == {('all-reduce', axes, 4 * sizes[axes]) for axes in subsets} | {
+        ('all-gather', axes, 4 * sizes[axes] * 2 ** len(axes)) for axes in subsets
+    }
+    assert all(transfer.group == 2 ** len(transfer.axes) for transfer in program.transfers)
+
+
+@pytest.mark.parametrize('axis', AXES)
+def test_other_collectives(axis):
+    @functools.partial(jax.shard_map, mesh=cube(), in_specs=P(AXES), out_specs=P(AXES))
+    def send(x_LF):
+        x_LF = jax.lax.ppermute(x_LF, axis, [(0, 1), (1, 0)])
+        x_LF = jnp.tanh(jax.lax.all_to_all(x_LF, axis, 1, 1, tiled=True))
+        return jax.lax.psum_scatter(x_LF, axis, scatter_dimension=1, tiled=True)
+
+    program = read_program(compiled_text(send, ((8 * 3, 10), P(AXES))), cube().shape)
+    assert {(transfer.kind, transfer.axes, transfer.group, transfer.size) for transfer in program.transfers} == {
+        ('collective-permute', (axis,), 2, 4 * 3 * 10),
+        ('all-to-all', (axis,), 2, 4 * 3 * 10),
+        ('reduce-scatter', (axis,), 2, 4 * 3 * 10),
+    }
+
+
+def test_the_branch_with_the_most_work_counts():
+    def choose(x_BD, w_DD):
+        return jax.lax.cond(x_BD[0, 0] > 0, lambda x: x @ w_DD @ w_DD, lambda x: x @ w_DD, x_BD)
+
+    program = read_program(compiled_text(choose, ((16, 24), P()), ((24, 24), P())), cube().shape)
+    assert program.flops == 2 * 2 * 16 * 24 * 24
+
+
+@functools.cache
+def compiled_step(num_devices, **overrides):
+    config = small_config(num_devices=num_devices, **overrides)
+    layout = small_layout(config)
+    abstract = abstract_state(config, layout)
+    return config, abstract, compile_train_step(config, layout, abstract).step
+
+
+def sizes_of(abstract):
+    """Elements of the parameters that are gathered: those of the blocks' matrices, and of the tables."""
+    leaves = jax.tree_util.tree_flatten_with_path(abstract.params)[0]
+    named = {'.'.join(entry.key for entry in path): leaf.size for path, leaf in leaves}
+    blocks = sum(size for name, size in named.items() if name.endswith('.kernel'))
+    return blocks, sum(size for name, size in named.items() if name.endswith('embedding')), sum(named.values())
+
+
+def test_zero_3_gathers_for_each_micro_batch_forward_and_backward():
+    config, abstract, step = compiled_step(8, **SMALL, model__dtype='bfloat16', model__remat='full')
+    program = read_program(step.as_text(), config.mesh.sizes)
+    blocks, tables, _ = sizes_of(abstract)
+    # The CPU has no bfloat16 to send. The tables, outside of the layers' loop, are gathered once for all micro-batches.
+    # That of the tokens is the head too, and gathered for each.
+    head = config.model.vocab_size * config.model.dim
+    assert sent(program, 'all-gather') == 4 * (config.accumulation * 2 * blocks + tables + head)
+    assert axes_of(program, 'all-gather') == axes_of(program, 'all-reduce') == {('fsdp',)}
+    # Control: a layer's gradient is summed once.
+    summed = {transfer.size: transfer.count for transfer in program.transfers if transfer.kind == 'all-reduce'}
+    assert config.model.num_layers * config.accumulation in summed.values()
+
+
+def test_axes_of_a_mixed_layout():
+    mesh = {'mesh__data': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'model__vocab_size': 64}
+    config, abstract, step = compiled_step(8, **SMALL, **mesh, model__dtype='bfloat16', model__remat='full')
+    program = read_program(step.as_text(), config.mesh.sizes)
+    assert axes_of(program, 'all-gather') == {('fsdp',)}
+    blocks, tables, _ = sizes_of(abstract)
+    # A device gathers its half of the heads and of the feed-forward.
+    assert sent(program, 'all-gather') >= 4 * config.accumulation * 2 * blocks / 2
+    assert sent(program, 'all-gather') <= 4 * config.accumulation * (2 * blocks / 2 + 2 * tables)
+    reduced = axes_of(program, 'all-reduce')
+    assert {('tensor',), ('data',)} <= reduced
+    assert () not in reduced
+    # Control: as if the mesh were another one.
+    other = read_program(step.as_text(), {'data': 4, 'tensor': 2})
+    assert axes_of(other, 'all-gather') == {()}
+    with pytest.raises(ValueError, match='a program for 8 devices'):
+        read_program(step.as_text(), {'data': 4})
+
+
+def test_operations_of_the_model():
+    width = {'model__dim': 128, 'model__num_heads': 2, 'data__window': 64, 'model__vocab_size': 256}
+    programs, told = {}, {}
+    for scan_layers in (False, True):
+        config, _, step = compiled_step(1, **width, model__scan_layers=scan_layers)
+        programs[scan_layers] = read_program(step.as_text(), config.mesh.sizes)
+        told[scan_layers] = step.cost_analysis()['flops']
+    tokens = config.train.global_batch * config.data.window
+    expected = tokens * training_flops(config.model, config.data.window).full
+    assert programs[False].flops == pytest.approx(expected, rel=0.001)
+    # The backward pass computes scores again; written out, XLA sees that they are those of the forward pass.
+    scores = tokens * config.model.num_layers * 2 * config.data.window * config.model.dim
+    assert programs[True].flops == pytest.approx(expected + scores, rel=0.001)
+    # XLA counts elementwise work too (norms, softmax, gelu, AdamW), here 3 %; but the body of a loop once.
+    assert told[False] == pytest.approx(expected, rel=0.05)
+    assert told[True] < 0.7 * expected
+    assert not programs[True].transfers
+
+
+def gpt2_layer(dim, ffn_dim):
+    """Elements of the matrices of a layer."""
+    return 4 * dim**2 + 2 * dim * ffn_dim
+
+
+def excerpt(name):
+    return (PROGRAMS / f'{name}.txt').read_text()
+
+
+def test_layers_on_gpus():
+    """24 layers forward, 16 micro-batches of 4 · 2048 tokens: Triton's products, cuDNN's attention."""
+    text = excerpt('h100_layers')
+    program = read_program(text, fsdp(8))
+    assert program.flops == 16 * 24 * 2 * gpt2_layer(1536, 6144) * 4 * 2048
+    assert program.kernels == {'__cudnn$fmhaScaleBiasSoftmax': 16 * 24}
+    assert sent(program, 'all-gather') == 16 * 24 * 2 * gpt2_layer(1536, 6144)
+    # Those of attention are sent together, and waited for; one of the other two comes while attention is computed.
+    assert sorted((transfer.size, transfer.is_async) for transfer in program.transfers) == [
+        (2 * 4 * 1536**2, False),
+        (2 * 1536 * 6144, False),
+        (2 * 1536 * 6144, True),
+    ]
+    # Without XLA's notes the loops tell the same.
+    without = re.sub(r', backend_config=\{"known_trip_count".*', '', text)
+    assert without != text
+    assert read_program(without, fsdp(8)) == program
+    # Control: what is waited for at once is not hidden.
+    done = re.search(r'\n  %all-gather-done = .*', text).group()
+    at_once = re.sub(r'\n  %all-gather-start = .*', lambda start: start.group() + done, text.replace(done, ''))
+    assert not any(transfer.is_async for transfer in read_program(at_once, fsdp(8)).transfers)
+
+
+def test_products_of_cublas():
+    program = read_program(excerpt('h100_cublas'), {'data': 8})
+    # [64, 256] · [256, 1024] and [64, 32] · [64, 32]ᵀ.
+    assert program.flops == 2 * (64 * 256 * 1024 + 64 * 32 * 64)
+    assert not program.kernels
+
+
+@pytest.mark.parametrize('name', ['v4_layers', 'v5e_layers'])
+def test_layers_on_tpus(name):
+    """4 layers forward, 2 micro-batches of 2 · 512 tokens: products are convolutions, loops carry no notes."""
+    text = excerpt(name)
+    assert 'known_trip_count' not in text
+    assert ' dot(' not in text
+    program = read_program(text, fsdp(16))
+    assert program.flops == 2 * 4 * 2 * gpt2_layer(512, 2048) * 2 * 512
+    # On v5e the fusions that carry a gather on while they compute name it again.
+    assert sent(program, 'all-gather') == 2 * 4 * 2 * gpt2_layer(512, 2048)
+    assert sum(transfer.count for transfer in program.transfers) == 2 * 4 * 6
+    assert {transfer.is_async for transfer in program.transfers} == {True, False}
+    assert not program.unknown_loops
+    # Control: one layer less.
+    assert 'constant(4)' in text
+    assert read_program(text.replace('constant(4)', 'constant(3)'), fsdp(16)).flops == program.flops * 3 / 4
+    assert read_program(text, {'data': 4, 'fsdp': 4}).transfers[0].axes == ('data', 'fsdp')
+
+
+def test_a_product_in_steps_on_a_tpu():
+    """The gradient of one matrix in each of 4 layers, 2 times, summed while its parts go round the devices."""
+    text = excerpt('v5e_windowed_product')
+    program = read_program(text, fsdp(16))
+    assert program.flops == 2 * 4 * 2 * 512 * 2048 * 2 * 512
+    # Both ways at the same time, four sends in each of 4 rounds.
+    assert sum(transfer.count for transfer in program.transfers) == 2 * 4 * 4 * 4
+    assert {(transfer.kind, transfer.axes, transfer.size) for transfer in program.transfers} == {
+        ('collective-permute', ('fsdp',), 2 * 512 * 2048 / 16)
+    }
+    assert all(transfer.is_async for transfer in program.transfers)
+    # Control: one round less; the counter goes up by 2.
+    assert read_program(text.replace('constant(8)', 'constant(6)'), fsdp(16)).flops == program.flops * 3 / 4
+
+
+def test_not_a_program():
+    with pytest.raises(ValueError, match='without ENTRY'):
+        read_program('HloModule nothing\n', {'data': 1})
+    with pytest.raises(ValueError, match='cannot be read'):
+        read_program('HloModule x\n\nENTRY %main {\n  what is this\n}\n', {'data': 1})

@@ -1,0 +1,111 @@
+"""The collectives of a layout by formula, against what XLA made of the real step for eight H100.
+
+Bytes were counted in programs compiled ahead of time (jax 0.12, CUDA 12): of each kind, the whole arrays of a group, as
+often as they are sent in a step.
+"""
+
+import collections
+
+import pytest
+
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.planning.estimate.collectives import estimate_transfers
+from tests.conftest import ROOT
+from tests.small import small_config
+
+# Config, overrides → GB by kind.
+COMPILED = {
+    ('1b.py', ()): {'all-gather': 26.8, 'reduce-scatter': 29.2},
+    ('1b.py', ('model.remat=full',)): {'all-gather': 48.5, 'reduce-scatter': 29.2},
+    ('1b.py', ('train.micro_batch=16', 'model.remat=full')): {'all-gather': 12.1, 'reduce-scatter': 7.3},
+    ('1b.py', ('mesh.zero=1',)): {'all-gather': 3.0, 'all-reduce': 29.2},
+    ('1b.py', ('mesh.data=8', 'mesh.fsdp=1')): {'all-reduce': 29.1},
+    ('1b.py', ('mesh.context=2', 'mesh.fsdp=4')): {
+        'all-gather': 53.5,
+        'collective-permute': 116.0,
+        'reduce-scatter': 58.4,
+    },
+    # A vocabulary that does not divide.
+    ('1b.py', ('mesh.tensor=2', 'mesh.fsdp=4', 'model.vocab_size=50257')): {
+        'all-gather': 26.9,
+        'all-reduce': 79.0,
+        'all-to-all': 3.1,
+        'reduce-scatter': 29.4,
+    },
+    ('1b.py', ('mesh.tensor=2', 'mesh.fsdp=4', 'model.vocab_size=50257', 'mesh.zero=1')): {
+        'all-gather': 1.5,
+        'all-reduce': 108.3,
+        'all-to-all': 12.4,
+    },
+    ('code.py:7b', ()): {'all-gather': 3382.9, 'reduce-scatter': 1758.6},
+    ('code.py:7b', ('mesh.tensor=2', 'mesh.fsdp=4')): {
+        'all-gather': 3382.9,
+        'all-reduce': 1391.9,
+        'reduce-scatter': 1758.6,
+    },
+    ('depth.py:24', ()): {'all-gather': 21.7, 'all-to-all': 0.3, 'reduce-scatter': 10.9},
+    ('mix.py:tiny', ()): {'all-gather': 0.3, 'reduce-scatter': 0.4},
+    ('mix.py:xlarge', ()): {'all-gather': 5.8, 'reduce-scatter': 3.7},
+    ('neox.py:production_8gpu', ()): {'all-gather': 83.9, 'reduce-scatter': 48.5},
+}
+
+
+def sent_by_kind(spec, overrides):
+    config = load(str(ROOT / 'configs' / spec), overrides)
+    vocab_size = config.model.vocab_size or (32 if 'depth' in spec else 50_257)
+    config = resolve(config, platform='gpu', num_devices=8, vocab_size=vocab_size, windows=10**7)
+    total = collections.Counter()
+    for transfer in estimate_transfers(config):
+        total[transfer.kind] += transfer.size * transfer.count / 1e9
+    return {kind: size for kind, size in total.items() if size > 0.1}
+
+
+@pytest.mark.parametrize(('spec', 'overrides'), COMPILED)
+def test_bytes_are_those_of_the_compiled_program(spec, overrides):
+    assert sent_by_kind(spec, overrides) == pytest.approx(COMPILED[spec, overrides], rel=0.01, abs=0.06)
+
+
+def test_the_layouts_differ():
+    """A control: no two of the recorded layouts of one model are within the tolerance of each other."""
+    layouts = [sent for (spec, _), sent in COMPILED.items() if spec == '1b.py']
+    for number, layout in enumerate(layouts):
+        assert all(layout != pytest.approx(other, rel=0.01, abs=0.06) for other in layouts[:number])
+
+
+def test_axes_and_groups():
+    config = small_config(num_devices=8, mesh__replica=2, mesh__fsdp=2, mesh__tensor=2, model__vocab_size=64)
+    transfers = estimate_transfers(config)
+    assert {transfer.axes: transfer.group for transfer in transfers} == {
+        ('fsdp',): 2,
+        ('replica',): 2,
+        ('tensor',): 2,
+        ('replica', 'fsdp', 'tensor'): 8,
+    }
+    assert all(transfer.is_async == (transfer.axes in (('fsdp',), ('replica',))) for transfer in transfers)
+
+
+def test_kernels_travel_in_8_bits_and_their_gradients_do_not():
+    sizes = {'num_devices': 8, 'model__dim': 64, 'model__dtype': 'bfloat16', 'model__remat': 'full'}
+    usual, in_8_bits = (
+        estimate_transfers(small_config(model__matmul=matmul, **sizes)) for matmul in ('default', 'fp8')
+    )
+    gathers, of_codes = ([t for t in all if t.kind == 'all-gather'] for all in (usual, in_8_bits))
+    assert [t.size for t in of_codes] == [gathers[0].size / 2, gathers[1].size]
+    scatters, others = ([t for t in all if t.kind == 'reduce-scatter'] for all in (usual, in_8_bits))
+    assert scatters == others
+    # Scales: a number each, and all devices wait for it.
+    (scales,) = set(in_8_bits) - set(usual) - set(of_codes)
+    assert (scales.size, scales.group, scales.is_async) == (4, 8, False)
+
+
+def test_one_device_sends_nothing():
+    assert estimate_transfers(small_config()) == []
+
+
+def test_a_pipeline_hands_on_the_stream():
+    config = small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__micro_batch=2)
+    stream = 2 * config.data.window * config.model.dim * 4
+    sizes = {(t.kind, t.count): t.size for t in estimate_transfers(config) if t.axes == ('stage',) and t.size > 4}
+    # 4 micro-batches and an idle round, forward and backward; then the result of all of them.
+    assert sizes == {('collective-permute', 10): stream, ('all-reduce', 2): 4 * stream}

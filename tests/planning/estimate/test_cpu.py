@@ -1,0 +1,57 @@
+"""What is measured of a CPU: plausible, and of the config's sizes. Speeds are compared in benchmarks/plan_cpu.py."""
+
+import pytest
+
+from maxlm.planning.estimate import cpu
+from maxlm.planning.estimate.cpu import calibrate_cpu, num_cores
+from maxlm.planning.estimate.roofline import step_time
+from maxlm.planning.estimate.work import estimate_work
+from tests.small import small_config
+
+
+def timed(config, machine):
+    return step_time(
+        estimate_work(config),
+        machine.chip,
+        num_devices=1,
+        num_islands=1,
+        mesh_sizes=config.mesh.sizes,
+        efficiency=machine.efficiency,
+    )
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """A machine on which every measurement takes a millisecond."""
+    sizes = []
+
+    def best(function, arguments, rounds):
+        sizes.append([argument.shape for argument in arguments])
+        return 1e-3
+
+    monkeypatch.setattr(cpu, '_best', best)
+    monkeypatch.setattr(cpu, 'measure_matmul_tflops', lambda: 0.1)
+    monkeypatch.setattr(cpu.jax, 'local_device_count', lambda: 1)
+    return sizes
+
+
+def test_products_take_what_they_took_alone(steady):
+    config = small_config(model__family='llama')
+    machine = calibrate_cpu(config)
+    # Seven kernels in each of two layers, and the logits once: a millisecond each, longer in a program.
+    of = machine.efficiency._replace(attention=1e9)
+    time = timed(config, machine._replace(efficiency=of))
+    assert time.compute == pytest.approx(15e-3 / cpu.IN_PROGRAM, rel=0.15)
+    assert [(128, 32), (32, 32), (128, 32)] in steady
+    # Control: a machine with twice the peak has half the share of it, and the same time.
+    assert machine.chip.tflops == 0.1
+
+
+def test_a_real_machine():
+    config = small_config()
+    machine = calibrate_cpu(config, rounds=1)
+    assert machine.chip.platform == 'cpu'
+    assert machine.chip.memory_bandwidth > 1e6
+    assert num_cores() >= 1
+    short, long = (timed(small_config(train__global_batch=rows), machine).total for rows in (8, 64))
+    assert 0 < short < long < 8 * short

@@ -1,0 +1,100 @@
+"""Operations of a model: against its real parameters, and by hand for one published shape."""
+
+import jax
+import pytest
+
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.planning.estimate.flops import matmul_parameters, step_flops, training_flops
+from maxlm.training.state import abstract_state
+from tests.conftest import ROOT
+from tests.small import small_config, small_layout
+
+MODELS = {
+    'gpt2': {'model__family': 'gpt2'},
+    'gpt2 untied': {'model__family': 'gpt2', 'model__tie_embeddings': False},
+    'gpt_neox': {'model__family': 'gpt_neox'},
+    'llama': {'model__family': 'llama'},
+    'llama tied': {'model__family': 'llama', 'model__tie_embeddings': True},
+    'grouped heads': {'model__family': 'llama', 'model__num_kv_heads': 2},
+    'one key head': {'model__family': 'gpt2', 'model__num_kv_heads': 1},
+    'wide heads': {'model__family': 'llama', 'model__head_dim': 24},
+    'squared relu': {'model__family': 'nanochat'},
+    'normalized heads': {'model__family': 'qwen3', 'model__head_dim': 24},
+    'narrow feed-forward': {'model__family': 'llama', 'model__ffn_dim': 40, 'model__num_layers': 3},
+}
+
+
+def parameters(config):
+    """Path → number of elements, of the real model."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state(config, small_layout(config)).params)
+    return {'.'.join(entry.key for entry in path): leaf.size for path, leaf in leaves}
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_parameters_that_are_multiplied_with(model):
+    config = small_config(**MODELS[model])
+    sizes = parameters(config)
+    looked_up = 0 if config.model.tie_embeddings else sizes['embedding']
+    added = sum(size for name, size in sizes.items() if name.endswith(('.scale', '.bias')))
+    assert matmul_parameters(config.model) == (
+        sum(sizes.values()) - looked_up - added - sizes.get('position_embedding', 0)
+    )
+    # Control: no part of the difference is nothing.
+    assert matmul_parameters(config.model) != sum(sizes.values())
+
+
+def gpt2_1b():
+    config = load(str(ROOT / 'configs/1b.py'))
+    return resolve(config, platform='cpu', num_devices=8, vocab_size=50_000, windows=1).model
+
+
+def test_gpt2_1b_by_hand():
+    model = gpt2_1b()
+    # 24 layers of 12 · 1536², and 1536 · 50 000 for the logits.
+    assert matmul_parameters(model) == 679_477_248 + 76_800_000
+    flops = training_flops(model, 2048)
+    # 6 · 756 277 248 and, for each position that is attended to, 12 · 24 · 1536 = 442 368.
+    assert flops.full == 4_537_663_488 + 442_368 * 2048
+    assert flops.causal == 4_537_663_488 + 442_368 * 2049 / 2
+
+
+def test_causal_is_the_mean_over_the_window():
+    model = small_config(model__num_kv_heads=2).model
+    window = 16
+    dense = 6 * matmul_parameters(model)
+    # The token at position t attends to t + 1 positions: two products of N · H multiply-adds, three times over.
+    by_position = [3 * 2 * 2 * model.num_layers * model.num_heads * model.head_dim * (t + 1) for t in range(window)]
+    flops = training_flops(model, window)
+    assert flops.causal == dense + sum(by_position) / window
+    assert flops.full == dense + by_position[-1]
+    assert training_flops(model, 1).causal == training_flops(model, 1).full
+
+
+def test_sliding_layers_count_what_they_reach():
+    sliding = {'model__sliding_window': 3, 'model__num_layers': 3}
+    mixed, full = small_config(**sliding, model__attention_pattern='SL').model, small_config(model__num_layers=3).model
+    per_position = 12 * mixed.num_heads * mixed.head_dim
+    dense = 6 * matmul_parameters(mixed)
+    # Two layers reach 3 positions back, so that by position they see 1, 2, 3, 3, … tokens.
+    seen = [sum(2 * min(t + 1, 3) + (t + 1) for t in range(window)) / window for window in (16, 2)]
+    assert training_flops(mixed, 16).causal == pytest.approx(dense + per_position * seen[0])
+    assert training_flops(mixed, 16).full == dense + per_position * (3 + 16 + 3)
+    # A window that is never filled changes nothing.
+    assert training_flops(mixed, 2) == training_flops(full, 2)
+
+
+def test_what_is_frozen_has_no_gradient_and_a_reference_has_a_forward_pass():
+    plain = small_config(model__family='llama')
+    whole = training_flops(plain.model, 16)
+    assert step_flops(plain, 16) == whole
+    blocks = sum(size for name, size in parameters(plain).items() if 'blocks' in name and 'norm' not in name)
+    frozen = small_config(model__family='llama', optimizer__frozen=('blocks',))
+    assert step_flops(frozen, 16).causal == pytest.approx(whole.causal - 2 * blocks)
+    # With rank 2 the adapters are 2 · (inputs + outputs) elements of each matrix.
+    adapted = small_config(model__family='llama', model__lora_rank=2)
+    adapters = sum(size for name, size in parameters(adapted).items() if 'lora' in name)
+    matrices = matmul_parameters(plain.model)
+    assert step_flops(adapted, 16).causal == pytest.approx(whole.causal - 2 * matrices + 6 * adapters)
+    dpo = small_config(model__family='llama', train__objective='dpo', train__init_from='runs/sft')
+    assert step_flops(dpo, 16).full == pytest.approx(whole.full * 4 / 3)

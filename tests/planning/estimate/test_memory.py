@@ -1,0 +1,206 @@
+"""Memory of a step: the state exactly, the estimate against compilers, and what a compiler says when it does not fit.
+
+`memory_analyses.json` has what compilers for H100 and TPU v4 told of the programs of our configs; it is written by
+`python -m benchmarks.plan_memory`.
+"""
+
+import json
+
+import jax
+import pytest
+
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.parallel.host_offload import HOST
+from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.planning.compiled.memory import memory_of, overflow_of
+from maxlm.planning.estimate.memory import estimate_memory
+from maxlm.planning.estimate.parameters import count_parameters, weights
+from maxlm.planning.estimate.state_bytes import planned_state_bytes, state_bytes
+from maxlm.planning.targets import parse_target
+from maxlm.training.state import abstract_state
+from tests.conftest import ROOT
+from tests.small import small_config, small_layout
+
+ANALYSES = json.loads((ROOT / 'tests/planning/memory_analyses.json').read_text())
+# Counters: steps, skipped ones, updates of each optimizer.
+COUNTERS = 64
+# Relative error that an estimate may have, by what it is of.
+USUAL, SMALL_PROGRAM_ON_TPU = 0.10, 0.25
+FAMILIES = ('gpt2', 'gpt_neox', 'llama', 'qwen3', 'nanochat')
+STATES = {
+    'all over fsdp': {},
+    'optimizer state alone': {'mesh__zero': 1},
+    'tensor': {'mesh__tensor': 2},
+    'stages': {'mesh__stage': 2, 'train__micro_batch': 1},
+    'average': {'optimizer__ema_decay': 0.9},
+    'on the host': {'mesh__offload': 'all', 'optimizer__ema_decay': 0.9},
+    'moments on the host': {'mesh__offload': 'optimizer'},
+    '16 bits': {'optimizer__moments': 'bfloat16', 'model__dim': 128},
+    '8 bits': {'optimizer__moments': 'int8', 'model__dim': 256},
+    'muon in 8 bits': {'optimizer__moments': 'int8', 'model__dim': 256, 'optimizer__name': 'muon', 'mesh__tensor': 2},
+}
+STATES |= {
+    'a vocabulary that does not divide': {
+        'mesh__tensor': 2,
+        'model__vocab_size': 61,
+        'optimizer__moments': 'int8',
+        'model__dim': 256,
+    },
+    'nor does the width': {'mesh__tensor': 2, 'model__vocab_size': 61, 'model__dim': 36},
+    'adapters': {'model__lora_rank': 4},
+    'adapters and the tables': {
+        'model__lora_rank': 4,
+        'optimizer__trained': ('embedding',),
+        'optimizer__moments': 'int8',
+    },
+    'frozen blocks': {'optimizer__frozen': ('blocks',), 'optimizer__ema_decay': 0.9},
+    'a reference': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__dtype': 'bfloat16'},
+    'no second copy': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__lora_rank': 4},
+}
+# Of programs for the CPU, and the error that the estimate may have.
+PROGRAMS = {
+    'all kept': ({}, 0.10),
+    'nothing kept': ({'model__remat': 'full', 'model__family': 'llama'}, 0.15),
+    'products kept, stages': ({'model__remat': 'dots_no_batch', 'mesh__stage': 2, 'train__micro_batch': 1}, 0.30),
+}
+
+
+def name_of(entry):
+    return ' '.join((entry['target'], entry['config'], *entry['overrides']))
+
+
+def estimate_of(entry, *more):
+    config = load(str(ROOT / entry['config']), [*entry['overrides'], *more])
+    config = resolve(
+        config,
+        platform=entry['platform'],
+        num_devices=entry['num_devices'],
+        vocab_size=entry['vocab_size'],
+        windows=10**7,
+    )
+    return config, estimate_memory(config, entry['platform'], parse_target(entry['target']).chip.capability)
+
+
+def bound(entry):
+    """One program of 2.5 GiB is estimated 0.56 GiB too large, and it is not known why."""
+    return SMALL_PROGRAM_ON_TPU if entry['platform'] == 'tpu' and entry.get('total', 2**40) < 2**32 else USUAL
+
+
+@pytest.mark.parametrize('entry', ANALYSES, ids=name_of)
+def test_estimates_of_what_compilers_told(entry):
+    config, memory = estimate_of(entry)
+    told = entry.get('overflow') or entry['total']
+    assert memory.total == pytest.approx(told, rel=bound(entry))
+    assert memory.is_estimate
+    if 'state' in entry and entry['platform'] == 'gpu':
+        held = memory.parameters + memory.moments + memory.average + memory.batch
+        assert held == pytest.approx(entry['state'], abs=1024, rel=1e-4)
+    assert memory.host == pytest.approx(entry.get('host', 0), rel=0.01)
+    # Control: another policy for the backward pass is far away.
+    other = 'full' if config.model.remat != 'full' else 'none'
+    _, wrong = estimate_of(entry, f'model.remat={other}')
+    assert abs(wrong.total / told - 1) > 2 * abs(memory.total / told - 1)
+
+
+def test_errors_are_small_on_the_whole():
+    """Without that, bounds for the worst would let all others grow."""
+    errors = {'gpu': [], 'tpu': []}
+    for entry in ANALYSES:
+        _, memory = estimate_of(entry)
+        errors[entry['platform']].append(abs(memory.total / (entry.get('overflow') or entry['total']) - 1))
+    assert len(ANALYSES) >= 25
+    assert sorted(errors['gpu'])[len(errors['gpu']) // 2] < 0.01
+    assert sorted(errors['tpu'])[len(errors['tpu']) // 2] < 0.04
+
+
+# Each state in one family, so that every family has three.
+@pytest.mark.parametrize(
+    ('layout', 'family'), [(layout, FAMILIES[index % len(FAMILIES)]) for index, layout in enumerate(STATES)]
+)
+def test_the_state_is_known_from_shapes(family, layout):
+    overrides = {'model__vocab_size': 64, 'model__head_dim': 16, **STATES[layout]}
+    config = small_config(num_devices=8, model__family=family, **overrides)
+    planned = planned_state_bytes(config)
+    assert planned == pytest.approx(state_bytes(abstract_state(config, small_layout(config))), abs=COUNTERS)
+    assert sum(weight.size for weight in weights(config.model)) == count_parameters(config.model)
+    # Control: another layout holds something else.
+    assert planned != planned_state_bytes(small_config(num_devices=8, model__family=family, model__dim=96))
+
+
+@pytest.mark.parametrize(
+    'program', ['all kept', 'nothing kept', pytest.param('products kept, stages', marks=pytest.mark.nightly)]
+)
+def test_against_the_compiler_for_cpus(program):
+    overrides, error = PROGRAMS[program]
+    sizes = {'model__vocab_size': 256, 'model__dim': 128, 'model__num_layers': 6, 'data__window': 256}
+    batch = {'train__global_batch': 32, 'train__micro_batch': 2}
+    config = small_config(num_devices=8, **{**sizes, **batch, **overrides})
+    layout = small_layout(config)
+    abstract = abstract_state(config, layout)
+    compiled = compile_train_step(config, layout, abstract)
+    told, estimate = memory_of(compiled, config, abstract), estimate_memory(config, 'cpu')
+    analysis = compiled.step.memory_analysis()
+    assert told.total == analysis.argument_size_in_bytes + analysis.temp_size_in_bytes == compiled.total_bytes()
+    assert estimate.total == pytest.approx(told.total, rel=error)
+    assert (told.is_estimate, estimate.is_estimate) == (False, True)
+    assert told.parameters == state_bytes(abstract).parameters
+    assert all(size >= 0 for size in told)
+    # Control: of sequences a quarter as long; the bound of a pipeline is too wide to tell half as long ones.
+    short = small_config(num_devices=8, **{**sizes, **batch, **overrides, 'data__window': 64})
+    assert estimate_memory(short, 'cpu').total != pytest.approx(told.total, rel=error)
+
+
+def test_state_on_the_host_is_told_apart():
+    overrides = {'model__dim': 128, 'train__micro_batch': 1}
+    config = small_config(num_devices=8, mesh__offload='all', **overrides)
+    abstract = abstract_state(config, small_layout(config))
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(abstract.params)} == {HOST}
+    on_host, on_device = state_bytes(abstract), planned_state_bytes(small_config(num_devices=8, **overrides))
+    assert on_host.host == on_device.parameters + on_device.moments > 0
+    assert (on_host.parameters, on_device.host) == (0, 0)
+    assert estimate_memory(config, 'gpu').host == pytest.approx(on_host.host, abs=COUNTERS)
+
+
+def test_more_of_anything_takes_more():
+    entry = next(entry for entry in ANALYSES if entry['config'] == 'configs/code.py:7b' and not entry['overrides'])
+    _, memory = estimate_of(entry)
+    larger = {
+        'train.micro_batch=2': ('activations', 'temporary'),
+        'model.remat=dots_no_batch': ('activations',),
+        'model.remat=dots': ('activations',),
+        'model.remat=none': ('activations',),
+        'mesh.zero=1': ('parameters', 'gradients'),
+        'optimizer.ema_decay=0.99': ('average',),
+        'mesh.offload=optimizer': ('host',),
+        'model.remat=offload': ('host',),
+    }
+    for override, kinds in larger.items():
+        _, other = estimate_of(entry, override)
+        for kind in kinds:
+            assert getattr(other, kind) > getattr(memory, kind), (override, kind)
+    for override in ('optimizer.moments=int8', 'optimizer.moments=bfloat16', 'mesh.tensor=2', 'model.remat=offload'):
+        assert estimate_of(entry, override)[1].total < memory.total, override
+
+
+def test_layouts_of_8_devices_differ():
+    entry = next(entry for entry in ANALYSES if entry['config'] == 'configs/code.py:7b' and not entry['overrides'])
+    totals = {estimate_of(entry, f'mesh.fsdp={8 // n}', f'mesh.tensor={n}')[1].total for n in (1, 2, 4, 8)}
+    assert len(totals) == 4
+
+
+# As the compiler wrote it for configs/depth.py:64 with micro-batches of 8 on 8 chips of v4.
+OVERFLOWS = {
+    'RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO '
+    'temporaries (40.24G) exceeds available HBM (30.75G). HLO module: jit_train_step.\nSee '
+    'https://openxla.org/xla/errors/error_1000 for more details.': (40.24 * 2**30, 30.75 * 2**30),
+}
+
+
+@pytest.mark.parametrize('message', OVERFLOWS)
+def test_figures_of_an_overflow(message):
+    assert overflow_of(RuntimeError(message)) == pytest.approx(OVERFLOWS[message], abs=1)
+
+
+def test_another_error_is_no_overflow():
+    assert overflow_of(RuntimeError('INTERNAL: Mosaic failed to compile TPU kernel')) is None

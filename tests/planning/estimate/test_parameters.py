@@ -1,0 +1,48 @@
+"""Parameters counted from shapes: against the model's real arrays, in every family."""
+
+import dataclasses
+
+import jax
+import pytest
+from flax import nnx
+
+from maxlm.planning.estimate.parameters import count_parameters, weights
+from maxlm.planning.sizes import num_parameters
+from maxlm.training.optimizers.optimizer import kind_of, names
+from maxlm.training.state import abstract_model, abstract_state
+from tests.small import small_config, small_layout
+
+MODELS = {
+    'gpt2': {'model__family': 'gpt2'},
+    'gpt2 untied': {'model__family': 'gpt2', 'model__tie_embeddings': False},
+    'gpt2 without biases': {'model__family': 'gpt2', 'model__use_bias': False},
+    'gpt_neox': {'model__family': 'gpt_neox'},
+    'llama': {'model__family': 'llama', 'model__num_layers': 3},
+    'llama with biases': {'model__family': 'llama', 'model__use_bias': True},
+    'grouped heads': {'model__family': 'qwen3', 'model__num_kv_heads': 2, 'model__head_dim': 24},
+    'nanochat': {'model__family': 'nanochat', 'model__ffn_dim': 40},
+    'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
+    'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
+    'some adapters': {'model__family': 'gpt2', 'model__lora_rank': 2, 'model__lora_targets': ('attention.*',)},
+    'long table': {'model__family': 'gpt2', 'model__max_positions': 48, 'model__vocab_size': 77},
+}
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_they_are_the_parameters_of_the_model(model):
+    config = small_config(**MODELS[model])
+    layout = small_layout(config)
+    _, variables = nnx.split(abstract_model(config, layout))
+    wanted = {'.'.join(map(str, path)): (tuple(v.shape), v.axes) for path, v in nnx.to_flat_state(variables)}
+    assert {weight.name: (weight.shape, weight.axes) for weight in weights(config.model)} == wanted
+    tree = abstract_state(config, layout).params
+    kinds = {'.'.join(names(path)): kind_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+    assert {weight.name: weight.kind for weight in weights(config.model)} == kinds
+    assert count_parameters(config.model) == num_parameters(tree)
+
+
+@pytest.mark.parametrize('key', ['num_layers', 'dim', 'ffn_dim', 'vocab_size', 'num_heads', 'max_positions'])
+def test_every_dimension_counts(key):
+    model = small_config().model
+    larger = dataclasses.replace(model, **{key: 2 * getattr(model, key)})
+    assert count_parameters(larger) > count_parameters(model)

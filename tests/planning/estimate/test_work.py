@@ -1,0 +1,197 @@
+"""The work of a step by formula: against the products in the step's own trace, and by hand."""
+
+import dataclasses
+import math
+
+import jax
+import jax.extend
+import pytest
+
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.planning.estimate.flops import matmul_parameters
+from maxlm.planning.estimate.parameters import model_parameters
+from maxlm.planning.estimate.work import estimate_work
+from maxlm.training.objectives import BATCH_TYPES
+from maxlm.training.state import abstract_state
+from maxlm.training.step import make_train_step
+from tests.conftest import ROOT
+from tests.small import VOCAB, small_config, small_layout
+
+SHAPE = {
+    'model__num_layers': 4,
+    'model__dim': 64,
+    'model__num_kv_heads': 2,
+    'train__global_batch': 16,
+    'train__micro_batch': 2,
+}
+
+
+def traced_flops(config):
+    """Operations of all products of matrices in the trace of the real step."""
+    layout = small_layout(config)
+    shape = (config.train.global_batch, config.data.window)
+    batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
+    traced = jax.jit(make_train_step(config, layout)).trace(abstract_state(config, layout), batch)
+    return product_flops(traced.jaxpr.jaxpr)
+
+
+def product_flops(jaxpr):
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == 'dot_general':
+            (contracted, _), _ = equation.params['dimension_numbers']
+            operand = equation.invars[0].aval.shape
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(operand[axis] for axis in contracted)
+        times = equation.params['length'] if equation.primitive.name == 'scan' else 1
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                if isinstance(inner, jax.extend.core.ClosedJaxpr):
+                    total += times * product_flops(inner.jaxpr)
+                elif isinstance(inner, jax.extend.core.Jaxpr):
+                    total += times * product_flops(inner)
+    return total
+
+
+# Every policy for the backward pass once, each family and window several times.
+@pytest.mark.parametrize(
+    ('family', 'remat', 'window'),
+    [
+        ('llama', 'none', 512),
+        ('gpt_neox', 'dots', 32),
+        ('llama', 'dots_no_batch', 32),
+        ('gpt_neox', 'full', 512),
+        ('llama', 'offload', 512),
+        ('gpt_neox', 'none', 32),
+    ],
+)
+def test_products_are_those_of_the_trace(family, remat, window):
+    config = small_config(model__family=family, model__remat=remat, data__window=window, **SHAPE)
+    assert estimate_work(config).all_flops == traced_flops(config)
+    # Control: another policy has other products.
+    other = dataclasses.replace(config.model, remat='none' if remat in ('full', 'offload') else 'full')
+    assert estimate_work(dataclasses.replace(config, model=other)).all_flops != traced_flops(config)
+
+
+def test_products_of_muon():
+    config = small_config(optimizer__name='muon', **SHAPE)
+    assert estimate_work(config).all_flops == traced_flops(config)
+    plain = small_config(**SHAPE)
+    assert estimate_work(config).all_flops > estimate_work(plain).all_flops
+
+
+@pytest.mark.parametrize('remat', ['none', 'dots_no_batch', 'full'])
+def test_products_of_a_pipeline(remat):
+    config = small_config(num_devices=4, mesh__stage=2, model__remat=remat, **SHAPE)
+    work = estimate_work(config)
+    # Stages work in idle rounds too, on values that nobody reads; the loss has none.
+    tokens = config.train.global_batch * config.data.window / config.batch_shards
+    head = 6 * tokens * config.model.dim * VOCAB / 2
+    rounds = (config.accumulation + 1) / config.accumulation
+    assert 4 * ((work.all_flops - head) * rounds + head) == pytest.approx(traced_flops(config))
+    assert work.idle == pytest.approx(1 - 1 / rounds)
+
+
+def test_products_of_a_fused_kernel_by_hand():
+    config = small_config(data__window=32, data__isolate_documents=False, **SHAPE)
+    fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
+    per_pair = 2 * 4 * config.model.num_heads * config.model.head_dim
+    tokens = config.train.global_batch * config.data.window
+    # A token sees (window + 1) / 2 others in the mean; scores are made again for the gradient: 2 + 5 products.
+    assert estimate_work(fused).attention_flops == 7 * per_pair * tokens * 33 / 2
+    # Without, all of a window as short as that: one range of queries meets one of keys.
+    assert estimate_work(config).attention_flops == 7 * per_pair * tokens * 32
+
+
+def test_documents_take_a_mask_where_the_kernel_cannot_be_told_of_them():
+    config = small_config(data__window=32, **SHAPE)
+    fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
+    whole = dataclasses.replace(fused, data=dataclasses.replace(fused.data, isolate_documents=False))
+    causal, all_scores = (estimate_work(whole), estimate_work(fused))
+    # A mask makes the kernel compute everything, and is read: of Ampere, and where nothing is known of the GPU.
+    assert all_scores.attention_flops == causal.attention_flops * 64 / 33
+    assert all_scores.memory_bytes > causal.memory_bytes
+    assert estimate_work(fused, (8, 0)) == all_scores
+    # Hopper is told where documents begin, but not by a pipeline.
+    assert estimate_work(fused, (9, 0)) == estimate_work(whole, (9, 0)) == causal
+    staged = dataclasses.replace(fused, mesh=dataclasses.replace(fused.mesh, stage=2))
+    assert estimate_work(staged, (9, 0)) == estimate_work(staged)
+
+
+def test_ranges_of_queries_by_hand():
+    config = small_config(data__window=512, **SHAPE)
+    per_pair = 2 * 4 * config.model.num_heads * config.model.head_dim
+    tokens = config.train.global_batch * 512
+    # Ranges of 128 queries meet 128, 256, 384 and 512 keys.
+    assert estimate_work(config).attention_flops == 7 * per_pair * tokens * 320
+    narrow = small_config(data__window=512, model__attention_pattern='S', model__sliding_window=128, **SHAPE)
+    # Of a window of 128 the ranges behind the first meet 127 keys before their own 128.
+    assert estimate_work(narrow).attention_flops == 7 * per_pair * tokens * (128 + 3 * 255) / 4
+
+
+def test_products_of_8_bits_are_those_of_the_blocks():
+    config, plain = one_billion(), one_billion()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul='fp8'))
+    work, usual = estimate_work(config, (9, 0)), estimate_work(plain, (9, 0))
+    tokens = config.train.global_batch * config.data.window / 8
+    assert work.fp8_flops == work.flops - 6 * tokens * config.model.dim * config.model.vocab_size
+    assert (work.flops, usual.fp8_flops) == (usual.flops, 0)
+    # To be rounded, arrays are read twice more.
+    assert work.memory_bytes > usual.memory_bytes
+
+
+def test_a_ring_shares_the_causal_part():
+    config = small_config(num_devices=4, mesh__context=4, mesh__fsdp=1, data__window=128, **SHAPE)
+    alone = small_config(data__window=128, **SHAPE)
+    # 2 · 4 + 1 of 16 pairs of chunks on each of 4 devices.
+    share = estimate_work(config).attention_flops / estimate_work(alone).attention_flops
+    assert share == pytest.approx(9 / 16 / 4)
+
+
+def one_billion(**mesh):
+    config = load(str(ROOT / 'configs/1b.py'), [f'mesh.{axis}={size}' for axis, size in mesh.items()])
+    return resolve(config, platform='gpu', num_devices=8, vocab_size=50_000, windows=1)
+
+
+def test_devices_share_the_work():
+    work = {
+        name: estimate_work(one_billion(**mesh))
+        for name, mesh in {
+            'fsdp': {},
+            'data': {'data': 8, 'fsdp': 1},
+            'tensor': {'tensor': 2, 'fsdp': 4},
+            'zero': {'zero': 1},
+        }.items()
+    }
+    # The same products in all, whatever splits them.
+    assert {round(of.all_flops) for of in work.values()} == {round(work['fsdp'].all_flops)}
+    # Who holds whole parameters updates all of them.
+    assert work['data'].memory_bytes > work['fsdp'].memory_bytes
+    assert work['fsdp'].host_bytes == 0
+
+
+def test_host_memory():
+    parameters = model_parameters(one_billion().model) / 8
+    assert estimate_work(one_billion(offload='optimizer')).host_bytes == pytest.approx(parameters * 16)
+    # Parameters come twice for each of 16 micro-batches, and to be updated.
+    assert estimate_work(one_billion(offload='all')).host_bytes == pytest.approx(parameters * (16 + 4 * (2 * 16 + 2)))
+
+
+def test_bytes_follow_what_is_stored():
+    def moved(**overrides):
+        return estimate_work(small_config(**{**SHAPE, **overrides})).memory_bytes
+
+    usual = moved()
+    parameters = model_parameters(small_config(**SHAPE).model)
+    assert usual - moved(optimizer__moments='bfloat16') == pytest.approx(parameters * 8)
+    assert moved(optimizer__ema_decay=0.9) - usual == pytest.approx(parameters * 8)
+    assert moved(model__remat='full') > usual
+    assert moved(train__global_batch=32) > 1.5 * usual
+
+
+def test_parameters_are_the_real_ones_but_for_scales_and_biases():
+    config = small_config(model__family='llama', model__num_kv_heads=2)
+    leaves = jax.tree.leaves(abstract_state(config, small_layout(config)).params)
+    scales = (2 * config.model.num_layers + 1) * config.model.dim
+    assert model_parameters(config.model) == sum(leaf.size for leaf in leaves) - scales
+    assert model_parameters(config.model) - config.model.dim * VOCAB == matmul_parameters(config.model)

@@ -1,0 +1,152 @@
+"""The search for a layout that fits: what it tries, what it prefers, and that the compiler has the last word."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.config.schema import AUTO
+from maxlm.errors import InputError
+from maxlm.planning.forecast import estimate
+from maxlm.planning.machine import Machine, usable_memory
+from maxlm.planning.search import Change, choose_micro_batch, confirm, search, sensible_meshes
+from maxlm.planning.targets import parse_target
+from tests.conftest import ROOT
+
+
+def machine_of(spec, share=1.0):
+    target = parse_target(spec)
+    return Machine(target, int(share * usable_memory(target.chip)))
+
+
+def resolver(machine):
+    target = machine.target
+    return partial(resolve, platform=target.chip.platform, num_devices=target.num_devices, vocab_size=32, windows=1)
+
+
+def config_of(spec='code.py:7b', *overrides):
+    return load(f'{ROOT}/configs/{spec}', list(overrides))
+
+
+def with_changes(config, changes):
+    """As if the overrides had been pasted."""
+    for key, value in changes:
+        section, name = key.split('.')
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
+    return config
+
+
+def test_what_is_found_fits_and_the_fastest_comes_first():
+    machine = machine_of('h100:8')
+    config = config_of()
+    found = search(config, machine, resolver(machine))
+    assert len(found) > 20
+    assert all(candidate.forecast.fits for candidate in found)
+    times = [candidate.forecast.time.total for candidate in found]
+    assert times == sorted(times)
+    # The overrides, pasted, give what was promised.
+    for candidate in found[:: len(found) // 5]:
+        resolved = resolver(machine)(with_changes(config, candidate.changes))
+        again = estimate(resolved, machine)
+        assert again.needed == candidate.forecast.needed
+        assert again.time == candidate.forecast.time
+    # The config's own way is among them, and is not the fastest: it keeps nothing of a layer although there is room.
+    (own,) = [candidate for candidate in found if not candidate.changes]
+    assert own.forecast.time.total > times[0]
+    assert any(change.key == 'model.remat' for change in found[0].changes)
+
+
+def test_less_memory_leaves_slower_ways():
+    config, roomy, tight = config_of(), machine_of('h100:8'), machine_of('h100:8', share=0.25)
+    fastest = [search(config, machine, resolver(machine))[0].forecast for machine in (roomy, tight)]
+    assert fastest[1].needed <= tight.available < fastest[0].needed
+    assert fastest[1].time.total > fastest[0].time.total
+
+
+def test_a_run_is_changed_only_where_nothing_else_fits():
+    changing = {'optimizer.moments', 'mesh.offload'}
+    config, machine = config_of(), machine_of('h200:1', share=0.95)
+    # 6.7 billion parameters take 108 GB with moments and a gradient, and another 27 GB for the next to be added to it.
+    found = search(config, machine, resolver(machine))
+    assert found
+    assert all(changing & {change.key for change in candidate.changes} for candidate in found)
+    small = search(config_of('1b.py'), machine, resolver(machine))
+    assert not any(changing & {change.key for change in candidate.changes} for candidate in small)
+    # And where even the host would not help, nothing is found.
+    tiny = machine_of('h100:1', share=0.001)
+    assert search(config, tiny, resolver(tiny)) == []
+
+
+def test_meshes_keep_tensor_within_a_node_and_use_all_devices():
+    target = parse_target('h100:8x4')
+    meshes = list(sensible_meshes(config_of(), target))[1:]
+    sizes = [mesh.sizes for mesh in meshes]
+    assert all(mesh['tensor'] <= 8 for mesh in sizes)
+    assert {mesh['replica'] for mesh in sizes} == {1, 4}
+    assert all(mesh['context'] == 1 for mesh in sizes)
+    long = config_of('code.py:7b', 'data.window=16384')
+    assert max(mesh.context for mesh in sensible_meshes(long, target)) == 8
+    product = 1
+    for size in sizes[-1].values():
+        product *= size
+    assert product == 32
+    assert len(set(meshes)) == len(meshes)
+
+
+class Compiler:
+    """Says of a program that it needs so many times its estimate."""
+
+    def __init__(self, machine, factor):
+        self.machine, self.factor, self.calls = machine, factor, 0
+
+    def __call__(self, config):
+        self.calls += 1
+        forecast = estimate(config, self.machine)
+        more = int((self.factor - 1) * forecast.needed)
+        memory = forecast.memory._replace(temporary=forecast.memory.temporary + more, is_estimate=False)
+        return forecast._replace(memory=memory)
+
+
+def test_the_compiler_has_the_last_word():
+    machine = machine_of('h100:8')
+    found = search(config_of(), machine, resolver(machine))
+    honest, pessimist = Compiler(machine, 1.0), Compiler(machine, 1.3)
+    assert confirm(found, honest).changes == found[0].changes
+    assert honest.calls == 1
+    second = confirm(found, pessimist)
+    assert second.forecast.fits
+    assert not second.forecast.memory.is_estimate
+    assert second.changes != found[0].changes
+    # What is as large as one that was refused is not compiled.
+    assert pessimist.calls <= 5
+    assert confirm(found, Compiler(machine, 100.0)) is None
+
+
+def test_the_largest_micro_batch():
+    machine = machine_of('h100:8')
+    auto = config_of('1b.py', 'train.micro_batch=auto')
+    assert auto.train.micro_batch == AUTO
+    chosen = choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.0)).train.micro_batch
+    needed = {
+        size: estimate(resolver(machine)(with_changes(auto, [Change('train.micro_batch', size)])), machine).needed
+        for size in (chosen, 2 * chosen)
+    }
+    assert needed[chosen] <= machine.available < needed[2 * chosen]
+    smaller = machine_of('h100:8', share=0.5)
+    assert choose_micro_batch(auto, smaller, resolver(smaller), Compiler(smaller, 1.0)).train.micro_batch < chosen
+    # A program that is larger than its estimate.
+    assert choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.6)).train.micro_batch < chosen
+    none = machine_of('h100:8', share=0.01)
+    with pytest.raises(InputError, match=r'train\.micro_batch=auto: one sequence at a time takes .* GiB'):
+        choose_micro_batch(auto, none, resolver(none), Compiler(none, 1.0))
+
+
+def test_auto_tells_what_is_wrong_with_the_config_itself():
+    machine = machine_of('h100:8')
+    odd = config_of('1b.py', 'train.micro_batch=auto', 'train.global_batch=12')
+    with pytest.raises(InputError, match=r'train\.global_batch=12 cannot be split over 8'):
+        choose_micro_batch(odd, machine, resolver(machine), Compiler(machine, 1.0))

@@ -1,0 +1,55 @@
+"""Whatever a run wrote is text in its page."""
+
+from maxlm.reporting.drawing.html import Markup, code, escape, join, section, table, tag
+from maxlm.storage.json_fields import items, mapping, number, text
+
+EVIL = '<script>alert("1")</script>&\'</pre>'
+SAFE = '&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;&amp;&#x27;&lt;/pre&gt;'
+
+
+def test_text_is_escaped_once_and_markup_not_at_all():
+    assert escape(EVIL) == SAFE
+    assert escape(escape(EVIL)) == SAFE
+    assert tag('p', EVIL, title=EVIL) == f'<p title="{SAFE}">{SAFE}</p>'
+    assert tag('p', tag('b', 'x')) == '<p><b>x</b></p>'
+    assert join('<', Markup('<br>'), by=' & ') == '&lt; &amp; <br>'
+    assert SAFE in table(['a'], [[EVIL]])
+    assert SAFE in code(EVIL)
+
+
+def test_a_copy_of_markup_that_was_changed_is_text_again():
+    # A str method gives a plain str: what comes of it is escaped.
+    assert escape(Markup('<b>').upper()) == '&lt;B&gt;'
+
+
+def test_what_no_page_can_hold():
+    assert escape('a\x00b\x1b[31mc\ud800d\n\te') == 'a\ufffdb\ufffd[31mc\ufffdd\n\te'
+    escape('\ud800').encode()
+
+
+def test_attributes():
+    made = tag('path', d='M0 0', class_='line', data_series=3, stroke_width=None, hidden=True, open=False)
+    assert made == '<path d="M0 0" class="line" data-series="3" hidden/>'
+    assert tag('meta', charset='utf-8') == '<meta charset="utf-8">'
+    assert tag('svg', viewBox='0 0 1 1') == '<svg viewBox="0 0 1 1"></svg>'
+
+
+def test_a_section_without_content_is_not_there():
+    assert section('x', 'X', '', Markup('')) == ''
+    assert section('x', 'X', '', 'y') == '<section id="x"><h2>X</h2>y</section>'
+
+
+def test_tables_put_texts_left():
+    made = table(['name', 'n'], [['a', '1']])
+    assert '<th class="t">name</th><th>n</th>' in made
+    assert '<td class="t">a</td><td>1</td>' in made
+
+
+def test_fields_have_the_wanted_kind_or_are_absent():
+    line = {'a': 1, 'b': 2.5, 'c': True, 'd': 'x', 'e': float('nan'), 'f': 10**400, 'g': {'h': 1}, 'i': [1], 'j': None}
+    assert [number(line, key) for key in 'abcdefgijz'] == [1.0, 2.5, *[None] * 8]
+    assert [text(line, key) for key in 'adjz'] == ['1', 'x', '', '']
+    assert [mapping(line, key) for key in 'gaz'] == [{'h': 1}, {}, {}]
+    assert [items(line, key) for key in 'iaz'] == [[1], [], []]
+    assert number('no object', 'a') is None
+    assert text(None, 'a') == ''

@@ -1,0 +1,95 @@
+"""Colours: enough contrast on light and dark ground, told apart by people who see fewer of them."""
+
+import itertools
+
+import pytest
+
+from maxlm.reporting.drawing import palette
+from maxlm.reporting.drawing.palette import (
+    ALARM,
+    CURVES,
+    GROUND,
+    INK,
+    LINK,
+    PANEL,
+    QUIET,
+    TIME,
+    Color,
+    curve_class,
+    variables,
+)
+
+SIDES = ('light', 'dark')
+# Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
+VISION = {
+    'full': ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    'protan': ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    'deutan': ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    'tritan': ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+}
+
+
+def linear(color):
+    values = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+
+
+def dot(weights, values):
+    return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+
+def contrast(one, other):
+    """WCAG 2.1."""
+    dark, light = sorted(dot((0.2126, 0.7152, 0.0722), linear(color)) for color in (one, other))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def lab(rgb):
+    matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    white = (0.9505, 1, 1.089)
+    shares = [dot(row, [max(0, value) for value in rgb]) / whole for row, whole in zip(matrix, white, strict=True)]
+    x, y, z = (share ** (1 / 3) if share > 0.008856 else 7.787 * share + 16 / 116 for share in shares)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def distance(one, other, vision):
+    """CIE 1976, as somebody with that vision sees it."""
+    seen = [lab([dot(row, linear(color)) for row in VISION[vision]]) for color in (one, other)]
+    return sum((a - b) ** 2 for a, b in zip(*seen, strict=True)) ** 0.5
+
+
+def closest(colors, side):
+    pairs = itertools.combinations([getattr(color, side) for color in colors], 2)
+    return min(distance(*pair, vision) for pair in pairs for vision in VISION)
+
+
+@pytest.mark.parametrize('side', SIDES)
+def test_contrast(side):
+    ground, panel = getattr(GROUND, side), getattr(PANEL, side)
+    for color in (INK, QUIET, ALARM, LINK):
+        assert contrast(getattr(color, side), ground) >= 4.5
+        assert contrast(getattr(color, side), panel) >= 4.5
+    for color in CURVES:
+        assert contrast(getattr(color, side), ground) >= 3
+    assert contrast('#ffffff', '#000000') == pytest.approx(21)
+    assert contrast('#56b4e9', '#ffffff') < 3
+
+
+@pytest.mark.parametrize('side', SIDES)
+def test_curves_are_told_apart_by_everyone(side):
+    assert closest(CURVES, side) > 18
+    # Control: red and green of the same lightness are not.
+    assert closest([Color('#c05040', '#c05040'), Color('#777030', '#777030')], side) < 12
+
+
+@pytest.mark.parametrize('side', SIDES)
+def test_neighbours_in_a_bar_are_told_apart_by_everyone(side):
+    for one, other in itertools.pairwise(TIME.values()):
+        assert closest([one, other], side) > 9
+
+
+def test_every_colour_has_both_sides_as_a_variable():
+    for number, (light, dark) in enumerate(CURVES):
+        assert f'--c{number}: light-dark({light}, {dark});' in variables()
+    assert [curve_class(number) for number in (0, 5, 6, 18)] == ['c0 d0', 'c5 d0', 'c0 d1', 'c0 d0']
+    assert palette.NUM_DASHES == 3

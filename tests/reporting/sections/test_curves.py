@@ -1,0 +1,101 @@
+import dataclasses
+import re
+
+import pytest
+
+from maxlm.reporting.sections.curves import learning
+from maxlm.reporting.sections.run_summary import make_runs
+from tests import workdirs
+
+
+def titles(text):
+    return re.findall(r'<figcaption>([^<]*?) ?<', text)
+
+
+def overfitted(run):
+    """The same with other validation losses."""
+    lines = [
+        {**line, 'eval/loss': 3.0 + abs(line['step'] - 200) / 200} if 'eval/loss' in line else line
+        for line in run.history.metrics
+    ]
+    return make_runs([dataclasses.replace(run.history, metrics=lines)], workdirs.NOW)
+
+
+def test_one_run(run_of):
+    text = learning(run_of('finished'))
+    assert titles(text) == [
+        *('Training and validation loss', 'Training loss by source', 'Validation loss by source'),
+        *('Learning rate', 'Gradient norm', 'Throughput', 'MFU', 'Memory of a device', 'Wait for data'),
+    ]
+    assert 'No overfitting' in text
+    assert 'class="shade"' not in text
+    assert f'best {workdirs.validation_loss(400):.4f} at step 400' in text
+    assert '<td class="t">web</td><td>900k</td><td>70.0%</td>' in text
+
+
+def test_overfitting_is_tinted(run_of):
+    text = learning(overfitted(run_of('finished')[0]))
+    assert 'class="shade"' in text
+    assert 'Tinted: the stretch' in text
+
+
+def test_several_runs_have_a_curve_each_and_a_chart_for_each_source(run_of):
+    text = learning(run_of('finished', 'crashed'))
+    assert 'Training loss: web' in titles(text)
+    assert 'finished: training' in text
+    assert 'crashed: validation' in text
+    assert '<li>' in text
+    assert '"line c1 d0"' in text
+
+
+def variant(run, name, objective, **dataset):
+    """The history of the same run under another name, with another objective and data."""
+    config = run.history.config
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, objective=objective))
+    events = [
+        {**event, 'dataset': event['dataset'] | dataset} if event['kind'] == 'started' else event
+        for event in run.history.events
+    ]
+    return dataclasses.replace(run.history, workdir=name, config=config, events=events)
+
+
+@pytest.mark.parametrize(
+    ('objective', 'dataset', 'reasons', 'charts', 'charts_of_web'),
+    [
+        ('next_token', {}, '', [''], ['']),
+        ('next_token', {'dataset web': 'other'}, 'data', [', base and more', ', chat'], [', base and more', ', chat']),
+        ('next_token', {'weight web': 0.9}, 'data', [', base and more', ', chat'], ['']),
+        ('dpo', {'window': 512}, 'objectives', [', base and more', ', chat'], [', base and more', ', chat']),
+        ('dpo', {'prompts': 'x'}, 'data and objectives', [', base and more', ', chat'], [', base and more', ', chat']),
+    ],
+)
+def test_losses_that_cannot_be_compared_have_separate_charts(
+    run_of, objective, dataset, reasons, charts, charts_of_web
+):
+    (run,) = run_of('finished')
+    histories = [variant(run, 'base', 'next_token'), variant(run, 'chat', objective, **dataset)]
+    histories.append(variant(run, 'more', 'next_token', window=128))
+    text = learning(make_runs(histories, workdirs.NOW))
+    assert re.findall(r'Losses of runs with different (.*) cannot be compared', text) == [reasons] * bool(reasons)
+    found = titles(text)
+    assert [one for one in found if 'and validation' in one] == [f'Training and validation loss{end}' for end in charts]
+    assert [one for one in found if 'ing loss: web' in one] == [f'Training loss: web{end}' for end in charts_of_web]
+    # Each run is drawn once.
+    assert all(text.count(f'{name}: validation <b') == 1 for name in ('base', 'chat', 'more'))
+
+
+def test_unknown_data_counts_as_the_same(run_of):
+    (run,) = run_of('finished')
+    unknown = dataclasses.replace(run.history, workdir='old', config=None, events=[])
+    text = learning(make_runs([run.history, unknown], workdirs.NOW))
+    assert 'cannot be compared' not in text
+    assert 'Training and validation loss' in titles(text)
+
+
+def test_before_the_first_line_there_is_nothing(run_of):
+    assert learning(run_of('fresh')) == learning(run_of('empty')) == ''
+
+
+def test_a_diverged_run_says_what_is_not_finite(run_of):
+    assert 'values are not finite' in learning(run_of('diverged'))
+    assert 'values are not finite' not in learning(run_of('finished'))

@@ -1,0 +1,53 @@
+import pytest
+
+from maxlm.reporting.drawing.formatting import DASH
+from maxlm.reporting.sections.overview import facts, headline, summary
+from tests import workdirs
+
+
+def shown(run):
+    return {fact.label: (fact.value, fact.detail) for fact in facts(run)}
+
+
+def test_the_tiles_of_a_finished_run(run_of):
+    (run,) = run_of('finished')
+    found = shown(run)
+    assert found['State'][0] == 'finished'
+    assert found['Parameters'] == ('3.41M', 'llama, 4 layers × 256, vocabulary 512')
+    assert found['Tokens of the data'] == ('1.2M', 'web, code')
+    assert found['Steps'] == ('400', '819k tokens, 0.683 epochs')
+    assert found['Best validation loss'][0] == f'{workdirs.validation_loss(400):.4f}'
+    assert found['Cost'][1] == '$3.50 per device-hour (train.price_per_hour)'
+    assert found['Wall time'][1].startswith('2 lives, since 2025-10-09')
+    assert found['Hardware'] == ('1 × NVIDIA H100 80GB HBM3', 'one device')
+    assert 'MFU 42' in found['Tokens per second'][1] or 'MFU 41' in found['Tokens per second'][1]
+    assert headline(run) == 'A model of 3.41M parameters trained on web, code.'
+
+
+def test_what_is_not_known_is_a_dash(run_of):
+    assert {fact.value for fact in facts(run_of('empty')[0])} == {DASH, 'no run yet'}
+    assert headline(run_of('empty')[0]) == 'No run has begun here yet.'
+    (run,) = run_of('on_cpu')
+    assert shown(run)['Cost'] == (DASH, 'no price is known')
+
+
+@pytest.mark.parametrize(
+    ('name', 'words'),
+    [
+        ('crashed', 'crashed is crashed: XlaRuntimeError: RESOURCE_EXHAUSTED'),
+        ('diverged', 'diverged is diverged: stopped at step 220'),
+        ('torn', 'metrics.jsonl: the last line is torn and left out'),
+    ],
+)
+def test_what_went_wrong_stands_above_the_tiles(run_of, name, words):
+    text = summary(run_of(name))
+    assert words in text[: text.index('class="tiles"')]
+    assert words not in summary(run_of('finished'))
+
+
+def test_several_runs_side_by_side(run_of):
+    text = summary(run_of('finished', 'two_hosts', 'torn'))
+    assert 'class="tiles"' not in text
+    for words in ('8 × NVIDIA H100', '1 × NVIDIA H100', 'torn: metrics.jsonl: the last line is torn'):
+        assert words in text
+    assert text.count('<tr>') == 1 + len(facts(run_of('finished')[0]))

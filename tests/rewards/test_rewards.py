@@ -1,0 +1,157 @@
+"""Rewards: what counts as right, sums of them from text, and texts made to take for ever."""
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.rewards import rewards
+from maxlm.rewards.rewards import REWARDS, parse_reward
+from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.pool import SandboxPool
+
+RIGHT, WRONG = 1.0, 0.0
+# Reward, response, task, value.
+CASES = [
+    ('exact', 'Paris', {'answer': 'paris'}, RIGHT),
+    ('exact', 'I think so.\nThe answer is **Paris**.', {'answer': 'Paris'}, RIGHT),
+    ('exact', 'We get \\boxed{\\text{Paris}}', {'answer': ['Lyon', 'Paris']}, RIGHT),
+    ('exact', 'Steps\n#### x + 1\n', {'answer': 'x  + 1'}, RIGHT),
+    ('exact', 'First a guess.\nParis', {'answer': 'Paris'}, RIGHT),
+    ('exact', 'Paris or Lyon', {'answer': 'Paris'}, WRONG),
+    ('exact', 'Paris\n\\boxed{Lyon}', {'answer': 'Paris'}, WRONG),
+    ('exact', '', {'answer': 'Paris'}, WRONG),
+    ('numeric', 'Total: 6 * 7 = 42', {'answer': 42}, RIGHT),
+    ('numeric', '6 * 7\n#### 42', {'answer': 'Natalia sold 48/2 = 24.\n#### 42'}, RIGHT),
+    ('numeric', '#### 1,234', {'answer': '1234'}, RIGHT),
+    ('numeric', 'The answer is $1,234.50.', {'answer': 1234.5}, RIGHT),
+    ('numeric', '\\boxed{\\frac{1}{3}}', {'answer': '1/3'}, RIGHT),
+    ('numeric', 'so it is -\\dfrac{2}{4}', {'answer': '-0.5'}, RIGHT),
+    ('numeric', 'so it is \\frac{1}{3}', {'answer': '1/3'}, RIGHT),
+    ('numeric', 'x = 3/4', {'answer': 0.75}, RIGHT),
+    ('numeric', '0.3333', {'answer': '1/3'}, WRONG),
+    ('numeric', '0.3333', {'answer': '1/3', 'tolerance': 1e-3}, RIGHT),
+    ('numeric', '1e5', {'answer': 100000}, RIGHT),
+    ('numeric', '\\boxed{−7}', {'answer': -7}, RIGHT),
+    ('numeric', '50%', {'answer': '50'}, RIGHT),
+    ('numeric', '\\boxed{42} or rather \\boxed{43}', {'answer': 42}, WRONG),
+    ('numeric', '42, but the answer is 43', {'answer': 42}, WRONG),
+    ('numeric', '42 is it, not 43', {'answer': 42}, WRONG),
+    ('numeric', '-42', {'answer': 42}, WRONG),
+    ('numeric', '4242', {'answer': 42}, WRONG),
+    ('numeric', 'version42', {'answer': 42}, WRONG),
+    ('numeric', 'none', {'answer': 0}, WRONG),
+    ('numeric', '1/0', {'answer': 1}, WRONG),
+    ('numeric', '9' * 5000, {'answer': 9}, WRONG),
+    ('numeric', '1e999', {'answer': 9}, WRONG),
+    ('choice', 'The answer is (B).', {'answer': 'B'}, RIGHT),
+    ('choice', 'b', {'answer': 'B'}, RIGHT),
+    ('choice', '\\boxed{\\text{C}}', {'answer': '(C)'}, RIGHT),
+    ('choice', 'A house is (D) not a boat', {'answer': 'D'}, RIGHT),
+    ('choice', 'The right option is A.', {'answer': 'A'}, RIGHT),
+    ('choice', 'Answer: C) 42', {'answer': 'C'}, RIGHT),
+    ('choice', 'A is wrong, so B', {'answer': 'A'}, WRONG),
+    ('choice', 'The answer is a combination, hence C', {'answer': 'A'}, WRONG),
+    ('choice', '', {'answer': 'A'}, WRONG),
+    ('format', 'so \\boxed{1}', {}, RIGHT),
+    ('format', 'so 1', {}, WRONG),
+    ('format', '\\boxed{}', {}, WRONG),
+    ('format', '\\boxed{1', {}, WRONG),
+    ('syntax', 'Here:\n```python\nx = 1\n```\nDone.', {}, RIGHT),
+    ('syntax', '```python\nx =\n```', {}, WRONG),
+    ('syntax', '```python\nx = 1\n``` \n```bash\nls -l\n```', {}, RIGHT),
+    ('syntax', 'def f(): return "\\d"', {}, RIGHT),
+    ('syntax', '', {}, WRONG),
+    ('syntax', '# nothing', {}, WRONG),
+    ('syntax', 'x = 1\0', {}, WRONG),
+    ('syntax', '(' * 100_000, {}, WRONG),
+    ('syntax', 'x = ' + '9' * 10_000, {}, WRONG),
+    ('syntax', 'x=1\n' * (1 << 19), {}, WRONG),
+    ('length', 'x' * 10, {'target_length': 10}, 0.0),
+    ('length', 'x' * 15, {'target_length': 10}, -0.5),
+    ('length', 'x' * 99, {'target_length': 10}, -1.0),
+]
+
+
+@pytest.mark.parametrize(('name', 'response', 'task', 'value'), CASES)
+def test_what_a_response_is_worth(name, response, task, value):
+    assert REWARDS[name]([response], [task], None) == [value]
+
+
+@pytest.mark.parametrize(
+    ('name', 'task', 'message'),
+    [
+        ('exact', {'solution': 1, 'question': 2}, "exact needs 'answer' in a task; this one has: solution, question"),
+        ('numeric', {}, "numeric needs 'answer' in a task; this one has: nothing"),
+        ('numeric', {'answer': 'many'}, "needs a number as answer, not 'many'"),
+        ('numeric', {'answer': 1, 'tolerance': -1}, 'tolerance=-1 is not'),
+        ('choice', {'answer': 'AB'}, "needs a letter as answer, not 'AB'"),
+        ('length', {'target_length': 0}, 'target_length=0 is not'),
+    ],
+)
+def test_a_task_that_lacks_what_a_reward_needs(name, task, message):
+    with pytest.raises(InputError, match=message):
+        REWARDS[name](['1'], [task], None)
+
+
+@pytest.mark.parametrize(
+    ('text', 'weights'),
+    [
+        ('numeric', {'numeric': 1.0}),
+        ('numeric+0.1*length', {'numeric': 1.0, 'length': 0.1}),
+        (' - 2 * format + 1e-2*exact-.5*length ', {'format': -2.0, 'exact': 0.01, 'length': -0.5}),
+    ],
+)
+def test_a_sum_is_read(text, weights):
+    assert parse_reward(text).weights == weights
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('', 'is expected at the end'),
+        ('numeric+', 'is expected at'),
+        ('numerc', "there is no reward 'numerc'; did you mean numeric"),
+        ('zzz', 'there are: exact, numeric'),
+        ('numeric numeric', "is expected at 'numeric'"),
+        ('numeric + numeric', 'numeric is in it twice'),
+        ('numeric*2', r"is expected at '\*2'"),
+        ('2', "is expected at '2'"),
+        ('exec("x")', 'there is no reward'),
+    ],
+)
+def test_what_is_no_sum_is_told(text, message):
+    with pytest.raises(InputError, match=message):
+        parse_reward(text)
+
+
+def test_a_sum_scores_a_batch():
+    tasks = [{'answer': 42, 'target_length': 4}] * 3
+    scores = parse_reward('numeric + 0.5*length - 0.25*format').score(['42', '43 43 ', '\\boxed{42}'], tasks)
+    assert [score.total for score in scores] == [1.0, -0.25, 0.25]
+    assert scores[2].parts == {'numeric': 1.0, 'length': -1.0, 'format': 1.0}
+    assert parse_reward('numeric').score([], []) == []
+    with pytest.raises(ValueError, match='zip'):
+        parse_reward('numeric').score(['42'], [])
+
+
+@pytest.mark.multiprocess
+def test_programs_are_scored_in_the_sandbox():
+    response = 'I square it:\n```python\ndef f(x):\n    return x * abs(x)\n```'
+    tasks = [{'tests': ['assert f(2) == 4', 'assert f(-2) == 4']}, {'tests': 'assert f(3) == 9'}]
+    total = parse_reward('tests + 0.5*all_tests')
+    assert total.needs_sandbox
+    assert not parse_reward('syntax').needs_sandbox
+    with SandboxPool(2, limits=Limits(wall_seconds=30.0)) as pool:
+        assert [score.total for score in total.score([response] * 2, tasks, pool)] == [0.5, 1.5]
+    with pytest.raises(ValueError, match='need a SandboxPool'):
+        total.score([response], tasks[:1])
+
+
+@pytest.mark.parametrize(
+    'unit', [' ', '`', '\\text{', 'answer is ', '\\boxed{', '1/', 'A.', '- ', '\\frac{', ',123', '```\n']
+)
+def test_no_response_takes_for_ever(unit):
+    # Quadratic in this length would be minutes.
+    response = unit * 60_000
+    for name in ('exact', 'choice', 'format', 'syntax'):
+        REWARDS[name]([response], [{'answer': 'A'}], None)
+    rewards.numeric(response, {'answer': 1})

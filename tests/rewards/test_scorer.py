@@ -1,0 +1,154 @@
+"""Scores of batches, checks of tasks before a run, pass@k."""
+
+import itertools
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.rewards import rewards
+from maxlm.rewards.prompts import Prompts
+from maxlm.rewards.scorer import Scorer, accuracy, check_tasks, is_right, mean_pass_at_k, pass_at_k
+from maxlm.sandbox.limits import Limits
+
+
+def prompts_of(*tasks):
+    """Prompts of these tasks, on every other line."""
+    return Prompts('p.jsonl', (np.zeros(1, np.uint32),) * len(tasks), tasks, tuple(range(1, 2 * len(tasks), 2)), 0)
+
+
+def test_a_batch_is_scored():
+    tasks = [{'answer': 42, 'target_length': 2}, {'answer': 43, 'target_length': 4}]
+    with Scorer('numeric - 0.5*format + length', 'exact') as scorer:
+        scores = scorer.score(['42', '#### 43', '#### 43', '42'], [*tasks, tasks[0], tasks[0]])
+        assert scores.rewards.dtype == np.float32
+        np.testing.assert_allclose(scores.rewards, [1.0, 1 - 0.5 - 0.75, -0.5 - 1, 1.0])
+        assert {name: part.tolist() for name, part in scores.parts.items()} == {
+            'numeric': [1, 1, 0, 1],
+            'format': [0, 1, 1, 0],
+            'length': [0, -0.75, -1, 0],
+        }
+        assert all(part.dtype == np.float32 for part in scores.parts.values())
+        assert scorer.score(['42'], tasks[1:], reward='exact').rewards.tolist() == [0]
+        assert scorer.score([], []).rewards.shape == (0,)
+        with pytest.raises(KeyError):
+            scorer.score(['42'], tasks[:1], reward='choice')
+        with pytest.raises(ValueError, match='zip'):
+            scorer.score(['42'], tasks)
+
+
+def test_the_same_response_to_a_task_is_judged_once(monkeypatch):
+    judged = []
+
+    def count(response, task):
+        judged.append((response, task['answer']))
+        return rewards.exact(response, task)
+
+    monkeypatch.setitem(rewards.REWARDS, 'exact', rewards.of_each(count))
+    tasks = [{'answer': 'a'}] * 3 + [{'answer': 'b'}] * 2
+    with Scorer('exact') as scorer:
+        assert scorer.score(['a', 'b', 'a', 'b', 'a'], tasks).rewards.tolist() == [1, 0, 1, 1, 0]
+    assert sorted(judged) == [('a', 'a'), ('a', 'b'), ('b', 'a'), ('b', 'b')]
+
+
+@pytest.mark.multiprocess
+def test_programs_are_judged_in_one_sandbox(caplog):
+    tasks = [{'tests': ['assert f(2) == 4', 'assert f(-2) == 4']}, {'tests': 'assert f(3) == 9'}]
+    response = 'def f(x):\n    return x * abs(x)'
+    with (
+        caplog.at_level(logging.INFO, logger='maxlm'),
+        Scorer('tests', 'all_tests', workers=2, limits=Limits(wall_seconds=30.0)) as scorer,
+    ):
+        assert scorer.score([response] * 2, tasks).rewards.tolist() == [0.5, 1.0]
+        assert scorer.score([response] * 2, tasks, reward='all_tests').rewards.tolist() == [0.0, 1.0]
+    (message,) = caplog.messages
+    assert message.startswith('programs run in a sandbox by ')
+    with pytest.raises(RuntimeError, match='the sandbox is closed'):
+        scorer.score([response], tasks[:1])
+
+
+def test_no_sandbox_is_started_for_what_runs_nothing(caplog):
+    with caplog.at_level(logging.INFO, logger='maxlm'), Scorer('numeric + 0.1*syntax'):
+        assert not caplog.messages
+    with pytest.raises(InputError, match="there is no reward 'nmeric'"):
+        Scorer('exact', 'nmeric')
+
+
+@pytest.mark.parametrize(
+    ('reward', 'task'),
+    [
+        ('exact + choice', {'answer': 'A'}),
+        ('numeric', {'answer': '1/3', 'tolerance': 0.1}),
+        ('format + syntax', {}),
+        ('tests', {'tests': 'assert f(1)', 'prefix': 'x'}),
+        ('all_tests', {'tests': ['def test_f():', '    assert f(1)']}),
+        ('tests + 0.1*length', {'cases': [{'stdout': '1'}], 'target_length': 10}),
+    ],
+)
+def test_tasks_that_have_what_is_needed(reward, task):
+    check_tasks(prompts_of(task, task), reward)
+
+
+@pytest.mark.parametrize(
+    ('reward', 'task', 'message'),
+    [
+        ('exact', {'solution': 1}, "exact needs 'answer' in a task; this one has: solution"),
+        ('format + numeric', {'answer': 'many'}, 'needs a number as answer'),
+        ('numeric', {'answer': 1, 'tolerance': 'x'}, "tolerance='x' is not"),
+        ('choice', {'answer': 'AB'}, 'needs a letter'),
+        ('length', {}, "needs 'target_length'"),
+        ('tests', {'answer': 1}, 'neither tests nor cases; it has: answer'),
+        ('all_tests', {'tests': []}, 'neither tests nor cases'),
+        ('tests', {'tests': 5}, "'tests' is not a text or a list of texts"),
+        ('tests', {'tests': [5]}, "'tests' holds what is no text"),
+        ('tests', {'tests': 'assert f('}, "'tests' cannot be parsed"),
+        ('tests', {'tests': ['f(1)']}, "there is no test in 'tests'"),
+        ('tests', {'tests': 'assert 1', 'prefix': 1}, "'prefix' is not a text"),
+        ('tests', {'cases': {'stdout': '1'}}, "'cases' is not a list"),
+        ('tests', {'cases': ['1']}, "'cases' holds what is no object"),
+        ('tests', {'cases': [{'stdin': '1'}]}, "has no 'stdout'"),
+        ('tests', {'cases': [{'stdin': 1, 'stdout': '1'}]}, "the 'stdin' of a case is not a text"),
+    ],
+)
+def test_a_task_that_lacks_something_is_named(reward, task, message):
+    good = {'answer': 'A', 'tests': 'assert 1', 'target_length': 1}
+    good = {**good, 'answer': 1} if 'numeric' in reward else good
+    with pytest.raises(InputError, match=rf'p\.jsonl:3: .*{message}'):
+        check_tasks(prompts_of(good, task), reward)
+
+
+def test_accuracy_is_of_the_full_reward():
+    tenths = np.array([0.1, 0.2, 0.3, 0.4], np.float32).cumsum()
+    assert is_right(tenths).tolist() == [False, False, False, True]
+    assert accuracy(np.array([1.0, 0.5, 0.999, 1.1], np.float32)) == 0.5
+    with pytest.raises(ValueError, match='no responses'):
+        accuracy(np.zeros(0))
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one():
+    for n in range(1, 8):
+        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+            draws = list(itertools.combinations([1] * c + [0] * (n - c), k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12), (n, c, k)
+    # The plug-in estimate 1 - (1 - c/n)^k is another.
+    assert abs(pass_at_k(4, 2, 2) - 0.75) > 0.05
+
+
+def test_pass_at_k_of_many_samples():
+    n, c, k = 10_000, 37, 5000
+    exact = 1 - math.exp(
+        math.lgamma(n - c + 1) - math.lgamma(n - c - k + 1) - math.lgamma(n + 1) + math.lgamma(n - k + 1)
+    )
+    assert pass_at_k(n, c, k) == pytest.approx(exact, rel=1e-9)
+    assert pass_at_k(10**6, 1, 1) == pytest.approx(1e-6, rel=1e-6)
+    for n, c, k in ((0, 0, 1), (3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)):
+        with pytest.raises(ValueError, match='pass@'):
+            pass_at_k(n, c, k)
+
+
+def test_the_mean_over_prompts():
+    rewards_PS = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0.5, 0, 0.9, 0]])
+    assert mean_pass_at_k(rewards_PS, 1) == pytest.approx((0.25 + 1 + 0) / 3)
+    assert mean_pass_at_k(rewards_PS, 2) == pytest.approx((0.5 + 1 + 0) / 3)

@@ -1,0 +1,112 @@
+"""Agreement of processes around a save, over a stand-in for the store of JAX's coordination service."""
+
+import concurrent.futures
+import threading
+
+import pytest
+
+from maxlm.runtime import barrier
+from maxlm.runtime.barrier import Joint, PeerError, Together
+
+
+class Store:
+    """Keys and values, and the barriers that were reached."""
+
+    def __init__(self):
+        self.values, self.barriers = {}, []
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self._changed:
+            # The real one refuses a key that is there.
+            assert key not in self.values, key
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self.values, 10)
+            return self.values[key]
+
+    def key_value_delete(self, folder):
+        assert folder.endswith('/')
+        for key in [key for key in self.values if key.startswith(folder)]:
+            del self.values[key]
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+    def wait_at_barrier(self, name, timeout_ms):
+        self.barriers.append(name)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(barrier, '_client', lambda: store)
+    monkeypatch.setattr(Together, '_number', 0)
+    monkeypatch.setattr(Together, '_save_number', 0)
+    return store
+
+
+def member(monkeypatch, process, count=2):
+    monkeypatch.setattr('jax.process_index', lambda: process)
+    monkeypatch.setattr('jax.process_count', lambda: count)
+    return Together()
+
+
+def barriers(*joints):
+    """Returns the errors of processes that reach the barrier at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(len(joints)) as pool:
+        ends = [pool.submit(joint.barrier, key='any', timeout_ms=5000) for joint in joints]
+        return [end.exception() for end in ends]
+
+
+def test_a_process_that_is_alone_asks_nobody(store, monkeypatch):
+    alone = member(monkeypatch, 0, 1)
+    alone.meet()
+    assert alone.from_first('mine') == 'mine'
+    joint = alone.begin()
+    joint.barrier(key='any', timeout_ms=0)
+    joint.fail('full')
+    assert store.barriers == []
+    assert [key for key in store.values if 'failed' in key] == []
+
+
+def test_all_get_what_the_first_said(store, monkeypatch):
+    first = member(monkeypatch, 0)
+    assert first.from_first('first') == 'first'
+    monkeypatch.setattr(Together, '_number', 0)
+    assert member(monkeypatch, 1).from_first('second') == 'first'
+    assert store.barriers == ['maxlm/checkpoints/1/met'] * 2
+    # What was said before is removed once all have left it behind.
+    first.meet()
+    assert store.values == {}
+
+
+def test_a_new_save_clears_the_one_before(store, monkeypatch):
+    first = member(monkeypatch, 0)
+    first.begin().fail('full')
+    assert list(store.values) == ['maxlm/saves/1/failed/0']
+    joint = first.begin()
+    assert store.values == {}
+    joint.fail('full again')
+    assert store.values == {'maxlm/saves/2/failed/0': 'process 0: full again'}
+
+
+def test_all_wait_for_each_other_twice(store):
+    joints = [Joint('save', number, 3) for number in range(3)]
+    for phase in (1, 2):
+        assert barriers(*joints) == [None] * 3
+        assert f'save/{phase}/all/go' in store.values
+    # Control: two of three do not pass.
+    with pytest.raises(PeerError, match='did not finish in time'):
+        joints[0].barrier(key='any', timeout_ms=30)
+
+
+def test_the_failure_of_one_is_that_of_all(store):
+    joints = [Joint('save', number, 3) for number in range(3)]
+    joints[1].fail('No space left')
+    for error in barriers(joints[0], joints[2]):
+        assert isinstance(error, PeerError)
+        assert str(error) == 'process 1: No space left'

@@ -1,0 +1,329 @@
+"""Compile cache: programs are found again bit for bit by the next process; none that is damaged or foreign is run."""
+
+import json
+import os
+import random
+import shutil
+import stat
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import compilation_cache
+
+from maxlm import plan
+from maxlm.errors import InputError
+from maxlm.runtime.compilation_cache import SUFFIX, Programs, keep_programs
+from tests.conftest import ROOT
+from tests.forking import forking
+from tests.test_train import arguments, curve
+
+SETTINGS = (
+    'jax_compilation_cache_dir',
+    'jax_persistent_cache_min_compile_time_secs',
+    'jax_persistent_cache_min_entry_size_bytes',
+    'jax_persistent_cache_enable_xla_caches',
+)
+
+
+@pytest.fixture
+def untold(monkeypatch):
+    """JAX as it is when nobody has told it of a directory; afterwards as it was."""
+    before = {name: getattr(jax.config, name) for name in SETTINGS}
+    monkeypatch.setattr(compilation_cache, 'get_file_cache', compilation_cache.get_file_cache)
+    jax.config.update('jax_compilation_cache_dir', None)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def kept_at():
+    return jax.config.jax_compilation_cache_dir
+
+
+def files(directory):
+    return sorted(directory.glob(f'*{SUFFIX}*'))
+
+
+def compile_something(factor):
+    return jax.jit(lambda x: jnp.sin(x) * factor)(jnp.arange(4.0))
+
+
+def test_what_is_not_whole_is_not_there(tmp_path):
+    programs = Programs(tmp_path)
+    program = bytes(range(200))
+    for position in range(232):
+        programs.put('key', program)
+        (path,) = files(tmp_path)
+        whole = path.read_bytes()
+        assert programs.get('key') == program
+        changed = bytearray(whole)
+        changed[position] ^= 1
+        for damaged in (bytes(changed), whole[:position], whole + b'\0'):
+            path.write_bytes(damaged)
+            assert programs.get('key') is None
+            # The next one to compile it keeps it anew.
+            assert files(tmp_path) == []
+    programs.put('key', program)
+    files(tmp_path)[0].rename(tmp_path / f'other{SUFFIX}')
+    assert programs.get('other') is None
+    assert programs.get('key') is None
+
+
+def test_a_program_is_of_its_owner_and_of_its_kind_of_machine(tmp_path):
+    programs = Programs(tmp_path, host='-avx2')
+    programs.put('key', b'program')
+    assert stat.S_IMODE(files(tmp_path)[0].stat().st_mode) == 0o600
+    assert programs.get('key') == b'program'
+    assert Programs(tmp_path, host='-avx512').get('key') is None
+
+
+def test_the_ones_used_longest_ago_make_room(tmp_path):
+    programs = Programs(tmp_path, capacity=400)
+    (tmp_path / 'notes.txt').write_bytes(bytes(1000))
+    for number, key in enumerate('abc'):
+        programs.put(key, bytes(68))
+        os.utime(tmp_path / f'{key}{SUFFIX}', (number, number))
+    # What a killed process has left.
+    (tmp_path / f'tmp{SUFFIX}.part').write_bytes(bytes(50))
+    os.utime(tmp_path / f'tmp{SUFFIX}.part', (9, 9))
+    assert programs.get('a')
+    programs.put('d', bytes(68))
+    # b was read longest ago; of what is not ours nothing goes.
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        'a.program',
+        'c.program',
+        'd.program',
+        'notes.txt',
+        'tmp.program.part',
+    ]
+    programs.put('e', bytes(300))
+    assert [path.name for path in files(tmp_path)] == ['e.program']
+    programs.put('f', bytes(401))
+    assert [path.name for path in files(tmp_path)] == ['e.program']
+
+
+def test_a_directory_that_goes_away_is_told_once(tmp_path, caplog):
+    directory = tmp_path / 'programs'
+    directory.mkdir()
+    programs = Programs(directory)
+    programs.put('key', b'program')
+    shutil.rmtree(directory)
+    assert programs.get('key') is None
+    assert caplog.messages == []
+    programs.put('key', b'program')
+    programs.put('other', b'program')
+    assert caplog.messages == [f'no more compiled programs are kept in {directory}: No such file or directory']
+
+
+def test_jax_keeps_every_program_there(tmp_path, untold):
+    directory = tmp_path / 'a' / 'b'
+    keep_programs(str(directory))
+    assert kept_at() == str(directory)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    compile_something(2)
+    # Nothing beside: no files of XLA.
+    assert files(directory) == sorted(directory.iterdir()) != []
+
+
+@pytest.mark.parametrize(
+    ('make', 'reason'),
+    [
+        (lambda path: path.write_text(''), 'File exists'),
+        (lambda path: (path.mkdir(), path.chmod(0o770)), 'can be written to by others'),
+        (lambda path: (path.mkdir(), path.chmod(0o702)), 'can be written to by others'),
+        (lambda path: path.parent.joinpath('missing').symlink_to('nowhere') or path.symlink_to('missing/x'), 'File'),
+    ],
+)
+def test_a_directory_that_others_can_write_to_or_nobody_can(tmp_path, untold, caplog, make, reason):
+    make(tmp_path / 'programs')
+    keep_programs(str(tmp_path / 'programs'))
+    assert kept_at() is None
+    (line,) = caplog.messages
+    assert reason in line
+    assert str(tmp_path / 'programs') in line
+    assert 'train.compile_cache' in line
+    # Control: the same, as it should be. Others may read.
+    (tmp_path / 'good').mkdir(mode=0o755)
+    keep_programs(str(tmp_path / 'good'))
+    assert kept_at() == str(tmp_path / 'good')
+    assert len(caplog.messages) == 1
+
+
+def test_a_parent_that_others_can_write_to(tmp_path, untold, caplog):
+    parent = tmp_path / 'parent'
+    (parent / 'programs').mkdir(parents=True, mode=0o700)
+    (tmp_path / 'link').symlink_to(parent / 'programs')
+    parent.chmod(0o777)
+    for given in (parent / 'programs', tmp_path / 'link'):
+        keep_programs(str(given))
+        assert kept_at() is None
+    assert all(f'chmod go-w {parent}' in line for line in caplog.messages)
+    assert len(caplog.messages) == 2
+    # Control: in a sticky directory nobody can exchange those of others.
+    parent.chmod(0o1777)
+    keep_programs(str(parent / 'programs'))
+    assert kept_at() == str(parent / 'programs')
+
+
+def test_a_directory_of_another_user(tmp_path, untold, caplog, monkeypatch):
+    monkeypatch.setattr('maxlm.runtime.compilation_cache.os.geteuid', lambda: tmp_path.stat().st_uid + 1)
+    keep_programs(str(tmp_path))
+    assert kept_at() is None
+    assert 'belongs to another user' in caplog.text
+
+
+def test_a_disk_that_cannot_be_written_to(tmp_path, untold, caplog, monkeypatch):
+    def refuse(**_):
+        raise PermissionError(13, 'Read-only file system')
+
+    monkeypatch.setattr('maxlm.runtime.compilation_cache.tempfile.TemporaryFile', refuse)
+    keep_programs(str(tmp_path))
+    assert kept_at() is None
+    assert 'Read-only file system' in caplog.text
+
+
+def test_a_user_without_a_home(untold, caplog, monkeypatch):
+    def nowhere(path):
+        raise RuntimeError('Could not determine home directory.')
+
+    monkeypatch.setattr('maxlm.runtime.compilation_cache.Path.expanduser', nowhere)
+    keep_programs('~/programs')
+    assert kept_at() is None
+    assert 'there is no home directory' in caplog.text
+
+
+def test_what_the_user_says_counts(tmp_path, untold, caplog):
+    keep_programs('')
+    assert kept_at() is None
+    # As JAX_COMPILATION_CACHE_DIR sets it; empty is off.
+    for told in (str(tmp_path / 'theirs'), ''):
+        jax.config.update('jax_compilation_cache_dir', told)
+        keep_programs(str(tmp_path / 'ours'))
+        assert kept_at() == told
+    assert not (tmp_path / 'ours').exists()
+    assert caplog.messages == []
+    with pytest.raises(InputError, match=r'train\.compile_cache=gs://bucket/programs: must be a directory'):
+        keep_programs('gs://bucket/programs')
+
+
+def test_a_jax_that_asks_elsewhere(tmp_path, untold, caplog, monkeypatch):
+    monkeypatch.delattr(compilation_cache, 'get_file_cache')
+    keep_programs(str(tmp_path))
+    assert kept_at() is None
+    assert f'jax {jax.__version__} has no place' in caplog.text
+
+
+def test_plans_keep_programs_for_this_machine_only(monkeypatch, tmp_path):
+    class AskedError(Exception):
+        pass
+
+    def ask(given):
+        raise AskedError(given)
+
+    monkeypatch.setattr(plan, 'keep_programs', ask)
+    command = [f'--config={ROOT}/configs/tiny.py', f'--config.train.compile_cache={tmp_path}', '--vocab_size=64']
+    small = ['--config.model.num_layers=1', '--config.model.dim=16', '--config.data.window=16', '--estimate', '--json']
+    assert plan.main([*command, *small, '--target=v4:2x2x1']) == 0
+    with pytest.raises(AskedError, match=str(tmp_path)):
+        plan.main([*command, *small, '--target=cpu:1'])
+
+
+@pytest.mark.multiprocess
+def test_the_next_process_finds_programs_and_makes_damaged_ones_anew(tmp_path):
+    directory = tmp_path / 'programs'
+    environment = {**dict.fromkeys(name for name in os.environ if name.startswith('JAX_')), 'JAX_PLATFORMS': 'cpu'}
+    with forking('tests.runtime.programs_pair:compile_and_print', environment=environment) as parent:
+
+        def printed(name):
+            process = parent.start([directory], tmp_path / name)
+            assert (process.wait(), process.stderr) == (0, '')
+            return process.stdout
+
+        cold = printed('cold')
+        # Control: the programs differ.
+        assert len(set(cold.splitlines())) == 2
+        made = {path: path.stat().st_ino for path in files(directory)}
+        assert len(made) >= 2
+        assert printed('warm') == cold
+        # Each was found, and none was made.
+        assert {path: path.stat().st_ino for path in files(directory)} == made
+        for number, path in enumerate(made):
+            content = path.read_bytes()
+            path.write_bytes([bytes([content[0] ^ 1]) + content[1:], content[: len(content) // 2], b''][number % 3])
+        assert printed('damaged') == cold
+    for path in made:
+        key, dash, host = path.name.removesuffix(SUFFIX).rpartition('-')
+        assert Programs(directory, host=dash + host).get(key)
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
+    home = tmp_path / 'home'
+    directory = home / '.cache' / 'maxlm' / 'programs'
+
+    def train(parent, name, **overrides):
+        settings = {'train__num_steps': 2, 'eval__every': 2, **overrides}
+        process = parent.start(arguments(dataset, tmp_path / name, **settings), tmp_path / 'logs' / name)
+        assert process.wait() == 0, process.stderr
+        # Of a damaged program nothing is said; XLA may complain that compiling is slow.
+        assert 'cache' not in process.stderr
+        if name == 'warm':
+            # Nor has it anything to say of a program that it did not make.
+            assert process.stderr == ''
+        return curve(tmp_path / name)
+
+    untold = dict.fromkeys(name for name in os.environ if name.startswith('JAX_'))
+    with forking('maxlm.train:run', environment={**untold, 'HOME': str(home), 'JAX_PLATFORMS': 'cpu'}) as parent:
+        check_runs(partial(train, parent), directory)
+
+
+def check_runs(train, directory):
+    # Control: another seed is told apart, and a run that keeps nothing leaves nothing.
+    other = train('other', train__seed=1, train__compile_cache='')
+    assert not directory.exists()
+    cold = train('cold')
+    assert cold[2]['train/loss'] != other[2]['train/loss']
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    times = {path: path.stat().st_ino for path in files(directory)}
+    assert {'jit_train_step', 'jit_eval_step', 'jit_init'} <= {path.name.partition('-')[0] for path in times}
+    assert train('warm') == cold
+    # Each was found, and none was made.
+    assert {path: path.stat().st_ino for path in files(directory)} == times
+
+    rng = random.Random(0)
+    for number, path in enumerate(times):
+        content = bytearray(path.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes([content, content[: len(content) // 2], b''][number % 3])
+    assert train('damaged') == cold
+    assert {path.name for path in files(directory)} == {path.name for path in times}
+    for path in times:
+        key, dash, host = path.name.removesuffix(SUFFIX).rpartition('-')
+        assert Programs(directory, host=dash + host).get(key)
+
+
+@pytest.mark.multiprocess
+def test_processes_keep_programs_only_in_common(tmp_path):
+    with forking('tests.runtime.programs_pair:main', environment={'JAX_COMPILATION_CACHE_DIR': None}) as parent:
+        pair = parent.start_run(2, [tmp_path], tmp_path / 'logs')
+        assert [process.wait() for process in pair] == [0, 0], pair[0].stderr + pair[1].stderr
+    for process in pair:
+        kept, names = json.loads(process.stdout.splitlines()[-1])
+        assert kept == {
+            'each its own': None,
+            'not the first': None,
+            'not the second': None,
+            'none': None,
+            'the same': str(tmp_path / 'shared'),
+        }
+        assert len(names) >= 1
+    # One line for each case that went wrong, by the first.
+    outputs = [process.stdout + process.stderr for process in pair]
+    assert outputs[0].count('is not the same directory for all processes') == 2
+    assert outputs[0].count('compiled programs are not kept') == 3
+    assert outputs[1].count('compiled programs are not kept') == 0

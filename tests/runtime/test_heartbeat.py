@@ -1,0 +1,52 @@
+"""The verdict on the lines of all processes, and the end of processes that have done their work."""
+
+import signal
+
+import pytest
+
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
+from maxlm.runtime.heartbeat import Peers, judge
+from tests.forking import forking
+
+
+def test_waiting_processes_are_at_fault_only_when_all_wait():
+    assert judge({0: '7 overdue', 1: '3 overdue'}).all_overdue
+    assert not judge({0: '7 overdue', 1: '3 busy'}).all_overdue
+    # One that has not said a word yet is not waiting.
+    assert not judge({0: '7 overdue', 1: ''}).all_overdue
+    assert judge({0: '7 overdue', 1: '3 busy'}).reason == ''
+
+
+@pytest.mark.parametrize(('code', 'follows'), [(EXIT_BAD_INPUT, EXIT_BAD_INPUT), (75, EXIT_PREEMPTED), (1, 75)])
+def test_the_reason_of_one_is_told_to_all(code, follows):
+    verdict = judge({0: '7 overdue', 1: f'3 left {code} train-00000: damaged', 2: '4 busy'})
+    assert verdict.reason == 'process 1: train-00000: damaged'
+    assert verdict.code == follows
+
+
+def test_a_process_that_is_alone_is_left_as_it_is():
+    peers = Peers()
+    assert peers.all_overdue
+    with pytest.raises(ZeroDivisionError), peers:
+        1 / 0  # noqa: B018
+    with peers:
+        pass
+
+
+@pytest.fixture(scope='module')
+def parent():
+    with forking('tests.runtime.parting_pair:main') as parent:
+        yield parent
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize('suspended', [-1, 0, 1])
+def test_who_is_lost_when_all_is_done_does_not_spoil_it(parent, suspended, tmp_path):
+    pair = parent.start_run(2, [suspended, tmp_path], tmp_path)
+    for number, process in enumerate(pair):
+        if number != suspended:
+            assert process.wait(60) == 3, process.stderr
+        assert (suspended == -1) == ('took leave' in process.stdout)
+    if suspended != -1:
+        pair[suspended].send_signal(signal.SIGCONT)
+    assert [process.wait(60) for process in pair] == [3, 3], pair[0].stderr + pair[1].stderr

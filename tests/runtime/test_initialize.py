@@ -1,0 +1,79 @@
+"""Where a process finds its place among others: what the environment says, and what is refused."""
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.runtime.initialize import Place, Tasks, detected_tasks, join, read_place
+
+
+def environment(coordinator='localhost:1234', num_processes='4', process_id='3', devices=''):
+    values = {
+        'COORDINATOR': coordinator,
+        'NUM_PROCESSES': num_processes,
+        'PROCESS_ID': process_id,
+        'LOCAL_DEVICES': devices,
+    }
+    return {f'MAXLM_{name}': value for name, value in values.items() if value}
+
+
+def test_the_place_is_read():
+    assert read_place({}) is None
+    assert read_place(environment()) == Place('localhost:1234', 4, 3, None)
+    assert read_place(environment('[::1]:80', devices='2,3')) == Place('[::1]:80', 4, 3, [2, 3])
+
+
+@pytest.mark.parametrize(
+    ('variables', 'words'),
+    [
+        (environment(coordinator=''), 'without MAXLM_COORDINATOR;'),
+        (environment(num_processes='', process_id=''), 'without MAXLM_NUM_PROCESSES, MAXLM_PROCESS_ID;'),
+        ({'MAXLM_LOCAL_DEVICES': '0'}, 'MAXLM_LOCAL_DEVICES without'),
+        (environment(process_id='4'), 'MAXLM_PROCESS_ID=4: must be below MAXLM_NUM_PROCESSES=4'),
+        (environment(process_id='-1'), 'MAXLM_PROCESS_ID=-1'),
+        (environment(num_processes='0'), 'MAXLM_NUM_PROCESSES=0'),
+        (environment(num_processes='four'), 'MAXLM_NUM_PROCESSES=four'),
+        (environment(devices='0,,1'), 'MAXLM_LOCAL_DEVICES='),
+        (environment(coordinator='localhost'), 'MAXLM_COORDINATOR=localhost: must be HOST:PORT'),
+        (environment(coordinator='localhost:0'), 'MAXLM_COORDINATOR=localhost:0'),
+        (environment(coordinator=':80'), 'MAXLM_COORDINATOR=:80'),
+    ],
+)
+def test_what_cannot_be_is_named(variables, words):
+    with pytest.raises(InputError) as info:
+        read_place(variables)
+    assert words in str(info.value)
+    assert '\n' not in str(info.value)
+
+
+def test_a_process_that_is_alone_opens_no_port(monkeypatch):
+    def refuse(**_):
+        raise AssertionError
+
+    monkeypatch.setattr('jax.distributed.initialize', refuse)
+    join({})
+    join(environment(num_processes='1', process_id='0'))
+    # A shell within a Slurm allocation is not a step of it.
+    join({'SLURM_JOB_ID': '1', 'SLURM_NTASKS': '4'})
+    with pytest.raises(AssertionError):
+        join({'SLURM_JOB_ID': '1', 'SLURM_NTASKS': '4', 'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_STEP_NUM_NODES': '4'})
+
+
+def test_tasks_of_clusters():
+    slurm = {'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_NTASKS': '4', 'SLURM_STEP_NUM_NODES': '4'}
+    assert detected_tasks(slurm) == Tasks('the Slurm step', 1)
+    assert detected_tasks({**slurm, 'SLURM_NTASKS': '32'}) == Tasks('the Slurm step', 8)
+    assert detected_tasks({**slurm, 'SLURM_NTASKS': '1'}) is None
+    mpi = {'OMPI_COMM_WORLD_SIZE': '8', 'OMPI_COMM_WORLD_LOCAL_SIZE': '8', 'OMPI_MCA_orte_hnp_uri': '1.0;tcp://a:1'}
+    assert detected_tasks(mpi) == Tasks('the Open MPI job', 8)
+    del mpi['OMPI_MCA_orte_hnp_uri']
+    with pytest.raises(InputError, match='MAXLM_COORDINATOR'):
+        detected_tasks(mpi)
+
+
+@pytest.mark.parametrize(('tasks', 'devices'), [('4', []), ('32', None)])
+def test_a_task_with_a_node_to_itself_gets_all_devices(monkeypatch, tasks, devices):
+    seen = {}
+    monkeypatch.setattr('jax.distributed.initialize', lambda **arguments: seen.update(arguments))
+    slurm = {'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_NTASKS': tasks, 'SLURM_STEP_NUM_NODES': '4'}
+    join(slurm)
+    assert seen['local_device_ids'] == devices

@@ -1,0 +1,141 @@
+"""Notices of a server on loopback: which stop the run, which are only told, and that no fault of it does harm."""
+
+import json
+import queue
+
+import pytest
+
+from maxlm.runtime import maintenance
+from maxlm.runtime.maintenance import Notices, metadata_host, read_maintenance, read_preempted, read_upcoming
+from tests.checkpoint.metadata import MetadataServer
+
+TERMINATE = 'TERMINATE_ON_HOST_MAINTENANCE'
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(maintenance, 'RETRY_SECONDS', 0.01)
+    monkeypatch.setattr(maintenance, 'LONGEST_RETRY_SECONDS', 0.02)
+
+
+class Heard:
+    """What a run heard, in order."""
+
+    def __init__(self, server):
+        self._queue = queue.Queue()
+        self.notices = Notices(
+            lambda text: self._queue.put(('stop', text)),
+            tell=lambda text: self._queue.put(('told', text)),
+            host=server.host,
+        )
+
+    def next(self):
+        return self._queue.get(timeout=30)
+
+    def nothing(self):
+        return self._queue.empty()
+
+
+def upcoming(status):
+    return json.dumps({'maintenance_status': status, 'window_start_time': '2026-01-02T03:04:05Z'})
+
+
+@pytest.mark.parametrize(
+    ('key', 'quiet', 'news', 'heard'),
+    [
+        ('preempted', 'FALSE', 'TRUE', ('stop', 'notice of preemption')),
+        ('maintenance-event', 'NONE', TERMINATE, ('stop', f'notice of maintenance ({TERMINATE})')),
+        ('maintenance-event', 'NONE', 'MIGRATE_ON_HOST_MAINTENANCE', ('told', 'about to be moved')),
+        ('upcoming-maintenance', '{}', upcoming('PENDING'), ('told', 'due from 2026-01-02T03:04:05Z')),
+        ('upcoming-maintenance', upcoming('PENDING'), upcoming('ONGOING'), ('stop', 'has begun')),
+    ],
+)
+def test_news_are_heard_while_they_are_waited_for(key, quiet, news, heard):
+    name = key.replace('-', '_')
+    with MetadataServer(**{name: quiet}) as server:
+        run = Heard(server)
+        with run.notices:
+            server.wait_until_asked(key, waiting=True)
+            if 'PENDING' in quiet:
+                assert run.next()[0] == 'told'
+            assert run.nothing()
+            server.set(**{name: news})
+            kind, text = run.next()
+            assert (kind, heard[1] in text) == (heard[0], True), text
+            # Said once, although the server is asked again.
+            server.set(other='1')
+            server.wait_until_asked(key, waiting=True)
+            assert run.nothing()
+
+
+def test_a_notice_from_before_the_start_only_warns():
+    with MetadataServer(maintenance_event=TERMINATE) as server:
+        run = Heard(server)
+        with run.notices:
+            kind, text = run.next()
+            assert (kind, 'from before this start' in text) == ('told', True)
+            # The next one counts.
+            server.wait_until_asked('maintenance-event', waiting=True)
+            server.set(preempted='FALSE', maintenance_event='NONE')
+            server.set(maintenance_event='TERMINATE')
+            assert run.next()[0] == 'stop'
+
+
+def test_a_notice_comes_where_there_was_no_such_key():
+    with MetadataServer() as server:
+        run = Heard(server)
+        with run.notices:
+            server.wait_until_asked('upcoming-maintenance', waiting=False)
+            server.set(upcoming_maintenance=upcoming('ONGOING'))
+            assert run.next()[0] == 'stop'
+
+
+def test_cut_off_answers_are_asked_for_again():
+    with MetadataServer(preempted='FALSE', maintenance_event='NONE', upcoming_maintenance='{}') as server:
+        server.fail(10)
+        run = Heard(server)
+        with run.notices:
+            server.wait_until_asked('preempted', waiting=True)
+            server.set(preempted='TRUE')
+            assert run.next() == ('stop', 'notice of preemption')
+
+
+def test_whoever_else_answers_is_not_believed():
+    with MetadataServer(preempted='FALSE') as server:
+        server.flavor = 'Portal'
+        run = Heard(server)
+        with run.notices:
+            server.wait_until_asked('preempted', waiting=False)
+            server.set(preempted='TRUE')
+            for _ in range(3):
+                server.asked.clear()
+                server.wait_until_asked('preempted', waiting=False)
+            assert run.nothing()
+
+
+@pytest.mark.parametrize(
+    ('read', 'value'),
+    [
+        (read_preempted, 'FALSE'),
+        (read_preempted, ''),
+        (read_maintenance, 'NONE'),
+        (read_upcoming, '{"error": "no notifications have been received yet, try again later"}'),
+        (read_upcoming, '{"maintenanceStatus": "DONE"}'),
+        (read_upcoming, '[1]'),
+        (read_upcoming, 'no'),
+    ],
+)
+def test_no_notice(read, value):
+    assert read(value) is None
+
+
+def test_where_the_server_is(tmp_path, monkeypatch):
+    product = tmp_path / 'product_name'
+    monkeypatch.setattr(maintenance, 'PRODUCT_NAME', product)
+    assert metadata_host({}) == ''
+    product.write_text('Standard PC\n')
+    assert metadata_host({}) == ''
+    product.write_text('Google Compute Engine\n')
+    assert metadata_host({}) == 'metadata.google.internal'
+    assert metadata_host({'NO_GCE_CHECK': 'true'}) == ''
+    assert metadata_host({'GCE_METADATA_HOST': 'localhost:1', 'NO_GCE_CHECK': 'true'}) == 'localhost:1'

@@ -1,0 +1,41 @@
+"""The end of folders that were made to have none."""
+
+import os
+from pathlib import Path
+
+from maxlm.sandbox.files import holds_too_much, remove
+from maxlm.sandbox.limits import Limits
+
+
+def test_a_folder_is_removed_whatever_is_in_it(tmp_path):
+    kept = tmp_path / 'kept'
+    kept.write_text('x')
+    folder = tmp_path / 'folder'
+    folder.mkdir()
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        os.symlink(tmp_path, 'out')
+        os.symlink('nowhere', 'broken')
+        os.mkfifo('pipe')
+        os.mkdir('closed', 0)
+        # Longer than any path may be, and deeper than calls.
+        for _ in range(1500):
+            os.mkdir('d' * 200)
+            os.chdir('d' * 200)
+        Path('deep').write_text('x')
+    finally:
+        os.chdir(here)
+    remove(str(folder))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['kept']
+    remove(str(folder))
+
+
+def test_what_a_folder_holds(tmp_path):
+    limits = Limits(files=10, disk_bytes=1 << 20)
+    (tmp_path / 'a').mkdir()
+    (tmp_path / 'a' / 'b').write_bytes(b'x' * (1 << 19))
+    os.symlink(tmp_path, tmp_path / 'round')
+    assert not holds_too_much(str(tmp_path), limits)
+    assert holds_too_much(str(tmp_path), limits._replace(disk_bytes=1 << 18))
+    assert holds_too_much(str(tmp_path), limits._replace(files=2))

@@ -1,0 +1,10 @@
+"""What Landlock is asked to grant; that it holds is tried by `test_sandbox_hostile`."""
+
+from maxlm.sandbox import landlock
+
+
+def test_landlock_grants_no_program_and_no_device():
+    assert landlock.BIT['read_file'] | landlock.BIT['read_dir'] == landlock.READ
+    for name in ('execute', 'make_char', 'make_block', 'make_sock'):
+        assert not landlock.WRITE & landlock.BIT[name]
+    assert landlock.BIT['ioctl_dev'] == 1 << 15

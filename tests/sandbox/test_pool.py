@@ -1,0 +1,284 @@
+"""The pool: good programs, order, limits, what is said to be missing, workers that die, nothing left behind."""
+
+# Programs are told in a line each.
+# ruff: noqa: E501
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.sandbox.limits import MIB, Limits
+from maxlm.sandbox.pool import ALWAYS, GUARANTEES, SWITCHES, Program, Sandbox, SandboxPool
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.multiprocess
+
+LIMITS = Limits(wall_seconds=30.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
+GOOD = {
+    'prints': ('print(6 * 7)', '', '42\n'),
+    'reads': ('print(sum(map(int, input().split())))', '1 2 3\n', '6\n'),
+    'reads much': ('import sys\nprint(len(sys.stdin.read()))', 'ab\n' * 500_000, '1500000\n'),
+    'reads nothing of much': ('print(1)', 'x' * 1_000_000, '1\n'),
+    'prints much': ('print("x" * 900_000)', '', 'x' * 900_000 + '\n'),
+    'speaks other languages': ('print(input()[::-1])', 'añ→😀', '😀→ña\n'),
+    'is long': ('x = 1\n' * 20_000 + 'print(x)', '', '1\n'),
+    'uses files': ('open("a", "w").write("x")\nimport os, tempfile\ntempfile.mkdtemp()\nprint(os.path.getsize("a"))', '', '1\n'),
+    'starts afresh': ('import os\nprint(os.listdir("."), os.path.exists("/tmp/a"))', '', '[] False\n'),
+    'uses threads': ('from concurrent.futures import ThreadPoolExecutor as T\nprint(list(T(4).map(abs, [-1, 2])))', '', '[1, 2]\n'),
+    'uses processes': ('import os\nif os.fork() == 0:\n    print(1, flush=True)\n    os._exit(0)\nos.wait()\nprint(2)', '', '1\n2\n'),
+    'uses multiprocessing': ('import multiprocessing as m\nif __name__ == "__main__":\n    with m.get_context("fork").Pool(2) as p: print(p.map(abs, [-1, -2]))', '', '[1, 2]\n'),
+    'uses asyncio': ('import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\n    return 5\nprint(asyncio.run(f()))', '', '5\n'),
+    'uses the library': ('import sqlite3, ctypes, hashlib, zlib, lzma, decimal, csv, statistics\nprint(hashlib.sha256(b"").hexdigest()[:4], sqlite3.connect(":memory:").execute("select 1").fetchone())', '', 'e3b0 (1,)\n'),
+    'is a dataclass': ('from dataclasses import dataclass\nimport pickle\n@dataclass\nclass A: x: int\nprint(pickle.loads(pickle.dumps(A(1))))', '', 'A(x=1)\n'),
+    'ends well': ('import sys, atexit\natexit.register(print, "end")\nsys.exit(0)', '', 'end\n'),
+    'calls exit': ('print(1)\nexit()', '', '1\n'),
+    'has random numbers': ('import random\nrandom.seed(0)\nprint(random.random())', '', '0.8444218515250481\n'),
+    'has sets in one order': ('print({"a", "b", "c", "d", "e"} == set("abcde"), hash("a") == hash("a"))', '', 'True True\n'),
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def pool():
+    with SandboxPool(2, limits=LIMITS) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize('without', [(), ('root',), ('mount namespace', 'network namespace', 'process namespace')])
+def test_good_programs_pass(without):
+    # The locks of multiprocessing are files of /dev/shm, which is not the program's own without a mount namespace.
+    good = {name: facts for name, facts in GOOD.items() if not without[1:] or name != 'uses multiprocessing'}
+    programs = {name: Program(text, stdin) for name, (text, stdin, _) in good.items()}
+    with SandboxPool(2, limits=LIMITS, without=without, required=()) as pool:
+        verdicts = dict(zip(programs, pool.run_many(list(programs.values())), strict=True))
+    found = {name: (verdict.status, verdict.stdout, verdict.exit_code) for name, verdict in verdicts.items()}
+    assert found == {name: ('passed', stdout, 0) for name, (_, _, stdout) in good.items()}, verdicts
+
+
+def test_verdicts_come_in_order(pool):
+    programs = [Program(f'import time\ntime.sleep({0.2 if i % 5 == 0 else 0})\nprint({i})') for i in range(20)]
+    assert [verdict.stdout for verdict in pool.run_many(programs)] == [f'{i}\n' for i in range(20)]
+    assert pool.run_many([]) == []
+
+
+def test_threads_may_share_a_pool(pool):
+    found = {}
+
+    def run(i):
+        found[i] = pool.run(Program(f'print({i})')).stdout
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: f'{i}\n' for i in range(4)}
+
+
+def test_sets_have_the_same_order_in_every_worker():
+    program = Program('print(list({"a", "b", "c", "d", "e", "f"}), hash("x"))')
+    with SandboxPool(2, limits=LIMITS) as first, SandboxPool(1, limits=LIMITS) as second:
+        assert len({verdict.stdout for verdict in (*first.run_many([program] * 6), second.run(program))}) == 1
+
+
+def test_a_program_says_how_it_failed(pool):
+    verdict = pool.run(Program('def f():\n    return 1 / 0\nf()'))
+    assert verdict[:2] == ('error', '')
+    assert verdict.exit_code == 1
+    assert verdict.stderr.startswith('Traceback')
+    assert 'return 1 / 0' in verdict.stderr
+    assert verdict.stderr.endswith('ZeroDivisionError: division by zero\n')
+    assert 'maxlm' not in verdict.stderr
+    assert pool.run(Program('import sys\nsys.exit("no")'))[::4] == ('error', 1)
+    assert pool.run(Program('import sys\nsys.exit(7)')).exit_code == 7
+    assert pool.run(Program('print(len(input()))', stdin='\ud800')).status == 'passed'
+
+
+def test_limits_are_a_programs_own(pool):
+    text = 'x = bytearray(100 << 20)\nprint(len(x))'
+    small = LIMITS._replace(memory_bytes=100 * MIB)
+    assert [verdict.status for verdict in pool.run_many([Program(text), Program(text, limits=small)])] == [
+        'passed',
+        'memory',
+    ]
+    talk = Program('print("x" * 2000)')
+    assert pool.run(talk._replace(limits=LIMITS._replace(output_bytes=1000)))[:2] == ('output', 'x' * 1000)
+    assert pool.run(talk).status == 'passed'
+
+
+@pytest.mark.parametrize('field', Limits._fields)
+@pytest.mark.parametrize('value', [0, -1, float('nan'), float('inf'), True, '1', None])
+def test_a_limit_is_a_positive_number(field, value):
+    with pytest.raises(InputError, match=f'sandbox limit {field}='):
+        Limits(**{field: value}).checked()
+
+
+def test_wrong_settings_are_told():
+    with pytest.raises(InputError, match='a worker or more, not 0'):
+        SandboxPool(0)
+    with pytest.raises(InputError, match=r"'selinux' is no mechanism of the sandbox; there are: root, mount"):
+        SandboxPool(1, without=['selinux'])
+    with pytest.raises(InputError, match="'safety' is no guarantee"):
+        SandboxPool(1, required=['safety'])
+
+
+def test_what_this_machine_cannot_enforce_is_told():
+    nothing = Sandbox((), {})
+    assert nothing.missing == tuple(GUARANTEES)
+    assert nothing.enforced == ALWAYS
+    assert Sandbox(SWITCHES, {}).missing == ()
+    assert str(nothing) == f'sandbox by limits alone; not enforced: {", ".join(GUARANTEES)}'
+    assert 'not enforced' not in str(Sandbox(SWITCHES, {}))
+    for name, ways in GUARANTEES.items():
+        for way in ways:
+            assert name not in Sandbox(way, {}).missing
+            assert all(name in Sandbox(way[:place] + way[place + 1 :], {}).missing for place in range(len(way)))
+
+
+@pytest.mark.parametrize('mechanism', [name for name in SWITCHES if name != 'root'])
+def test_each_mechanism_can_be_left_out(mechanism):
+    with SandboxPool(1, limits=LIMITS, without=[mechanism], required=()) as pool:
+        assert mechanism not in pool.sandbox.mechanisms
+        assert pool.run(Program('print(1)')).stdout == '1\n'
+        assert pool.run(Program('import os\ndef f(): return 1', tests='assert f() == 1')).status == 'passed'
+
+
+def test_it_refuses_to_start_without_what_is_required():
+    without = ('mount namespace', 'landlock')
+    with pytest.raises(InputError, match=r'cannot enforce files .*landlock: switched off'):
+        SandboxPool(1, without=without)
+    with SandboxPool(1, without=without, required=['network']) as pool:
+        assert 'files' in pool.sandbox.missing
+        # Control: it is missing indeed.
+        assert pool.run(Program('print(len(open("/etc/passwd").read()) > 0)')).stdout == 'True\n'
+
+
+def test_a_worker_that_dies_is_replaced():
+    with SandboxPool(2, limits=LIMITS) as pool:
+        workers = [worker.process.pid for worker in pool.workers]
+        # The child of a worker has a child while a program runs.
+        children = [psutil.Process(worker).children()[0] for worker in workers]
+
+        def kill():
+            while not all(child.children() for child in children):
+                time.sleep(0.01)
+            os.kill(workers[0], signal.SIGKILL)
+            children[1].kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        program = Program('import time\ntime.sleep(0.4)\nprint(1)')
+        assert [verdict.status for verdict in pool.run_many([program] * 4)] == ['passed'] * 4
+        killer.join()
+        assert not set(workers) & {worker.process.pid for worker in pool.workers}
+    assert not any(psutil.pid_exists(worker) for worker in workers)
+
+
+def test_a_program_that_takes_its_workers_with_it_is_given_up(monkeypatch):
+    with SandboxPool(1, limits=LIMITS) as pool:
+
+        def fail(worker):
+            raise EOFError
+
+        monkeypatch.setattr('maxlm.sandbox.pool.Worker.take', fail)
+        assert pool.run(Program('print(1)')).status == 'killed'
+        monkeypatch.undo()
+        assert pool.run(Program('print(1)')).status == 'passed'
+
+
+def test_a_pool_that_was_interrupted_is_closed(monkeypatch):
+    with SandboxPool(1, limits=LIMITS) as pool:
+
+        def interrupt(worker):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr('maxlm.sandbox.pool.Worker.take', interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(Program('print(1)'))
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match='the sandbox is closed'):
+            pool.run(Program('print(2)'))
+
+
+def test_a_machine_that_pauses_stops_no_program():
+    limits = LIMITS._replace(wall_seconds=1.0)
+    with SandboxPool(1, limits=limits) as pool:
+        worker = psutil.Process(pool.workers[0].process.pid).children()[0]
+
+        def pause():
+            while not worker.children():
+                time.sleep(0.01)
+            judge = worker.children()[0]
+            judge.suspend()
+            time.sleep(1.0)
+            judge.resume()
+
+        pauser = threading.Thread(target=pause)
+        pauser.start()
+        assert pool.run(Program('import time\ntime.sleep(0.5)\nprint(1)')).status == 'passed'
+        pauser.join()
+
+
+def test_closing_stops_what_runs():
+    pool = SandboxPool(1, limits=LIMITS)
+    below = psutil.Process(pool.workers[0].process.pid)
+    pool.workers[0].give(Program('import os, time\nos.fork()\ntime.sleep(60)'), LIMITS)
+    while len(below.children(recursive=True)) < 5:
+        time.sleep(0.02)
+    running = [below, *below.children(recursive=True)]
+    pool.close()
+    assert psutil.wait_procs(running, timeout=20)[1] == []
+    pool.close()
+
+
+@pytest.mark.parametrize('without', [(), ('mount namespace', 'process namespace')])
+def test_workers_end_with_a_parent_that_is_killed(without, tmp_path):
+    program = (
+        'import os, sys, tempfile\n'
+        'from maxlm.sandbox.pool import *\n'
+        f'pool = SandboxPool(1, without={without}, required=())\n'
+        'print(pool.workers[0].process.pid, flush=True)\n'
+        'pool.run(Program("import os, time\\nos.fork()\\ntime.sleep(60)"))'
+    )
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'TMPDIR': str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, '-c', program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        worker = psutil.Process(int(parent.stdout.readline()))
+        while len(worker.children(recursive=True)) < 5:
+            time.sleep(0.02)
+        running = [worker, *worker.children(recursive=True)]
+        parent.kill()
+    assert psutil.wait_procs(running, timeout=20)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv('TMPDIR', str(tmp_path))
+    monkeypatch.setattr('tempfile.tempdir', None)
+    me = psutil.Process()
+    before = me.num_fds(), threading.active_count(), me.children()
+    with SandboxPool(2, limits=LIMITS, without=['mount namespace'], required=()) as pool:
+        pool.run_many([Program('open("a", "w")\nimport os\nos.mkdir("b", 0)')] * 4)
+    assert (me.num_fds(), threading.active_count(), me.children()) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pool_that_is_forgotten_is_closed():
+    pool = SandboxPool(1)
+    worker = psutil.Process(pool.workers[0].process.pid)
+    del pool
+    assert psutil.wait_procs([worker], timeout=20)[1] == []
+
+
+def test_a_worker_imports_little():
+    with SandboxPool(1, limits=LIMITS) as pool:
+        loaded = pool.run(Program('import sys\nprint(*sys.modules)')).stdout.split()
+    assert 'json' in loaded
+    assert not {'jax', 'numpy', 'site', 'tensorflow'} & set(loaded)

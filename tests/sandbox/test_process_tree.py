@@ -1,0 +1,76 @@
+"""Everything below a process ends, however its descendants change parents meanwhile."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.multiprocess
+
+# A child with a child. As soon as the tree is read below the first, it has died, and the other has changed its parent.
+PROGRAM = """
+import os, signal, sys, time
+from maxlm.posttrain import kernel, processes
+
+class Changing(processes.ProcessTree):
+    def children(self, number):
+        if armed and number == str(middle):
+            os.kill(middle, signal.SIGKILL)
+            os.waitid(os.P_PID, middle, os.WEXITED | os.WNOWAIT)
+        return super().children(number)
+
+armed = False
+kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
+reader, writer = os.pipe()
+middle = os.fork()
+if not middle:
+    os.close(1)
+    below = os.fork()
+    if below:
+        os.write(writer, str(below).encode())
+    time.sleep(60)
+    os._exit(0)
+print(os.read(reader, 20).decode(), flush=True)
+tree = Changing()
+armed = True
+if sys.argv[1] == 'look':
+    print(len(tree.living()))
+else:
+    tree.sweep()
+"""
+
+
+@pytest.mark.parametrize('way', ['sweep', 'look'])
+def test_who_changes_parents_between_two_reads(way):
+    number, *seen = run(PROGRAM, way).split()
+    if way == 'sweep':
+        assert not psutil.pid_exists(int(number))
+    else:
+        # What a single look at the tree makes of it.
+        assert seen == ['0']
+        assert psutil.Process(int(number)).status() == psutil.STATUS_SLEEPING
+        os.kill(int(number), signal.SIGKILL)
+
+
+def test_one_is_spared():
+    program = """
+import os, subprocess
+from maxlm.sandbox.process_tree import ProcessTree
+one, other = (subprocess.Popen(['sleep', '60']) for _ in range(2))
+ProcessTree().sweep(spare=str(one.pid))
+print(os.path.exists(f'/proc/{one.pid}'), os.path.exists(f'/proc/{other.pid}'))
+one.kill()
+"""
+    assert run(program).split() == ['True', 'False']
+
+
+def run(program, *arguments):
+    """What a program prints that has the package."""
+    command = [sys.executable, '-c', program, *arguments]
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True, timeout=60).stdout

@@ -1,0 +1,333 @@
+"""The chat page in a browser: what is typed, drawn, stopped, asked again; on a phone and a desk, light and dark."""
+
+import json
+
+import pytest
+
+from maxlm.serving.chat_page import Page
+from tests.serving.devtools import CONTROL, SHIFT, Tab
+from tests.serving.fake_engine import FakeEngine, served_by
+from tests.serving.serving_thread import ServerThread
+
+SAID = """# Counting
+
+Do it **once**, with `Counter`:
+
+1. Open the *file*.
+2. Count <img src=x onerror=alert(1)>.
+
+```python
+def count(path): return a_name_that_is_so_long_that_no_line_of_a_phone_has_room_for_it_and_no_desk_either(path)
+```
+
+- A_word_that_is_so_long_that_no_line_of_a_phone_has_room_for_it_and_it_must_be_broken_somewhere
+> so they say
+
+"""
+LENGTH = len(SAID.encode())
+
+
+@pytest.fixture(scope='module')
+def engine():
+    return FakeEngine(said=SAID, max_context=3000)
+
+
+@pytest.fixture(scope='module')
+def server(engine):
+    with ServerThread(served_by(engine)) as server:
+        yield server
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+    with Tab(tmp_path_factory.mktemp('browser')) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(browser, server, engine):
+    """The page, fresh; afterwards nothing may have gone wrong."""
+    with_page(browser, server.url)
+    yield browser
+    engine.open.set()
+    assert browser.faults == []
+    assert {url.removeprefix(server.url).partition('/v1')[0] for url in browser.requests} <= {'/', ''}
+
+
+def with_page(browser, url):
+    browser.look(width=1280)
+    browser.open(url)
+    # What the test before has left must not come back.
+    browser.run('localStorage.clear(), 0')
+    browser.open(url)
+    browser.faults.clear()
+    browser.requests.clear()
+
+
+def set_up(tab, **values):
+    """Fills in the settings, by hand."""
+    tab.click('#open-settings')
+    tab.until('$("settings").open')
+    for name, value in values.items():
+        tab.run(f'document.querySelector("[name={name}]").value = "", 0')
+        tab.click(f'[name={name}]')
+        tab.type(str(value))
+    tab.click('#settings .strong')
+    tab.until('!$("settings").open')
+
+
+def say(tab, text):
+    tab.click('#prompt')
+    tab.type(text)
+    tab.press('Enter')
+
+
+def finished(tab, count):
+    tab.until(f'!running && document.querySelectorAll(".assistant .told").length === {count}')
+
+
+def test_a_conversation(tab, engine):
+    set_up(tab, temperature=0, max_tokens=LENGTH - 1)
+    tab.click('#prompt')
+    tab.type('How do I')
+    tab.press('Enter', modifiers=SHIFT)
+    tab.type('count?')
+    tab.press('Enter')
+    finished(tab, 1)
+    assert tab.texts('.user .said') == ['How do I\ncount?']
+    assert tab.run('prompt.value') == ''
+    said = '.assistant .said '
+    assert tab.texts(f'{said}h3') == ['Counting']
+    assert tab.texts(f'{said}strong') == ['once']
+    assert tab.texts(f'{said}em') == ['file']
+    assert tab.texts(f'{said}p code') == ['Counter']
+    assert tab.texts(f'{said}ol li') == ['Open the file.', 'Count <img src=x onerror=alert(1)>.']
+    assert tab.texts(f'{said}pre')[0].startswith('def count(path)')
+    assert len(tab.texts(f'{said}ul li')) == len(tab.texts(f'{said}blockquote')) == 1
+    # What an answer says is text and nothing else.
+    assert tab.texts('img') == []
+    (told,) = tab.texts('.assistant .told')
+    assert told.startswith(f'{LENGTH - 1} tokens · ')
+    assert 'tokens/s' in told
+    assert told.endswith('cut at the limit')
+    say(tab, 'Again')
+    finished(tab, 2)
+    # The whole conversation was sent: 3 special tokens for each turn and its end, and what invites the answer.
+    roles = len('user\n' * 2 + 'assistant\n' * 2 + '\n' * 3)
+    sent = len('How do I\ncount?' + 'Again') + LENGTH - 1 + roles + 7
+    assert engine.state.prompt_tokens > sent > LENGTH
+    # It is there again after a reload.
+    tab.open(tab.run('location.href'))
+    assert len(tab.texts('.turn')) == 4
+    tab.click('#new')
+    assert tab.texts('.turn') == []
+
+
+def test_it_streams_and_stops(tab, engine):
+    set_up(tab, temperature=0)
+    engine.open.clear()
+    say(tab, 'Hello')
+    tab.until('running')
+    assert tab.texts('#send') == ['Stop']
+    engine.seconds = 0.002
+    engine.open.set()
+    # What has come is shown while more comes.
+    tab.until('running && document.querySelector(".assistant .said").textContent.includes("Counting")')
+    assert engine.state.running == 1
+    tab.press('Escape')
+    finished(tab, 1)
+    engine.seconds = 0
+    assert tab.texts('#send') == ['Send']
+    assert tab.texts('.assistant .told')[0].endswith('stopped')
+    shown = tab.run('turns[1].content')
+    assert SAID.startswith(shown[:LENGTH])
+    # The button does the same.
+    engine.open.clear()
+    say(tab, 'Once more')
+    tab.until('running')
+    tab.click('#send')
+    finished(tab, 2)
+    engine.open.set()
+
+
+def test_retry_and_edit(tab):
+    set_up(tab, max_tokens=5, temperature=1, seed=3)
+    say(tab, 'First')
+    finished(tab, 1)
+    say(tab, 'Second')
+    finished(tab, 2)
+    (first, second) = tab.texts('.assistant .said')
+    set_up(tab, seed=9)
+    tab.run('document.querySelector(".assistant:last-child .tools button:nth-child(2)").focus(), 0')
+    tab.press('Enter')
+    tab.until(f'!running && turns.length === 4 && turns[3].told && turns[3].content !== {json.dumps(second)}')
+    assert tab.texts('.assistant .said')[0] == first
+    # An edit ends what came after the message.
+    tab.run('document.querySelector(".user .tools button").click(), 0')
+    tab.run('document.activeElement.select(), 0')
+    tab.type('Another')
+    tab.press('Escape')
+    assert tab.texts('.user .said') == ['First', 'Second']
+    tab.run('document.querySelector(".user .tools button").click(), 0')
+    tab.run('document.activeElement.select(), 0')
+    tab.type('Another')
+    tab.press('Enter')
+    tab.until('!running && turns.length === 2 && turns[1].told')
+    assert tab.texts('.user .said') == ['Another']
+
+
+def test_errors_can_be_tried_again(tab, server):
+    set_up(tab, max_tokens=100_000)
+    say(tab, 'Hello')
+    tab.until('document.querySelector(".fault")')
+    assert 'The context has 3000 tokens' in tab.texts('.fault span')[0]
+    # The browser tells of each answer that is an error; the page is none the worse for it.
+    assert all('400 (Bad Request)' in fault for fault in tab.faults)
+    assert len(tab.faults) == 1
+    tab.faults.clear()
+    set_up(tab, max_tokens=5)
+    tab.click('.fault button')
+    finished(tab, 1)
+    assert tab.texts('.fault') == []
+
+
+def test_who_reads_above_stays_there(tab, engine):
+    set_up(tab, temperature=0, max_tokens=2000)
+    engine.seconds = 0.001
+    say(tab, 'Hello')
+    tab.until('main.scrollHeight > main.clientHeight + 400')
+    assert tab.run('main.scrollHeight - main.scrollTop - main.clientHeight') < 100
+    tab.run('main.scrollTop = 0, 0')
+    tab.until('!$("down").hidden')
+    height = tab.run('main.scrollHeight')
+    tab.until(f'main.scrollHeight > {height + 100}')
+    assert tab.run('main.scrollTop') == 0
+    tab.click('#down')
+    tab.until('$("down").hidden')
+    tab.press('Escape')
+    finished(tab, 1)
+    engine.seconds = 0
+
+
+@pytest.mark.parametrize('dark', [False, True])
+@pytest.mark.parametrize('width', [360, 1280])
+def test_it_fits(tab, width, dark):
+    set_up(tab, temperature=0, max_tokens=LENGTH)
+    say(tab, 'A_word_that_is_so_long_that_no_line_of_a_phone_has_room_for_it_and_must_be_broken' * 3)
+    finished(tab, 1)
+    tab.look(width=width, dark=dark, mobile=width < 500)
+    assert tab.run('innerWidth') == width
+    assert tab.run('document.documentElement.scrollWidth') == width
+    assert tab.run('main.scrollWidth === main.clientWidth')
+    shown = (
+        '[...document.querySelectorAll("button, textarea, .said, h1, #hint, .code")].filter((one) => one.offsetWidth)'
+    )
+    edges = tab.run(f'{shown}.map((one) => one.getBoundingClientRect()).flatMap((box) => [box.left, box.right])')
+    assert min(edges) >= 0
+    assert max(edges) <= width
+    ground = tab.run('getComputedStyle(document.documentElement).backgroundColor')
+    assert (sum(map(int, ground[4:-1].split(','))) < 200) == dark
+    assert tab.run(f'{CONTRAST}(".said p", document.documentElement)') > 7
+    for selector in ('#about', '.tools', '#hint', '#send'):
+        assert tab.run(f'{CONTRAST}("{selector}", document.documentElement)') > 4.5, selector
+    # Control: the measure tells apart what cannot be read.
+    tab.run('document.querySelector("#about").style.color = "#888888", 0')
+    assert tab.run(f'{CONTRAST}("#about", document.documentElement)') < 6
+    tab.click('#open-settings')
+    box = tab.run('(({ left, right }) => [left, right])($("settings").getBoundingClientRect())')
+    assert box[0] >= 0
+    assert box[1] <= width
+
+
+# Of WCAG 2: of the text's colour and that of what it stands on.
+CONTRAST = """((selector, page) => {
+  const light = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((value) => value / 255)
+    .map((value) => (value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, value, i) => sum + value * [0.2126, 0.7152, 0.0722][i], 0);
+  const element = document.querySelector(selector);
+  const style = getComputedStyle(element);
+  const clear = style.backgroundColor === 'rgba(0, 0, 0, 0)';
+  const ground = clear ? getComputedStyle(page).backgroundColor : style.backgroundColor;
+  const [a, b] = [light(style.color), light(ground)].sort((x, y) => y - x);
+  return (a + 0.05) / (b + 0.05);
+})"""
+
+
+def test_everything_has_a_name(tab):
+    say(tab, 'Hello')
+    finished(tab, 1)
+    tree = tab.send('Accessibility.getFullAXTree')['nodes']
+    wanted = {'button', 'textbox', 'spinbutton', 'radio', 'dialog', 'log'}
+    found = [(node['role']['value'], node.get('name', {}).get('value', '')) for node in tree if not node['ignored']]
+    names = [one for one in found if one[0] in wanted]
+    assert {'button', 'textbox', 'log'} <= {role for role, _ in names}
+    assert [one for one in names if not one[1]] == []
+
+
+def test_a_text_that_the_model_goes_on_with(browser, tmp_path):
+    engine = FakeEngine(max_context=2000)
+    with ServerThread(served_by(engine, chat=False)) as server:
+        with_page(browser, server.url)
+        assert browser.run('prompt.offsetWidth') == 0
+        set_up(browser, temperature=0, max_tokens=9)
+        browser.click('#document')
+        browser.type('Once: ')
+        browser.press('Enter', modifiers=CONTROL)
+        browser.until('!running && text.value.length > 10')
+        assert browser.run('text.value') == 'Once: The quick'
+        assert '9 tokens' in browser.texts('#speed')[0]
+        browser.click('#send')
+        browser.until('!running && text.value.length > 20')
+        browser.click('#undo')
+        assert browser.run('text.value') == 'Once: The quick'
+        set_up(browser, max_tokens=3)
+        browser.click('#again')
+        browser.until('!running && text.value === "Once: The"')
+        # Too long for the context.
+        set_up(browser, max_tokens=5000)
+        browser.click('#send')
+        browser.until('document.querySelector(".fault")')
+        assert 'The context has 2000 tokens' in browser.texts('.fault span')[0]
+        browser.look(width=360, mobile=True)
+        assert browser.run('document.documentElement.scrollWidth') == 360
+        # What is in the text is there again.
+        browser.open(server.url)
+        assert browser.run('text.value') == 'Once: The'
+        browser.faults.clear()
+
+
+def test_a_key_is_asked_for(browser):
+    with ServerThread(served_by(FakeEngine()), api_key='secret') as server:
+        browser.look(width=1280)
+        browser.open(server.url)
+        browser.until('$("settings").open')
+        assert 'API key' in browser.texts('.fault span')[0]
+        browser.click('[name=key]')
+        browser.type('secret')
+        browser.press('Enter')
+        browser.until('model')
+        set_up(browser, max_tokens=3, temperature=0)
+        say(browser, 'Hello')
+        finished(browser, 1)
+        assert browser.texts('.assistant .said') == ['The']
+        browser.faults.clear()
+
+
+def test_the_server_goes(browser):
+    engine = FakeEngine()
+    with ServerThread(served_by(engine)) as server:
+        with_page(browser, server.url)
+        say(browser, 'Hello')
+        finished(browser, 1)
+    say(browser, 'Are you there?')
+    browser.until('document.querySelector(".fault")')
+    assert browser.texts('.fault span') == ['The server cannot be reached.']
+    browser.faults.clear()
+
+
+def test_the_page_asks_for_nothing_from_elsewhere():
+    page = Page()
+    assert 'http' not in page.text.replace('http://www.w3.org/2000/svg', '')
+    assert "default-src 'none'" in page.policy
+    assert 'unsafe' not in page.policy
+    assert page.text.count('<script>') == page.text.count('</script>') == 1

@@ -1,0 +1,205 @@
+"""How a server ends: told to, told twice, or because its engine broke down; and where it listens."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
+from maxlm.inference.engine.requests import Request
+from maxlm.serving.engine_thread import Pump
+from maxlm.serving.limits import Limits
+from maxlm.serving.server import bind, is_loopback, url_of
+from tests.conftest import ROOT
+from tests.serving.fake_engine import SAID, FakeEngine, served_by
+from tests.serving.serving_thread import ServerThread, request_bytes, until
+
+ASKED = {'prompt': 'a', 'max_tokens': 30, 'temperature': 0}
+
+
+def ask(server, answers, **settings):
+    """Asks in a thread; what is answered is appended."""
+
+    def run():
+        answers.append(httpx.post(f'{server.url}/v1/completions', json=ASKED | settings, timeout=30))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_what_runs_is_finished_and_new_requests_are_refused(stream):
+    engine, answers = FakeEngine(), []
+    engine.open.clear()
+    with ServerThread(served_by(engine), limits=Limits(drain_seconds=30)) as server:
+        thread = ask(server, answers, stream=stream)
+        until(lambda: engine.state.running == 1)
+        server.stop()
+        until(lambda: httpx.get(f'{server.url}/health').status_code == 503)
+        refused = httpx.post(f'{server.url}/v1/completions', json=ASKED)
+        assert (refused.status_code, refused.json()['error']['code']) == (503, 'draining')
+        assert int(refused.headers['retry-after']) > 0
+        assert httpx.get(f'{server.url}/v1/models').status_code == 200
+        engine.open.set()
+        thread.join(30)
+        server.join()
+    assert answers[0].status_code == 200
+    if stream:
+        assert answers[0].text.endswith('data: [DONE]\n\n')
+    else:
+        assert answers[0].json()['choices'][0]['text'] == SAID[:30]
+    assert server.exit_code == EXIT_DONE
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url)
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_what_does_not_finish_in_time_is_cut_off(stream):
+    engine, answers = FakeEngine(), []
+    engine.open.clear()
+    with ServerThread(served_by(engine), limits=Limits(drain_seconds=0.2)) as server:
+        thread = ask(server, answers, stream=stream)
+        until(lambda: engine.state.running == 1)
+        server.stop()
+        thread.join(30)
+        server.join()
+    assert '"code":"draining"' in answers[0].text
+    assert answers[0].status_code == (200 if stream else 503)
+    assert server.exit_code == EXIT_DONE
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_an_engine_that_breaks_down_ends_the_server(stream, caplog):
+    engine, answers = FakeEngine(), []
+    engine.open.clear()
+    with ServerThread(served_by(engine)) as server:
+        thread = ask(server, answers, stream=stream)
+        until(lambda: engine.state.running == 1)
+        engine.broken = RuntimeError('the device is lost')
+        thread.join(30)
+        server.join()
+    assert '"code":"engine_failed"' in answers[0].text
+    assert answers[0].status_code == (200 if stream else 500)
+    # What went wrong is for the log.
+    assert 'the device is lost' not in answers[0].text
+    assert 'the device is lost' in caplog.text
+    assert server.exit_code == EXIT_FAILED
+
+
+def test_who_asks_an_engine_that_has_broken_down_does_not_wait():
+    async def ask_late():
+        loop = asyncio.get_running_loop()
+        engine, failed, told = FakeEngine(), asyncio.Event(), loop.create_future()
+        engine.broken = RuntimeError('the device is lost')
+        pump = Pump(engine, failed.set)
+        pump.start()
+        await failed.wait()
+        pump.submit(Request((1,), 2), told.set_result)
+        try:
+            return (await asyncio.wait_for(told, 20)).finish
+        finally:
+            assert pump.stop()
+
+    assert asyncio.run(ask_late()) == 'failed'
+
+
+def test_a_fault_of_the_server_is_not_told(caplog, monkeypatch):
+    engine = FakeEngine()
+    with ServerThread(served_by(engine)) as server:
+        monkeypatch.setattr(engine, 'check', lambda request: 1 / 0)
+        answer = httpx.post(f'{server.url}/v1/completions', json=ASKED)
+        assert (answer.status_code, answer.json()['error']['code']) == (500, 'internal_error')
+        assert 'ZeroDivisionError' not in answer.text
+        # The log has it once the client has its answer.
+        until(lambda: 'ZeroDivisionError' in caplog.text)
+        monkeypatch.undo()
+        assert httpx.post(f'{server.url}/v1/completions', json=ASKED).status_code == 200
+
+
+def test_the_pump_tells_in_the_loop_what_a_step_drew():
+    async def run():
+        engine, told, threads = FakeEngine(), [], set()
+
+        def listen(delta):
+            told.append(delta)
+            threads.add(threading.current_thread())
+
+        pump = Pump(engine, lambda: None)
+        pump.start()
+        pump.submit(Request((1,), 4), listen)
+        while not (told and told[-1].finish):
+            await asyncio.sleep(0.001)
+        assert pump.stop()
+        return told, threads
+
+    told, threads = asyncio.run(run())
+    assert len(told) == 4
+    assert threads == {threading.main_thread()}
+
+
+def test_where_it_listens():
+    with bind('127.0.0.1', 0) as first:
+        port = first.getsockname()[1]
+        assert is_loopback(first)
+        assert url_of(first) == f'http://127.0.0.1:{port}'
+        first.listen()
+        with pytest.raises(InputError, match=f'--port={port}: Address already in use'):
+            bind('127.0.0.1', port)
+        # Bound is not yet listening.
+        with bind('127.0.0.1', 0) as second, pytest.raises(ConnectionRefusedError):
+            socket.create_connection(second.getsockname())
+    with bind('0.0.0.0', 0) as everywhere:
+        assert not is_loopback(everywhere)
+        assert url_of(everywhere).startswith('http://127.0.0.1:')
+    for host, port, words in [
+        ('256.0.0.1', 0, 'choose another'),
+        ('192.0.2.1', 0, 'choose another'),
+        ('127.0.0.1', 65_536, 'must be from 0 to 65535'),
+        ('127.0.0.1', -1, 'must be from 0 to 65535'),
+    ]:
+        with pytest.raises(InputError, match=words):
+            bind(host, port)
+
+
+# A process of its own: signals are its.
+PROGRAM = """
+import sys
+from maxlm.serving.limits import Limits
+from maxlm.serving.server import Running, bind, run_until_told, url_of
+from tests.serving.fake_engine import FakeEngine, served_by
+engine = FakeEngine()
+engine.open.clear()
+listener = bind('127.0.0.1', 0)
+running = Running(
+    served_by(engine), Limits(drain_seconds=60), listener, on_ready=lambda: print(url_of(listener), flush=True)
+)
+sys.exit(run_until_told(running))
+"""
+
+
+def start():
+    """The process and its port."""
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))}
+    command = [sys.executable, '-c', PROGRAM]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    return process, process.stdout.readline().strip()
+
+
+@pytest.mark.multiprocess
+def test_a_second_signal_ends_it_at_once():
+    process, url = start()
+    with process, socket.create_connection(('127.0.0.1', int(url.rpartition(':')[2]))) as connection:
+        connection.sendall(request_bytes('/v1/completions', ASKED))
+        until(lambda: 'maxlm_running 1.0' in httpx.get(f'{url}/metrics').text)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f'{url}/health').status_code == 503)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM

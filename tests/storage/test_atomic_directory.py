@@ -1,0 +1,66 @@
+"""A directory that is there complete or not at all."""
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.storage.atomic import check_new, check_space, new_directory
+
+
+def test_what_is_there_is_not_touched(tmp_path):
+    (tmp_path / 'file').write_text('mine')
+    (tmp_path / 'empty').mkdir()
+    for path in (tmp_path, tmp_path / 'file'):
+        with pytest.raises(InputError, match=f'--output={path}: .*new or empty'):
+            check_new('--output', str(path))
+    with pytest.raises(InputError, match=f'--output=.*: {tmp_path}/file is no directory'):
+        check_new('--output', str(tmp_path / 'file' / 'below'))
+    assert check_new('--output', str(tmp_path / 'empty')) == tmp_path / 'empty'
+    assert check_new('--output', str(tmp_path / 'new' / 'deep')) == tmp_path / 'new' / 'deep'
+
+
+@pytest.mark.parametrize('name', ['new', 'deep/er', 'empty', 'link'])
+def test_it_appears_at_the_end(tmp_path, name):
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'link').symlink_to(tmp_path / 'empty')
+    directory = check_new('--output', str(tmp_path / name))
+    with new_directory('--output', directory) as partial:
+        (partial / 'x').write_text('1')
+        assert not (directory / 'x').exists()
+    assert (tmp_path / name / 'x').read_text() == '1'
+    assert not list(tmp_path.rglob('*.partial'))
+    # Like any directory that one makes, not one for its owner alone.
+    (tmp_path / 'control').mkdir()
+    assert directory.stat().st_mode == (tmp_path / 'control').stat().st_mode
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, OSError])
+def test_an_error_leaves_nothing(tmp_path, error):
+    (tmp_path / 'other').mkdir()
+
+    def fill():
+        with new_directory('--output', tmp_path / 'a' / 'b') as partial:
+            (partial / 'x').write_text('1')
+            raise error(28, 'No space left on device')
+
+    with pytest.raises(InputError if error is OSError else error):
+        fill()
+    assert os.listdir(tmp_path) == ['other']
+
+
+def test_room_on_the_disk(tmp_path, monkeypatch):
+    asked = []
+
+    def disk_usage(path):
+        asked.append(path)
+        return SimpleNamespace(free=5 * 10**9)
+
+    monkeypatch.setattr(shutil, 'disk_usage', disk_usage)
+    check_space('--output', tmp_path / 'not' / 'there', 4 * 10**9)
+    assert asked == [tmp_path]
+    with pytest.raises(InputError, match=r'--output=.*needs 7\.1 GB, 5\.0 GB are free'):
+        check_space('--output', Path(tmp_path / 'x'), 7 * 10**9)

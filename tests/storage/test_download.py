@@ -1,0 +1,349 @@
+"""Fetching one file: from servers on loopback that fail in all the ways in which buckets do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.storage import download
+from maxlm.storage.download import RemoteFile, fetch_file, remove_partial, write_whole
+from maxlm.storage.retry import UnreachableError
+from tests.buckets import gcs as gcs_buckets
+from tests.buckets import s3 as s3_buckets
+from tests.conftest import ROOT
+
+CONTENT = random.Random(1).randbytes(100_000)
+CHUNK = 30_000
+CHUNKS = [(0, 30_000), (30_000, 60_000), (60_000, 90_000), (90_000, 100_000)]
+# A process of its own that fetches what its arguments say.
+FETCH = """
+import sys
+from pathlib import Path
+from maxlm.data import transfer
+transfer.CHUNK_BYTES = int(sys.argv[4])
+transfer.LOCK_POLL_SECONDS = 0.01
+transfer.fetch_file(transfer.RemoteFile(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
+"""
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    with gcs_buckets.running(monkeypatch) as server:
+        server.put('bucket', 'x/a.bin', CONTENT)
+        yield server
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    with s3_buckets.running(monkeypatch) as client:
+        client.create_bucket(Bucket='bucket')
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(download, 'CHUNK_BYTES', CHUNK)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Without a checksum: the bucket's own counts."""
+    return RemoteFile('gs://bucket/x/a.bin', tmp_path / 'deep' / 'a.bin', len(CONTENT))
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def names(file):
+    return sorted(path.name for path in file.path.parent.iterdir())
+
+
+def ranges(gcs):
+    return [(one.start, one.stop) for one in gcs.asked() if one.status == 206]
+
+
+def start(file):
+    arguments = [file.url, str(file.path), str(file.bytes), str(CHUNK)]
+    return subprocess.Popen([sys.executable, '-c', FETCH, *arguments], cwd=ROOT)
+
+
+def test_a_file_is_fetched_in_parts_and_once(gcs, file):
+    added = []
+    fetch_file(file, on_bytes=added.append)
+    assert file.path.read_bytes() == CONTENT
+    assert names(file) == ['a.bin']
+    assert ranges(gcs) == CHUNKS
+    assert added == [0, CHUNK, CHUNK, CHUNK, 10_000]
+    requests = len(gcs.requests)
+    fetch_file(file)
+    assert len(gcs.requests) == requests
+
+
+def test_a_known_checksum_needs_no_question(gcs, file):
+    fetch_file(RemoteFile(file.url, file.path, file.bytes, sha256(CONTENT)))
+    assert {one.kind for one in gcs.requests} == {'media'}
+
+
+@pytest.mark.parametrize('size', [0, 1, CHUNK, CHUNK + 1])
+def test_odd_sizes(gcs, tmp_path, size):
+    gcs.put('bucket', 'odd', CONTENT[:size])
+    fetch_file(RemoteFile('gs://bucket/odd', tmp_path / 'odd', size))
+    assert (tmp_path / 'odd').read_bytes() == CONTENT[:size]
+
+
+@pytest.mark.multiprocess
+def test_a_killed_process_is_gone_on_for(gcs, file):
+    """Slow: it starts a process of its own, to be killed."""
+    gcs.fault('nothing', times=2)
+    held = gcs.fault('hold', times=1)
+    process = start(file)
+    assert held.reached.wait(60)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert names(file) == ['.a.bin.partial']
+    assert file.partial.read_bytes() == CONTENT[: 2 * CHUNK]
+    assert ranges(gcs) == CHUNKS[:2]
+    gcs.requests.clear()
+    added = []
+    fetch_file(file, on_bytes=added.append)
+    assert file.path.read_bytes() == CONTENT
+    assert ranges(gcs) == CHUNKS[2:]
+    assert sum(added) == len(CONTENT)
+    assert added[0] == 2 * CHUNK
+
+
+@pytest.mark.multiprocess
+def test_two_processes_fetch_a_file_once(gcs, file):
+    """Slow: it starts two processes."""
+    held = gcs.fault('hold', times=1)
+    processes = [start(file) for _ in range(2)]
+    assert held.reached.wait(60)
+    held.released.set()
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert file.path.read_bytes() == CONTENT
+    assert names(file) == ['a.bin']
+    assert ranges(gcs) == CHUNKS
+
+
+def test_threads_of_a_process_fetch_a_file_once(gcs, file, monkeypatch):
+    monkeypatch.setattr(download, 'LOCK_POLL_SECONDS', 0.001)
+    threads = [threading.Thread(target=fetch_file, args=(file,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert file.path.read_bytes() == CONTENT
+    assert ranges(gcs) == CHUNKS
+
+
+@pytest.mark.parametrize('kind', [500, 503, 429, 'reset', 'truncate'])
+def test_what_passes_is_met_by_asking_again(gcs, file, kind):
+    gcs.fault(kind, times=20)
+    faults = []
+    fetch_file(file, on_fault=faults.append)
+    assert file.path.read_bytes() == CONTENT
+    # gcsfs asks six times by itself.
+    assert len(faults) == 3
+    assert all(isinstance(fault, UnreachableError) for fault in faults)
+    # What has come is not asked for again.
+    good = [one for one in gcs.asked()[20:] if one.status == 206]
+    assert [(one.start, one.stop) for one in good] == CHUNKS
+
+
+def test_a_file_does_not_go_on_without_patience(gcs, file):
+    gcs.fault(503)
+    with pytest.raises(UnreachableError, match=r'^gs://bucket/x/a.bin: the server answers with status 503$'):
+        fetch_file(file)
+    gcs.vanish()
+    with pytest.raises(UnreachableError, match=r'no answer \(Connection refused\)'):
+        fetch_file(file)
+    gcs.faults.clear()
+    gcs.appear()
+    gcs.buckets.clear()
+    with pytest.raises(UnreachableError, match='there is no bucket bucket'):
+        fetch_file(file)
+    gcs.buckets.add('bucket')
+    fetch_file(file)
+    assert file.path.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(('kind', 'reason'), [(403, 'access denied'), (401, 'no valid credentials'), (404, 'no such')])
+@pytest.mark.parametrize('requests', ['media', 'get'])
+def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
+    if requests == 'get':
+        # Where the file itself may not be looked at gcsfs looks for it in a listing.
+        gcs.fault(kind, requests='list')
+    gcs.fault(kind, requests=requests)
+    with pytest.raises(InputError, match=f'gs://bucket/x/a.bin: {reason}') as raised:
+        fetch_file(file, on_fault=lambda fault: pytest.fail('it does not help to try again'))
+    assert not isinstance(raised.value, UnreachableError)
+    assert not file.path.exists()
+
+
+@pytest.mark.parametrize('known', [True, False])
+@pytest.mark.parametrize('composed', [True, False])
+def test_a_flipped_bit_is_found_and_fetched_anew(gcs, file, known, composed):
+    """Without a checksum of ours it is the bucket's MD5, or CRC32C where it has no MD5."""
+    gcs.put('bucket', 'x/a.bin', CONTENT, composed=composed)
+    file = RemoteFile(file.url, file.path, file.bytes, sha256(CONTENT) if known else '')
+    gcs.fault('flip', times=1)
+    added = []
+    fetch_file(file, on_bytes=added.append)
+    assert file.path.read_bytes() == CONTENT
+    assert ranges(gcs) == 2 * CHUNKS
+    assert sum(added) == len(CONTENT)
+    file.path.unlink()
+    gcs.fault('flip')
+    with pytest.raises(InputError, match=r'damaged, twice: its (sha256|md5|crc32c) is \S+, not \S+$'):
+        fetch_file(file)
+    assert not file.path.exists()
+
+
+def test_a_partial_file_of_something_else_is_thrown_away(gcs, file):
+    file.path.parent.mkdir()
+    for wrong in (bytes(50_000), bytes(200_000), bytes(len(CONTENT))):
+        file.partial.write_bytes(wrong)
+        fetch_file(file)
+        assert file.path.read_bytes() == CONTENT
+        assert names(file) == ['a.bin']
+        file.path.unlink()
+
+
+def test_a_file_of_another_size_is_refused(gcs, file):
+    longer = RemoteFile(file.url, file.path, len(CONTENT) + 1)
+    with pytest.raises(InputError, match=r'bytes 90000 to 100001 were asked for and 10000 came'):
+        fetch_file(longer)
+    shorter = RemoteFile(file.url, file.path, len(CONTENT) - 1)
+    with pytest.raises(InputError, match='damaged, twice'):
+        fetch_file(shorter)
+
+
+def test_s3(s3, tmp_path):
+    s3.put_object(Bucket='bucket', Key='x/a.bin', Body=CONTENT)
+    file = RemoteFile('s3://bucket/x/a.bin', tmp_path / 'a.bin', len(CONTENT))
+    fetch_file(file)
+    assert file.path.read_bytes() == CONTENT
+    file.path.unlink()
+    # Its ETag is an MD5: another beginning is found.
+    file.partial.write_bytes(bytes(CHUNK))
+    fetch_file(file)
+    assert file.path.read_bytes() == CONTENT
+    with pytest.raises(InputError, match=r's3://bucket/x/b.bin: no such file'):
+        fetch_file(RemoteFile('s3://bucket/x/b.bin', tmp_path / 'b.bin', 5))
+    with pytest.raises(UnreachableError, match='there is no bucket other'):
+        fetch_file(RemoteFile('s3://other/x/b.bin', tmp_path / 'b.bin', 5))
+
+
+def test_what_has_no_checksum_is_gone_on_with_only_where_it_is_the_same(s3, tmp_path):
+    """Objects of S3 that were uploaded in parts have no MD5."""
+
+    def put(content):
+        upload = s3.create_multipart_upload(Bucket='bucket', Key='a.bin')['UploadId']
+        facts = {'Bucket': 'bucket', 'Key': 'a.bin', 'UploadId': upload}
+        part = s3.upload_part(**facts, PartNumber=1, Body=content)
+        s3.complete_multipart_upload(**facts, MultipartUpload={'Parts': [{'PartNumber': 1, 'ETag': part['ETag']}]})
+
+    class StopError(Exception):
+        pass
+
+    def stop_after(num_bytes):
+        left = num_bytes
+
+        def on_bytes(added):
+            nonlocal left
+            left -= added
+            if left <= 0:
+                raise StopError
+
+        return on_bytes
+
+    put(CONTENT)
+    file = RemoteFile('s3://bucket/a.bin', tmp_path / 'a.bin', len(CONTENT))
+    with pytest.raises(StopError):
+        fetch_file(file, on_bytes=stop_after(2 * CHUNK))
+    assert names(file) == ['.a.bin.partial', '.a.bin.version']
+    added = []
+    fetch_file(file, on_bytes=added.append)
+    assert added[0] == 2 * CHUNK
+    assert file.path.read_bytes() == CONTENT
+    assert names(file) == ['a.bin']
+
+    file.path.unlink()
+    with pytest.raises(StopError):
+        fetch_file(file, on_bytes=stop_after(2 * CHUNK))
+    put(CONTENT[::-1])
+    del added[:]
+    fetch_file(file, on_bytes=added.append)
+    assert added[0] == 0
+    assert file.path.read_bytes() == CONTENT[::-1]
+
+    # It changes under our hands, each time.
+    file.path.unlink()
+    contents = iter([CONTENT, CONTENT[::-1]] * 5)
+    with pytest.raises(InputError, match='damaged, twice: its version changes while it is fetched'):
+        fetch_file(file, on_bytes=lambda added: put(next(contents)) if added == CHUNK else None)
+
+
+def test_a_disk_that_cannot_be_written_is_named(gcs, file, monkeypatch):
+    file.path.parent.mkdir()
+
+    def full(descriptor, content, start):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, 'pwrite', full)
+    with pytest.raises(InputError, match=r'a.bin: cannot be written: No space left on device$'):
+        fetch_file(file)
+    monkeypatch.undo()
+    file.path.parent.joinpath('b').write_text('a file')
+    with pytest.raises(InputError, match=r'b/a.bin: cannot be written: '):
+        fetch_file(RemoteFile(file.url, file.path.parent / 'b' / 'a.bin', 5))
+
+
+def test_a_partial_file_that_is_being_fetched_is_not_removed(gcs, file):
+    held = gcs.fault('hold', times=1)
+    thread = threading.Thread(target=fetch_file, args=(file,))
+    thread.start()
+    assert held.reached.wait(60)
+    remove_partial(file)
+    assert file.partial.exists()
+    held.released.set()
+    thread.join()
+    assert file.path.read_bytes() == CONTENT
+    file.partial.write_bytes(b'left')
+    remove_partial(file)
+    remove_partial(file)
+    assert names(file) == ['a.bin']
+
+
+@pytest.mark.parametrize('protocol', ['file', 'memory'])
+def test_other_file_systems(tmp_path, protocol):
+    import fsspec
+
+    url = f'{protocol}://{tmp_path}/there.bin'
+    with fsspec.open(url, 'wb') as target:
+        target.write(CONTENT)
+    fetch_file(RemoteFile(url, tmp_path / 'here.bin', len(CONTENT)))
+    assert (tmp_path / 'here.bin').read_bytes() == CONTENT
+    with pytest.raises(InputError, match='no such file'):
+        fetch_file(RemoteFile(f'{url}.not', tmp_path / 'not.bin', 5))
+
+
+def test_small_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    write_whole(tmp_path / 'deep' / 'a', b'old')
+
+    def fail(*_):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, 'fsync', fail)
+    with pytest.raises(InputError, match=r'deep/a: cannot be written: No space left'):
+        write_whole(tmp_path / 'deep' / 'a', b'new')
+    assert (tmp_path / 'deep' / 'a').read_bytes() == b'old'

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import sys
+
+import fsspec
+import pytest
+
+from maxlm.storage.filesystem import (
+    StorageError,
+    _remote_entry,
+    fault,
+    is_url,
+    list_directory,
+    open_file,
+    read_bytes,
+    shown,
+    stat,
+    walk,
+)
+
+
+@pytest.fixture
+def bucket():
+    """The URL of an empty directory in memory."""
+    filesystem = fsspec.filesystem('memory')
+    filesystem.store.clear()
+    filesystem.pseudo_dirs[:] = ['']
+    yield 'memory://bucket'
+    filesystem.store.clear()
+
+
+def fill(root, contents):
+    for name, content in contents.items():
+        with fsspec.open(f'{root}/{name}', 'wb', auto_mkdir=True) as file:
+            file.write(content)
+
+
+CONTENTS = {'a.txt': b'1', 'd/b.txt': b'22', 'd/.h/c.txt': b'333', 'd/e/f.txt': b''}
+
+
+@pytest.fixture(params=['local', 'remote'])
+def root(request, tmp_path, bucket):
+    path = str(tmp_path) if request.param == 'local' else bucket
+    fill(path, CONTENTS)
+    return path
+
+
+def test_files_and_directories_are_told_apart(root):
+    file = stat(f'{root}/d/b.txt')
+    assert (file.path, file.name, file.size, file.is_directory) == (f'{root}/d/b.txt', 'b.txt', 2, False)
+    assert file.version
+    assert stat(f'{root}/d').is_directory
+    assert stat(f'{root}/d/').name == 'd'
+
+
+def test_a_directory_is_listed_sorted(root):
+    assert [(entry.path, entry.name, entry.size, entry.is_directory) for entry in list_directory(f'{root}/d')] == [
+        (f'{root}/d/.h', '.h', 0, True),
+        (f'{root}/d/b.txt', 'b.txt', 2, False),
+        (f'{root}/d/e', 'e', 0, True),
+    ]
+
+
+def test_a_walk_finds_all_but_what_is_skipped(root):
+    assert {entry.name: entry.size for entry in walk(root)} == {name: len(text) for name, text in CONTENTS.items()}
+    kept = {entry.name: entry.path for entry in walk(f'{root}/', skip=lambda name: name.startswith('.'))}
+    assert kept == {name: f'{root}/{name}' for name in CONTENTS if '/.' not in name}
+
+
+def test_files_are_read_at_any_place(root):
+    fill(root, {'long': bytes(range(256)) * 10_000})
+    with open_file(f'{root}/long') as file, open_file(f'{root}/long') as other:
+        assert file.read(3) == b'\x00\x01\x02'
+        # Each has a place of its own.
+        assert other.read(2) == b'\x00\x01'
+        assert file.read(1) == b'\x03'
+        assert file.seek(-6, os.SEEK_END) == 2_560_000 - 6
+        assert file.read() == bytes(range(250, 256))
+        assert file.seek(2**20 + 5) == 2**20 + 5
+        assert file.read(1) == b'\x05'
+        assert file.seek(2, os.SEEK_CUR) == 2**20 + 8
+        assert file.tell() == 2**20 + 8
+    assert file.closed
+    assert read_bytes(f'{root}/long') == bytes(range(256)) * 10_000
+
+
+def test_the_version_changes_with_the_file(root):
+    before = stat(f'{root}/a.txt').version
+    assert stat(f'{root}/a.txt').version == before
+    fill(root, {'a.txt': b'2'})
+    if not is_url(root):
+        os.utime(f'{root}/a.txt', ns=(1, 1))
+    assert stat(f'{root}/a.txt').version != before
+
+
+def test_what_is_missing_is_named(root):
+    for use in (stat, open_file, list_directory, lambda path: list(walk(path))):
+        if use in (stat, open_file) or not is_url(root):
+            with pytest.raises(StorageError, match=rf'^{root}/none: No such file or directory$'):
+                use(f'{root}/none')
+
+
+def test_links_are_not_entered_and_may_lead_nowhere(tmp_path):
+    fill(tmp_path, CONTENTS)
+    (tmp_path / 'gone').symlink_to(tmp_path / 'nothing')
+    (tmp_path / 'again').symlink_to(tmp_path / 'd')
+    (tmp_path / 'file').symlink_to(tmp_path / 'a.txt')
+    found = {entry.name: entry.size for entry in walk(str(tmp_path))}
+    assert found == {**{name: len(text) for name, text in CONTENTS.items()}, 'gone': 0, 'file': 1}
+
+
+def test_remote_facts_that_tell_a_version():
+    def version(**facts):
+        return _remote_entry('gs://b/x', 'x', {'type': 'file', 'size': 1, **facts}).version
+
+    day = datetime.datetime(2024, 1, 2, 3, 4, 5)
+    assert version(ETag='"abc"', LastModified=day) == 'abc'
+    assert version(generation='17', etag='abc', mtime=day) == '17'
+    assert version(LastModified=day) == '2024-01-02T03:04:05'
+    assert version() == ''
+
+
+class NoCredentialsError(Exception):
+    """As the client of a bucket calls it."""
+
+
+class HttpError(Exception):
+    """Likewise."""
+
+
+@pytest.mark.parametrize(
+    ('error', 'told'),
+    [
+        (FileNotFoundError('bucket/x'), 'No such file or directory'),
+        (PermissionError(13, 'Permission denied'), 'Permission denied'),
+        (PermissionError('Access\n Denied'), 'Permission denied: Access Denied'),
+        (TimeoutError(), 'the storage does not answer in time'),
+        (fsspec.exceptions.FSTimeoutError(), 'the storage does not answer in time'),
+        (NoCredentialsError('Unable to locate credentials'), 'no credentials for this storage; log in to it first'),
+        (HttpError('Internal\nError, 500'), 'the storage fails with HttpError: Internal Error, 500'),
+        (HttpError(), 'the storage fails with HttpError'),
+    ],
+)
+def test_faults_are_one_line(error, told):
+    assert str(fault('gs://b/x', error)) == f'gs://b/x: {told}'
+    again = fault('gs://b/x', error)
+    assert fault('other', again) is again
+
+
+def test_no_message_shows_a_secret():
+    assert shown('s3://KEY:SECRET@bucket/x') == 's3://bucket/x'
+    assert shown('https://host/x.jsonl?sig=SECRET&a=b') == 'https://host/x.jsonl'
+    assert shown('odd?name@x') == 'odd?name@x'
+    assert shown('gs://bucket/a?.txt') == 'gs://bucket/a?.txt'
+    for text in (
+        'GET https://user:SECRET@host/x?sig=SECRET failed',
+        'Authorization: Bearer SECRET was refused',
+        'aws_secret_access_key=SECRET is wrong',
+        "{'token': 'SECRET'}",
+        'X-Amz-Signature=SECRET',
+        'invalid bucket "SECRET:SECRET@host"',
+        'in /x?token=SECRET',
+        'x' * 290 + ' token=SECRET',
+    ):
+        message = str(fault('https://SECRET:SECRET@host/x?token=SECRET', HttpError(text)))
+        assert 'SECRET' not in message, message
+        assert 'https://host/x: the storage fails' in message
+
+
+@pytest.mark.parametrize(('protocol', 'package', 'extra'), [('gs', 'gcsfs', 'gcs'), ('s3', 's3fs', 's3')])
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, protocol, package, extra):
+    # None: importing it fails as if it were not installed.
+    monkeypatch.setitem(sys.modules, package, None)
+    # Where an earlier test has used the protocol.
+    registry = importlib.import_module('fsspec.registry')
+    monkeypatch.delitem(registry._registry, protocol, raising=False)
+    with pytest.raises(StorageError, match=rf"needs {package}: pip install 'maxlm\[{extra}\]'"):
+        stat(f'{protocol}://bucket/x')
+
+
+def test_an_unknown_protocol_is_named():
+    with pytest.raises(StorageError, match=r'nothing://x: .*nothing'):
+        stat('nothing://x')
+
+
+def test_a_storage_that_fails_while_it_is_read_is_named(bucket, monkeypatch):
+    fill(bucket, {'x': b'abc'})
+    with open_file(f'{bucket}/x') as file:
+        monkeypatch.setattr('fsspec.implementations.memory.MemoryFile.read', lambda *_: 1 / 0)
+        with pytest.raises(StorageError, match=r'^memory://bucket/x: the storage fails with ZeroDivisionError'):
+            file.read()

@@ -1,0 +1,165 @@
+"""Tail: reads what is new and nothing else, notices a file that was written anew, and never fails on a line."""
+
+import io
+import json
+
+import fsspec
+import pytest
+
+from maxlm.storage import jsonl_tail as module
+from maxlm.storage.filesystem import StorageError, list_directory
+from maxlm.storage.jsonl_tail import OVERLAP_BYTES, Tail
+
+
+def line(step, **more):
+    return json.dumps({'step': step, **more}) + '\n'
+
+
+class File:
+    """One file of a directory, and the tail that follows it."""
+
+    def __init__(self, folder):
+        self.folder, self.path, self.tail = folder, folder / 'x.jsonl', Tail()
+
+    def write(self, text, mode='w'):
+        data = text if isinstance(text, bytes) else text.encode()
+        with self.path.open(mode + 'b') as file:
+            file.write(data)
+
+    def update(self):
+        entries = {entry.name: entry for entry in list_directory(str(self.folder))}
+        return self.tail.update(entries.get('x.jsonl'))
+
+    @property
+    def steps(self):
+        return [one['step'] for one in self.tail.lines]
+
+
+@pytest.fixture
+def file(tmp_path):
+    return File(tmp_path)
+
+
+@pytest.fixture
+def read_bytes(monkeypatch):
+    """Counts what is read of files."""
+    counts = []
+    original = module.open_file
+
+    class Counting(io.BytesIO):
+        def read(self, *args):
+            content = super().read(*args)
+            counts.append(len(content))
+            return content
+
+    def opened(path):
+        with original(path) as one:
+            return Counting(one.read())
+
+    monkeypatch.setattr(module, 'open_file', opened)
+    return counts
+
+
+def test_only_what_is_new_is_read(file, read_bytes):
+    first = ''.join(line(step, text='x' * 100) for step in range(1000))
+    file.write(first)
+    assert file.update()
+    assert file.steps == list(range(1000))
+    file.write(line(1000), 'a')
+    assert file.update()
+    assert file.steps == list(range(1001))
+    assert read_bytes == [len(first), OVERLAP_BYTES + len(line(1000))]
+
+
+def test_what_has_not_changed_is_not_read(file, read_bytes):
+    file.write(line(1))
+    assert file.update()
+    assert not file.update()
+    assert len(read_bytes) == 1
+
+
+def test_a_torn_last_line_is_left_out_until_it_is_whole(file):
+    text = line(2, name='ü').encode()
+    for cut in range(1, len(text)):
+        file.write(line(1).encode() + text[:cut])
+        file.tail = Tail()
+        file.update()
+        assert (file.steps, file.tail.torn) == ([1], True)
+        assert file.tail.notes('x.jsonl') == ['x.jsonl: the last line is torn and left out']
+        file.write(text[cut:], 'a')
+        file.update()
+        assert (file.steps, file.tail.torn, file.tail.notes('x.jsonl')) == ([1, 2], False, [])
+
+
+@pytest.mark.parametrize('more', [0, 3, 500])
+def test_a_file_that_was_written_anew_is_read_from_its_start(file, more):
+    file.write(''.join(line(step, time=1) for step in range(100)))
+    file.update()
+    # As after a rollback: the first lines are the same, those behind are other ones of the same length.
+    file.write(''.join(line(step, time=1 if step < 50 else 2) for step in range(50 + more)))
+    file.update()
+    assert file.steps == list(range(50 + more))
+    assert [one['time'] for one in file.tail.lines] == [1] * 50 + [2] * more
+
+
+def test_a_file_that_is_gone_has_no_lines(file):
+    file.write(line(1))
+    file.update()
+    file.path.unlink()
+    assert file.update()
+    assert (file.steps, file.tail.torn) == ([], False)
+    assert not file.update()
+    file.write(line(2))
+    file.update()
+    assert file.steps == [2]
+
+
+@pytest.mark.parametrize('bad', ['{', 'null', '[1]', '', '{"a": 1} {"b": 2}', '\x00', '"', '[' * 100_000])
+def test_what_is_no_object_is_left_out_and_counted(file, bad):
+    file.write(line(1) + bad + '\n' + line(2))
+    file.update()
+    assert (file.steps, file.tail.bad) == ([1, 2], 1)
+    assert file.tail.notes('x.jsonl') == ['x.jsonl: 1 line is not JSON and left out']
+    file.write(bad + '\n', 'a')
+    file.update()
+    assert file.tail.notes('x.jsonl') == ['x.jsonl: 2 lines are not JSON and left out']
+
+
+def test_bytes_that_are_no_letters_are_a_bad_line(file):
+    file.write(line(1).encode() + b'\xff\xfe\n' + line(2).encode())
+    file.update()
+    assert (file.steps, file.tail.bad) == ([1, 2], 1)
+
+
+def test_a_file_that_cannot_be_read_leaves_what_was_read(file, monkeypatch):
+    file.write(line(1))
+    file.update()
+    file.write(line(2), 'a')
+
+    def fail(path):
+        raise StorageError(f'{path}: away')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, 'open_file', fail)
+        with pytest.raises(StorageError):
+            file.update()
+        assert file.steps == [1]
+    # It was not taken for read.
+    assert file.update()
+    assert file.steps == [1, 2]
+
+
+def test_in_a_bucket():
+    filesystem = fsspec.filesystem('memory')
+    tail = Tail()
+
+    def update(text):
+        filesystem.pipe_file('/tail_bucket/x.jsonl', text.encode())
+        (entry,) = list_directory('memory://tail_bucket')
+        return tail.update(entry)
+
+    assert update(line(1))
+    assert update(line(1) + line(2) + '{')
+    assert ([one['step'] for one in tail.lines], tail.torn) == ([1, 2], True)
+    assert update(line(3))
+    assert ([one['step'] for one in tail.lines], tail.torn) == ([3], False)

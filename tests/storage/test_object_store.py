@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import multiprocessing
+import sys
+import threading
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.storage import object_store
+from maxlm.storage.object_store import Checksum, asked, open_filesystem, read_checksum, read_file
+from maxlm.storage.retry import UnreachableError
+from tests.buckets import gcs as gcs_buckets
+from tests.buckets import s3 as s3_buckets
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    with gcs_buckets.running(monkeypatch) as server:
+        server.put('bucket', 'a', b'content')
+        yield server
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    with s3_buckets.running(monkeypatch) as client:
+        client.create_bucket(Bucket='bucket')
+        yield client
+
+
+def checksum(url):
+    return read_checksum(*open_filesystem(url))
+
+
+def test_threads_share_a_file_system(gcs):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(open_filesystem('gs://bucket/a')[0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(map(id, found))) == 1
+    assert open_filesystem('file:///a')[0] is not found[0]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.filterwarnings('ignore:.*fork:DeprecationWarning', 'ignore:.*fork:RuntimeWarning')
+def test_a_forked_process_has_its_own(gcs):
+    assert read_file('gs://bucket/a') == b'content'
+    context = multiprocessing.get_context('fork')
+    results = context.SimpleQueue()
+    process = context.Process(target=lambda: results.put(read_file('gs://bucket/a')))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert results.get() == b'content'
+
+
+def test_what_google_tells_of_content(gcs):
+    md5 = hashlib.md5(b'content').hexdigest()
+    assert checksum('gs://bucket/a') == Checksum('md5', md5)
+    stored = gcs.put('bucket', 'composed', b'content', composed=True)
+    assert checksum('gs://bucket/composed') == Checksum('crc32c', stored.crc32c)
+    # https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4: of 32 bytes of zeros.
+    zeros = gcs.put('bucket', 'zeros', bytes(32), composed=True)
+    assert base64.b64decode(zeros.crc32c).hex() == '8a9136aa'
+
+
+def test_what_amazon_tells_of_content(s3):
+    md5 = hashlib.md5(b'content').hexdigest()
+    s3.put_object(Bucket='bucket', Key='plain', Body=b'content')
+    assert checksum('s3://bucket/plain') == Checksum('md5', md5)
+    s3.put_object(Bucket='bucket', Key='aes', Body=b'content', ServerSideEncryption='AES256')
+    assert checksum('s3://bucket/aes') == Checksum('md5', md5)
+    # Amazon's own ETag of such an object is no MD5.
+    s3.put_object(Bucket='bucket', Key='kms', Body=b'content', ServerSideEncryption='aws:kms')
+    assert checksum('s3://bucket/kms').kind == ''
+    assert checksum('s3://bucket/kms').version
+
+
+def test_what_a_disk_tells_of_content(tmp_path):
+    (tmp_path / 'a').write_bytes(b'content')
+    before = checksum(f'file://{tmp_path}/a')
+    assert before.kind == ''
+    assert checksum(f'file://{tmp_path}/a') == before
+    (tmp_path / 'a').write_bytes(b'contents')
+    assert checksum(f'file://{tmp_path}/a') != before
+
+
+def test_a_missing_extra_and_an_unknown_protocol_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, 's3fs', None)
+    # What was imported before is forgotten.
+    monkeypatch.delitem(importlib.import_module('fsspec.registry')._registry, 's3', raising=False)
+    with pytest.raises(InputError, match=r"s3:// needs s3fs: pip install 'maxlm\[s3\]'"):
+        open_filesystem('s3://bucket/x')
+    with pytest.raises(InputError, match='nonsense:// is no known protocol'):
+        open_filesystem('nonsense://bucket/x')
+
+
+def test_a_bucket_that_is_silent_is_not_waited_for(gcs, monkeypatch):
+    monkeypatch.setattr(object_store, 'SILENCE_SECONDS', 0.05)
+    gcs.fault('hold')
+    with pytest.raises(UnreachableError, match=r'^gs://bucket/a: no answer \(timed out\)$'):
+        read_file('gs://bucket/a')
+
+
+def test_one_line_of_what_libraries_raise():
+    def fail():
+        raise RuntimeError('first\nsecond')
+
+    with pytest.raises(InputError, match=r'^gs://bucket/a: cannot be read \(first second\)$'):
+        asked('gs://bucket/a', fail)
+    assert asked('gs://bucket/a', lambda: 5) == 5

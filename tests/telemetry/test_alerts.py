@@ -1,0 +1,194 @@
+"""Alerts go out by file, command and webhook; none of them can stop, delay or fail a run, and no secret is told."""
+
+import json
+import logging
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from maxlm.config.loading import build, default
+from maxlm.config.schema_logging import AlertsConfig
+from maxlm.errors import InputError
+from maxlm.telemetry import alerts
+from maxlm.telemetry.alerts import Alerts
+
+SECRET = 'T0-not-a-real-secret'
+
+
+class Hook:
+    """A webhook on loopback that answers with `code`, after `release` is set."""
+
+    def __init__(self, code=200):
+        self.bodies, self.code, self.release = [], code, threading.Event()
+        self.release.set()
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                hook.release.wait(60)
+                hook.bodies.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
+                self.send_response(hook.code)
+                if hook.code == 302:
+                    self.send_header('Location', '/elsewhere')
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f'http://127.0.0.1:{self.server.server_port}/{SECRET}'
+
+    def close(self):
+        self.release.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    hook = Hook()
+    monkeypatch.setenv('ALERTS_URL', hook.url)
+    yield hook
+    hook.close()
+
+
+@pytest.fixture(autouse=True)
+def log(caplog, monkeypatch):
+    # A Console of another test may have left it off.
+    monkeypatch.setattr(logging.getLogger('maxlm'), 'propagate', True)
+    return caplog
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_all_places(tmp_path, hook, log):
+    config = AlertsConfig(
+        file='alerts.jsonl',
+        command=f'cat > {tmp_path}/body; printf "%s|%s" "$MAXLM_ALERT_KIND" "$MAXLM_ALERT_MESSAGE" > {tmp_path}/words',
+        webhook='ALERTS_URL',
+    )
+    workdir = tmp_path / 'my_run'
+    workdir.mkdir()
+    with Alerts(config, workdir) as sender:
+        # What would be more than a message to a shell, or more than a line to a log.
+        sender.send('storage', 'no "room" $(touch planted)\nleft')
+    assert [record.getMessage() for record in log.records] == ['storage: no "room" $(touch planted) left']
+    (line,) = lines(workdir / 'alerts.jsonl')
+    assert (line['run'], line['kind'], line['message']) == ('my_run', 'storage', 'no "room" $(touch planted) left')
+    assert json.loads((tmp_path / 'body').read_text()) == line
+    text = f'my_run on {line["host"]}: storage: no "room" $(touch planted) left'
+    assert (tmp_path / 'words').read_text() == f'storage|{text}'
+    assert hook.bodies == [{'text': text}]
+    assert list(tmp_path.rglob('planted')) == []
+
+
+def test_without_a_place_and_in_other_processes_only_the_log_is_told(tmp_path, hook, log):
+    for config, process in ((AlertsConfig(), 0), (AlertsConfig(file='x', webhook='ALERTS_URL'), 1)):
+        with Alerts(config, tmp_path, process=process) as sender:
+            sender.send('storage', 'away')
+    assert len(log.records) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert hook.bodies == []
+
+
+def test_of_one_kind_the_newest_goes_out_when_its_time_has_come(tmp_path, log):
+    with Alerts(AlertsConfig(file='sent'), tmp_path, interval_seconds=1000) as sender:
+        sender.send('loss', '0')
+        while not (tmp_path / 'sent').exists():
+            time.sleep(0.01)
+        for number in range(1, 6):
+            sender.send('loss', str(number))
+        sender.send('storage', 'away')
+        while len(lines(tmp_path / 'sent')) < 2:
+            time.sleep(0.01)
+        assert [line['kind'] for line in lines(tmp_path / 'sent')] == ['loss', 'storage']
+    # The end does not wait for the minute to be over.
+    assert [(line['message'], line['held_back']) for line in lines(tmp_path / 'sent')] == [
+        ('0', 0),
+        ('away', 0),
+        ('5', 4),
+    ]
+    assert len(log.records) == 7
+
+
+def test_the_next_one_goes_out_by_itself(tmp_path):
+    with Alerts(AlertsConfig(file='sent'), tmp_path, interval_seconds=0.2) as sender:
+        for number in range(3):
+            sender.send('loss', str(number))
+            while not (tmp_path / 'sent').exists():
+                time.sleep(0.01)
+        while len(lines(tmp_path / 'sent')) < 2:
+            time.sleep(0.01)
+        assert [line['message'] for line in lines(tmp_path / 'sent')] == ['0', '2']
+
+
+def test_a_place_that_hangs_holds_nobody_up(tmp_path, hook, monkeypatch):
+    monkeypatch.setattr(alerts, 'CLOSE_SECONDS', 0.1)
+    hook.release.clear()
+    with Alerts(AlertsConfig(webhook='ALERTS_URL'), tmp_path) as sender:
+        for number in range(1000):
+            sender.send(f'kind {number % 10}', 'x')
+        assert hook.bodies == []
+    assert hook.bodies == []
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch, log):
+    monkeypatch.setattr(alerts, 'SEND_SECONDS', 0.3)
+    command = f'(sleep 3; touch {tmp_path}/late) & echo $$ > {tmp_path}/pid; wait'
+    with Alerts(AlertsConfig(command=command), tmp_path) as sender:
+        sender.send('loss', 'x')
+    assert 'alerts.command: an alert could not be sent (TimeoutExpired)' in log.text
+    time.sleep(3.2)
+    assert (tmp_path / 'pid').exists()
+    assert not (tmp_path / 'late').exists()
+
+
+@pytest.mark.parametrize('code', [403, 500, 302])
+def test_a_failing_place_is_told_once_and_tried_again(tmp_path, hook, log, code):
+    hook.code = code
+    with Alerts(AlertsConfig(webhook='ALERTS_URL', command='exit 3', file='sent/x'), tmp_path) as sender:
+        (tmp_path / 'sent').touch()
+        for number in range(3):
+            sender.send(f'kind {number}', 'x')
+    assert len(hook.bodies) == 3
+    warnings = [record.getMessage() for record in log.records if 'could not be sent' in record.getMessage()]
+    assert warnings == [
+        'alerts.file: an alert could not be sent (FileExistsError)',
+        'alerts.command: an alert could not be sent (exit code 3)',
+        f'alerts.webhook: an alert could not be sent (HTTP {code})',
+    ]
+
+
+@pytest.mark.parametrize(
+    'url', [f'http://user:{SECRET}@localhost/x', f'http://127.0.0.1:1/{SECRET}', f'http://[{SECRET}']
+)
+def test_a_fault_does_not_tell_the_url(tmp_path, monkeypatch, log, capfd, url):
+    monkeypatch.setenv('ALERTS_URL', url)
+    with Alerts(AlertsConfig(webhook='ALERTS_URL'), tmp_path) as sender:
+        sender.send('loss', 'x')
+    assert 'alerts.webhook: an alert could not be sent' in log.text
+    assert SECRET not in log.text + ''.join(capfd.readouterr())
+
+
+def test_a_webhook_is_named_and_not_given(tmp_path, monkeypatch):
+    def config(webhook):
+        values = default()
+        values.train.num_steps, values.train.global_batch = 1, 1
+        values.model.num_layers, values.model.dim, values.model.num_heads = 1, 4, 1
+        values.alerts.webhook = webhook
+        return build(values).alerts
+
+    with pytest.raises(InputError, match=r'alerts\.webhook: needs the name') as error:
+        config(f'https://hooks.example/{SECRET}')
+    assert SECRET not in str(error.value)
+    monkeypatch.delenv('ALERTS_URL', raising=False)
+    with pytest.raises(InputError, match=r'alerts\.webhook=ALERTS_URL'):
+        Alerts(config('ALERTS_URL'), tmp_path)
+    # The other processes of a run need not know it.
+    Alerts(config('ALERTS_URL'), tmp_path, process=1)

@@ -1,0 +1,56 @@
+"""Prices with their sources, what a run costs until its end, and how that is said."""
+
+import math
+
+import pytest
+
+from maxlm.hardware.prices import PRICES
+from maxlm.telemetry.cost import cost_metrics, cost_text, duration, price_of
+from tests.small import small_config
+
+
+def test_the_price_is_the_users_or_that_of_the_table_or_none():
+    config = small_config()
+    assert price_of(config, 'NVIDIA H100 80GB HBM3') == (3.99, PRICES['h100'].source)
+    # This machine is nobody's to rent, and some chips are in no table.
+    assert price_of(config, 'cpu') is None
+    assert price_of(config, 'NVIDIA T400') is None
+    config = small_config(train__price_per_hour=1.5)
+    for kind in ('NVIDIA H100 80GB HBM3', 'cpu'):
+        assert price_of(config, kind) == (1.5, 'train.price_per_hour')
+
+
+def test_metrics_and_text_with_and_without_a_price():
+    metrics = cost_metrics(1800.0, 6.0, dollars_per_hour=12.0, left=7380.0)
+    assert metrics == {
+        'cost/hours': 0.5,
+        'cost/dollars': 6.0,
+        'cost/seconds_left': 7380.0,
+        'cost/dollars_at_end': pytest.approx(6.0 + 2.05 * 12.0),
+    }
+    assert cost_text(metrics) == '$6.00 of $30.60, 2:03 h left'
+    metrics = cost_metrics(1800.0, None, dollars_per_hour=0.0, left=90.0)
+    assert set(metrics) == {'cost/hours', 'cost/seconds_left'}
+    assert cost_text(metrics) == '1:30 min left'
+
+
+def test_an_end_that_is_not_known_is_not_guessed():
+    metrics = cost_metrics(3600.0, 1234.5, dollars_per_hour=12.0, left=math.nan)
+    assert metrics == {'cost/hours': 1.0, 'cost/dollars': 1234.5}
+    assert cost_text(metrics) == '$1,234.50'
+    assert cost_text({}) == ''
+
+
+@pytest.mark.parametrize(
+    ('seconds', 'text'),
+    [
+        (0.4, '0 s'),
+        (59.4, '59 s'),
+        (59.6, '1:00 min'),
+        (3599.0, '59:59 min'),
+        (3599.7, '1:00 h'),
+        (360_000, '100:00 h'),
+    ],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

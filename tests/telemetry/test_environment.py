@@ -1,0 +1,59 @@
+"""What a run is run with: versions, the checkout, the command without secrets."""
+
+import platform
+
+import jax
+import pytest
+
+from maxlm.telemetry import environment
+from maxlm.telemetry.environment import checkout, command, devices, versions
+
+
+def test_versions_are_those_of_this_process(tmp_path):
+    found = versions(tmp_path / 'no driver')
+    assert found['python'] == platform.python_version()
+    assert found['jax'] == jax.__version__
+    assert {'jaxlib', 'flax', 'optax', 'orbax', 'grain'} < set(found)
+    assert 'cuda_driver' not in found
+
+
+@pytest.mark.parametrize(
+    ('text', 'version'),
+    [
+        ('NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n', '550.54.15'),
+        ('NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build\n', '575.57.08'),
+        ('something else\n', None),
+    ],
+)
+def test_the_driver_of_a_gpu(tmp_path, text, version):
+    (tmp_path / 'version').write_text(text)
+    assert versions(tmp_path / 'version').get('cuda_driver') == version
+
+
+def test_the_command_starts_the_run_again_and_tells_no_secret():
+    words = ['--config=configs/tiny.py', '--config.data.path=https://me:password@example.org/x?signature=secret']
+    assert command(words) == [
+        'python',
+        '-m',
+        'maxlm.train',
+        '--config=configs/tiny.py',
+        '--config.data.path=https://example.org/x',
+    ]
+    assert command()[:3] == ['python', '-m', 'maxlm.train']
+
+
+def test_a_checkout_is_told_with_whether_it_was_changed(tmp_path, monkeypatch):
+    # A copy is none, though it may lie within one.
+    assert checkout(tmp_path) is None
+    (tmp_path / '.git').mkdir()
+    # Not one that git knows.
+    assert checkout(tmp_path) is None
+    answers = {'rev-parse': 'abc123\n', 'status': ''}
+    monkeypatch.setattr(environment, '_git', lambda directory, verb, *words: answers[verb])
+    assert checkout(tmp_path) == {'commit': 'abc123', 'dirty': False}
+    answers['status'] = ' M maxlm/train.py\n'
+    assert checkout(tmp_path) == {'commit': 'abc123', 'dirty': True}
+
+
+def test_the_devices_of_all_processes():
+    assert devices() == {'kind': 'cpu', 'count': jax.device_count(), 'processes': 1, 'platform': 'cpu'}

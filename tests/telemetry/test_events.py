@@ -1,0 +1,45 @@
+"""events.jsonl: one line for each thing that happened, and the end of a life as its last."""
+
+import math
+
+import pytest
+
+from maxlm.telemetry.events import ENDS, Events, read_events
+from maxlm.workdir.files import EVENTS_FILE
+
+
+def test_what_is_added_is_read(tmp_path):
+    events = Events(tmp_path, 2, clock=lambda: 1234.56789)
+    assert events.newest is None
+    events.add('saved', 'held up the\nsteps', step=7, seconds=0.5, loss=math.nan)
+    wanted = {'time': 1234.568, 'life': 2, 'step': 7, 'kind': 'saved', 'message': 'held up the steps'}
+    assert read_events(tmp_path) == ([{**wanted, 'seconds': 0.5, 'loss': None}], False)
+    assert events.newest['kind'] == 'saved'
+
+
+@pytest.mark.parametrize('kind', ENDS)
+def test_nothing_comes_after_an_end(tmp_path, kind):
+    events = Events(tmp_path, 1)
+    events.add('machine', 'first')
+    events.add(kind, 'over', code=0)
+    events.add('storage', 'the bucket does not answer')
+    assert [event['kind'] for event in read_events(tmp_path).lines] == ['machine', kind]
+    # But the next life.
+    Events(tmp_path, 2).add('started', 'again')
+    assert [event['life'] for event in read_events(tmp_path).lines] == [1, 1, 2]
+
+
+def test_a_torn_line_of_a_killed_life_is_told_and_then_cut_off(tmp_path):
+    Events(tmp_path, 1).add('started', 'x')
+    with (tmp_path / EVENTS_FILE).open('a') as file:
+        file.write('{"time": 1')
+    assert read_events(tmp_path).torn
+    Events(tmp_path, 2).add('started', 'y')
+    assert [event['life'] for event in read_events(tmp_path).lines] == [1, 2]
+    assert not read_events(tmp_path).torn
+
+
+def test_a_disk_that_cannot_be_written_ends_nothing(tmp_path):
+    events = Events(tmp_path / 'gone', 1)
+    events.add('saved', 'x')
+    assert events.newest['message'] == 'x'

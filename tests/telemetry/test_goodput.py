@@ -1,0 +1,259 @@
+"""What lines of ledgers come to: steps done in vain, time in which nothing ran, and that nothing else is lost."""
+
+import json
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.telemetry.goodput import CATEGORIES, LIVE, OF_STEPS, Ledger, account, read_ledger, shorter
+from maxlm.workdir.files import goodput_name
+
+
+class Run:
+    """Writes the lines that a run would: a start of 5 s, then steps of 1 s that wait 0.25 s for data."""
+
+    def __init__(self):
+        self.lines = []
+        self.now, self.life = 1000.0, 0
+
+    def start(self, step=0, *, pause=0.0, known=True):
+        self.now += pause
+        self.life += 1
+        self.began, self.step, self.saved_step = self.now, step, None
+        self.start_step = step if known else None
+        self.seconds = dict.fromkeys(LIVE, 0.0)
+        self.spend('start', 5.0)
+        self.line('beat')
+        return self
+
+    def spend(self, name, seconds):
+        self.seconds[name] += seconds
+        self.now += seconds
+
+    def steps(self, count, *, beats=True):
+        for _ in range(count):
+            self.spend('data_wait', 0.25)
+            self.spend('step', 0.5)
+            if beats:
+                # In the middle of a step.
+                self.line('beat')
+            self.spend('step', 0.5)
+            self.step += 1
+        return self
+
+    def evaluate(self):
+        self.spend('evaluation', 2.0)
+        return self
+
+    def save(self):
+        self.spend('checkpoint', 3.0)
+        self.saved_step = self.step
+        self.line('saved')
+        return self
+
+    def roll_back(self, step):
+        self.spend('restore', 4.0)
+        self.step = step
+        self.line('rollback')
+        return self
+
+    def kill(self):
+        """After a line, so that all of the life is told."""
+        self.line('beat')
+        return self
+
+    def end(self):
+        self.spend('other', 0.5)
+        self.line('end')
+        return self
+
+    def line(self, why):
+        self.lines.append(
+            {
+                'time': self.now,
+                'life': self.life,
+                'process': 0,
+                'host': 'a',
+                'began': self.began,
+                'step': self.step if self.start_step is not None else None,
+                'saved_step': self.saved_step,
+                'start_step': self.start_step,
+                'seconds': dict(self.seconds),
+                'dollars': (self.now - self.began) / 100,
+                'why': why,
+            }
+        )
+
+
+def totals(run, **options):
+    """Those that are not zero."""
+    ledger = Ledger(account(run.lines, **options), [])
+    assert set(ledger.totals) == set(CATEGORIES)
+    # Whatever happens, all of the time is told.
+    assert ledger.seconds == pytest.approx(run.now - 1000.0)
+    return {name: pytest.approx(seconds) for name, seconds in ledger.totals.items() if seconds}
+
+
+def test_one_life_is_what_its_last_line_says():
+    run = Run().start().steps(4).evaluate().save().steps(2).save().end()
+    assert totals(run) == {
+        'start': 5.0,
+        'step': 6.0,
+        'data_wait': 1.5,
+        'evaluation': 2.0,
+        'checkpoint': 6.0,
+        'other': 0.5,
+    }
+
+
+@pytest.mark.parametrize('beats', [True, False])
+def test_steps_after_the_checkpoint_of_a_killed_life_are_lost(beats):
+    run = Run().start().steps(4, beats=beats).save().steps(3, beats=beats).evaluate().kill()
+    run.start(4, pause=60.0).steps(2, beats=beats).save().end()
+    assert totals(run) == {
+        'start': 10.0,
+        'step': 6.0,
+        'data_wait': 1.5,
+        'checkpoint': 6.0,
+        'other': 0.5,
+        'lost': 3 * 1.25 + 2.0,
+        'idle': 60.0,
+    }
+    first, second = account(run.lines)
+    assert (first.seconds['lost'], second.seconds['lost'], second.seconds['idle']) == (pytest.approx(5.75), 0.0, 60.0)
+    assert (first.closed, second.closed, second.start_step, second.step) == (False, True, 4, 6)
+    # Control: without, the same seconds are where they were spent.
+    naive = totals(run, count_lost=False)
+    assert 'lost' not in naive
+    assert naive['step'] == 9.0
+    assert naive['evaluation'] == 2.0
+
+
+def test_a_life_that_is_killed_before_its_first_checkpoint_is_lost_but_for_its_start():
+    run = Run().start().steps(4).save().steps(1).kill()
+    run.start(4, pause=1.0).steps(3).kill()
+    run.start(4, pause=1.0).steps(1).save().end()
+    found = totals(run)
+    assert found['step'] == 5.0
+    assert found['lost'] == 4 * 1.25
+    assert found['start'] == 15.0
+    # The whole run from the beginning.
+    run = Run().start().steps(4).kill()
+    run.start(0).steps(4).save().end()
+    assert totals(run)['lost'] == 5.0
+
+
+def test_a_step_that_was_only_begun_is_lost_too():
+    run = Run().start().steps(4).save()
+    run.spend('data_wait', 0.25)
+    run.spend('step', 0.5)
+    run.kill()
+    run.start(4).end()
+    assert totals(run)['lost'] == 0.75
+
+
+def test_going_back_behind_the_beginning_of_a_life_takes_from_both():
+    # Its own checkpoints, and the newest of the life before, turned out to be damaged.
+    run = Run().start().steps(2).save().steps(2).save().end()
+    run.start(4).steps(2).save().end()
+    run.start(2).steps(1).end()
+    found = totals(run)
+    assert found['step'] == 3.0
+    assert found['lost'] == 4 * 1.25
+    lives = account(run.lines)
+    assert [life.seconds['lost'] for life in lives] == pytest.approx([2.5, 2.5, 0.0])
+
+
+def test_rollbacks_within_a_life():
+    run = Run().start().steps(4).save().steps(6).roll_back(4).steps(2).save().end()
+    found = totals(run)
+    assert found['step'] == 6.0
+    assert found['lost'] == 6 * 1.25
+    assert found['restore'] == 4.0
+    # Twice to the same step, the second without a beat between, and then a kill.
+    run = Run().start().steps(4).save().steps(2).roll_back(4).steps(1, beats=False).roll_back(4).steps(3).kill()
+    run.start(4).end()
+    assert totals(run)['lost'] == (2 + 1 + 3) * 1.25
+    assert totals(run)['step'] == 4.0
+
+
+def test_an_end_of_its_own_loses_nothing():
+    run = Run().start().steps(4).save()
+    # Between the save and the last line.
+    run.spend('step', 0.01)
+    run.end()
+    run.start(4, pause=9.0).end()
+    found = totals(run)
+    assert 'lost' not in found
+    assert found['idle'] == 9.0
+    # Control: had it been killed there, that would be a step that was begun.
+    run.lines[-3]['why'] = 'beat'
+    assert totals(run)['lost'] == 0.01
+
+
+def test_lives_that_never_knew_where_they_stood_lose_nothing():
+    run = Run().start().steps(4).save().steps(2).kill()
+    for _ in range(2):
+        run.start(known=False, pause=1.0).kill()
+    assert 'lost' not in totals(run)
+    run.start(4).end()
+    assert totals(run)['lost'] == 2.5
+    assert totals(run)['idle'] == 2.0
+
+
+def test_where_no_line_tells_when_a_step_was_done_it_is_shared_out():
+    run = Run().start().steps(10, beats=False).kill()
+    run.start(4).end()
+    assert totals(run)['lost'] == 6 * 1.25
+    assert totals(run)['step'] == 4.0
+
+
+def test_a_clock_that_is_behind_makes_no_negative_time():
+    run = Run().start().steps(2).save().end()
+    run.start(2, pause=-100.0).end()
+    assert account(run.lines)[1].seconds['idle'] == 0.0
+
+
+@pytest.mark.parametrize('again', [False, True])
+def test_a_shorter_file_says_the_same(again):
+    run = Run().start().steps(4).evaluate().save().steps(3).roll_back(4).steps(2).save().steps(2).kill()
+    run.start(6, pause=3.0).steps(3).kill()
+    run.start(6).steps(1).save().end()
+    kept = shorter(shorter(run.lines) if again else run.lines)
+    assert len(kept) < len(run.lines) / 2
+    assert account(kept) == account(run.lines)
+    # Control: the lines of saves are needed.
+    assert account([line for line in kept if line['why'] != 'saved']) != account(run.lines)
+
+
+def test_no_run_has_nothing(tmp_path):
+    ledger = read_ledger(tmp_path)
+    assert (ledger.lives, ledger.notes, ledger.seconds, ledger.share, ledger.dollars) == ([], [], 0, 0.0, None)
+
+
+def test_a_file_is_read_with_what_is_wrong_with_it(tmp_path):
+    run = Run().start().steps(4).save().steps(2).kill()
+    text = ''.join(json.dumps(line) + '\n' for line in run.lines)
+    (tmp_path / goodput_name(3)).write_text(text + '{"time": 12')
+    ledger = read_ledger(tmp_path, process=3)
+    assert ledger.notes == ['goodput-3.jsonl: the last line is torn and left out']
+    assert ledger.share == pytest.approx(6 / ledger.seconds)
+    assert ledger.dollars == pytest.approx(ledger.seconds / 100)
+    assert read_ledger(tmp_path).lives == []
+    (tmp_path / goodput_name(0)).write_text('{"life": 1}\n')
+    with pytest.raises(InputError, match=r'goodput\.jsonl: not a ledger'):
+        read_ledger(tmp_path)
+
+
+def test_prices_that_are_not_known_are_no_zero():
+    run = Run().start().steps(1).save().end()
+    run.start(1).end()
+    for line in run.lines:
+        line['dollars'] = None
+    assert Ledger(account(run.lines), []).dollars is None
+    run.lines[-1]['dollars'] = 2.0
+    assert Ledger(account(run.lines), []).dollars == 2.0
+
+
+def test_what_is_lost_is_a_part_of_what_is_counted():
+    assert set(OF_STEPS) < set(LIVE) < set(CATEGORIES)

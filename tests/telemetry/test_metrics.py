@@ -1,0 +1,149 @@
+"""metrics.jsonl: what is appended, what is dropped when a run goes on, and lines that a kill has torn."""
+
+import json
+
+import pytest
+
+from maxlm.storage.jsonl import read_lines
+from maxlm.telemetry.metrics import METRICS, MetricWriter, metrics_page, read_metrics
+from maxlm.workdir.files import METRICS_FILE, SAMPLES_FILE
+from tests.conftest import ROOT
+
+
+def write(workdir, steps, *, after_step=0):
+    writer = MetricWriter(workdir, after_step=after_step)
+    for step in steps:
+        writer.write(step, 1000.0 + step, {'train/loss': 10.0 / step})
+
+
+def steps(workdir):
+    return [line['step'] for line in read_metrics(workdir)]
+
+
+def test_no_file_no_lines(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_lines_are_what_was_written(tmp_path):
+    writer = MetricWriter(tmp_path, after_step=0)
+    writer.write(3, 1234.56789, {'train/loss': 2.5, 'perf/mfu': 0.25})
+    # Before it is closed: whoever watches the run reads along.
+    assert read_metrics(tmp_path) == [{'step': 3, 'time': 1234.568, 'train/loss': 2.5, 'perf/mfu': 0.25}]
+    writer.write(4, 1235.0, {'train/loss': 2.25})
+    assert [line['train/loss'] for line in read_metrics(tmp_path)] == [2.5, 2.25]
+
+
+def test_names_must_stand_in_the_table(tmp_path):
+    writer = MetricWriter(tmp_path, after_step=0)
+    with pytest.raises(AssertionError, match='train/los'):
+        writer.write(1, 0.0, {'train/loss': 1.0, 'train/los': 1.0})
+    assert read_metrics(tmp_path) == []
+    writer.write(1, 0.0, dict.fromkeys(METRICS, 1.0))
+    assert set(read_metrics(tmp_path)[0]) == {'step', 'time', *METRICS}
+
+
+def test_every_metric_says_what_it_means():
+    for name, metric in METRICS.items():
+        assert name.removesuffix('/*').count('/') == 1
+        assert metric.meaning
+
+
+def test_a_second_life_appends(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    before = (tmp_path / METRICS_FILE).read_text()
+    write(tmp_path, [4, 5], after_step=3)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert (tmp_path / METRICS_FILE).read_text().startswith(before)
+
+
+def test_the_page_is_that_of_the_table():
+    page = (ROOT / 'docs/metrics.md').read_text()
+    assert page == metrics_page(), 'write it anew: python docs/metrics.py'
+    # Control: every name is on it.
+    assert all(f'| `{name}` |' in page for name in METRICS)
+
+
+def test_samples_are_lines_and_texts_and_go_back_too(tmp_path):
+    recorder = Recorder()
+    writer = MetricWriter(tmp_path, after_step=0, trackers=[recorder])
+    writer.write_samples(2, 1000.0, [('Once', ' upon\na time'), ('é', '')])
+    writer.write_samples(4, 1001.0, [('Once', ' more')])
+    lines = read_lines(tmp_path / SAMPLES_FILE).lines
+    assert lines[0] == {'time': 1000.0, 'step': 2, 'prompt': 'Once', 'text': ' upon\na time'}
+    assert [line['step'] for line in lines] == [2, 2, 4]
+    assert recorder.told[1:] == [
+        ('texts', 2, {'samples/0': 'Once▮ upon\na time', 'samples/1': 'é▮'}),
+        ('texts', 4, {'samples/0': 'Once▮ more'}),
+    ]
+    MetricWriter(tmp_path, after_step=3)
+    assert [line['step'] for line in read_lines(tmp_path / SAMPLES_FILE).lines] == [2, 2]
+
+
+def test_trackers_are_told_where_a_leg_begins(tmp_path):
+    recorder = Recorder()
+    for steps, after_step in (([1, 2, 3], 0), ([3], 2)):
+        writer = MetricWriter(tmp_path, after_step=after_step, trackers=[recorder])
+        for step in steps:
+            writer.write(step, 1.0, {'train/loss': 1.0})
+    begins = [told for told in recorder.told if told[0] == 'begin']
+    assert begins == [('begin', 0, 0), ('begin', 2, 3)]
+
+
+def test_a_tracker_that_fails_is_told_nothing_more(tmp_path, caplog):
+    recorder, failing = Recorder(), Recorder(fails=True)
+    trackers = [failing, recorder]
+    for _ in range(2):
+        writer = MetricWriter(tmp_path, after_step=0, trackers=trackers)
+        writer.write(1, 1.0, {'train/loss': 1.0})
+    assert trackers == [recorder]
+    assert caplog.messages == ['Recorder is not written any more (OSError: no space)']
+    assert ('write', 1, {'train/loss': 1.0}) in recorder.told
+    assert steps(tmp_path) == [1]
+
+
+class Recorder:
+    """A tracker that remembers what it was told."""
+
+    def __init__(self, *, fails=False):
+        self.told, self._fails = [], fails
+
+    def begin(self, after_step, newest_step):
+        self.told.append(('begin', after_step, newest_step))
+
+    def write(self, step, time, values):
+        if self._fails:
+            raise OSError('no space')
+        self.told.append(('write', step, values))
+
+    def write_texts(self, step, texts):
+        self.told.append(('texts', step, texts))
+
+
+@pytest.mark.parametrize('after_step', [0, 2, 3])
+def test_lines_behind_the_checkpoint_are_dropped(tmp_path, after_step):
+    write(tmp_path, [1, 2, 2, 3])
+    write(tmp_path, [], after_step=after_step)
+    assert steps(tmp_path) == [step for step in (1, 2, 2, 3) if step <= after_step]
+    assert {entry.name for entry in tmp_path.iterdir()} == {METRICS_FILE}
+
+
+@pytest.mark.parametrize('kept', [1, 10, -1])
+def test_a_torn_last_line_is_ignored_and_dropped(tmp_path, kept):
+    write(tmp_path, [1, 2])
+    whole = (tmp_path / METRICS_FILE).read_text()
+    third = json.dumps({'step': 3, 'time': 1.0, 'train/loss': 1.0}) + '\n'
+    (tmp_path / METRICS_FILE).write_text(whole + third[:kept])
+    assert steps(tmp_path) == [1, 2]
+    write(tmp_path, [3], after_step=3)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert (tmp_path / METRICS_FILE).read_text().count('\n') == 3
+    # Control: with its end the line counts.
+    (tmp_path / METRICS_FILE).write_text(whole + third)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_last_line_torn_inside_a_letter_is_ignored(tmp_path):
+    write(tmp_path, [1, 2])
+    with (tmp_path / METRICS_FILE).open('ab') as file:
+        file.write('{"step": 3, "é'.encode()[:-1])
+    assert steps(tmp_path) == [1, 2]

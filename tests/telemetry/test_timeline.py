@@ -1,0 +1,114 @@
+"""One category at a time, on a clock that the test moves; and the real beginning of a process."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxlm.telemetry.goodput import LIVE
+from maxlm.telemetry.timeline import Timeline, process_began
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def pass_(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def spent(timeline):
+    return {name: pytest.approx(seconds) for name, seconds in timeline.read().items() if seconds > 1e-6}
+
+
+def test_phases_return_to_the_one_around_them(clock):
+    timeline = Timeline(clock=clock)
+    clock.pass_(1)
+    with timeline.phase('restore'):
+        clock.pass_(2)
+    clock.pass_(4)
+    timeline.started()
+    with timeline.phase('step'):
+        clock.pass_(8)
+        with contextlib.suppress(KeyError), timeline.phase('evaluation'), timeline.phase('compile'):
+            clock.pass_(16)
+            raise KeyError
+        clock.pass_(32)
+        # Read while it goes on, by anybody.
+        assert spent(timeline)['step'] == 40
+        clock.pass_(64)
+    clock.pass_(128)
+    assert spent(timeline) == {'start': 5, 'restore': 2, 'step': 104, 'compile': 16, 'other': 128}
+    assert sum(timeline.read().values()) == pytest.approx(clock.now - timeline.origin)
+
+
+def test_what_was_before_it_was_made_is_the_start(clock):
+    began = time.time() - 7.0
+    timeline = Timeline(began, clock=clock)
+    assert timeline.began == began
+    assert timeline.origin == pytest.approx(93.0, abs=0.1)
+    assert timeline.read()['start'] == pytest.approx(7.0, abs=0.1)
+    # A beginning that is yet to come is none.
+    assert Timeline(time.time() + 100, clock=clock).read()['start'] == 0.0
+
+
+def test_seconds_are_moved_and_none_is_made(clock):
+    timeline = Timeline(clock=clock)
+    with timeline.phase('data_wait'):
+        clock.pass_(3)
+    timeline.move(2, 'data_wait', 'step')
+    assert spent(timeline) == {'data_wait': 1, 'step': 2}
+    timeline.move(5, 'data_wait', 'step')
+    timeline.move(-1, 'data_wait', 'step')
+    timeline.move(1, 'step', 'step')
+    assert spent(timeline) == {'step': 3}
+
+
+def test_a_category_that_is_none_is_refused(clock):
+    with pytest.raises(AssertionError, match='evalation'), Timeline(clock=clock).phase('evalation'):
+        pass
+
+
+def test_what_compiles_is_told_apart_wherever_it_happens():
+    # Compiled before: it is not the first use of the compiler that is measured.
+    jax.jit(lambda x: x + 1)(1.0)
+    timeline = Timeline()
+    timeline.started()
+    with timeline.seeing_compilers(), timeline.phase('evaluation'):
+        jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((8, 8))).block_until_ready()
+        here = timeline.read()
+        # Another thread's compiling holds up nobody here.
+        thread = threading.Thread(target=lambda: jax.jit(lambda x: jnp.cos(x) @ x)(jnp.ones((9, 9))))
+        thread.start()
+        thread.join()
+        assert timeline.read()['compile'] == here['compile'] > 0
+    # Control: outside of it nothing is seen.
+    jax.jit(lambda x: jnp.tan(x) @ x)(jnp.ones((7, 7)))
+    assert timeline.read()['compile'] == here['compile']
+    assert min(timeline.read().values()) >= 0
+    assert set(timeline.read()) == set(LIVE)
+
+
+def test_a_process_began_before_its_imports():
+    program = 'import time\nfrom maxlm.telemetry.timeline import process_began\nprint(process_began())'
+    before = time.time()
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
+    after = time.time()
+    began = float(done.stdout)
+    # The clock of the kernel has ticks of a hundredth of a second.
+    assert before - 0.05 <= began < after
+    # It imports JAX, which takes longer than that.
+    assert after - began > 0.2
+    assert process_began() < before

@@ -1,0 +1,147 @@
+"""W&B: an offline run read back is metrics.jsonl; a resumed run goes on; what W&B does touches no run."""
+
+import importlib.util
+import json
+import os
+import signal
+import struct
+
+import pytest
+
+pytest.importorskip('wandb', reason='the extra wandb')
+
+from maxlm.errors import InputError
+from maxlm.telemetry.metrics import MetricWriter, read_metrics
+from maxlm.telemetry.wandb import WeightsAndBiases
+from maxlm.workdir.files import WANDB_ID_FILE
+from tests.small import small_config
+
+BLOCK = 32768
+
+
+def records(path):
+    """The records of a .wandb file, which is a LevelDB log: blocks of pieces with checksum, length and kind."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content = path.read_bytes()
+    assert content[:4] == b':W&B'
+    place, whole = 7, b''
+    while place + 7 <= len(content):
+        left = BLOCK - place % BLOCK
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack('<IHB', content[place : place + 7])
+        if kind == 0:
+            break
+        whole += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        # 1 = whole, 4 = the last piece.
+        if kind in (1, 4):
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b''
+
+
+def read_back(workdir):
+    """Of all lives: id, config, and what was logged, by line."""
+    runs, lines = [], []
+    for path in sorted((workdir / 'wandb').glob('offline-run-*/*.wandb')):
+        for record in records(path):
+            if record.HasField('run'):
+                run = record.run
+                config = {item.key: json.loads(item.value_json) for item in run.config.update}
+                runs.append((run.run_id, run.project, run.display_name, config))
+            if record.HasField('history'):
+                items = {
+                    '/'.join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item
+                }
+                lines.append({name: value for name, value in items.items() if not name.startswith('_')})
+    return runs, lines
+
+
+def config(**overrides):
+    return small_config(metrics__wandb='offline', metrics__wandb_project='here', **overrides)
+
+
+def leg(workdir, tracker, steps, *, after_step, factor=1.0):
+    writer = MetricWriter(workdir, after_step=after_step, trackers=[tracker])
+    for step in steps:
+        values = {'train/loss': factor / step, 'train/loss/web': 2.0, 'perf/mfu': float('nan')}
+        writer.write(step, 1000.0 + step, values)
+        if step % 4 == 0:
+            writer.write(step, 1000.5 + step, {'eval/loss': 2 * factor / step})
+            writer.write_samples(step, 1000.5 + step, [('a <b>', ' & c')])
+
+
+def without_nulls(lines):
+    return [{name: value for name, value in line.items() if value is not None} for line in lines]
+
+
+def test_an_offline_run_read_back_is_metrics_jsonl(tmp_path):
+    tracker = WeightsAndBiases(tmp_path, config(), close_seconds=60)
+    leg(tmp_path, tracker, range(1, 7), after_step=0)
+    tracker.close()
+    # Killed after step 6, it goes on from a checkpoint of step 4, with the same numbers.
+    tracker = WeightsAndBiases(tmp_path, config(), close_seconds=60)
+    leg(tmp_path, tracker, range(5, 10), after_step=4)
+    runs, lines = read_back(tmp_path)
+    before = read_metrics(tmp_path)
+    # And goes back to step 7, without the batches that did it.
+    leg(tmp_path, tracker, range(8, 10), after_step=7, factor=3.0)
+    tracker.close()
+    runs, lines = read_back(tmp_path)
+    assert {run_id for run_id, *_ in runs} == {(tmp_path / WANDB_ID_FILE).read_text().strip()}
+    assert len({id(run) for run in runs}) >= 2
+    _, project, name, told = runs[0]
+    assert (project, name) == ('here', tmp_path.name)
+    assert told['model']['dim'] == 32
+    assert 'alerts' not in told
+    assert [line['step'] for line in lines if 'samples/0/_type' in line] == [4, 8, 8]
+    scalars = [line for line in lines if 'time' in line]
+    assert [line['step'] for line in scalars] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 8, 8, 9]
+    # Line by line what was in metrics.jsonl before the rollback, then what came after it.
+    after = [line for line in read_metrics(tmp_path) if line['step'] > 7]
+    assert scalars == without_nulls([*before, *after])
+    # Control: the numbers after it are others.
+    assert scalars != without_nulls([*before, *before[-3:]])
+
+
+def test_a_failing_upload_is_one_warning(tmp_path, monkeypatch, caplog):
+    # No account; W&B would ask for one on a terminal.
+    for name, value in {
+        'HOME': str(tmp_path),
+        'NETRC': str(tmp_path / 'none'),
+        'WANDB_BASE_URL': 'http://127.0.0.1:9',
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv('WANDB_API_KEY', raising=False)
+    tracker = WeightsAndBiases(tmp_path, small_config(metrics__wandb='online'), close_seconds=60)
+    leg(tmp_path, tracker, range(1, 10), after_step=0)
+    with caplog.at_level('INFO', logger='maxlm'):
+        tracker.close()
+    (warning,) = caplog.messages
+    assert warning.startswith('metrics.wandb=online: ')
+    assert warning.endswith('the run goes on without it')
+    assert len(read_metrics(tmp_path)) == 11
+
+
+def test_a_child_that_hangs_is_not_waited_for(tmp_path, caplog):
+    tracker = WeightsAndBiases(tmp_path, config(), close_seconds=0.1)
+    os.kill(tracker._child.pid, signal.SIGSTOP)
+    try:
+        # More than a pipe holds.
+        leg(tmp_path, tracker, range(1, 2000), after_step=0)
+        with caplog.at_level('INFO', logger='maxlm'):
+            tracker.close()
+    finally:
+        os.killpg(tracker._child.pid, signal.SIGKILL)
+    assert [line['step'] for line in read_metrics(tmp_path)][-1] == 1999
+    assert 'after the run' in caplog.text
+
+
+def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(InputError, match=r'maxlm\[wandb\]'):
+        WeightsAndBiases(tmp_path, config())

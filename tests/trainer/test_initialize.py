@@ -1,0 +1,254 @@
+"""Start of a run: random, from another checkpoint, from an import, or from its own last step; and refusals."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.checkpoint.streaming import write_step
+from maxlm.data.dataset.records import load_manifest
+from maxlm.errors import InputError
+from maxlm.log import Console
+from maxlm.trainer import initialize as starting
+from maxlm.trainer.initialize import check_init_from, start_state
+from maxlm.training.state import abstract_state, init_state
+from maxlm.workdir.files import TOKENIZER
+from maxlm.workdir.step_dirs import FOLDER
+from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, same, save, zero_state
+from tests.checkpoint.test_streaming import flatten, streamed
+from tests.small import small_layout
+
+pytestmark = [
+    # What Orbax has begun to read besides a damaged array is dropped, and complains about that.
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning'),
+]
+
+EMA = {'optimizer__ema_decay': 0.9}
+
+
+@pytest.fixture(scope='module')
+def data(dataset):
+    return load_manifest(str(dataset))
+
+
+@pytest.fixture(scope='module')
+def trained():
+    return random_state(abstract_on(2), step=7, skipped=2)
+
+
+@pytest.fixture(scope='module')
+def origin(tmp_path_factory, trained):
+    """A run with the steps 3 and 7."""
+    workdir = tmp_path_factory.mktemp('origin')
+    save(workdir, [random_state(abstract_on(2), step=3, skipped=0, seed=3), trained])
+    return workdir
+
+
+@pytest.fixture
+def imported(tmp_path, trained):
+    """What an import leaves: parameters as step 0."""
+    write_step(tmp_path / 'imported', 0, streamed(flatten(jax.device_get(trained.params))))
+    return tmp_path / 'imported'
+
+
+@pytest.fixture
+def start(data, capsys, monkeypatch):
+    """Returns the state with which a config starts in a workdir, and what was logged.
+
+    Only with `random` the state before is really made, which takes longer than all the rest.
+    """
+
+    def start(workdir, *, num_devices=2, init_from='', random=False, **overrides):
+        monkeypatch.setattr(starting, 'init_state', init_state if random else zero_state)
+        config = config_on(num_devices, **overrides)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=str(init_from)))
+        layout = small_layout(config)
+        abstract = abstract_state(config, layout)
+        check_init_from(config, abstract.params, workdir)
+        capsys.readouterr()
+        with Console(), Checkpoints(workdir, keep_last=3) as checkpoints:
+            state, _ = start_state(
+                config,
+                tokenizer=data.tokenizer_path,
+                layout=layout,
+                abstract=abstract,
+                checkpoints=checkpoints,
+                facts=FACTS,
+            )
+        placed = jax.tree.map(
+            lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract
+        )
+        assert all(jax.tree.leaves(placed))
+        return state, capsys.readouterr().out
+
+    return start
+
+
+@functools.cache
+def fresh_state(**overrides):
+    config = config_on(2, **overrides)
+    return init_state(config, small_layout(config))
+
+
+def assert_fresh(state, params, **overrides):
+    """`params` at step 0, with the optimizer state of a run that has not begun."""
+    fresh = fresh_state(**overrides)
+    assert (int(state.step), int(state.skipped)) == (0, 0)
+    assert same(jax.device_get(state.params), jax.device_get(params))
+    assert same(state.opt_state, fresh.opt_state)
+    # Control: these are not the random ones.
+    assert not same(jax.device_get(state.params), jax.device_get(fresh.params))
+
+
+def test_a_run_without_a_past_starts_random(start, tmp_path):
+    state, out = start(tmp_path, random=True)
+    assert same(state, fresh_state())
+    assert out == ''
+
+
+@pytest.mark.parametrize('num_devices', [2, 1])
+def test_a_run_starts_from_the_parameters_of_another(start, tmp_path, origin, trained, num_devices):
+    state, out = start(tmp_path, num_devices=num_devices, init_from=origin, random=True)
+    assert_fresh(jax.device_get(state), trained.params)
+    assert out.count('\n') == 1
+    assert f'{origin}/checkpoints/7/params' in out
+    assert 'fresh optimizer' in out
+
+
+def test_the_step_that_is_asked_for(start, tmp_path, origin):
+    state, out = start(tmp_path, init_from=f'{origin}@3')
+    assert_fresh(state, random_state(abstract_on(2), step=3, skipped=0, seed=3).params)
+    assert f'{origin}/checkpoints/3/params' in out
+
+
+def test_the_average_of_a_run_is_what_another_starts_from(start, tmp_path, trained):
+    average = random_state(abstract_on(2), step=0, skipped=0, seed=9).params
+    save(tmp_path / 'averaged', [trained._replace(ema=average)])
+    state, out = start(tmp_path / 'run', init_from=tmp_path / 'averaged')
+    assert_fresh(state, average)
+    assert '/7/ema' in out
+    assert state.ema is None
+
+
+@pytest.mark.parametrize('how', ['init_from', 'import'])
+def test_an_average_starts_at_the_parameters_and_in_memory_of_its_own(start, tmp_path, origin, imported, trained, how):
+    state, _ = start(imported, **EMA) if how == 'import' else start(tmp_path / 'run', init_from=origin, **EMA)
+    assert_fresh(state, trained.params, **EMA)
+    assert same(state.ema, trained.params)
+    # The step gives the memory of its state back to JAX, which crashes where it gets the same twice.
+    assert not memory(state.params) & memory(state.ema)
+    # Control.
+    assert memory(state.params) & memory(state.params['blocks'])
+
+
+def memory(tree):
+    shards = (shard.data for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+    return {shard.unsafe_buffer_pointer() for shard in shards}
+
+
+def test_a_past_wins(start, tmp_path, origin, trained):
+    past = random_state(abstract_on(2), step=4, skipped=1, seed=4)
+    save(tmp_path, [past])
+    state, out = start(tmp_path, init_from=origin)
+    assert same(state, past)
+    assert not same(state, trained)
+    assert out == 'going on from step 4\n'
+    # Nor does it matter then whether the other is still there.
+    assert same(start(tmp_path, init_from=tmp_path / 'gone')[0], past)
+
+
+def test_an_import_is_trained_on(start, imported, trained, origin):
+    state, out = start(imported)
+    assert_fresh(state, trained.params)
+    assert out.count('\n') == 1
+    assert f'{imported}/checkpoints/0/params and a fresh optimizer' in out
+    # It is a past too.
+    assert same(start(imported, init_from=f'{origin}@3')[0].params, trained.params)
+    # Once there is a later step, the run goes on from that.
+    past = random_state(abstract_on(2), step=4, skipped=1, seed=4)
+    save(imported, [past])
+    assert same(start(imported)[0], past)
+
+
+def test_parameters_alone_are_no_past_at_another_step(start, tmp_path, trained):
+    write_step(tmp_path, 5, streamed(flatten(jax.device_get(trained.params))))
+    with pytest.raises(InputError, match='optimizer: missing in the checkpoint') as info:
+        start(tmp_path)
+    assert f'--config.train.init_from={tmp_path}/checkpoints/5' in str(info.value)
+    assert '\n' not in str(info.value)
+    # What the message says.
+    state, _ = start(tmp_path / 'new', init_from=tmp_path / FOLDER / '5')
+    assert_fresh(state, trained.params)
+
+
+def test_a_step_0_that_training_saved_is_gone_on_from(start, tmp_path):
+    past = random_state(abstract_on(2), step=0, skipped=0, seed=4)
+    save(tmp_path, [past])
+    state, out = start(tmp_path)
+    assert same(state, past)
+    assert out == 'going on from step 0\n'
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'parts'),
+    [
+        ({'model__dim': 32}, ['blocks.attention.key.bias is (2, 2, 8) float32 there, and (2, 2, 16) float32']),
+        ({'model__num_layers': 3}, ['blocks.attention.key.bias is (2, 2, 8) float32', '(3, 2, 8) float32']),
+        ({'model__norm': 'rmsnorm'}, ['.bias', 'nothing of that name']),
+    ],
+)
+def test_another_model_is_refused_before_anything_is_written(start, tmp_path, origin, overrides, parts):
+    with pytest.raises(InputError) as info:
+        start(tmp_path / 'run', init_from=f'{origin}@3', **overrides)
+    assert '\n' not in str(info.value)
+    for part in (f'train.init_from={origin}@3', f'{origin}/checkpoints/3/params', *parts):
+        assert part in str(info.value), str(info.value)
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_damaged_origin_is_named(start, tmp_path, origin):
+    shutil.copytree(origin, tmp_path / 'origin')
+    for file in (tmp_path / 'origin' / FOLDER / '7' / 'params').rglob('d/*'):
+        file.write_bytes(np.zeros(100).tobytes())
+    with pytest.raises(InputError, match='or damaged') as info:
+        start(tmp_path / 'run', init_from=tmp_path / 'origin')
+    assert str(info.value).startswith(f'train.init_from={tmp_path}/origin: {tmp_path}/origin/checkpoints/7/params: ')
+    assert not (tmp_path / 'run').exists()
+
+
+def test_what_is_not_there_is_named_before_anything_is_written(start, tmp_path, origin):
+    for init_from, words in {tmp_path / 'nothing': 'no checkpoint in', f'{origin}@4': 'steps: 3, 7'}.items():
+        with pytest.raises(InputError, match=words) as info:
+            start(tmp_path / 'run', init_from=init_from)
+        assert str(info.value).startswith(f'train.init_from={init_from}: ')
+    assert not (tmp_path / 'run').exists()
+
+
+def test_the_tokenizer_of_an_import_is_not_replaced_by_another(start, imported, data):
+    # Written otherwise it is the same.
+    text = json.dumps(json.loads(data.tokenizer_path.read_text()))
+    assert text != data.tokenizer_path.read_text()
+    (imported / TOKENIZER).write_text(text)
+    start(imported)
+    (imported / TOKENIZER).write_text(text.replace('<|endoftext|>', '<eos>'))
+    with pytest.raises(InputError, match='is not the tokenizer') as info:
+        start(imported)
+    assert str(data.tokenizer_path) in str(info.value)
+    assert f'--tokenizer {imported / TOKENIZER}' in str(info.value)
+    assert f'--config.train.init_from={imported}' in str(info.value)
+
+
+def test_another_tokenizer_at_the_origin_is_a_warning(start, tmp_path, origin, data, trained):
+    shutil.copytree(origin, tmp_path / 'origin')
+    (tmp_path / 'origin' / TOKENIZER).write_text(data.tokenizer_path.read_text().replace('<|endoftext|>', '<eos>'))
+    state, out = start(tmp_path / 'run', init_from=tmp_path / 'origin')
+    assert_fresh(state, trained.params)
+    assert 'is not the tokenizer' in out
+    shutil.copy(data.tokenizer_path, tmp_path / 'origin' / TOKENIZER)
+    _, out = start(tmp_path / 'again', init_from=tmp_path / 'origin')
+    assert 'is not the tokenizer' not in out

@@ -1,0 +1,122 @@
+"""Steps that were left out: which of them speak of a run that diverges."""
+
+import logging
+import math
+
+import pytest
+from tqdm import tqdm
+
+from maxlm.hardware.chips import Peak
+from maxlm.log import logger
+from maxlm.planning.estimate.flops import TokenFlops
+from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.throughput import Pace
+from maxlm.training.run_control import BadSteps
+from tests.small import small_config
+
+GOOD = {'loss': 1.0, 'skipped': False}
+DIVERGED = {'loss': math.nan, 'skipped': True}
+SPIKE = {'loss': 9.0, 'grad_norm': 40.0, 'skipped': True, 'spike': True}
+OVERFLOW = {'loss': 1.0, 'skipped': True, 'overflow': True}
+
+
+@pytest.fixture
+def reporter():
+    pace = Pace(tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1)
+    reporter = Reporter(
+        # No step here is one that is logged.
+        small_config(train__log_every=1000, train__num_steps=1000),
+        pace=pace,
+        bar=tqdm(disable=True),
+        windows_per_epoch=1,
+        sources=None,
+    )
+    reporter.begin(0, writer=None, skipped=3, best_loss=math.inf)
+    return reporter
+
+
+def skips_in_a_row(reporter, history):
+    for step, metrics in enumerate(history, start=1):
+        reporter.submit(step, {'param_norm': 1.0, **metrics}, data_wait=0.0)
+    reporter.flush()
+    return reporter.bad_steps.in_a_row
+
+
+@pytest.mark.parametrize(
+    ('history', 'in_a_row'),
+    [
+        ([DIVERGED, DIVERGED], 2),
+        ([DIVERGED, GOOD, DIVERGED], 1),
+        ([DIVERGED, GOOD], 0),
+        ([OVERFLOW] * 30, 0),
+        # An overflow says nothing of the steps around it.
+        ([DIVERGED, OVERFLOW, DIVERGED], 2),
+        ([OVERFLOW, {**DIVERGED, 'overflow': False}], 1),
+        ([{**GOOD, 'overflow': False}, OVERFLOW], 0),
+        ([SPIKE, DIVERGED, SPIKE], 3),
+        ([SPIKE, GOOD, SPIKE], 1),
+    ],
+)
+def test_overflows_are_no_divergence(reporter, history, in_a_row):
+    assert skips_in_a_row(reporter, history) == in_a_row
+
+
+def test_all_that_were_left_out_are_counted_and_told_apart(reporter, monkeypatch):
+    records = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, 'emit', records.append)
+    monkeypatch.setattr(logger, 'handlers', [handler])
+    monkeypatch.setattr(logger, 'level', logging.INFO)
+    # Whether a level is on is remembered.
+    logger._cache.clear()
+    skips_in_a_row(reporter, [OVERFLOW, GOOD, DIVERGED, SPIKE])
+    told = [(record.levelname, ' '.join(record.getMessage().split())) for record in records]
+    assert told == [
+        ('INFO', 'step 1 left out: its gradient overflowed, the loss scale is halved'),
+        # With the three of earlier lives.
+        ('WARNING', 'step 3 left out: its loss or gradient is not finite (5 so far)'),
+        ('WARNING', 'step 4 left out: loss 9.0000 or gradient norm 40.000 is far above those before (6 so far)'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ('history', 'wanted'),
+    [
+        ([GOOD], BadSteps()),
+        ([GOOD, DIVERGED, SPIKE], BadSteps(2, 3, 2)),
+        ([DIVERGED, OVERFLOW, DIVERGED], BadSteps(1, 3, 2)),
+        ([DIVERGED, GOOD, GOOD, DIVERGED], BadSteps(4, 4, 1)),
+        ([DIVERGED, GOOD], BadSteps()),
+    ],
+)
+def test_it_knows_which_steps_were_bad(reporter, history, wanted):
+    skips_in_a_row(reporter, history)
+    assert reporter.bad_steps == wanted
+
+
+def test_after_a_rollback_it_reports_on_from_there(reporter):
+    for step in (1, 2, 3):
+        reporter.submit(step, DIVERGED, data_wait=0.0)
+    assert reporter.bad_steps == BadSteps(1, 2, 2)
+    reporter.begin(1, writer=None, skipped=3, best_loss=2.0)
+    # Step 3 was on its way, and is not the run's any more.
+    reporter.flush()
+    assert reporter.bad_steps == BadSteps()
+    reporter.submit(2, DIVERGED, data_wait=0.0)
+    reporter.flush()
+    assert reporter.bad_steps == BadSteps(2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ('last', 'is_finite'),
+    [
+        ({}, True),
+        ({'loss': math.nan, 'skipped': True}, False),
+        ({'loss': math.inf, 'skipped': True}, False),
+        # The update itself made them so.
+        ({'param_norm': math.nan}, False),
+    ],
+)
+def test_the_last_step_tells_whether_the_run_is_finite(reporter, last, is_finite):
+    skips_in_a_row(reporter, [{**DIVERGED}, {**GOOD, **last}])
+    assert reporter.is_finite is is_finite

@@ -1,0 +1,181 @@
+"""Preflight of a run: a step that fits is compiled, another is refused with advice, and a micro-batch is chosen."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import pytest
+
+from maxlm import train
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.config.schema import AUTO
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.planning import forecast, machine
+from maxlm.trainer import main as runs
+from maxlm.trainer import preflight
+from maxlm.trainer.preflight import prepare_step
+from maxlm.workdir.files import read_config
+from tests.conftest import ROOT
+from tests.test_train import arguments
+
+SMALL = (
+    'model.num_layers=2',
+    'model.dim=32',
+    'model.num_heads=2',
+    'data.window=64',
+    'train.global_batch=64',
+    'metrics.peak_tflops=1',
+)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _compiled_once():
+    """Keeps the compiled step of each config for the tests of this module."""
+    compile_train_step, kept = forecast.compile_train_step, {}
+
+    def compile_once(config, layout, *rest):
+        key = repr((config, layout.mesh, rest[1:]))
+        if key not in kept:
+            kept[key] = compile_train_step(config, layout, *rest)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forecast, 'compile_train_step', compile_once)
+        yield
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets the bytes of a device."""
+
+    def set_memory(size):
+        monkeypatch.setattr(machine, 'usable_memory', lambda chip: size)
+
+    return set_memory
+
+
+def ready(*overrides, first_step=0):
+    config = load(f'{ROOT}/configs/tiny.py', [*SMALL, *overrides])
+    resolver = partial(resolve, platform='cpu', num_devices=jax.device_count(), vocab_size=256, windows=100)
+    return prepare_step(config, resolver, num_sources=0, first_step=first_step)
+
+
+def test_what_fits_is_compiled():
+    found = ready('train.micro_batch=2')
+    assert found.forecast.fits
+    assert not found.forecast.memory.is_estimate
+    assert found.forecast.compiled is not None
+    assert found.config.train.micro_batch == 2
+    assert found.layout.mesh.size == jax.device_count()
+
+
+@pytest.fixture
+def estimated(monkeypatch):
+    """Estimates a step where it would be compiled."""
+    monkeypatch.setattr(preflight, 'compile_for', lambda config, machine, *_: forecast.estimate(config, machine))
+
+
+def test_the_length_that_a_run_goes_on_with_is_compiled(estimated):
+    growing = 'data.context_schedule=((32,0.5),)'
+    assert ready(growing).forecast.config.data.window == 32
+    assert ready(growing, first_step=399).forecast.config.data.window == 64
+
+
+def test_what_does_not_fit_is_refused_and_the_advice_fits(memory):
+    needed = ready('train.micro_batch=8').forecast.needed
+    memory(int(0.6 * needed))
+    with pytest.raises(InputError, match=r'MiB too few; this would fit: --config\.') as info:
+        ready('train.micro_batch=8')
+    advice = str(info.value).partition('this would fit: ')[2].replace('--config.', '').split()
+    found = ready('train.micro_batch=8', *advice)
+    assert found.forecast.needed <= 0.6 * needed
+
+
+def test_what_cannot_fit_is_refused_without_advice(memory, estimated):
+    memory(1000)
+    with pytest.raises(InputError, match='nothing that was tried would fit'):
+        ready('train.micro_batch=8')
+
+
+def test_auto_takes_as_much_as_fits(memory, estimated):
+    assert ready('train.micro_batch=auto').config.train.micro_batch == 8
+    needed = {size: ready(f'train.micro_batch={size}').forecast.needed for size in (1, 2, 4)}
+    for size in needed:
+        memory(int(1.02 * needed[size]))
+        assert ready('train.micro_batch=auto').config.train.micro_batch == size
+
+
+def test_auto_takes_less_where_the_compiled_step_does_not_fit(memory):
+    memory(int(1.02 * ready('train.micro_batch=2').forecast.needed))
+    assert ready('train.micro_batch=auto').config.train.micro_batch in (1, 2)
+
+
+@pytest.mark.parametrize(
+    'sizes',
+    [
+        ('model.dim=1000000', 'model.num_heads=1'),
+        ('model.vocab_size=2000000000',),
+        ('model.num_layers=1000', 'model.dim=65536', 'model.scan_layers=True'),
+        ('data.window=10000000', 'train.global_batch=8'),
+        ('model.num_heads=65536', 'model.head_dim=65536'),
+    ],
+)
+def test_sizes_too_large_for_memory_are_refused_by_arithmetic(sizes, monkeypatch):
+    def traces(*arguments, **options):
+        raise AssertionError('traced')
+
+    monkeypatch.setattr(jax, 'jit', traces)
+    monkeypatch.setattr(jax, 'eval_shape', traces)
+    config = load(f'{ROOT}/configs/tiny.py', [*SMALL, *sizes])
+    resolver = partial(resolve, platform='cpu', num_devices=jax.device_count(), vocab_size=256, windows=100)
+    with pytest.raises(InputError, match='of each device and may have') as info:
+        preflight.check_size(config, resolver)
+    assert '\n' not in str(info.value)
+    # Control: the config without these sizes passes.
+    preflight.check_size(load(f'{ROOT}/configs/tiny.py', SMALL), resolver)
+
+
+def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, capsys):
+    workdir = tmp_path / 'run'
+    settings = {'train__num_steps': 2, 'train__micro_batch': 'auto'}
+    assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_DONE
+    assert read_config(workdir).train.micro_batch != AUTO
+    assert 'train.micro_batch=auto: ' in capsys.readouterr().out
+
+    memory(1000)
+    refused = tmp_path / 'refused'
+    assert exit_code(train.main, arguments(dataset, refused, train__num_steps=2)) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1
+    assert 'may have' in error
+    assert not refused.exists()
+
+
+def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch, capsys):
+    def compiles(*arguments, **options):
+        raise AssertionError('compiled')
+
+    monkeypatch.setattr(runs, 'prepare_step', compiles)
+    (tmp_path / 'file').write_text('')
+    for workdir, settings, words in (
+        (tmp_path / 'file', {}, f'--workdir={tmp_path}/file: '),
+        (tmp_path / 'run', {'train__init_from': tmp_path / 'gone'}, f'train.init_from={tmp_path}/gone: '),
+    ):
+        assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_BAD_INPUT
+        assert words in capsys.readouterr().err
+    with pytest.raises(AssertionError, match='compiled'):
+        train.main(arguments(dataset, tmp_path / 'run'))
+
+
+def test_a_kind_of_device_that_is_not_known_has_no_times(monkeypatch):
+    config = ready('train.micro_batch=2').config
+    here = machine.present_machine(config)
+    # A peak that is given is not measured.
+    assert here.target.chip.tflops != here.target.chip.tflops
+    assert here.available > 0
+    measured = machine.present_machine(
+        dataclasses.replace(config, metrics=dataclasses.replace(config.metrics, peak_tflops=0.0))
+    )
+    assert measured.target.chip.tflops > 0
+    assert preflight.present_machine is machine.present_machine

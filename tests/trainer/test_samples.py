@@ -1,0 +1,141 @@
+"""Samples: the same text on every mesh and as the engine's; prompts are beginnings of documents; nothing is changed."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm.config.loading import build, default
+from maxlm.config.resolve import resolve
+from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.requests import Request
+from maxlm.inference.load import LoadedModel
+from maxlm.inference.sampling import Sampling
+from maxlm.trainer.samples import PROMPT_TOKENS, SEED, TEMPERATURE, Samples, prompts
+from maxlm.training.state import abstract_state, init_state
+from tests.small import small_layout
+
+PROMPTS = ('License', 'You may not', 'a')
+
+
+def make_config(dataset, num_devices=1, **overrides):
+    values = default()
+    settings = {
+        'model__num_layers': 2,
+        'model__dim': 32,
+        'model__num_heads': 4,
+        'model__dtype': 'float32',
+        'model__init_std': 0.3,
+        'data__path': str(dataset),
+        'data__window': 32,
+        'train__num_steps': 1,
+        'train__global_batch': 8,
+        'eval__sample_prompts': PROMPTS,
+        'eval__sample_tokens': 12,
+        **overrides,
+    }
+    for key, value in settings.items():
+        section, name = key.split('__')
+        values[section][name] = value
+    return resolve(build(values), platform='cpu', num_devices=num_devices, vocab_size=257, windows=100)
+
+
+def write(dataset, params=None, num_devices=1, **overrides):
+    """Samples, and the parameters that they are of: given ones, put on the mesh, or new ones."""
+    config = make_config(dataset, num_devices, **overrides)
+    layout = small_layout(config)
+    if params is None:
+        params = init_state(config, layout).params
+    else:
+        abstract = abstract_state(config, layout).params
+        params = jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), params, abstract)
+    return config, layout, params, Samples(config, open_corpus(config.data), layout)(params)
+
+
+@pytest.fixture(scope='module')
+def alone(dataset):
+    return write(dataset)
+
+
+def test_the_engine_writes_the_same(dataset, alone):
+    config, layout, params, samples = alone
+    assert [sample.prompt for sample in samples] == list(PROMPTS)
+    path = open_corpus(config.data).first.tokenizer_path
+    tokenizer = Tokenizer.load(path)
+    engine = Engine(LoadedModel(config, layout, params, tokenizer, path, 0))
+    ids = [ids.tolist() for ids in tokenizer.encode_batch(PROMPTS)]
+
+    def texts(seed):
+        requests = [Request(tuple(prompt), 12, Sampling(temperature=TEMPERATURE), seed) for prompt in ids]
+        return [tokenizer.decode(row.ids) for (row,) in engine.complete(requests)]
+
+    assert [sample.text for sample in samples] == texts(SEED)
+    # Control: another seed is another text.
+    assert [sample.text for sample in samples] != texts(SEED + 1)
+
+
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        {'data': 2, 'fsdp': 2, 'tensor': 2},
+        {'fsdp': 2, 'context': 2, 'stage': 2},
+        {'fsdp': 8, 'offload': 'all'},
+    ],
+    ids=str,
+)
+def test_every_mesh_writes_the_same(dataset, alone, mesh):
+    given = {f'mesh__{axis}': size for axis, size in mesh.items()}
+    micro_batch = {'train__micro_batch': 1} if 'stage' in mesh else {}
+    _, _, params, samples = alone
+    assert write(dataset, params, 8, **given, **micro_batch)[-1] == samples
+
+
+def test_nothing_is_changed_and_the_next_time_is_the_same(dataset, alone):
+    config, layout, params, samples = alone
+    before = jax.tree.map(np.asarray, params)
+    again = Samples(config, open_corpus(config.data), layout)
+    assert again(params) == again(params) == samples
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, params))
+    # Control: of other parameters it is another text.
+    assert again(jax.tree.map(lambda x: 0.5 * x, params)) != samples
+
+
+def test_prompts_are_beginnings_of_validation_documents(dataset):
+    corpus = open_corpus(make_config(dataset, data__window=256).data)
+    tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
+    windows = corpus.sources[0].windows('validation', corpus.data)
+    stream = np.concatenate([windows.stream(number)[:256] for number in range(len(windows))])
+    text = tokenizer.decode(stream)
+    end = tokenizer.decode([tokenizer.end_of_document])
+    beginnings = [part[:PROMPT_TOKENS] for part in text.split(end)]
+    chosen = [tokenizer.decode(ids) for ids in prompts(corpus, 2)]
+    assert len(chosen) == 2
+    assert all(prompt in beginnings for prompt in chosen)
+    # The same again, and others with another seed of the data.
+    assert [tokenizer.decode(ids) for ids in prompts(corpus, 2)] == chosen
+    seeds = [dataclasses.replace(corpus, data=dataclasses.replace(corpus.data, seed=seed)) for seed in range(1, 9)]
+    assert any([tokenizer.decode(ids) for ids in prompts(other, 2)] != chosen for other in seeds)
+    # No more than there are windows.
+    assert 1 <= len(prompts(corpus, 1000)) <= len(windows)
+
+
+def test_a_prompt_that_fills_the_context_is_refused(dataset, alone):
+    config, layout, params, _ = alone
+    config = make_config(dataset, eval__sample_prompts=('x' * 31,))
+    (sample,) = Samples(config, open_corpus(config.data), layout)(params)
+    assert len(sample.prompt) == 31
+    config = make_config(dataset, eval__sample_prompts=('x' * 32,))
+    with pytest.raises(InputError, match=r'eval.sample_prompts: .* has 32 tokens.* at most 31'):
+        Samples(config, open_corpus(config.data), layout)
+
+
+def test_prompts_are_all_different(dataset):
+    config = make_config(dataset, eval__sample_prompts=(), eval__samples=2)
+    found = prompts(open_corpus(config.data), 1000)
+    assert 1 < len(found) < 1000
+    assert len({tuple(ids) for ids in found}) == len(found)
+    assert prompts(open_corpus(config.data), 1000) == found

@@ -1,0 +1,77 @@
+"""Report of the sources of the data: shares, epochs and losses by source."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from maxlm.trainer.source_metrics import NoSources, SourceReport
+
+
+class Mixture:
+    """Three of four rows are of the first source."""
+
+    shares = (0.75, 0.25)
+
+    def served(self, rows):
+        return np.array([rows * 3 // 4, rows // 4])
+
+
+def report(*, weighted=True, warn_epochs=4.0):
+    windows = {'web': 300, 'code': 10}
+    sources = [
+        SimpleNamespace(name=name, windows=lambda split, data, count=count: range(count))
+        for name, count in windows.items()
+    ]
+    data = SimpleNamespace(sources=('given',) if weighted else (), warn_epochs=warn_epochs)
+    return SourceReport(SimpleNamespace(names=tuple(windows), sources=sources, data=data, mixture=Mixture()))
+
+
+@pytest.fixture
+def log(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger('maxlm'), 'propagate', True)
+    caplog.set_level(logging.INFO, 'maxlm')
+    return caplog
+
+
+def test_shares_and_epochs_are_told_at_the_start(log):
+    report().log_start(200)
+    assert log.messages[0] == (
+        'source web: share 75.00% as asked, 75.00% as served; 300 windows, 0.5 epochs in this run'
+    )
+    assert log.messages[1] == 'source code: share 25.00% as asked, 25.00% as served; 10 windows, 5 epochs in this run'
+    assert log.messages[2].startswith('source code is repeated 5.0 times, more than data.warn_epochs=4: ')
+    assert len(log.messages) == 3
+
+
+def test_nothing_is_told_of_what_is_repeated_little_or_has_no_weights(log):
+    report(warn_epochs=5.0).log_start(200)
+    assert len(log.messages) == 2
+    log.clear()
+    report(weighted=False).log_start(200)
+    assert log.messages == []
+
+
+def test_metrics_of_a_step():
+    # Sums of the losses, and tokens; the second source had none.
+    metrics = report().training_metrics(40, np.array([6.0, 0.0]), np.array([3, 0]))
+    assert metrics == {
+        'train/loss/web': 2.0,
+        'train/tokens/web': 3.0,
+        'data/share/web': 0.75,
+        'data/share/code': 0.25,
+        'data/epoch/web': 0.1,
+        'data/epoch/code': 1.0,
+    }
+    assert set(report(weighted=False).training_metrics(40, np.array([6.0, 2.0]), np.array([3, 1]))) == {
+        'train/loss/web',
+        'train/loss/code',
+        'train/tokens/web',
+        'train/tokens/code',
+    }
+
+
+def test_metrics_of_an_evaluation():
+    assert report().evaluation_metrics([1.5, float('nan')], [7, 0]) == {'eval/loss/web': 1.5, 'eval/tokens/web': 7.0}
+    assert NoSources().evaluation_metrics([1.5], [7]) == NoSources().training_metrics(1, None, None) == {}

@@ -1,0 +1,219 @@
+"""Loop of a run, with a stand-in for the compiled step: batches, metrics, saves, resume, rollback and the end.
+
+The stand-in computes a loss from the number of the step and its tokens. Real steps are tested in `tests/test_train.py`.
+"""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from maxlm import train
+from maxlm.checkpoint.manager import saved_steps
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from maxlm.planning.compiled.compile import CompiledStep
+from maxlm.planning.forecast import estimate
+from maxlm.telemetry.events import ENDS, read_events
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.trainer import batch_source, preflight, step_runner
+from maxlm.trainer import initialize as starting
+from maxlm.trainer.evaluator import Evaluation
+from maxlm.workdir.files import read_config
+from tests.checkpoint.test_manager import zero_state
+from tests.test_train import arguments, curve
+
+STEPS = 8
+SETTINGS = {
+    'train__num_steps': STEPS,
+    'train__compile_cache': '',
+    'eval__every': 4,
+    'checkpoint__every_steps': 4,
+    'checkpoint__keep_last': 1,
+    'optimizer__warmup_steps': 2,
+}
+
+
+class Step:
+    """Stands in for a compiled step. Named data steps are bad; at `stops_at` the process gets SIGTERM."""
+
+    def __init__(self, *, bad=(), stops_at=0):
+        self.bad, self.stops_at = bad, stops_at
+        self.batches = []
+
+    def __call__(self, state, batch):
+        step, tokens = int(jax.device_get(state.step)) + 1, jax.device_get(batch['tokens'])
+        self.batches.append(tokens)
+        if step == self.stops_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        loss = 5 / step + tokens.mean() / 1000
+        skipped = step in self.bad
+        if skipped and len(self.batches) > step:
+            # The batch after a rollback is another one.
+            skipped = False
+
+        def put(like, value):
+            return jax.device_put(np.full(like.shape, value, like.dtype), like.sharding)
+
+        params = {**state.params, 'embedding': put(state.params['embedding'], loss)}
+        metrics = {'loss': loss, 'skipped': skipped, 'learning_rate': 1e-3, 'grad_norm': 2.0, 'param_norm': 3.0}
+        metrics = {name: jax.device_put(np.float32(value)) for name, value in metrics.items()}
+        return state._replace(step=put(state.step, step), params=params), metrics
+
+
+class Validation:
+    """Stands in for evaluation: the loss is that of the newest step, which the parameters hold."""
+
+    def __init__(self, *_):
+        pass
+
+    def __len__(self):
+        return 1
+
+    def __call__(self, state):
+        loss = float(np.asarray(state.params['embedding']).flat[0])
+        return Evaluation(loss, 64, [], [], {})
+
+
+@pytest.fixture(scope='module')
+def live(dataset):
+    """Returns a function that runs one life of a run with a stand-in: its exit code."""
+
+    def live(workdir, step, **overrides):
+        compiled = CompiledStep(step, 0.1)
+
+        def compile_for(config, machine, *_):
+            return estimate(config, machine)._replace(compiled=compiled)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(preflight, 'compile_for', compile_for)
+            patch.setattr(step_runner, 'compile_train_step', lambda *_: compiled)
+            patch.setattr(starting, 'init_state', zero_state)
+            patch.setattr(batch_source, 'Validation', Validation)
+            return train.main(arguments(dataset, workdir, **SETTINGS, **overrides))
+
+    return live
+
+
+@pytest.fixture(scope='module')
+def runs(live, tmp_path_factory):
+    """Three runs: without interruption, told to stop at step 3 and started again, and with bad steps 5 and 6."""
+    folder = tmp_path_factory.mktemp('loop')
+
+    def run(name, *steps, **overrides):
+        codes = [live(folder / name, step, **overrides) for step in steps]
+        batches = [batch for step in steps for batch in step.batches]
+        return SimpleNamespace(workdir=folder / name, batches=batches, codes=codes)
+
+    return SimpleNamespace(
+        whole=run('whole', Step()),
+        resumed=run('resumed', Step(stops_at=3), Step()),
+        rolled_back=run('rolled_back', Step(bad=(5, 6)), train__max_skipped_steps=2),
+    )
+
+
+@pytest.fixture
+def whole(runs):
+    return runs.whole
+
+
+def events(workdir, kind):
+    return [event for event in read_events(workdir).lines if event['kind'] == kind]
+
+
+def losses(workdir):
+    return {line['step']: line['train/loss'] for line in read_metrics(workdir) if 'train/loss' in line}
+
+
+def test_each_step_gets_a_batch_and_a_line(whole):
+    assert whole.codes == [EXIT_DONE]
+    assert len(whole.batches) == STEPS
+    # Control: no batch comes twice.
+    assert len({batch.tobytes() for batch in whole.batches}) == STEPS
+    expected = {n: 5 / n + batch.mean() / 1000 for n, batch in enumerate(whole.batches, 1)}
+    assert losses(whole.workdir) == pytest.approx(expected)
+
+
+def test_lines_of_metrics(whole):
+    lines = [line for line in read_metrics(whole.workdir) if 'train/loss' in line]
+    rows, window = whole.batches[0].shape
+    for line in lines:
+        assert line['train/tokens'] == line['step'] * rows * window
+        assert line['train/best_loss'] == min(losses(whole.workdir)[n] for n in range(1, line['step'] + 1))
+        assert (line['train/skipped'], line['train/grad_norm'], line['data/window']) == (0, 2.0, window)
+        assert line['train/perplexity'] == pytest.approx(np.exp(line['train/loss']))
+        assert line['perf/tokens_per_second'] == pytest.approx(rows * window / line['perf/step_seconds'])
+
+
+def test_it_evaluates_and_saves_as_often_as_configured(whole):
+    evaluated = {line['step']: line['eval/loss'] for line in read_metrics(whole.workdir) if 'eval/loss' in line}
+    assert evaluated == pytest.approx({step: losses(whole.workdir)[step] for step in (4, STEPS)})
+    assert [event['step'] for event in events(whole.workdir, 'evaluated')] == [4, STEPS]
+    assert [event['step'] for event in events(whole.workdir, 'saved')] == [4, STEPS]
+    assert saved_steps(whole.workdir) == [STEPS]
+
+
+def test_events_of_a_life(whole):
+    (started,) = events(whole.workdir, 'started')
+    config = read_config(whole.workdir)
+    assert started['tokens_per_step'] == config.train.global_batch * config.data.window
+    assert (started['num_steps'], started['pid'], started['peak_tflops']) == (STEPS, os.getpid(), 1)
+    assert f'× cpu (fsdp={jax.device_count()})' in started['message']
+    assert started['dataset']['sources'][0]['weight'] == 1
+    ends = [event for event in read_events(whole.workdir).lines if event['kind'] in ENDS]
+    assert [(end['kind'], end['code']) for end in ends] == [('finished', EXIT_DONE)]
+
+
+def test_the_last_lines_of_the_log(whole):
+    *_, over, done, lives, loss = [
+        line.partition(' INFO ')[2] for line in (whole.workdir / 'run.log').read_text().splitlines() if ' INFO ' in line
+    ]
+    assert over == f'the run is over: step {STEPS} of {STEPS} is done'
+    assert done.startswith(f'done: {STEPS} steps in ')
+    assert lives.startswith('all lives of the run: ')
+    last = losses(whole.workdir)[STEPS]
+    assert loss.startswith(f'training loss {last:.3f}; validation loss {last:.3f} nats/token; unigram entropy of ')
+
+
+def test_a_run_that_is_over_does_nothing(whole, live):
+    step = Step()
+    assert live(whole.workdir, step) == EXIT_DONE
+    assert step.batches == []
+
+
+def test_a_resumed_run_is_the_same(whole, runs):
+    resumed = runs.resumed
+    assert resumed.codes == [EXIT_PREEMPTED, EXIT_DONE]
+    assert [event['step'] for event in events(resumed.workdir, 'resumed')] == [3]
+    for one, other in zip(whole.batches, resumed.batches, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert curve(resumed.workdir) == curve(whole.workdir)
+
+
+def test_a_run_that_is_told_to_stop_saves(runs):
+    assert [event['step'] for event in events(runs.resumed.workdir, 'saved')] == [3, 4, STEPS]
+    (end,) = events(runs.resumed.workdir, 'preempted')
+    assert end['message'] == f'SIGTERM: step 3 of {STEPS} is saved; start again to go on'
+
+
+def test_bad_steps_are_left_out_after_a_rollback(whole, runs):
+    ours = runs.rolled_back
+    assert ours.codes == [EXIT_DONE]
+    # Seen when step 7 is under way. Back to the start, and on without the batches of steps 1 to 6.
+    before, after = ours.batches[:7], ours.batches[7:]
+    for one, other in zip([*before, after[1]], whole.batches, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(before[6], after[0])
+    assert len({batch.tobytes() for batch in ours.batches}) == 6 + STEPS
+    assert [event['step'] for event in events(ours.workdir, 'skipped')] == [5, 6]
+    (rollback,) = events(ours.workdir, 'rollback')
+    assert 'back to step 0 and on without the batches of steps 1 to 6 (1 of ' in rollback['message']
+    assert sorted(losses(ours.workdir)) == list(range(1, STEPS + 1))
+
+
+def test_a_run_that_cannot_go_back_stops(live, tmp_path):
+    assert live(tmp_path / 'run', Step(bad=(1, 2)), train__max_skipped_steps=2, guard__max_rollbacks=0) == EXIT_FAILED
+    (end,) = events(tmp_path / 'run', 'diverged')
+    assert end['message'].startswith('stopped at step 3: steps 1 to 2: 2 in a row had a loss ')

@@ -1,0 +1,141 @@
+"""GRPO's loss and gradient, against formulas written in NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.config.schema_rl import GrpoConfig
+from maxlm.training.losses.grpo import EPSILON, advantages, policy_sums, token_weights
+
+CONFIG = GrpoConfig(samples=4, max_tokens=6)
+RNG = np.random.default_rng(0)
+B, T = 8, 10
+REWARDS = np.array([1, 0, 0, 1, 0.5, 0.5, 0.5, 0.5], np.float32)
+
+
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    starts, nums = rng.integers(1, 4, B), rng.integers(1, 6, B)
+    where = np.arange(T)
+    predicted = ((where >= starts[:, None]) & (where < (starts + nums)[:, None])).astype(np.float32)
+    old = rng.normal(-1, 0.5, (B, T)).astype(np.float32)
+    new = (old + rng.normal(0, 0.4, (B, T))).astype(np.float32)
+    reference = (new + rng.normal(0, 0.4, (B, T))).astype(np.float32)
+    return predicted, old, new, reference
+
+
+def objective(new, *, config, predicted, old, reference, advantage, weights):
+    sums = policy_sums(
+        new,
+        jnp.ones_like(new),
+        reference,
+        old_log_probs_BT=old,
+        advantages_BT=jnp.broadcast_to(advantage[:, None], new.shape),
+        predicted_BT=predicted,
+        weights_BT=weights,
+        config=config,
+    )
+    return sums.objective, sums
+
+
+def by_hand(new, *, config, predicted, old, reference, advantage, weights):
+    """The loss of the paper, and its derivative by each log-probability, a token after the other in float64."""
+    loss, gradient = 0.0, np.zeros((B, T))
+    for b in range(B):
+        for t in range(T):
+            if not predicted[b, t]:
+                continue
+            r, a, w = np.exp(float(new[b, t]) - float(old[b, t])), float(advantage[b]), float(weights[b, t])
+            low, high = 1 - config.clip_low, 1 + config.clip_high
+            bounded = min(max(r, low), high)
+            loss -= w * min(r * a, bounded * a)
+            if r * a <= bounded * a:
+                gradient[b, t] -= w * r * a
+            if reference is not None:
+                q = np.exp(float(reference[b, t]) - float(new[b, t]))
+                loss += w * config.kl_weight * (q - np.log(q) - 1)
+                gradient[b, t] += w * config.kl_weight * (1 - q)
+    return loss, gradient
+
+
+@pytest.mark.parametrize('loss_mean', ['sequence', 'token', 'budget'])
+@pytest.mark.parametrize('kl_weight', [0.0, 0.3])
+def test_loss_and_gradient_are_those_of_the_formula(loss_mean, kl_weight):
+    config = dataclasses.replace(CONFIG, loss_mean=loss_mean, kl_weight=kl_weight, clip_high=0.28)
+    predicted, old, new, reference = batch()
+    advantage = advantages(REWARDS, config)
+    active = np.repeat([1.0, 0.0], 4)
+    given = {
+        'config': config,
+        'predicted': predicted,
+        'old': old,
+        'reference': reference if kl_weight else None,
+        'advantage': advantage,
+        'weights': token_weights(predicted, active, config),
+    }
+    (found, sums), gradient = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given)
+    wanted, wanted_gradient = by_hand(new, **given)
+    assert wanted != 0
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(gradient, wanted_gradient, atol=1e-6)
+    assert np.abs(wanted_gradient).max() > 1e-3
+    # Groups that agree are left out.
+    assert not gradient[4:].any()
+    # Some tokens are beyond the bounds, and that is told; without bounds the gradient is another.
+    assert 0 < float(sums.clipped) < float(sums.tokens) == predicted.sum()
+    free = {**given, 'config': dataclasses.replace(config, clip_low=100.0, clip_high=100.0)}
+    assert np.abs(by_hand(new, **free)[1] - wanted_gradient).max() > 1e-3
+
+
+def test_without_a_step_in_between_it_is_the_policy_gradient():
+    """One epoch, nothing clipped: the gradient is that of -Σ A · log p."""
+    predicted, old, _, _ = batch(1)
+    advantage = advantages(REWARDS, CONFIG)
+    weights = token_weights(predicted, np.ones(B), CONFIG)
+    given = {'config': CONFIG, 'predicted': predicted, 'old': old, 'reference': None}
+    gradient = jax.grad(objective, has_aux=True)(jnp.asarray(old), **given, advantage=advantage, weights=weights)[0]
+    np.testing.assert_allclose(gradient, -weights * advantage[:, None], atol=1e-7)
+    # Control: after an update it is not.
+    moved = jax.grad(objective, has_aux=True)(jnp.asarray(old + 0.1), **given, advantage=advantage, weights=weights)[0]
+    assert np.abs(moved + weights * advantage[:, None]).max() > 1e-2
+
+
+def test_advantages_are_relative_to_the_group():
+    found = advantages(REWARDS, CONFIG)
+    deviation = np.std([1, 0, 0, 1], ddof=1) + EPSILON
+    np.testing.assert_allclose(found, [*np.array([0.5, -0.5, -0.5, 0.5]) / deviation, 0, 0, 0, 0], rtol=1e-6)
+    plain = advantages(REWARDS, dataclasses.replace(CONFIG, divide_by_deviation=False))
+    np.testing.assert_allclose(plain, [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0])
+    # Rewards whose mean is not exact must not become tiny advantages that a division makes large.
+    thirds = advantages(np.full(8, 1 / 3, np.float32), CONFIG)
+    assert not thirds.any()
+
+
+def test_what_a_token_counts():
+    predicted = np.zeros((2, 6), np.float32)
+    predicted[0, :2], predicted[1, :4] = 1, 1
+    each = {
+        mean: token_weights(predicted, np.ones(2), dataclasses.replace(CONFIG, loss_mean=mean))
+        for mean in ('sequence', 'token', 'budget')
+    }
+    np.testing.assert_allclose(each['sequence'].sum(axis=1), [1, 1])
+    np.testing.assert_allclose(each['token'].sum(axis=1), [2, 4])
+    np.testing.assert_array_equal(each['budget'], each['token'])
+    assert not token_weights(predicted, np.zeros(2), CONFIG).any()
+
+
+def test_what_stands_where_nothing_is_predicted_does_not_matter():
+    predicted, old, new, _ = batch(2)
+    advantage = advantages(REWARDS, CONFIG)
+    weights = token_weights(predicted, np.ones(B), CONFIG)
+    given = {'config': CONFIG, 'predicted': predicted, 'reference': None, 'advantage': advantage, 'weights': weights}
+    wanted = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=old)
+    wild = np.where(predicted > 0, old, -1e30).astype(np.float32)
+    found = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=wild)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    # Control: at a token of a response it does.
+    wild = np.where(predicted > 0, old - 1, old).astype(np.float32)
+    assert jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=wild)[0][0] != wanted[0][0]

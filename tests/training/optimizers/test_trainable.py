@@ -1,0 +1,122 @@
+"""Frozen and trained parameters: by pattern, with no state of the optimizer for the frozen ones."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.training.optimizers.trainable import dotted_names, is_trained, trained_part, with_trained
+from maxlm.training.state import abstract_state, init_state
+from maxlm.training.step import make_train_step
+from tests.small import small_batch, small_config, small_layout, small_state
+
+
+def flat(tree):
+    return dict(zip(dotted_names(tree), jax.tree.leaves(tree), strict=True))
+
+
+# Nothing of the first step's update is lost to a warm-up or to clipping.
+PLAIN = {'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2}
+PLAIN |= {'optimizer__warmup_steps': 0, 'optimizer__clip_norm': 0.0}
+FROZEN = ('embedding', 'blocks.attention')
+
+
+def step_of(config):
+    layout = small_layout(config)
+    before = small_state(config, layout)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    after, metrics = jax.jit(make_train_step(config, layout))(before, batch)
+    return jax.device_get((before, after, metrics))
+
+
+@pytest.fixture(scope='module')
+def partly_frozen():
+    config = small_config(**PLAIN, optimizer__frozen=FROZEN)
+    return config, *step_of(config)
+
+
+def test_frozen_parameters_stay(partly_frozen):
+    config, before, after, _ = partly_frozen
+    for name, old in flat(before.params).items():
+        stays = name == 'embedding' or name.startswith('blocks.attention.')
+        assert np.array_equal(old, flat(after.params)[name]) == stays, name
+        assert is_trained(config, name) != stays
+
+
+@pytest.mark.parametrize('name', ['adamw', 'muon'])
+def test_frozen_parameters_have_no_moments(name):
+    config = small_config(optimizer__name=name, optimizer__frozen=FROZEN)
+    state = abstract_state(config, small_layout(config))
+    moments = {str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)}
+    assert any('feedforward' in path for path in moments)
+    # The norm before attention is another module.
+    assert not any("'attention'" in path or "'embedding'" in path for path in moments)
+
+
+def test_the_others_move_as_they_would_with_all(partly_frozen):
+    _, _, some, part = partly_frozen
+    _, everything, whole = step_of(small_config(**PLAIN))
+    for name, moved in flat(some.params).items():
+        if name != 'embedding' and not name.startswith('blocks.attention.'):
+            np.testing.assert_allclose(moved, flat(everything.params)[name], atol=1e-6)
+    # The norm is that of what is trained.
+    assert 0 < part['grad_norm'] < whole['grad_norm']
+
+
+def test_trained_wins_over_frozen_and_the_average_moves_with_it():
+    settings = {'optimizer__frozen': ('*',), 'optimizer__trained': ('final_norm',), 'optimizer__ema_decay': 0.9}
+    before, after, _ = step_of(small_config(**PLAIN, **settings))
+    moved = {n for n, old in flat(before.params).items() if not np.array_equal(old, flat(after.params)[n])}
+    assert moved
+    assert all(name.startswith('final_norm') for name in moved)
+    averaged = {n for n, old in flat(before.ema).items() if not np.array_equal(old, flat(after.ema)[n])}
+    assert averaged == moved
+
+
+def test_patterns_that_name_nothing_are_refused():
+    for key, patterns, words in (
+        (
+            'frozen',
+            ('blocks.attnetion.*',),
+            r"optimizer\.frozen: 'blocks\.attnetion\.\*' names no parameter; there are: ",
+        ),
+        ('trained', ('had',), r"optimizer\.trained: 'had' names no parameter"),
+        ('frozen', ('*',), 'leaves nothing to train'),
+    ):
+        config = small_config(**{f'optimizer__{key}': patterns})
+        with pytest.raises(InputError, match=words):
+            abstract_state(config, small_layout(config))
+    with pytest.raises(InputError, match='needs patterns'):
+        small_config(optimizer__frozen=(3,))
+    with pytest.raises(InputError, match=r'mesh\.offload=all with optimizer\.frozen.*mesh\.offload=none'):
+        small_config(optimizer__frozen=('embedding',), mesh__offload='all')
+
+
+def test_parts_are_put_together_again():
+    tree = {'embedding': 1, 'blocks': {'attention': {'query': 2, 'key': 3}, 'norm': 4}}
+    config = small_config(optimizer__frozen=('blocks.attention.query', '*.norm'))
+    part = trained_part(config, tree)
+    assert part == {'embedding': 1, 'blocks': {'attention': {'key': 3}}}
+    new = jax.tree.map(lambda value: -value, part)
+    assert with_trained(tree, new) == {'embedding': -1, 'blocks': {'attention': {'query': 2, 'key': -3}, 'norm': 4}}
+    # Where all is trained it is the same tree, and the program the same as ever.
+    assert trained_part(small_config(), tree) is tree
+
+
+def test_moments_of_what_is_trained_lie_where_the_parameters_do():
+    config = small_config(
+        num_devices=8, mesh__tensor=2, model__vocab_size=64, optimizer__frozen=('embedding',), optimizer__moments='int8'
+    )
+    layout = small_layout(config)
+    abstract, state = abstract_state(config, layout), jax.eval_shape(lambda: init_state(config, layout))
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    for wanted, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+    mu = optax.tree.get(abstract.opt_state, 'mu')
+    assert 'embedding' not in mu
+    query = ('blocks', 'attention', 'query', 'kernel')
+    moment, param = (functools.reduce(lambda tree, key: tree[key], query, tree) for tree in (mu, abstract.params))
+    assert moment.sharding == param.sharding

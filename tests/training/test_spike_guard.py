@@ -1,0 +1,248 @@
+"""Steps that are not finite or spike: told from good ones, left out without a trace, and no false alarms."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxlm.config.schema import GuardConfig
+from maxlm.training import spike_guard
+from maxlm.training.spike_guard import SpikeWindow, first_window, window_from_json, window_to_json
+from maxlm.training.state import abstract_state
+from maxlm.training.step import make_train_step
+from tests.small import small_batch, small_config, small_layout, small_state
+
+W = 16
+GUARD = GuardConfig(window=W)
+judge = jax.jit(spike_guard.judge, static_argnames='config')
+
+
+def filled_window(losses, norms, config=GUARD):
+    window = first_window(config)
+    for loss, norm in zip(losses, norms, strict=True):
+        ok, window = judge(window, jnp.float32(loss), jnp.float32(norm), config)
+        assert ok
+    return window
+
+
+@pytest.fixture(scope='module')
+def usual():
+    """W good steps: a loss of 2.9 … 3.1, a norm of 0.9 … 1.1."""
+    rng = np.random.default_rng(0)
+    return filled_window(rng.uniform(2.9, 3.1, W), rng.uniform(0.9, 1.1, W))
+
+
+@pytest.mark.parametrize(
+    ('loss', 'norm', 'good'),
+    [
+        (3.0, 1.0, True),
+        (3.2, 1.0, True),
+        (3.0, 2.0, True),
+        # What is low is no spike.
+        (0.1, 1.0, True),
+        (3.0, 0.0, True),
+        (6.0, 1.0, False),
+        (3.0, 20.0, False),
+        (np.nan, 1.0, False),
+        (3.0, np.nan, False),
+        (np.inf, 1.0, False),
+        (3.0, np.inf, False),
+        (-np.inf, 1.0, False),
+    ],
+)
+def test_only_good_steps_enter_the_window(usual, loss, norm, good):
+    ok, after = judge(usual, jnp.float32(loss), jnp.float32(norm), GUARD)
+    assert bool(ok) == good
+    assert np.isfinite(after.good_QW).all()
+    assert int(after.filled) == W
+    if good:
+        np.testing.assert_array_equal(after.good_QW[:, :-1], usual.good_QW[:, 1:])
+        assert after.good_QW[0, -1] == np.float32(loss)
+    else:
+        np.testing.assert_array_equal(after.good_QW, usual.good_QW)
+
+
+def test_nothing_is_a_spike_before_the_window_is_full():
+    window = filled_window([3.0] * (W - 1), [1.0] * (W - 1))
+    assert int(window.filled) == W - 1
+    ok, _ = judge(window, jnp.float32(99), jnp.float32(99), GUARD)
+    assert ok
+    assert not judge(window, jnp.float32(np.nan), jnp.float32(1), GUARD)[0]
+    # Control: one more, and it is one.
+    _, window = judge(window, jnp.float32(3), jnp.float32(1), GUARD)
+    assert not judge(window, jnp.float32(99), jnp.float32(1), GUARD)[0]
+
+
+def test_without_a_window_only_what_is_not_finite_is_left_out():
+    off = GuardConfig(window=0)
+    assert first_window(off) is None
+    ok, window = judge(None, jnp.float32(1e30), jnp.float32(1e30), off)
+    assert ok
+    assert window is None
+    assert not judge(None, jnp.float32(1), jnp.float32(np.nan), off)[0]
+
+
+def test_the_limit_is_as_the_config_says(usual):
+    found = [
+        bool(judge(usual, jnp.float32(3.6), jnp.float32(1), dataclasses.replace(GUARD, spike_deviations=number))[0])
+        for number in (2.0, 100.0)
+    ]
+    assert found == [False, True]
+
+
+def test_a_level_that_does_not_vary_has_a_limit_too():
+    window = filled_window([3.0] * W, [1.0] * W)
+    for loss, norm, good in ((3.2, 1.0, True), (3.0, 2.0, True), (3.5, 1.0, False), (3.0, 3.0, False)):
+        assert bool(judge(window, jnp.float32(loss), jnp.float32(norm), GUARD)[0]) == good
+
+
+@pytest.mark.parametrize('steps', [0, 5, W, W + 3])
+def test_the_window_comes_back_from_json_bit_for_bit(steps):
+    rng = np.random.default_rng(steps)
+    window = first_window(GUARD)
+    for loss, norm in rng.uniform(2.9, 3.1, (steps, 2)):
+        _, window = judge(window, jnp.float32(loss), jnp.float32(norm), GUARD)
+    text = json.dumps(window_to_json(window))
+    again = window_from_json(json.loads(text), GUARD)
+    jax.tree.map(np.testing.assert_array_equal, again, window)
+    assert [leaf.dtype for leaf in again] == [leaf.dtype for leaf in window]
+    assert int(again.filled) == min(steps, W)
+
+
+def test_another_length_of_the_window_keeps_the_newest_steps(usual):
+    stored = window_to_json(usual)
+    longer = window_from_json(stored, GuardConfig(window=2 * W))
+    assert (longer.good_QW.shape, int(longer.filled)) == ((2, 2 * W), W)
+    assert window_to_json(longer) == stored
+    shorter = window_from_json({name: [*range(2 * W)] for name in stored}, GUARD)
+    assert window_to_json(shorter)['losses'] == [*range(W, 2 * W)]
+    # Off now, or not there in an older checkpoint.
+    assert window_from_json(stored, GuardConfig(window=0)) is None
+    jax.tree.map(np.testing.assert_array_equal, window_from_json(None, GUARD), first_window(GUARD))
+
+
+def curves(num_runs, steps, seed=0):
+    """Losses and gradient norms as runs have them: a power law with warm-up, tails heavier than a normal's."""
+    rng = np.random.default_rng(seed)
+    step = np.arange(1, steps + 1)
+    noise = rng.standard_t(6, (num_runs, steps))
+    losses = 2.5 + 8.5 * step**-0.4 + 0.06 * noise
+    # Norms are high at first, and spread by factors.
+    norms = (0.3 + 5 * step**-0.7) * np.exp(0.25 * rng.standard_t(8, (num_runs, steps)))
+    return losses.astype(np.float32), norms.astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def judgements(losses, norms, config):
+    def run(losses, norms):
+        def step(window, values):
+            ok, window = judge(window, *values, config)
+            return window, ok
+
+        return jax.lax.scan(step, first_window(config), (losses, norms))[1]
+
+    return jax.vmap(run)(losses, norms)
+
+
+@pytest.mark.parametrize(
+    ('num_runs', 'steps', 'window'), [(6, 300, 64), pytest.param(12, 1500, 128, marks=pytest.mark.nightly)]
+)
+def test_usual_curves_raise_no_false_alarm(num_runs, steps, window):
+    losses, norms = curves(num_runs, steps)
+    # Control: spikes in the same curves are found, all of them and nothing else.
+    rng = np.random.default_rng(1)
+    planted = np.zeros(losses.shape, bool)
+    # Behind the first window, and while the loss falls slowly.
+    planted[:, 200:] = rng.random((num_runs, steps - 200)) < 0.02
+    by_loss = planted & (rng.random(losses.shape) < 0.5)
+    spiked = losses + 2.0 * by_loss, norms * np.where(planted & ~by_loss, 100, 1).astype(np.float32)
+    assert planted.sum() > 0.0128 * num_runs * (steps - 200)
+    both = [np.concatenate(pair) for pair in zip((losses, norms), spiked, strict=True)]
+    found = judgements(*both, GuardConfig(window=window))
+    usual, with_spikes = np.asarray(found).reshape(2, num_runs, steps)
+    assert usual.all()
+    np.testing.assert_array_equal(with_spikes, ~planted)
+
+
+class Run:
+    """A compiled step that has learned one batch, so that its loss is even; window and moving average are on."""
+
+    def __init__(self):
+        # In float16, whose state has the most parts.
+        settings = {'guard__window': W, 'optimizer__ema_decay': 0.9, 'optimizer__schedule': 'constant'}
+        self.config = small_config(model__dtype='float16', model__num_layers=1, optimizer__warmup_steps=0, **settings)
+        self.layout = small_layout(self.config)
+        self.step = jax.jit(make_train_step(self.config, self.layout))
+        batch = small_batch(self.config)
+        self.batch = self.put(batch)
+        # Tokens that it has learned to follow with others.
+        self.exploding = self.put({**batch, 'targets': (batch['targets'] + 7) % 61})
+        self.not_a_number = self.put({**batch, 'weights': np.where(np.arange(16) == 3, np.nan, batch['weights'])})
+        self.state, self.history = small_state(self.config, self.layout), []
+        for _ in range(70):
+            self.state, metrics = self.step(self.state, self.batch)
+            self.history.append(jax.device_get(metrics))
+
+    def put(self, batch):
+        return self.layout.put_batch(
+            {name: np.asarray(rows, np.float32 if name == 'weights' else rows.dtype) for name, rows in batch.items()},
+            self.config.train.global_batch,
+        )
+
+
+@pytest.fixture(scope='module')
+def learned():
+    return Run()
+
+
+def test_a_run_that_learns_raises_no_false_alarm(learned):
+    assert int(learned.state.skipped) == 0
+    assert learned.history[-1]['loss'] < 0.2 * learned.history[0]['loss']
+    assert int(learned.state.window.filled) == W
+
+
+@pytest.mark.parametrize(('kind', 'spike'), [('not_a_number', False), ('exploding', True)])
+def test_a_bad_batch_leaves_no_trace(learned, kind, spike):
+    after, metrics = learned.step(learned.state, getattr(learned, kind))
+    assert (bool(metrics['skipped']), bool(metrics['spike'])) == (True, spike)
+    assert bool(np.isfinite(metrics['loss'])) == spike
+    # All of the state but the two counters, bit for bit.
+    counters = {'step': learned.state.step, 'skipped': learned.state.skipped}
+    jax.tree.map(np.testing.assert_array_equal, after._replace(**counters), learned.state)
+    assert (int(after.step), int(after.skipped)) == (int(learned.state.step) + 1, 1)
+    # And so is the next step that of a run that never saw it.
+    then, metrics = learned.step(after, learned.batch)
+    wanted, wanted_metrics = learned.step(learned.state, learned.batch)
+    assert int(then.step) == int(wanted.step) + 1
+    counters = {'step': wanted.step, 'skipped': wanted.skipped}
+    jax.tree.map(np.testing.assert_array_equal, then._replace(**counters), wanted)
+    for name in ('loss', 'learning_rate', 'grad_norm'):
+        assert metrics[name] == wanted_metrics[name]
+    # Control: a step that is taken changes all of it.
+    assert not np.array_equal(wanted.params['embedding'], learned.state.params['embedding'])
+    assert not np.array_equal(wanted.ema['embedding'], learned.state.ema['embedding'])
+    assert not np.array_equal(wanted.window.good_QW, learned.state.window.good_QW)
+    assert int(wanted.loss_scale.good_steps) == int(learned.state.loss_scale.good_steps) + 1
+
+
+def test_the_exploding_batch_would_be_taken_before_the_window_is_full(learned):
+    window = learned.state.window
+    filled = jax.device_put(np.asarray(window.filled) - 1, window.filled.sharding)
+    young = learned.state._replace(window=window._replace(filled=filled))
+    after, metrics = learned.step(young, learned.exploding)
+    assert (bool(metrics['skipped']), bool(metrics['spike'])) == (False, False)
+    assert not np.array_equal(after.params['embedding'], learned.state.params['embedding'])
+
+
+def test_the_window_is_the_same_on_all_devices():
+    config = small_config(num_devices=8, guard__window=W, model__vocab_size=64)
+    window = abstract_state(config, small_layout(config)).window
+    assert isinstance(window, SpikeWindow)
+    for leaf, first in zip(window, first_window(config.guard), strict=True):
+        assert (leaf.shape, leaf.dtype) == (first.shape, first.dtype)
+        assert len(leaf.sharding.device_set) == 8
+        assert leaf.sharding.is_fully_replicated

@@ -1,0 +1,190 @@
+"""A step in a bucket: whole or invisible at any moment, sent once, and the same bytes when it comes back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.storage import bucket as bucket_module
+from maxlm.storage.bucket import Bucket, RefusedError, TroubleError
+from maxlm.workdir.bucket_steps import (
+    MANIFEST,
+    MARKER,
+    complete_steps,
+    delete_step,
+    fetch_step,
+    listed_steps,
+    upload_step,
+)
+from tests.gcs_emulator import WireFault
+from tests.workdir.steps import NAMES, content, write_step
+
+# The request that writes an object.
+WRITES = r'^POST /upload'
+
+
+def describe(bucket, folder):
+    return {name: bucket.describe(folder / name) for name in content(folder)}
+
+
+def upload(bucket, step, folder):
+    upload_step(bucket, step, describe(bucket, folder), lambda *_: None)
+
+
+def uploads(gcs):
+    return [one.name.removeprefix('runs/one/checkpoints/') for one in gcs.asked('upload') if one.status == 200]
+
+
+def test_a_step_comes_back(bucket, tmp_path):
+    folder = write_step(tmp_path, 3)
+    assert complete_steps(bucket) == []
+    upload(bucket, 3, folder)
+    assert complete_steps(bucket) == [3]
+    fetch_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(folder)
+    assert content(folder) != content(write_step(tmp_path, 4))
+    delete_step(bucket, 3)
+    assert listed_steps(bucket) == {}
+
+
+def test_files_that_are_sent_in_parts(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(bucket_module, 'PART_BYTES', 5 * 2**20)
+    folder = write_step(tmp_path, 3)
+    for number, size in enumerate((5 * 2**20 - 1, 10 * 2**20, 10 * 2**20 + 1)):
+        (folder / f'large{number}').write_bytes(bytes(range(251)) * (size // 251) + b'x' * (size % 251))
+    upload(bucket, 3, folder)
+    listed = bucket.list('checkpoints/3')
+    for name, file in describe(bucket, folder).items():
+        assert listed[f'checkpoints/3/{name}'] == (file.size, file.digest), name
+    fetch_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(folder)
+
+
+def test_the_marker_comes_last(gcs, tmp_path):
+    upload(Bucket('gs://bucket/runs/one'), 3, write_step(tmp_path, 3))
+    sent = uploads(gcs)
+    assert sent[-2:] == [f'3/{MANIFEST}', f'3/{MARKER}']
+    # Orbax looks for one in each item too.
+    assert {*sent[:-2]} == {f'3/{name}' for name in (*NAMES, f'params/{MARKER}', f'progress/{MARKER}')}
+
+
+@pytest.mark.parametrize('served', range(9))
+def test_an_upload_that_breaks_off_is_invisible_and_goes_on(gcs, tmp_path, served):
+    bucket, folder = Bucket('gs://bucket/runs/one'), write_step(tmp_path, 3)
+    for _ in range(served):
+        gcs.wire_faults.append(WireFault(WRITES, times=1))
+    gcs.wire_faults.append(WireFault(WRITES, status=403))
+    with pytest.raises(RefusedError, match='gs://bucket/runs/one/checkpoints/3'):
+        upload(bucket, 3, folder)
+    assert complete_steps(bucket) == []
+    gcs.wire_faults.clear()
+    before = set(uploads(gcs))
+    upload(bucket, 3, folder)
+    assert complete_steps(bucket) == [3]
+    sent = uploads(gcs)
+    assert len(before) == served
+    # Markers and manifest are small; no file is sent twice.
+    assert all(sent.count(f'3/{name}') == 1 for name in NAMES)
+    fetch_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(folder)
+
+
+def test_what_is_there_is_not_sent_again_and_what_is_other_is(bucket, tmp_path, monkeypatch):
+    sent = []
+    put_file = Bucket.put_file
+
+    def noting(self, name, path, on_bytes):
+        sent.append(name.removeprefix('checkpoints/3/'))
+        put_file(self, name, path, on_bytes)
+
+    monkeypatch.setattr(Bucket, 'put_file', noting)
+    folder = write_step(tmp_path, 3)
+    upload(bucket, 3, folder)
+    assert sorted(sent) == sorted(NAMES)
+    sent.clear()
+    upload(bucket, 3, folder)
+    assert sent == []
+    # The same size.
+    bucket.delete([f'checkpoints/3/{MARKER}'])
+    before = (folder / NAMES[2]).read_bytes()
+    (folder / NAMES[2]).write_bytes(before[:-1] + b'!')
+    upload(bucket, 3, folder)
+    assert sent == [NAMES[2]]
+    fetch_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(folder)
+
+
+def test_another_step_of_the_same_number_replaces_it(bucket, tmp_path):
+    upload(bucket, 3, write_step(tmp_path / 'a', 3))
+    bucket.put('checkpoints/3/surplus', b'x')
+    other = write_step(tmp_path / 'b', 3, 'another life')
+    upload(bucket, 3, other)
+    fetch_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(other)
+    assert 'checkpoints/3/surplus' not in bucket.list()
+
+
+def test_faults_that_pass_are_none(gcs, tmp_path):
+    bucket, folder = Bucket('gs://bucket/runs/one'), write_step(tmp_path, 3)
+    for facts in ({'status': 503}, {'status': 429}, {'drop': 'before'}, {'drop': 'after'}, {'delay': 0.3}):
+        # All together fewer than a client tries: one request may meet them all.
+        gcs.wire_faults.append(WireFault(WRITES, times=1, **facts))
+    upload(bucket, 3, folder)
+    assert complete_steps(bucket) == [3]
+    assert not [fault for fault in gcs.wire_faults if fault.times]
+    fetch_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(folder)
+
+
+@pytest.mark.parametrize('served', range(1, 6))
+def test_a_deletion_that_breaks_off_leaves_nothing_visible(gcs, tmp_path, served):
+    bucket, folder = Bucket('gs://bucket/runs/one'), write_step(tmp_path, 3)
+    upload(bucket, 3, folder)
+    for _ in range(served):
+        gcs.wire_faults.append(WireFault('^DELETE', times=1))
+    gcs.wire_faults.append(WireFault('^DELETE', status=403))
+    with pytest.raises(TroubleError):
+        delete_step(bucket, 3)
+    assert complete_steps(bucket) == []
+    assert listed_steps(bucket).keys() == {3}
+    gcs.wire_faults.clear()
+    delete_step(bucket, 3)
+    assert listed_steps(bucket) == {}
+
+
+def test_damage_in_the_bucket_is_found(bucket, tmp_path):
+    folder = write_step(tmp_path, 3)
+    upload(bucket, 3, folder)
+    before = (folder / NAMES[3]).read_bytes()
+    bucket.put(f'checkpoints/3/{NAMES[3]}', before[:-1] + b'!')
+    with pytest.raises(InputError, match=f'checkpoints/3/{NAMES[3]}: what arrives is damaged'):
+        fetch_step(bucket, 3, tmp_path / 'back')
+    bucket.put(f'checkpoints/3/{NAMES[3]}', before)
+    fetch_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(folder)
+
+
+def test_what_an_earlier_try_left_is_checked(bucket, tmp_path):
+    folder = write_step(tmp_path, 3)
+    upload(bucket, 3, folder)
+    shutil.copytree(folder, tmp_path / 'back')
+    (tmp_path / 'back' / NAMES[2]).write_bytes((folder / NAMES[2]).read_bytes()[:-1] + b'!')
+    (tmp_path / 'back' / 'surplus').write_bytes(b'x')
+    fetch_step(bucket, 3, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(folder)
+
+
+@pytest.mark.parametrize(
+    'manifest', [b'', b'[]', b'{"files": 3}', b'{"files": {"a": 1}}', b'{"files": {"../../out": [1, "aa"]}}']
+)
+def test_a_manifest_that_is_none(bucket, tmp_path, manifest):
+    upload(bucket, 3, write_step(tmp_path, 3))
+    facts = json.loads(bucket.read(f'checkpoints/3/{MANIFEST}'))
+    assert facts['files'].keys() == {*NAMES}
+    bucket.put(f'checkpoints/3/{MANIFEST}', manifest)
+    with pytest.raises(InputError, match=rf'checkpoints/3/{MANIFEST}: .*use another step'):
+        fetch_step(bucket, 3, tmp_path / 'deep' / 'back')
+    assert not (tmp_path / 'out').exists()

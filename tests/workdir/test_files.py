@@ -1,0 +1,161 @@
+"""The workdir: its config comes back, another model is refused, and what cannot be written or read is named."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.workdir.files import CONFIG, TOKENIZER, check_same_model, describe_run, open_workdir, read_config
+from tests.small import small_config
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    path = tmp_path / 'a_tokenizer.json'
+    path.write_text('{"a": "tokenizer"}')
+    return path
+
+
+def start(workdir, config, tokenizer):
+    """What training does with a workdir before its first step."""
+    open_workdir(workdir)
+    check_same_model(workdir, config)
+    describe_run(workdir, config, tokenizer)
+
+
+def refusal(workdir, config, tokenizer, *parts):
+    with pytest.raises(InputError) as info:
+        start(workdir, config, tokenizer)
+    message = str(info.value)
+    assert '\n' not in message
+    for part in (str(workdir), *parts):
+        assert part in message, message
+
+
+def test_the_config_comes_back(tmp_path, tokenizer):
+    config = small_config(num_devices=8, mesh__tensor=2, model__vocab_size=64, optimizer__learning_rate=1 / 3)
+    start(tmp_path / 'a' / 'b', config, tokenizer)
+    assert read_config(tmp_path / 'a' / 'b') == config
+    assert read_config(tmp_path / 'a' / 'b') != small_config()
+    assert (tmp_path / 'a' / 'b' / TOKENIZER).read_bytes() == tokenizer.read_bytes()
+    assert {entry.name for entry in (tmp_path / 'a' / 'b').iterdir()} == {CONFIG, TOKENIZER}
+
+
+def test_the_chat_template_comes_with_the_tokenizer(tmp_path, tokenizer):
+    (tmp_path / 'chat_template.jinja').write_text('{{ messages }}')
+    start(tmp_path / 'run', small_config(), tokenizer)
+    assert (tmp_path / 'run' / 'chat_template.jinja').read_text() == '{{ messages }}'
+
+
+def test_what_may_change_between_two_lives_is_written_anew(tmp_path, tokenizer):
+    start(tmp_path / 'run', small_config(), tokenizer)
+    config = small_config(model__dropout=0.5, model__remat='full', model__dtype='bfloat16', train__num_steps=99)
+    start(tmp_path / 'run', config, tokenizer)
+    assert read_config(tmp_path / 'run') == config
+
+
+@pytest.mark.parametrize(
+    ('key', 'before', 'now'),
+    [('num_layers', 2, 3), ('dim', 32, 64), ('vocab_size', 61, 64), ('norm', 'layernorm', 'rmsnorm')],
+)
+def test_another_model_is_refused_and_nothing_changes(tmp_path, tokenizer, key, before, now):
+    workdir = tmp_path / 'run'
+    start(workdir, small_config(), tokenizer)
+    (workdir / TOKENIZER).write_text('the first')
+    content = (workdir / CONFIG).read_bytes()
+    other = dataclasses.replace(small_config().model, **{key: now})
+    refusal(
+        workdir,
+        dataclasses.replace(small_config(), model=other),
+        tokenizer,
+        f'model.{key}={before}',
+        str(now),
+    )
+    assert (workdir / CONFIG).read_bytes() == content
+    assert (workdir / TOKENIZER).read_text() == 'the first'
+    assert {entry.name for entry in workdir.iterdir()} == {CONFIG, TOKENIZER}
+
+
+@pytest.mark.parametrize('below', ['file', 'file/run', 'file/a/b'])
+def test_a_regular_file_is_in_the_way(tmp_path, tokenizer, below):
+    (tmp_path / 'file').write_text('mine')
+    refusal(tmp_path / below, small_config(), tokenizer)
+    assert (tmp_path / 'file').read_text() == 'mine'
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """As a user whom permissions bind, should the tests run as root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that other users can enter, unlike pytest's, with a tokenizer in it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / 'tokenizer').write_text('{}')
+        yield folder
+
+
+@pytest.mark.parametrize('mode', [0o555, 0o000])
+@pytest.mark.parametrize('below', ['run', 'run/new'])
+def test_no_permission(open_folder, mode, below):
+    (open_folder / 'run').mkdir()
+    (open_folder / 'run').chmod(mode)
+    with unprivileged():
+        refusal(open_folder / below, small_config(), open_folder / 'tokenizer', 'Permission denied')
+    (open_folder / 'run').chmod(0o777)
+    assert list((open_folder / 'run').iterdir()) == []
+    # Control: with permission the same user may.
+    with unprivileged():
+        start(open_folder / below, small_config(), open_folder / 'tokenizer')
+
+
+def test_no_permission_to_read_the_config(open_folder):
+    (open_folder / CONFIG).write_text('{}')
+    (open_folder / CONFIG).chmod(0o000)
+    with unprivileged(), pytest.raises(InputError, match='Permission denied') as info:
+        read_config(open_folder)
+    assert str(open_folder / CONFIG) in str(info.value)
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        b'',
+        b'{',
+        b'[]',
+        b'null',
+        b'{"model": 3}',
+        b'{"modle": {}}',
+        b'{"model": {"dmi": 3}}',
+        b'\xff\xfe',
+        b'[' * 100_000,
+    ],
+)
+def test_a_garbled_config_is_named(tmp_path, tokenizer, content):
+    path = tmp_path / 'run' / CONFIG
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(InputError, match='not a config') as info:
+        read_config(tmp_path / 'run')
+    assert str(path) in str(info.value)
+    refusal(tmp_path / 'run', small_config(), tokenizer, str(path))
+    assert path.read_bytes() == content
+
+
+def test_no_config(tmp_path):
+    with pytest.raises(InputError, match=r'config\.json: No such file .*give a workdir of maxlm\.train'):
+        read_config(tmp_path)

@@ -1,0 +1,227 @@
+"""One writer: the second is refused, a dead one's lock is taken over by exactly one, a lock that is lost is noticed."""
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from maxlm.errors import EXIT_BAD_INPUT, InputError
+from maxlm.workdir import lock
+from maxlm.workdir.lock import LOCK, WorkdirLock, is_alive, this_process
+from tests.conftest import ROOT
+from tests.faults import how_many, measured
+
+QUICK = {'beat_seconds': 0.1, 'stale_seconds': 1.0}
+# Takes the lock of a directory, says so, and keeps it until its input ends.
+HOLDER = """
+import sys
+from pathlib import Path
+from maxlm.errors import exit_code
+from maxlm.workdir.lock import WorkdirLock
+
+def hold(arguments):
+    with WorkdirLock(Path(arguments[0]), beat_seconds=0.1, stale_seconds=1.0):
+        print('held', flush=True)
+        sys.stdin.read()
+
+sys.exit(exit_code(hold, sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def log(caplog, monkeypatch):
+    # A Console of another test may have left it off.
+    monkeypatch.setattr(logging.getLogger('maxlm'), 'propagate', True)
+    return caplog
+
+
+def start(workdir):
+    pipes = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, '-c', HOLDER, str(workdir)], cwd=ROOT, text=True, **pipes)
+
+
+def plant(workdir, **facts):
+    """A lock of this process, but for `facts`."""
+    owner = dataclasses.replace(this_process(), token='planted', **facts)
+    (workdir / LOCK).write_text(json.dumps(dataclasses.asdict(owner)))
+    return owner
+
+
+def left(workdir):
+    return sorted(entry.name for entry in workdir.iterdir())
+
+
+def test_a_second_run_is_refused_and_told_whose_it_is(tmp_path, record_property):
+    tries = how_many(2, 20)
+    first = start(tmp_path)
+    assert first.stdout.readline() == 'held\n'
+    for _ in range(tries):
+        _, err = (second := start(tmp_path)).communicate(timeout=60)
+        assert second.returncode == EXIT_BAD_INPUT
+        assert err.startswith(f'error: --workdir={tmp_path}: in use by process {first.pid} of ')
+        assert err.count('\n') == 1
+    assert left(tmp_path) == [LOCK]
+    first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert left(tmp_path) == []
+    # Control: now it is free.
+    again = start(tmp_path)
+    assert again.stdout.readline() == 'held\n'
+    again.communicate(timeout=60)
+    measured(record_property, 'two-runs', f'{tries} of {tries} refused, exit code 2')
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
+def test_of_a_killed_process_it_is_free_and_of_a_stopped_one_not(tmp_path, log, number):
+    holder = start(tmp_path)
+    assert holder.stdout.readline() == 'held\n'
+    holder.send_signal(number)
+    try:
+        if number == signal.SIGSTOP:
+            # Longer than its beats may stay out: it is here, so it is looked at itself.
+            time.sleep(1.5 * QUICK['stale_seconds'])
+            with pytest.raises(InputError, match=f'in use by process {holder.pid} '), WorkdirLock(tmp_path, **QUICK):
+                pass
+        else:
+            # Not waited for: its exit code is still there, as that of a process whose parent is busy.
+            os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+            with WorkdirLock(tmp_path, **QUICK):
+                assert f'taken over from process {holder.pid} of' in log.text
+                assert left(tmp_path) == [LOCK]
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_one_of_many_takes_over(tmp_path):
+    plant(tmp_path, pid=2**22 + 1, born='1')
+    everybody = [start(tmp_path) for _ in range(6)]
+    try:
+        told = [process.stdout.readline() for process in everybody]
+        assert sorted(told) == [''] * 5 + ['held\n']
+        codes = [process.wait(60) for process, line in zip(everybody, told, strict=True) if not line]
+        assert codes == [EXIT_BAD_INPUT] * 5
+        (winner,) = (process for process, line in zip(everybody, told, strict=True) if line)
+        assert json.loads((tmp_path / LOCK).read_text())['pid'] == winner.pid
+    finally:
+        for process in everybody:
+            process.communicate()
+    assert left(tmp_path) == []
+
+
+def test_another_machine_that_shows_life_is_left_alone(tmp_path):
+    plant(tmp_path, host='elsewhere', kernel='another')
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.1):
+            os.utime(tmp_path / LOCK)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(InputError, match=r'in use by process .* on elsewhere'), WorkdirLock(tmp_path, **QUICK):
+        pass
+    ended.set()
+    thread.join()
+    assert json.loads((tmp_path / LOCK).read_text())['token'] == 'planted'
+    # Control: when it shows none any more.
+    with WorkdirLock(tmp_path, **QUICK):
+        assert json.loads((tmp_path / LOCK).read_text())['token'] != 'planted'
+
+
+@pytest.mark.parametrize('content', [None, '', '{"host": "x"}'])
+def test_an_old_lock_of_another_machine_or_of_nobody_is_taken_over(tmp_path, log, content):
+    plant(tmp_path, host='elsewhere', kernel='another')
+    if content is not None:
+        (tmp_path / LOCK).write_text(content)
+    before = time.time() - 1000
+    os.utime(tmp_path / LOCK, (before, before))
+    # Not waited for: a wait of this length would end the test.
+    with WorkdirLock(tmp_path, beat_seconds=60, stale_seconds=900):
+        whose = ' on elsewhere' if content is None else 'a run that cannot be named'
+        assert f'{LOCK}: taken over from' in log.text
+        assert whose in log.text
+
+
+@pytest.mark.parametrize(
+    'content', [b'', b'garbage', b'\xff\xfe\0', b'[1]', b'{"host": "x"}', b'{"token": "x"', b'[' * 10**5]
+)
+def test_a_fresh_file_that_is_no_lock_is_refused_at_once(tmp_path, content):
+    (tmp_path / LOCK).write_bytes(content)
+    # Not waited for: a wait of this length would end the test.
+    with (
+        pytest.raises(InputError, match=r'run\.lock is not a lock that maxlm wrote; delete it if no run uses the dir'),
+        WorkdirLock(tmp_path, beat_seconds=600, stale_seconds=900),
+    ):
+        pass
+    # It may be that of a run that is about to write it.
+    assert (tmp_path / LOCK).read_bytes() == content
+    assert left(tmp_path) == [LOCK]
+
+
+def test_a_lock_of_another_version_is_watched(tmp_path):
+    plant(tmp_path, host='elsewhere', kernel='another')
+    facts = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps({**facts, 'since_version': 9}))
+    before = time.monotonic()
+    with WorkdirLock(tmp_path, **QUICK):
+        assert time.monotonic() - before >= QUICK['stale_seconds'] / 2
+
+
+def test_where_hard_links_cannot_be_made(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(lock.os, 'link', refuse)
+    with WorkdirLock(tmp_path, **QUICK):
+        assert left(tmp_path) == [LOCK]
+        with pytest.raises(InputError, match=f'process {os.getpid()} '), WorkdirLock(tmp_path, **QUICK):
+            pass
+    assert left(tmp_path) == []
+
+
+def test_a_lost_lock_is_noticed_and_left_to_the_other(tmp_path):
+    told, heard = [], threading.Event()
+
+    def on_lost(reason):
+        told.append(reason)
+        heard.set()
+
+    with WorkdirLock(tmp_path, on_lost=on_lost, beat_seconds=0.05):
+        owner = json.loads((tmp_path / LOCK).read_text())
+        # As long as it is there, or only tidied up, nothing is said.
+        (tmp_path / LOCK).unlink()
+        while not (tmp_path / LOCK).exists():
+            time.sleep(0.01)
+        assert json.loads((tmp_path / LOCK).read_text()) == owner
+        assert told == []
+        plant(tmp_path, host='elsewhere')
+        assert heard.wait(30)
+    assert 'on elsewhere' in told[0]
+    assert json.loads((tmp_path / LOCK).read_text())['token'] == 'planted'
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / 'file').touch()
+    with (
+        pytest.raises(InputError, match=r'run\.lock cannot be written: Not a directory'),
+        WorkdirLock(tmp_path / 'file'),
+    ):
+        pass
+
+
+def test_who_is_alive():
+    me = this_process()
+    assert is_alive(me) is True
+    # The same number, given to another process since.
+    assert is_alive(dataclasses.replace(me, born='1')) is False
+    assert is_alive(dataclasses.replace(me, pid=2**22 + 1)) is False
+    # After a boot, or from another container, numbers say nothing.
+    assert is_alive(dataclasses.replace(me, kernel='another')) is None

@@ -1,0 +1,261 @@
+"""Storage of a run: by its flags, on a machine that it comes back to, and on a new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from maxlm.errors import InputError
+from maxlm.workdir.bucket_steps import complete_steps
+from maxlm.workdir.run_storage import RunStorage, cache_directory, open_run_storage
+from tests.conftest import ROOT
+from tests.gcs_emulator import WireFault, running
+from tests.workdir.steps import content, write_step
+
+URL = 'gs://bucket/runs/one'
+FAST = {'poll_seconds': 0.01, 'files_seconds': 0.0}
+
+
+def live(workdir, url, *steps, line=''):
+    """A life of a run: it fetches, does steps, and writes a line for each."""
+    storage = RunStorage(workdir, url, **FAST)
+    storage.fetch()
+    workdir.mkdir(parents=True, exist_ok=True)
+    with storage:
+        for step in steps:
+            write_step(workdir, step, line)
+            with (workdir / 'metrics.jsonl').open('a') as file:
+                file.write(json.dumps({'step': step, 'line': line}) + '\n')
+        (workdir / 'config.json').write_text(json.dumps({'last': line}))
+    return storage
+
+
+def lines(workdir):
+    return [json.loads(line)['step'] for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+
+
+def test_a_run_goes_on_on_an_empty_machine(url, tmp_path):
+    live(tmp_path / 'a', url, 1, 2)
+    storage = RunStorage(tmp_path / 'b', url)
+    storage.fetch()
+    assert {*os.listdir(tmp_path / 'b' / 'checkpoints')} == {'2'}
+    assert content(tmp_path / 'b' / 'checkpoints' / '2') == content(tmp_path / 'a' / 'checkpoints' / '2')
+    assert lines(tmp_path / 'b') == [1, 2]
+    # It is there: nothing is to be uploaded.
+    assert storage.uploaded(2)
+    live(tmp_path / 'b', url, 3)
+    assert lines(tmp_path / 'b') == [1, 2, 3]
+    assert storage.remote_steps() == [1, 2, 3]
+    # Back on the first machine, what it has is old.
+    live(tmp_path / 'a', url, 4)
+    assert lines(tmp_path / 'a') == [1, 2, 3, 4]
+    assert {*os.listdir(tmp_path / 'a' / 'checkpoints')} == {'1', '2', '3', '4'}
+    assert storage.remote_steps() == [1, 2, 3, 4]
+
+
+def test_a_run_that_is_killed_keeps_what_it_has_here(url, tmp_path):
+    live(tmp_path, url, 1)
+    # Not uploaded yet.
+    write_step(tmp_path, 2)
+    with (tmp_path / 'metrics.jsonl').open('a') as file:
+        file.write('{"step": 2}\n')
+    storage = RunStorage(tmp_path, url)
+    storage.fetch()
+    assert lines(tmp_path) == [1, 2]
+    assert not (tmp_path / 'metrics.jsonl.replaced').exists()
+    assert {*os.listdir(tmp_path / 'checkpoints')} == {'1', '2'}
+    assert not storage.uploaded(2)
+    live(tmp_path, url, 3)
+    assert storage.remote_steps() == [1, 2, 3]
+
+
+def test_files_that_another_machine_wrote_are_not_lost_here(url, tmp_path):
+    live(tmp_path / 'a', url, 1)
+    (tmp_path / 'b').mkdir()
+    (tmp_path / 'b' / 'metrics.jsonl').write_text('{"step": 99}\n')
+    RunStorage(tmp_path / 'b', url).fetch()
+    assert lines(tmp_path / 'b') == [1]
+    assert (tmp_path / 'b' / 'metrics.jsonl.replaced').read_text() == '{"step": 99}\n'
+
+
+def test_steps_that_vanished_from_the_bucket_are_uploaded_again(bucket, url, tmp_path):
+    live(tmp_path, url, 1, 2)
+    bucket.delete(['checkpoints/1/commit_success.txt'])
+    assert complete_steps(bucket) == [2]
+    live(tmp_path, url, 3)
+    assert complete_steps(bucket) == [1, 2, 3]
+
+
+def test_a_damaged_step_is_fetched(bucket, url, tmp_path):
+    storage = live(tmp_path, url, 1)
+    folder = tmp_path / 'checkpoints' / '1'
+    expected = content(folder)
+    (folder / 'progress' / 'metadata').write_bytes(b'garbled')
+    storage.fetch_step(1)
+    assert content(folder) == expected
+    assert storage.uploaded(1)
+
+
+def test_an_outage_at_the_start_is_not_taken_for_a_new_run(gcs, tmp_path, log):
+    live(tmp_path / 'a', URL, 1)
+    gcs.vanish()
+    with pytest.raises(InputError, match=r'gs://bucket/runs/one/checkpoints: no answer .*start again when it answers'):
+        RunStorage(tmp_path / 'b', URL).fetch(patience_seconds=0.0)
+    assert not (tmp_path / 'b' / 'checkpoints').exists()
+    gcs.appear()
+    gcs.wire_faults.append(WireFault(status=503, times=12))
+    RunStorage(tmp_path / 'b', URL).fetch(patience_seconds=100.0)
+    assert lines(tmp_path / 'b') == [1]
+    assert [line for line in log() if 'trying again in' in line]
+
+
+def test_a_refusal_at_the_start_is_told_at_once(gcs, tmp_path):
+    gcs.wire_faults.append(WireFault(status=403))
+    with pytest.raises(InputError, match=r'refused .*look at the name of the bucket and at the credentials'):
+        RunStorage(tmp_path, URL).fetch()
+
+
+@pytest.mark.parametrize('kind', ['gs', 's3'])
+def test_a_bucket_that_is_not_there(kind, tmp_path, request, monkeypatch):
+    from tests.buckets import s3
+
+    if kind == 'gs':
+        request.getfixturevalue('gcs')
+        with pytest.raises(InputError, match=r'gs://nobody/run/checkpoints: refused .*name of the bucket'):
+            RunStorage(tmp_path, 'gs://nobody/run').fetch(patience_seconds=0.0)
+    else:
+        with (
+            s3.running(monkeypatch),
+            pytest.raises(InputError, match=r's3://nobody/run/checkpoints: refused .*does not exist'),
+        ):
+            RunStorage(tmp_path, 's3://nobody/run').fetch(patience_seconds=0.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_flags_mean(tmp_path, gcs):
+    cache = str(tmp_path / 'cache')
+    plain = open_run_storage(str(tmp_path / 'run'))
+    assert (plain.workdir, str(plain.checkpoint_directory)) == (tmp_path / 'run', str(tmp_path / 'run' / 'checkpoints'))
+    assert not plain.uploaded(1)
+    with plain:
+        plain.fetch()
+    assert list(tmp_path.iterdir()) == []
+    mirrored = open_run_storage(str(tmp_path / 'run'), mirror=URL)
+    assert (mirrored.workdir, mirrored.url) == (tmp_path / 'run', URL)
+    assert str(mirrored.checkpoint_directory) == str(tmp_path / 'run' / 'checkpoints')
+    direct = open_run_storage(f'{URL}/', cache=cache)
+    assert str(direct.checkpoint_directory) == f'{URL}/checkpoints'
+    assert direct.workdir == cache_directory(URL, cache) != cache_directory(f'{URL}2', cache)
+    assert direct.workdir.parent == tmp_path / 'cache' / 'runs'
+    assert direct.workdir.name.startswith('bucket-runs-one-')
+    s3 = open_run_storage('s3://bucket/run', cache=cache)
+    assert str(s3.checkpoint_directory) == str(s3.workdir / 'checkpoints')
+
+
+@pytest.mark.parametrize(
+    'url', ['gs://', 'gs://B/run', 's3://user:hunter2@bucket/run', 'gs://bucket/run?token=hunter2', 'http://bucket/run']
+)
+def test_urls_that_cannot_be_used(url, tmp_path):
+    for workdir, mirror in ((url, ''), (str(tmp_path), url)):
+        with pytest.raises(InputError, match='needs the form gs://bucket/run or s3://bucket/run') as info:
+            open_run_storage(workdir, mirror=mirror)
+        assert 'hunter2' not in str(info.value)
+    with pytest.raises(InputError, match='is in a bucket already'):
+        open_run_storage(URL, mirror='s3://bucket/run')
+
+
+def test_only_the_first_process_uploads(gcs, tmp_path):
+    write_step(tmp_path, 1)
+    with RunStorage(tmp_path, URL, process=1, **FAST) as storage:
+        storage.fetch()
+    assert not gcs.objects
+    with RunStorage(tmp_path, URL, process=0, **FAST):
+        pass
+    assert gcs.objects
+
+
+@pytest.mark.parametrize('status', [401, 403, 503])
+def test_secrets_are_not_told(gcs, tmp_path, log, monkeypatch, status):
+    secrets = {'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'planted-token', 'AWS_SECRET_ACCESS_KEY': 'planted-secret'}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    gcs.wire_faults.append(WireFault(status=status))
+    with pytest.raises(InputError) as info:
+        RunStorage(tmp_path, URL).fetch(patience_seconds=0.0)
+    write_step(tmp_path, 1)
+    storage = RunStorage(tmp_path, URL, **FAST)
+    storage.start()
+    storage.close(patience_seconds=0.5)
+    told = '\n'.join([str(info.value), *log(), *(path.read_text() for path in tmp_path.rglob('*.json'))])
+    assert URL in told
+    assert not [value for value in secrets.values() if value in told]
+
+
+# TensorStore reads its environment once in a process.
+ORBAX = """
+import json, sys
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from maxlm.workdir.run_storage import open_run_storage
+from tests.gcs_emulator import Emulator
+
+url, cache, plan = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+emulator = Emulator.__new__(Emulator)
+emulator.url = url
+storage = open_run_storage('gs://bucket/runs/one', cache=cache, files_seconds=0.0)
+storage.fetch()
+storage.workdir.mkdir(parents=True, exist_ok=True)
+(storage.workdir / 'metrics.jsonl').write_text('{"step": 1}')
+told = []
+def trees(kind, step):
+    return kind({'w': jnp.full(2000, float(step))})
+def checkpointer():
+    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+writer = checkpointer()
+with storage:
+    for step, faults in enumerate(plan, 1):
+        for fault in faults:
+            emulator.fault(**fault)
+        try:
+            writer.save(storage.checkpoint_directory / str(step), args=trees(ocp.args.StandardSave, step))
+            # Raises when all is over: what is answered again afterwards does not complete a step that has failed.
+            writer.wait_until_finished()
+        except Exception as error:
+            told.append(f'{step} failed')
+            # The old one remembers the failure, and raises it again at every restore.
+            writer = checkpointer()
+        emulator.clear()
+        newest = storage.remote_steps()[-1]
+        values = writer.restore(
+            storage.checkpoint_directory / str(newest), args=trees(ocp.args.StandardRestore, 0)
+        )['w']
+        assert (values == newest).all()
+        told.append([step, newest, storage.uploaded(step)])
+print(json.dumps(told))
+"""
+
+
+def test_orbax_saves_into_the_bucket_through_faults(tmp_path):
+    """Slow: processes of their own."""
+    data = r'^POST /upload'
+    passing = [
+        {'match': data, 'times': 3, 'status': 503},
+        {'match': data, 'times': 3, 'status': 429},
+        {'match': data, 'times': 2, 'drop': 'before'},
+        {'match': data, 'times': 2, 'delay': 0.5},
+    ]
+    plan = [[], passing, [{'match': data, 'status': 403}], []]
+    with running('bucket') as emulator:
+        command = [sys.executable, '-c', ORBAX, emulator.url, str(tmp_path), json.dumps(plan)]
+        result = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **emulator.environment}, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        told = json.loads(result.stdout.splitlines()[-1])
+        assert told == [[1, 1, True], [2, 2, True], '3 failed', [3, 2, False], [4, 4, True]]
+        assert 'bucket/runs/one/metrics.jsonl' in emulator.objects
+        assert len([one for one in emulator.log if one['kind'] == 'upload']) > 10

@@ -1,0 +1,254 @@
+"""Uploads in the background: what is uploaded when, what may be deleted, and that no fault reaches the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from maxlm.storage.bucket import Bucket
+from maxlm.workdir import uploader as mirror_module
+from maxlm.workdir.bucket_steps import complete_steps, fetch_step, listed_steps
+from maxlm.workdir.run_storage import RunStorage
+from maxlm.workdir.step_dirs import DAMAGED
+from maxlm.workdir.upload_state import MIRROR, Record
+from maxlm.workdir.uploader import Progress, StepMirror
+from tests.conftest import ROOT
+from tests.gcs_emulator import WireFault, running
+from tests.workdir.steps import NAMES, content, write_step
+
+URL = 'gs://bucket/runs/one'
+WRITES = r'^POST /upload'
+FAST = {'poll_seconds': 0.01, 'files_seconds': 0.0}
+
+
+def mirror_of(workdir, bucket, **options):
+    return StepMirror(bucket, Record(workdir, bucket.url), progress=Progress(bucket.url), **options)
+
+
+def work_off(mirror):
+    while mirror.work():
+        pass
+
+
+def until(condition, seconds=30.0):
+    """Waits for what happens in the background; the bound only ends a test that has failed."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, 'it does not happen'
+        time.sleep(0.01)
+
+
+def remove(workdir, *steps):
+    for step in steps:
+        shutil.rmtree(workdir / 'checkpoints' / str(step))
+
+
+def test_the_bucket_follows_what_the_run_keeps(bucket, tmp_path):
+    mirror = mirror_of(tmp_path, bucket)
+    assert not mirror.work()
+    for step in (1, 2, 3):
+        write_step(tmp_path, step)
+    assert mirror.pending() == [1, 2, 3]
+    # The newest first.
+    assert mirror.work()
+    assert complete_steps(bucket) == [3]
+    work_off(mirror)
+    assert complete_steps(bucket) == [1, 2, 3]
+    remove(tmp_path, 1, 3)
+    write_step(tmp_path, 4)
+    # Another life of the mirror knows the same.
+    work_off(mirror_of(tmp_path, bucket))
+    assert complete_steps(bucket) == [2, 4]
+    assert mirror_of(tmp_path, bucket).pending() == []
+    assert {path.name for path in (tmp_path / MIRROR).iterdir()} == {'record.json'}
+
+
+def test_the_last_copy_is_not_deleted(bucket, tmp_path):
+    write_step(tmp_path, 1)
+    write_step(tmp_path, 2)
+    work_off(mirror_of(tmp_path, bucket))
+    remove(tmp_path, 1, 2)
+    work_off(mirror_of(tmp_path, bucket))
+    assert complete_steps(bucket) == [1, 2]
+    # Put aside, for it is damaged: the bucket's may be the last that is sound.
+    (tmp_path / 'checkpoints' / DAMAGED / '2').mkdir(parents=True)
+    (tmp_path / 'checkpoints' / DAMAGED / '11').mkdir()
+    write_step(tmp_path, 3)
+    work_off(mirror_of(tmp_path, bucket))
+    assert complete_steps(bucket) == [2, 3]
+
+
+def test_nothing_is_deleted_before_what_is_newer_is_complete(gcs, tmp_path):
+    bucket = Bucket(URL)
+    write_step(tmp_path, 1)
+    mirror = mirror_of(tmp_path, bucket)
+    work_off(mirror)
+    remove(tmp_path, 1)
+    write_step(tmp_path, 2)
+    gcs.wire_faults.append(WireFault(WRITES, status=403))
+    for _ in range(3):
+        with pytest.raises(Exception, match='planned: 403'):
+            mirror.work()
+    assert complete_steps(bucket) == [1]
+    gcs.wire_faults.clear()
+    work_off(mirror)
+    assert complete_steps(bucket) == [2]
+
+
+def test_a_step_of_a_number_that_was_there_before_is_uploaded(bucket, tmp_path):
+    write_step(tmp_path, 1)
+    work_off(mirror_of(tmp_path, bucket))
+    remove(tmp_path, 1)
+    other = write_step(tmp_path, 1, 'another life')
+    work_off(mirror_of(tmp_path, bucket))
+    fetch_step(bucket, 1, tmp_path / 'back')
+    assert content(tmp_path / 'back') == content(other)
+
+
+def test_steps_of_other_machines(bucket, tmp_path):
+    for step in (1, 2, 3):
+        write_step(tmp_path / 'a', step)
+    work_off(mirror_of(tmp_path / 'a', bucket))
+    bucket.put('checkpoints/4/left', b'half of a step')
+    bucket.put('checkpoints/6/left', b'half of a newer one')
+    write_step(tmp_path / 'b', 5)
+    work_off(mirror_of(tmp_path / 'b', bucket))
+    assert complete_steps(bucket) == [1, 2, 3, 5]
+    assert listed_steps(bucket).keys() == {1, 2, 3, 5, 6}
+    asked = []
+
+    def surplus(steps):
+        asked.append(steps)
+        return {1, 3, 5, 7}
+
+    write_step(tmp_path / 'b', 7)
+    work_off(mirror_of(tmp_path / 'b', bucket, surplus=surplus))
+    assert asked == [[1, 2, 3, 5, 7]]
+    # What the directory holds itself is not in question.
+    assert complete_steps(bucket) == [2, 5, 7]
+
+
+def test_a_step_that_the_run_deletes_while_it_is_sent(gcs, tmp_path):
+    write_step(tmp_path, 1)
+    hold = gcs.fault('hold', '*/0a1b', requests='upload')
+    mirror = mirror_of(tmp_path, Bucket(URL))
+    thread = threading.Thread(target=mirror.work)
+    thread.start()
+    assert hold.reached.wait(30)
+    expected = content(tmp_path / 'checkpoints' / '1')
+    remove(tmp_path, 1)
+    hold.released.set()
+    thread.join()
+    assert complete_steps(Bucket(URL)) == [1]
+    fetch_step(Bucket(URL), 1, tmp_path / 'back')
+    assert content(tmp_path / 'back') == expected
+
+
+def test_without_links_the_step_itself_is_read(gcs, tmp_path, monkeypatch):
+    def no_links(*_, **__):
+        raise OSError(95, 'Operation not supported')
+
+    monkeypatch.setattr(os, 'link', no_links)
+    write_step(tmp_path, 1)
+    work_off(mirror_of(tmp_path, Bucket(URL)))
+    assert complete_steps(Bucket(URL)) == [1]
+    assert content(tmp_path / MIRROR).keys() == {'record.json'}
+
+
+@pytest.mark.parametrize('fault', ['outage', '403', '503'])
+def test_training_goes_on_through_an_outage(gcs, tmp_path, log, fault):
+    with RunStorage(tmp_path, URL, **FAST) as storage:
+        write_step(tmp_path, 1)
+        until(lambda: storage.uploaded(1))
+        if fault == 'outage':
+            gcs.vanish()
+        else:
+            gcs.wire_faults.append(WireFault(status=int(fault)))
+        # What training would do meanwhile: nothing of it waits.
+        for step in range(2, 6):
+            write_step(tmp_path, step)
+        until(lambda: [line for line in log() if 'trying again' in line])
+        assert not storage.uploaded(5)
+        gcs.appear() if fault == 'outage' else gcs.wire_faults.clear()
+        write_step(tmp_path, 6)
+        until(lambda: storage.uploaded(6))
+    assert storage.remote_steps() == [1, 2, 3, 4, 5, 6]
+    assert [line for line in log() if 'answers again' in line]
+
+
+def test_silence_is_said(gcs, tmp_path, log):
+    hold = gcs.fault('hold', '*/0a1b', requests='upload')
+    with RunStorage(tmp_path, URL, stall_seconds=0.2, **FAST):
+        write_step(tmp_path, 1)
+        until(lambda: [line for line in log() if 'nothing has arrived there for' in line])
+        hold.released.set()
+    assert complete_steps(Bucket(URL)) == [1]
+
+
+def test_no_silence_no_warning(gcs, tmp_path, log):
+    with RunStorage(tmp_path, URL, **FAST) as storage:
+        write_step(tmp_path, 1)
+        until(lambda: storage.uploaded(1))
+    assert [line for line in log() if 'nothing has arrived' in line or 'trying again' in line] == []
+    assert mirror_module.STALL_SECONDS < 60
+
+
+def test_the_end_does_not_wait_for_ever(gcs, tmp_path, log, monkeypatch):
+    # Tries that fail are no progress, however many.
+    monkeypatch.setattr(mirror_module, 'LONGEST_WAIT_AT_END', 0.01)
+    storage = RunStorage(tmp_path, URL, **FAST)
+    storage.start()
+    gcs.vanish()
+    write_step(tmp_path, 7)
+    storage.close(patience_seconds=0.3)
+    assert [line for line in log() if 'steps 7 are only in' in line]
+    gcs.appear()
+    # Another life uploads it.
+    with RunStorage(tmp_path, URL, **FAST):
+        pass
+    assert complete_steps(Bucket(URL)) == [7]
+
+
+UPLOADER = """
+import sys
+from pathlib import Path
+from maxlm.workdir.run_storage import RunStorage
+with RunStorage(Path(sys.argv[1]), 'gs://bucket/runs/one', poll_seconds=0.01):
+    pass
+"""
+
+
+def test_a_killed_upload_is_resumed(tmp_path, monkeypatch):
+    """Slow: processes of their own."""
+    with running('bucket') as emulator:
+        emulator.take_for_googles(monkeypatch)
+        write_step(tmp_path, 1)
+        folder = write_step(tmp_path, 2)
+        files = {f'runs/one/checkpoints/2/{name}' for name in NAMES}
+
+        def sent():
+            return [one['name'] for one in emulator.log if one['kind'] == 'upload' and one['name'] in files]
+
+        # Two get through, the others hang.
+        emulator.fault(WRITES, times=2)
+        emulator.fault(WRITES, delay=60)
+        process = subprocess.Popen([sys.executable, '-c', UPLOADER, str(tmp_path)], cwd=ROOT)
+        until(lambda: len(sent()) >= 2, 60)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        emulator.clear()
+        assert not [name for name in emulator.objects if name.endswith('/2/commit_success.txt')]
+        with RunStorage(tmp_path, URL, **FAST):
+            pass
+        assert len(sent()) == len(set(sent())) == len(NAMES)
+        restored = RunStorage(tmp_path / 'new', URL)
+        restored.fetch()
+        assert restored.remote_steps() == [1, 2]
+        assert content(tmp_path / 'new' / 'checkpoints' / '2') == content(folder)
