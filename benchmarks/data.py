@@ -32,8 +32,8 @@ from benchmarks.step import machine
 from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.records import Dataset, ShardWriter, SourceCounts, Split, dataset_fingerprint, save_manifest
 from maxlm.data.loader.batches import iterate
-from maxlm.data.loader.dataset import open_corpus
-from maxlm.data.loader.shuffle import Order
+from maxlm.data.loader.dataset import open_training_data
+from maxlm.data.loader.shuffle import ShuffledIndex
 from maxlm.data.loader.windows import window_batch
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
 def _own_loaders(at: Path, dataset: Dataset, batches: int) -> dict[str, Callable[[], float]]:
     memmap = MemmapLoader(at / 'tokens.bin')
     data = DataConfig(path=str(dataset.path), window=WINDOW)
-    corpus = open_corpus(data)
+    corpus = open_training_data(data)
     own = corpus.train_batches(BATCH)
     position = iter(range(10**9))
 
@@ -219,7 +219,7 @@ def write_dataset(tokens: np.ndarray, path: Path, num_shards: int) -> Dataset:
 def _order_cost(count: int) -> tuple[float, int]:
     """Microseconds per window and bytes of memory of the order of `count` windows in a thousand shards."""
     tracemalloc.start()
-    order = Order([count // 1000] * 1000, seed=0)
+    order = ShuffledIndex([count // 1000] * 1000, seed=0)
     order[0]
     size = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -24,10 +24,10 @@ from maxlm.config.resolve import resolve, resolve_on
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.hardware.chips import find_chip
-from maxlm.inference.cast_params import as_used
-from maxlm.inference.engine.compiled import MOST_PASSES, Chunk, Programs
-from maxlm.inference.engine.model_runner import Rest
-from maxlm.inference.engine.slots import Room
+from maxlm.inference.cast_params import cast_params
+from maxlm.inference.engine.compiled import MOST_PASSES, CompiledFunctions, PrefillChunk
+from maxlm.inference.engine.model_runner import PendingPrompt
+from maxlm.inference.engine.slots import FreeSlot
 from maxlm.inference.sampling import Sampling, rows_of
 from maxlm.parallel.layout import make_layout
 from maxlm.training.state import init_state
@@ -76,7 +76,7 @@ def measure(
 ) -> dict[str, Any]:
     """Median seconds of a pass, what it reads, and the share of `bandwidth`, bytes/s, that this is."""
     layout = make_layout(config.mesh, jax.devices()[:1])
-    programs = Programs(
+    programs = CompiledFunctions(
         config,
         layout,
         num_ids=config.model.vocab_size,
@@ -85,11 +85,11 @@ def measure(
         int8=int8,
         chunk=min(512, context // 2),
     )
-    params = as_used(init_state(config, layout).params, config, layout)
+    params = cast_params(init_state(config, layout).params, config, layout)
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.model.tie_embeddings:
         weights -= params['embedding'].nbytes
-    room = Room(programs.rooms).fit(context // 2 + 1)
+    room = FreeSlot(programs.rooms).fit(context // 2 + 1)
     params, state = programs.prepare(params), programs.resize(programs.start(), room)
     rng = np.random.default_rng(0)
     chunk = min(512, context // 2)
@@ -97,9 +97,9 @@ def measure(
         prompt = rng.integers(0, config.model.vocab_size, context // 2).tolist()
         for start in range(0, len(prompt), chunk):
             part = prompt[start : start + chunk]
-            made = Chunk(part, start, slot, prompt, GREEDY, 0, 0)
+            made = PrefillChunk(part, start, slot, prompt, GREEDY, 0, 0)
             state, _ = programs.prefill(params, state, [made], want_top=False)
-    rest = Rest(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
+    rest = PendingPrompt(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
     rows, rest = programs.put((rows_of([GREEDY] * slots), rest))
     calls = -(-passes // MOST_PASSES)
     # The first one compiles, the second warms up. Positions that there is no room for are as fast: all room is read.

@@ -31,10 +31,10 @@ from benchmarks.step import machine
 from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT
 from maxlm.data.tokenizer.tokenizer import Tokenizer, make_tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
-from maxlm.evaluation.lm_eval_model import HarnessAnswers, harness_model
+from maxlm.evaluation.lm_eval_model import LmEvalModel, harness_model
 from maxlm.huggingface.import_model import import_model
 from maxlm.inference.load import load_model
-from maxlm.inference.scoring import Scorer
+from maxlm.inference.scoring import LogprobScorer
 from maxlm.log import progress_bar
 from maxlm.workdir.files import TOKENIZER
 
@@ -208,7 +208,7 @@ def write_model(directory: Path, tokenizer: Tokenizer) -> int:
 def maxlm_side(workdir: Path) -> Callable[[Task], Turn]:
     """Answers through maxlm's backend."""
     model = load_model(str(workdir), num_devices=1)
-    backend = harness_model(HarnessAnswers(model, Scorer(model), None))
+    backend = harness_model(LmEvalModel(model, LogprobScorer(model), None))
     return lambda task: answer(backend, task)
 
 

@@ -26,9 +26,9 @@ import numpy as np
 
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.model.attention.attention import attend
-from maxlm.model.attention.cudnn import attend_documents, documents_per_row, takes_documents
+from maxlm.model.attention.cudnn import attend_documents, documents_per_row, supports_documents
 from maxlm.model.layers.masks import causal_mask
-from maxlm.parallel.partitioning import ONE_DEVICE
+from maxlm.parallel.partitioning import SINGLE_DEVICE
 
 # Largest error of a token's vector, relative to the vector's norm or to what is usual for the array. Of bfloat16's 8
 # bits scores, weights and results each lose one or two.
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog='benchmarks.gpu_attention', allow_abbrev=False, description=__doc__)
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
-    if not takes_documents(jnp.zeros((1, 1, 1, 1)), ONE_DEVICE):
+    if not supports_documents(jnp.zeros((1, 1, 1, 1)), SINGLE_DEVICE):
         device = jax.devices()[0].device_kind
         raise InputError(f'device {device}: needs a GPU of compute capability 9.0 or later, such as an H100')
     checks = check({'documents': documents, 'mask': masked}, causal, CHECKED)
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 def documents(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
     """The kernel that is told of documents."""
-    return attend_documents(q, k, v, segments, window=window, placement=ONE_DEVICE)
+    return attend_documents(q, k, v, segments, window=window, placement=SINGLE_DEVICE)
 
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:

@@ -25,7 +25,7 @@ from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.hardware.chips import Chip
 from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.planning.compiled.hlo import Instruction, Module, read_hlo
+from maxlm.planning.compiled.hlo import Instruction, Module, parse_hlo
 from maxlm.planning.compiled.matmuls import is_library_product, product_flops
 from maxlm.planning.compiled.program import Program, read_program
 from maxlm.planning.compiled.trip_counts import Scope, trip_count
@@ -159,7 +159,7 @@ def describe(rung: Rung) -> dict[str, Any]:
         'micro_batches': config.accumulation,
         'layers': config.model.num_layers,
         'kernels': program.kernels,
-        'products': {name: tuple(counted) for name, counted in library_products(read_hlo(text)).items()},
+        'products': {name: tuple(counted) for name, counted in library_products(parse_hlo(text)).items()},
         'flops': program.flops,
         'attention_flops': work.attention_flops,
         'sent_bytes': sent_bytes(program),

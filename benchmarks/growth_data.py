@@ -15,11 +15,11 @@ from benchmarks.data import random_tokens, write_dataset
 from benchmarks.growth_curves import Curve
 from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.records import Dataset, Shard, SourceCounts, Split
-from maxlm.data.loader.batches import Batches, Part, TrainingRows
-from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.loader.batches import Batches, TrainingRows, WeightedSource
+from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.mixture import PERIOD, ROWS_KEPT, Mixture
-from maxlm.data.loader.shuffle import Order
-from maxlm.data.loader.windows import Windows
+from maxlm.data.loader.shuffle import ShuffledIndex
+from maxlm.data.loader.windows import Sequences
 
 BATCH = 32
 # Short, so that a million windows are few files.
@@ -113,9 +113,12 @@ def described_dataset(shard_windows: Sequence[int]) -> Dataset:
 
 
 def described_batches(*shard_windows: Sequence[int]) -> Batches:
-    """Training batches of such data sets, one for each source, as `Corpus.train_batches` makes them."""
-    parts = [Part(Windows(described_dataset(sizes), 'train', WINDOW), [0] * len(sizes)) for sizes in shard_windows]
-    orders = [Order(part.windows.shard_windows, seed=number) for number, part in enumerate(parts)]
+    """Training batches of such data sets, one for each source, as `TrainingData.train_batches` makes them."""
+    parts = [
+        WeightedSource(Sequences(described_dataset(sizes), 'train', WINDOW), [0] * len(sizes))
+        for sizes in shard_windows
+    ]
+    orders = [ShuffledIndex(part.windows.shard_windows, seed=number) for number, part in enumerate(parts)]
     return Batches(parts, TrainingRows(Mixture([1.0] * len(parts), seed=0), orders), global_batch=BATCH)
 
 
@@ -138,7 +141,7 @@ def _of_windows(size: int, path: Path, rounds: int) -> tuple[float, float, float
     data = DataConfig(path=str(dataset.path), window=WINDOW)
 
     def open_batches() -> Batches:
-        return open_corpus(data).train_batches(BATCH)
+        return open_training_data(data).train_batches(BATCH)
 
     def first_batch() -> Batches:
         batches = open_batches()

@@ -36,7 +36,7 @@ from maxlm.parallel.layout import Layout
 from maxlm.planning.compiled.program import read_program
 from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.estimate.work import estimate_work
-from maxlm.trainer.step_runner import Stepping
+from maxlm.trainer.step_runner import StepRunner
 
 ROOT = Path(__file__).parent.parent
 DEVICES = (1, 2, 4, 8, 16, 32)
@@ -78,20 +78,20 @@ class Probe:
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
-        self.stepping: Stepping | None = None
+        self.stepping: StepRunner | None = None
         self._calls = 0
         self._placing = 0.0, 0
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Probe:
-        take_step, put_batch = Stepping.take, Layout.put_batch
+        take_step, put_batch = StepRunner.take, Layout.put_batch
 
         def measured_put(layout: Layout, *arguments: Any) -> Any:
             batch, seconds, calls = self._measure(partial(put_batch, layout, *arguments))
             self._placing = seconds, calls
             return batch
 
-        def measured_take(loop: Stepping, *arguments: Any, **options: Any) -> Any:
+        def measured_take(loop: StepRunner, *arguments: Any, **options: Any) -> Any:
             self.stepping = loop
             # Counting is slow: every second step is timed without.
             counts = len(self.samples) % 2 == 1
@@ -104,7 +104,7 @@ class Probe:
             self.samples.append(Sample(seconds, calls, *self._placing))
             return state
 
-        self._patches.enter_context(mock.patch.object(Stepping, 'take', measured_take))
+        self._patches.enter_context(mock.patch.object(StepRunner, 'take', measured_take))
         self._patches.enter_context(mock.patch.object(Layout, 'put_batch', measured_put))
         return self
 

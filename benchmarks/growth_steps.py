@@ -17,7 +17,7 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.planning.compiled.hlo import read_hlo
+from maxlm.planning.compiled.hlo import parse_hlo
 from maxlm.training.state import abstract_state, init_state
 
 # Small enough for a step of milliseconds, large enough that its products are most of it.
@@ -141,7 +141,7 @@ def make_config(settings: dict[str, Any]) -> Config:
 
 def count_instructions(text: str) -> int:
     """Instructions of a compiled program, those of all its computations."""
-    return sum(len(computation) for computation in read_hlo(text).computations.values())
+    return sum(len(computation) for computation in parse_hlo(text).computations.values())
 
 
 def measure(axis: Axis, rounds: int, sizes: Sequence[int] = ()) -> list[Curve]:

@@ -20,7 +20,7 @@ from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.trainer.main import keep_freed_memory
+from maxlm.trainer.main import disable_malloc_trim
 from maxlm.training.state import abstract_state, init_state
 
 MEAN_DOCUMENT = 1000
@@ -72,5 +72,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == '__main__':
     # As `maxlm.train` does.
-    keep_freed_memory()
+    disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from maxlm.hardware.chips import Chip
-from maxlm.planning.compiled.hlo import Array, Computation, Instruction, Module, read_hlo
+from maxlm.planning.compiled.hlo import Array, Computation, Instruction, Module, parse_hlo
 from maxlm.planning.compiled.matmuls import product_flops
 from maxlm.planning.compiled.replica_groups import find_groups, find_pairs
 from maxlm.planning.compiled.trip_counts import Scope, trip_count
@@ -90,7 +90,7 @@ def read_overlap(
     """
     if 'is_scheduled=true' not in text[: text.find('\n')]:
         raise ValueError('a program that is not scheduled does not tell what runs beside what')
-    module = read_hlo(text)
+    module = parse_hlo(text)
     player = _Player(module, tuple(mesh_sizes.items()), chip, num_devices // num_islands)
     by_kind = player.play(Scope(module.entry)).by_kind
     return {**by_kind, 'total': functools.reduce(Overlap.plus, by_kind.values(), Overlap())}

@@ -24,7 +24,7 @@ from maxlm.huggingface.config_conversion import to_config
 from maxlm.huggingface.state_dict import tensors
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.trainer.main import keep_freed_memory
+from maxlm.trainer.main import disable_malloc_trim
 from maxlm.training.state import abstract_state, init_state
 
 # Steps that are compared.
@@ -162,7 +162,7 @@ def main(peer: str, sizes: str, threads: str) -> None:
     """Serves until standard input ends."""
     # Before any library counts the cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(threads)])
-    keep_freed_memory()
+    disable_malloc_trim()
     run = PEERS[peer](make_config(json.loads(sizes)))
     print(json.dumps([run(index)() for index in range(FIRST)]), flush=True)
     for line in sys.stdin:

@@ -36,7 +36,7 @@ from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.forecast import compile_for
 from maxlm.planning.machine import present_machine
-from maxlm.trainer.main import keep_freed_memory
+from maxlm.trainer.main import disable_malloc_trim
 from maxlm.training.state import abstract_state, init_state
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
@@ -273,5 +273,5 @@ def _print(result: dict[str, Any]) -> None:
 
 if __name__ == '__main__':
     # As `maxlm.train` does.
-    keep_freed_memory()
+    disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))

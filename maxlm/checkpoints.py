@@ -19,20 +19,26 @@ import sys
 import time
 from pathlib import Path
 
-from maxlm.checkpoint.checksums import damages
-from maxlm.checkpoint.fetch import fetch_step
-from maxlm.checkpoint.listing import StoredStep, checkpoint_config, damaged_steps, inventory, select
+from maxlm.checkpoint.checksums import corrupt_arrays
+from maxlm.checkpoint.fetch import fetch_checkpoint
+from maxlm.checkpoint.listing import (
+    CheckpointInfo,
+    checkpoint_config,
+    damaged_steps,
+    list_checkpoints,
+    resolve_checkpoint,
+)
 from maxlm.checkpoint.merge_lora import merge_checkpoint
 from maxlm.config.schema import CheckpointConfig
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.log import Console
-from maxlm.storage.filesystem import shown
+from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.storage.regular_files import read_text
-from maxlm.training.retention import SavedStep, reasons_to_keep
+from maxlm.training.retention import SavedStep, retention_reasons
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
-from maxlm.workdir.step_dirs import FOLDER, StepFolder, to_path
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, to_path
 
 WORKDIR = PathOption(Kind.DIRECTORY, ANY)
 LOCAL_WORKDIR = PathOption(
@@ -102,12 +108,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _list(options: argparse.Namespace) -> int:
     rows = []
     for given in options.workdirs:
-        chosen = select(given)
+        chosen = resolve_checkpoint(given)
         # The rules see all steps, also when one is asked for.
-        reasons = _reasons(chosen.workdir, inventory(chosen.workdir), options, need_config=False)
+        reasons = _reasons(chosen.workdir, list_checkpoints(chosen.workdir), options, need_config=False)
         for one in chosen.steps:
             kept = ', '.join(reasons[one.step]) or 'nothing'
-            rows.append((f'{shown(chosen.workdir)}@{one.step}', one, kept))
+            rows.append((f'{display_path(chosen.workdir)}@{one.step}', one, kept))
     if options.json:
         for name, one, kept in rows:
             facts = {'step': one.step, 'bytes': one.bytes, 'validation_loss': one.validation_loss, 'kept': kept}
@@ -118,19 +124,19 @@ def _list(options: argparse.Namespace) -> int:
     for name, one, kept in rows:
         loss = '-' if one.validation_loss is None else f'{one.validation_loss:.4f}'
         print(f'{name:<{width}}  {_size(one.bytes):>9}  {loss:>15}  {kept}')
-    for workdir in dict.fromkeys(select(given).workdir for given in options.workdirs):
+    for workdir in dict.fromkeys(resolve_checkpoint(given).workdir for given in options.workdirs):
         if names := damaged_steps(workdir):
-            print(f'{shown(workdir)}: set aside as damaged, never used: {", ".join(names)}')
+            print(f'{display_path(workdir)}: set aside as damaged, never used: {", ".join(names)}')
     return EXIT_DONE
 
 
 def _verify(options: argparse.Namespace) -> int:
     num_damaged = 0
     for given in options.workdirs:
-        chosen = select(given)
+        chosen = resolve_checkpoint(given)
         workdir = Path(chosen.workdir)
         for one in chosen.steps:
-            found, num_sums = damages(to_path(workdir) / FOLDER / str(one.step))
+            found, num_sums = corrupt_arrays(to_path(workdir) / CHECKPOINTS_DIR / str(one.step))
             num_damaged += bool(found)
             for line in found:
                 print(f'damaged   {line}')
@@ -142,8 +148,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     for given in options.workdirs:
-        chosen = select(given)
-        workdir, everything = Path(chosen.workdir), inventory(chosen.workdir)
+        chosen = resolve_checkpoint(given)
+        workdir, everything = Path(chosen.workdir), list_checkpoints(chosen.workdir)
         reasons = _reasons(chosen.workdir, everything, options, need_config=True)
         going = [one for one in chosen.steps if not reasons[one.step]]
         if going and not options.dry_run:
@@ -151,7 +157,7 @@ def _prune(options: argparse.Namespace) -> int:
             # A run that starts now is refused.
             with WorkdirLock(workdir):
                 for one in going:
-                    StepFolder(workdir).delete(one.step)
+                    StepDirectory(workdir).delete(one.step)
         for one in going:
             told = 'would be deleted' if options.dry_run else 'deleted'
             print(f'{workdir}@{one.step}: {told}, {_size(one.bytes)}')
@@ -161,7 +167,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _fetch(options: argparse.Namespace) -> int:
-    found = fetch_step(
+    found = fetch_checkpoint(
         options.workdir, Path(options.output), weights_only=options.weights_only, threads=options.threads, show=True
     )
     for line in found.damages:
@@ -179,7 +185,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _reasons(
-    workdir: str, steps: list[StoredStep], options: argparse.Namespace, *, need_config: bool
+    workdir: str, steps: list[CheckpointInfo], options: argparse.Namespace, *, need_config: bool
 ) -> dict[int, tuple[str, ...]]:
     given = {rule: getattr(options, rule) for rule in RULES if getattr(options, rule) is not None}
     config = CheckpointConfig()
@@ -190,7 +196,7 @@ def _reasons(
             if need_config:
                 raise
     rules = {rule: given.get(rule, getattr(config, rule)) for rule in RULES}
-    return reasons_to_keep([SavedStep(one.step, one.validation_loss) for one in steps], **rules)
+    return retention_reasons([SavedStep(one.step, one.validation_loss) for one in steps], **rules)
 
 
 def _check_free(workdir: Path) -> None:

@@ -13,10 +13,10 @@ import json
 import sys
 
 from maxlm.diagnostics.checks.registry import CHECKS, choose
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import as_json, as_lines, progress, show, worst
 from maxlm.diagnostics.result import Status
-from maxlm.diagnostics.runner import examine, leave
+from maxlm.diagnostics.runner import exit_process, run_checks
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.storage.paths import ANY, Kind, PathOption
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     # Of several processes the first speaks for all; the others only say what is wrong on their machines.
     speaks = case.process == 0
     with progress(is_shown=speaks and not options.json) as tell:
-        results = list(examine(chosen, case, on_begin=lambda check: tell(f'{check.name}: {check.meaning}')))
+        results = list(run_checks(chosen, case, on_begin=lambda check: tell(f'{check.name}: {check.meaning}')))
     if options.json:
         print(json.dumps(as_json(results), indent=1))
     elif speaks:
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILED if worst(results) is Status.FAILURE else EXIT_DONE
 
 
-def _read(argv: list[str]) -> tuple[Case, argparse.Namespace]:
+def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:
     try:
         from maxlm.config.loading import load, split_overrides
     except ImportError as error:
@@ -50,13 +50,13 @@ def _read(argv: list[str]) -> tuple[Case, argparse.Namespace]:
             raise InputError(
                 f'--config={options.config}: {error}; look at the machine without --config first'
             ) from error
-        return Case(workdir=options.workdir), options
+        return CheckContext(workdir=options.workdir), options
     overrides, rest = split_overrides(argv)
     options = _parser().parse_args(rest)
     if overrides and not options.config:
         raise InputError(f'--config.{overrides[0]}: overrides a config; give one with --config=FILE')
     config = load(options.config, overrides) if options.config else None
-    return Case(spec=options.config, overrides=overrides, config=config, workdir=options.workdir), options
+    return CheckContext(spec=options.config, overrides=overrides, config=config, workdir=options.workdir), options
 
 
 def _names(given: str) -> list[str]:
@@ -93,7 +93,7 @@ def _parser() -> ArgumentParser:
 
 def run() -> None:
     """Entry of `python -m maxlm.doctor` and `maxlm doctor`."""
-    leave(exit_code(main, sys.argv[1:]))
+    exit_process(exit_code(main, sys.argv[1:]))
 
 
 if __name__ == '__main__':

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxlm.data.loader.dataset import Corpus, open_corpus
+from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
 from maxlm.evaluation.code import ProgramsConfig
 from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, make_token_losses, measure
-from maxlm.evaluation.runner import Assessed, Assessment, AssessmentConfig, parse_tasks
+from maxlm.evaluation.runner import EvalConfig, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.log import Console, progress_bar
-from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathList, PathOption
 from maxlm.telemetry.metrics import perplexity
 
@@ -42,7 +42,7 @@ class Evaluated(NamedTuple):
     loss: dict[str, Any]
     held_out: HeldOut | None
     measures: list[Measure]
-    tasks: Assessed | None
+    tasks: EvalResult | None
 
 
 def main(argv: list[str]) -> int:
@@ -52,12 +52,12 @@ def main(argv: list[str]) -> int:
         raise InputError('--checkpoint: the same one is given twice')
     assessment = None
     if options.tasks:
-        assessment = Assessment(parse_tasks(options.tasks), _assessment_config(options))
+        assessment = EvalRun(parse_tasks(options.tasks), _assessment_config(options))
     found = []
     for checkpoint in options.checkpoint:
         with Console():
             model = load_model(checkpoint, num_devices=jax.device_count())
-        keep_programs(model.config.train.compile_cache)
+        enable_compilation_cache(model.config.train.compile_cache)
         found.append(_evaluate(checkpoint, model, assessment, options))
         del model
     if options.output:
@@ -113,14 +113,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _assessment_config(options: argparse.Namespace) -> AssessmentConfig:
+def _assessment_config(options: argparse.Namespace) -> EvalConfig:
     lengths = None
     if options.needle_lengths:
         try:
             lengths = tuple(sorted(int(part) for part in options.needle_lengths.split(',')))
         except ValueError:
             raise InputError(f'--needle_lengths={options.needle_lengths}: needs numbers with commas between') from None
-    return AssessmentConfig(
+    return EvalConfig(
         folder=options.tasks_path,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
@@ -133,7 +133,7 @@ def _assessment_config(options: argparse.Namespace) -> AssessmentConfig:
 
 
 def _evaluate(
-    checkpoint: str, model: LoadedModel, assessment: Assessment | None, options: argparse.Namespace
+    checkpoint: str, model: LoadedModel, assessment: EvalRun | None, options: argparse.Namespace
 ) -> Evaluated:
     name = f'{Path(checkpoint.partition("@")[0]).name}@{model.step}'
     if len(options.checkpoint) > 1 and _is_ambiguous(checkpoint, options.checkpoint):
@@ -164,7 +164,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
     # Of text, whatever the model was trained on last.
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
     data = dataclasses.replace(config.data, path=options.data, sources=()) if options.data else config.data
-    corpus = open_corpus(data, tell_sources=config.metrics.by_source)
+    corpus = open_training_data(data, tell_sources=config.metrics.by_source)
     num_tokens, text_bytes = _check(corpus, model)
     batches = corpus.validation_batches(
         config.train.global_batch,
@@ -207,7 +207,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
     return held_out, values, [*measures, *by_source]
 
 
-def _check(corpus: Corpus, model: LoadedModel) -> tuple[int, int]:
+def _check(corpus: TrainingData, model: LoadedModel) -> tuple[int, int]:
     """Tokens and bytes of the validation data; InputError if it is not this model's, or not there."""
     dataset = corpus.first
     # Not byte by byte: a file from elsewhere may be written in another way and mean the same.

@@ -22,7 +22,7 @@ from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.inference.sampling import Sampling
 from maxlm.log import Console, progress_bar
 from maxlm.model.layers.weight_only_quantization import KINDS
-from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.storage.regular_files import read_text
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
     with Console():
         model = load_model(options.checkpoint, num_devices=1, quantize=options.quantize)
-    keep_programs(model.config.train.compile_cache)
+    enable_compilation_cache(model.config.train.compile_cache)
 
     def request(ids: list[int]) -> Request:
         return Request(

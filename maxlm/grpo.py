@@ -20,10 +20,10 @@ from maxlm.config.schema import Config
 from maxlm.config.validation_rl import check_grpo
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
-from maxlm.rewards.scorer import Scorer, check_tasks
+from maxlm.rewards.scorer import RewardScorer, check_tasks
 from maxlm.trainer import main as runs
 from maxlm.trainer.initialize import INIT_FROM
-from maxlm.trainer.rollouts import RolloutFeed
+from maxlm.trainer.rollouts import RolloutBatches
 from maxlm.workdir.files import TOKENIZER
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str], *, began: float | None = None) -> int:
     return runs.main(argv, open_feed, prog='maxlm.grpo', description=__doc__, began=began)
 
 
-def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutFeed, int]:
+def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
     """See `runs.OpenFeed`."""
     check_grpo(config)
     origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
@@ -53,8 +53,8 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutFeed,
         raise InputError(
             f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only {prompts.num} prompts'
         )
-    scorer = stack.enter_context(Scorer(grpo.reward, eval_reward))
-    feed = RolloutFeed(
+    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward))
+    feed = RolloutBatches(
         config,
         prompts=prompts,
         eval_prompts=eval_prompts,

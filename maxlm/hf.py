@@ -26,7 +26,7 @@ from maxlm.huggingface.export_peft import export_adapter
 from maxlm.huggingface.import_model import import_model
 from maxlm.huggingface.safetensors_io import DTYPES
 from maxlm.log import Console
-from maxlm.storage.filesystem import is_url, shown
+from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.upload_directory import Upload
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
         )
         if upload:
             upload.finish(show=True)
-    place = shown(options.output) if upload else exported.directory
+    place = display_path(options.output) if upload else exported.directory
     print(
         f'{place}: {exported.class_name} of {exported.parameters:,} parameters, '
         f'{exported.bytes / 1e9:.2f} GB in {options.dtype}'

@@ -25,22 +25,22 @@ import jax
 from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import AUTO, Config
-from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.hardware.chips import Chip
 from maxlm.log import Console, logger
 from maxlm.planning import plots, tables
 from maxlm.planning.budget import BudgetPlan, plan_budget
 from maxlm.planning.chinchilla import BESIROGLU, read_runs, refit
-from maxlm.planning.cost import Terms
+from maxlm.planning.cost import PricingTerms
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE, install_compiler
 from maxlm.planning.machine import Machine, machine_of, usable_memory
-from maxlm.planning.report import advice_text, as_json, as_text, cost_of, size_text, what_a_budget_buys
+from maxlm.planning.report import as_json, as_text, budget_text, cost_of, size_text, suggestions_text
 from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
-from maxlm.planning.search import Candidate, choose_micro_batch, confirm, search
+from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
-from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.trainer.preflight import sample_config
 
@@ -71,14 +71,14 @@ def main(argv: list[str]) -> int:
         target = parse_target(options.target)
         if target.chip.platform == 'cpu':
             # A program for devices that are not here could be kept, and not read.
-            keep_programs(config.train.compile_cache)
+            enable_compilation_cache(config.train.compile_cache)
         data = _data(config, options.vocab_size)
         if options.sweep is not None:
             return _sweep(config, target, data, terms, options)
         return _plan(config, target, data, terms, options)
 
 
-def _plan(config: Config, target: Target, data: Data, terms: Terms, options: argparse.Namespace) -> int:
+def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, options: argparse.Namespace) -> int:
     resolver = partial(_resolve, target=target, data=data)
     missing = _missing_compiler(target, options)
     machine = _machine(config, target, resolver)
@@ -88,7 +88,7 @@ def _plan(config: Config, target: Target, data: Data, terms: Terms, options: arg
     shown = forecaster(resolver(config))
     advice: Candidate | None = None
     if options.fit or not shown.fits:
-        advice = confirm(search(config, machine, resolver), forecaster)
+        advice = verify_by_compiling(search_layouts(config, machine, resolver), forecaster)
     if options.fit and advice:
         shown = advice.forecast
     cost = cost_of(shown, terms)
@@ -100,7 +100,7 @@ def _plan(config: Config, target: Target, data: Data, terms: Terms, options: arg
         print(f'All figures are estimates: {missing}')
     print(as_text(shown, cost))
     if options.dollars or options.hours:
-        print(what_a_budget_buys(shown, terms, dollars=options.dollars, hours=options.hours))
+        print(budget_text(shown, terms, dollars=options.dollars, hours=options.hours))
     if options.fit or not shown.fits:
         print(_advice(shown, advice, asked=options.fit))
     return EXIT_DONE if shown.fits else EXIT_FAILED
@@ -118,11 +118,11 @@ def _advice(shown: Forecast, advice: Candidate | None, *, asked: bool) -> str:
     forecast = advice.forecast
     return (
         f'{begin}, {size_text(forecast.needed)}, {forecast.time.total:.3g} s a step, '
-        f'{forecast.tokens_per_second:,.0f} tokens/s:\n  {advice_text(advice.changes)}'
+        f'{forecast.tokens_per_second:,.0f} tokens/s:\n  {suggestions_text(advice.changes)}'
     )
 
 
-def _sweep(config: Config, target: Target, data: Data, terms: Terms, options: argparse.Namespace) -> int:
+def _sweep(config: Config, target: Target, data: Data, terms: PricingTerms, options: argparse.Namespace) -> int:
     budget = options.dollars or options.hours
     chip, price = target.chip, terms.price
     if config.train.micro_batch == AUTO:
@@ -215,7 +215,7 @@ def _data(config: Config, vocab_size: int) -> Data:
     if vocabulary and not config.train.num_epochs:
         return Data(vocabulary, windows=1)
     try:
-        corpus = open_corpus(config.data, tell_sources=False)
+        corpus = open_training_data(config.data, tell_sources=False)
     except InputError as error:
         if config.train.num_epochs:
             raise InputError(f'train.num_epochs={config.train.num_epochs:g} needs the data set: {error}') from error
@@ -226,14 +226,16 @@ def _data(config: Config, vocab_size: int) -> Data:
     return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows)
 
 
-def _terms(options: argparse.Namespace) -> Terms:
+def _terms(options: argparse.Namespace) -> PricingTerms:
     for name in ('price_per_hour', 'spot_price_per_hour', 'dollars', 'hours'):
         value = getattr(options, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise InputError(f'--{name.replace("_", "-")}={value:g}: needs a number above 0')
     if not 0 <= options.spot_share <= 1:
         raise InputError(f'--spot-share={options.spot_share:g}: needs a number from 0 to 1')
-    return Terms(price=options.price_per_hour, spot_price=options.spot_price_per_hour, spot_share=options.spot_share)
+    return PricingTerms(
+        price=options.price_per_hour, spot_price=options.spot_price_per_hour, spot_share=options.spot_share
+    )
 
 
 def _parser(*, plans: bool) -> ArgumentParser:

@@ -21,15 +21,22 @@ from maxlm.data.formats.discovery import find_inputs, refuse_overlap
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.registry import find_format
 from maxlm.data.prepare.existing_output import OtherDataError, locked, published, refuse_other_data
-from maxlm.data.prepare.partitions import Group, Reading, make_groups
-from maxlm.data.prepare.pipeline import LEARNED, Means, Recipe, prepare, remove_leftovers, remove_partial_files
+from maxlm.data.prepare.partitions import Partition, ReadSettings, make_partitions
+from maxlm.data.prepare.pipeline import (
+    LEARNED,
+    ExecutionOptions,
+    PrepareConfig,
+    prepare,
+    remove_leftovers,
+    remove_partial_files,
+)
 from maxlm.data.prepare.provenance import chat_facts, made_from
 from maxlm.data.prepare.scan import Cleaning
 from maxlm.data.prepare.summary import files_left_out, summary
-from maxlm.data.tokenizer.fim import Infill
+from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import SPECS, check_spec, make_tokenizer
 from maxlm.errors import ArgumentParser, InputError, exit_code, text_argument
-from maxlm.storage.filesystem import Entry, shown
+from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
 if TYPE_CHECKING:
@@ -46,7 +53,7 @@ def main(argv: list[str]) -> int:
     validation = find_inputs(options.validation, **find) if options.validation else []
     refuse_overlap(training, validation)
     recipe = _recipe(options, training, validation)
-    groups = make_groups(training, validation)
+    groups = make_partitions(training, validation)
     lines = _prepare(options, recipe, groups) if isinstance(options.output, Path) else _publish(options, recipe, groups)
     if not options.quiet:
         lines += files_left_out(not_text)
@@ -60,7 +67,7 @@ def run() -> None:
     sys.exit(exit_code(main, sys.argv[1:]))
 
 
-def _prepare(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> list[str]:
+def _prepare(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> list[str]:
     """Makes the data set in the directory `options.output`; returns its summary."""
     with locked(options.output):
         if (options.output / MANIFEST_NAME).exists():
@@ -74,7 +81,7 @@ def _prepare(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group
     return summary(dataset, message, cleaned=bool(recipe.cleaning))
 
 
-def _publish(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> list[str]:
+def _publish(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> list[str]:
     """Makes the data set in the cache and uploads it to the URL `options.output`; returns its summary."""
     from maxlm.workdir.upload_directory import Upload  # needs fsspec
 
@@ -91,7 +98,7 @@ def _publish(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group
         upload.discard()
         lines = _prepare(local, recipe, groups)
     upload.finish(show=not options.quiet)
-    return [line.replace(str(upload.folder), shown(url)) for line in lines]
+    return [line.replace(str(upload.folder), display_path(url)) for line in lines]
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -281,7 +288,8 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError(f'--ray_address={options.ray_address} needs --engine=ray')
     if options.engine == 'ray' and not isinstance(options.output, Path):
         raise InputError(
-            f'--output={shown(options.output)}: --engine=ray needs a directory that the cluster shares; upload it then'
+            f'--output={display_path(options.output)}: --engine=ray needs a directory that the cluster shares; '
+            'upload it then'
         )
     make_cleaner(options.filter)
     choose_bands(options.near_threshold)
@@ -294,8 +302,10 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
-def _recipe(options: argparse.Namespace, training: Sequence[InputFile], validation: Sequence[InputFile]) -> Recipe:
-    infill = Infill(options.infill, options.infill_spm) if options.infill else None
+def _recipe(
+    options: argparse.Namespace, training: Sequence[InputFile], validation: Sequence[InputFile]
+) -> PrepareConfig:
+    infill = FimConfig(options.infill, options.infill_spm) if options.infill else None
     learned = options.tokenizer.partition(':')[0] in LEARNED
     tokenizer = None if learned else make_tokenizer(options.tokenizer, [], infill=infill is not None)
     _check_tokens(options, [*training, *validation])
@@ -318,9 +328,9 @@ def _recipe(options: argparse.Namespace, training: Sequence[InputFile], validati
             end_of_document=end,
             vocab_size=tokenizer.vocab_size,
         )
-    return Recipe(
+    return PrepareConfig(
         tokenizer=options.tokenizer,
-        reading=Reading(read, options.skip_bad),
+        reading=ReadSettings(read, options.skip_bad),
         cleaning=Cleaning(tuple(options.filter), options.deduplicate, options.near_threshold),
         validation_share=0.0 if validation else options.validation_share,
         infill=infill,
@@ -368,7 +378,7 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
             if getattr(options, name) not in ('', None):
                 raise InputError(f'--{name}={getattr(options, name)} is for token files, and no input is one')
         return
-    path = shown(tokens.path)
+    path = display_path(tokens.path)
     if options.tokenizer.partition(':')[0] in (*LEARNED, 'bytes'):
         raise InputError(
             f'{path} is tokenized already: --tokenizer={options.tokenizer} does not tell with what; '
@@ -379,11 +389,11 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
             raise InputError(f'{path} is tokenized already: --{name} needs text; prepare tokens without it')
 
 
-def _make(options: argparse.Namespace, recipe: Recipe, groups: Sequence[Group]) -> Dataset:
+def _make(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> Dataset:
     remove_partial_files(options.output)
     try:
         with _engine(options, len(groups)) as engine:
-            means = Means(engine, options.retries, options.skip_failed, show_progress=not options.quiet)
+            means = ExecutionOptions(engine, options.retries, options.skip_failed, show_progress=not options.quiet)
             return prepare(recipe, groups, options.output, means)
     finally:
         remove_partial_files(options.output)

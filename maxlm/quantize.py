@@ -15,14 +15,14 @@ from pathlib import Path
 import jax
 
 from maxlm.checkpoint.fetch import find_step_here
-from maxlm.data.loader.dataset import Corpus, open_corpus
+from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
 from maxlm.log import Console, progress_bar
 from maxlm.model.layers.weight_only_quantization import DEFAULT_GROUPS, KINDS
-from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.trainer.evaluator import evaluate
 from maxlm.training.step import make_eval_step
@@ -70,11 +70,11 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _open_corpus(checkpoint: str, path: str | None) -> Corpus:
+def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
     workdir = Path(find_step_here(checkpoint).parent.parent)
     data = read_config(workdir).data
     data = dataclasses.replace(data, path=path, sources=()) if path else data
-    corpus = open_corpus(data, tell_sources=False)
+    corpus = open_training_data(data, tell_sources=False)
     dataset = corpus.first
     if Tokenizer.load(dataset.tokenizer_path).sha256 != Tokenizer.load(workdir / TOKENIZER).sha256:
         raise InputError(
@@ -90,10 +90,10 @@ def _open_corpus(checkpoint: str, path: str | None) -> Corpus:
     return corpus
 
 
-def _loss(checkpoint: str, corpus: Corpus, num_batches: int) -> float:
+def _loss(checkpoint: str, corpus: TrainingData, num_batches: int) -> float:
     """Of text, in nats per token, whatever the model was trained on last."""
     model = load_model(checkpoint, num_devices=jax.device_count())
-    keep_programs(model.config.train.compile_cache)
+    enable_compilation_cache(model.config.train.compile_cache)
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
     global_batch = config.train.global_batch
     batches = corpus.validation_batches(global_batch, num_batches, model.layout.local_rows(global_batch))

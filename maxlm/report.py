@@ -15,7 +15,7 @@ from pathlib import Path
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
-from maxlm.storage.filesystem import is_url, shown
+from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.telemetry.run_history import read_history
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     first = options.workdirs[0]
     alone = len(options.workdirs) == 1
     if alone and options.output is None and is_url(first):
-        raise InputError(f'{shown(first)}: the page cannot be written there; give --output=FILE')
+        raise InputError(f'{display_path(first)}: the page cannot be written there; give --output=FILE')
     path = options.output or (Path(first) / NAME if alone else Path(COMPARISON))
     histories = [read_history(workdir) for workdir in options.workdirs]
     if alone and options.output is None and not histories[0].begun:

@@ -32,10 +32,10 @@ def main(argv: list[str]) -> int:
     from maxlm.inference.engine.engine import Engine
     from maxlm.inference.load import load_model
     from maxlm.inference.resolve_model import found_checkpoint, name_of
-    from maxlm.runtime.compilation_cache import keep_programs
+    from maxlm.runtime.compilation_cache import enable_compilation_cache
     from maxlm.serving.limits import Limits
-    from maxlm.serving.request_parsing import Served
-    from maxlm.serving.server import Running, bind, is_loopback, run_until_told, url_of
+    from maxlm.serving.request_parsing import ServedModel
+    from maxlm.serving.server import Server, bind, is_loopback, serve_until_stopped, url_of
 
     api_key = _api_key(options.api_key_file)
     for origin in options.allow_origin:
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
             model = load_model(
                 checkpoint, num_devices=options.devices, quantize=options.quantize, share_layers=options.devices > 1
             )
-        keep_programs(model.config.train.compile_cache)
+        enable_compilation_cache(model.config.train.compile_cache)
         engine = Engine(
             model,
             num_slots=options.slots,
@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
         model = model.without_params()
         engine.warm_up(logger.info)
         name = options.name or name_of(options.checkpoint)
-        served = Served(name, model.step, model.tokenizer, model.chat, engine)
-        running = Running(
+        served = ServedModel(name, model.step, model.tokenizer, model.chat, engine)
+        running = Server(
             served,
             limits,
             listener,
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
             origins=options.allow_origin,
             on_ready=lambda: print(f'serving {name} (step {model.step}) at {url_of(listener)}', flush=True),
         )
-        return run_until_told(running)
+        return serve_until_stopped(running)
 
 
 def _parser() -> ArgumentParser:

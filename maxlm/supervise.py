@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from maxlm.config.default_workdir import default_workdir
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
-from maxlm.workdir.step_dirs import FOLDER, MARKER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER
 
 LONGEST_PAUSE_SECONDS = 300.0
 # How long a signal may go unnoticed in a pause.
@@ -40,7 +40,7 @@ class Policy(NamedTuple):
     backoff: float
 
 
-class History(NamedTuple):
+class RestartHistory(NamedTuple):
     """What is remembered of the lives so far: their newest step, and the ends since without a newer one."""
 
     newest: int
@@ -56,14 +56,14 @@ class Decision(NamedTuple):
     text: str
 
 
-def decide(policy: Policy, history: History, code: int, newest: int) -> tuple[Decision, History]:
+def next_action(policy: Policy, history: RestartHistory, code: int, newest: int) -> tuple[Decision, RestartHistory]:
     """What to do after a life has ended with `code` and left `newest` as its newest complete step."""
     if code == EXIT_DONE:
         return Decision(EXIT_DONE, 0, ''), history
     if code == EXIT_BAD_INPUT:
         return Decision(EXIT_BAD_INPUT, 0, f'bad input (exit code {EXIT_BAD_INPUT}): not started again'), history
     if newest > history.newest:
-        history = History(newest, 0, policy.backoff)
+        history = RestartHistory(newest, 0, policy.backoff)
     else:
         history = history._replace(failures=history.failures + 1)
     if history.failures >= policy.max_failures:
@@ -102,7 +102,9 @@ def newest_step(workdir: str) -> int:
         return -1
     try:
         names = (
-            _steps_in_bucket(workdir) if '://' in workdir else [path.name for path in Path(workdir, FOLDER).iterdir()]
+            _steps_in_bucket(workdir)
+            if '://' in workdir
+            else [path.name for path in Path(workdir, CHECKPOINTS_DIR).iterdir()]
         )
     except Exception:
         # File systems of buckets have errors of all kinds. Not to know counts as no progress.
@@ -116,8 +118,8 @@ def _steps_in_bucket(workdir: str) -> list[str]:
 
     filesystem, root = fsspec.core.url_to_fs(workdir)
     filesystem.invalidate_cache()
-    folder = f'{root.rstrip("/")}/{FOLDER}'
-    complete = [path.split('/')[-2] for path in filesystem.glob(f'{folder}/*/{MARKER}')]
+    folder = f'{root.rstrip("/")}/{CHECKPOINTS_DIR}'
+    complete = [path.split('/')[-2] for path in filesystem.glob(f'{folder}/*/{COMMIT_MARKER}')]
     # Buckets with real directories have no such file: their steps are renamed when they are complete.
     return complete or [path.rstrip('/').rpartition('/')[2] for path in filesystem.ls(folder, detail=False)]
 
@@ -146,13 +148,13 @@ class Supervisor:
 
     def _supervise(self) -> int:
         workdir = find_workdir(self._command)
-        history = History(newest_step(workdir), 0, self._policy.backoff)
+        history = RestartHistory(newest_step(workdir), 0, self._policy.backoff)
         while not self._signal:
             code = self._live()
             if self._signal and code not in (EXIT_DONE, EXIT_BAD_INPUT):
                 _say(f'told to stop by {self._signal}; the command ended with exit code {code}')
                 return code
-            decision, history = decide(self._policy, history, code, newest_step(workdir))
+            decision, history = next_action(self._policy, history, code, newest_step(workdir))
             if decision.text:
                 _say(decision.text)
             if decision.code is not None:

@@ -19,9 +19,9 @@ if __name__ == '__main__':
     exit_on_sigterm(importing=True)
 
 from maxlm.config.schema import Config
-from maxlm.data.loader.dataset import check_objective, open_corpus
+from maxlm.data.loader.dataset import check_objective, open_training_data
 from maxlm.trainer import main as runs
-from maxlm.trainer.batch_source import CorpusFeed
+from maxlm.trainer.batch_source import TextBatches
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
@@ -29,14 +29,14 @@ def main(argv: list[str], *, began: float | None = None) -> int:
     return runs.main(argv, open_feed, prog='maxlm.train', description=__doc__, began=began)
 
 
-def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[CorpusFeed, int]:
+def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches, int]:
     """See `runs.OpenFeed`."""
     del stack
     if config.train.objective == 'grpo':
         raise InputError('train.objective=grpo learns from what the model writes: start it by python -m maxlm.grpo')
-    corpus = open_corpus(config.data, tell_sources=config.metrics.by_source)
+    corpus = open_training_data(config.data, tell_sources=config.metrics.by_source)
     check_objective(config, corpus.first)
-    return CorpusFeed(corpus), corpus.first.vocab_size
+    return TextBatches(corpus), corpus.first.vocab_size
 
 
 def run() -> None:

@@ -27,9 +27,9 @@ from hypothesis import HealthCheck, settings
 
 from maxlm import prepare
 from maxlm.data.loader.batches import Batches, TrainingRows
-from maxlm.data.loader.skipped_batches import data_step
+from maxlm.data.loader.skipped_batches import data_index
 from maxlm.planning import gpu_compiler
-from maxlm.runtime.compilation_cache import keep_programs
+from maxlm.runtime.compilation_cache import enable_compilation_cache
 from tools.durations import Durations
 
 pytest_plugins = ['tests.shared_steps', 'tests.time_report']
@@ -71,7 +71,7 @@ def _jax_settings():
     """Raises on rank promotion, and shares compiled programs, with checksums, among the workers of the session."""
     jax.config.update('jax_numpy_rank_promotion', 'raise')
     jax.config.update('jax_compilation_cache_dir', None)
-    keep_programs(str(PROGRAMS / 'workers'))
+    enable_compilation_cache(str(PROGRAMS / 'workers'))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
 
 
@@ -118,7 +118,7 @@ def change_batches(monkeypatch):
         def get(self, step):
             if not isinstance(self.order, TrainingRows):
                 return original(self, step)
-            number = data_step(step, left_out)
+            number = data_index(step, left_out)
             batch = original(self, number)
             if number in poisoned:
                 batch['weights'] = np.full_like(batch['weights'], np.nan)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 # Imported once, not by each life.
 import gcsfs  # noqa: F401
 
-from maxlm.checkpoint.item_metadata import DamagedError
+from maxlm.checkpoint.item_metadata import CorruptCheckpointError
 from maxlm.checkpoint.manager import Checkpoints
-from maxlm.workdir.step_dirs import FOLDER, MARKER, TRASH, UNFINISHED, to_path
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER, TRASH, UNFINISHED, to_path
 from tests.checkpoint.test_manager import FACTS, abstract_on, random_state, same
 from tests.gcs_emulator import Emulator
 
@@ -66,7 +66,7 @@ def live(workdir: str, tell: Any) -> None:
                 restored = checkpoints.restore(step, abstract).state
                 # Control: another step is another state.
                 whole = same(restored, state(step)) and not same(restored, state(step + 1))
-            except DamagedError:
+            except CorruptCheckpointError:
                 whole = False
             if not whole:
                 bad.append(step)
@@ -96,17 +96,17 @@ def kill(life: Life) -> list[dict[str, Any]]:
 def met(workdir: str) -> str:
     """What a kill has come into."""
     if not workdir.startswith('gs://'):
-        folder = to_path(workdir) / FOLDER
+        folder = to_path(workdir) / CHECKPOINTS_DIR
         names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
         if any(UNFINISHED in name for name in names):
             return 'writing'
         return 'deleting' if list((folder / TRASH).glob('*')) else 'between'
     emulator = Emulator.__new__(Emulator)
     emulator.url = os.environ['STORAGE_EMULATOR_HOST']
-    prefix = f'{workdir.removeprefix("gs://")}/{FOLDER}/'
+    prefix = f'{workdir.removeprefix("gs://")}/{CHECKPOINTS_DIR}/'
     names = [name.removeprefix(prefix) for name in emulator.objects if name.startswith(prefix)]
     steps = {int(name.partition('/')[0]) for name in names if name[0].isdigit()}
-    complete = {step for step in steps if f'{step}/{MARKER}' in names}
+    complete = {step for step in steps if f'{step}/{COMMIT_MARKER}' in names}
     partial = steps - complete
     if not partial:
         return 'between'

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from maxlm import train
-from maxlm.checkpoint.async_save import Save
+from maxlm.checkpoint.async_save import AsyncSave
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_DONE, exit_code
@@ -55,13 +55,13 @@ class Faults:
         """To be called right before the life begins."""
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         self._patch(Batches, '__getitem__', self._read)
-        self._patch(Save, 'begin', partial(self._slowly, SAVE_SECONDS))
+        self._patch(AsyncSave, 'begin', partial(self._slowly, SAVE_SECONDS))
         self._patch(Validation, '__call__', partial(self._slowly, EVALUATION_SECONDS))
         # What is slow above is part of what is measured here.
         self._patch(Checkpoints, 'save', partial(self._measured, 'checkpoint'))
         self._patch(Checkpoints, 'wait', partial(self._measured, 'checkpoint'))
         self._patch(Validation, '__call__', partial(self._measured, 'evaluation'))
-        self._patch(batch_source, 'batches_after', self._open)
+        self._patch(batch_source, 'prefetched_batches', self._open)
         self._patch(Reporter, 'begin', self._begin)
         self._patch(Reporter, 'submit', self._submit)
         self._note('began', time.time())

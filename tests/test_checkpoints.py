@@ -17,7 +17,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exi
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
-from maxlm.workdir.step_dirs import FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, restore, same
 
 LOSSES = {2: 3.0, 4: 1.5, 6: 2.0, 8: None}
@@ -62,7 +62,7 @@ def verb(capfd):
 
 
 def steps(workdir):
-    return sorted(int(entry.name) for entry in (workdir / FOLDER).iterdir() if entry.name.isdigit())
+    return sorted(int(entry.name) for entry in (workdir / CHECKPOINTS_DIR).iterdir() if entry.name.isdigit())
 
 
 def size_of(directory):
@@ -84,7 +84,7 @@ def test_the_list(saved, verb):
         {
             'name': f'{saved}@{step}',
             'step': step,
-            'bytes': size_of(saved / FOLDER / str(step)),
+            'bytes': size_of(saved / CHECKPOINTS_DIR / str(step)),
             'validation_loss': LOSSES[step],
             'kept': kept,
         }
@@ -113,12 +113,12 @@ def test_a_relative_path_verifies(saved, verb, monkeypatch):
 
 @pytest.mark.parametrize('item', ['params', 'optimizer'])
 def test_a_damaged_one_is_named(copy, verb, item):
-    flip(copy / FOLDER / '6', item)
+    flip(copy / CHECKPOINTS_DIR / '6', item)
     code, out, _ = verb('verify', copy)
     assert code == EXIT_FAILED
     lines = [line.split()[0] for line in out.splitlines()]
     assert lines == ['whole', 'whole', 'damaged', 'whole']
-    assert str(copy / FOLDER / '6' / item) in out
+    assert str(copy / CHECKPOINTS_DIR / '6' / item) in out
     assert verb('verify', f'{copy}@6')[0] == EXIT_FAILED
     # Nothing is moved, and what is whole verifies alone.
     assert steps(copy) == list(LOSSES)
@@ -135,7 +135,7 @@ def test_pruning(copy, verb):
     assert steps(copy) == [4, 6, 8]
     assert verb('prune', copy, '--keep_last=2', '--keep_best=0', '--permanent_every=0')[0] == EXIT_DONE
     assert steps(copy) == [6, 8]
-    assert list((copy / FOLDER / '_trash').iterdir()) == []
+    assert list((copy / CHECKPOINTS_DIR / '_trash').iterdir()) == []
     # Without a config the rules have to be given.
     (copy / CONFIG).unlink()
     code, _, err = verb('prune', copy)
@@ -197,10 +197,10 @@ def test_a_bucket(saved, states, tmp_path, verb):
 
 def test_fetching_parameters_alone(saved, states, tmp_path, verb):
     assert verb('fetch', f'{saved}@best', '--output', tmp_path, '--weights_only')[0] == EXIT_DONE
-    step = tmp_path / FOLDER / '4'
+    step = tmp_path / CHECKPOINTS_DIR / '4'
     assert not (step / 'optimizer').exists()
     assert not (tmp_path / METRICS).exists()
-    assert size_of(step) < 0.6 * size_of(saved / FOLDER / '4')
+    assert size_of(step) < 0.6 * size_of(saved / CHECKPOINTS_DIR / '4')
     assert same(restore_params(step, abstract_on(8).params), jax.device_get(states[4].params))
     assert not same(restore_params(step, abstract_on(8).params), jax.device_get(states[8].params))
     # They are checked as before, and no run goes on from them by mistake.
@@ -212,8 +212,8 @@ def test_fetching_parameters_alone(saved, states, tmp_path, verb):
 
 
 def test_an_interrupted_fetch_goes_on(saved, states, tmp_path, verb):
-    unfinished = tmp_path / FOLDER / '_fetching' / '8'
-    shutil.copytree(saved / FOLDER / '8', unfinished)
+    unfinished = tmp_path / CHECKPOINTS_DIR / '_fetching' / '8'
+    shutil.copytree(saved / CHECKPOINTS_DIR / '8', unfinished)
     files = sorted(path for path in unfinished.rglob('d/*'))
     kept = files[0].stat().st_ino
     for path in files[1:]:
@@ -222,11 +222,11 @@ def test_an_interrupted_fetch_goes_on(saved, states, tmp_path, verb):
     assert verb('fetch', saved, '--output', tmp_path)[0] == EXIT_DONE
     assert same(restore(tmp_path, abstract_on(1), step=8).state, states[8])
     # What was there is not fetched again.
-    assert (tmp_path / FOLDER / '8' / files[0].relative_to(unfinished)).stat().st_ino == kept
+    assert (tmp_path / CHECKPOINTS_DIR / '8' / files[0].relative_to(unfinished)).stat().st_ino == kept
 
 
 def test_a_damaged_step_is_not_fetched(copy, tmp_path, verb):
-    flip(copy / FOLDER / '8')
+    flip(copy / CHECKPOINTS_DIR / '8')
     code, out, _ = verb('fetch', copy, '--output', tmp_path / 'here')
     assert code == EXIT_FAILED
     assert f'{copy}/checkpoints/8/params' in out

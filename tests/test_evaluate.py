@@ -14,7 +14,7 @@ from maxlm import evaluate, prepare, train
 from maxlm.data.dataset.records import load_manifest
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.evaluation import runner
-from maxlm.inference.scoring import Likelihood, Scorer
+from maxlm.inference.scoring import Likelihood, LogprobScorer
 from maxlm.telemetry.metrics import read_metrics
 from tests.evaluation.engines import RecitingEngine
 from tests.evaluation.harness_tasks import documents, write_tasks
@@ -232,8 +232,10 @@ def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
     assert '--needle_lengths: 512 is beyond the context of the model, 16' in refused(
         run, '--tasks=needle', '--needle_lengths=512'
     )
-    monkeypatch.setattr(Scorer, 'max_length', property(lambda self: 300, lambda self, value: None), raising=False)
-    monkeypatch.setattr(Scorer, 'score', lambda self, spans, show: [Likelihood(-1.0, True) for _ in spans])
+    monkeypatch.setattr(
+        LogprobScorer, 'max_length', property(lambda self: 300, lambda self, value: None), raising=False
+    )
+    monkeypatch.setattr(LogprobScorer, 'score', lambda self, spans, show: [Likelihood(-1.0, True) for _ in spans])
     values = measure('--tasks=needle', '--needle_trials=1', f'--output={tmp_path}')
     (one,) = values['checkpoints']
     # Which number it is this model cannot tell.

@@ -19,7 +19,7 @@ from maxlm.config.path_keys import PATHS, SOURCE, TASK
 from maxlm.data.chat.template import load_template
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
-from maxlm.runtime.compilation_cache import SUFFIX, Programs
+from maxlm.runtime.compilation_cache import SUFFIX, CompilationCache
 from maxlm.storage import filesystem
 from maxlm.storage.jsonl import read_lines
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathList, PathOption
@@ -340,7 +340,7 @@ def test_a_lock_that_is_a_fifo(here, in_time):
 
 
 def test_a_program_that_is_a_fifo(here, in_time):
-    programs = Programs(here)
+    programs = CompilationCache(here)
     os.mkfifo(here / f'key{SUFFIX}')
     assert programs.get('key') is None
     programs.put('other', b'program')

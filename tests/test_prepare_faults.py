@@ -43,7 +43,7 @@ def fail(monkeypatch):
 
     def make(name, times):
         left = [times]
-        read = text.storage.read_bytes
+        read = text.filesystem.read_bytes
 
         def read_bytes(path):
             if Path(path).name == name and left[0] > 0:
@@ -51,7 +51,7 @@ def fail(monkeypatch):
                 raise StorageError(f'{path}: the storage does not answer in time') from TimeoutError()
             return read(path)
 
-        monkeypatch.setattr(text.storage, 'read_bytes', read_bytes)
+        monkeypatch.setattr(text.filesystem, 'read_bytes', read_bytes)
 
     return make
 
@@ -103,10 +103,10 @@ def test_what_is_done_is_not_done_again_after_a_failure(texts, tmp_path, fail, m
     command = ['--input', texts, *ARGUMENTS, '--output', tmp_path / 'data']
     assert run(*command[:-1], tmp_path / 'whole') == 0
     with monkeypatch.context() as patch:
-        read = text.storage.read_bytes
+        read = text.filesystem.read_bytes
         fail('25.txt', 10**6)
         assert run(*command, '--retries', 0) == 2
-        patch.setattr(text.storage, 'read_bytes', read)
+        patch.setattr(text.filesystem, 'read_bytes', read)
         written = []
         write = WriteShards.run
         patch.setattr(WriteShards, 'run', lambda task, report: [written.append(task), write(task, report)])
@@ -206,7 +206,7 @@ def test_a_disk_that_fills(tmp_path, capfd, workers):
 
 @pytest.mark.parametrize('change', ['longer', 'gone'])
 def test_a_file_that_changes_between_two_readings(texts, tmp_path, monkeypatch, capsys, change):
-    judge = scan.judge
+    judge = scan.deduplicate
 
     def change_and_judge(*arguments):
         if change == 'longer':
@@ -215,7 +215,7 @@ def test_a_file_that_changes_between_two_readings(texts, tmp_path, monkeypatch, 
             (texts / '25.txt').unlink()
         return judge(*arguments)
 
-    monkeypatch.setattr(pipeline, 'judge', change_and_judge)
+    monkeypatch.setattr(pipeline, 'deduplicate', change_and_judge)
     command = ['--input', texts, *ARGUMENTS, '--deduplicate', 'exact', '--skip_bad', '--output', tmp_path / 'data']
     assert run(*command) == 2
     error = capsys.readouterr().err

@@ -135,7 +135,7 @@ def test_the_commands_that_use_a_model_do(runs, monkeypatch, capsys):
     # All but the loop of the server, and the compilation of all its programs, which tests/test_serve.py runs.
     monkeypatch.setattr(Engine, 'warm_up', lambda self, tell: None)
     served = []
-    monkeypatch.setattr('maxlm.serving.server.run_until_told', lambda running: served.append(running) or EXIT_DONE)
+    monkeypatch.setattr('maxlm.serving.server.serve_until_stopped', lambda running: served.append(running) or EXIT_DONE)
     told = []
     for line in lines:
         module, *argv = shlex.split(line)[2:]

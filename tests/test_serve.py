@@ -24,7 +24,7 @@ from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import Limits
-from maxlm.serving.request_parsing import Served
+from maxlm.serving.request_parsing import ServedModel
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
@@ -88,7 +88,7 @@ def alone(model):
 @pytest.fixture(scope='module')
 def server(model, engine):
     limits = Limits(max_body=MAX_BODY, drain_seconds=5)
-    with ServerThread(Served('tiny', model.step, model.tokenizer, model.chat, engine), limits=limits) as server:
+    with ServerThread(ServedModel('tiny', model.step, model.tokenizer, model.chat, engine), limits=limits) as server:
         yield server
 
 
@@ -303,7 +303,7 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
         # Compiling all programs takes long, and changes no array.
         monkeypatch.setattr(Engine, 'warm_up', lambda self, tell: None)
         monkeypatch.setattr(
-            'maxlm.serving.server.run_until_told', lambda _: found.append(stacked() - before) or EXIT_DONE
+            'maxlm.serving.server.serve_until_stopped', lambda _: found.append(stacked() - before) or EXIT_DONE
         )
         assert serve.main([f'--checkpoint={workdir}', '--port=0', f'--slots={SLOTS}']) == EXIT_DONE
         return found

@@ -11,7 +11,7 @@ from maxlm import generate
 from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.telemetry.events import read_events
-from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import read_config
 from tests.test_train import curve, ends, params_of, run, same
@@ -104,7 +104,7 @@ def test_saves_are_events(resumed):
 
 
 def test_the_ledger_has_both_lives(resumed):
-    ledger = read_ledger(resumed)
+    ledger = read_goodput(resumed)
     assert [(life.number, life.start_step, life.step, life.closed) for life in ledger.lives] == [
         *((1, 0, 2, True), (2, 2, 4, True)),
     ]

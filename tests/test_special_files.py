@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from maxlm.checkpoint.checksums import damages
+from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.errors import InputError
 from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.import_model import import_model
@@ -49,7 +49,7 @@ def here():
 
 
 def verify(step):
-    lines, _ = damages(step)
+    lines, _ = corrupt_arrays(step)
     if lines:
         raise InputError(lines[0])
 

@@ -3,16 +3,16 @@
 import fsspec
 import pytest
 
-from maxlm.supervise import History, Policy, decide, find_workdir, newest_step
+from maxlm.supervise import Policy, RestartHistory, find_workdir, newest_step, next_action
 
 POLICY = Policy(max_failures=3, backoff=10.0)
 
 
 def lives(*ends, newest=-1):
     """Decisions after (code, newest step) of each life."""
-    history, decisions = History(newest, 0, POLICY.backoff), []
+    history, decisions = RestartHistory(newest, 0, POLICY.backoff), []
     for code, step in ends:
-        decision, history = decide(POLICY, history, code, step)
+        decision, history = next_action(POLICY, history, code, step)
         decisions.append(decision)
     return decisions
 
@@ -42,9 +42,9 @@ def test_when_it_ends(ends, code):
 
 def test_pauses_double_until_there_is_progress():
     policy = Policy(max_failures=100, backoff=10.0)
-    history, pauses = History(-1, 0, policy.backoff), []
+    history, pauses = RestartHistory(-1, 0, policy.backoff), []
     for code, step in [(1, -1)] * 7 + [(75, -1), (1, -1), (1, 5), (1, 5)]:
-        decision, history = decide(policy, history, code, step)
+        decision, history = next_action(policy, history, code, step)
         pauses.append(decision.pause)
     assert pauses == [10, 20, 40, 80, 160, 300, 300, 0, 300, 10, 20]
 

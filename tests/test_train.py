@@ -15,7 +15,7 @@ from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.ranges import RANGES, Range
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.telemetry.events import ENDS, read_events
-from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.training.state import abstract_state
 from maxlm.workdir.files import read_config
@@ -138,7 +138,7 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path,
     assert (workdir / 'checkpoints' / '5').is_dir()
     # Each start is a life, with its beginning and its end.
     assert ends(workdir) == [(1, 'finished', EXIT_DONE), (2, 'finished', EXIT_DONE), (3, 'finished', EXIT_DONE)]
-    lives = read_ledger(workdir).lives
+    lives = read_goodput(workdir).lives
     assert [(life.number, life.start_step, life.step, life.closed) for life in lives] == [
         (1, 0, 3, True),
         (2, None, None, True),

@@ -10,7 +10,7 @@ import pytest
 from maxlm.checkpoint.item_metadata import read_json
 from maxlm.storage.jsonl import read_lines
 from maxlm.telemetry.events import ENDS, read_events
-from maxlm.telemetry.goodput import CATEGORIES, read_ledger
+from maxlm.telemetry.goodput import CATEGORIES, read_goodput
 from tests import slow_training
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
@@ -80,7 +80,7 @@ def misses(found, wanted):
 
 
 def test_every_category_is_what_was_measured(held_up):
-    ledger = read_ledger(held_up / 'slow')
+    ledger = read_goodput(held_up / 'slow')
     assert [(life.number, life.start_step, life.closed) for life in ledger.lives] == [
         (1, 0, False),
         (2, 20, False),
@@ -91,13 +91,13 @@ def test_every_category_is_what_was_measured(held_up):
     assert min(wanted.values()) > 1.5
     assert misses(ledger.totals, wanted) == {}
     # Control: with the steps that were done again counted as steps, two categories are far off.
-    naive = read_ledger(held_up / 'slow', count_lost=False)
+    naive = read_goodput(held_up / 'slow', count_lost=False)
     assert set(misses(naive.totals, wanted)) == {'step', 'lost'}
     assert sum(naive.totals.values()) == pytest.approx(ledger.seconds)
 
 
 def test_the_sum_is_the_wall_time_and_so_is_the_bill(held_up):
-    ledger = read_ledger(held_up / 'slow')
+    ledger = read_goodput(held_up / 'slow')
     assert set(ledger.totals) == set(CATEGORIES)
     assert min(ledger.totals.values()) >= 0
     # The last line is the last that is written there.
@@ -108,7 +108,7 @@ def test_the_sum_is_the_wall_time_and_so_is_the_bill(held_up):
 
 
 def test_the_metrics_and_events_tell_the_same(held_up):
-    ledger = read_ledger(held_up / 'slow')
+    ledger = read_goodput(held_up / 'slow')
     lines = [json.loads(line) for line in (held_up / 'slow' / 'metrics.jsonl').read_text().splitlines()]
     last = [line for line in lines if 'cost/hours' in line][-1]
     assert last['step'] == slow_training.LAST

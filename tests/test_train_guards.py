@@ -11,11 +11,11 @@ import pytest
 from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.telemetry.events import read_events
-from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.trainer import trainer
-from maxlm.trainer.budget import Spending
-from maxlm.trainer.throughput import Pace
+from maxlm.trainer.budget import RunBudget
+from maxlm.trainer.throughput import Throughput
 from maxlm.workdir.files import read_config
 from tests.test_train import curve, ends, params_of, run, same
 
@@ -52,11 +52,11 @@ def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path
     # The run's own files have each of them, and that the steps after the fourth were in vain.
     kinds = [event['kind'] for event in read_events(tmp_path / 'run').lines if event.get('alert')]
     assert kinds == ['skipped', 'skipped', 'skipped', 'rollback']
-    assert read_ledger(tmp_path / 'run').totals['lost'] > 0
+    assert read_goodput(tmp_path / 'run').totals['lost'] > 0
     change_batches(left_out=((7, 12),))
     assert run(dataset, tmp_path / 'never', **SETTINGS) == EXIT_DONE
     assert curve(tmp_path / 'run') == curve(tmp_path / 'never')
-    assert read_ledger(tmp_path / 'never').totals['lost'] == 0
+    assert read_goodput(tmp_path / 'never').totals['lost'] == 0
     assert same(params_of(tmp_path / 'run', 16), params_of(tmp_path / 'never', 16))
     # Controls: what was left out matters, and a run that goes on later remembers it.
     change_batches()
@@ -98,12 +98,12 @@ def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, capsys):
 def slow_clock(monkeypatch):
     """A clock by which every step takes a minute, and what comes before the first nothing."""
 
-    class Clocked(Spending):
+    class Clocked(RunBudget):
         def __init__(self, *arguments, began, pace, **more):
             super().__init__(*arguments, began=0.0, pace=pace, clock=lambda: 60.0 * pace.steps, **more)
 
-    monkeypatch.setattr(trainer, 'Spending', Clocked)
-    monkeypatch.setattr(Pace, 'seconds', property(lambda pace: 60.0 * pace.steps))
+    monkeypatch.setattr(trainer, 'RunBudget', Clocked)
+    monkeypatch.setattr(Throughput, 'seconds', property(lambda pace: 60.0 * pace.steps))
 
 
 def test_a_budget_stops_a_run_with_its_state_saved(dataset, tmp_path, slow_clock, capsys):
@@ -146,15 +146,15 @@ def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path,
     def seconds(steps):
         return 60.0 * steps + 60.0 * max(0, steps - 32)
 
-    class Clocked(Spending):
+    class Clocked(RunBudget):
         def __init__(self, *arguments, began, pace, **more):
             super().__init__(
                 *arguments, began=seconds(first), pace=pace, clock=lambda: seconds(first + pace.steps), **more
             )
 
-    monkeypatch.setattr(trainer, 'Spending', Clocked)
-    monkeypatch.setattr(Pace, 'seconds', property(lambda pace: seconds(first + pace.steps) - seconds(first)))
-    monkeypatch.setattr(Pace, 'pauses', {}, raising=False)
+    monkeypatch.setattr(trainer, 'RunBudget', Clocked)
+    monkeypatch.setattr(Throughput, 'seconds', property(lambda pace: seconds(first + pace.steps) - seconds(first)))
+    monkeypatch.setattr(Throughput, 'pauses', {}, raising=False)
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__schedule': 'cosine'}
     settings |= {'optimizer__min_learning_rate': 0, 'checkpoint__keep_last': 99}
     first = 0

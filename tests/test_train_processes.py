@@ -11,7 +11,7 @@ import pytest
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.storage.jsonl import read_lines
 from maxlm.telemetry.events import read_events
-from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.train import main
 from maxlm.workdir.files import SAMPLES_FILE
@@ -157,7 +157,7 @@ def test_the_first_process_speaks_for_all(whole):
 
 def test_each_process_tells_where_its_time_went(whole):
     workdir, _ = whole
-    ledgers = [read_ledger(workdir, process) for process in (0, 1)]
+    ledgers = [read_goodput(workdir, process) for process in (0, 1)]
     for ledger in ledgers:
         assert [(life.number, life.start_step, life.step, life.closed) for life in ledger.lives] == [(1, 0, 7, True)]
         assert min(ledger.totals[name] for name in ('start', 'compile', 'step', 'evaluation', 'checkpoint')) > 0
@@ -238,7 +238,7 @@ def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_propert
     last = read_events(tmp_path / 'run').lines[-1]
     assert (last['kind'], last['code']) == ('preempted', EXIT_PREEMPTED)
     assert 'process 1: stuck' in last['message']
-    assert all(read_ledger(tmp_path / 'run', process).lives[0].closed for process in (0, 1))
+    assert all(read_goodput(tmp_path / 'run', process).lives[0].closed for process in (0, 1))
     times = f'it ended after {itself:.1f} s, the other after {everyone:.1f} s'
     measured(record_property, 'stuck', f'a loader that hangs, with a deadline of 5 s: {times}')
 

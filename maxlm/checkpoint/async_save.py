@@ -13,9 +13,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from maxlm.checkpoint.item_metadata import drop_echoes
+from maxlm.checkpoint.item_metadata import dedupe_logs
 from maxlm.errors import os_message
-from maxlm.runtime.barrier import Joint, PeerError
+from maxlm.runtime.barrier import PeerError, SaveTransaction
 from maxlm.storage.retry import redact
 
 # A save that is not through by then is given up.
@@ -29,10 +29,10 @@ _STATUS = re.compile(r"http_response_code='(\d{3})'")
 _LONGEST_REASON = 160
 
 
-class Save:
+class AsyncSave:
     """The save of one step; made anew for each, since what Orbax has of one that failed fails again."""
 
-    def __init__(self, joint: Joint, on_end: Callable[[str], None]):
+    def __init__(self, joint: SaveTransaction, on_end: Callable[[str], None]):
         """
         Args:
             joint: with the other processes.
@@ -58,7 +58,7 @@ class Save:
     def begin(self, directory: epath.Path, items: ocp.args.Composite) -> None:
         """Copies the arrays off the device and lets them be written. What fails from here on is told to `on_end`."""
         # For good: threads of a save that failed complain after its end.
-        drop_echoes()
+        dedupe_logs()
         try:
             # What is left there of another try is deleted.
             self._checkpointer.save(directory, args=items, force=True)
@@ -83,7 +83,7 @@ class Save:
             self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        reason = why(error) if error else ''
+        reason = failure_reason(error) if error else ''
         try:
             if error and not isinstance(error, PeerError):
                 self._joint.fail(reason)
@@ -106,7 +106,7 @@ def _let_writers_end() -> None:
             threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-def why(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """The reason of a failure in one short line."""
     text = ' '.join(str(error).split())
     if found := _OS_ERROR.search(text):

@@ -28,7 +28,14 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import type_handlers
 
-from maxlm.checkpoint.item_metadata import DamagedError, descriptions, named_leaves, read_json, reading, stored_tree
+from maxlm.checkpoint.item_metadata import (
+    CorruptCheckpointError,
+    descriptions,
+    item_metadata,
+    named_leaves,
+    read_json,
+    translate_errors,
+)
 from maxlm.model.blocks import BLOCKS
 from maxlm.parallel.host_offload import on_host, to_device
 
@@ -76,7 +83,7 @@ def read_checksums(step_directory: epath.Path) -> dict[str, Sums] | None:
     content = read_json(path)
     version = content.pop('version', None)
     if version != VERSION or not all(isinstance(sums, dict) for sums in content.values()):
-        raise DamagedError(f'{path}: holds no checksums that this version of maxlm knows')
+        raise CorruptCheckpointError(f'{path}: holds no checksums that this version of maxlm knows')
     return content
 
 
@@ -88,10 +95,10 @@ def check_items(step_directory: epath.Path, stored: Mapping[str, Sums]) -> None:
     """
     for item in sorted(stored):
         if not (step_directory / item).is_dir():
-            raise DamagedError(f'{step_directory / item}: missing in the checkpoint')
+            raise CorruptCheckpointError(f'{step_directory / item}: missing in the checkpoint')
 
 
-def check_sums(path: epath.Path, stored: Mapping[str, Sums], found: Sums) -> None:
+def verify_checksums(path: epath.Path, stored: Mapping[str, Sums], found: Sums) -> None:
     """Compares the checksums of one item.
 
     Args:
@@ -104,12 +111,12 @@ def check_sums(path: epath.Path, stored: Mapping[str, Sums], found: Sums) -> Non
     """
     wanted = stored.get(path.name)
     if wanted is None:
-        raise DamagedError(f'{path}: has no checksum, although others of this step have')
+        raise CorruptCheckpointError(f'{path}: has no checksum, although others of this step have')
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
         rest = f', and {len(wrong) - 1} more' if len(wrong) > 1 else ''
-        raise DamagedError(
+        raise CorruptCheckpointError(
             f'{path}: damaged: {name} is {found.get(name, "missing")}, was saved as '
             f'{wanted.get(name, "nothing of that name")}{rest}'
         )
@@ -129,13 +136,13 @@ def check_descriptions(path: epath.Path, stored: Mapping[str, Sums], found: Mapp
     saved = {name: text.rpartition(' ')[0] for name, text in stored.get(path.name, {}).items()}
     if saved != found:
         name = min(saved.items() ^ found.items())[0]
-        raise DamagedError(
+        raise CorruptCheckpointError(
             f'{path}: damaged: {name} is described as {found.get(name, "missing")}, was saved as '
             f'{saved.get(name, "nothing of that name")}'
         )
 
 
-def damages(step_directory: epath.Path) -> tuple[list[str], int]:
+def corrupt_arrays(step_directory: epath.Path) -> tuple[list[str], int]:
     """Reads all of a step, a piece at a time, and compares it with its checksums.
 
     Returns:
@@ -146,7 +153,7 @@ def damages(step_directory: epath.Path) -> tuple[list[str], int]:
     try:
         stored = read_checksums(step_directory)
         progress = read_json(step_directory / JSON_ITEMS[0])
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         return [str(error)], 0
     if stored is None:
         lost = [f'{step_directory / ITEM}: missing in the checkpoint'] if ITEM in progress else []
@@ -156,8 +163,8 @@ def damages(step_directory: epath.Path) -> tuple[list[str], int]:
         try:
             check_items(step_directory, {item: stored[item]})
             sums = json_checksum(read_json(path)) if item in JSON_ITEMS else _stored_sums(path)
-            check_sums(path, stored, sums)
-        except DamagedError as error:
+            verify_checksums(path, stored, sums)
+        except CorruptCheckpointError as error:
             found.append(str(error))
     return found, sum(map(len, stored.values()))
 
@@ -229,7 +236,7 @@ def _described(texts: Mapping[str, str], values: np.ndarray) -> Sums:
 
 def _stored_sums(path: epath.Path) -> Sums:
     """Checksums of an item of arrays, from where it lies."""
-    tree = stored_tree(path)
+    tree = item_metadata(path)
     texts, leaves = descriptions(tree), named_leaves(tree)
     context = type_handlers.get_ts_context()
 
@@ -246,7 +253,7 @@ def _stored_sums(path: epath.Path) -> Sums:
     values = []
     for name in sorted(texts):
         leaf = leaves[name]
-        values.append(reading(path / name, functools.partial(read, leaf)))
+        values.append(translate_errors(path / name, functools.partial(read, leaf)))
     return _described(texts, np.asarray(values, np.uint32))
 
 

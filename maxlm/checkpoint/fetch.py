@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from etils import epath
 
-from maxlm.checkpoint.checksums import ITEM, damages, read_checksums
+from maxlm.checkpoint.checksums import ITEM, corrupt_arrays, read_checksums
 from maxlm.checkpoint.item_metadata import JSON_FILE
-from maxlm.checkpoint.listing import select
+from maxlm.checkpoint.listing import resolve_checkpoint
 from maxlm.checkpoint.manager import find_step
 from maxlm.errors import InputError
 from maxlm.log import logger, progress_bar
 from maxlm.storage.download import RemoteFile, write_whole
 from maxlm.storage.download_tree import fetch_tree, list_tree
-from maxlm.storage.filesystem import StorageError, is_url, read_bytes, shown, stat
+from maxlm.storage.filesystem import StorageError, display_path, is_url, read_bytes, stat
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.run_storage import cache_directory
-from maxlm.workdir.step_dirs import FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 # What a step grows in, in the folder of checkpoints.
 UNFINISHED = '_fetching'
@@ -43,7 +43,7 @@ class Fetched(NamedTuple):
     damages: list[str]
 
 
-def fetch_step(given: str, output: Path, *, weights_only: bool, threads: int, show: bool) -> Fetched:
+def fetch_checkpoint(given: str, output: Path, *, weights_only: bool, threads: int, show: bool) -> Fetched:
     """Copies a step with config, tokenizer and metrics that lie beside it; goes on with what an interrupted run left.
 
     Args:
@@ -56,10 +56,10 @@ def fetch_step(given: str, output: Path, *, weights_only: bool, threads: int, sh
     Raises:
         InputError: it is not there or cannot be had, or `output` has another step of this number.
     """
-    workdir, steps = select(given)
+    workdir, steps = resolve_checkpoint(given)
     step = steps[-1].step
-    source = f'{workdir}/{FOLDER}/{step}'
-    folder = output.resolve() / FOLDER
+    source = f'{workdir}/{CHECKPOINTS_DIR}/{step}'
+    folder = output.resolve() / CHECKPOINTS_DIR
     finished = folder / str(step)
     # A step with less in it is no continuation of one with more.
     unfinished = folder / UNFINISHED / f'{step}{"-weights" if weights_only else ""}'
@@ -90,10 +90,12 @@ def fetch_step(given: str, output: Path, *, weights_only: bool, threads: int, sh
     if weights_only and read_checksums(unfinished) is not None:
         content = parse_json(rewritten.read_text(encoding='utf-8'))
         write_whole(rewritten, json.dumps({name: content[name] for name in content if name != OPTIMIZER}).encode())
-    found, num_checksums = damages(unfinished)
+    found, num_checksums = corrupt_arrays(unfinished)
     if found:
         shutil.rmtree(unfinished)
-        return Fetched(finished, total, num_checksums, [line.replace(str(unfinished), shown(source)) for line in found])
+        return Fetched(
+            finished, total, num_checksums, [line.replace(str(unfinished), display_path(source)) for line in found]
+        )
     unfinished.rename(finished)
     return Fetched(finished, total, num_checksums, [])
 
@@ -106,16 +108,16 @@ def find_step_here(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
     """
     if not is_url(checkpoint):
         return find_step(checkpoint)
-    workdir, steps = select(checkpoint)
+    workdir, steps = resolve_checkpoint(checkpoint)
     step = steps[-1].step
     output = cache_directory(workdir, cache, kind='weights')
-    place = output / FOLDER / str(step)
-    if place.is_dir() and not _is_copy(place, f'{workdir}/{FOLDER}/{step}'):
+    place = output / CHECKPOINTS_DIR / str(step)
+    if place.is_dir() and not _is_copy(place, f'{workdir}/{CHECKPOINTS_DIR}/{step}'):
         # Of another run at the same place, or of this one after it went back.
         shutil.rmtree(output)
     if not place.is_dir():
-        logger.info(f'fetching {shown(workdir)}@{step} to {output}')
-        found = fetch_step(f'{workdir}@{step}', output, weights_only=True, threads=THREADS, show=True)
+        logger.info(f'fetching {display_path(workdir)}@{step} to {output}')
+        found = fetch_checkpoint(f'{workdir}@{step}', output, weights_only=True, threads=THREADS, show=True)
         if found.damages:
             raise InputError(found.damages[0])
     return find_step(f'{output}@{step}')

@@ -15,15 +15,15 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.item_metadata import descriptions, key_name, named_leaves, stored_tree
+from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, named_leaves
 from maxlm.checkpoint.params import check_params, params_item, restore_params
 from maxlm.config.schema import Config, ModelConfig
-from maxlm.data.tokenizer.extension import why_no_extension
+from maxlm.data.tokenizer.extension import extension_error
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.model.layers.weight_only_quantization import CODES
-from maxlm.storage.retry import fault
+from maxlm.storage.retry import classify_error
 from maxlm.training.optimizers.trainable import ADAPTERS
 from maxlm.training.state import Params
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
@@ -34,7 +34,7 @@ VOCABULARY = {'embedding': 0, 'head.kernel': 1}
 POSITIONS = 'position_embedding'
 
 
-class Growth(NamedTuple):
+class VocabResize(NamedTuple):
     """How a vocabulary becomes larger.
 
     Attributes:
@@ -55,7 +55,7 @@ class Growth(NamedTuple):
         return f'{sizes}: new rows start at the mean of the old'
 
 
-class Origin(NamedTuple):
+class InitCheckpoint(NamedTuple):
     """A checkpoint that was compared with what a run wants of it.
 
     Attributes:
@@ -69,7 +69,7 @@ class Origin(NamedTuple):
     step: epath.Path
     item: str
     stored: Params
-    growth: Growth | None
+    growth: VocabResize | None
     other_tokenizer: str
 
     @property
@@ -86,7 +86,7 @@ class Origin(NamedTuple):
         """The parameters that a run starts with, placed as `abstract` says; all processes together.
 
         Args:
-            abstract: as `open_origin` got it.
+            abstract: as `open_init_checkpoint` got it.
             missing: see there.
 
         Raises:
@@ -105,7 +105,9 @@ class Origin(NamedTuple):
         return jax.tree_util.tree_map_with_path(place, abstract)
 
 
-def open_origin(step: epath.Path, config: Config, abstract: Params, *, tokenizer: Path | None) -> Origin:
+def open_init_checkpoint(
+    step: epath.Path, config: Config, abstract: Params, *, tokenizer: Path | None
+) -> InitCheckpoint:
     """Compares a step with what a run wants of it, without reading its arrays.
 
     Adapters that it has not start anew. Its vocabulary may be smaller where the run's tokenizer is an extension of the
@@ -122,7 +124,7 @@ def open_origin(step: epath.Path, config: Config, abstract: Params, *, tokenizer
     """
     item = params_item(step)
     path = to_path(step) / item
-    has = named_leaves(stored_tree(path))
+    has = named_leaves(item_metadata(path))
     if (sums := checksums.read_checksums(step)) is not None:
         # What is damaged may look like anything.
         checksums.check_descriptions(path, sums, descriptions(has))
@@ -150,7 +152,7 @@ def open_origin(step: epath.Path, config: Config, abstract: Params, *, tokenizer
 
     stored = as_stored(abstract)
     check_params(step, stored)
-    return Origin(step, item, stored, growth, other_tokenizer)
+    return InitCheckpoint(step, item, stored, growth, other_tokenizer)
 
 
 def context_line(step: epath.Path, config: Config) -> str:
@@ -188,7 +190,7 @@ def load_tokenizer(path: epath.Path) -> Tokenizer:
     except InputError:
         raise
     except Exception as error:  # of the disk, of a bucket's client
-        raise fault(str(path), error) from error
+        raise classify_error(str(path), error) from error
 
 
 def _position_changes(before: ModelConfig, now: ModelConfig, trained_at: int) -> list[str]:
@@ -279,7 +281,7 @@ def _compare_vocabularies(
     has: Mapping[str, Any],
     wants: Mapping[str, Any],
     tokenizer: Path | None,
-) -> tuple[Growth | None, str]:
+) -> tuple[VocabResize | None, str]:
     """How the vocabulary grows, and what there is to say of the tokenizers where it does not."""
     sizes = {
         (has[name].shape[axis], wants[name].shape[axis])
@@ -305,7 +307,7 @@ def _compare_vocabularies(
         )
     old = load_tokenizer(beside)
     new = old if tokenizer is None else Tokenizer.load(tokenizer)
-    if why := '' if new.sha256 == old.sha256 else why_no_extension(new, old):
+    if why := '' if new.sha256 == old.sha256 else extension_error(new, old):
         other = (
             f'{tokenizer} is not the tokenizer of the model that the run starts with, which is {beside}, nor that with '
             f'more tokens ({why}); prepare the data with --tokenizer {beside}'
@@ -315,7 +317,7 @@ def _compare_vocabularies(
         raise InputError(f'model.vocab_size={rows} is larger than the {rows_before} of {path}, but {other}')
     if (new.vocab_size, rows) == (old.vocab_size, rows_before):
         return None, ''
-    return Growth(min(old.vocab_size, rows_before), new.vocab_size, rows_before, rows), ''
+    return VocabResize(min(old.vocab_size, rows_before), new.vocab_size, rows_before, rows), ''
 
 
 def _same_beside(shape: tuple[int, ...], other: tuple[int, ...], axis: int) -> bool:

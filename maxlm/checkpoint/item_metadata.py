@@ -19,7 +19,7 @@ from maxlm.errors import InputError
 from maxlm.storage.check_directory import check_entries
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.storage.retry import UnreachableError, fault, redact
+from maxlm.storage.retry import TransientStorageError, classify_error, redact
 
 # The file that holds a JSON item, in the folder of the item's name.
 JSON_FILE = 'metadata'
@@ -36,27 +36,29 @@ _AWAY = re.compile(
 )
 
 
-class DamagedError(InputError):
+class CorruptCheckpointError(InputError):
     """What is stored in a step cannot be read, or is not what was saved. Another step may be whole."""
 
 
-def reading(path: epath.Path, read: Callable[[], T]) -> T:
+def translate_errors(path: epath.Path, read: Callable[[], T]) -> T:
     """`read()`; its failure becomes one line, since Orbax, TensorStore and JSON each have errors of their own.
 
     Raises:
         DamagedError: it cannot be read.
         UnreachableError: the bucket that it is in does not let it be read; that says nothing about the step.
     """
-    drop_echoes()
+    dedupe_logs()
     try:
         return read()
     except Exception as error:
-        away = _AWAY.search(str(error)) or isinstance(fault(str(path), error), UnreachableError)
+        away = _AWAY.search(str(error)) or isinstance(classify_error(str(path), error), TransientStorageError)
         if str(path).startswith('gs://') and away:
             line = ' '.join(str(error).split())[:200]
-            raise UnreachableError(f'{path}: the bucket does not let it be read now ({redact(line)})') from None
+            raise TransientStorageError(f'{path}: the bucket does not let it be read now ({redact(line)})') from None
         reason = (str(error).strip().splitlines() or ['no message'])[0][:100]
-        raise DamagedError(f'{path}: checkpoint cannot be read ({type(error).__name__}: {reason}); {REMEDY}') from None
+        raise CorruptCheckpointError(
+            f'{path}: checkpoint cannot be read ({type(error).__name__}: {reason}); {REMEDY}'
+        ) from None
 
 
 def read_json(item: epath.Path) -> dict[str, Any]:
@@ -74,10 +76,10 @@ def read_json(item: epath.Path) -> dict[str, Any]:
             raise TypeError(f'{item.name} holds {content!r}')
         return content
 
-    return reading(item, read)
+    return translate_errors(item, read)
 
 
-def stored_tree(path: epath.Path) -> Any:
+def item_metadata(path: epath.Path) -> Any:
     """What an item of a step consists of: a tree of descriptions, each with name, shape and dtype.
 
     Raises:
@@ -85,10 +87,10 @@ def stored_tree(path: epath.Path) -> Any:
     """
     check_files(path)
     with ocp.StandardCheckpointer() as checkpointer:
-        tree = reading(path, lambda: checkpointer.metadata(path).item_metadata)
+        tree = translate_errors(path, lambda: checkpointer.metadata(path).item_metadata)
     if tree is None:
         # Orbax does not say which.
-        raise DamagedError(f'{path}: missing in the checkpoint, or damaged; {REMEDY}')
+        raise CorruptCheckpointError(f'{path}: missing in the checkpoint, or damaged; {REMEDY}')
     return tree
 
 
@@ -108,7 +110,7 @@ def check_files(item: epath.Path) -> None:
             limit = None if os.path.basename(folder) == _DATA_FOLDER else MAX_TEXT_BYTES
             check_entries(folder, [*files, *linked], root=item, limit=limit)
     except InputError as error:
-        raise DamagedError(f'{error}; {REMEDY}') from error
+        raise CorruptCheckpointError(f'{error}; {REMEDY}') from error
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def key_name(entry: Any) -> str:
     return str(getattr(entry, 'key', getattr(entry, 'name', getattr(entry, 'idx', entry))))
 
 
-def drop_echoes() -> None:
+def dedupe_logs() -> None:
     """Lets Orbax's other threads and tasks say nothing more when one of many arrays cannot be read or written.
 
     They print and log one failure many times, each with a trace. For good: that comes as late as the process ends.

@@ -9,15 +9,15 @@ from maxlm.checkpoint.manager import VALIDATION_LOSS
 from maxlm.config.loading import from_json
 from maxlm.config.schema import CheckpointConfig
 from maxlm.errors import InputError
-from maxlm.storage.filesystem import StorageError, is_url, list_directory, read_bytes, shown, walk
+from maxlm.storage.filesystem import StorageError, display_path, is_url, list_directory, read_bytes, walk
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.training.retention import SavedStep, best_step
 from maxlm.workdir.files import CONFIG
-from maxlm.workdir.step_dirs import ASIDE, BEST, DAMAGED, FOLDER, MARKER, split_name
+from maxlm.workdir.step_dirs import ASIDE, BEST, CHECKPOINTS_DIR, COMMIT_MARKER, DAMAGED, split_name
 
 
-class StoredStep(NamedTuple):
+class CheckpointInfo(NamedTuple):
     """A complete step; `validation_loss` None = none is known."""
 
     step: int
@@ -25,35 +25,38 @@ class StoredStep(NamedTuple):
     validation_loss: float | None
 
 
-class Selection(NamedTuple):
+class CheckpointRef(NamedTuple):
     """What was asked for: a workdir as it was given, and its steps, all or one."""
 
     workdir: str
-    steps: list[StoredStep]
+    steps: list[CheckpointInfo]
 
 
-def select(given: str) -> Selection:
+def resolve_checkpoint(given: str) -> CheckpointRef:
     """The steps that `WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best` means, local or a URL.
 
     Raises:
         InputError: there are none, or not that one.
     """
     workdir, wanted = split_name(given)
-    steps = inventory(workdir)
+    steps = list_checkpoints(workdir)
     if not steps:
-        raise InputError(f'{shown(given)}: no checkpoint in {shown(workdir)}/{FOLDER}; give a workdir of maxlm.train')
+        raise InputError(
+            f'{display_path(given)}: no checkpoint in {display_path(workdir)}/{CHECKPOINTS_DIR}; '
+            'give a workdir of maxlm.train'
+        )
     if not wanted:
-        return Selection(workdir, steps)
+        return CheckpointRef(workdir, steps)
     best = best_step(SavedStep(one.step, one.validation_loss) for one in steps)
     chosen = [one for one in steps if (one.step == best if wanted == BEST else str(one.step) == wanted)]
     if not chosen:
         known = ', '.join(str(one.step) for one in steps)
         reason = 'no step was saved with a validation loss' if wanted == BEST else f'no step {wanted!r} there'
-        raise InputError(f'{shown(given)}: {reason}; steps: {known}')
-    return Selection(workdir, chosen)
+        raise InputError(f'{display_path(given)}: {reason}; steps: {known}')
+    return CheckpointRef(workdir, chosen)
 
 
-def inventory(workdir: str) -> list[StoredStep]:
+def list_checkpoints(workdir: str) -> list[CheckpointInfo]:
     """The complete steps of a workdir, oldest first; none where there is no workdir.
 
     Raises:
@@ -62,16 +65,16 @@ def inventory(workdir: str) -> list[StoredStep]:
     sizes: dict[int, dict[str, int]] = {}
     for name in _entries(workdir):
         if name.isdigit():
-            files = {entry.name: entry.size for entry in walk(f'{workdir}/{FOLDER}/{name}')}
-            if files and (MARKER in files or not is_url(workdir)):
+            files = {entry.name: entry.size for entry in walk(f'{workdir}/{CHECKPOINTS_DIR}/{name}')}
+            if files and (COMMIT_MARKER in files or not is_url(workdir)):
                 sizes[int(name)] = files
-    return [StoredStep(step, sum(sizes[step].values()), _loss(workdir, step)) for step in sorted(sizes)]
+    return [CheckpointInfo(step, sum(sizes[step].values()), _loss(workdir, step)) for step in sorted(sizes)]
 
 
 def damaged_steps(workdir: str) -> list[str]:
     """Names of the steps that were set aside."""
     names = _entries(workdir)
-    moved = list_directory(f'{workdir}/{FOLDER}/{DAMAGED}') if DAMAGED in names else []
+    moved = list_directory(f'{workdir}/{CHECKPOINTS_DIR}/{DAMAGED}') if DAMAGED in names else []
     marked = [name for name in names if is_url(workdir) and name.isdigit() and _is_set_aside(workdir, name)]
     return [entry.name for entry in moved] + sorted(marked, key=int)
 
@@ -86,12 +89,12 @@ def checkpoint_config(workdir: str) -> CheckpointConfig:
     try:
         return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode()).checkpoint
     except ValueError as error:
-        raise InputError(f'{shown(path)}: not a config that this version of maxlm wrote ({error})') from error
+        raise InputError(f'{display_path(path)}: not a config that this version of maxlm wrote ({error})') from error
 
 
 def _entries(workdir: str) -> list[str]:
     try:
-        return [entry.name for entry in list_directory(f'{workdir}/{FOLDER}') if entry.is_directory]
+        return [entry.name for entry in list_directory(f'{workdir}/{CHECKPOINTS_DIR}') if entry.is_directory]
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return []
@@ -99,13 +102,13 @@ def _entries(workdir: str) -> list[str]:
 
 
 def _is_set_aside(workdir: str, name: str) -> bool:
-    files = {entry.name for entry in list_directory(f'{workdir}/{FOLDER}/{name}')}
-    return ASIDE in files and MARKER not in files
+    files = {entry.name for entry in list_directory(f'{workdir}/{CHECKPOINTS_DIR}/{name}')}
+    return ASIDE in files and COMMIT_MARKER not in files
 
 
 def _loss(workdir: str, step: int) -> float | None:
     try:
-        content = read_bytes(f'{workdir}/{FOLDER}/{step}/progress/{JSON_FILE}', limit=MAX_TEXT_BYTES)
+        content = read_bytes(f'{workdir}/{CHECKPOINTS_DIR}/{step}/progress/{JSON_FILE}', limit=MAX_TEXT_BYTES)
         loss = parse_json(content)[VALIDATION_LOSS]
     except (StorageError, ValueError, KeyError, TypeError):
         return None

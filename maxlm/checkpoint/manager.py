@@ -24,17 +24,17 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.async_save import Save, why
-from maxlm.checkpoint.item_metadata import REMEDY, DamagedError, read_json
-from maxlm.checkpoint.params import by_layer
-from maxlm.checkpoint.restore import Restored, holds_only_params, items_of, restore_step
+from maxlm.checkpoint.async_save import AsyncSave, failure_reason
+from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json
+from maxlm.checkpoint.params import chunked_by_layer
+from maxlm.checkpoint.restore import RestoredState, is_params_only, items_of, restore_step
 from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.runtime.barrier import Together
-from maxlm.training.retention import SavedStep, best_step, reasons_to_keep
+from maxlm.runtime.barrier import ProcessGroup
+from maxlm.training.retention import SavedStep, best_step, retention_reasons
 from maxlm.training.spike_guard import window_to_json
 from maxlm.training.state import TrainState
-from maxlm.workdir.step_dirs import BEST, FOLDER, StepFolder, split_name, to_path
+from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, StepDirectory, split_name, to_path
 
 # A client of a bucket tries for a quarter of an hour to write into one that does not answer, and says nothing. The
 # question whether it answers takes half a minute itself.
@@ -63,25 +63,25 @@ class Checkpoints:
         """
         Args:
             workdir: of the run: a directory, or gs://bucket/run.
-            keep_last, keep_best, permanent_every: see `reasons_to_keep`; what has no reason to stay is deleted.
+            keep_last, keep_best, permanent_every: see `retention_reasons`; what has no reason to stay is deleted.
             on_failure: told, from a thread, one line about each save that failed. The run can go on: what was saved
                 before is as it was, and the next save starts afresh.
 
         Raises:
             InputError: the bucket cannot be read.
         """
-        self._folder = StepFolder(workdir)
+        self._folder = StepDirectory(workdir)
         self.directory = self._folder.path
         self._rules = {'keep_last': keep_last, 'keep_best': keep_best, 'permanent_every': permanent_every}
         self._on_failure = on_failure
-        self._together = Together()
+        self._together = ProcessGroup()
         self._first = jax.process_index() == 0
         # What is complete, for the threads too.
         self._lock = threading.Lock()
         self._complete = set(self._folder.complete())
         # The first process alone deletes.
         self._losses = {one.step: one.validation_loss for one in saved_losses(workdir)} if self._first else {}
-        self._save: Save | None = None
+        self._save: AsyncSave | None = None
         # Seconds from the start of the newest complete save until it was stored; 0 before the first one.
         self.save_seconds = 0.0
         # Whether something lies there that is to be deleted.
@@ -159,7 +159,7 @@ class Checkpoints:
         sums = checksums.finish_checksums(trees, started)
         sums |= {'progress': checksums.json_checksum(progress), 'data': checksums.json_checksum(fingerprint)}
         items = ocp.args.Composite(
-            **{name: ocp.args.StandardSave(tree, save_args=by_layer(tree)) for name, tree in trees.items()},
+            **{name: ocp.args.StandardSave(tree, save_args=chunked_by_layer(tree)) for name, tree in trees.items()},
             progress=ocp.args.JsonSave(progress),
             data=ocp.args.JsonSave(fingerprint),
             checksums=ocp.args.JsonSave({'version': checksums.VERSION, **sums}),
@@ -168,7 +168,7 @@ class Checkpoints:
             self._ended(step, problem)
             return False
         loss = progress.get(VALIDATION_LOSS)
-        self._save = Save(self._together.begin(), lambda reason: self._ended(step, reason, loss, began))
+        self._save = AsyncSave(self._together.begin(), lambda reason: self._ended(step, reason, loss, began))
         self._save.begin(self.directory / str(step), items)
         if self._first and self._folder.in_bucket:
             threading.Thread(target=self._look_after, args=(self._save, step), daemon=True, name='look-after').start()
@@ -196,9 +196,9 @@ class Checkpoints:
 
     def holds_only_params(self, step: int) -> bool:
         """Whether a step was written with parameters and no optimizer state, as an import leaves it."""
-        return holds_only_params(self.directory / str(step))
+        return is_params_only(self.directory / str(step))
 
-    def restore_newest(self, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored | None:
+    def restore_newest(self, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState | None:
         """The state of the newest step that is whole, with a warning about each newer one, which is set aside.
 
         Returns:
@@ -214,7 +214,7 @@ class Checkpoints:
             try:
                 if not imported:
                     restored = self.restore(step, abstract, loss_scale=loss_scale)
-            except DamagedError as error:
+            except CorruptCheckpointError as error:
                 failures[step] = str(error)
                 continue
             for damaged, message in failures.items():
@@ -234,7 +234,7 @@ class Checkpoints:
             raise InputError(newest + others)
         return None
 
-    def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored:
+    def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState:
         """As `restore_step`, after a save that is under way."""
         self._settle_save()
         return restore_step(self.directory / str(step), abstract, loss_scale=loss_scale)
@@ -272,7 +272,7 @@ class Checkpoints:
             try:
                 self._folder.try_to_write()
             except Exception as error:
-                problem = why(error)
+                problem = failure_reason(error)
         return self._together.from_first(problem)
 
     def _ended(self, step: int, reason: str, loss: float | None = None, began: float = math.inf) -> None:
@@ -293,14 +293,14 @@ class Checkpoints:
             self._losses[step] = loss
         self._clean(self._delete_old)
 
-    def _look_after(self, save: Save, step: int) -> None:
+    def _look_after(self, save: AsyncSave, step: int) -> None:
         if save.finish(PROBE_SECONDS):
             return
         try:
             self._folder.try_to_write()
         except Exception as error:
             if not save.finish(0):
-                self._on_failure(f'step {step} is not saved yet: {why(error)}; the run goes on')
+                self._on_failure(f'step {step} is not saved yet: {failure_reason(error)}; the run goes on')
 
     def _clean(self, work: Callable[[], None]) -> concurrent.futures.Future[None]:
         return self._cleaner.submit(self._clean_now, work)
@@ -317,7 +317,7 @@ class Checkpoints:
         with self._lock:
             saved = [SavedStep(step, self._losses.get(step)) for step in self._complete]
         problem = None
-        for step, reasons in reasons_to_keep(saved, **self._rules).items():
+        for step, reasons in retention_reasons(saved, **self._rules).items():
             if not reasons:
                 try:
                     self._folder.delete(step)
@@ -339,7 +339,7 @@ def saved_steps(workdir: Any) -> list[int]:
     Raises:
         InputError: it cannot be read.
     """
-    return StepFolder(workdir).complete()
+    return StepDirectory(workdir).complete()
 
 
 def saved_losses(workdir: Any) -> list[SavedStep]:
@@ -347,8 +347,8 @@ def saved_losses(workdir: Any) -> list[SavedStep]:
     found = []
     for step in saved_steps(workdir):
         try:
-            loss = read_json(to_path(workdir) / FOLDER / str(step) / 'progress').get(VALIDATION_LOSS)
-        except DamagedError:
+            loss = read_json(to_path(workdir) / CHECKPOINTS_DIR / str(step) / 'progress').get(VALIDATION_LOSS)
+        except CorruptCheckpointError:
             loss = None
         found.append(SavedStep(step, loss if isinstance(loss, float) else None))
     return found
@@ -364,11 +364,11 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
     """
     workdir, wanted = split_name(checkpoint)
     directory = to_path(workdir)
-    if not wanted and directory.name.isdigit() and directory.parent.name == FOLDER:
-        parent = StepFolder(directory.parent.parent)
+    if not wanted and directory.name.isdigit() and directory.parent.name == CHECKPOINTS_DIR:
+        parent = StepDirectory(directory.parent.parent)
         if parent.is_complete(directory.name):
             return directory
-    folder, steps = directory / FOLDER, saved_steps(directory)
+    folder, steps = directory / CHECKPOINTS_DIR, saved_steps(directory)
     if not steps:
         raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; give a workdir of maxlm.train')
     if not wanted:

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.item_metadata import descriptions, key_name, reading, stored_tree
+from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, translate_errors
 from maxlm.errors import InputError
 from maxlm.training.state import Params
 from maxlm.workdir.step_dirs import to_path
@@ -57,7 +57,7 @@ def copy_params(params: Params) -> Params:
     return jax.tree.map(jnp.copy, params)
 
 
-def by_layer(tree: Any) -> Any:
+def chunked_by_layer(tree: Any) -> Any:
     """What has Orbax store stacked arrays in pieces of one layer, so that a layer can be read without the others."""
 
     def arguments(path: tuple[Any, ...], leaf: Any) -> ocp.SaveArgs:
@@ -75,7 +75,7 @@ def read_arrays(path: epath.Path, abstract: Any) -> Any:
     """
     handler = ocp.StandardCheckpointHandler()
     try:
-        return reading(path, lambda: handler.restore(path, args=ocp.args.StandardRestore(abstract)))
+        return translate_errors(path, lambda: handler.restore(path, args=ocp.args.StandardRestore(abstract)))
     finally:
         handler.close()
 
@@ -93,7 +93,7 @@ def check_items_sums(path: epath.Path, trees: Mapping[str, Any], stored: Mapping
     """
     found = checksums.finish_checksums(trees, checksums.start_checksums(trees))
     for item, sums in found.items():
-        checksums.check_sums(path / item, stored, sums)
+        checksums.verify_checksums(path / item, stored, sums)
 
 
 def check_tree(
@@ -115,7 +115,7 @@ def check_tree(
         DamagedError: the item is missing, or does not describe what was saved.
         InputError: it is of another model.
     """
-    has, wants = descriptions(stored_tree(path)), descriptions(abstract)
+    has, wants = descriptions(item_metadata(path)), descriptions(abstract)
     if stored is not None:
         checksums.check_descriptions(path, stored, has)
     for name in sorted(has.keys() | wants.keys()):

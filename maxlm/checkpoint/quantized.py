@@ -25,10 +25,10 @@ from maxlm.model.layers.weight_only_quantization import (
     Weights,
     code_shapes,
     dequantize,
+    quantization_error,
     quantize,
     quantized_kernels,
     weights_of,
-    why_not,
 )
 
 _SCALES_DTYPE = np.dtype(ml_dtypes.bfloat16)
@@ -65,7 +65,7 @@ def _quantized_kernel(
     reader: ParamsReader, path: str, num_in: int, weights: Weights, source: str
 ) -> dict[str, StreamedArray]:
     num_layers, *shape = reader.shapes[path]
-    if reason := why_not(tuple(shape[:num_in]), weights):
+    if reason := quantization_error(tuple(shape[:num_in]), weights):
         raise InputError(f'{source}: {path} has {reason}; choose another kind of weights or another group')
     run = jax.jit(partial(quantize, num_in=num_in, weights=weights))
     kept: dict[int, np.ndarray] = {}

@@ -12,7 +12,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.item_metadata import REMEDY, DamagedError, read_json, reading
+from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json, translate_errors
 from maxlm.checkpoint.params import check_items_sums, check_tree, copy_params, read_arrays
 from maxlm.config.schema import GuardConfig
 from maxlm.errors import InputError
@@ -24,7 +24,7 @@ from maxlm.training.state import TrainState
 T = TypeVar('T')
 
 
-class Restored(NamedTuple):
+class RestoredState(NamedTuple):
     """A state, the facts on which the order of its data depends, and what else the run remembers."""
 
     state: TrainState
@@ -32,13 +32,13 @@ class Restored(NamedTuple):
     history: dict[str, Any]
 
 
-def holds_only_params(path: epath.Path) -> bool:
+def is_params_only(path: epath.Path) -> bool:
     """Whether a step was written with parameters and no optimizer state, as an import leaves it."""
     if not (path / 'params').is_dir() or (path / 'optimizer').is_dir():
         return False
     try:
         stored = checksums.read_checksums(path)
-    except DamagedError:
+    except CorruptCheckpointError:
         return False
     return stored is None or 'optimizer' not in stored
 
@@ -49,7 +49,7 @@ def items_of(state: TrainState) -> dict[str, Any]:
     return trees if state.ema is None else {**trees, 'ema': state.ema}
 
 
-def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 1.0) -> Restored:
+def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState:
     """The state of a step, placed as `abstract` says; all processes together.
 
     A moving average that `abstract` has and the step has not starts at the parameters; one that only the step has
@@ -86,12 +86,12 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
         logger.info(f'step {path.name} was saved without a moving average of the parameters: it starts at their values')
         ema = copy_params(trees['params'])
     state = TrainState(step_counter, skipped, trees['params'], trees['optimizer'], ema, scale, window)
-    return Restored(state, facts, progress.get('history') or {})
+    return RestoredState(state, facts, progress.get('history') or {})
 
 
 def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict, dict, dict | None]:
     """Items of arrays, `progress`, `data` and checksums of a step, by this process alone."""
-    if holds_only_params(path):
+    if is_params_only(path):
         raise InputError(
             f'{path / "optimizer"}: missing in the checkpoint; '
             f'start a new run from its parameters with another --workdir and --config.train.init_from={path}'
@@ -99,12 +99,12 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
     stored = checksums.read_checksums(path)
     progress, facts = (read_json(path / item) for item in checksums.JSON_ITEMS)
     if stored is None and checksums.ITEM in progress:
-        raise DamagedError(f'{path / checksums.ITEM}: missing in the checkpoint; {REMEDY}')
+        raise CorruptCheckpointError(f'{path / checksums.ITEM}: missing in the checkpoint; {REMEDY}')
     if stored is not None:
         checksums.check_items(path, stored)
         for item, content in zip(checksums.JSON_ITEMS, (progress, facts), strict=True):
-            checksums.check_sums(path / item, stored, checksums.json_checksum(content))
-    reading(path / 'progress', lambda: [int(progress[name]) for name in ('step', 'skipped')])
+            checksums.verify_checksums(path / item, stored, checksums.json_checksum(content))
+    translate_errors(path / 'progress', lambda: [int(progress[name]) for name in ('step', 'skipped')])
     wanted = items_of(abstract)
     if not (path / 'ema').is_dir():
         wanted.pop('ema', None)
@@ -120,12 +120,12 @@ def _same_everywhere(path: epath.Path, read: Callable[[], T]) -> T:
     result, failure = None, None
     try:
         result = read()
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         failure = str(error)
     failed = multihost_utils.process_allgather(np.asarray(failure is not None))
     if failure is not None:
-        raise DamagedError(failure)
+        raise CorruptCheckpointError(failure)
     if failed.any():
-        raise DamagedError(f'{path}: cannot be read by process {int(np.argmax(failed))}; {REMEDY}')
+        raise CorruptCheckpointError(f'{path}: cannot be read by process {int(np.argmax(failed))}; {REMEDY}')
     assert result is not None
     return result

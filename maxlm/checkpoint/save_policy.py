@@ -10,15 +10,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxlm.config.schema import CheckpointConfig
-from maxlm.training.retention import next_look, save_due
+from maxlm.training.retention import next_check, should_save
 
 
-def of_first_process(values: np.ndarray) -> np.ndarray:
+def broadcast_from_host0(values: np.ndarray) -> np.ndarray:
     """What the first process has, in all of them: clocks differ, and a save needs everybody."""
     return values if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
-class SaveTimes:
+class SavePolicy:
     """Looks at the clock only now and then, since several processes must agree on what it says."""
 
     def __init__(
@@ -27,7 +27,7 @@ class SaveTimes:
         *,
         start: int,
         clock: Callable[[], float] = time.monotonic,
-        agree: Callable[[np.ndarray], np.ndarray] = of_first_process,
+        agree: Callable[[np.ndarray], np.ndarray] = broadcast_from_host0,
     ):
         """
         Args:
@@ -50,8 +50,8 @@ class SaveTimes:
             now = self._clock()
             since_save, step_seconds = now - self._saved_at, (now - self._began) / (step - self._start)
             seconds, step_seconds = map(float, self._agree(np.asarray([since_save, step_seconds], np.float32)))
-            self._look = next_look(step, seconds_left=60 * every_minutes - seconds, step_seconds=step_seconds)
-        return save_due(
+            self._look = next_check(step, seconds_left=60 * every_minutes - seconds, step_seconds=step_seconds)
+        return should_save(
             step,
             num_steps=num_steps,
             every_steps=self._config.every_steps,

@@ -21,10 +21,10 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import type_handlers
 
-from maxlm.checkpoint.checksums import array_checksum, check_sums, read_checksums
-from maxlm.checkpoint.item_metadata import reading, stored_tree
+from maxlm.checkpoint.checksums import array_checksum, read_checksums, verify_checksums
+from maxlm.checkpoint.item_metadata import item_metadata, translate_errors
 from maxlm.errors import InputError, os_message
-from maxlm.workdir.step_dirs import FOLDER, to_path
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, to_path
 
 # Bytes of the pieces that arrays are written in. A device that wants a part of a piece decodes all of it; each piece is
 # an entry in the checkpoint's index, which grows with every write.
@@ -60,7 +60,7 @@ class ParamsReader:
             InputError: the item is missing, cannot be read, or is of other types.
         """
         self._path = to_path(step_directory) / item
-        tree = stored_tree(self._path)
+        tree = item_metadata(self._path)
         described = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
         for name, leaf in described.items():
             if leaf.dtype != np.float32 and not may_be_quantized:
@@ -90,7 +90,7 @@ class ParamsReader:
         """
         assert path in self.shapes, path
         assert layer is None or 0 <= layer < self.shapes[path][0], (path, layer)
-        values = reading(self._path, lambda: self._read(path, layer))
+        values = translate_errors(self._path, lambda: self._read(path, layer))
         if self._checksums is not None:
             self._check(path, layer, values)
         return values
@@ -107,7 +107,7 @@ class ParamsReader:
             total = sum(self._parts.pop(path).values()) % 2**32
         found = {path: f'{self.shapes[path]} {self.dtypes[path].name} {total:08x}'}
         wanted = {name: text for name, text in (self._checksums or {}).items() if name == path}
-        check_sums(self._path, {self._path.name: wanted}, found)
+        verify_checksums(self._path, {self._path.name: wanted}, found)
 
     def _read(self, path: str, layer: int | None) -> np.ndarray:
         info = type_handlers.ParamInfo(
@@ -161,7 +161,7 @@ def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) ->
     Raises:
         InputError: there is such a step already, or it cannot be written; and what the arrays' `read` raises.
     """
-    directory = workdir.resolve() / FOLDER / str(step)
+    directory = workdir.resolve() / CHECKPOINTS_DIR / str(step)
     if directory.exists():
         raise InputError(f'{directory}: there is a checkpoint already; choose another workdir')
     registry = type_handlers.create_type_handler_registry((StreamedArray, _Stream()))

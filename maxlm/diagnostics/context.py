@@ -12,7 +12,7 @@ from maxlm.hardware.detect import Hardware, read_hardware
 from maxlm.storage.filesystem import is_url
 
 
-class Case:
+class CheckContext:
     """A machine, and a run if one was named. What takes time to find out is found out when a check asks, once."""
 
     def __init__(

@@ -83,13 +83,13 @@ def describe_jax(compile_cache: str) -> dict[str, Any]:
     """The fields of `Start` that JAX knows, of this process."""
     import jax
 
-    from maxlm.runtime.compilation_cache import keep_programs
+    from maxlm.runtime.compilation_cache import enable_compilation_cache
 
     complaints = _Complaints()
     log = logging.getLogger('maxlm')
     log.addHandler(complaints)
     try:
-        keep_programs(compile_cache)
+        enable_compilation_cache(compile_cache)
     except InputError as error:
         complaints.lines.append(str(error))
     finally:

@@ -20,7 +20,7 @@ ORDER = list(Status)
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of what was found; one of what to do, '' where all is well."""
 
     status: Status
@@ -28,23 +28,23 @@ class Finding:
     remedy: str = ''
 
 
-def ok(found: str) -> Finding:
-    return Finding(Status.OK, found)
+def ok(found: str) -> CheckResult:
+    return CheckResult(Status.OK, found)
 
 
-def warning(found: str, remedy: str) -> Finding:
-    return Finding(Status.WARNING, found, remedy)
+def warning(found: str, remedy: str) -> CheckResult:
+    return CheckResult(Status.WARNING, found, remedy)
 
 
-def failure(found: str, remedy: str) -> Finding:
-    return Finding(Status.FAILURE, found, remedy)
+def failure(found: str, remedy: str) -> CheckResult:
+    return CheckResult(Status.FAILURE, found, remedy)
 
 
-def skipped(found: str) -> Finding:
-    return Finding(Status.SKIPPED, found)
+def skipped(found: str) -> CheckResult:
+    return CheckResult(Status.SKIPPED, found)
 
 
-def together(findings: Iterable[Finding]) -> Finding:
+def together(findings: Iterable[CheckResult]) -> CheckResult:
     """Several findings of one check as one: as bad as the worst, which come first; the good ones are told if all are.
 
     Raises:
@@ -55,4 +55,4 @@ def together(findings: Iterable[Finding]) -> Finding:
         raise ValueError('a check that found nothing')
     bad = [finding for finding in ordered if finding.remedy] or ordered
     remedies = dict.fromkeys(finding.remedy for finding in bad if finding.remedy)
-    return Finding(ordered[0].status, '; '.join(finding.found for finding in bad), '; '.join(remedies))
+    return CheckResult(ordered[0].status, '; '.join(finding.found for finding in bad), '; '.join(remedies))

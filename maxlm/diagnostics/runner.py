@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import settle
-from maxlm.diagnostics.result import Finding, Status, failure, skipped
+from maxlm.diagnostics.result import CheckResult, Status, failure, skipped
 from maxlm.errors import InputError
 
 THREAD = 'maxlm check '
@@ -40,11 +40,11 @@ class Check:
     meaning: str
     uses_devices: bool = False
 
-    def examine(self, case: Case) -> Finding:
+    def examine(self, case: CheckContext) -> CheckResult:
         """What `place` finds; raises what it raises."""
         module, _, function = self.place.partition(':')
         found = getattr(importlib.import_module(f'maxlm.diagnostics.checks.{module}'), function)(case)
-        assert isinstance(found, Finding), self.place
+        assert isinstance(found, CheckResult), self.place
         return found
 
 
@@ -53,12 +53,12 @@ class Result:
     """A check, its finding, and the seconds that it took."""
 
     name: str
-    finding: Finding
+    finding: CheckResult
     seconds: float
 
 
-def examine(
-    checks: Iterable[Check], case: Case, *, on_begin: Callable[[Check], object] = lambda check: None
+def run_checks(
+    checks: Iterable[Check], case: CheckContext, *, on_begin: Callable[[Check], object] = lambda check: None
 ) -> Iterator[Result]:
     """The results, in the order of the checks.
 
@@ -73,7 +73,7 @@ def examine(
         if check.uses_devices and hanging:
             finding = skipped(f'not tried: the check {hanging!r} hangs')
         else:
-            finding = bounded(check, case)
+            finding = with_timeout(check, case)
             if finding is HANGS:
                 finding = _hang(check)
                 hanging = check.name if check.uses_devices else hanging
@@ -81,12 +81,12 @@ def examine(
 
 
 # A finding that no check has: told apart by identity.
-HANGS = Finding(Status.FAILURE, '')
+HANGS = CheckResult(Status.FAILURE, '')
 
 
-def bounded(check: Check, case: Case) -> Finding:
+def with_timeout(check: Check, case: CheckContext) -> CheckResult:
     """The finding of a check; HANGS when its time is over. The thread of such a check stays."""
-    found: list[Finding] = []
+    found: list[CheckResult] = []
 
     def work() -> None:
         try:
@@ -113,14 +113,14 @@ def bounded(check: Check, case: Case) -> Finding:
     return found[0] if found else HANGS
 
 
-def _hang(check: Check) -> Finding:
+def _hang(check: Check) -> CheckResult:
     return failure(
         f'no answer after {check.seconds:g} s: {check.meaning}',
         f'see what it waits for; --skip={check.name} leaves it out',
     )
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends the process, also where a check was broken off, or hangs in a driver and could never be joined."""
     threads = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
     if threads:

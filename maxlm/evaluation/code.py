@@ -15,11 +15,11 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.jinja import ChatError
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
-from maxlm.evaluation.lm_eval_model import Completes
+from maxlm.evaluation.lm_eval_model import Generator
 from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
-from maxlm.rewards.scorer import Scorer, is_right, pass_at_k
+from maxlm.rewards.scorer import RewardScorer, is_right, pass_at_k
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_bytes
 
@@ -94,7 +94,7 @@ def open_suite(kind: str, path: str, *, limit: int | None = None) -> Suite:
 
 
 def solve(
-    suite: Suite, engine: Completes, tokenizer: Tokenizer, config: ProgramsConfig, *, chat: ChatEncoder | None = None
+    suite: Suite, engine: Generator, tokenizer: Tokenizer, config: ProgramsConfig, *, chat: ChatEncoder | None = None
 ) -> ProgramResults:
     """Has the model write `num_samples` programs for each problem, and judges them.
 
@@ -116,7 +116,7 @@ def solve(
         for ids in _prompts(suite.problems, tokenizer, chat)
     ]
     # Before hours of writing, not after: whether the machine can run programs.
-    with Scorer('all_tests') as scorer:
+    with RewardScorer('all_tests') as scorer:
         written = [[sample.text for sample in samples] for samples in engine.complete(requests)]
         responses = [text for samples in written for text in samples]
         tasks = [problem.task for problem in suite.problems for _ in range(S)]

@@ -16,7 +16,7 @@ from maxlm.errors import InputError
 from maxlm.inference.engine.requests import MAX_STOPS, Completion, Request
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
-from maxlm.inference.scoring import Scorer, Span, windows
+from maxlm.inference.scoring import LogprobScorer, Span, windows
 
 EXTRA = "benchmarks of lm-eval need the extra: pip install 'maxlm[eval]'"
 # Where a task does not say, as in lm-eval's own backends.
@@ -25,17 +25,17 @@ LENGTH_NAMES = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_
 SAMPLING_NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
 
 
-class Completes(Protocol):
+class Generator(Protocol):
     """What continues prompts: the engine."""
 
     def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The samples of each request."""
 
 
-class HarnessAnswers:
+class LmEvalModel:
     """The methods that lm-eval asks of a model; `harness_model` makes one of its models of it."""
 
-    def __init__(self, model: LoadedModel, scorer: Scorer, engine: Completes | None, *, show: bool = False):
+    def __init__(self, model: LoadedModel, scorer: LogprobScorer, engine: Generator | None, *, show: bool = False):
         """Without `engine` it continues nothing."""
         self._model, self._scorer, self._engine, self._show = model, scorer, engine, show
         # A tokenizer from elsewhere may put a token before every text; a template's special tokens come as text here.
@@ -146,7 +146,7 @@ class HarnessAnswers:
         return {'model': 'maxlm', 'model_step': self._model.step, 'model_dtype': self._model.config.model.dtype}
 
 
-def harness_model(answers: HarnessAnswers) -> Any:
+def harness_model(answers: LmEvalModel) -> Any:
     """`answers` as an instance of lm-eval's own class of models.
 
     Raises:
@@ -156,7 +156,7 @@ def harness_model(answers: HarnessAnswers) -> Any:
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
         raise InputError(EXTRA) from error
-    kind: Any = type('MaxlmModel', (HarnessAnswers, TemplateLM), {})
+    kind: Any = type('MaxlmModel', (LmEvalModel, TemplateLM), {})
     made = kind.__new__(kind)
     TemplateLM.__init__(made)
     made.__dict__.update(answers.__dict__)

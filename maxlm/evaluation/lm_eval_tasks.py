@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.errors import InputError, os_message
-from maxlm.evaluation.lm_eval_model import EXTRA, HarnessAnswers, harness_model
+from maxlm.evaluation.lm_eval_model import EXTRA, LmEvalModel, harness_model
 from maxlm.evaluation.statistics import Measure, exponential_of, mean_of
 
 # Draws for the standard errors of metrics that are no means.
@@ -120,7 +120,7 @@ class Benchmarks:
             raise InputError(f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_line(error)}') from error
         return {name: task.get_config('output_type') for name, task in loaded.items()}
 
-    def run(self, answers: HarnessAnswers) -> dict[str, Any]:
+    def run(self, answers: LmEvalModel) -> dict[str, Any]:
         """What lm-eval's `simple_evaluate` returns.
 
         Raises:

@@ -20,7 +20,7 @@ import numpy as np
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.statistics import Measure, mean_of
-from maxlm.inference.scoring import Scorer, Span
+from maxlm.inference.scoring import LogprobScorer, Span
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +78,9 @@ def default_lengths(context: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(length, context) for length in (*lengths, context)))
 
 
-def find_needles(scorer: Scorer, tokenizer: Tokenizer, config: NeedleConfig, *, show: bool = False) -> NeedleResults:
+def find_needles(
+    scorer: LogprobScorer, tokenizer: Tokenizer, config: NeedleConfig, *, show: bool = False
+) -> NeedleResults:
     """Hides facts at all lengths and depths, and asks for them.
 
     Raises:

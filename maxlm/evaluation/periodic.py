@@ -9,10 +9,10 @@ from typing import Any
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.lm_eval_model import HarnessAnswers
+from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import Benchmarks, measures
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.scoring import Scorer
+from maxlm.inference.scoring import LogprobScorer
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params
 
@@ -26,8 +26,8 @@ class Tasks:
         self._benchmarks = benchmarks
         # The step is not looked at here.
         model = LoadedModel(config, layout, None, Tokenizer.load(tokenizer_path), tokenizer_path, 0)
-        self._scorer = Scorer(model)
-        self._answers = HarnessAnswers(model, self._scorer, None)
+        self._scorer = LogprobScorer(model)
+        self._answers = LmEvalModel(model, self._scorer, None)
 
     def __call__(self, params: Params) -> dict[str, float]:
         """Name of a metric → value.

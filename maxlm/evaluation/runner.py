@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 from maxlm.errors import InputError, os_message
 from maxlm.evaluation.code import KINDS, ProgramResults, ProgramsConfig, open_suite, solve
-from maxlm.evaluation.lm_eval_model import HarnessAnswers
+from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import Benchmarks, measures, write_results
 from maxlm.evaluation.needle import NeedleConfig, NeedleResults, default_lengths, draw_needles, find_needles
 from maxlm.evaluation.statistics import Measure
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.scoring import Scorer
+from maxlm.inference.scoring import LogprobScorer
 
 NEEDLE = 'needle'
 
 
-class Requested(NamedTuple):
+class ParsedTasks(NamedTuple):
     """benchmarks: names and paths for lm-eval. suites: (kind, path). needle: whether facts are hidden."""
 
     benchmarks: tuple[str, ...]
@@ -29,7 +29,7 @@ class Requested(NamedTuple):
     needle: bool
 
 
-def parse_tasks(text: str) -> Requested:
+def parse_tasks(text: str) -> ParsedTasks:
     """`arc_easy,tasks/mine.yaml,humaneval:HumanEval.jsonl,needle` → what each part is.
 
     Raises:
@@ -45,10 +45,10 @@ def parse_tasks(text: str) -> Requested:
             suites.append((kind, path))
         elif part != NEEDLE:
             others.append(part)
-    return Requested(tuple(others), tuple(suites), NEEDLE in parts)
+    return ParsedTasks(tuple(others), tuple(suites), NEEDLE in parts)
 
 
-class AssessmentConfig(NamedTuple):
+class EvalConfig(NamedTuple):
     """How tasks are run. None: as a task says, all documents, lengths up to the model's context."""
 
     folder: str = ''
@@ -61,7 +61,7 @@ class AssessmentConfig(NamedTuple):
     num_slots: int = 32
 
 
-class Assessed(NamedTuple):
+class EvalResult(NamedTuple):
     """What one model achieved; `measures` are all numbers, the rest is for files."""
 
     measures: list[Measure]
@@ -86,10 +86,10 @@ class Assessed(NamedTuple):
             raise InputError(f'--output={folder}: {os_message(error)}') from error
 
 
-class Assessment:
+class EvalRun:
     """Tasks whose files are read once, before any model is."""
 
-    def __init__(self, requested: Requested, config: AssessmentConfig):
+    def __init__(self, requested: ParsedTasks, config: EvalConfig):
         """Raises InputError when a task is not there, or what it needs is not installed."""
         self._config, self._needle = config, requested.needle
         self._suites = [open_suite(kind, path, limit=config.limit) for kind, path in requested.suites]
@@ -103,7 +103,7 @@ class Assessment:
                 chat=config.chat,
             )
 
-    def run(self, model: LoadedModel, *, show: bool = False) -> Assessed:
+    def run(self, model: LoadedModel, *, show: bool = False) -> EvalResult:
         """Gives all tasks to a model.
 
         Raises:
@@ -113,11 +113,11 @@ class Assessment:
         if config.chat and model.chat is None:
             raise InputError('--apply_chat_template: the checkpoint has no chat template')
         chat = model.chat if config.chat else None
-        scorer, engine = Scorer(model), _EngineWhenNeeded(model, config.num_slots)
+        scorer, engine = LogprobScorer(model), _EngineWhenNeeded(model, config.num_slots)
         found: list[Measure] = []
         results = None
         if self._benchmarks is not None:
-            results = self._benchmarks.run(HarnessAnswers(model, scorer, engine, show=show))
+            results = self._benchmarks.run(LmEvalModel(model, scorer, engine, show=show))
             found += measures(results)
         programs = {}
         for suite in self._suites:
@@ -130,7 +130,7 @@ class Assessment:
                 scorer, model.tokenizer, NeedleConfig(lengths, trials=config.needle_trials), show=show
             )
             found += needles.measures
-        return Assessed(found, results, programs, needles)
+        return EvalResult(found, results, programs, needles)
 
 
 class _EngineWhenNeeded:
@@ -141,7 +141,7 @@ class _EngineWhenNeeded:
         self._engine: Engine | None = None
 
     def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """See `Engine.complete`."""
+        """See `Executor.complete`."""
         if self._engine is None:
             self._engine = Engine(self._model, num_slots=self._num_slots)
         return self._engine.complete(requests)

@@ -54,26 +54,26 @@ class Architecture:
     limits: tuple[Callable[[ModelConfig], str], ...] = ()
 
 
-def told(model: ModelConfig, key: str) -> str:
+def stated(model: ModelConfig, key: str) -> str:
     return f'model.{key}={getattr(model, key)}'
 
 
 def _plain_heads(model: ModelConfig) -> str:
     if model.num_kv_heads != model.num_heads:
-        return told(model, 'num_kv_heads')
-    return told(model, 'head_dim') if model.head_dim * model.num_heads != model.dim else ''
+        return stated(model, 'num_kv_heads')
+    return stated(model, 'head_dim') if model.head_dim * model.num_heads != model.dim else ''
 
 
 def _divided_width(model: ModelConfig) -> str:
-    return told(model, 'num_heads') if model.dim % model.num_heads else ''
+    return stated(model, 'num_heads') if model.dim % model.num_heads else ''
 
 
 def _whole_context(model: ModelConfig) -> str:
-    return told(model, 'attention_pattern') if any(layer_windows(model)) else ''
+    return stated(model, 'attention_pattern') if any(layer_windows(model)) else ''
 
 
 def _one_window(model: ModelConfig) -> str:
-    return told(model, 'attention_pattern') if len(set(layer_windows(model))) > 1 else ''
+    return stated(model, 'attention_pattern') if len(set(layer_windows(model))) > 1 else ''
 
 
 def same_rotated_dims(head_dim: int, fraction: float) -> bool:
@@ -82,7 +82,7 @@ def same_rotated_dims(head_dim: int, fraction: float) -> bool:
 
 
 def _whole_rotated_dims(model: ModelConfig) -> str:
-    return '' if same_rotated_dims(model.head_dim, model.rotary_fraction) else told(model, 'rotary_fraction')
+    return '' if same_rotated_dims(model.head_dim, model.rotary_fraction) else stated(model, 'rotary_fraction')
 
 
 def _window_keys(model: ModelConfig) -> dict[str, Any]:

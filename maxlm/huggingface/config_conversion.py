@@ -24,7 +24,7 @@ from maxlm.huggingface.architectures import (
     SERVED,
     Architecture,
     same_rotated_dims,
-    told,
+    stated,
 )
 from maxlm.huggingface.json_fields import Fields
 from maxlm.huggingface.rope import from_rope, to_rope
@@ -83,7 +83,7 @@ def choose(model: ModelConfig, architecture: str = AUTO) -> Architecture:
     """
     if architecture != AUTO:
         row = ARCHITECTURES[architecture]
-        missing = misfits(model, row)
+        missing = unsupported_settings(model, row)
         if missing:
             raise InputError(
                 f'{", ".join(missing)}: {row.class_name} has no such models; leave --architecture at {AUTO}'
@@ -91,12 +91,12 @@ def choose(model: ModelConfig, architecture: str = AUTO) -> Architecture:
         return row
     # Of two that fit, the one that the family is named for.
     rows = sorted(SERVED, key=lambda row: row.model_type != model.family)
-    row = min(rows, key=lambda row: len(misfits(model, row)))
-    missing = misfits(model, row)
+    row = min(rows, key=lambda row: len(unsupported_settings(model, row)))
+    missing = unsupported_settings(model, row)
     if missing:
         others = ', '.join(served.title for served in SERVED[:-1])
         hint = ''
-        if not misfits(model, NANOCHAT):
+        if not unsupported_settings(model, NANOCHAT):
             hint = '; --architecture=nanochat writes it for Transformers 5 and later, which alone can run it'
         raise InputError(
             f'{", ".join(missing)}: of {others} and {SERVED[-1].title} none has such models, {row.title} is the '
@@ -105,11 +105,11 @@ def choose(model: ModelConfig, architecture: str = AUTO) -> Architecture:
     return row
 
 
-def misfits(model: ModelConfig, row: Architecture) -> list[str]:
+def unsupported_settings(model: ModelConfig, row: Architecture) -> list[str]:
     """What of a model an architecture cannot express, as `model.key=value`."""
-    fixed = [told(model, key) for key, value in row.always.items() if getattr(model, key) != value]
+    fixed = [stated(model, key) for key, value in row.always.items() if getattr(model, key) != value]
     if model.activation not in row.activations.values():
-        fixed.insert(0, told(model, 'activation'))
+        fixed.insert(0, stated(model, 'activation'))
     return fixed + [found for limit in row.limits if (found := limit(model))]
 
 

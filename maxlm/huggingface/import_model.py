@@ -62,7 +62,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     model = from_config(values, str(path))
     architecture = values['model_type']
     rows = tensors(architecture, model)
-    names = match(files, rows, architecture, str(directory))
+    names = match_tensors(files, rows, architecture, str(directory))
     text, remark = files_for_import(directory)
     if remark:
         logger.info(remark)
@@ -91,7 +91,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters)
 
 
-def match(files: TensorFiles, rows: Sequence[Tensor], architecture: str, source: str) -> dict[str, str]:
+def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str, source: str) -> dict[str, str]:
     """Name of each tensor of the architecture → its name in the files, which may leave out the prefix.
 
     Raises:

@@ -14,7 +14,7 @@ from maxlm.parallel.layout import SAVING, Layout
 from maxlm.training.state import Params, abstract_model
 
 
-def as_used(params: Params, config: Config, layout: Layout, *, gather: bool = False) -> Params:
+def cast_params(params: Params, config: Config, layout: Layout, *, gather: bool = False) -> Params:
     """In the type of the computation and padded, made once for all tokens. Norms are computed in float32, and stay.
 
     Args:

@@ -20,8 +20,8 @@ class Tree(NamedTuple):
     size: int
 
 
-class Laid(NamedTuple):
-    """A tree's tokens, depth first; arrays are int32 [size], as `maxlm.model.attention.tree.Forest` has them."""
+class FlattenedTree(NamedTuple):
+    """A tree's tokens, depth first; arrays are int32 [size], as `maxlm.model.attention.tree.TokenTree` has them."""
 
     tokens: np.ndarray
     # Index behind the last token that sees this one.
@@ -31,7 +31,7 @@ class Laid(NamedTuple):
     paths: list[np.ndarray]
 
 
-def grow(texts: Sequence[Sequence[int]], *, largest: int = LARGEST_TREE) -> list[Tree]:
+def insert(texts: Sequence[Sequence[int]], *, largest: int = LARGEST_TREE) -> list[Tree]:
     """Every text in one tree, of up to `largest` tokens unless it is of one text; 0: each is alone."""
     arrays = [np.asarray(text, np.int32) for text in texts]
     trees: list[Tree] = []
@@ -39,7 +39,7 @@ def grow(texts: Sequence[Sequence[int]], *, largest: int = LARGEST_TREE) -> list
         length = len(arrays[number])
         if trees:
             last = trees[-1]
-            shared = common(arrays[last.texts[-1]], arrays[number])
+            shared = common_prefix(arrays[last.texts[-1]], arrays[number])
             size = last.size + length - shared
             if shared >= SMALLEST_SHARED and size <= largest:
                 trees[-1] = Tree([*last.texts, number], size)
@@ -48,7 +48,7 @@ def grow(texts: Sequence[Sequence[int]], *, largest: int = LARGEST_TREE) -> list
     return trees
 
 
-def lay_out(texts: Sequence[Sequence[int]]) -> Laid:
+def flatten(texts: Sequence[Sequence[int]]) -> FlattenedTree:
     """The texts of one tree, in the order of their tokens."""
     tokens: list[np.ndarray] = []
     depths: list[np.ndarray] = []
@@ -58,7 +58,7 @@ def lay_out(texts: Sequence[Sequence[int]]) -> Laid:
     path = np.zeros(0, np.int32)
     for text in texts:
         new = np.asarray(text, np.int32)
-        shared = common(before, new)
+        shared = common_prefix(before, new)
         # Nobody sees these any more.
         end[path[shared:]] = size
         tokens.append(new[shared:])
@@ -67,10 +67,10 @@ def lay_out(texts: Sequence[Sequence[int]]) -> Laid:
         paths.append(path)
         size, before = size + len(new) - shared, new
     end[path] = size
-    return Laid(np.concatenate(tokens), end[:size], np.concatenate(depths), paths)
+    return FlattenedTree(np.concatenate(tokens), end[:size], np.concatenate(depths), paths)
 
 
-def common(first: np.ndarray, second: np.ndarray) -> int:
+def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     """Tokens that two texts begin with in common."""
     num = min(len(first), len(second))
     differs = np.flatnonzero(first[:num] != second[:num])

@@ -7,14 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from maxlm.checkpoint.listing import select
+from maxlm.checkpoint.listing import resolve_checkpoint
 from maxlm.errors import InputError
 from maxlm.huggingface.import_model import import_model
 from maxlm.log import logger
-from maxlm.storage.filesystem import is_url, shown
+from maxlm.storage.filesystem import display_path, is_url
 from maxlm.training.retention import SavedStep, best_step
 from maxlm.workdir.files import CONFIG
-from maxlm.workdir.step_dirs import FOLDER, split_name
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def found_checkpoint(given: str) -> Iterator[str]:
 def name_of(given: str) -> str:
     """The name to serve a model under: that of its directory."""
     path = Path(split_name(given)[0])
-    if path.parent.name == FOLDER:
+    if path.parent.name == CHECKPOINTS_DIR:
         path = path.parent.parent
     return (path if is_url(given) else path.resolve()).name or 'model'
 
@@ -51,14 +51,16 @@ def name_of(given: str) -> str:
 def _best(given: str) -> str:
     workdir, wanted = split_name(given)
     path = Path(workdir)
-    if wanted or (path.name.isdigit() and path.parent.name == FOLDER):
+    if wanted or (path.name.isdigit() and path.parent.name == CHECKPOINTS_DIR):
         return given
-    steps = select(given).steps
+    steps = resolve_checkpoint(given).steps
     best = best_step(SavedStep(one.step, one.validation_loss) for one in steps)
     if best is None:
-        logger.info(f'{shown(workdir)}: no step has a validation loss; the newest, {steps[-1].step}, is served')
+        logger.info(f'{display_path(workdir)}: no step has a validation loss; the newest, {steps[-1].step}, is served')
         return f'{workdir}@{steps[-1].step}'
-    logger.info(f'{shown(workdir)}: step {best} has the lowest validation loss and is served; @STEP chooses another')
+    logger.info(
+        f'{display_path(workdir)}: step {best} has the lowest validation loss and is served; @STEP chooses another'
+    )
     return f'{workdir}@{best}'
 
 
@@ -68,6 +70,6 @@ def _is_hugging_face(given: str) -> bool:
     return (
         not is_url(given)
         and (directory / CONFIG).is_file()
-        and not (directory / FOLDER).is_dir()
+        and not (directory / CHECKPOINTS_DIR).is_dir()
         and any(directory.glob('*.safetensors'))
     )

@@ -21,8 +21,8 @@ from flax import nnx
 
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.inference.cast_params import as_used
-from maxlm.inference.sampling import draw, log_prob
+from maxlm.inference.cast_params import cast_params
+from maxlm.inference.sampling import log_prob, sample
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.layers.kv_cache import CACHE_AXES, Caches, init_caches
@@ -192,7 +192,7 @@ class Sampler:
         def next_token(logits_BV: jax.Array, position_B: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The token behind each position, and its log-probability."""
             keys_B = jax.vmap(jax.random.fold_in)(row_keys_B, position_B)
-            token_B = draw(logits_BV, keys_B, temperature)
+            token_B = sample(logits_BV, keys_B, temperature)
             return token_B, log_prob(logits_BV, token_B)
 
         def add(drawing: _Drawing, logits_BV: jax.Array) -> _Drawing:
@@ -272,7 +272,7 @@ class Sampler:
     def _as_used(self, params: Params) -> Params:
         """Made once for all tokens; blocks in host memory come a layer at a time."""
         params = {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
-        return as_used(params, self._config, self._layout, gather=self._gather_once)
+        return cast_params(params, self._config, self._layout, gather=self._gather_once)
 
     def _pad(self, prompts: Sequence[Sequence[int]], P: int) -> tuple[np.ndarray, np.ndarray]:
         """[P, T] and [P]; rows behind the last prompt are empty."""

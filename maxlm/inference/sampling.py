@@ -96,7 +96,7 @@ def draw_keys(seed_B: Array, sample_B: Array, position_B: jax.Array) -> jax.Arra
     return jax.vmap(key)(seed_B, sample_B, position_B)
 
 
-def draw(logits_BV: jax.Array, keys_B: jax.Array, temperature: jax.Array | float) -> jax.Array:
+def sample(logits_BV: jax.Array, keys_B: jax.Array, temperature: jax.Array | float) -> jax.Array:
     """One token id per row, int32 [B], at one temperature for all; 0 is the likeliest.
 
     Each row has its own key, so its batch mates do not matter.
@@ -108,7 +108,7 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, temperature: jax.Array | float
     return jax.lax.cond(jnp.asarray(temperature) > 0, warm, lambda: _likeliest(logits_BV))
 
 
-def draw_rows(logits_BV: jax.Array, keys_B: jax.Array, rows: Rows) -> jax.Array:
+def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, rows: Rows) -> jax.Array:
     """One token id per row, int32 [B], each by its own settings but for penalties, which `penalized` applies."""
 
     def warm() -> jax.Array:
@@ -117,7 +117,7 @@ def draw_rows(logits_BV: jax.Array, keys_B: jax.Array, rows: Rows) -> jax.Array:
         limited = (rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)
         kept_BV = jax.lax.cond(
             (limited & (rows.temperature_B > 0)).any(),
-            lambda: keep_likeliest(scaled_BV, top_k_B=rows.top_k_B, top_p_B=rows.top_p_B, min_p_B=rows.min_p_B),
+            lambda: top_k_mask(scaled_BV, top_k_B=rows.top_k_B, top_p_B=rows.top_p_B, min_p_B=rows.min_p_B),
             lambda: scaled_BV,
         )
         drawn_B = jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
@@ -126,7 +126,7 @@ def draw_rows(logits_BV: jax.Array, keys_B: jax.Array, rows: Rows) -> jax.Array:
     return jax.lax.cond((rows.temperature_B > 0).any(), warm, lambda: _likeliest(logits_BV))
 
 
-def keep_likeliest(logits_BV: jax.Array, *, top_k_B: Array, top_p_B: Array, min_p_B: Array) -> jax.Array:
+def top_k_mask(logits_BV: jax.Array, *, top_k_B: Array, top_p_B: Array, min_p_B: Array) -> jax.Array:
     """The logits with -inf where top-k, top-p or min-p exclude a token.
 
     The likeliest token always stays, and so does one that is exactly as likely as the last that does.
@@ -173,7 +173,7 @@ def log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
     return jnp.where(is_token_BV, logits_BV, 0).sum(axis=-1) - jax.nn.logsumexp(logits_BV, axis=-1)
 
 
-def likeliest_log_probs(logits_BV: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
+def top_log_probs(logits_BV: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     """Ids and log-probabilities of so many likeliest tokens, [B, C] each, the likeliest first."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, num)
     return ids_BC, logits_BC - jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)

@@ -23,11 +23,11 @@ from flax import nnx
 
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.prefix_tree import LARGEST_TREE, Laid, grow, lay_out
+from maxlm.inference.prefix_tree import LARGEST_TREE, FlattenedTree, flatten, insert
 from maxlm.log import progress_bar
 from maxlm.model.attention.ring import zigzag
 from maxlm.model.blocks import BLOCKS
-from maxlm.model.decoder import soft_capped, without_padding
+from maxlm.model.decoder import softcap, without_padding
 from maxlm.parallel.host_offload import to_device
 from maxlm.training.state import Params, abstract_model
 
@@ -66,7 +66,7 @@ class _Reading(NamedTuple):
     spans: list[int]
 
 
-class Scorer:
+class LogprobScorer:
     """Scores spans with one model, on the mesh that it lies on. Compiles at the first use of a shape.
 
     Attributes:
@@ -121,7 +121,7 @@ class Scorer:
             kernel_DV = whole(params).output_kernel().astype(hidden_PD.dtype)
             kernel_DV = layout.pad_vocabulary(kernel_DV, ('embed', 'vocab'))
             logits_PV = jnp.dot(hidden_PD, kernel_DV, preferred_element_type=jnp.float32)
-            logits_PV = soft_capped(layout.constrain(logits_PV, ('rows', 'vocab')), self._config.logit_softcap)
+            logits_PV = softcap(layout.constrain(logits_PV, ('rows', 'vocab')), self._config.logit_softcap)
             logits_PV = without_padding(logits_PV, self._config.vocab_size)
             is_target_PV = jnp.arange(logits_PV.shape[1])[None, :] == target_P[:, None]
             log_prob_P = jnp.where(is_target_PV, logits_PV, 0).sum(axis=1) - jax.nn.logsumexp(logits_PV, axis=1)
@@ -153,11 +153,11 @@ class Scorer:
 
         readings = self._readings(spans)
         texts = [reading.tokens for reading in readings]
-        trees = grow(texts, largest=LARGEST_TREE if self._has_trees else 0)
+        trees = insert(texts, largest=LARGEST_TREE if self._has_trees else 0)
         with progress_bar(total=len(spans), initial=0, unit='request', show=show) as bar:
             for rows, T in self._batches([tree.size for tree in trees]):
                 members = [[[readings[text] for text in trees[number].texts] for number in row] for row in rows]
-                laid = [[lay_out([reading.tokens for reading in tree]) for tree in row] for row in members]
+                laid = [[flatten([reading.tokens for reading in tree]) for tree in row] for row in members]
                 shares = any(len(tree) > 1 for row in members for tree in row)
                 tokens, segments, ends, positions = _arrays(laid, self._num_rows(len(rows), T), T)
                 read, seen = (self._read_trees, ends) if shares else (self._read, segments)
@@ -260,7 +260,7 @@ def windows(tokens: Sequence[int], prefix: int, max_length: int) -> list[Span]:
     return spans
 
 
-def _arrays(rows: Sequence[Sequence[Laid]], B: int, T: int) -> np.ndarray:
+def _arrays(rows: Sequence[Sequence[FlattenedTree]], B: int, T: int) -> np.ndarray:
     """Tokens, numbers of trees, ends and positions, int32 [4, B, T]; padding sees itself."""
     arrays = np.zeros((4, B, T), np.int32)
     tokens, segments, ends, positions = arrays
@@ -276,7 +276,7 @@ def _arrays(rows: Sequence[Sequence[Laid]], B: int, T: int) -> np.ndarray:
 
 
 def _places(
-    rows: Sequence[Sequence[Sequence[_Reading]]], laid: Sequence[Sequence[Laid]], spans: Sequence[Span]
+    rows: Sequence[Sequence[Sequence[_Reading]]], laid: Sequence[Sequence[FlattenedTree]], spans: Sequence[Span]
 ) -> np.ndarray:
     """(span, row, column, target) of each scored token, int32 [tokens, 4]."""
     places = []

@@ -17,16 +17,16 @@ from jax.ad_checkpoint import checkpoint_name
 from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.attention import Attention
 from maxlm.model.attention.chunked import ATTENDED
-from maxlm.model.attention.tree import Forest
+from maxlm.model.attention.tree import TokenTree
 from maxlm.model.layers.fp8 import SCALE
-from maxlm.model.layers.kv_cache import Cache, LayerCache, Places
+from maxlm.model.layers.kv_cache import Cache, CacheIndices, LayerCache
 from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
 from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.parallel.host_offload import fetch, on_host
-from maxlm.parallel.partitioning import GATHERED, Placement
+from maxlm.parallel.partitioning import GATHERED, Partitioning
 
 # The decoder's attribute that holds the blocks, and so in the path of every parameter that is stacked over layers.
 BLOCKS = 'blocks'
@@ -41,16 +41,16 @@ class Context(NamedTuple):
     # By the layer's window: where its queries may look, see `Attention`.
     masks: dict[int, jax.Array | None]
     segments_BT: jax.Array | None
-    forest: Forest | None
+    forest: TokenTree | None
     # By the layer's window: where keys and values of this call are in the cache.
-    places: dict[int, Places | None]
+    places: dict[int, CacheIndices | None]
     rotary: Rotary | None
 
 
 class Block(nnx.Module):
     """Pre-norm residual block: attention, then feed-forward; side by side with `parallel_residual`."""
 
-    def __init__(self, config: ModelConfig, *, placement: Placement, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
         self.attention_norm = Norm(config, config.dim, rngs=rngs)
         self.attention = Attention(config, placement=placement, rngs=rngs)
         self.feedforward_norm = Norm(config, config.dim, rngs=rngs)
@@ -79,9 +79,9 @@ class Block(nnx.Module):
             window=window,
             cache=cache,
         )
-        attended_BTD = drop(attended_BTD, self.dropout, attention_key)
+        attended_BTD = dropout(attended_BTD, self.dropout, attention_key)
         stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
-        fed_BTD = drop(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)
+        fed_BTD = dropout(self.feedforward(self.feedforward_norm(stream_BTD)), self.dropout, feedforward_key)
         y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
         return self.placement.constrain(y_BTD, ACTIVATION_AXES), new_cache
 
@@ -89,7 +89,7 @@ class Block(nnx.Module):
 def run_layers(
     graph: Any,
     config: ModelConfig,
-    placement: Placement,
+    placement: Partitioning,
     windows: list[int],
     x_BTD: jax.Array,
     context: Context,
@@ -150,7 +150,7 @@ def run_layers(
     return carry
 
 
-def run_layers_apart(
+def run_layers_unrolled(
     graph: Any,
     windows: Sequence[int],
     x_BTD: jax.Array,
@@ -181,7 +181,7 @@ def _apart(stacked: Any, num: int) -> list[Any]:
     return [jax.tree.unflatten(tree, parts) for parts in zip(*map(split, leaves), strict=True)]
 
 
-def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Inverted dropout (Srivastava et al. 2014); the identity without a key or at rate 0."""
     if key is None or rate == 0:
         return x

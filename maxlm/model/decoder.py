@@ -13,23 +13,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.schema import ModelConfig
-from maxlm.model.attention.tree import Forest
-from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, drop, run_layers, run_layers_apart
+from maxlm.model.attention.tree import TokenTree
+from maxlm.model.blocks import ACTIVATION_AXES, Block, Context, dropout, run_layers, run_layers_unrolled
 from maxlm.model.layers.initializers import initializers
-from maxlm.model.layers.kv_cache import Caches, Places, places_and_mask, slots_by_window
-from maxlm.model.layers.linear import Linear, parameter, turned_product, worth_turning
+from maxlm.model.layers.kv_cache import CacheIndices, Caches, cache_indices_and_mask, slots_by_window
+from maxlm.model.layers.linear import Linear, parameter, should_transpose, transposed_matmul
 from maxlm.model.layers.masks import causal_mask, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.pipeline import run_pipeline
-from maxlm.parallel.partitioning import ONE_DEVICE, Axes, Placement
+from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
 
 class Decoder(nnx.Module):
     """Token ids → hidden states → logits."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, placement: Placement = ONE_DEVICE):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, placement: Partitioning = SINGLE_DEVICE):
         """Makes the parameters; `config` is resolved. `placement` is the mesh's."""
         init = initializers(config)
         D, V = config.dim, config.vocab_size
@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
         embed_key, blocks_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        x_BTD = drop(self.placement.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
+        x_BTD = dropout(self.placement.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
 
         keys_L = None if blocks_key is None else jax.random.split(blocks_key, (micro_batches, config.num_layers))
         if self.placement.parts('layers') > 1:
@@ -113,12 +113,12 @@ class Decoder(nnx.Module):
             context = self._context(segments_BT, positions_BT, cache, first_row, length_B)
             if ends_BT is not None:
                 assert cache is None, 'rows of trees have no cache'
-                context = context._replace(forest=Forest(ends_BT, positions_BT))
+                context = context._replace(forest=TokenTree(ends_BT, positions_BT))
             graph, blocks_L = nnx.split(self.blocks)
             windows = layer_windows(config)
             if isinstance(cache, list):
                 assert blocks is not None, 'a cache for each layer goes with parameters of each'
-                x_BTD, cache = run_layers_apart(graph, windows, x_BTD, context, blocks, cache)
+                x_BTD, cache = run_layers_unrolled(graph, windows, x_BTD, context, blocks, cache)
             else:
                 inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys_L is None else keys_L[0])
                 x_BTD, cache = run_layers(graph, config, self.placement, windows, x_BTD, context, inputs_L, cache)
@@ -127,8 +127,8 @@ class Decoder(nnx.Module):
     def turn_kernels(self) -> dict[tuple[Any, ...], int]:
         """Says that kernels are turned where this is worth it, as a CPU wants them for a few tokens at a time.
 
-        The caller turns them. Returns path → axes of the input (see `maxlm.model.layers.linear.turn`) of these
-        kernels.
+        The caller turns them. Returns path → axes of the input of these kernels; see
+        `maxlm.model.layers.linear.transpose_kernel`.
         """
         found = {}
         for path, module in nnx.iter_modules(self):
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
                 module.is_turned = True
                 found[*path, KERNEL] = module.num_in
         # The embedding's table lies so already.
-        self.is_turned = worth_turning(self.config.dim) if self.head is None else self.head.is_turned
+        self.is_turned = should_transpose(self.config.dim) if self.head is None else self.head.is_turned
         return found
 
     def output_kernel(self) -> jax.Array:
@@ -152,11 +152,11 @@ class Decoder(nnx.Module):
             table = self.embedding if self.head is None else self.head.kernel
             table_VD = self._used(table[...].astype(dtype), ('vocab', 'embed'))
             rows_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-            logits_BTV = turned_product(rows_MD, table_VD, jnp.float32).reshape(*hidden_BTD.shape[:-1], -1)
+            logits_BTV = transposed_matmul(rows_MD, table_VD, jnp.float32).reshape(*hidden_BTD.shape[:-1], -1)
         else:
             kernel_DV = self._used(self.output_kernel().astype(dtype), ('embed', 'vocab'))
             logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)
-        logits_BTV = soft_capped(logits_BTV, self.config.logit_softcap)
+        logits_BTV = softcap(logits_BTV, self.config.logit_softcap)
         logits_BTV = self.placement.constrain(logits_BTV, ('rows', 'length', 'vocab'))
         if logits_BTV.shape[-1] == self.config.vocab_size:
             return logits_BTV
@@ -177,11 +177,11 @@ class Decoder(nnx.Module):
     ) -> Context:
         config, windows = self.config, set(layer_windows(self.config))
         masks: dict[int, jax.Array | None] = dict.fromkeys(windows)
-        places: dict[int, Places | None] = dict.fromkeys(windows)
+        places: dict[int, CacheIndices | None] = dict.fromkeys(windows)
         if caches is not None:
             assert segments_BT is None, 'a cached call has one document per row'
             for window, num_slots in slots_by_window(caches, config).items():
-                places[window], masks[window] = places_and_mask(
+                places[window], masks[window] = cache_indices_and_mask(
                     num_slots, positions_BT, length_B, window=window, first_row=first_row
                 )
         # In a ring every device makes the masks of the keys that it meets.
@@ -234,7 +234,7 @@ class Decoder(nnx.Module):
         return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape)
 
 
-def soft_capped(logits: jax.Array, cap: float) -> jax.Array:
+def softcap(logits: jax.Array, cap: float) -> jax.Array:
     """Logits bent into ±cap by a tanh (Gemma Team 2024, "Gemma 2"); 0 leaves them."""
     return cap * jnp.tanh(logits / cap) if cap else logits
 

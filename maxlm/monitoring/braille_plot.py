@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from maxlm.reporting.drawing.curves import Point, finite
-from maxlm.reporting.drawing.formatting import short
+from maxlm.reporting.drawing.formatting import format_si
 from maxlm.reporting.drawing.scales import Scale, covering, without_outliers
 
 # The bit of each dot of a character, by column and row: https://www.unicode.org/charts/PDF/U2800.pdf
@@ -59,7 +59,7 @@ def plot(
         column, row = canvas.cell(x, y)
         at = width - columns + column
         lines[row] = Text.assemble(lines[row][:at], (_MARK, mark_style), lines[row][at + 1 :])
-    ends = short(first), short(last)
+    ends = format_si(first), format_si(last)
     gap = columns - sum(map(len, ends))
     below = f'{ends[0]}{" " * gap}{ends[1]}' if gap > 0 else ends[1].rjust(columns)
     if len(below) <= columns:
@@ -81,7 +81,7 @@ def _rounded(values: list[float]) -> list[str]:
     """With as many digits as tell them apart, and one more."""
     largest = max(map(abs, values))
     if largest >= 1e4:
-        return [short(value) for value in values]
+        return [format_si(value) for value in values]
     if 0 < largest < 1e-2:
         return [f'{value:.1e}' for value in values]
     steps = [abs(one - other) for one, other in itertools.pairwise(values)]

@@ -11,8 +11,8 @@ from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.monitoring.downsample import Curves
 from maxlm.reporting.drawing.curves import Point
 from maxlm.storage.json_fields import items, number
-from maxlm.telemetry.run_history import History
-from maxlm.telemetry.run_status import FINISHED, RUNNING, STALLED, STARTING, Condition, condition
+from maxlm.telemetry.run_history import RunHistory
+from maxlm.telemetry.run_status import FINISHED, RUNNING, STALLED, STARTING, RunStatus, run_status
 
 # So many lines are looked back for the newest value of a metric that not every line has.
 LOOK_BACK = 2000
@@ -67,7 +67,7 @@ class Facts:
     name: str
     workdir: str
     now: float
-    condition: Condition
+    condition: RunStatus
     life: int
     step: int
     num_steps: int | None
@@ -91,7 +91,7 @@ class Facts:
         return self.condition.state in (STARTING, RUNNING, STALLED)
 
 
-def facts_of(history: History, now: float, curves: Curves | None = None) -> Facts:
+def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None) -> Facts:
     """What a run comes to.
 
     Args:
@@ -100,7 +100,7 @@ def facts_of(history: History, now: float, curves: Curves | None = None) -> Fact
         curves: `Curves(DRAWN)` that the run was asked for before, so that only what is new is counted.
     """
     metrics, config = history.metrics, history.config
-    state = condition(history, now)
+    state = run_status(history, now)
     going = state.state in (STARTING, RUNNING)
     step = _step(history)
     planned = config.train.num_steps if config else number(history.started, 'num_steps')
@@ -145,14 +145,14 @@ def devices_of(reading: Reading) -> list[Mapping[str, Any]]:
     return [device for device in items(reading.line, 'devices') if isinstance(device, Mapping)]
 
 
-def _reading(history: History, process: int, now: float) -> Reading:
+def _reading(history: RunHistory, process: int, now: float) -> Reading:
     line = history.devices[process][-1]
     ledger = history.ledgers.get(process)
     share = ledger.share if ledger and ledger.seconds > 0 else None
     return Reading(process, line, now - (number(line, 'time') or now), share)
 
 
-def _step(history: History) -> int:
+def _step(history: RunHistory) -> int:
     """The last step that is done: what the newer of metrics and ledger says; after a rollback that is a lower one."""
     # A life that has not read its checkpoint yet does not know where it stands.
     known = (line for line in reversed(history.beats.get(0, [])) if number(line, 'step') is not None)
@@ -170,14 +170,14 @@ def _newest(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     return newest
 
 
-def _seconds(history: History, until: float | None) -> float | None:
+def _seconds(history: RunHistory, until: float | None) -> float | None:
     firsts = [number(beats[0], 'began') for beats in history.beats.values()]
     firsts += [number(lines[0], 'time') for lines in (history.events, history.metrics) if lines]
     known = [first for first in firsts if first is not None]
     return max(until - min(known), 0.0) if known and until is not None else None
 
 
-def _seconds_left(history: History, step: int, num_steps: int | None, now: float, *, going: bool) -> float | None:
+def _seconds_left(history: RunHistory, step: int, num_steps: int | None, now: float, *, going: bool) -> float | None:
     lines = [line for line in history.metrics[-PACE_LINES:] if 'train/loss' in line]
     if not lines or num_steps is None:
         return None
@@ -193,7 +193,7 @@ def _seconds_left(history: History, step: int, num_steps: int | None, now: float
 
 
 def _dollars(
-    history: History, newest: Mapping[str, float | None], left: float | None
+    history: RunHistory, newest: Mapping[str, float | None], left: float | None
 ) -> tuple[float | None, float | None]:
     """Spent, and left to spend."""
     at_end, spent = newest.get('cost/dollars_at_end'), newest.get('cost/dollars')

@@ -11,7 +11,7 @@ from maxlm.reporting.drawing.curves import Point, curve
 MAX_STRETCHES = 2000
 
 
-class Condensed:
+class DownsampledCurve:
     """One curve: the lowest and the highest point of each stretch of steps, whether it has a gap, and the newest point.
 
     Stretches become twice as long whenever there are too many, so old points are kept as densely as new ones.
@@ -61,7 +61,7 @@ class Curves:
         self._forget()
 
     def _forget(self) -> None:
-        self._curves = {name: Condensed() for name in self._names}
+        self._curves = {name: DownsampledCurve() for name in self._names}
         self._count = 0
         self._ends: tuple[Any, Any] = (None, None)
 

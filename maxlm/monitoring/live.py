@@ -11,11 +11,11 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from maxlm.errors import InputError
-from maxlm.monitoring.dashboard_data import DRAWN, Facts, facts_of
+from maxlm.monitoring.dashboard_data import DRAWN, Facts, dashboard_data
 from maxlm.monitoring.downsample import Curves
 from maxlm.monitoring.keyboard import Quit, keys
 from maxlm.monitoring.screen import page, screen, table
-from maxlm.telemetry.run_history import History, HistoryReader
+from maxlm.telemetry.run_history import HistoryReader, RunHistory
 
 # Between two looks at the keys and the size of the terminal.
 LOOK_SECONDS = 0.1
@@ -41,7 +41,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._read, daemon=True, name='monitor')
         self._thread.start()
 
-    def histories(self) -> tuple[int, list[History]]:
+    def histories(self) -> tuple[int, list[RunHistory]]:
         """How often they were read, and what came of it."""
         return self._version, list(self._histories)
 
@@ -91,7 +91,10 @@ def watch(
                 wanted = version, selected, console.size
                 if wanted != drawn or time.monotonic() >= due:
                     width, height = console.size
-                    runs = [facts_of(history, clock(), known) for history, known in zip(histories, curves, strict=True)]
+                    runs = [
+                        dashboard_data(history, clock(), known)
+                        for history, known in zip(histories, curves, strict=True)
+                    ]
                     lines = screen(runs, selected, width, height, keys=help_line)
                     live.update(Group(*lines), refresh=True)
                     drawn, due = wanted, time.monotonic() + every
@@ -116,7 +119,7 @@ def show_once(readers: Sequence[HistoryReader], console: Console, *, now: float)
     Raises:
         InputError: a workdir cannot be read.
     """
-    runs = [facts_of(reader.read(), now) for reader in readers]
+    runs = [dashboard_data(reader.read(), now) for reader in readers]
     width = console.width
     lines = table(runs, -1, width) if len(runs) > 1 else []
     for number, facts in enumerate(runs):

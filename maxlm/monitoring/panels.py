@@ -103,8 +103,8 @@ def progress(facts: Facts, width: int) -> list[Text]:
         if facts.condition.state == RUNNING:
             fields.append(field('ends', _moment(facts.now + facts.seconds_left, facts.now)))
     if facts.tokens is not None:
-        of = f' of {formatting.short(facts.num_tokens)}' if facts.num_tokens else ''
-        fields.append(field('tokens', formatting.short(facts.tokens) + of))
+        of = f' of {formatting.format_si(facts.num_tokens)}' if facts.num_tokens else ''
+        fields.append(field('tokens', formatting.format_si(facts.tokens) + of))
     epoch = facts.newest.get('train/epoch')
     if epoch is not None:
         fields.append(field('epoch', f'{epoch:.2f}'))
@@ -298,11 +298,11 @@ def _host(reading: Reading, hosts: int) -> list[Text]:
     if ram is not None:
         fields.append(field('ram', _of(ram, of_ram, 2**30, 'GiB', '.1f')))
     if mine is not None:
-        fields.append(field('of it the run', formatting.size(mine)))
+        fields.append(field('of it the run', formatting.format_bytes(mine)))
     if disk is not None:
-        fields.append(field('disk free', formatting.size(disk)))
+        fields.append(field('disk free', formatting.format_bytes(disk)))
     if sent is not None and received is not None:
-        fields.append(field('net', f'{formatting.size(received)}/s in, {formatting.size(sent)}/s out'))
+        fields.append(field('net', f'{formatting.format_bytes(received)}/s in, {formatting.format_bytes(sent)}/s out'))
     return fields
 
 

@@ -72,7 +72,7 @@ def table(runs: Sequence[Facts], selected: int, width: int) -> list[Text]:
                 Text(formatting.loss(facts.newest.get('eval/loss'))),
                 Text(formatting.duration(facts.seconds_left) if facts.active else formatting.DASH),
                 Text(formatting.dollars(facts.dollars)),
-                Text(formatting.whole(facts.newest.get('perf/tokens_per_second'))),
+                Text(formatting.format_int(facts.newest.get('perf/tokens_per_second'))),
             ]
         )
     return [*columns(rows, width), _rule('', width)]

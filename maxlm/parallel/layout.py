@@ -94,11 +94,11 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.named(*axes))
 
     def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
-        """See `Placement`."""
+        """See `Partitioning`."""
         return self.of_gradients.constrain(gradient, axes)
 
     def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
-        """See `Placement`. The gradient is summed over devices straight into its parts (a reduce-scatter)."""
+        """See `Partitioning`. The gradient is summed over devices straight into its parts (a reduce-scatter)."""
         if not any(axis in SAVING and self.of_moments.parts(axis) > 1 for axis in axes):
             return x
         whole = tuple('activation' if axis in SAVING else axis for axis in axes)
@@ -121,7 +121,7 @@ class Layout:
         return gather(x)
 
     def pad_vocabulary(self, table: jax.Array, axes: Axes) -> jax.Array:
-        """See `Placement`. Parameters are never padded, so that no state or checkpoint depends on the mesh."""
+        """See `Partitioning`. Parameters are never padded, so that no state or checkpoint depends on the mesh."""
         dim = axes.index('vocab')
         size = table.shape[dim]
         more = padded_vocabulary(size, self.parts('vocab')) - size
@@ -145,7 +145,7 @@ class Layout:
         return pad(table)
 
     def cut_vocabulary(self, gradient: jax.Array, axes: Axes, size: int) -> jax.Array:
-        """See `Placement`."""
+        """See `Partitioning`."""
         dim = axes.index('vocab')
         if gradient.shape[dim] == size:
             return gradient
@@ -157,7 +157,7 @@ class Layout:
     def per_shard(
         self, function: Callable[..., Any], in_axes: Sequence[Axes], out_axes: Axes, axis: str
     ) -> Callable[..., Any]:
-        """See `Placement`."""
+        """See `Partitioning`."""
         (mesh_axis,) = self._mesh_axes(axis)
 
         def run(*shards: jax.Array) -> Any:

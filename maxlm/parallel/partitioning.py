@@ -13,7 +13,7 @@ Axes = tuple[str, ...]
 GATHERED = 'gathered'
 
 
-class Placement(Protocol):
+class Partitioning(Protocol):
     """Places values by the logical names of their axes (`maxlm.parallel.layout.TABLE`). Hashable.
 
     `repeats` is how often the layers go round the stages of a pipeline.
@@ -52,7 +52,7 @@ class Placement(Protocol):
         """`function(*shards, mesh_axis)`, run by every device on its own parts; `mesh_axis` is what splits `axis`."""
 
 
-class OneDevice:
+class SingleDevice:
     """The placement of a model that runs without a mesh."""
 
     repeats = 1
@@ -87,4 +87,4 @@ class OneDevice:
         raise AssertionError(f'{axis!r} is not split, so {function} with {in_axes} → {out_axes} is not needed')
 
 
-ONE_DEVICE = OneDevice()
+SINGLE_DEVICE = SingleDevice()

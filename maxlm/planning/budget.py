@@ -12,7 +12,7 @@ from maxlm.errors import InputError
 from maxlm.hardware.chips import GIB, Chip
 from maxlm.hardware.prices import price_per_hour
 from maxlm.planning.chinchilla import BESIROGLU, FLOPS_PER_PARAMETER_TOKEN, Allocation, Law, compute_optimal
-from maxlm.planning.cost import USUAL_TERMS, Terms, find_pace, tokens_for
+from maxlm.planning.cost import DEFAULT_TERMS, PricingTerms, find_pace, tokens_for
 from maxlm.planning.scaling import SizePoint
 
 # Of a checkpoint, for each parameter: itself in float32, and two moments. Only what saving takes hangs on it.
@@ -50,7 +50,7 @@ def plan_budget(
     dollars: float | None = None,
     hours: float | None = None,
     law: Law = BESIROGLU,
-    terms: Terms = USUAL_TERMS,
+    terms: PricingTerms = DEFAULT_TERMS,
     spot: bool = False,
 ) -> BudgetPlan:
     """The size and number of tokens of least loss for a budget, given how fast each size trains.

@@ -22,7 +22,7 @@ FORWARD_SHARE = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class PricingTerms:
     """What is assumed of the rental, for the user to correct. Dollars are per device-hour."""
 
     # None = the table's.
@@ -39,7 +39,7 @@ class Terms:
     write_bandwidth: float = 1e9
 
 
-USUAL_TERMS = Terms()
+DEFAULT_TERMS = PricingTerms()
 
 
 class Cost(NamedTuple):
@@ -52,8 +52,8 @@ class Cost(NamedTuple):
     # Of all devices for these hours; None = no price is known.
     dollars: float | None
     price: Price | None
-    # The same run with `Terms.spot_share` of its steps on spot devices, lost and repeated work included; None = no spot
-    # price is known.
+    # The same run with `PricingTerms.spot_share` of its steps on spot devices, lost and repeated work included; None =
+    # no spot price is known.
     hours_spot: float | None
     dollars_spot: float | None
     spot_price: Price | None
@@ -67,7 +67,7 @@ class Cost(NamedTuple):
     storage_dollars_per_month: float
 
 
-class Pace(NamedTuple):
+class StepCost(NamedTuple):
     """How fast a run goes, with all that is not a step."""
 
     # Seconds of one step with its share of evaluation and of stops for saving.
@@ -89,7 +89,7 @@ def estimate_cost(
     *,
     state_bytes: int,
     num_machines: int | None = None,
-    terms: Terms = USUAL_TERMS,
+    terms: PricingTerms = DEFAULT_TERMS,
 ) -> Cost:
     """The cost of a resolved config's run.
 
@@ -141,8 +141,8 @@ def find_pace(
     *,
     state_bytes: int,
     num_machines: int | None = None,
-    terms: Terms = USUAL_TERMS,
-) -> Pace:
+    terms: PricingTerms = DEFAULT_TERMS,
+) -> StepCost:
     """Seconds of a step with all that comes beside it; arguments as in `estimate_cost`.
 
     The state is copied to the hosts' memory while the devices wait, and written from there while they go on. Where that
@@ -158,17 +158,17 @@ def find_pace(
     work = every * (step_seconds + _evaluation_seconds(config, step_seconds))
     stop = copy + max(0.0, write - work)
     between = terms.preemption_hours * HOUR / machines
-    return Pace(
+    return StepCost(
         step=(work + stop) / every,
         # A checkpoint whose writing is cut short does not count: its seconds are lost with those of the restart.
-        spot_step=slowdown(work, stop, between, terms.restart_seconds + write) * work / every,
+        spot_step=preemption_overhead(work, stop, between, terms.restart_seconds + write) * work / every,
         write=write,
         stop=stop,
-        best_interval=max(best_interval(copy, between), write),
+        best_interval=max(optimal_save_interval(copy, between), write),
     )
 
 
-def slowdown(work: float, stop: float, between: float, restart: float) -> float:
+def preemption_overhead(work: float, stop: float, between: float, restart: float) -> float:
     """Wall time over useful time of a run that is interrupted now and then (Daly 2006).
 
     Interruptions come at any time alike and cost what was done since the last checkpoint, also while restarting.
@@ -186,7 +186,7 @@ def slowdown(work: float, stop: float, between: float, restart: float) -> float:
     return between / work * math.exp(exponents[1]) * math.expm1(exponents[0])
 
 
-def best_interval(stop: float, between: float) -> float:
+def optimal_save_interval(stop: float, between: float) -> float:
     """Seconds of work between two checkpoints that lose least (Daly 2006; its first term is Young's)."""
     if stop >= 2 * between:
         return between
@@ -202,7 +202,7 @@ def num_saves(config: Config) -> int:
 
 def tokens_for(
     config: Config,
-    pace: Pace,
+    pace: StepCost,
     num_devices: int,
     *,
     dollars: float | None = None,

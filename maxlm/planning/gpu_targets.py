@@ -105,7 +105,7 @@ device_description_str: "{gpu.name}"
 
 
 @contextlib.contextmanager
-def answering_for(gpu: GpuTarget) -> Iterator[None]:
+def mock_gpu_topology(gpu: GpuTarget) -> Iterator[None]:
     """While a program is lowered, JAX's cuDNN attention is told of this GPU and not of the devices that are there.
 
     It has no other way in: which layouts a GPU takes is asked of the first local GPU and the cuDNN that is loaded, and

@@ -11,18 +11,18 @@ from typing import Any
 from maxlm.config.schema import UNDECIDED_STEPS, Config, MeshConfig
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.prices import has_price, price_per_hour
-from maxlm.planning.cost import USUAL_TERMS, Cost, Terms, estimate_cost, find_pace, tokens_for
+from maxlm.planning.cost import DEFAULT_TERMS, Cost, PricingTerms, estimate_cost, find_pace, tokens_for
 from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.estimate.roofline import mfu
 from maxlm.planning.estimate.state_bytes import planned_state_bytes
 from maxlm.planning.forecast import Forecast
-from maxlm.planning.search import Change
+from maxlm.planning.search import Override
 from maxlm.planning.tables import short
 
 KINDS = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch')
 
 
-def cost_of(forecast: Forecast, terms: Terms) -> Cost:
+def cost_of(forecast: Forecast, terms: PricingTerms) -> Cost:
     """The whole run's, for the price that the config has if `terms` has none."""
     target = forecast.target
     config = forecast.config
@@ -44,7 +44,7 @@ def cost_of(forecast: Forecast, terms: Terms) -> Cost:
     )
 
 
-def what_a_budget_buys(forecast: Forecast, terms: Terms, *, dollars: float | None, hours: float | None) -> str:
+def budget_text(forecast: Forecast, terms: PricingTerms, *, dollars: float | None, hours: float | None) -> str:
     """Tokens, and how to ask for them."""
     config = forecast.config
     tokens = _tokens_for(forecast, terms, dollars=dollars, hours=hours)
@@ -54,7 +54,7 @@ def what_a_budget_buys(forecast: Forecast, terms: Terms, *, dollars: float | Non
     return f'{budget} buy {short(steps * per_step)} tokens: --config.train.num_steps={steps}'
 
 
-def _tokens_for(forecast: Forecast, terms: Terms, *, dollars: float | None, hours: float | None) -> float:
+def _tokens_for(forecast: Forecast, terms: PricingTerms, *, dollars: float | None, hours: float | None) -> float:
     config, target = forecast.config, forecast.target
     pace = find_pace(
         config,
@@ -88,7 +88,7 @@ def _mfu(forecast: Forecast) -> tuple[float, float]:
     )
 
 
-def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Change] | None) -> dict[str, Any]:
+def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -> dict[str, Any]:
     """The figures, in bytes, seconds and dollars."""
     causal, full = _mfu(forecast)
     memory = forecast.memory
@@ -133,15 +133,15 @@ def as_text(forecast: Forecast, cost: Cost) -> str:
     return '\n'.join(f'{label:<{width}}  {text}' for label, text in lines)
 
 
-def before_a_run(forecast: Forecast) -> list[str]:
+def startup_text(forecast: Forecast) -> list[str]:
     """Memory, speed and cost, as the start of a run tells them."""
     lines = _memory(forecast)
     if math.isfinite(forecast.time.total):
-        lines += [*_time(forecast), *_cost(cost_of(forecast, USUAL_TERMS))]
+        lines += [*_time(forecast), *_cost(cost_of(forecast, DEFAULT_TERMS))]
     return [f'{label:<{len("checkpoint")}}  {text}' for label, text in lines]
 
 
-def advice_text(changes: Sequence[Change]) -> str:
+def suggestions_text(changes: Sequence[Override]) -> str:
     """What to add to the command."""
     return ' '.join(change.override for change in changes)
 

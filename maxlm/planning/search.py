@@ -30,7 +30,7 @@ LONG = 8192
 MOST_COMPILED = 5
 
 
-class Change(NamedTuple):
+class Override(NamedTuple):
     """One key's other value."""
 
     key: str
@@ -44,11 +44,11 @@ class Change(NamedTuple):
 class Candidate(NamedTuple):
     """A way to run a config."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[Override, ...]
     forecast: Forecast
 
 
-def search(config: Config, machine: Machine, resolve: Resolve) -> list[Candidate]:
+def search_layouts(config: Config, machine: Machine, resolve: Resolve) -> list[Candidate]:
     """The ways whose estimate fits, the fastest first; ways that leave the run as it is come before those that do not.
 
     Args:
@@ -56,7 +56,7 @@ def search(config: Config, machine: Machine, resolve: Resolve) -> list[Candidate
         machine: where it is to run.
         resolve: of a config for its target.
     """
-    meshes = list(sensible_meshes(config, machine.target))
+    meshes = list(candidate_meshes(config, machine.target))
     for last_resort in _last_resorts(config):
         ways = [
             (*_mesh_changes(config.mesh, mesh), *changes, *last_resort)
@@ -74,7 +74,7 @@ def search(config: Config, machine: Machine, resolve: Resolve) -> list[Candidate
     return []
 
 
-def confirm(candidates: list[Candidate], compiled: Compile) -> Candidate | None:
+def verify_by_compiling(candidates: list[Candidate], compiled: Compile) -> Candidate | None:
     """The first candidate that fits as compiled, too; None where none of those that are compiled does.
 
     Candidates that need as much as one that was too large for the compiler are passed over.
@@ -104,15 +104,15 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
     assert config.train.micro_batch == AUTO
     tried = []
     for size in _micro_batches(config):
-        candidate = _try(config, machine, resolve, (Change('train.micro_batch', size),))
+        candidate = _try(config, machine, resolve, (Override('train.micro_batch', size),))
         if candidate is not None:
             tried.append(candidate)
     if not tried:
         # The refusal of the config itself tells what is wrong with it.
-        resolve(_with(config, (Change('train.micro_batch', 1),)))
+        resolve(_with(config, (Override('train.micro_batch', 1),)))
     tried.sort(key=lambda candidate: -candidate.forecast.config.train.micro_batch)
     fitting = [candidate for candidate in tried if candidate.forecast.fits] or tried[-1:]
-    chosen = confirm(fitting, compiled)
+    chosen = verify_by_compiling(fitting, compiled)
     if chosen is None:
         needed, there = fitting[-1].forecast.needed, fitting[-1].forecast.available
         raise InputError(
@@ -122,7 +122,7 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
     return _with(config, chosen.changes)
 
 
-def sensible_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
+def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
     """The configured mesh, and those that people use on such a target.
 
     Tensor parallelism stays within a node; replicas and stages of a pipeline take the slow links; sequences are split
@@ -151,25 +151,25 @@ def sensible_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
                         )
 
 
-def _last_resorts(config: Config) -> Iterator[tuple[Change, ...]]:
+def _last_resorts(config: Config) -> Iterator[tuple[Override, ...]]:
     """What to add, from nothing to what costs most."""
     yield ()
     if config.optimizer.name == 'adamw' and config.optimizer.moments == 'float32':
-        yield (Change('optimizer.moments', 'bfloat16'),)
+        yield (Override('optimizer.moments', 'bfloat16'),)
     if config.optimizer.name == 'adamw' and config.mesh.offload == 'none':
-        yield (Change('mesh.offload', 'optimizer'),)
-        yield (Change('model.remat', 'offload'), Change('mesh.offload', 'all'))
+        yield (Override('mesh.offload', 'optimizer'),)
+        yield (Override('model.remat', 'offload'), Override('mesh.offload', 'all'))
 
 
-def _policies(config: Config, *, offload: bool) -> Iterator[tuple[Change, ...]]:
+def _policies(config: Config, *, offload: bool) -> Iterator[tuple[Override, ...]]:
     for micro_batch in _micro_batches(config):
-        change = Change('train.micro_batch', micro_batch)
+        change = Override('train.micro_batch', micro_batch)
         changes = () if micro_batch == config.train.micro_batch else (change,)
         if offload:
             yield changes
             continue
         for remat in dict.fromkeys((config.model.remat, *REMATS)):
-            yield changes if remat == config.model.remat else (*changes, Change('model.remat', remat))
+            yield changes if remat == config.model.remat else (*changes, Override('model.remat', remat))
 
 
 def _micro_batches(config: Config) -> list[int]:
@@ -178,16 +178,16 @@ def _micro_batches(config: Config) -> list[int]:
     return [size for size in range(min(batch, LARGEST_MICRO_BATCH), 0, -1) if batch % size == 0]
 
 
-def _mesh_changes(old: MeshConfig, new: MeshConfig) -> tuple[Change, ...]:
+def _mesh_changes(old: MeshConfig, new: MeshConfig) -> tuple[Override, ...]:
     if new == old:
         return ()
     changed = [field.name for field in dataclasses.fields(MeshConfig)]
     return tuple(
-        Change(f'mesh.{name}', getattr(new, name)) for name in changed if getattr(new, name) != getattr(old, name)
+        Override(f'mesh.{name}', getattr(new, name)) for name in changed if getattr(new, name) != getattr(old, name)
     )
 
 
-def _try(config: Config, machine: Machine, resolve: Resolve, changes: tuple[Change, ...]) -> Candidate | None:
+def _try(config: Config, machine: Machine, resolve: Resolve, changes: tuple[Override, ...]) -> Candidate | None:
     try:
         resolved = resolve(_with(config, changes))
     except InputError:
@@ -196,7 +196,7 @@ def _try(config: Config, machine: Machine, resolve: Resolve, changes: tuple[Chan
     return Candidate(changes, estimate(resolved, machine))
 
 
-def _with(config: Config, changes: tuple[Change, ...]) -> Config:
+def _with(config: Config, changes: tuple[Override, ...]) -> Config:
     for key, value in changes:
         section, _, name = key.partition('.')
         config = dataclasses.replace(

@@ -24,7 +24,7 @@ from maxlm.errors import InputError
 from maxlm.hardware.chips import CHIPS, Chip, host_memory
 from maxlm.parallel.layout import Layout, make_layout, split_across_islands
 from maxlm.planning.gpu_compiler import OPTION, add_compiler
-from maxlm.planning.gpu_targets import GPU_TARGETS, answering_for, describe_gpu
+from maxlm.planning.gpu_targets import GPU_TARGETS, describe_gpu, mock_gpu_topology
 
 # More than any cluster or pod of today; a mistyped number must not fill the memory.
 MAX_DEVICES = 2**16
@@ -296,4 +296,4 @@ def _positions_over_nodes(target: Target, mesh: MeshConfig) -> np.ndarray:
 def compiling_for(target: Target) -> AbstractContextManager[None]:
     """Within it, JAX lowers and compiles cuDNN attention for the target, whatever devices are there."""
     gpu = GPU_TARGETS.get(target.chip.name)
-    return answering_for(gpu) if gpu else contextlib.nullcontext()
+    return mock_gpu_topology(gpu) if gpu else contextlib.nullcontext()

@@ -24,7 +24,7 @@ from maxlm.reporting.sections.reproducibility import origin
 from maxlm.reporting.sections.run_summary import Run, make_runs
 from maxlm.reporting.sections.samples import samples
 from maxlm.reporting.sections.scaling import scaling
-from maxlm.telemetry.run_history import History, read_history
+from maxlm.telemetry.run_history import RunHistory, read_history
 
 NAME = 'report.html'
 # Name of the page that compares several runs, in the current directory.
@@ -72,7 +72,7 @@ def is_foreign(path: Path) -> bool:
     return not (start.startswith('<!doctype html>') and POLICY in html.unescape(start))
 
 
-def write_page(path: Path, histories: list[History]) -> None:
+def write_page(path: Path, histories: list[RunHistory]) -> None:
     """Writes the page of one run or several, in one piece: whoever reads sees the old or the new one.
 
     Raises:
@@ -93,7 +93,7 @@ def page(runs: Sequence[Run]) -> str:
     names = ' and '.join([', '.join(run.name for run in runs[:-1]), runs[-1].name] if len(runs) > 1 else [runs[0].name])
     lead = headline(runs[0]) if len(runs) == 1 else f'{len(runs)} runs side by side.'
     links = [tag('a', words, href=f'#{name}') for name, words in _LINKS.items() if f'<section id="{name}"' in body]
-    made = f'Made by maxlm {maxlm.__version__} at {formatting.moment(runs[0].now)} from '
+    made = f'Made by maxlm {maxlm.__version__} at {formatting.format_time(runs[0].now)} from '
     head = join(
         tag('meta', charset='utf-8'),
         tag('meta', http_equiv='Content-Security-Policy', content=POLICY),

@@ -17,7 +17,7 @@ from typing import Any
 
 from maxlm.errors import InputError
 from maxlm.sandbox.limits import Limits
-from maxlm.sandbox.pool import Program, SandboxPool, Verdict
+from maxlm.sandbox.pool import ExecutionResult, SandboxJob, SandboxPool
 
 # A fence of three or more backquotes, its language, the code up to the fence that closes it or the end.
 # Possessive, so that a long line of backquotes takes no time.
@@ -34,7 +34,7 @@ def code_of(response: str) -> str:
     return next((code for language, code in reversed(blocks) if language.lower() in PYTHON), '')
 
 
-def programs_of(response: str, task: Mapping[str, Any], limits: Limits | None = None) -> list[Program]:
+def programs_of(response: str, task: Mapping[str, Any], limits: Limits | None = None) -> list[SandboxJob]:
     """What is to be run for a task: a program with the tests, and one for each case. InputError if it has neither."""
     if not any(task.get(key) for key in KEYS):
         raise InputError(f'a task for a Python program has neither {" nor ".join(KEYS)}; it has: {", ".join(task)}')
@@ -42,11 +42,11 @@ def programs_of(response: str, task: Mapping[str, Any], limits: Limits | None = 
     text = '\n'.join(part for part in parts if part)
     programs = []
     if tests := task.get('tests'):
-        programs.append(Program(text, tests=tests if isinstance(tests, str) else '\n'.join(tests), limits=limits))
+        programs.append(SandboxJob(text, tests=tests if isinstance(tests, str) else '\n'.join(tests), limits=limits))
     for case in task.get('cases') or ():
         if 'stdout' not in case:
             raise InputError("a case of a task has no 'stdout', the output that is expected")
-        programs.append(Program(text, stdin=case.get('stdin', ''), limits=limits))
+        programs.append(SandboxJob(text, stdin=case.get('stdin', ''), limits=limits))
     return programs
 
 
@@ -59,7 +59,7 @@ def same_output(found: str, expected: str) -> bool:
     return lines(found) == lines(expected)
 
 
-def share_passed(verdicts: Sequence[Verdict], task: Mapping[str, Any]) -> float:
+def share_passed(verdicts: Sequence[ExecutionResult], task: Mapping[str, Any]) -> float:
     """Of all tests and cases of a task, those passed: 0 to 1. `verdicts` are of `programs_of`, in order."""
     cases = task.get('cases') or ()
     tested, of_cases = verdicts[: len(verdicts) - len(cases)], verdicts[len(verdicts) - len(cases) :]

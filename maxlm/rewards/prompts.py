@@ -23,12 +23,12 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.documents.conversation import parse_messages
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES
 from maxlm.data.formats.compression import decompressed
-from maxlm.data.loader.shuffle import Order
+from maxlm.data.loader.shuffle import ShuffledIndex
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import shown
+from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
 from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER
 
@@ -75,7 +75,7 @@ class Prompts(NamedTuple):
 
     def where(self, index: int) -> str:
         """`FILE:LINE` of a prompt, for messages."""
-        return f'{shown(self.path)}:{self.lines[index]}'
+        return f'{display_path(self.path)}:{self.lines[index]}'
 
     def indices(self, rollout: int, num: int, seed: int) -> list[int]:
         """The prompts of a rollout, `num` indices.
@@ -89,7 +89,7 @@ class Prompts(NamedTuple):
             num: prompts in each rollout.
             seed: 0 … 2³² - 1.
         """
-        order = Order([self.num], seed=seed)
+        order = ShuffledIndex([self.num], seed=seed)
         return [order[place] for place in range(rollout * num, (rollout + 1) * num)]
 
 
@@ -113,7 +113,7 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
         InputError: the file cannot be read, a line is no prompt, or no prompt is short enough. The message names the
             line.
     """
-    name = shown(path)
+    name = display_path(path)
     ids, tasks, lines, too_long = [], [], [], []
     for number, entry in _entries(path):
         try:
@@ -144,7 +144,7 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
 
 def _entries(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number of the line, object) of each line that is not empty."""
-    name = shown(path)
+    name = display_path(path)
     try:
         with contextlib.ExitStack() as stack:
             stream = decompressed(stack.enter_context(filesystem.open_file(path)), path)

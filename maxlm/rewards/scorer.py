@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     parts: dict[str, np.ndarray]
 
 
-class Scorer:
+class RewardScorer:
     """Judges responses, programs among them side by side in a sandbox. Close it, or use it in a `with` statement.
 
     The sandbox is started only if a reward runs programs.
@@ -64,7 +64,7 @@ class Scorer:
             self._pool = SandboxPool(_num_cores() if workers is None else workers, limits=limits)
             logger.info(f'programs run in a {self._pool.sandbox}')
 
-    def __enter__(self) -> Scorer:
+    def __enter__(self) -> RewardScorer:
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-# A peer that is lost is noticed long before, by `Peers`.
+# A peer that is lost is noticed long before, by `Heartbeats`.
 TIMEOUT_SECONDS = 6 * 3600
 VOTE_SECONDS = 600
 SHORTEST_POLL, LONGEST_POLL = 0.02, 1.0
@@ -27,7 +27,7 @@ class PeerError(Exception):
     """Another process could not write its part of a step."""
 
 
-class Together:
+class ProcessGroup:
     """The processes of a run; all call the same methods in the same order. One that is alone waits for nobody."""
 
     # For all objects of a process: a key of the store is never used twice.
@@ -53,27 +53,27 @@ class Together:
             return text
         return str(_client().blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
 
-    def begin(self) -> Joint:
+    def begin(self) -> SaveTransaction:
         """Makes ready for one save; the one before must be over in all."""
         if self.count == 1:
-            return Joint('', self.process, self.count)
+            return SaveTransaction('', self.process, self.count)
         self._arrive()
         if self.process == 0:
-            _client().key_value_delete(f'{SAVES}/{Together._save_number}/')
-        Together._save_number += 1
-        return Joint(f'{SAVES}/{Together._save_number}', self.process, self.count)
+            _client().key_value_delete(f'{SAVES}/{ProcessGroup._save_number}/')
+        ProcessGroup._save_number += 1
+        return SaveTransaction(f'{SAVES}/{ProcessGroup._save_number}', self.process, self.count)
 
     def _arrive(self) -> str:
-        Together._number += 1
-        folder = f'{ROOT}/{Together._number}'
+        ProcessGroup._number += 1
+        folder = f'{ROOT}/{ProcessGroup._number}'
         _client().wait_at_barrier(f'{folder}/met', TIMEOUT_SECONDS * 1000)
-        if self.process == 0 and Together._number > 1:
+        if self.process == 0 and ProcessGroup._number > 1:
             # All have left it behind.
-            _client().key_value_delete(f'{ROOT}/{Together._number - 1}/')
+            _client().key_value_delete(f'{ROOT}/{ProcessGroup._number - 1}/')
         return folder
 
 
-class Joint:
+class SaveTransaction:
     """One save: all processes commit it, or none."""
 
     def __init__(self, folder: str, process: int, count: int):
@@ -119,7 +119,7 @@ def is_shared(directory: Path | None) -> bool:
 
     A process that has none gives None.
     """
-    together = Together()
+    together = ProcessGroup()
     if together.count == 1:
         return directory is not None
     vote = together.begin()

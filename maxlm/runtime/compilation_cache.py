@@ -20,7 +20,7 @@ from jax._src import compilation_cache
 
 from maxlm.errors import InputError, os_message
 from maxlm.log import logger
-from maxlm.runtime.barrier import Together, is_shared
+from maxlm.runtime.barrier import ProcessGroup, is_shared
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.regular_files import read_bytes
 
@@ -31,7 +31,7 @@ DIGEST = hashlib.sha256().digest_size
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def keep_programs(given: str) -> None:
+def enable_compilation_cache(given: str) -> None:
     """Has JAX keep what it compiles in a directory, and read from there what has been compiled before.
 
     To be called before anything is compiled, by all processes of a run. Where the directory cannot be used, one line
@@ -53,7 +53,7 @@ def keep_programs(given: str) -> None:
         _install(directory)
 
 
-class Programs:
+class CompilationCache:
     """Files of programs, each with its checksum, as JAX asks for them; the ones used longest ago make room.
 
     Processes may share a directory: files come whole, by a rename, and go at any time.
@@ -183,7 +183,7 @@ def _all_share(directory: Path | None) -> bool:
     JAX writes in the first process only. When that finds its program and the others compile theirs, these wait for it
     without an end: of GPUs XLA shares out the trials of kernels among the processes.
     """
-    if Together().count == 1:
+    if ProcessGroup().count == 1:
         return directory is not None
     shared = is_shared(directory)
     if not shared and directory is not None:
@@ -196,7 +196,7 @@ def _install(directory: Path) -> None:
     if not hasattr(compilation_cache, 'get_file_cache'):
         _refuse(f'jax {jax.__version__} has no place to put them')
         return
-    programs = Programs(directory, host=_host())
+    programs = CompilationCache(directory, host=_host())
     # JAX has no public place for a cache of one's own: this is what it asks where programs are. Of the answer it uses
     # `get`, `put` and `_path`; its type is an abstract class of JAX's that is not public either.
     compilation_cache.get_file_cache = lambda path: (programs, path)  # type: ignore[assignment, return-value]

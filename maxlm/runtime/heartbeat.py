@@ -44,7 +44,7 @@ MEET_SECONDS = 6 * 3600
 LINES, VERDICT, END = 'maxlm/lines', 'maxlm/verdict', 'maxlm/end'
 
 
-class Verdict(NamedTuple):
+class FailureReport(NamedTuple):
     """What process 0 makes of the lines of all. Where there is a `reason`, all end with `code`."""
 
     # Changes with every one: it shows that process 0 lives.
@@ -55,7 +55,7 @@ class Verdict(NamedTuple):
     code: int = EXIT_PREEMPTED
 
 
-class Peers:
+class Heartbeats:
     """While entered, the processes of a run end together. Does nothing for a process that is alone.
 
     An error in one ends the others: with exit code 2 after bad input, otherwise with 75, since starting again can help.
@@ -64,7 +64,7 @@ class Peers:
     def __init__(self) -> None:
         self._id, self._count = jax.process_index(), jax.process_count()
         self._status = 'busy'
-        self._verdict = Verdict(beat=0, all_overdue=self._count == 1)
+        self._verdict = FailureReport(beat=0, all_overdue=self._count == 1)
         self._silent_ticks = 0
         self._beat = 0
         # By process: its last line, and the ticks since that was new.
@@ -101,7 +101,7 @@ class Peers:
         self.on_leave(code, reason)
         _end(code)
 
-    def __enter__(self) -> Peers:
+    def __enter__(self) -> Heartbeats:
         if self._count > 1:
             _delay_abort()
             for target in (self._talk, self._listen):
@@ -162,7 +162,7 @@ class Peers:
         self.on_leave(code, reason)
         _end(code)
 
-    def _exchange(self) -> Verdict:
+    def _exchange(self) -> FailureReport:
         """Tells how this process is, and hears the verdict; raises RuntimeError if process 0 cannot be reached."""
         store = _state().client
         # Two threads come here when a process leaves.
@@ -172,17 +172,17 @@ class Peers:
                 store.key_value_set(f'{LINES}/{self._id}', f'{self._beat} {self._status}', allow_overwrite=True)
                 for name, text in store.key_value_dir_get(VERDICT):
                     assert name
-                    return Verdict(*json.loads(text))
-                return Verdict(beat=0, all_overdue=False)
+                    return FailureReport(*json.loads(text))
+                return FailureReport(beat=0, all_overdue=False)
             for name, line in store.key_value_dir_get(LINES):
                 number = int(name.rpartition('/')[2])
                 before, ticks = self._lines[number]
                 self._lines[number] = (line, 0 if line != before else ticks)
             self._lines = {number: (line, ticks + 1) for number, (line, ticks) in self._lines.items()}
-            verdict = judge({number: line for number, (line, _) in self._lines.items()} | {0: f'0 {self._status}'})
+            verdict = diagnose({number: line for number, (line, _) in self._lines.items()} | {0: f'0 {self._status}'})
             lost = [number for number, (_, ticks) in self._lines.items() if ticks > LOST_TICKS]
             if lost and not verdict.reason:
-                verdict = Verdict(0, False, f'process {lost[0]} is gone; start again')
+                verdict = FailureReport(0, False, f'process {lost[0]} is gone; start again')
             verdict = self._verdict if self._verdict.reason else verdict._replace(beat=self._beat)
             store.key_value_set(f'{VERDICT}/0', json.dumps(verdict), allow_overwrite=True)
             return verdict
@@ -202,7 +202,7 @@ def part(code: int) -> None:
             _end(code)
 
 
-def judge(lines: dict[int, str]) -> Verdict:
+def diagnose(lines: dict[int, str]) -> FailureReport:
     """What follows from the last lines of all processes, by their number."""
     statuses = {number: line.partition(' ')[2] for number, line in lines.items()}
     for number, status in statuses.items():
@@ -210,8 +210,8 @@ def judge(lines: dict[int, str]) -> Verdict:
         if word == 'left':
             code, _, reason = rest.partition(' ')
             follow = EXIT_BAD_INPUT if int(code) == EXIT_BAD_INPUT else EXIT_PREEMPTED
-            return Verdict(0, False, f'process {number}: {reason}', follow)
-    return Verdict(0, all(status == 'overdue' for status in statuses.values()))
+            return FailureReport(0, False, f'process {number}: {reason}', follow)
+    return FailureReport(0, all(status == 'overdue' for status in statuses.values()))
 
 
 def _state() -> Any:

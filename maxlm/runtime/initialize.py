@@ -16,20 +16,20 @@ from typing import NamedTuple
 import jax
 
 from maxlm.errors import InputError
-from maxlm.runtime.rendezvous import NotTogetherError, meet
+from maxlm.runtime.rendezvous import RendezvousError, rendezvous
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = 'MAXLM_COORDINATOR', 'MAXLM_NUM_PROCESSES', 'MAXLM_PROCESS_ID'
 LOCAL_DEVICES = 'MAXLM_LOCAL_DEVICES'
 
 # To wait for processes that the cluster starts later.
 JOIN_SECONDS = 300
-# JAX ends a process by an abort, with a stack trace, when a peer's heartbeat stays out. `Peers` is earlier and calmer.
+# JAX aborts a process, with a stack trace, when the heartbeat of a peer stays out. `Heartbeats` ends it earlier.
 HEARTBEAT_SECONDS = 30
 # At the end of a run all processes arrive together; one that has gone must not hold up the rest.
 SHUTDOWN_SECONDS = 30
 
 
-class Place(NamedTuple):
+class ProcessEnv(NamedTuple):
     """A process among those of its run; `local_devices` None = all of the machine."""
 
     coordinator: str
@@ -38,16 +38,16 @@ class Place(NamedTuple):
     local_devices: list[int] | None
 
 
-def join(environment: Mapping[str, str] = os.environ) -> None:
+def initialize(environment: Mapping[str, str] = os.environ) -> None:
     """Joins the processes that the environment tells of; a process that is alone stays alone, without a port.
 
     Raises:
         InputError: the variables do not fit together, or the processes' do not.
         NotTogetherError: not all of them came in time.
     """
-    place = read_place(environment)
+    place = detect_process_env(environment)
     if place is not None and place.num_processes > 1:
-        meet(place.coordinator, place.num_processes, place.process_id, seconds=JOIN_SECONDS)
+        rendezvous(place.coordinator, place.num_processes, place.process_id, seconds=JOIN_SECONDS)
         _initialize(
             place.coordinator,
             coordinator_address=place.coordinator,
@@ -71,14 +71,14 @@ def join(environment: Mapping[str, str] = os.environ) -> None:
             return
 
 
-class Tasks(NamedTuple):
+class ClusterEnv(NamedTuple):
     """What a cluster tells of a job's tasks, in so far as JAX leaves it to us."""
 
     cluster: str
     on_this_node: int
 
 
-def detected_tasks(environment: Mapping[str, str]) -> Tasks | None:
+def detected_tasks(environment: Mapping[str, str]) -> ClusterEnv | None:
     """The tasks of a Slurm step or an Open MPI job; None where there is one at most.
 
     Raises:
@@ -90,15 +90,15 @@ def detected_tasks(environment: Mapping[str, str]) -> Tasks | None:
                 f'this version of Open MPI does not tell its processes where the first is; '
                 f'set {COORDINATOR}, {NUM_PROCESSES} and {PROCESS_ID}'
             )
-        return Tasks('the Open MPI job', int(environment.get('OMPI_COMM_WORLD_LOCAL_SIZE', 1)))
+        return ClusterEnv('the Open MPI job', int(environment.get('OMPI_COMM_WORLD_LOCAL_SIZE', 1)))
     # In a batch script itself, or a shell, there is no step and one process.
     if 'SLURM_STEP_NODELIST' in environment and int(environment.get('SLURM_NTASKS', 1)) > 1:
         nodes = int(environment.get('SLURM_STEP_NUM_NODES', 1))
-        return Tasks('the Slurm step', -(-int(environment['SLURM_NTASKS']) // nodes))
+        return ClusterEnv('the Slurm step', -(-int(environment['SLURM_NTASKS']) // nodes))
     return None
 
 
-def read_place(environment: Mapping[str, str]) -> Place | None:
+def detect_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
     """What the MAXLM_ variables say; None if none of them is set.
 
     Raises:
@@ -121,7 +121,7 @@ def read_place(environment: Mapping[str, str]) -> Place | None:
     _check_address(values[COORDINATOR])
     listed = environment.get(LOCAL_DEVICES)
     devices = [_natural(LOCAL_DEVICES, number) for number in listed.split(',')] if listed else None
-    return Place(values[COORDINATOR], num_processes, process_id, devices)
+    return ProcessEnv(values[COORDINATOR], num_processes, process_id, devices)
 
 
 def _natural(name: str, value: str) -> int:
@@ -149,7 +149,7 @@ def _initialize(coordinator: str, **arguments: object) -> None:
 
     def give_up() -> None:
         message = f'{coordinator} and the others did not all come within {JOIN_SECONDS} s; start again'
-        NotTogetherError(message).leave()
+        RendezvousError(message).leave()
 
     timer = threading.Timer(JOIN_SECONDS, give_up)
     timer.daemon = True
@@ -163,6 +163,6 @@ def _initialize(coordinator: str, **arguments: object) -> None:
         )
     except (OSError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise NotTogetherError(f'{coordinator}: the processes could not join ({reason}); start again') from error
+        raise RendezvousError(f'{coordinator}: the processes could not join ({reason}); start again') from error
     finally:
         timer.cancel()

@@ -37,28 +37,28 @@ WAIT_SECONDS = 60
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
 
 
-class Notice(NamedTuple):
+class MaintenanceEvent(NamedTuple):
     """What follows from a key's new value: words for the log, and whether to stop."""
 
     text: str
     stop: bool
 
 
-def read_preempted(value: str) -> Notice | None:
+def read_preempted(value: str) -> MaintenanceEvent | None:
     """Of `preempted`."""
-    return Notice('notice of preemption', stop=True) if value.upper() == 'TRUE' else None
+    return MaintenanceEvent('notice of preemption', stop=True) if value.upper() == 'TRUE' else None
 
 
-def read_maintenance(value: str) -> Notice | None:
+def read_maintenance(value: str) -> MaintenanceEvent | None:
     """Of `maintenance-event`."""
     if value.startswith('TERMINATE'):
-        return Notice(f'notice of maintenance ({value})', stop=True)
+        return MaintenanceEvent(f'notice of maintenance ({value})', stop=True)
     if value.startswith('MIGRATE'):
-        return Notice(f'the machine is about to be moved ({value}); going on', stop=False)
+        return MaintenanceEvent(f'the machine is about to be moved ({value}); going on', stop=False)
     return None
 
 
-def read_upcoming(value: str) -> Notice | None:
+def read_upcoming(value: str) -> MaintenanceEvent | None:
     """Of `upcoming-maintenance`, an object in JSON."""
     try:
         facts = parse_json(value)
@@ -67,13 +67,15 @@ def read_upcoming(value: str) -> Notice | None:
     facts = {key.lower().replace('_', ''): str(text) for key, text in facts.items()} if isinstance(facts, dict) else {}
     status = facts.get('maintenancestatus', '')
     if status == 'ONGOING':
-        return Notice('maintenance of the machine has begun', stop=True)
+        return MaintenanceEvent('maintenance of the machine has begun', stop=True)
     if status == 'PENDING':
-        return Notice(f'maintenance is due from {facts.get("windowstarttime", "a time not told")} on', stop=False)
+        return MaintenanceEvent(
+            f'maintenance is due from {facts.get("windowstarttime", "a time not told")} on', stop=False
+        )
     return None
 
 
-READERS: dict[str, Callable[[str], Notice | None]] = {
+READERS: dict[str, Callable[[str], MaintenanceEvent | None]] = {
     'preempted': read_preempted,
     'maintenance-event': read_maintenance,
     'upcoming-maintenance?alt=json': read_upcoming,
@@ -93,7 +95,7 @@ def metadata_host(environment: Mapping[str, str] = os.environ) -> str:
         return ''
 
 
-class Notices:
+class MaintenanceWatcher:
     """While entered, threads wait for notices. Does nothing where there is no metadata server.
 
     Neither a server that fails nor one that is silent disturbs the run.
@@ -112,7 +114,7 @@ class Notices:
         # The machine's own network, which no proxy reaches.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def __enter__(self) -> Notices:
+    def __enter__(self) -> MaintenanceWatcher:
         if self._host:
             for key in READERS:
                 # Not waited for at the end: each may be in the middle of a long question.

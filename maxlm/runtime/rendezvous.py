@@ -21,7 +21,7 @@ RETRY_SECONDS = 0.2
 LINE_SECONDS = 2.0
 
 
-class NotTogetherError(Exception):
+class RendezvousError(Exception):
     """The processes of a run did not all come; starting again can help. The message is one line."""
 
     def leave(self) -> NoReturn:
@@ -30,7 +30,7 @@ class NotTogetherError(Exception):
         os._exit(EXIT_PREEMPTED)
 
 
-def meet(coordinator: str, num_processes: int, process_id: int, *, seconds: float) -> None:
+def rendezvous(coordinator: str, num_processes: int, process_id: int, *, seconds: float) -> None:
     """Returns when all have come; the port is free again then.
 
     Args:
@@ -65,7 +65,7 @@ def _receive(coordinator: str, port: int, num_processes: int, deadline: float, s
                     f'missing: {told}; start again'
                 )
                 _answer(came, f'late {late}')
-                raise NotTogetherError(late)
+                raise RendezvousError(late)
             with contextlib.suppress(TimeoutError):
                 connection = stack.enter_context(listener.accept()[0])
                 number = _welcome(connection, num_processes, came)
@@ -130,13 +130,13 @@ def _come(coordinator: str, address: tuple[str, int], greeting: str, deadline: f
         if kind == 'no':
             raise InputError(message)
         if kind == 'late':
-            raise NotTogetherError(message)
+            raise RendezvousError(message)
         # Something else may answer there, e.g. the process 0 of before, which is about to end.
         time.sleep(RETRY_SECONDS)
     if reason.startswith('the host'):
         # Where names come and go with machines, one may only be late; so it is waited for as long.
         raise InputError(f'MAXLM_COORDINATOR={coordinator}: {reason}; give the address of process 0')
-    raise NotTogetherError(f'process 0 did not answer at {coordinator} within {seconds:g} s ({reason}); start again')
+    raise RendezvousError(f'process 0 did not answer at {coordinator} within {seconds:g} s ({reason}); start again')
 
 
 def _answer(connections: dict[int, socket.socket], line: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from maxlm.errors import EXIT_PREEMPTED
 from maxlm.log import RUN_LOG
-from maxlm.runtime.heartbeat import Peers
+from maxlm.runtime.heartbeat import Heartbeats
 
 TICKS = 10
 LONGEST_TICK_SECONDS = 1.0
@@ -34,7 +34,7 @@ class Watchdog:
     where, and ends by itself only when all processes wait: then none of them is at fault.
     """
 
-    def __init__(self, seconds: float, peers: Peers, workdir: Path | None = None):
+    def __init__(self, seconds: float, peers: Heartbeats, workdir: Path | None = None):
         """
         Args:
             seconds: without a step, outside of phases; 0 = never mind.

@@ -46,7 +46,7 @@ OWN_PROCESSES = 8
 PENDING_SIGNALS = 64
 
 
-class Refused(Exception):  # noqa: N818 the kernel's answer, not a fault
+class IsolationError(Exception):
     """A mechanism that the machine does not give."""
 
     def __init__(self, mechanism: str, error: Exception):
@@ -82,7 +82,7 @@ class Confinement:
         # The interpreter may lie in a home that only root can enter: the current folder is a way in that stays.
         os.chdir(sys.base_prefix)
         if ROOT in without and os.geteuid() == 0:
-            become(FIRST_USER + secrets.randbelow(NUM_USERS))
+            drop_to_user(FIRST_USER + secrets.randbelow(NUM_USERS))
         self.root = os.geteuid() == 0
         if self.root:
             first = FIRST_USER + 2 * secrets.randbelow(NUM_USERS)
@@ -179,7 +179,7 @@ class Confinement:
         if not sys.platform.startswith('linux'):
             return
         if self.users:
-            become(self.users.program if is_program else self.users.tests)
+            drop_to_user(self.users.program if is_program else self.users.tests)
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 'prctl')
         syscalls.drop_capabilities()
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1, 'prctl')
@@ -187,17 +187,17 @@ class Confinement:
             try:
                 landlock.restrict([*self.readable, *self.devices], [folder, '/dev/null', '/dev/zero'])
             except OSError as error:
-                raise Refused('landlock', error) from error
+                raise IsolationError('landlock', error) from error
         if 'seccomp' in self.has:
             try:
                 seccomp.restrict(
                     only_itself=PROCESS_NAMESPACE not in self.has, paths_shown='mount namespace' not in self.has
                 )
             except OSError as error:
-                raise Refused('seccomp', error) from error
+                raise IsolationError('seccomp', error) from error
 
 
-def become(user: int) -> None:
+def drop_to_user(user: int) -> None:
     """This process gets the identity `user`, for good, and stays one that its own files in /proc belong to."""
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -279,7 +279,7 @@ def try_once(confinement: Confinement, writer: int) -> NoReturn:
         answer = 'ok\n'
         with open(os.__file__, 'rb') as file:
             file.read(1)
-    except Refused as error:
+    except IsolationError as error:
         answer = f'{error.mechanism}\n{error}'
     except OSError as error:
         # Whoever cannot read Python's files is one user too many; anything else speaks for itself.

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from maxlm.sandbox import cgroup, fork
 from maxlm.sandbox.files import holds_too_much, remove
-from maxlm.sandbox.isolation import PROCESS_NAMESPACE, Confinement, become
+from maxlm.sandbox.isolation import PROCESS_NAMESPACE, Confinement, drop_to_user
 from maxlm.sandbox.limits import Limits
 from maxlm.sandbox.process_tree import ProcessTree, reap
 
@@ -33,7 +33,7 @@ MOST_NOTES = 20
 CPU_SLACK = 0.2
 
 
-class Judge:
+class ProcessMonitor:
     """The processes of one program, seen from outside."""
 
     def __init__(self, confinement: Confinement, tree: ProcessTree | None, groups: int | None, tested: bool):
@@ -91,9 +91,9 @@ class Judge:
             self.group.limit(limits)
         began = time.monotonic()
         tested, order = bool(self.tester), {'limits': request['limits']}
-        give(self.order, {**order, 'folder': self.folder, 'text': request['text'], 'tested': tested})
+        write_files(self.order, {**order, 'folder': self.folder, 'text': request['text'], 'tested': tested})
         if tested:
-            give(self.tests_order, {**order, 'folder': self.tests_folder, 'tests': request['tests']})
+            write_files(self.tests_order, {**order, 'folder': self.tests_folder, 'tests': request['tests']})
         self.watch(limits, request['stdin'].encode(errors='surrogatepass'), connection, began)
         seconds = time.monotonic() - began
         self.kill()
@@ -191,7 +191,7 @@ class Judge:
         if PROCESS_NAMESPACE not in self.confinement.has:
             if self.confinement.users:
                 user = self.confinement.users.program
-                os.waitpid(fork.fork(lambda: kill_all_of(user)), 0)
+                os.waitpid(fork.fork(lambda: kill_tree(user)), 0)
             if self.tree is not None:
                 self.tree.sweep(spare=str(self.tester))
 
@@ -216,7 +216,7 @@ class Judge:
         status = self.read[self.status]
         facts: dict[str, Any] = json.loads(bytes(status)) if status else {'code': None, 'cpu': 0.0}
         stdout, stderr = (bytes(self.read[place]).decode(errors='replace') for place in (self.stdout, self.stderr))
-        total, passed, notes, broken = tally(bytes(self.read.get(self.report, b'')))
+        total, passed, notes, broken = usage(bytes(self.read.get(self.report, b'')))
         code = facts['code']
         if self.cause:
             result = {'disk': 'killed'}.get(self.cause, self.cause)
@@ -247,19 +247,19 @@ class Judge:
         }
 
 
-def kill_all_of(user: int) -> None:
+def kill_tree(user: int) -> None:
     """Ends every process of a user, of which this one becomes the last."""
-    become(user)
+    drop_to_user(user)
     os.kill(-1, signal.SIGKILL)
 
 
-def give(descriptor: int, order: dict[str, Any]) -> None:
+def write_files(descriptor: int, order: dict[str, Any]) -> None:
     """Writes an order and closes the pipe; a process that has gone is noticed elsewhere."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, 'wb') as pipe:
         pipe.write(json.dumps(order).encode())
 
 
-def tally(report: bytes) -> tuple[int, int, list[str], bool]:
+def usage(report: bytes) -> tuple[int, int, list[str], bool]:
     """Tests, those passed, reasons of the others, whether something went wrong before or between tests."""
     total = counted = passed = 0
     notes, broken = [], False
@@ -283,7 +283,7 @@ def judge_next(
 ) -> NoReturn:
     """Reads one request, only after the program's processes have been forked, and answers it."""
     tested = connection.recv(1, socket.MSG_PEEK) == TESTED
-    judge = Judge(confinement, tree, groups, tested)
+    judge = ProcessMonitor(confinement, tree, groups, tested)
     _, request = receive(connection)
     send(connection, PLAIN, judge.run(request, connection))
     os._exit(0)

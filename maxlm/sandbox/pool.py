@@ -82,7 +82,7 @@ STOP_SECONDS = 3.0
 TRIES = 2
 
 
-class Program(NamedTuple):
+class SandboxJob(NamedTuple):
     """A program's text, what it reads on stdin, and tests of it: see `testing` for what counts as one."""
 
     text: str
@@ -91,7 +91,7 @@ class Program(NamedTuple):
     limits: Limits | None = None
 
 
-class Verdict(NamedTuple):
+class ExecutionResult(NamedTuple):
     """How a program ended.
 
     | status | means |
@@ -142,7 +142,7 @@ class Sandbox(NamedTuple):
         )
 
 
-class Worker:
+class SandboxWorker:
     """One worker's process, as its pool sees it."""
 
     def __init__(self, without: Sequence[str]):
@@ -178,7 +178,7 @@ class Worker:
             raise RuntimeError(f'a worker of the sandbox did not start: {hello["failed"]}')
         return Sandbox(tuple(hello['has']), hello['refused'])
 
-    def give(self, program: Program, limits: Limits) -> None:
+    def give(self, program: SandboxJob, limits: Limits) -> None:
         """Hands it a program. OSError if it has died."""
         kind = monitor.TESTED if program.tests.strip() else monitor.PLAIN
         request = {**program._asdict(), 'limits': limits._asdict()}
@@ -187,7 +187,7 @@ class Worker:
         self.deadline = time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         self.answer.clear()
 
-    def take(self) -> Verdict | None:
+    def take(self) -> ExecutionResult | None:
         """Reads a part of the answer; the verdict once it is whole. EOFError, OSError if the worker has died."""
         part = self.connection.recv(1 << 20)
         if not part:
@@ -196,7 +196,7 @@ class Worker:
         size = monitor.HEADER.size
         if len(self.answer) < size or len(self.answer) < size + monitor.HEADER.unpack(self.answer[:size])[1]:
             return None
-        return Verdict(**json.loads(self.answer[size:]))
+        return ExecutionResult(**json.loads(self.answer[size:]))
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ends it with everything below it. By itself, as its socket is closed, unless there is a hurry."""
@@ -234,11 +234,11 @@ class SandboxPool:
         self.without = known(without, SWITCHES, 'mechanism')
         needed = known(required, (*ALWAYS, *GUARANTEES), 'guarantee')
         self.lock = threading.Lock()
-        self.workers: list[Worker] = []
+        self.workers: list[SandboxWorker] = []
         self.finalizer = weakref.finalize(self, stop_all, self.workers)
         try:
             for _ in range(workers):
-                self.workers.append(Worker(self.without))
+                self.workers.append(SandboxWorker(self.without))
             sandboxes = [worker.wait() for worker in self.workers]
         except BaseException:
             self.close()
@@ -263,11 +263,11 @@ class SandboxPool:
         """Ends all workers; programs that are running are stopped."""
         self.finalizer()
 
-    def run(self, program: Program) -> Verdict:
+    def run(self, program: SandboxJob) -> ExecutionResult:
         """Runs one program."""
         return self.run_many([program])[0]
 
-    def run_many(self, programs: Sequence[Program]) -> list[Verdict]:
+    def run_many(self, programs: Sequence[SandboxJob]) -> list[ExecutionResult]:
         """Runs programs, as many at a time as there are workers; their verdicts in the same order.
 
         Workers that die are replaced, and their program is tried once more before it is `killed`. InputError for limits
@@ -284,9 +284,9 @@ class SandboxPool:
                 self.close()
                 raise
 
-    def run_all(self, programs: Sequence[Program], limits: Sequence[Limits]) -> list[Verdict]:
+    def run_all(self, programs: Sequence[SandboxJob], limits: Sequence[Limits]) -> list[ExecutionResult]:
         """`run_many` with each program's limits."""
-        verdicts: dict[int, Verdict] = {}
+        verdicts: dict[int, ExecutionResult] = {}
         tries = [0] * len(programs)
         waiting, idle = deque(range(len(programs))), list(range(len(self.workers)))
         with selectors.DefaultSelector() as selector:
@@ -315,14 +315,16 @@ class SandboxPool:
                         if tries[index] < TRIES:
                             waiting.appendleft(index)
                             continue
-                        verdict = Verdict('killed', '', 'sandbox: the worker died\n', limits[index].wall_seconds, None)
+                        verdict = ExecutionResult(
+                            'killed', '', 'sandbox: the worker died\n', limits[index].wall_seconds, None
+                        )
                     verdicts[index] = verdict
         return [verdicts[index] for index in range(len(programs))]
 
     def replace(self, place: int) -> None:
         """A new worker for one that has died or does not answer."""
         self.workers[place].stop(at_once=True)
-        self.workers[place] = Worker(self.without)
+        self.workers[place] = SandboxWorker(self.without)
         self.workers[place].wait()
 
 
@@ -335,7 +337,7 @@ def known(names: Iterable[str], all_names: Sequence[str], kind: str) -> tuple[st
     return chosen
 
 
-def stop_all(workers: list[Worker]) -> None:
+def stop_all(workers: list[SandboxWorker]) -> None:
     """Ends workers side by side."""
     for worker in workers:
         with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ import os
 import platform
 import struct
 
-from maxlm.sandbox.syscalls import LIBC, PR_SET_SECCOMP, called
+from maxlm.sandbox.syscalls import LIBC, PR_SET_SECCOMP, check_errno
 
 # name: (number on x86_64, number on aarch64); None where it does not exist.
 REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -188,4 +188,4 @@ def restrict(*, only_itself: bool, paths_shown: bool) -> None:
     argument = FilterProgram(len(program), packed)
     zero = ctypes.c_ulong(0)
     mode = ctypes.c_ulong(SECCOMP_MODE_FILTER)
-    called(LIBC.prctl(PR_SET_SECCOMP, mode, ctypes.byref(argument), zero, zero), 'seccomp')
+    check_errno(LIBC.prctl(PR_SET_SECCOMP, mode, ctypes.byref(argument), zero, zero), 'seccomp')

@@ -28,7 +28,7 @@ AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
 
 
-def called(result: int, what: str) -> int:
+def check_errno(result: int, what: str) -> int:
     """`result` of a call into the kernel; OSError with `what` if it is negative."""
     if result < 0:
         number = ctypes.get_errno()
@@ -46,19 +46,19 @@ def system_call(number: int, *arguments: int | bytes | ctypes.Array | ctypes.Str
             values.append(ctypes.c_char_p(argument))
         else:
             values.append(ctypes.byref(argument))
-    return called(LIBC.syscall(ctypes.c_long(number), *values), what)
+    return check_errno(LIBC.syscall(ctypes.c_long(number), *values), what)
 
 
 def unshare(flags: int) -> None:
     """New namespaces for this process, or (processes) for its children."""
-    called(LIBC.unshare(ctypes.c_int(flags)), 'unshare')
+    check_errno(LIBC.unshare(ctypes.c_int(flags)), 'unshare')
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = '') -> None:
     """mount(2)."""
     encoded = kind.encode() if kind else None
     arguments = os.fsencode(source), os.fsencode(target), encoded, ctypes.c_ulong(flags), options.encode() or None
-    called(LIBC.mount(*arguments), f'mount {target}')
+    check_errno(LIBC.mount(*arguments), f'mount {target}')
 
 
 def make_read_only(target: str) -> None:
@@ -72,8 +72,8 @@ def make_read_only(target: str) -> None:
 def change_root(root: str) -> None:
     """`root`, a mount point, becomes / and what was / is gone from this mount namespace."""
     os.chdir(root)
-    called(LIBC.syscall(ctypes.c_long(NR_PIVOT_ROOT), b'.', b'.'), 'pivot_root')
-    called(LIBC.umount2(b'.', MNT_DETACH), 'umount')
+    check_errno(LIBC.syscall(ctypes.c_long(NR_PIVOT_ROOT), b'.', b'.'), 'pivot_root')
+    check_errno(LIBC.umount2(b'.', MNT_DETACH), 'umount')
     os.chdir('/')
 
 
@@ -83,10 +83,10 @@ NR_PIVOT_ROOT = {'x86_64': 155}.get(os.uname().machine, 41)
 def prctl(option: int, value: int, what: str) -> None:
     """prctl(2) with one argument."""
     zero = ctypes.c_ulong(0)
-    called(LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero), what)
+    check_errno(LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero), what)
 
 
 def drop_capabilities() -> None:
     """This process gives up every capability, for good once it may gain no new privileges."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    called(LIBC.capset(header, (ctypes.c_uint32 * 6)()), 'capset')
+    check_errno(LIBC.capset(header, (ctypes.c_uint32 * 6)()), 'capset')

@@ -24,19 +24,19 @@ from maxlm.serving.middleware import (
     METRICS,
     MODELS,
     PAGE,
-    Access,
-    Guard,
-    broken,
+    AccessPolicy,
+    SecurityMiddleware,
     error_response,
+    malformed,
 )
-from maxlm.serving.request_parsing import Questions, ask_chat, ask_completions
-from maxlm.serving.responses import Writer
-from maxlm.serving.schema import Asked, parse_chat, parse_completion
+from maxlm.serving.request_parsing import EngineRequests, ask_completions, parse_chat_request
+from maxlm.serving.responses import ResponseBuilder
+from maxlm.serving.schema import RequestBase, parse_chat, parse_completion
 from maxlm.serving.service import Service
-from maxlm.serving.streaming import Answer
+from maxlm.serving.streaming import StreamingAnswer
 
 
-def make_app(service: Service, access: Access, *, origins: Collection[str] = ()) -> ASGIApp:
+def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str] = ()) -> ASGIApp:
     """The app of a service; pages of `origins` may read its answers."""
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
@@ -106,7 +106,7 @@ def make_app(service: Service, access: Access, *, origins: Collection[str] = ())
     async def chat(request: Request) -> Response:
         return await answer(request, chat=True)
 
-    guarded = Guard(app, service, access)
+    guarded = SecurityMiddleware(app, service, access)
     if not origins:
         return guarded
     # Outermost: a browser asks whether it may ask without a key, and pages are to read errors too.
@@ -115,21 +115,21 @@ def make_app(service: Service, access: Access, *, origins: Collection[str] = ())
     )
 
 
-def _encode(service: Service, body: bytes, *, chat: bool) -> tuple[Asked, Questions]:
+def _encode(service: Service, body: bytes, *, chat: bool) -> tuple[RequestBase, EngineRequests]:
     """Raises ApiError for a request that cannot be answered."""
     context, max_tokens = service.served.engine.max_context, service.limits.max_tokens
     if chat:
         conversation = parse_chat(body, max_context=context)
         service.check_model(conversation.model)
-        return conversation, ask_chat(conversation, service.served, max_tokens=max_tokens)
+        return conversation, parse_chat_request(conversation, service.served, max_tokens=max_tokens)
     completion = parse_completion(body)
     service.check_model(completion.model)
     return completion, ask_completions(completion, service.served, max_tokens=max_tokens)
 
 
-def _answer(service: Service, asked: Asked, questions: Questions, *, chat: bool, started: float) -> Response:
+def _answer(service: Service, asked: RequestBase, questions: EngineRequests, *, chat: bool, started: float) -> Response:
     samples = asked.n or 1
-    writer = Writer(
+    writer = ResponseBuilder(
         chat=chat,
         model=service.served.name,
         step=service.served.step,
@@ -138,7 +138,7 @@ def _answer(service: Service, asked: Asked, questions: Questions, *, chat: bool,
         echoes=[echo for echo in questions.echoes for _ in range(samples)],
     )
     options = asked.stream_options
-    return Answer(
+    return StreamingAnswer(
         service.ask(questions.requests, started=started),
         writer,
         prompt_tokens=sum(len(one.prompt) for one in questions.requests),
@@ -161,4 +161,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    return error_response(broken())
+    return error_response(malformed())

@@ -17,7 +17,7 @@ _SLEEP_SECONDS = 0.2
 Listener = Callable[[Delta], None]
 
 
-class Ticket(Protocol):
+class StreamHandle(Protocol):
     """A request that the engine has."""
 
     def cancel(self) -> None:
@@ -36,7 +36,7 @@ class EngineLike(Protocol):
     def check(self, request: Request) -> None:
         """Raises InputError if a request does not fit."""
 
-    def submit(self, request: Request, listener: Listener) -> Ticket:
+    def submit(self, request: Request, listener: Listener) -> StreamHandle:
         """Takes a request."""
 
     def step(self) -> bool:
@@ -49,7 +49,7 @@ class EngineLike(Protocol):
         """Ends all samples."""
 
 
-class Pump:
+class EngineThread:
     """Steps an engine, and calls listeners in the event loop: once for all that a step brought.
 
     Attributes:
@@ -77,7 +77,7 @@ class Pump:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def submit(self, request: Request, listener: Listener) -> Ticket:
+    def submit(self, request: Request, listener: Listener) -> StreamHandle:
         """As the engine's; the listener is called in the event loop.
 
         Raises:

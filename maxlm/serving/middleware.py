@@ -34,7 +34,7 @@ _HEADERS = {
 }
 
 
-class Access:
+class AccessPolicy:
     """Who may ask.
 
     A web page that somebody on this machine looks at can reach what listens on loopback, under its own name if that
@@ -83,10 +83,10 @@ class Access:
             return False
 
 
-class Guard:
+class SecurityMiddleware:
     """Around the app."""
 
-    def __init__(self, app: ASGIApp, service: Service, access: Access):
+    def __init__(self, app: ASGIApp, service: Service, access: AccessPolicy):
         self._app, self._service, self._access = app, service, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +125,7 @@ class Guard:
             # For the log alone: what went wrong inside is nobody else's business.
             logger.exception(f'{scope["method"]} {path} failed')
             if not status:
-                await error_response(broken())(scope, receive, send_on)
+                await error_response(malformed())(scope, receive, send_on)
         finally:
             seconds = time.monotonic() - started
             self._service.metrics.requests.labels(path, status or _GONE).inc()
@@ -136,7 +136,7 @@ class Guard:
                     self._service.took(seconds)
 
 
-def broken() -> ApiError:
+def malformed() -> ApiError:
     """What a client is told of a fault of the server."""
     return ApiError(500, 'the server has a fault; its log has more', kind=SERVER, code='internal_error')
 

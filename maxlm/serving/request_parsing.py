@@ -15,10 +15,10 @@ from maxlm.inference.prompts import infill_prompt
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.engine_thread import EngineLike
 from maxlm.serving.errors import ApiError, from_input
-from maxlm.serving.schema import MAX_SEED, Asked, ChatAsked, CompletionAsked, prompts_of, text_of
+from maxlm.serving.schema import MAX_SEED, ChatCompletionRequest, CompletionRequest, RequestBase, prompts_of, text_of
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """A model by the name that it is served under."""
 
     name: str
@@ -28,14 +28,14 @@ class Served(NamedTuple):
     engine: EngineLike
 
 
-class Questions(NamedTuple):
+class EngineRequests(NamedTuple):
     """Of one request: what the engine is asked, and the texts that come before each answer, '' for none."""
 
     requests: list[Request]
     echoes: list[str]
 
 
-def ask_completions(asked: CompletionAsked, served: Served, *, max_tokens: int) -> Questions:
+def ask_completions(asked: CompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
     """`max_tokens` is the server's limit, 0 = what the context leaves. Takes as long as the tokenizer.
 
     Raises:
@@ -59,10 +59,10 @@ def ask_completions(asked: CompletionAsked, served: Served, *, max_tokens: int) 
     requests = [
         _request(one, asked, served, limit=limit, most=max_tokens, top=asked.logprobs, param='prompt') for one in ids
     ]
-    return Questions(requests, echoes)
+    return EngineRequests(requests, echoes)
 
 
-def ask_chat(asked: ChatAsked, served: Served, *, max_tokens: int) -> Questions:
+def parse_chat_request(asked: ChatCompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
     """As above, of a conversation.
 
     Raises:
@@ -93,10 +93,10 @@ def ask_chat(asked: ChatAsked, served: Served, *, max_tokens: int) -> Questions:
     top = (asked.top_logprobs or 0) if asked.logprobs else None
     limit = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     request = _request(ids, asked, served, limit=limit, most=max_tokens, top=top, param='messages')
-    return Questions([request], [''])
+    return EngineRequests([request], [''])
 
 
-def _check_size(text: str, served: Served, param: str) -> None:
+def _check_size(text: str, served: ServedModel, param: str) -> None:
     """Raises ApiError for a text that has more tokens than the context, before it is tokenized."""
     longest, size = longest_token(served.tokenizer), len(text.encode())
     if longest is not None and size > longest * served.engine.max_context:
@@ -119,7 +119,14 @@ def _ids(prompt: str | list[int], suffix: str | None, tokenizer: Tokenizer) -> l
 
 
 def _request(
-    ids: list[int], asked: Asked, served: Served, *, limit: int | None, most: int, top: int | None, param: str
+    ids: list[int],
+    asked: RequestBase,
+    served: ServedModel,
+    *,
+    limit: int | None,
+    most: int,
+    top: int | None,
+    param: str,
 ) -> Request:
     left = served.engine.max_context - len(ids)
     if left < (limit or 1):
@@ -149,6 +156,6 @@ def _request(
     return request
 
 
-def _sampling(asked: Asked) -> Sampling:
+def _sampling(asked: RequestBase) -> Sampling:
     names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'presence_penalty', 'frequency_penalty')
     return Sampling(**{name: value for name in names if (value := getattr(asked, name)) is not None})

@@ -26,7 +26,7 @@ class Token(NamedTuple):
     bytes: list[int] | None
 
 
-class Spelling:
+class TokenSpelling:
     """Token ids by themselves."""
 
     def __init__(self, tokenizer: Tokenizer):
@@ -42,14 +42,14 @@ class Spelling:
         return Token(text, [token_id] if tokenizer.kind == 'bytes' and token_id < 256 else None)
 
 
-class Writer:
+class ResponseBuilder:
     """The objects of one answer.
 
     Choice i of a request with n samples per prompt is sample i % n of prompt i // n.
     """
 
     def __init__(
-        self, *, chat: bool, model: str, step: int, spelling: Spelling, log_probs: bool, echoes: Sequence[str]
+        self, *, chat: bool, model: str, step: int, spelling: TokenSpelling, log_probs: bool, echoes: Sequence[str]
     ):
         """`echoes` has a text per choice that comes before its answer."""
         self.chat = chat

@@ -72,7 +72,7 @@ class StreamOptions(_Object):
     include_usage: bool | None = None
 
 
-class Asked(_Object):
+class RequestBase(_Object):
     """What both kinds of requests have. None is as good as nothing."""
 
     model: str | None = None
@@ -105,7 +105,7 @@ class Asked(_Object):
         return tuple(found)
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(RequestBase):
     """The body of /v1/completions."""
 
     # A text, texts, ids or lists of ids; see `prompts`.
@@ -124,7 +124,7 @@ class Message(_Object):
     name: str | None = Field(None, max_length=200)
 
 
-class ChatAsked(Asked):
+class ChatCompletionRequest(RequestBase):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
@@ -133,10 +133,10 @@ class ChatAsked(Asked):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
 
 
-def parse_completion(body: bytes) -> CompletionAsked:
+def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError when it is none, or asks for what is not done."""
     try:
-        asked = CompletionAsked.model_validate_json(body)
+        asked = CompletionRequest.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error) from None
     # As many as are given is what is drawn anyway.
@@ -145,10 +145,10 @@ def parse_completion(body: bytes) -> CompletionAsked:
     return asked
 
 
-def parse_chat(body: bytes, *, max_context: int) -> ChatAsked:
+def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
     """Raises ApiError when it is none, or asks for what is not done."""
     try:
-        asked = ChatAsked.model_validate_json(body)
+        asked = ChatCompletionRequest.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error) from None
     # A template writes at least a token for each.
@@ -167,7 +167,7 @@ def parse_chat(body: bytes, *, max_context: int) -> ChatAsked:
     return asked
 
 
-def prompts_of(asked: CompletionAsked, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:
+def prompts_of(asked: CompletionRequest, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:
     """The prompts, all texts or all ids. Their numbers are looked at first: there may be millions.
 
     Raises:
@@ -241,7 +241,7 @@ def _check_number(param: str, items: list[Any], most: int) -> None:
         )
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: RequestBase) -> None:
     if asked.temperature is not None and 0 < asked.temperature < MIN_TEMPERATURE:
         raise ApiError(400, f'temperature: must be 0, or at least {MIN_TEMPERATURE}', param='temperature')
     if asked.stream_options is not None and not asked.stream:

@@ -17,8 +17,8 @@ from maxlm.log import logger
 from maxlm.serving.app import make_app
 from maxlm.serving.http_protocol import connection_class
 from maxlm.serving.limits import Limits
-from maxlm.serving.middleware import Access
-from maxlm.serving.request_parsing import Served
+from maxlm.serving.middleware import AccessPolicy
+from maxlm.serving.request_parsing import ServedModel
 from maxlm.serving.service import Service
 
 _KEEP_ALIVE_SECONDS = 75
@@ -73,7 +73,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Running:
+class Server:
     """A server in an event loop.
 
     Attributes:
@@ -82,7 +82,7 @@ class Running:
 
     def __init__(
         self,
-        served: Served,
+        served: ServedModel,
         limits: Limits,
         listener: socket.socket,
         *,
@@ -92,7 +92,7 @@ class Running:
     ):
         """`on_ready` is called when it listens."""
         self._served, self._limits, self._listener = served, limits, listener
-        self._access = Access(api_key=api_key, loopback=is_loopback(listener), origins=origins)
+        self._access = AccessPolicy(api_key=api_key, loopback=is_loopback(listener), origins=origins)
         self._origins, self._on_ready = tuple(origins), on_ready
         self._told = asyncio.Event()
         self.service: Service | None = None
@@ -160,7 +160,7 @@ class Running:
                     await service.idle.wait()
 
 
-def run_until_told(running: Running) -> int:
+def serve_until_stopped(running: Server) -> int:
     """Runs in this process; SIGTERM and SIGINT stop it, a second one ends it at once. The exit code."""
 
     async def run() -> int:

@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 from maxlm.inference.engine.requests import Delta, QueueFullError, Request
 from maxlm.serving.encoding import Encoders, stopping, too_slow
-from maxlm.serving.engine_thread import Pump, Ticket
+from maxlm.serving.engine_thread import EngineThread, StreamHandle
 from maxlm.serving.errors import SERVER, ApiError
 from maxlm.serving.limits import Bodies, Limits
 from maxlm.serving.metrics import Metrics
-from maxlm.serving.request_parsing import Served
-from maxlm.serving.responses import Spelling
+from maxlm.serving.request_parsing import ServedModel
+from maxlm.serving.responses import TokenSpelling
 
 # What a client that is refused waits at most.
 _LONGEST_RETRY = 60
 
 
-class Question:
+class PendingRequest:
     """The requests at the engine of one request of the API, until all their samples have ended.
 
     Attributes:
@@ -38,7 +38,7 @@ class Question:
         self._service, self._started = service, started
         self._deadline = started + service.limits.max_seconds
         self._drawn: asyncio.Queue[tuple[int, Delta] | ApiError] = asyncio.Queue()
-        self._tickets: list[Ticket] = []
+        self._tickets: list[StreamHandle] = []
         self._first = 0.0
         self.drawn_tokens = 0
         samples = requests[0].num_samples
@@ -125,14 +125,14 @@ class Service:
         num_requests: those that are not over yet; `idle` is set when there are none.
     """
 
-    def __init__(self, served: Served, limits: Limits, *, on_failure: Callable[[], None] = lambda: None):
+    def __init__(self, served: ServedModel, limits: Limits, *, on_failure: Callable[[], None] = lambda: None):
         """`on_failure` is called when the engine has broken down."""
         self.served, self.limits = served, limits
         self.metrics = Metrics(lambda: served.engine.state)
         self.bodies = Bodies(limits)
-        self.spelling = Spelling(served.tokenizer)
-        self.pump = Pump(served.engine, on_failure)
-        self.open: set[Question] = set()
+        self.spelling = TokenSpelling(served.tokenizer)
+        self.pump = EngineThread(served.engine, on_failure)
+        self.open: set[PendingRequest] = set()
         self.draining = False
         self.num_requests = 0
         self.idle = asyncio.Event()
@@ -140,14 +140,14 @@ class Service:
         self.encoders = Encoders(limits)
         self._mean_seconds = 1.0
 
-    def ask(self, requests: list[Request], *, started: float) -> Question:
+    def ask(self, requests: list[Request], *, started: float) -> PendingRequest:
         """Hands requests to the engine.
 
         Raises:
             ApiError: it takes no more.
         """
         self.check_ready()
-        return Question(self, requests, started=started)
+        return PendingRequest(self, requests, started=started)
 
     def check_ready(self) -> None:
         """Raises ApiError when no requests are taken."""

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from maxlm.inference.engine.requests import Delta
 from maxlm.serving.errors import ApiError
-from maxlm.serving.responses import Writer, usage
-from maxlm.serving.service import Question
+from maxlm.serving.responses import ResponseBuilder, usage
+from maxlm.serving.service import PendingRequest
 
 # Proxies take a silent connection for dead after a minute or so.
 _BEAT_SECONDS = 15.0
@@ -26,10 +26,12 @@ _STREAM_HEADERS = (
 )
 
 
-class Answer(Response):
+class StreamingAnswer(Response):
     """The answer of a question. When the client goes the question is closed."""
 
-    def __init__(self, question: Question, writer: Writer, *, prompt_tokens: int, stream: bool, with_usage: bool):
+    def __init__(
+        self, question: PendingRequest, writer: ResponseBuilder, *, prompt_tokens: int, stream: bool, with_usage: bool
+    ):
         """`with_usage`: whether a stream ends with a chunk that counts tokens."""
         super().__init__()
         self._question, self._writer = question, writer

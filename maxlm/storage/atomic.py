@@ -12,7 +12,7 @@ from pathlib import Path
 from maxlm.errors import InputError, os_message
 
 
-def put(path: Path, content: bytes) -> None:
+def atomic_write(path: Path, content: bytes) -> None:
     """Writes a file and brings it to the disk before it gets its name; raises InputError when that fails."""
     # A name of its own: several processes may write the same file.
     partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from maxlm.storage.filesystem import one_line
+from maxlm.storage.filesystem import short_message
 from maxlm.storage.object_store import open_filesystem, read_range
-from maxlm.storage.retry import UnreachableError, fault, redact
+from maxlm.storage.retry import TransientStorageError, classify_error, redact
 
 # A request carries so much of a large file: what arrives shows as progress, and little is sent twice.
 PART_BYTES = 2**24
@@ -24,11 +24,11 @@ READ_BYTES = 2**20
 T = TypeVar('T')
 
 
-class TroubleError(UnreachableError):
+class BucketError(TransientStorageError):
     """The bucket did not do what it was asked: an outage, or a permission that may be given yet."""
 
 
-class RefusedError(TroubleError):
+class PermissionDeniedError(BucketError):
     """The bucket says no, which waiting alone does not change: credentials, permissions, a bucket that is not there."""
 
 
@@ -174,11 +174,11 @@ class Bucket:
             return ask()
         # Libraries raise what their own libraries raise: there is no common ancestor.
         except Exception as error:
-            known = fault(url, error)
-            if isinstance(known, UnreachableError):
-                raise TroubleError(str(known)) from error
-            reason = one_line(url, error) or type(error).__name__
-            raise RefusedError(f'{redact(url)}: refused ({reason})') from error
+            known = classify_error(url, error)
+            if isinstance(known, TransientStorageError):
+                raise BucketError(str(known)) from error
+            reason = short_message(url, error) or type(error).__name__
+            raise PermissionDeniedError(f'{redact(url)}: refused ({reason})') from error
 
 
 def _part_bytes(size: int) -> int:

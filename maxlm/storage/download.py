@@ -17,8 +17,8 @@ from typing import TypeVar
 
 from maxlm.errors import InputError, os_message
 from maxlm.storage import atomic
-from maxlm.storage.object_store import Checksum, asked, open_filesystem, read_checksum, read_range
-from maxlm.storage.retry import Outage, UnreachableError, redact
+from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_range, translate_errors
+from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
 
 # Asked for at once and held in memory: long enough that waiting for the first byte is little of it.
 CHUNK_BYTES = 2**23
@@ -62,7 +62,7 @@ class ClosedError(Exception):
     """Nobody wants files any more: the threads that fetch them end."""
 
 
-def raise_fault(error: UnreachableError) -> None:
+def raise_fault(error: TransientStorageError) -> None:
     """The impatient way to meet a bucket that does not answer."""
     raise error
 
@@ -71,7 +71,7 @@ def fetch_file(
     file: RemoteFile,
     *,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-    on_fault: Callable[[UnreachableError], None] = raise_fault,
+    on_fault: Callable[[TransientStorageError], None] = raise_fault,
 ) -> None:
     """Fetches a file that is not there yet; goes on with what is there of it.
 
@@ -98,7 +98,7 @@ def fetch_file(
 
 
 def fetch_patiently(
-    file: RemoteFile, *, outage: Outage, closing: threading.Event, on_bytes: Callable[[int], None]
+    file: RemoteFile, *, outage: RetryPolicy, closing: threading.Event, on_bytes: Callable[[int], None]
 ) -> None:
     """`fetch_file`, in one of several threads: waits for a bucket that does not answer, until `closing` is set.
 
@@ -117,7 +117,7 @@ def fetch_patiently(
         on_bytes(num_bytes)
         end_if_closed()
 
-    def wait(error: UnreachableError) -> None:
+    def wait(error: TransientStorageError) -> None:
         end_if_closed()
         outage.failed(file.url, error)
         end_if_closed()
@@ -134,7 +134,7 @@ def write_whole(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
-    atomic.put(path, content)
+    atomic.atomic_write(path, content)
 
 
 @contextlib.contextmanager
@@ -187,15 +187,15 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def _fetch(
-    file: RemoteFile, partial: int, on_bytes: Callable[[int], None], on_fault: Callable[[UnreachableError], None]
+    file: RemoteFile, partial: int, on_bytes: Callable[[int], None], on_fault: Callable[[TransientStorageError], None]
 ) -> None:
     filesystem, path = open_filesystem(file.url)
 
     def persistently(ask: Callable[[], T]) -> T:
         while True:
             try:
-                return asked(file.url, ask)
-            except UnreachableError as error:
+                return translate_errors(file.url, ask)
+            except TransientStorageError as error:
                 on_fault(error)
 
     for last_try in (False, True):

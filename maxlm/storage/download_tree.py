@@ -12,8 +12,8 @@ from typing import Any
 
 from maxlm.errors import InputError
 from maxlm.storage.download import ClosedError, RemoteFile, fetch_patiently
-from maxlm.storage.object_store import asked, open_filesystem
-from maxlm.storage.retry import OnAlarm, Outage, redact
+from maxlm.storage.object_store import open_filesystem, translate_errors
+from maxlm.storage.retry import OnWarning, RetryPolicy, redact
 
 WILDCARDS = re.compile(r'[*?[]')
 # Ctrl-C is noticed between two looks at what is done.
@@ -38,7 +38,7 @@ def list_tree(url: str, directory: Path, *, include: str = '', max_files: int = 
     filesystem, path = open_filesystem(url)
     # In a web address `?` begins the query.
     is_glob = '*' in path if url.startswith('http') else WILDCARDS.search(path) is not None
-    root, facts = asked(url, lambda: _expanded(filesystem, path) if is_glob else _found(filesystem, path))
+    root, facts = translate_errors(url, lambda: _expanded(filesystem, path) if is_glob else _found(filesystem, path))
     prefix = url.partition('://')[0] + '://' if '://' in url else ''
     files = []
     for full_name in sorted(facts):
@@ -60,7 +60,7 @@ def fetch_tree(
     files: Sequence[RemoteFile],
     *,
     threads: int,
-    on_alarm: OnAlarm,
+    on_alarm: OnWarning,
     last: str = '',
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     on_file: Callable[[], None] = lambda: None,
@@ -75,7 +75,7 @@ def fetch_tree(
         files: in the order in which they are begun.
         threads: files at a time.
         last: name of files that are begun when all others are complete; '' = none.
-        on_alarm, wait: see `Outage`; None = a sleep that ends with the fetching.
+        on_alarm, wait: see `RetryPolicy`; None = a sleep that ends with the fetching.
         on_bytes: is told, from any thread, of bytes that are fetched; see `fetch_file`.
         on_file: is told, from any thread, that a file is there.
 
@@ -93,13 +93,13 @@ class _Pool:
     def __init__(
         self,
         files: Sequence[RemoteFile],
-        on_alarm: OnAlarm,
+        on_alarm: OnWarning,
         on_bytes: Callable[[int], None],
         on_file: Callable[[], None],
         wait: Callable[[float], object] | None,
     ):
         self._closing = threading.Event()
-        self._outage = Outage(on_alarm, wait or self._closing.wait)
+        self._outage = RetryPolicy(on_alarm, wait or self._closing.wait)
         self._on_bytes = on_bytes
         self._on_file = on_file
         self._errors: list[Exception] = []

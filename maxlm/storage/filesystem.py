@@ -61,7 +61,7 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
-def shown(path: str) -> str:
+def display_path(path: str) -> str:
     """A path as messages may show it: a URL without user and query."""
     return _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', path)) if is_url(path) else path
 
@@ -72,7 +72,7 @@ def stat(path: str) -> Entry:
     Raises:
         StorageError: there is none, it may not be looked at, or it is a special file, e.g. a FIFO.
     """
-    name = shown(path).rstrip('/').rsplit('/', 1)[-1]
+    name = display_path(path).rstrip('/').rsplit('/', 1)[-1]
     try:
         if is_url(path):
             filesystem, root = _filesystem(path)
@@ -85,7 +85,7 @@ def stat(path: str) -> Entry:
         check_regular(path)
         return Entry(path, name, facts.st_size, str(facts.st_mtime_ns), is_directory=False)
     except Exception as error:
-        raise fault(path, error) from error
+        raise error_message(path, error) from error
 
 
 def list_directory(path: str) -> list[Entry]:
@@ -108,7 +108,7 @@ def list_directory(path: str) -> list[Entry]:
             found = [_local_entry(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
             return [entry for entry in found if entry is not None]
     except Exception as error:
-        raise fault(path, error) from error
+        raise error_message(path, error) from error
 
 
 def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iterator[Entry]:
@@ -127,7 +127,7 @@ def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iter
         filesystem, root = _filesystem(path)
         found = filesystem.find(root, detail=True)
     except Exception as error:
-        raise fault(path, error) from error
+        raise error_message(path, error) from error
     root = root.rstrip('/') + '/'
     for full_name, facts in found.items():
         name = full_name.removeprefix(root)
@@ -147,7 +147,7 @@ def open_file(path: str) -> BinaryIO:
             return io.BufferedReader(_RemoteFile(path, filesystem.open(root, 'rb')), BUFFER_BYTES)
         return io.BufferedReader(_LocalFile(path), BUFFER_BYTES)
     except Exception as error:
-        raise fault(path, error) from error
+        raise error_message(path, error) from error
 
 
 def read_bytes(path: str, *, limit: int | None = None) -> bytes:
@@ -157,23 +157,23 @@ def read_bytes(path: str, *, limit: int | None = None) -> bytes:
             try:
                 check_size(path, file.seek(0, os.SEEK_END), limit)
             except NotRegularError as error:
-                raise fault(path, error) from error
+                raise error_message(path, error) from error
             file.seek(0)
         return file.read()
 
 
-def fault(path: str, error: Exception) -> StorageError:
+def error_message(path: str, error: Exception) -> StorageError:
     """What `error`, raised by whatever reads `path`, is to the user."""
-    return error if isinstance(error, StorageError) else StorageError(f'{shown(path)}: {_reason(path, error)}')
+    return error if isinstance(error, StorageError) else StorageError(f'{display_path(path)}: {_reason(path, error)}')
 
 
-def is_passing(error: BaseException | None) -> bool:
+def is_transient(error: BaseException | None) -> bool:
     """Whether `error` is a StorageError that the same request may not meet again: an outage, not damage."""
     cause = error.__cause__ if isinstance(error, StorageError) else None
-    return isinstance(cause, Exception) and isinstance(retry.fault('', cause), retry.UnreachableError)
+    return isinstance(cause, Exception) and isinstance(retry.classify_error('', cause), retry.TransientStorageError)
 
 
-def one_line(path: str, error: Exception) -> str:
+def short_message(path: str, error: Exception) -> str:
     """The message of an error that met whatever read `path`, cut to one line without secrets; may be empty."""
     line = ' '.join(str(error).split())
     if is_url(path):
@@ -194,7 +194,7 @@ class _LocalFile(io.FileIO):
         try:
             return super().readinto(buffer)
         except OSError as error:
-            raise fault(str(self.name), error) from error
+            raise error_message(str(self.name), error) from error
 
 
 class _RemoteFile(io.RawIOBase):
@@ -241,7 +241,7 @@ class _RemoteFile(io.RawIOBase):
         try:
             return read()
         except Exception as error:
-            raise fault(self._path, error) from error
+            raise error_message(self._path, error) from error
 
 
 def _filesystem(path: str) -> tuple[Any, str]:
@@ -296,9 +296,9 @@ def _reason(path: str, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return 'No such file or directory'
     if isinstance(error, PermissionError):
-        return ': '.join(filter(None, ['Permission denied', one_line(path, error)]))
+        return ': '.join(filter(None, ['Permission denied', short_message(path, error)]))
     if isinstance(error, TimeoutError):
         return 'the storage does not answer in time'
     if type(error).__name__ in NO_CREDENTIALS:
         return 'no credentials for this storage; log in to it first'
-    return ': '.join(filter(None, [f'the storage fails with {type(error).__name__}', one_line(path, error)]))
+    return ': '.join(filter(None, [f'the storage fails with {type(error).__name__}', short_message(path, error)]))

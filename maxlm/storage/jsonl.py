@@ -18,7 +18,7 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import NotRegularError, read_bytes
 
 
-class Lines(NamedTuple):
+class JsonlFile(NamedTuple):
     """What such a file holds.
 
     Attributes:
@@ -30,7 +30,7 @@ class Lines(NamedTuple):
     torn: bool
 
 
-def read_lines(path: Path) -> Lines:
+def read_lines(path: Path) -> JsonlFile:
     """The lines of a file; none where there is no such file.
 
     Raises:
@@ -39,15 +39,15 @@ def read_lines(path: Path) -> Lines:
     try:
         content = read_bytes(path)
     except FileNotFoundError:
-        return Lines([], False)
+        return JsonlFile([], False)
     except NotRegularError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
     # A whole file ends with a newline, so the last piece is empty or torn; bytes, since it may end inside a letter.
     *complete, rest = content.split(b'\n')
-    return Lines([_parse(path, number, line) for number, line in enumerate(complete, start=1)], bool(rest))
+    return JsonlFile([_parse(path, number, line) for number, line in enumerate(complete, start=1)], bool(rest))
 
 
-def drop_torn_line(path: Path) -> None:
+def drop_partial_line(path: Path) -> None:
     """Cuts off a torn last line, so that what is appended next begins a line of its own."""
     try:
         content = read_bytes(path)
@@ -61,7 +61,7 @@ def drop_torn_line(path: Path) -> None:
             file.truncate(complete)
 
 
-def torn_note(name: str) -> str:
+def truncation_note(name: str) -> str:
     """How every reader says that it has left something out."""
     return f'{name}: the last line is torn and left out'
 
@@ -76,7 +76,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return value
 
 
-class LineWriter:
+class JsonlWriter:
     """Appends lines to a file, from any thread. A file that cannot be written is said once, and ends nothing."""
 
     def __init__(self, path: Path):
@@ -92,7 +92,7 @@ class LineWriter:
         with self._lock:
             try:
                 if self._torn:
-                    drop_torn_line(self._path)
+                    drop_partial_line(self._path)
                     self._torn = False
                 # Opened anew for each, since others may have put another file in its place.
                 file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -114,7 +114,7 @@ class LineWriter:
         content = b''.join(map(_encode, lines))
         with self._lock:
             try:
-                atomic.put(self._path, content)
+                atomic.atomic_write(self._path, content)
             except InputError as error:
                 logger.warning(f'{error}; the run goes on with the longer one')
             else:

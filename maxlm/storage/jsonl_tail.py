@@ -6,14 +6,14 @@ from typing import Any
 
 from maxlm.storage.filesystem import Entry, open_file
 from maxlm.storage.json_text import parse_json
-from maxlm.storage.jsonl import torn_note
+from maxlm.storage.jsonl import truncation_note
 
 # So much of what was read is read again and compared: it shows whether the file was written anew, as a run does that
 # goes back to an older step.
 OVERLAP_BYTES = 512
 
 
-class Tail:
+class JsonlTail:
     """The lines of one file as of the last `update`.
 
     Whoever watches a run must not end because of a line of it, so unlike `read_lines` it leaves out what is no JSON
@@ -73,7 +73,7 @@ class Tail:
 
     def notes(self, name: str) -> list[str]:
         """What was left out of the file of this name, a line for each reason."""
-        notes = [torn_note(name)] if self.torn else []
+        notes = [truncation_note(name)] if self.torn else []
         if self.bad:
             notes.append(f'{name}: {self.bad} line{"s are" if self.bad > 1 else " is"} not JSON and left out')
         return notes

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from maxlm.errors import InputError
-from maxlm.storage.retry import UnreachableError, fault, redact
+from maxlm.storage.retry import TransientStorageError, classify_error, redact
 
 # What a protocol needs that does not come with maxlm: package and extra.
 EXTRAS = {'gs': ('gcsfs', 'gcs'), 'gcs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3'), 's3a': ('s3fs', 's3')}
@@ -60,11 +60,11 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     return filesystem, kind._strip_protocol(url)
 
 
-def asked(url: str, ask: Callable[[], T]) -> T:
+def translate_errors(url: str, ask: Callable[[], T]) -> T:
     """What `ask` returns; what storage libraries raise for `url` becomes one line.
 
     Raises:
-        InputError, UnreachableError: see `maxlm.storage.retry.fault`.
+        InputError, UnreachableError: see `maxlm.storage.retry.classify_error`.
     """
     try:
         return ask()
@@ -74,7 +74,7 @@ def asked(url: str, ask: Callable[[], T]) -> T:
     except Exception as error:
         if isinstance(error, FileNotFoundError):
             _refuse_missing_bucket(url)
-        raise fault(url, error) from error
+        raise classify_error(url, error) from error
 
 
 def read_file(url: str) -> bytes:
@@ -85,7 +85,7 @@ def read_file(url: str) -> bytes:
         UnreachableError: the bucket does not answer.
     """
     filesystem, path = open_filesystem(url)
-    return asked(url, functools.partial(read_range, filesystem, path, None, None))
+    return translate_errors(url, functools.partial(read_range, filesystem, path, None, None))
 
 
 def read_range(filesystem: Any, path: str, start: int | None, end: int | None) -> bytes:
@@ -147,6 +147,6 @@ def _refuse_missing_bucket(url: str) -> None:
     try:
         is_there = filesystem.exists(bucket)
     except Exception as error:
-        raise fault(url, error) from error
+        raise classify_error(url, error) from error
     if not is_there:
-        raise UnreachableError(f'{redact(url)}: there is no bucket {bucket}')
+        raise TransientStorageError(f'{redact(url)}: there is no bucket {bucket}')

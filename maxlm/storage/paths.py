@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.errors import InputError
-from maxlm.storage.filesystem import is_url, shown
+from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.regular_files import kind_of
 
 # URLs of every protocol that fsspec knows.
@@ -88,15 +88,15 @@ class PathOption:
     def _check_url(self, url: str) -> None:
         protocol = url.partition('://')[0]
         if not _is_known(protocol):
-            raise ValueError(f'{shown(url)}: {protocol}:// is no known protocol; gs:// and s3:// are')
+            raise ValueError(f'{display_path(url)}: {protocol}:// is no known protocol; gs:// and s3:// are')
         if not self.urls:
-            raise ValueError(f'{shown(url)}: URLs do not work here; {self._instead}')
+            raise ValueError(f'{display_path(url)}: URLs do not work here; {self._instead}')
         if self.urls != ANY and protocol not in self.urls:
             known = ' and '.join(f'{name}://' for name in self.urls)
             verb = 'does' if len(self.urls) == 1 else 'do'
-            raise ValueError(f'{shown(url)}: {protocol}:// does not work here, {known} {verb}; {self._instead}')
+            raise ValueError(f'{display_path(url)}: {protocol}:// does not work here, {known} {verb}; {self._instead}')
         if match := _NO_BUCKET.match(url):
-            raise ValueError(f'{shown(url)}: the URL names no bucket; give {match[1]}://bucket/…')
+            raise ValueError(f'{display_path(url)}: the URL names no bucket; give {match[1]}://bucket/…')
 
     def _check_local(self, path: str) -> None:
         try:

@@ -31,10 +31,10 @@ TRANSIENT_ERRORS = frozenset(
 )
 
 # Called with one line for a person.
-OnAlarm = Callable[[str], None]
+OnWarning = Callable[[str], None]
 
 
-class UnreachableError(InputError):
+class TransientStorageError(InputError):
     """A bucket does not answer, or says that it cannot now: the same request may succeed later."""
 
 
@@ -49,11 +49,11 @@ def redact(text: str) -> str:
     return re.sub(r'(https?://[^\s?\'"]*)\?[^\s\'"]*', r'\1', text)
 
 
-def fault(url: str, error: Exception) -> InputError:
-    """What a storage library raised for `url`, in one line; `UnreachableError` if trying again can help."""
+def classify_error(url: str, error: Exception) -> InputError:
+    """What a storage library raised for `url`, in one line; `TransientStorageError` if trying again can help."""
     status = _status(error)
     if status in TRANSIENT_STATUSES:
-        return UnreachableError(f'{redact(url)}: the server answers with status {status}')
+        return TransientStorageError(f'{redact(url)}: the server answers with status {status}')
     if status == 401:
         return InputError(f'{redact(url)}: no valid credentials (status 401)')
     if status == 403 or isinstance(error, PermissionError):
@@ -61,11 +61,11 @@ def fault(url: str, error: Exception) -> InputError:
     if isinstance(error, FileNotFoundError):
         return InputError(f'{redact(url)}: no such file')
     if _is_transient(error):
-        return UnreachableError(f'{redact(url)}: no answer ({_reason(error)})')
+        return TransientStorageError(f'{redact(url)}: no answer ({_reason(error)})')
     return InputError(f'{redact(url)}: cannot be read ({_reason(error)})')
 
 
-class Outage:
+class RetryPolicy:
     """Waits between tries, and says so: once for all threads that share a bucket, not once for each of them.
 
     The first failure raises an alarm, then those whose number is a power of two: at growing intervals. When nothing
@@ -76,7 +76,7 @@ class Outage:
         wait: sleeps for a number of seconds.
     """
 
-    def __init__(self, on_alarm: OnAlarm, wait: Callable[[float], object]):
+    def __init__(self, on_alarm: OnWarning, wait: Callable[[float], object]):
         self._on_alarm = on_alarm
         self._wait = wait
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class Outage:
         self._failures: dict[str, int] = {}
         self._told = 0
 
-    def failed(self, url: str, error: UnreachableError) -> None:
+    def failed(self, url: str, error: TransientStorageError) -> None:
         """Returns when the next try is due."""
         with self._lock:
             failures = self._failures[url] = self._failures.get(url, 0) + 1

@@ -19,7 +19,7 @@ import psutil
 
 from maxlm.hardware.device_stats import Reading
 from maxlm.log import logger
-from maxlm.storage.jsonl import LineWriter
+from maxlm.storage.jsonl import JsonlWriter
 
 GIB = 2**30
 # At the end of a run a reading that hangs is not waited for.
@@ -51,7 +51,7 @@ class DeviceReadings:
             process: number of this process.
             accelerators: reads them: `Accelerators.read`.
         """
-        self._writer = LineWriter(workdir / file_name(process))
+        self._writer = JsonlWriter(workdir / file_name(process))
         self._seconds = seconds
         self._facts = {'life': life, 'process': process, 'host': socket.gethostname()}
         self._accelerators = accelerators

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maxlm.storage.jsonl import Lines, LineWriter, read_lines
+from maxlm.storage.jsonl import JsonlFile, JsonlWriter, read_lines
 from maxlm.workdir.files import EVENTS_FILE
 
 ENDS = ('finished', 'preempted', 'failed', 'diverged')
@@ -29,7 +29,7 @@ class Events:
             life: number of this start of the run, from 1.
             clock: seconds since 1970.
         """
-        self._writer = LineWriter(workdir / EVENTS_FILE)
+        self._writer = JsonlWriter(workdir / EVENTS_FILE)
         self._life, self._clock = life, clock
         self._lock = threading.Lock()
         self._newest: dict[str, Any] | None = None
@@ -56,7 +56,7 @@ class Events:
         return self._newest
 
 
-def read_events(workdir: Path) -> Lines:
+def read_events(workdir: Path) -> JsonlFile:
     """The events of all lives, oldest first.
 
     Raises:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.errors import InputError
-from maxlm.storage.jsonl import read_lines, torn_note
+from maxlm.storage.jsonl import read_lines, truncation_note
 from maxlm.workdir.files import goodput_name
 
 # What a process can be doing, in the order in which it is told.
@@ -31,7 +31,7 @@ OF_STEPS = ('step', 'rollout', 'data_wait', 'evaluation')
 _LASTING = ('saved', 'rollback')
 
 
-class Life(NamedTuple):
+class Attempt(NamedTuple):
     """One start of a process of the run.
 
     Attributes:
@@ -59,10 +59,10 @@ class Life(NamedTuple):
     closed: bool
 
 
-class Ledger(NamedTuple):
+class GoodputLog(NamedTuple):
     """The lives of one process of a run, oldest first, and what of its file could not be read."""
 
-    lives: list[Life]
+    lives: list[Attempt]
     notes: list[str]
 
     @property
@@ -87,7 +87,7 @@ class Ledger(NamedTuple):
         return sum(known) if known else None
 
 
-def read_ledger(workdir: Path, process: int = 0, *, count_lost: bool = True) -> Ledger:
+def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) -> GoodputLog:
     """The ledger of one process; a run's is that of process 0.
 
     Args:
@@ -101,13 +101,13 @@ def read_ledger(workdir: Path, process: int = 0, *, count_lost: bool = True) -> 
     name = goodput_name(process)
     lines, torn = read_lines(workdir / name)
     try:
-        lives = account(lines, count_lost=count_lost)
+        lives = attempts_of(lines, count_lost=count_lost)
     except (KeyError, TypeError) as error:
         raise InputError(f'{workdir / name}: not a ledger that maxlm wrote ({error!r}); move it elsewhere') from error
-    return Ledger(lives, [torn_note(name)] if torn else [])
+    return GoodputLog(lives, [truncation_note(name)] if torn else [])
 
 
-def account(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> list[Life]:
+def attempts_of(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> list[Attempt]:
     """What the lines of one process come to.
 
     Seconds of steps behind the one that a later life, or the same after a rollback, went on from are `lost`, with the
@@ -117,7 +117,7 @@ def account(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> list
         lines: oldest first.
         count_lost: without it they stay what they were.
     """
-    lives: list[Life] = []
+    lives: list[Attempt] = []
     stretches: list[_Stretch] = []
     for _, group in itertools.groupby(lines, key=lambda line: line['life']):
         own = list(group)
@@ -138,7 +138,7 @@ def account(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> list
 class _Stretch:
     """What the steps after `first` up to `last` took, between two lines of a life."""
 
-    life: Life
+    life: Attempt
     first: int
     last: int
     seconds: dict[str, float]
@@ -151,13 +151,13 @@ class _Stretch:
             self.life.seconds['lost'] += share * seconds
 
 
-def _life(own: Sequence[dict[str, Any]], ended: float) -> Life:
+def _life(own: Sequence[dict[str, Any]], ended: float) -> Attempt:
     """From its lines, and the time of the last line before them."""
     began, last = own[0]['began'], own[-1]
     seconds = {name: seconds_of(last, name) for name in LIVE}
     # Clocks of two machines differ.
     seconds |= {'lost': 0.0, 'idle': max(0.0, began - ended)}
-    return Life(
+    return Attempt(
         number=last['life'],
         host=last['host'],
         began=began,
@@ -177,7 +177,7 @@ def seconds_of(line: dict[str, Any], name: str) -> float:
     return float(seconds.get(name, 0.0) if name in YOUNGER else seconds[name])
 
 
-def _stretch(life: Life, before: dict[str, Any], line: dict[str, Any]) -> _Stretch:
+def _stretch(life: Attempt, before: dict[str, Any], line: dict[str, Any]) -> _Stretch:
     first = before['step'] if before['step'] is not None else life.start_step or 0
     seconds = {name: seconds_of(line, name) - before['seconds'].get(name, 0.0) for name in OF_STEPS}
     # The line of a rollback has the step that it goes back to.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from maxlm.log import logger
-from maxlm.storage.jsonl import LineWriter, read_lines, torn_note
+from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.workdir.files import METRICS_FILE, SAMPLES_FILE
 
 # Between what the model was given and what it wrote, where both are one text.
@@ -133,7 +133,7 @@ class MetricWriter:
 
         `trackers` stay open for another leg; one that fails leaves the list.
         """
-        self._metrics, self._samples = LineWriter(workdir / METRICS_FILE), LineWriter(workdir / SAMPLES_FILE)
+        self._metrics, self._samples = JsonlWriter(workdir / METRICS_FILE), JsonlWriter(workdir / SAMPLES_FILE)
         newest_step = _drop_lines_after(workdir / METRICS_FILE, after_step, self._metrics)
         _drop_lines_after(workdir / SAMPLES_FILE, after_step, self._samples)
         self._trackers = [] if trackers is None else trackers
@@ -221,11 +221,11 @@ def _pattern(name: str) -> str:
     return '/'.join([*name.split('/')[:2], '*'])
 
 
-def _drop_lines_after(path: Path, step: int, writer: LineWriter) -> int:
+def _drop_lines_after(path: Path, step: int, writer: JsonlWriter) -> int:
     """Returns the newest step that the file had; 0 if it had none."""
     lines, torn = read_lines(path)
     if torn:
-        logger.info(torn_note(path.name))
+        logger.info(truncation_note(path.name))
     # Of step 0 there may be an evaluation, which a run that starts anew makes again.
     kept = [line for line in lines if line['step'] <= step] if step else []
     if torn or len(kept) < len(lines):

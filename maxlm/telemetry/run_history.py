@@ -13,12 +13,12 @@ from typing import Any
 from maxlm.config.loading import from_json
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.storage.filesystem import Entry, StorageError, is_url, list_directory, read_bytes, shown
+from maxlm.storage.filesystem import Entry, StorageError, display_path, is_url, list_directory, read_bytes
 from maxlm.storage.json_fields import number
 from maxlm.storage.json_text import parse_json
-from maxlm.storage.jsonl_tail import Tail
+from maxlm.storage.jsonl_tail import JsonlTail
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.telemetry.goodput import LIVE, YOUNGER, Ledger, account
+from maxlm.telemetry.goodput import LIVE, YOUNGER, GoodputLog, attempts_of
 from maxlm.workdir.files import CONFIG, goodput_name
 from maxlm.workdir.lock import LOCK, Owner, is_alive
 
@@ -33,7 +33,7 @@ SIGNS = (METRICS, EVENTS, f'{GOODPUT}.jsonl', 'run.log', LOCK, 'checkpoints')
 
 
 @dataclasses.dataclass(frozen=True)
-class History:
+class RunHistory:
     """A run as its workdir shows it at one moment. Lists are oldest first; lines are objects as their files have them.
 
     Attributes:
@@ -55,7 +55,7 @@ class History:
     events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     beats: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    ledgers: dict[int, Ledger] = dataclasses.field(default_factory=dict)
+    ledgers: dict[int, GoodputLog] = dataclasses.field(default_factory=dict)
     devices: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     alive: bool | None = None
     notes: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class History:
         return next((event for event in reversed(self.events) if event.get('kind') == 'started'), {})
 
 
-def read_history(workdir: str | Path) -> History:
+def read_history(workdir: str | Path) -> RunHistory:
     """The run of a workdir, a directory or a URL (gs://…, s3://…).
 
     Raises:
@@ -91,11 +91,11 @@ class HistoryReader:
 
     def __init__(self, workdir: str | Path):
         self._workdir = str(workdir).rstrip('/') or '/'
-        self._tails: dict[str, Tail] = {}
+        self._tails: dict[str, JsonlTail] = {}
         self._config: tuple[tuple[int, str], Config | None, str] | None = None
-        self._ledgers: dict[int, Ledger] = {}
+        self._ledgers: dict[int, GoodputLog] = {}
 
-    def read(self) -> History:
+    def read(self) -> RunHistory:
         """The run as it is now.
 
         Raises:
@@ -105,8 +105,8 @@ class HistoryReader:
         notes: list[str] = []
         config = self._read_config(entries.get(CONFIG), notes)
         if config is None and entries and not any(name in entries for name in SIGNS):
-            raise InputError(f'{shown(self._workdir)}: not a workdir of maxlm.train: no {CONFIG} of a run in it')
-        by_process: dict[str, dict[int, Tail]] = {GOODPUT: {}, DEVICES: {}}
+            raise InputError(f'{display_path(self._workdir)}: not a workdir of maxlm.train: no {CONFIG} of a run in it')
+        by_process: dict[str, dict[int, JsonlTail]] = {GOODPUT: {}, DEVICES: {}}
         for name in sorted(entries):
             if match := _OF_PROCESS.fullmatch(name):
                 by_process[match[1]][int(match[2] or 0)] = self._follow(name, entries, notes)
@@ -115,8 +115,8 @@ class HistoryReader:
             {process: list(tail.lines) for process, tail in sorted(by_process[stem].items()) if tail.lines}
             for stem in (GOODPUT, DEVICES)
         )
-        history = History(
-            shown(self._workdir),
+        history = RunHistory(
+            display_path(self._workdir),
             config=config,
             metrics=_without_wrong_mfu([line for line in metrics.lines if isinstance(line.get('step'), int)], notes),
             events=list(events.lines),
@@ -136,8 +136,8 @@ class HistoryReader:
         except StorageError as error:
             raise InputError(f'{error}; give a workdir of maxlm.train') from error
 
-    def _follow(self, name: str, entries: dict[str, Entry], notes: list[str]) -> Tail:
-        tail = self._tails.setdefault(name, Tail())
+    def _follow(self, name: str, entries: dict[str, Entry], notes: list[str]) -> JsonlTail:
+        tail = self._tails.setdefault(name, JsonlTail())
         entry = entries.get(name)
         try:
             tail.update(None if entry is None or entry.is_directory else entry)
@@ -187,7 +187,7 @@ def _without_wrong_mfu(metrics: list[dict[str, Any]], notes: list[str]) -> list[
     return [{name: value for name, value in line.items() if name not in names} for line in metrics]
 
 
-def _ledgers(beats: dict[int, list[dict[str, Any]]], notes: list[str]) -> dict[int, Ledger]:
+def _ledgers(beats: dict[int, list[dict[str, Any]]], notes: list[str]) -> dict[int, GoodputLog]:
     ledgers = {}
     for process, lines in beats.items():
         usable = [line for line in lines if _is_beat(line)]
@@ -195,7 +195,7 @@ def _ledgers(beats: dict[int, list[dict[str, Any]]], notes: list[str]) -> dict[i
             left_out = len(lines) - len(usable)
             notes.append(f'{goodput_name(process)}: {left_out} of {len(lines)} lines are of no ledger and left out')
         if usable:
-            ledgers[process] = Ledger(account(usable), [])
+            ledgers[process] = GoodputLog(attempts_of(usable), [])
     return ledgers
 
 

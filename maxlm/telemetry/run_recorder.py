@@ -26,11 +26,11 @@ from maxlm.errors import (
 )
 from maxlm.hardware.prices import Price
 from maxlm.log import logger
-from maxlm.storage.jsonl import LineWriter, read_lines, torn_note
+from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.telemetry import events
 from maxlm.telemetry.cost import HOUR, cost_metrics
 from maxlm.telemetry.events import Events
-from maxlm.telemetry.goodput import account, shorter
+from maxlm.telemetry.goodput import attempts_of, shorter
 from maxlm.telemetry.timeline import Timeline
 from maxlm.workdir.files import EVENTS_FILE, goodput_name
 
@@ -42,7 +42,7 @@ _CLOSE_SECONDS = 5.0
 _LONGEST_MESSAGE = 300
 
 
-class Diary:
+class RunRecorder:
     """While entered, writes a line of the ledger every few seconds; leaving it writes the last line and event.
 
     Attributes:
@@ -73,23 +73,23 @@ class Diary:
             num_devices: of the run.
             price: of one of them for an hour.
             process: its number.
-            alone: there is no other. Otherwise an error may come of a peer that is gone: `Peers` finds that out and has
-                `leave` called.
+            alone: there is no other. Otherwise an error may come of a peer that is gone: `Heartbeats` finds that out
+                and has `leave` called.
             agree: the life's number of this process → that of all.
         """
         self.timeline, self.price = timeline, price
         self._process, self._alone, self._beat_seconds = process, alone, beat_seconds
         self._dollars_per_hour = None if price is None else price.dollars * num_devices
         path = workdir / goodput_name(process)
-        self._lines = shorter(_read(path, account))
+        self._lines = shorter(_read(path, attempts_of))
         told = [] if process else _read(workdir / EVENTS_FILE, _newest_life)
         self.life = agree(1 + max(_newest_life(self._lines), _newest_life(told)))
-        lives = account(self._lines)
+        lives = attempts_of(self._lines)
         self.earlier_seconds = sum(life.time - life.began for life in lives)
         self._earlier_dollars = sum(life.dollars or 0.0 for life in lives)
         self._first_began = lives[0].began if lives else timeline.began
         self._events = None if process else Events(workdir, self.life)
-        self._writer = LineWriter(path)
+        self._writer = JsonlWriter(path)
         if self._lines:
             self._writer.replace(self._lines)
         self._beats = 0
@@ -140,7 +140,7 @@ class Diary:
             self._start_step = step
         self._position = position
         now = self._line('beat')
-        so_far = account([*self._lines, now])
+        so_far = attempts_of([*self._lines, now])
         self._counted = sum(life.seconds['step'] for life in so_far) - now['seconds']['step']
         self._leg_step, self._leg_seconds = step, self._loop_seconds(now['seconds'])
 
@@ -172,7 +172,7 @@ class Diary:
             'goodput/share': (self._counted + seconds['step']) / max(elapsed, now - self._first_began),
         }
 
-    def __enter__(self) -> Diary:
+    def __enter__(self) -> RunRecorder:
         # From here on it can be seen that there is another life.
         self._write('beat')
         if self._beat_seconds:
@@ -289,7 +289,7 @@ def _read(path: Path, check: Callable[[list[dict[str, Any]]], object]) -> list[d
         logger.warning(f'{path.name} cannot be read ({os_message(error)}); the run goes on without it')
         return []
     if torn:
-        logger.info(torn_note(path.name))
+        logger.info(truncation_note(path.name))
     return lines
 
 

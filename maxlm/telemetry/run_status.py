@@ -6,7 +6,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from maxlm.storage.filesystem import is_url
-from maxlm.telemetry.run_history import History
+from maxlm.telemetry.run_history import RunHistory
 
 # Words for people.
 EMPTY, STARTING, RUNNING, STALLED = 'no run yet', 'starting', 'running', 'stalled'
@@ -26,7 +26,7 @@ PROGRESS = frozenset({'started', 'resumed', 'compiled', 'evaluated', 'saved', 'c
 WITHOUT_STEPS = frozenset({'start', 'compile', 'rollout', 'evaluation', 'checkpoint', 'restore'})
 
 
-class Condition(NamedTuple):
+class RunStatus(NamedTuple):
     """State of a run.
 
     Attributes:
@@ -40,38 +40,38 @@ class Condition(NamedTuple):
     last_sign: float | None
 
 
-def condition(history: History, now: float) -> Condition:
+def run_status(history: RunHistory, now: float) -> RunStatus:
     """The state of a run at the time `now`, seconds since 1970."""
-    sign = last_sign(history)
+    sign = last_heartbeat(history)
     if not history.begun and not history.alive:
-        return Condition(EMPTY, 'no run has begun here', sign)
+        return RunStatus(EMPTY, 'no run has begun here', sign)
     if ending := _ending(history):
-        return Condition(ENDINGS[ending['kind']], str(ending.get('message', '')), sign)
+        return RunStatus(ENDINGS[ending['kind']], str(ending.get('message', '')), sign)
     if history.alive is False:
-        return Condition(CRASHED, 'its process is gone, and said nothing of its end', sign)
+        return RunStatus(CRASHED, 'its process is gone, and said nothing of its end', sign)
     beats = history.beats.get(0, [])
     stepped = _has_stepped(history)
-    going = Condition(RUNNING if stepped else STARTING, '', sign)
+    going = RunStatus(RUNNING if stepped else STARTING, '', sign)
     if sign is None:
         return going
     patience = _patience(history)
     if now - sign > patience:
-        return Condition(STALLED, f'no sign of it for {now - sign:.0f} s', sign)
+        return RunStatus(STALLED, f'no sign of it for {now - sign:.0f} s', sign)
     progress = _last_progress(history)
     doing = _doing(beats)
     if stepped and progress is not None and doing not in WITHOUT_STEPS and now - progress > patience:
         at = f', it is at {doing.replace("_", " ")}' if doing else ''
-        return Condition(STALLED, f'no step for {now - progress:.0f} s{at}', sign)
+        return RunStatus(STALLED, f'no step for {now - progress:.0f} s{at}', sign)
     return going
 
 
-def last_sign(history: History) -> float | None:
+def last_heartbeat(history: RunHistory) -> float | None:
     """Time of the newest line that any process of a run wrote; None where there is none."""
     files = [history.metrics, history.events, *history.beats.values(), *history.devices.values()]
     return max((time for lines in files for line in lines[-1:] if (time := _number(line, 'time'))), default=None)
 
 
-def _ending(history: History) -> dict[str, Any] | None:
+def _ending(history: RunHistory) -> dict[str, Any] | None:
     """The event that ended the newest life; None where it has not ended, or not in words."""
     life = max((_number(beats[-1], 'life') or 0 for beats in history.beats.values()), default=0)
     for event in reversed(history.events):
@@ -83,7 +83,7 @@ def _ending(history: History) -> dict[str, Any] | None:
     return None
 
 
-def _has_stepped(history: History) -> bool:
+def _has_stepped(history: RunHistory) -> bool:
     """Whether the newest life has done a step."""
     beats = history.beats.get(0)
     if not beats:
@@ -95,7 +95,7 @@ def _has_stepped(history: History) -> bool:
     return any((_number(line, 'time') or 0.0) > began for line in history.metrics[-1:])
 
 
-def _patience(history: History) -> float:
+def _patience(history: RunHistory) -> float:
     """Seconds without a sign, or without a step, after which something is wrong."""
     steps = (_number(line, 'perf/step_seconds') for line in reversed(history.metrics))
     step_seconds = next((seconds for seconds in steps if seconds), 0.0)
@@ -107,7 +107,7 @@ def _patience(history: History) -> float:
     return patience + (MIRROR_SECONDS if is_url(history.workdir) else 0.0)
 
 
-def _last_progress(history: History) -> float | None:
+def _last_progress(history: RunHistory) -> float | None:
     """When a step was last seen to be done."""
     events = [event for event in history.events if _kind(event) in PROGRESS]
     times = [_number(line, 'time') for line in (*history.metrics[-1:], *events[-1:])]

@@ -18,7 +18,7 @@ from maxlm.telemetry.tensorboard import TensorBoard
 from maxlm.telemetry.wandb import WeightsAndBiases
 
 
-class Observers:
+class Trackers:
     """Those that a config asks for, open until `stack` closes them.
 
     Attributes:

@@ -177,5 +177,5 @@ def _run_id(path: Path) -> tuple[str, bool]:
         return path.read_text(encoding='utf-8').strip(), True
     except FileNotFoundError:
         run_id = secrets.token_hex(4)
-        atomic.put(path, run_id.encode() + b'\n')
+        atomic.atomic_write(path, run_id.encode() + b'\n')
         return run_id, False

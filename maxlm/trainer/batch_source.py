@@ -9,21 +9,27 @@ from typing import Any, NamedTuple, Protocol
 
 from maxlm.config.schema import Config
 from maxlm.data.loader.batches import iterate
-from maxlm.data.loader.dataset import Corpus
-from maxlm.data.loader.skipped_batches import RemainingBatches, data_step
+from maxlm.data.loader.dataset import TrainingData
+from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch
 from maxlm.parallel.layout import Layout
 from maxlm.planning.cost import FORWARD_SHARE
 from maxlm.trainer.evaluator import Evaluation, Validation
 from maxlm.trainer.samples import Sample, Samples
-from maxlm.trainer.source_metrics import SourceReport, Sources
-from maxlm.training.run_control import Decisions
+from maxlm.trainer.source_metrics import SourceMetrics, SourceStats
+from maxlm.training.run_control import RunControl
 from maxlm.training.state import Params, TrainState
 
 
 @contextlib.contextmanager
-def batches_after(
-    start: int, config: Config, decisions: Decisions, *, corpus: Corpus, layout: Layout, alarm: Callable[[str], None]
+def prefetched_batches(
+    start: int,
+    config: Config,
+    decisions: RunControl,
+    *,
+    corpus: TrainingData,
+    layout: Layout,
+    alarm: Callable[[str], None],
 ) -> Iterator[Iterator[Batch]]:
     """While entered, this process's share of the batches of the steps after `start`.
 
@@ -36,11 +42,11 @@ def batches_after(
         alarm: told of a bucket that does not answer.
     """
     skips, global_batch, num_steps = decisions.skips, config.train.global_batch, config.train.num_steps
-    cuts = tuple((data_step(first, skips), config.data.window // window) for first, window in config.contexts)
+    cuts = tuple((data_index(first, skips), config.data.window // window) for first, window in config.contexts)
     data = corpus.train_batches(global_batch, layout.local_rows(global_batch), cuts)
     with (
-        corpus.fetcher(data, data_step(start, skips), alarm) as fetcher,
-        contextlib.closing(iterate(RemainingBatches(data, skips), start, config.data, num_steps)) as batches,
+        corpus.fetcher(data, data_index(start, skips), alarm) as fetcher,
+        contextlib.closing(iterate(SkippingBatches(data, skips), start, config.data, num_steps)) as batches,
     ):
         if fetcher is None:
             yield batches
@@ -49,13 +55,13 @@ def batches_after(
         def make_room() -> Iterator[Batch]:
             for step, batch in enumerate(batches, start):
                 # Of what earlier steps read.
-                fetcher.advance(data_step(step, skips))
+                fetcher.advance(data_index(step, skips))
                 yield batch
 
         yield make_room()
 
 
-class Written(NamedTuple):
+class SourceUpdate(NamedTuple):
     """What a feed has to say of what it did before a step."""
 
     metrics: dict[str, float]
@@ -64,7 +70,7 @@ class Written(NamedTuple):
     samples: list[Sample]
 
 
-class Feed(Protocol):
+class BatchSource(Protocol):
     """What the loop asks for."""
 
     # Sources whose losses are told apart.
@@ -84,20 +90,20 @@ class Feed(Protocol):
         """Makes ready, before the first step, what evaluates and samples; InputError where that cannot be."""
 
     def batches(
-        self, start: int, config: Config, decisions: Decisions, *, layout: Layout, alarm: Callable[[str], None]
+        self, start: int, config: Config, decisions: RunControl, *, layout: Layout, alarm: Callable[[str], None]
     ) -> contextlib.AbstractContextManager[Iterator[Batch]]:
-        """While entered, this process's share of the batches of the steps after `start`; see `batches_after`."""
+        """While entered, this process's share of the batches of the steps after `start`; see `prefetched_batches`."""
 
     def works_before(self, step: int) -> bool:
         """Whether `prepare` has something to do."""
 
-    def prepare(self, step: int, state: TrainState) -> Written:
+    def prepare(self, step: int, state: TrainState) -> SourceUpdate:
         """Makes the batches of this step, and perhaps of further ones, from the state before it."""
 
     def may_pause_after(self, step: int) -> bool:
         """Whether a run can go on from the state after a step, since the next batches depend on no older one."""
 
-    def sources(self) -> Sources:
+    def sources(self) -> SourceMetrics:
         """What is told about sources."""
 
     @property
@@ -114,10 +120,10 @@ class Feed(Protocol):
         """The end of a run's last line; '' = nothing."""
 
 
-class CorpusFeed:
+class TextBatches:
     """A prepared corpus: batches in an order of their own, whatever the state."""
 
-    def __init__(self, corpus: Corpus):
+    def __init__(self, corpus: TrainingData):
         self.corpus = corpus
         self.names = corpus.names
         self.windows_per_epoch = corpus.training_windows
@@ -128,11 +134,11 @@ class CorpusFeed:
         self._objective = 'next_token'
 
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
-        """See `Corpus.fingerprint`."""
+        """See `TrainingData.fingerprint`."""
         return self.corpus.fingerprint(global_batch)
 
     def facts(self, global_batch: int) -> dict[str, Any]:
-        """See `Feed`."""
+        """See `BatchSource`."""
         corpus = self.corpus
         sources = [
             {
@@ -145,7 +151,7 @@ class CorpusFeed:
         return {**corpus.fingerprint(global_batch), 'sources': sources}
 
     def open(self, config: Config, layout: Layout) -> None:
-        """See `Feed`."""
+        """See `BatchSource`."""
         self._objective = config.train.objective
         if not config.eval.every:
             return
@@ -155,17 +161,17 @@ class CorpusFeed:
             self._samples = Samples(config, self.corpus, layout)
 
     def batches(
-        self, start: int, config: Config, decisions: Decisions, *, layout: Layout, alarm: Callable[[str], None]
+        self, start: int, config: Config, decisions: RunControl, *, layout: Layout, alarm: Callable[[str], None]
     ) -> contextlib.AbstractContextManager[Iterator[Batch]]:
-        """See `Feed`."""
-        return batches_after(start, config, decisions, corpus=self.corpus, layout=layout, alarm=alarm)
+        """See `BatchSource`."""
+        return prefetched_batches(start, config, decisions, corpus=self.corpus, layout=layout, alarm=alarm)
 
     def works_before(self, step: int) -> bool:
         """Never."""
         del step
         return False
 
-    def prepare(self, step: int, state: TrainState) -> Written:
+    def prepare(self, step: int, state: TrainState) -> SourceUpdate:
         """Is not called."""
         raise AssertionError(f'the batch of step {step} is there without {type(state).__name__}')
 
@@ -174,22 +180,22 @@ class CorpusFeed:
         del step
         return True
 
-    def sources(self) -> Sources:
-        """See `Feed`."""
-        return SourceReport(self.corpus)
+    def sources(self) -> SourceMetrics:
+        """See `BatchSource`."""
+        return SourceStats(self.corpus)
 
     @property
     def evaluation_share(self) -> float:
-        """See `Feed`."""
+        """See `BatchSource`."""
         return FORWARD_SHARE * len(self._validation) / self._every if self._validation else 0.0
 
     def evaluate(self, state: TrainState) -> Evaluation:
-        """See `Feed`."""
+        """See `BatchSource`."""
         assert self._validation, 'open() made none, since eval.every is 0'
         return self._validation(state)
 
     def sample(self, params: Params) -> list[Sample]:
-        """See `Feed`."""
+        """See `BatchSource`."""
         return self._samples(params) if self._samples else []
 
     def at_end(self) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxlm.checkpoint.save_policy import of_first_process
+from maxlm.checkpoint.save_policy import broadcast_from_host0
 from maxlm.config.schema import Config
-from maxlm.trainer.throughput import Pace
-from maxlm.training.retention import next_look
-from maxlm.training.run_control import Decisions, seconds_left, spend
+from maxlm.trainer.throughput import Throughput
+from maxlm.training.retention import next_check
+from maxlm.training.run_control import RunControl, seconds_left, spend
 from maxlm.training.run_length import (
     MEASURED_SHARE,
     MEASURED_STEPS,
@@ -26,7 +26,7 @@ from maxlm.training.run_length import (
 )
 
 
-class Spending:
+class RunBudget:
     """Looks at the clock only now and then, since several processes must agree on what it says."""
 
     def __init__(
@@ -34,12 +34,12 @@ class Spending:
         config: Config,
         *,
         began: float,
-        pace: Pace,
+        pace: Throughput,
         num_devices: int,
         evaluation_share: float,
         save_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
-        agree: Callable[[np.ndarray], np.ndarray] = of_first_process,
+        agree: Callable[[np.ndarray], np.ndarray] = broadcast_from_host0,
     ):
         """
         Args:
@@ -66,7 +66,7 @@ class Spending:
         self._look = start + 1
         self._measure()
 
-    def after(self, step: int, decisions: Decisions, *, look: bool) -> Decisions:
+    def after(self, step: int, decisions: RunControl, *, look: bool) -> RunControl:
         """With what was spent until now, and the length of the run where that is decided by its budget.
 
         To be called once after every step, by all processes.
@@ -110,12 +110,12 @@ class Spending:
         )
         left = seconds_left(decisions, self._config, self._num_devices)
         if left is not None:
-            self._look = next_look(step, seconds_left=left, step_seconds=whole_step)
+            self._look = next_check(step, seconds_left=left, step_seconds=whole_step)
         return self._decide(step, decisions, whole_step, *measured) if decides else decisions
 
     def _decide(
-        self, step: int, decisions: Decisions, whole_step: float, steps: float, seconds: float, *pauses: float
-    ) -> Decisions:
+        self, step: int, decisions: RunControl, whole_step: float, steps: float, seconds: float, *pauses: float
+    ) -> RunControl:
         """The length, once a step is measured; from numbers on which all processes agreed."""
         config, num_devices = self._config, self._num_devices
         decisions = decisions._replace(budget=config.train.hours or config.train.dollars)

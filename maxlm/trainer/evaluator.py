@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from maxlm.config.schema import Config
-from maxlm.data.loader.dataset import Corpus
+from maxlm.data.loader.dataset import TrainingData
 from maxlm.parallel.layout import Layout
 from maxlm.telemetry.metrics import perplexity
 from maxlm.training.objectives import LossSums
@@ -40,7 +40,7 @@ class Evaluation(NamedTuple):
 class Validation:
     """The validation loss of a run, on always the same batches."""
 
-    def __init__(self, config: Config, corpus: Corpus, layout: Layout):
+    def __init__(self, config: Config, corpus: TrainingData, layout: Layout):
         """
         Raises:
             InputError: there is nothing to validate on.

@@ -12,8 +12,8 @@ import jax
 from etils import epath
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.init_from import context_line, load_tokenizer, open_origin
-from maxlm.checkpoint.item_metadata import DamagedError, read_json
+from maxlm.checkpoint.init_from import context_line, load_tokenizer, open_init_checkpoint
+from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import copy_params, params_item
 from maxlm.config.schema import Config
@@ -22,23 +22,23 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
-from maxlm.training.reference import as_reference
-from maxlm.training.run_control import Decisions, from_json
+from maxlm.training.reference import to_reference
+from maxlm.training.run_control import RunControl, from_json
 from maxlm.training.state import Params, TrainState, init_state
 from maxlm.workdir.files import TOKENIZER
-from maxlm.workdir.step_dirs import FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 INIT_FROM = 'train.init_from'
 
 
-def newest_decisions(workdir: Any) -> tuple[int, Decisions]:
+def newest_decisions(workdir: Any) -> tuple[int, RunControl]:
     """The step that a run will go on from and what it has decided, as far as can be told without reading its state."""
     steps = saved_steps(workdir)
     if not steps:
-        return 0, Decisions()
+        return 0, RunControl()
     try:
-        history = read_json(workdir / FOLDER / str(steps[-1]) / 'progress').get('history', {})
-    except DamagedError:
+        history = read_json(workdir / CHECKPOINTS_DIR / str(steps[-1]) / 'progress').get('history', {})
+    except CorruptCheckpointError:
         # An older one will be used, or an import has none.
         history = {}
     return steps[-1], from_json(history.get('decisions'))
@@ -59,12 +59,12 @@ def check_init_from(config: Config, abstract: Params, workdir: Path, *, tokenize
     if config.train.init_from and not saved_steps(workdir):
         origin = find_step(config.train.init_from, key=INIT_FROM)
         try:
-            open_origin(origin, config, abstract, tokenizer=tokenizer)
+            open_init_checkpoint(origin, config, abstract, tokenizer=tokenizer)
         except InputError as error:
             raise InputError(f'{INIT_FROM}={config.train.init_from}: {error}') from None
 
 
-def start_state(
+def restore_or_initialize(
     config: Config,
     *,
     tokenizer: Path,
@@ -81,32 +81,34 @@ def start_state(
         layout: where the state is placed.
         abstract: as `abstract_state` returns it.
         checkpoints: those of the run's workdir. It goes on from the newest that is whole.
-        facts: `Feed.fingerprint` and `reference_facts`, which must be the same as those of the run so far.
+        facts: `BatchSource.fingerprint` and `reference_metadata`, which must be the same as those of the run so far.
 
     Raises:
         InputError: the checkpoint cannot be read, or is of another model, optimizer, order of data or tokenizer.
     """
     restored = checkpoints.restore_newest(abstract, loss_scale=config.train.loss_scale)
     if restored is None:
-        return first_state(config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints), {}
+        return initialize_state(
+            config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints
+        ), {}
     _check_same_data(restored.fingerprint, facts, allow_change=config.data.allow_change)
     logger.info(f'going on from step {int(restored.state.step)}')
     state = restored.state
     if abstract.reference is not None:
-        origin = open_origin(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
+        origin = open_init_checkpoint(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
         missing = origin.missing(init_state(config, layout).params) if config.model.lora_rank else {}
         params = origin.read(abstract.params, missing)
         state = state._replace(reference=reference_of(config, params, abstract))
     return state, restored.history
 
 
-def first_state(
+def initialize_state(
     config: Config, *, tokenizer: Path, layout: Layout, abstract: TrainState, checkpoints: Checkpoints
 ) -> TrainState:
     """The state before the first step.
 
     Args:
-        config, tokenizer, layout, abstract: as for `start_state`.
+        config, tokenizer, layout, abstract: as for `restore_or_initialize`.
         checkpoints: those of the run's workdir. A step 0 that holds parameters only, as an import leaves it, is where
             the run starts.
 
@@ -120,7 +122,7 @@ def first_state(
     step = checkpoints.directory / '0' if imported else _origin_of(config)
     if imported:
         _check_same_tokenizer(step, tokenizer)
-    origin = open_origin(step, config, abstract.params, tokenizer=tokenizer)
+    origin = open_init_checkpoint(step, config, abstract.params, tokenizer=tokenizer)
     if origin.other_tokenizer:
         logger.warning(origin.other_tokenizer)
     # The random parameters make room before others are read; only what these lack stays.
@@ -135,7 +137,7 @@ def first_state(
     return state._replace(params=params, ema=ema, reference=reference_of(config, params, abstract))
 
 
-def reference_facts(config: Config) -> dict[str, str]:
+def reference_metadata(config: Config) -> dict[str, str]:
     """What tells the reference of a run from another one, for a checkpoint; nothing where there is none."""
     if not config.has_reference or not config.train.init_from:
         return {}
@@ -153,7 +155,7 @@ def reference_of(config: Config, params: Params, abstract: TrainState) -> Params
     if abstract.reference is None:
         return None
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.reference)
-    reference: Params = jax.jit(partial(as_reference, config), out_shardings=shardings)(params)
+    reference: Params = jax.jit(partial(to_reference, config), out_shardings=shardings)(params)
     return reference
 
 

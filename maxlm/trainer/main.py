@@ -24,19 +24,19 @@ from maxlm.hardware.chips import capability_of
 from maxlm.log import logger
 from maxlm.parallel.layout import make_layout
 from maxlm.reporting.page import write_at_end
-from maxlm.runtime.compilation_cache import keep_programs
-from maxlm.runtime.heartbeat import Peers, part
-from maxlm.runtime.initialize import join
+from maxlm.runtime.compilation_cache import enable_compilation_cache
+from maxlm.runtime.heartbeat import Heartbeats, part
+from maxlm.runtime.initialize import initialize
 from maxlm.runtime.preemption import ignore_sigterm
-from maxlm.runtime.rendezvous import NotTogetherError
+from maxlm.runtime.rendezvous import RendezvousError
 from maxlm.storage.paths import ANY, Kind, PathOption
-from maxlm.storage.retry import UnreachableError
+from maxlm.storage.retry import TransientStorageError
 from maxlm.telemetry.timeline import Timeline, process_began
-from maxlm.trainer.batch_source import Feed
+from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.initialize import check_init_from, newest_decisions
-from maxlm.trainer.preflight import Ready, check_size, prepare_step, sample_config
-from maxlm.trainer.run_context import Home, open_home
-from maxlm.trainer.trainer import Loop
+from maxlm.trainer.preflight import PreparedStep, check_size, compile_step, sample_config
+from maxlm.trainer.run_context import RunContext, open_run
+from maxlm.trainer.trainer import Trainer
 from maxlm.training.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
 
@@ -48,7 +48,7 @@ _GROWTH = 2**26
 _ACCELERATORS = ('dev/nvidia0', 'dev/kfd', 'dev/accel0', 'dev/vfio/0')
 
 
-def keep_freed_memory(root: Path = Path('/')) -> bool:
+def disable_malloc_trim(root: Path = Path('/')) -> bool:
     """Has malloc keep what is freed. To be called before JAX starts its threads.
 
     What the process holds is then the most that it ever used, never less.
@@ -76,7 +76,7 @@ def _has_accelerator(root: Path) -> bool:
 class OpenFeed(Protocol):
     """Opens what a run learns from; what it enters into the stack is closed with the run."""
 
-    def __call__(self, config: Config, stack: contextlib.ExitStack) -> tuple[Feed, int]:
+    def __call__(self, config: Config, stack: contextlib.ExitStack) -> tuple[BatchSource, int]:
         """The feed and its vocabulary's size; `config` is as it was given, not resolved."""
 
 
@@ -113,10 +113,10 @@ def main(argv: list[str], open_feed: OpenFeed, *, prog: str, description: str | 
     options = parser.parse_args(rest)
 
     try:
-        join()
-    except NotTogetherError as error:
+        initialize()
+    except RendezvousError as error:
         error.leave()
-    with Peers() as peers, timeline.seeing_compilers(), contextlib.ExitStack() as stack:
+    with Heartbeats() as peers, timeline.seeing_compilers(), contextlib.ExitStack() as stack:
         return _prepare(options, overrides, open_feed, peers, timeline, stack)
 
 
@@ -124,7 +124,7 @@ def _prepare(
     options: argparse.Namespace,
     overrides: list[str],
     open_feed: OpenFeed,
-    peers: Peers,
+    peers: Heartbeats,
     timeline: Timeline,
     stack: contextlib.ExitStack,
 ) -> int:
@@ -133,7 +133,7 @@ def _prepare(
         options.workdir = default_workdir(options.config)
         if jax.process_index() == 0:
             print(f'workdir: {options.workdir} (choose another with --workdir)', flush=True)
-    keep_programs(config.train.compile_cache)
+    enable_compilation_cache(config.train.compile_cache)
     feed, vocab_size = open_feed(config, stack)
     resolver: Callable[[Config], Config] = partial(
         resolve,
@@ -147,9 +147,9 @@ def _prepare(
     sample = sample_config(config, resolver)
     try:
         home = stack.enter_context(
-            open_home(options.workdir, sample, peers, timeline, resume=options.resume, at_end=write_at_end)
+            open_run(options.workdir, sample, peers, timeline, resume=options.resume, at_end=write_at_end)
         )
-    except UnreachableError as error:
+    except TransientStorageError as error:
         print(f'error: {error}', file=sys.stderr)
         if jax.process_count() > 1:
             peers.leave(EXIT_PREEMPTED, str(error))
@@ -157,7 +157,7 @@ def _prepare(
     abstract = abstract_state(sample, make_layout(sample.mesh)).params
     check_init_from(sample, abstract, home.checkpoints, tokenizer=feed.tokenizer_path)
     first_step, decisions = newest_decisions(home.checkpoints)
-    ready = prepare_step(
+    ready = compile_step(
         config,
         resolver,
         num_sources=len(feed.names),
@@ -174,10 +174,10 @@ def _prepare(
         raise
 
 
-def train(ready: Ready, feed: Feed, home: Home, peers: Peers) -> int:
+def train(ready: PreparedStep, feed: BatchSource, home: RunContext, peers: Heartbeats) -> int:
     """Runs a config from its newest checkpoint, or from the start, to its end; returns the exit code."""
     with contextlib.ExitStack() as stack:
-        run = Loop(stack, ready, feed, home, peers)
+        run = Trainer(stack, ready, feed, home, peers)
         state, decisions = run.start()
         if why := ended(ready.config, decisions, int(state.step)):
             logger.info(f'nothing to do: {why}')
@@ -193,7 +193,7 @@ def train(ready: Ready, feed: Feed, home: Home, peers: Peers) -> int:
 def start(command: Callable[..., int]) -> NoReturn:
     """Ends the process with the exit code of a command that runs a run."""
     # Of the whole process, and before JAX starts.
-    keep_freed_memory()
+    disable_malloc_trim()
     exit_on_sigterm(importing=False)
     code = exit_code(partial(command, began=process_began()), sys.argv[1:])
     if code in (EXIT_DONE, EXIT_PREEMPTED):

@@ -16,9 +16,9 @@ from maxlm.telemetry.cost import cost_text
 from maxlm.telemetry.metrics import MetricWriter, perplexity
 from maxlm.trainer.evaluator import Evaluation
 from maxlm.trainer.samples import Sample
-from maxlm.trainer.source_metrics import Sources
-from maxlm.trainer.throughput import Pace
-from maxlm.training.objectives import part_names
+from maxlm.trainer.source_metrics import SourceMetrics
+from maxlm.trainer.throughput import Throughput
+from maxlm.training.objectives import aux_names
 from maxlm.training.run_control import BadSteps
 
 
@@ -38,15 +38,15 @@ class Reporter:
         self,
         config: Config,
         *,
-        pace: Pace,
+        pace: Throughput,
         bar: tqdm,
         windows_per_epoch: int,
-        sources: Sources,
+        sources: SourceMetrics,
         warn: Callable[[str], None] = logger.warning,
         costs: Callable[[int, int | None], dict[str, float]] = lambda step, num_steps: {},
         devices: Callable[[], dict[str, float]] = dict,
     ):
-        """`warn` is told of steps left out; `costs` is `Diary.metrics`, `devices` that of `DeviceReadings`."""
+        """`warn` is told of steps left out; `costs` is `RunRecorder.metrics`, `devices` that of `DeviceReadings`."""
         self._config = config
         self._writer: MetricWriter | None = None
         self._pace = pace
@@ -173,7 +173,7 @@ class Reporter:
                 'train/loss': loss,
                 'train/best_loss': self.best_loss,
                 **({'train/perplexity': perplexity(loss)} if self._config.train.objective == 'next_token' else {}),
-                **{f'train/{name}': float(values[name]) for name in part_names(self._config)},
+                **{f'train/{name}': float(values[name]) for name in aux_names(self._config)},
                 **({'train/loss_scale': float(values['loss_scale'])} if 'loss_scale' in values else {}),
                 'train/learning_rate': float(values['learning_rate']),
                 'train/grad_norm': float(values['grad_norm']),

@@ -17,19 +17,19 @@ from maxlm.parallel.layout import Layout, make_layout
 from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine
-from maxlm.planning.report import advice_text, size_text
-from maxlm.planning.search import Candidate, choose_micro_batch, confirm, search
-from maxlm.training.run_control import Decisions, ended, with_rates
+from maxlm.planning.report import size_text, suggestions_text
+from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
+from maxlm.training.run_control import RunControl, ended, with_rates
 from maxlm.training.run_length import at_start
 from maxlm.training.state import TrainState, abstract_state
 
 Resolve = Callable[[Config], Config]
-FIRST_DECISIONS = Decisions()
+FIRST_DECISIONS = RunControl()
 # Estimates of memory are closer to what the compiler needs than this.
 SURELY_TOO_LARGE = 2
 
 
-class Ready(NamedTuple):
+class PreparedStep(NamedTuple):
     """A run whose first step fits."""
 
     # Without what the run has decided on its way.
@@ -50,7 +50,7 @@ def sample_config(config: Config, resolve: Resolve) -> Config:
 def check_size(config: Config, resolve: Resolve) -> None:
     """Refuses a step that cannot fit these devices, by arithmetic on the config; nothing is traced or allocated.
 
-    The compiler decides on a step that is closer to the limit: see `prepare_step`.
+    The compiler decides on a step that is closer to the limit: see `compile_step`.
 
     Args:
         config: not resolved.
@@ -66,7 +66,7 @@ def check_size(config: Config, resolve: Resolve) -> None:
         # Beyond that the search, which takes a while for many layers, has nothing to find.
         parameters = model_parameters(sample.model) * 4 // machine.target.num_devices
         hopeless = parameters > machine.available + host_memory() // jax.local_device_count()
-        candidates = [] if hopeless else search(config, machine, resolve)
+        candidates = [] if hopeless else search_layouts(config, machine, resolve)
         # Without times, the way that changes least.
         best = min(candidates, key=lambda c: (len(c.changes), c.forecast.needed), default=None)
         raise InputError(_refusal(forecast, best))
@@ -75,22 +75,22 @@ def check_size(config: Config, resolve: Resolve) -> None:
 def _refusal(forecast: Forecast, advice: Candidate | None) -> str:
     would = 'nothing that was tried would fit; take more devices or a smaller model'
     if advice:
-        would = f'this would fit: {advice_text(advice.changes)}'
+        would = f'this would fit: {suggestions_text(advice.changes)}'
     return (
         f'the step needs {size_text(forecast.needed)} of each device and may have {size_text(forecast.available)}, '
         f'{size_text(forecast.needed - forecast.available)} too few; {would}'
     )
 
 
-def prepare_step(
+def compile_step(
     config: Config,
     resolve: Resolve,
     *,
     num_sources: int,
     first_step: int = 0,
-    decisions: Decisions = FIRST_DECISIONS,
+    decisions: RunControl = FIRST_DECISIONS,
     compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-) -> Ready:
+) -> PreparedStep:
     """Compiles the step that a run starts or goes on with.
 
     Args:
@@ -120,9 +120,9 @@ def prepare_step(
     abstract = abstract_state(resolved, layout)
     if ended(resolved, at_start(decisions, resolved, first_step), first_step):
         # There is nothing to compile for.
-        return Ready(resolved, layout, abstract, estimate(resolved, machine))
+        return PreparedStep(resolved, layout, abstract, estimate(resolved, machine))
     forecast = compiled(resolved)
     if not forecast.fits:
         logger.info('the step does not fit; looking for what would')
-        raise InputError(_refusal(forecast, confirm(search(config, machine, resolve), compiled)))
-    return Ready(resolved, layout, abstract, forecast)
+        raise InputError(_refusal(forecast, verify_by_compiling(search_layouts(config, machine, resolve), compiled)))
+    return PreparedStep(resolved, layout, abstract, forecast)

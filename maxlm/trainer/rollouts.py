@@ -29,21 +29,21 @@ from maxlm.inference.rollout_generator import Responses, Sampler
 from maxlm.parallel.layout import Layout
 from maxlm.rewards.prompts import Prompts
 from maxlm.rewards.rewards import Task
-from maxlm.rewards.scorer import Scorer, accuracy, mean_pass_at_k
-from maxlm.trainer.batch_source import Written
+from maxlm.rewards.scorer import RewardScorer, accuracy, mean_pass_at_k
+from maxlm.trainer.batch_source import SourceUpdate
 from maxlm.trainer.evaluator import Evaluation
 from maxlm.trainer.samples import Sample
-from maxlm.trainer.source_metrics import NoSources, Sources
+from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics
 from maxlm.training.losses.grpo import advantages, token_weights
-from maxlm.training.run_control import Decisions
+from maxlm.training.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
 
 # Responses of a rollout that are shown.
 SHOWN = 2
 
 
-class RolloutFeed:
-    """See `maxlm.trainer.batch_source.Feed`."""
+class RolloutBatches:
+    """See `maxlm.trainer.batch_source.BatchSource`."""
 
     names: tuple[str, ...] = ()
 
@@ -53,7 +53,7 @@ class RolloutFeed:
         *,
         prompts: Prompts,
         eval_prompts: Prompts | None,
-        scorer: Scorer,
+        scorer: RewardScorer,
         tokenizer_path: Path,
         ends: Sequence[int],
     ):
@@ -79,7 +79,7 @@ class RolloutFeed:
         self._samples: list[Sample] = []
 
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
-        """See `Feed`."""
+        """See `BatchSource`."""
         names = ('samples', 'prompts_per_rollout', 'max_tokens', 'epochs', 'reward')
         return {
             'prompts': self._prompts.fingerprint,
@@ -91,13 +91,13 @@ class RolloutFeed:
         }
 
     def facts(self, global_batch: int) -> dict[str, Any]:
-        """See `Feed`."""
+        """See `BatchSource`."""
         tokens = sum(map(len, self._prompts.ids))
         source = {'name': self._prompts.path, 'prompts': self._prompts.num, 'tokens': tokens, 'weight': 1.0}
         return {**self.fingerprint(global_batch), 'sources': [source]}
 
     def open(self, config: Config, layout: Layout) -> None:
-        """See `Feed`."""
+        """See `BatchSource`."""
         self._config, self._layout = config, layout
         updates = self.updates
         if config.eval.every % updates:
@@ -122,9 +122,9 @@ class RolloutFeed:
 
     @contextlib.contextmanager
     def batches(
-        self, start: int, config: Config, decisions: Decisions, *, layout: Layout, alarm: Callable[[str], None]
+        self, start: int, config: Config, decisions: RunControl, *, layout: Layout, alarm: Callable[[str], None]
     ) -> Iterator[Iterator[Batch]]:
-        """See `Feed`."""
+        """See `BatchSource`."""
         del start, config, decisions, layout, alarm
         self._batches.clear()
 
@@ -135,16 +135,16 @@ class RolloutFeed:
         yield take()
 
     def works_before(self, step: int) -> bool:
-        """See `Feed`."""
+        """See `BatchSource`."""
         del step
         return not self._batches
 
     def may_pause_after(self, step: int) -> bool:
-        """See `Feed`."""
+        """See `BatchSource`."""
         return step % self.updates == 0
 
-    def prepare(self, step: int, state: TrainState) -> Written:
-        """See `Feed`."""
+    def prepare(self, step: int, state: TrainState) -> SourceUpdate:
+        """See `BatchSource`."""
         config, grpo = self._config, self._grpo
         sampler, layout = self._made
         number, done = divmod(step - 1, self.updates)
@@ -161,7 +161,7 @@ class RolloutFeed:
         drawn = time.perf_counter()
         each = [index for index in indices for _ in range(grpo.samples)]
         texts = self._texts(responses)
-        scores = scored_together(self._scorer, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
+        scores = gather_scores(self._scorer, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
         judged = time.perf_counter()
         rewards_N = scores['']
         batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
@@ -190,11 +190,11 @@ class RolloutFeed:
             Sample(self._asked(self._prompts, each[row]), f'{texts[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
-        return Written(metrics, text, samples)
+        return SourceUpdate(metrics, text, samples)
 
-    def sources(self) -> Sources:
-        """See `Feed`."""
-        return NoSources()
+    def sources(self) -> SourceMetrics:
+        """See `BatchSource`."""
+        return NullSourceMetrics()
 
     @property
     def evaluation_share(self) -> float:
@@ -212,7 +212,7 @@ class RolloutFeed:
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch
         likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
-        rewards_N = scored_together(self._scorer, texts, tasks, reward)['']
+        rewards_N = gather_scores(self._scorer, texts, tasks, reward)['']
         parts = {'accuracy': accuracy(rewards_N), 'length': float(likeliest.num_B.mean())}
         tokens = likeliest.drawn
         if samples := grpo.eval_samples:
@@ -221,7 +221,7 @@ class RolloutFeed:
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
-            rewards_N = scored_together(self._scorer, self._texts(drawn), each, reward)['']
+            rewards_N = gather_scores(self._scorer, self._texts(drawn), each, reward)['']
             parts['mean_accuracy'] = accuracy(rewards_N)
             parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
@@ -299,7 +299,9 @@ def response_batch(
     return batch
 
 
-def scored_together(scorer: Scorer, texts: Sequence[str], tasks: Sequence[Task], reward: str) -> dict[str, np.ndarray]:
+def gather_scores(
+    scorer: RewardScorer, texts: Sequence[str], tasks: Sequence[Task], reward: str
+) -> dict[str, np.ndarray]:
     """Rewards float32 [N] under '', and those of its parts by name; the same for all processes.
 
     Each process judges its own share: programs that take long may be judged otherwise a second time.

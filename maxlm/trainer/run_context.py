@@ -10,28 +10,28 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from maxlm.checkpoint.fetch import THREADS, fetch_step
-from maxlm.checkpoint.listing import inventory, select
+from maxlm.checkpoint.fetch import THREADS, fetch_checkpoint
+from maxlm.checkpoint.listing import list_checkpoints, resolve_checkpoint
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.config.loading import from_json
 from maxlm.config.schema import CheckpointConfig, Config
 from maxlm.errors import EXIT_FAILED, InputError
 from maxlm.log import Console, logger
-from maxlm.runtime.barrier import Together, is_shared
-from maxlm.runtime.heartbeat import Peers
-from maxlm.storage.filesystem import StorageError, is_url, read_bytes, shown
+from maxlm.runtime.barrier import ProcessGroup, is_shared
+from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.storage.filesystem import StorageError, display_path, is_url, read_bytes
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.telemetry.alerts import Alerts
 from maxlm.telemetry.cost import price_of
-from maxlm.telemetry.run_recorder import Diary
+from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
-from maxlm.training.retention import SavedStep, reasons_to_keep
+from maxlm.training.retention import SavedStep, retention_reasons
 from maxlm.workdir.files import CONFIG, check_same_model, model_difference, open_workdir
 from maxlm.workdir.lock import WorkdirLock
 from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
 
 
-class Home(NamedTuple):
+class RunContext(NamedTuple):
     """What is open as long as a run runs.
 
     Attributes:
@@ -44,19 +44,19 @@ class Home(NamedTuple):
     workdir: Path
     checkpoints: Any
     alerts: Alerts
-    diary: Diary
+    diary: RunRecorder
 
 
 @contextlib.contextmanager
-def open_home(
+def open_run(
     given: str,
     config: Config,
-    peers: Peers,
+    peers: Heartbeats,
     timeline: Timeline,
     *,
     resume: str = '',
     at_end: Callable[[Path], None] = lambda workdir: None,
-) -> Iterator[Home]:
+) -> Iterator[RunContext]:
     """Opens the workdir of a run; all processes together, of which the first does what is to be done once.
 
     Args:
@@ -73,7 +73,7 @@ def open_home(
         UnreachableError: the bucket does not answer.
     """
     process = jax.process_index()
-    diary: Diary | None = None
+    diary: RunRecorder | None = None
 
     def warn(line: str) -> None:
         alerts.send('storage', line)
@@ -123,12 +123,12 @@ def open_home(
         stack.enter_context(alerts)
         storage.start()
         stack.callback(_close, storage, timeline)
-        yield Home(storage.workdir, checkpoints, alerts, diary)
+        yield RunContext(storage.workdir, checkpoints, alerts, diary)
 
 
 def _check_shared(given: str, workdir: Path) -> None:
     """Several processes write one checkpoint together into the directory that is uploaded."""
-    together = Together()
+    together = ProcessGroup()
     # Nobody looks before it is made.
     together.meet()
     if not is_shared(workdir):
@@ -138,13 +138,13 @@ def _check_shared(given: str, workdir: Path) -> None:
         )
 
 
-def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> Diary:
-    process, together = jax.process_index(), Together()
+def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> RunRecorder:
+    process, together = jax.process_index(), ProcessGroup()
     if process:
         # In the cache of another machine nobody has made it. What cannot be written is said later.
         with contextlib.suppress(OSError):
             workdir.mkdir(parents=True, exist_ok=True)
-    return Diary(
+    return RunRecorder(
         workdir,
         timeline,
         beat_seconds=config.metrics.ledger_seconds,
@@ -156,7 +156,7 @@ def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> Diary:
     )
 
 
-def _finish(storage: RunStorage, diary: Diary, at_end: Callable[[Path], None] | None) -> None:
+def _finish(storage: RunStorage, diary: RunRecorder, at_end: Callable[[Path], None] | None) -> None:
     if at_end and diary.has_begun:
         at_end(storage.workdir)
     storage.upload_last_files()
@@ -169,8 +169,8 @@ def _close(storage: RunStorage, timeline: Timeline) -> None:
 
 def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
     """Which steps of a copy no rule keeps: those that lives on other machines have left there."""
-    saved = [SavedStep(one.step, one.validation_loss) for one in inventory(url)]
-    kept = reasons_to_keep(
+    saved = [SavedStep(one.step, one.validation_loss) for one in list_checkpoints(url)]
+    kept = retention_reasons(
         saved, keep_last=config.keep_last, keep_best=config.keep_best, permanent_every=config.permanent_every
     )
     # What cannot be judged stays.
@@ -183,7 +183,7 @@ def check_resume(name: str, config: Config) -> None:
     Raises:
         InputError: the checkpoint does not exist, or is of another model.
     """
-    source = select(name).workdir
+    source = resolve_checkpoint(name).workdir
     try:
         old = from_json(read_bytes(f'{source}/{CONFIG}', limit=MAX_TEXT_BYTES).decode())
     except (StorageError, ValueError):
@@ -192,8 +192,8 @@ def check_resume(name: str, config: Config) -> None:
     if found := model_difference(old, config):
         key, before, now = found
         raise InputError(
-            f'--resume={shown(name)} has {key}={before}, the config has {now}; set {key}={before}, or resume from a '
-            f'run of the same model'
+            f'--resume={display_path(name)} has {key}={before}, the config has {now}; set {key}={before}, or resume '
+            f'from a run of the same model'
         )
 
 
@@ -206,7 +206,7 @@ def _resume(name: str, checkpoints: Any, workdir: Path, config: Config) -> None:
             f'--resume={name}: only into a directory; give one as --workdir, and the bucket as checkpoint.mirror'
         )
     check_resume(name, config)
-    found = fetch_step(name, workdir, weights_only=False, threads=THREADS, show=True)
+    found = fetch_checkpoint(name, workdir, weights_only=False, threads=THREADS, show=True)
     if found.damages:
         raise InputError(f'--resume={name}: {found.damages[0]}')
     logger.info(f'fetched {name}: {found.num_checksums} checksums compared')

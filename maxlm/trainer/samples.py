@@ -21,15 +21,15 @@ from flax import nnx
 
 from maxlm.config.schema import Config
 from maxlm.data.chat.encoder import ChatEncoder
-from maxlm.data.chat.token_flags import ids_of, is_first, is_predicted
-from maxlm.data.loader.dataset import Corpus
-from maxlm.data.loader.windows import Windows
+from maxlm.data.chat.token_flags import is_document_start, is_target, token_ids
+from maxlm.data.loader.dataset import TrainingData
+from maxlm.data.loader.windows import Sequences
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.sampling import draw, draw_keys
+from maxlm.inference.sampling import draw_keys, sample
 from maxlm.model.attention.ring import zigzag
 from maxlm.model.blocks import BLOCKS
-from maxlm.model.decoder import soft_capped
+from maxlm.model.decoder import softcap
 from maxlm.parallel.host_offload import to_device
 from maxlm.parallel.layout import Layout
 from maxlm.telemetry.metrics import CURSOR
@@ -64,7 +64,7 @@ class Sample(NamedTuple):
 class Samples:
     """The samples of a run: the same prompts and the same random draws at every evaluation. Changes nothing."""
 
-    def __init__(self, config: Config, corpus: Corpus, layout: Layout):
+    def __init__(self, config: Config, corpus: TrainingData, layout: Layout):
         """
         Args:
             config: of the run, with `eval.samples` or `eval.sample_prompts`.
@@ -161,18 +161,18 @@ class Samples:
             hidden_BD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)[:, 0]
             kernel_DV = model.output_kernel().astype(hidden_BD.dtype)
             logits_BV = jnp.dot(hidden_BD, kernel_DV, preferred_element_type=jnp.float32)
-            logits_BV = layout.constrain(soft_capped(logits_BV, config.model.logit_softcap), ('activation',) * 2)
+            logits_BV = layout.constrain(softcap(logits_BV, config.model.logit_softcap), ('activation',) * 2)
             rows_B = jnp.arange(B)
             # As the engine draws the first sample of a request, so that `maxlm.generate --seed=0` gives the same text.
             keys_B = draw_keys(jnp.full(B, SEED, jnp.uint32), jnp.zeros(B, jnp.uint32), length_B - 1)
-            chosen_B = draw(logits_BV[:, :num_ids], keys_B, TEMPERATURE)
+            chosen_B = sample(logits_BV[:, :num_ids], keys_B, TEMPERATURE)
             return tokens_BT.at[rows_B, length_B].set(chosen_B), length_B + 1
 
         # Every process reads the result.
         return jax.jit(next_token, out_shardings=layout.named())
 
 
-def prompts(corpus: Corpus, num: int) -> list[list[int]]:
+def prompts(corpus: TrainingData, num: int) -> list[list[int]]:
     """Beginnings of so many validation documents, chosen by data.seed; all different, so fewer if there are fewer.
 
     Of conversations, all up to what the assistant says first. Where documents are so much longer than windows that none
@@ -197,13 +197,13 @@ def prompts(corpus: Corpus, num: int) -> list[list[int]]:
         if len(found) == num:
             return found
     for windows, number in others:
-        ids = ids_of(windows.stream(number)[:length]).tolist()
+        ids = token_ids(windows.stream(number)[:length]).tolist()
         if len(found) < num and ids not in found:
             found.append(ids)
     return found
 
 
-def _beginning(windows: Windows, number: int, length: int, end: int) -> list[int]:
+def _beginning(windows: Sequences, number: int, length: int, end: int) -> list[int]:
     """What the first document of so many tokens in a window begins with, of those that begin there; [] if none does."""
     stream = windows.stream(number)
     ends = np.flatnonzero(stream == end).tolist()
@@ -222,9 +222,9 @@ def _question(stream: np.ndarray, length: int) -> list[int]:
 
     The first one of at most so many tokens; [] if there is none.
     """
-    firsts = np.flatnonzero(is_first(stream)).tolist()
+    firsts = np.flatnonzero(is_document_start(stream)).tolist()
     for start, stop in zip(firsts, [*firsts[1:], len(stream)], strict=True):
-        learned = np.flatnonzero(is_predicted(stream[start:stop]))
+        learned = np.flatnonzero(is_target(stream[start:stop]))
         if len(learned) and 0 < learned[0] <= length:
-            return ids_of(stream[start : start + learned[0]]).tolist()
+            return token_ids(stream[start : start + learned[0]]).tolist()
     return []

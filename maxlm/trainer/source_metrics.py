@@ -7,12 +7,12 @@ from typing import Protocol
 
 import numpy as np
 
-from maxlm.data.loader.dataset import Corpus
+from maxlm.data.loader.dataset import TrainingData
 from maxlm.log import logger
 from maxlm.trainer.evaluator import means
 
 
-class Sources(Protocol):
+class SourceMetrics(Protocol):
     """What is told about the sources of a run's rows."""
 
     def log_start(self, num_windows: int) -> None:
@@ -25,7 +25,7 @@ class Sources(Protocol):
         """Metrics of an evaluation by source."""
 
 
-class NoSources:
+class NullSourceMetrics:
     """Of rows that are not from sources."""
 
     def log_start(self, num_windows: int) -> None:
@@ -42,10 +42,10 @@ class NoSources:
         return {}
 
 
-class SourceReport:
+class SourceStats:
     """The metrics and log lines of a run's sources; of a single source there is nothing to tell."""
 
-    def __init__(self, corpus: Corpus):
+    def __init__(self, corpus: TrainingData):
         self._names = corpus.names
         self._all = [source.name for source in corpus.sources]
         self._weighted = bool(corpus.data.sources)

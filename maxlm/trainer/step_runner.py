@@ -20,13 +20,13 @@ from maxlm.planning.compiled.compile import CompiledStep, compile_train_step
 from maxlm.planning.estimate.flops import step_flops
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.profiler import Profile
-from maxlm.telemetry.run_recorder import Diary
+from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
-from maxlm.trainer.batch_source import Feed
+from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.metric_logger import Reporter
-from maxlm.trainer.preflight import Ready
-from maxlm.trainer.throughput import Pace
-from maxlm.training.run_control import Decisions, decided, with_rates
+from maxlm.trainer.preflight import PreparedStep
+from maxlm.trainer.throughput import Throughput
+from maxlm.training.run_control import RunControl, apply_control, with_rates
 from maxlm.training.state import TrainState
 
 # Fetching a batch that is ready takes less.
@@ -109,20 +109,20 @@ class DataWait:
             self._ready = array, self._timeline.now()
 
 
-class Stepping:
+class StepRunner:
     """Takes the steps of a run."""
 
     def __init__(
         self,
-        ready: Ready,
-        feed: Feed,
+        ready: PreparedStep,
+        feed: BatchSource,
         *,
         data_wait: DataWait,
-        diary: Diary,
+        diary: RunRecorder,
         watchdog: Watchdog,
         profile: Profile,
         reporter: Reporter,
-        pace: Pace,
+        pace: Throughput,
     ):
         self._config, self._layout, self._abstract, forecast = ready
         self._program: tuple[Config, CompiledStep | None] = forecast.config, forecast.compiled
@@ -130,7 +130,7 @@ class Stepping:
         self._watchdog, self._profile, self._reporter, self._pace = watchdog, profile, reporter, pace
 
     def take(
-        self, step: int, state: TrainState, batches: Iterator[Batch], decisions: Decisions, *, connects: bool
+        self, step: int, state: TrainState, batches: Iterator[Batch], decisions: RunControl, *, connects: bool
     ) -> TrainState:
         """The state after the next batch; the first step connects processes, which may take long."""
         compiled = self._compiled_for(step, decisions)
@@ -172,7 +172,7 @@ class Stepping:
         self._reporter.wrote(step, written.metrics, written.text)
         self._reporter.sampled(step, written.samples)
 
-    def _compiled_for(self, step: int, decisions: Decisions) -> jax.stages.Compiled:
+    def _compiled_for(self, step: int, decisions: RunControl) -> jax.stages.Compiled:
         """The program of a step: another one after a change of the sequences' length or of the rates."""
         now = with_rates(self._config, decisions)
         wanted = now.at_context(now.context_at(step - 1))
@@ -185,7 +185,7 @@ class Stepping:
                 compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._feed.names))
             self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
             self._pace.change_flops(step_flops(now, wanted.data.window))
-            self._reporter.change_config(decided(self._config, decisions))
+            self._reporter.change_config(apply_control(self._config, decisions))
             if wanted.data.window != before.data.window:
                 text = f'sequences of {wanted.data.window} tokens from here on'
                 logger.info(f'step {step:>7}  {text}')

@@ -14,15 +14,15 @@ from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.hardware.chips import Peak
 from maxlm.hardware.prices import Price
 from maxlm.log import logger
-from maxlm.planning.cost import USUAL_TERMS
+from maxlm.planning.cost import DEFAULT_TERMS
 from maxlm.planning.forecast import Forecast
-from maxlm.planning.report import before_a_run, cost_of
+from maxlm.planning.report import cost_of, startup_text
 from maxlm.telemetry.cost import HOUR, duration
 from maxlm.telemetry.environment import checkout, command, devices, versions
-from maxlm.trainer.batch_source import Feed
+from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.metric_logger import Reporter
-from maxlm.trainer.preflight import Ready
-from maxlm.trainer.throughput import Pace
+from maxlm.trainer.preflight import PreparedStep
+from maxlm.trainer.throughput import Throughput
 from maxlm.training.state import TrainState
 
 
@@ -32,12 +32,12 @@ def headline(config: Config, abstract: TrainState) -> str:
     return f'{_num_parameters(abstract):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
 
 
-def start_facts(ready: Ready, feed: Feed, peak: Peak, price: Price | None) -> dict[str, Any]:
+def start_facts(ready: PreparedStep, feed: BatchSource, peak: Peak, price: Price | None) -> dict[str, Any]:
     """All that is known before the first step, as JSON: what the event `started` has besides its message."""
     config, _, abstract, forecast = ready
     target, train = forecast.target, config.train
     planned = math.isfinite(forecast.time.total)
-    cost = cost_of(forecast, USUAL_TERMS) if planned else None
+    cost = cost_of(forecast, DEFAULT_TERMS) if planned else None
     of_all = target.num_devices * price.dollars if price else None
     return {
         'host': socket.gethostname(),
@@ -73,7 +73,7 @@ def log_start(config: Config, abstract: TrainState, forecast: Forecast, *, peak:
         f'step of {config.train.global_batch} × {config.data.window} tokens in {config.accumulation} micro-batch(es) '
         f'of {config.train.micro_batch} per device; attention kernel {config.model.attention}'
     )
-    for line in before_a_run(forecast):
+    for line in startup_text(forecast):
         logger.info(line)
     if 0 < config.train.num_steps <= config.optimizer.warmup_steps:
         logger.warning(
@@ -89,7 +89,14 @@ def log_start(config: Config, abstract: TrainState, forecast: Forecast, *, peak:
 
 
 def log_end(
-    step: int, why: str, *, feed: Feed, reporter: Reporter, pace: Pace, spent: dict[str, float], seconds: float
+    step: int,
+    why: str,
+    *,
+    feed: BatchSource,
+    reporter: Reporter,
+    pace: Throughput,
+    spent: dict[str, float],
+    seconds: float,
 ) -> None:
     """Says what became of a run.
 
@@ -97,7 +104,7 @@ def log_end(
         step: its last.
         why: it is over.
         feed, reporter, pace: of the run.
-        spent: `Diary.metrics`.
+        spent: `RunRecorder.metrics`.
         seconds: of this process.
     """
     logger.info(f'the run is over: {why}')

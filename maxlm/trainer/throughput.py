@@ -10,7 +10,7 @@ from maxlm.hardware.chips import Peak
 from maxlm.planning.estimate.flops import TokenFlops
 
 
-class Pace:
+class Throughput:
     """Adds up the time that steps took; evaluation, saving and compiling are left out.
 
     A step counts as done when its metrics have been read, so the durations are the device's, not those of dispatch.

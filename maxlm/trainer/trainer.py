@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from maxlm.checkpoint.manager import Checkpoints
-from maxlm.checkpoint.save_policy import SaveTimes
+from maxlm.checkpoint.save_policy import SavePolicy
 from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.data.loader.skipped_batches import skip_steps
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError
@@ -21,31 +21,31 @@ from maxlm.evaluation.periodic import open_tasks, task_text
 from maxlm.hardware.chips import find_peak
 from maxlm.log import logger, progress_bar
 from maxlm.planning.estimate.flops import step_flops
-from maxlm.runtime.heartbeat import Peers
-from maxlm.runtime.maintenance import Notices
+from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.runtime.maintenance import MaintenanceWatcher
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.metrics import MetricWriter, lowest_loss
-from maxlm.telemetry.trackers import Observers
-from maxlm.trainer.batch_source import Feed
-from maxlm.trainer.budget import Spending
-from maxlm.trainer.initialize import reference_facts, start_state
+from maxlm.telemetry.trackers import Trackers
+from maxlm.trainer.batch_source import BatchSource
+from maxlm.trainer.budget import RunBudget
+from maxlm.trainer.initialize import reference_metadata, restore_or_initialize
 from maxlm.trainer.metric_logger import Reporter
-from maxlm.trainer.preflight import Ready
-from maxlm.trainer.run_context import Home
-from maxlm.trainer.step_runner import DataWait, Stepping
+from maxlm.trainer.preflight import PreparedStep
+from maxlm.trainer.run_context import RunContext
+from maxlm.trainer.step_runner import DataWait, StepRunner
 from maxlm.trainer.summary import headline, log_end, log_start, start_facts
-from maxlm.trainer.throughput import Pace
+from maxlm.trainer.throughput import Throughput
 from maxlm.training.run_control import (
-    Decisions,
     Rollback,
+    RunControl,
     Stop,
-    after_bad_steps,
     after_evaluation,
+    apply_control,
     budget_spent,
-    decided,
     ended,
     from_json,
+    on_bad_steps,
     rolled_back,
     to_json,
 )
@@ -54,20 +54,22 @@ from maxlm.training.state import TrainState, evaluated_params, with_progress
 from maxlm.workdir.files import describe_run
 
 
-class Leg(NamedTuple):
+class Segment(NamedTuple):
     """Steps one after the other, and what they came to: a verdict on bad steps, an end, or being told to stop."""
 
     step: int
-    decisions: Decisions
+    decisions: RunControl
     verdict: Rollback | Stop | None
     # Why the run is over; '' = it is not.
     ended: str
 
 
-class Loop:
+class Trainer:
     """What stays the same from the first step of a process to its last, and the loop over steps."""
 
-    def __init__(self, stack: contextlib.ExitStack, ready: Ready, feed: Feed, home: Home, peers: Peers):
+    def __init__(
+        self, stack: contextlib.ExitStack, ready: PreparedStep, feed: BatchSource, home: RunContext, peers: Heartbeats
+    ):
         """Enters what a run needs into `stack`."""
         self._ready = ready
         self._config, self._layout, self._abstract, self._forecast = ready
@@ -84,7 +86,7 @@ class Loop:
             Watchdog(config.train.stuck_seconds, peers, home.workdir if self._first else None)
         )
         self._stop = stack.enter_context(StopRequest())
-        stack.enter_context(Notices(self._stop.request, tell=partial(home.alerts.send, 'machine')))
+        stack.enter_context(MaintenanceWatcher(self._stop.request, tell=partial(home.alerts.send, 'machine')))
         # Leaving the stack, after an error too, brings to disk what was saved.
         self._checkpoints = stack.enter_context(
             Checkpoints(
@@ -96,14 +98,14 @@ class Loop:
             )
         )
         self._data_wait = stack.enter_context(DataWait(self._timeline))
-        self._facts = feed.fingerprint(config.train.global_batch) | reference_facts(config)
+        self._facts = feed.fingerprint(config.train.global_batch) | reference_metadata(config)
         self._stack = stack
 
-    def start(self) -> tuple[TrainState, Decisions]:
+    def start(self) -> tuple[TrainState, RunControl]:
         """Where the run stands."""
         reads = self._checkpoints.latest_step() is not None or self._config.train.init_from
         with self._timeline.phase('restore') if reads else contextlib.nullcontext():
-            state, history = start_state(
+            state, history = restore_or_initialize(
                 self._config,
                 tokenizer=self._feed.tokenizer_path,
                 layout=self._layout,
@@ -115,17 +117,17 @@ class Loop:
         self._best_loss = float(history.get('best_loss', math.inf))
         return state, at_start(from_json(history.get('decisions')), self._config, int(state.step))
 
-    def tell(self, start: int, decisions: Decisions) -> None:
+    def tell(self, start: int, decisions: RunControl) -> None:
         """Says what is about to happen, and makes ready to tell what does."""
-        config, feed, train = decided(self._config, decisions), self._feed, self._config.train
+        config, feed, train = apply_control(self._config, decisions), self._feed, self._config.train
         self._describe(decisions)
         if start:
             self._diary.event('resumed', f'going on from step {start}', step=start, from_step=start)
         feed.open(config, self._layout)
         self._tasks = open_tasks(config, self._layout, feed.tokenizer_path)
-        self._observers = Observers(self._stack, config, workdir=self._home.workdir, life=self._diary.life)
+        self._observers = Trackers(self._stack, config, workdir=self._home.workdir, life=self._diary.life)
         log_start(config, self._abstract, self._forecast, peak=self._peak, price=self._diary.price)
-        self._pace = Pace(
+        self._pace = Throughput(
             tokens_per_step=train.global_batch * config.data.window,
             flops=step_flops(config, config.context_at(start)),
             peak=self._peak,
@@ -146,7 +148,7 @@ class Loop:
             costs=self._diary.metrics,
             devices=self._observers.readings.metrics,
         )
-        self._stepping = Stepping(
+        self._stepping = StepRunner(
             self._ready,
             feed,
             data_wait=self._data_wait,
@@ -158,7 +160,7 @@ class Loop:
         )
         # What lives that were killed had not saved any more was paid for as well.
         untold = max(0.0, self._diary.earlier_seconds - 3600 * decisions.hours)
-        self._spending = Spending(
+        self._spending = RunBudget(
             self._config,
             began=self._timeline.origin - untold,
             pace=self._pace,
@@ -167,7 +169,7 @@ class Loop:
             save_seconds=lambda: self._checkpoints.save_seconds,
         )
 
-    def leg(self, state: TrainState, decisions: Decisions) -> Leg:
+    def leg(self, state: TrainState, decisions: RunControl) -> Segment:
         """Trains until the run is over, is told to stop, or has met too many bad steps."""
         config, reporter, watchdog = self._config, self._reporter, self._watchdog
         start = int(state.step)
@@ -177,7 +179,7 @@ class Loop:
             reading = self._feed.batches(start, config, decisions, layout=self._layout, alarm=alarm)
             batches = stack.enter_context(reading)
             self._report_from(start, int(state.skipped), stack)
-            times = SaveTimes(config.checkpoint, start=start)
+            times = SavePolicy(config.checkpoint, start=start)
             self._timeline.started()
             stack.enter_context(self._timeline.phase('step'))
             owed = False
@@ -195,7 +197,7 @@ class Loop:
                         self._save(step - 1, state, decisions)
                     raise
 
-                num_steps = decided(config, decisions).train.num_steps
+                num_steps = apply_control(config, decisions).train.num_steps
                 if step < num_steps and not self._feed.may_pause_after(step):
                     # What the next steps learn from is not to be had again.
                     owed |= times.due(step, num_steps=num_steps)
@@ -213,7 +215,7 @@ class Loop:
                 verdict = None if told else self._judge(decisions)
                 if verdict:
                     watchdog.finish()
-                    return Leg(step, decisions, verdict, '')
+                    return Segment(step, decisions, verdict, '')
                 loss = None
                 with watchdog.phase():
                     if validate:
@@ -232,7 +234,7 @@ class Loop:
                         # Older checkpoints are better, and a run that is started again must not count as done.
                         watchdog.finish()
                         reason = 'the loss of the last step, or its parameters, are not finite'
-                        return Leg(step, decisions, Stop(reason), '')
+                        return Segment(step, decisions, Stop(reason), '')
                     if why or told or (owed and reporter.is_finite and not reporter.bad_steps.in_a_row):
                         with self._pace.paused('save'):
                             self._save(step, state, decisions, loss, must=bool(why or told))
@@ -240,7 +242,7 @@ class Loop:
                         owed = False
                 if why or told:
                     watchdog.finish()
-                    return Leg(step, decisions, None, why)
+                    return Segment(step, decisions, None, why)
         raise AssertionError('a leg ends by its return')
 
     def _evaluate(self, step: int, state: TrainState) -> float:
@@ -259,7 +261,7 @@ class Loop:
             scores = self._tasks(evaluated_params(state))
             self._reporter.wrote(step, scores, task_text(scores))
 
-    def go_back(self, plan: Rollback, decisions: Decisions) -> tuple[TrainState, Decisions]:
+    def go_back(self, plan: Rollback, decisions: RunControl) -> tuple[TrainState, RunControl]:
         """The state of an older checkpoint, and the decisions with what is left out from there."""
         skips = skip_steps(decisions.skips, plan.skip_from, plan.skip_to)
         self._home.alerts.send(
@@ -274,7 +276,7 @@ class Loop:
         self._diary.rolled_back(plan.step)
         return state, rolled_back(decisions, then, skips, self._config.guard)
 
-    def end(self, leg: Leg) -> int:
+    def end(self, leg: Segment) -> int:
         """Waits for the last checkpoint and says what became of the run; returns the exit code."""
         with self._timeline.phase('checkpoint'):
             saved = self._checkpoints.wait()
@@ -287,7 +289,7 @@ class Loop:
             self._home.alerts.send('checkpoint', text)
             self._diary.ends('failed', text, EXIT_FAILED)
             return EXIT_FAILED
-        num_steps = decided(self._config, leg.decisions).train.num_steps
+        num_steps = apply_control(self._config, leg.decisions).train.num_steps
         if not leg.ended:
             text = f'{self._stop.requested}: step {leg.step} of {num_steps} is saved; start again to go on'
             logger.info(text)
@@ -321,7 +323,7 @@ class Loop:
         self,
         step: int,
         state: TrainState,
-        decisions: Decisions,
+        decisions: RunControl,
         validation_loss: float | None = None,
         *,
         must: bool = True,
@@ -340,7 +342,7 @@ class Loop:
             self._diary.event('saved', f'held up the steps for {seconds:.2f} s', step=step, seconds=seconds, **loss)
             self._diary.saved()
 
-    def _describe(self, decisions: Decisions) -> None:
+    def _describe(self, decisions: RunControl) -> None:
         """Writes config.json with the length that was decided on, and without other rates, which the state knows."""
         train = self._config.train
         if decisions.num_steps:
@@ -349,25 +351,25 @@ class Loop:
             config = dataclasses.replace(self._config, train=train)
             describe_run(self._home.workdir, config, self._feed.tokenizer_path)
 
-    def _lay_schedule(self, state: TrainState, decisions: Decisions) -> TrainState:
+    def _lay_schedule(self, state: TrainState, decisions: RunControl) -> TrainState:
         """Returns the state with the length that was decided on, which the reporter gets too."""
         if not self._config.by_budget:
             return state
-        self._reporter.change_config(decided(self._config, decisions))
+        self._reporter.change_config(apply_control(self._config, decisions))
         return with_progress(state, progress_of(decisions, self._config), self._layout)
 
     def _is_finite(self, validation_loss: float | None) -> bool:
         return self._reporter.is_finite and (validation_loss is None or math.isfinite(validation_loss))
 
-    def _judge(self, decisions: Decisions) -> Rollback | Stop | None:
+    def _judge(self, decisions: RunControl) -> Rollback | Stop | None:
         bad = self._reporter.bad_steps
         if bad.in_a_row < self._config.train.max_skipped_steps:
             return None
         # A run can always start anew.
         saved = sorted({0, *self._checkpoints.steps()})
-        return after_bad_steps(decisions, bad, saved, self._config)
+        return on_bad_steps(decisions, bad, saved, self._config)
 
-    def _spend(self, step: int, decisions: Decisions, *, look: bool) -> Decisions:
+    def _spend(self, step: int, decisions: RunControl, *, look: bool) -> RunControl:
         before = budget_spent(decisions, self._config)
         after = self._spending.after(step, decisions, look=look)
         budget = budget_spent(after, self._config)
@@ -375,7 +377,7 @@ class Loop:
             self._home.alerts.send('budget', f'{budget.share:.0%} of {budget.name} is spent')
         if after.num_steps != decisions.num_steps:
             self._describe(after)
-            self._reporter.change_config(decided(self._config, after))
+            self._reporter.change_config(apply_control(self._config, after))
             text = (
                 f'at {after.step_seconds:.3g} s per step the budget is {after.num_steps} steps, where the schedule ends'
             )

@@ -71,7 +71,7 @@ def make_objective(config: Config, layout: Layout, num_sources: int = 0) -> Obje
     return make_next_token(config, layout, num_sources, z_loss=config.train.z_loss)
 
 
-def part_names(config: Config) -> tuple[str, ...]:
+def aux_names(config: Config) -> tuple[str, ...]:
     """Of the metrics that an objective has besides the loss: the keys of `LossSums.parts`."""
     if config.train.objective == 'dpo':
         return DPO_PARTS
@@ -84,9 +84,9 @@ DPO_PARTS = ('accuracy', 'margin', 'chosen_reward', 'rejected_reward', 'chosen_l
 GRPO_PARTS = ('clip_share', 'entropy', 'old_kl')
 
 
-def no_sums(config: Config, num_sources: int = 0) -> LossSums:
+def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
     """Of no batch."""
-    parts = {name: jnp.zeros(()) for name in part_names(config)}
+    parts = {name: jnp.zeros(()) for name in aux_names(config)}
     zero, by_source = jnp.zeros(()), jnp.zeros(num_sources)
     return LossSums(zero, zero, zero, by_source, by_source, parts, zero)
 

@@ -14,7 +14,7 @@ from maxlm.training.optimizers.optimizer import kind_of
 from maxlm.training.optimizers.trainable import Tree
 
 
-def holds_reference(config: Config) -> bool:
+def has_reference_params(config: Config) -> bool:
     """Whether the state holds a copy: where only adapters are trained, the model without them is the reference."""
     return config.has_reference and not (config.model.lora_rank and not config.optimizer.trained)
 
@@ -28,16 +28,20 @@ def stored_dtype(config: Config, kind: str) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if kind == 'vector' or rounded else config.model.dtype)
 
 
-def as_reference(config: Config, params: Tree) -> Any:
+def to_reference(config: Config, params: Tree) -> Any:
     """A copy of parameters as they are kept."""
     return jax.tree_util.tree_map_with_path(
         lambda path, param: jnp.array(param, stored_dtype(config, kind_of(path)), copy=True), params
     )
 
 
-def adapters_off(params: Tree) -> Any:
+def without_adapters(params: Tree) -> Any:
     """The parameters with adapters that add nothing."""
     return {
-        key: adapters_off(value) if isinstance(value, Mapping) else jnp.zeros_like(value) if key == LORA_B else value
+        key: without_adapters(value)
+        if isinstance(value, Mapping)
+        else jnp.zeros_like(value)
+        if key == LORA_B
+        else value
         for key, value in params.items()
     }

@@ -16,7 +16,7 @@ class SavedStep(NamedTuple):
     validation_loss: float | None = None
 
 
-def save_due(
+def should_save(
     step: int, *, num_steps: int, every_steps: int, permanent_every: int, seconds: float, every_minutes: float
 ) -> bool:
     """Whether a step is to be saved.
@@ -33,7 +33,7 @@ def save_due(
     return step == num_steps or by_number or bool(every_minutes and seconds >= 60 * every_minutes)
 
 
-def next_look(step: int, *, seconds_left: float, step_seconds: float) -> int:
+def next_check(step: int, *, seconds_left: float, step_seconds: float) -> int:
     """The step after which the clock is to be looked at again, when every look costs something.
 
     Half of the steps that fit into the time left, at least one: a pace that doubles is still seen in time, and the
@@ -49,7 +49,7 @@ def best_step(saved: Iterable[SavedStep]) -> int | None:
     return best[0].step if best else None
 
 
-def reasons_to_keep(
+def retention_reasons(
     saved: Iterable[SavedStep], *, keep_last: int, keep_best: int, permanent_every: int
 ) -> dict[int, tuple[str, ...]]:
     """Why each of the saved steps stays, in their order; those that may go have no reason.

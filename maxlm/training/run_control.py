@@ -16,7 +16,7 @@ from maxlm.config.schema import Config, GuardConfig
 ALERT_SHARE = 0.8
 
 
-class Decisions(NamedTuple):
+class RunControl(NamedTuple):
     """All that a run has decided so far."""
 
     # Ranges [start, stop) of batches of the data's own order that the run leaves out; see
@@ -69,9 +69,7 @@ class Stop(NamedTuple):
     reason: str
 
 
-def after_bad_steps(
-    decisions: Decisions, bad: BadSteps, saved: Sequence[int], config: Config
-) -> Rollback | Stop | None:
+def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], config: Config) -> Rollback | Stop | None:
     """What follows from steps that were left out; None = nothing yet.
 
     The batches of `guard.rollback_margin` steps before the first bad one are left out too: often they are what did it.
@@ -108,8 +106,8 @@ def after_bad_steps(
 
 
 def rolled_back(
-    now: Decisions, restored: Decisions, skips: tuple[tuple[int, int], ...], guard: GuardConfig
-) -> Decisions:
+    now: RunControl, restored: RunControl, skips: tuple[tuple[int, int], ...], guard: GuardConfig
+) -> RunControl:
     """Those after a rollback.
 
     Args:
@@ -131,7 +129,7 @@ def rolled_back(
     )
 
 
-def decided(config: Config, decisions: Decisions) -> Config:
+def apply_control(config: Config, decisions: RunControl) -> Config:
     """A resolved config with the length and the learning rates that the run has decided on."""
     config = with_rates(config, decisions)
     if not (config.by_budget and decisions.num_steps):
@@ -139,7 +137,7 @@ def decided(config: Config, decisions: Decisions) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=decisions.num_steps))
 
 
-def with_rates(config: Config, decisions: Decisions) -> Config:
+def with_rates(config: Config, decisions: RunControl) -> Config:
     """A resolved config with the learning rates alone: the step is compiled for it, whatever its budget comes to."""
     optimizer = config.optimizer
     if decisions.rate_factor != 1:
@@ -154,14 +152,14 @@ def with_rates(config: Config, decisions: Decisions) -> Config:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def after_evaluation(decisions: Decisions, validation_loss: float, guard: GuardConfig) -> Decisions:
+def after_evaluation(decisions: RunControl, validation_loss: float, guard: GuardConfig) -> RunControl:
     """With one more evaluation. A loss that is not finite is no progress."""
     if validation_loss < decisions.best_validation_loss - guard.min_delta:
         return decisions._replace(best_validation_loss=validation_loss, evaluations_without_progress=0)
     return decisions._replace(evaluations_without_progress=decisions.evaluations_without_progress + 1)
 
 
-def stops_early(decisions: Decisions, guard: GuardConfig) -> Stop | None:
+def stops_early(decisions: RunControl, guard: GuardConfig) -> Stop | None:
     """Whether validation has told for long enough that there is no more progress."""
     if not guard.patience or decisions.evaluations_without_progress < guard.patience:
         return None
@@ -172,8 +170,8 @@ def stops_early(decisions: Decisions, guard: GuardConfig) -> Stop | None:
 
 
 def spend(
-    decisions: Decisions, seconds: float, *, step_seconds: float = 0.0, num_devices: int, price_per_hour: float
-) -> Decisions:
+    decisions: RunControl, seconds: float, *, step_seconds: float = 0.0, num_devices: int, price_per_hour: float
+) -> RunControl:
     """With so many more seconds of all devices, `step_seconds` of them in steps; the price is of one device."""
     hours = seconds / 3600
     return decisions._replace(
@@ -199,7 +197,7 @@ class Budget(NamedTuple):
         return self.share >= 1
 
 
-def budget_spent(decisions: Decisions, config: Config) -> Budget | None:
+def budget_spent(decisions: RunControl, config: Config) -> Budget | None:
     """The budget of which most is spent; None = there is none."""
     train, guard = config.train, config.guard
     spent = {
@@ -212,7 +210,7 @@ def budget_spent(decisions: Decisions, config: Config) -> Budget | None:
     return max(budgets, default=None)
 
 
-def seconds_left(decisions: Decisions, config: Config, num_devices: int) -> float | None:
+def seconds_left(decisions: RunControl, config: Config, num_devices: int) -> float | None:
     """Until the next budget is used up, or until there is to be an alert; None = there is no budget."""
     train, guard = config.train, config.guard
     rate = num_devices * train.price_per_hour
@@ -224,9 +222,9 @@ def seconds_left(decisions: Decisions, config: Config, num_devices: int) -> floa
     return 3600 * min((left for left in hours if left > 0), default=0.0)
 
 
-def ended(config: Config, decisions: Decisions, step: int) -> str:
+def ended(config: Config, decisions: RunControl, step: int) -> str:
     """Why a run that has done `step` steps is over, whatever comes; '' = it is not."""
-    num_steps = decided(config, decisions).train.num_steps
+    num_steps = apply_control(config, decisions).train.num_steps
     if step >= num_steps:
         return f'step {step} of {num_steps} is done'
     budget = budget_spent(decisions, config)
@@ -236,7 +234,7 @@ def ended(config: Config, decisions: Decisions, step: int) -> str:
     return stop.reason if stop else ''
 
 
-def to_json(decisions: Decisions) -> dict[str, Any]:
+def to_json(decisions: RunControl) -> dict[str, Any]:
     """What a checkpoint keeps."""
     values = decisions._asdict()
     # JSON has no infinity.
@@ -244,12 +242,12 @@ def to_json(decisions: Decisions) -> dict[str, Any]:
     return {**values, 'best_validation_loss': best if math.isfinite(best) else None}
 
 
-def from_json(stored: Mapping[str, Any] | None) -> Decisions:
+def from_json(stored: Mapping[str, Any] | None) -> RunControl:
     """The decisions that `to_json` wrote; those of a new run where an older checkpoint has none."""
     if stored is None:
-        return Decisions()
+        return RunControl()
     best = stored['best_validation_loss']
-    return Decisions(
+    return RunControl(
         **{
             **stored,
             'skips': tuple((start, stop) for start, stop in stored['skips']),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.training.optimizers.schedule import Progress
-from maxlm.training.run_control import Decisions, decided
+from maxlm.training.run_control import RunControl, apply_control
 
 # Steps at the start of a process that are not measured: they are slower (caches, connections).
 UNMEASURED_STEPS = 5
@@ -47,7 +47,7 @@ def budget_seconds(config: Config, num_devices: int) -> float:
     return 3600 * (train.hours or train.dollars / (num_devices * train.price_per_hour))
 
 
-def budget_left(decisions: Decisions, config: Config, num_devices: int) -> float:
+def budget_left(decisions: RunControl, config: Config, num_devices: int) -> float:
     """Returns the seconds until that budget is spent."""
     train = config.train
     if train.hours:
@@ -75,7 +75,7 @@ def seconds_until(num_steps: int, *, step: int, costs: Costs, config: Config) ->
     return seconds
 
 
-def decide_length(decisions: Decisions, *, step: int, costs: Costs, num_devices: int, config: Config) -> Decisions:
+def decide_length(decisions: RunControl, *, step: int, costs: Costs, num_devices: int, config: Config) -> RunControl:
     """Returns the decisions with the most steps that fit into what is left of the budget, at least one more.
 
     Args:
@@ -104,7 +104,7 @@ def decide_length(decisions: Decisions, *, step: int, costs: Costs, num_devices:
     )
 
 
-def measured_steps(decisions: Decisions, step: int) -> int:
+def measured_steps(decisions: RunControl, step: int) -> int:
     """Returns the number of recent steps whose mean duration is expected of the remaining ones, which may be few."""
     if not decisions.num_steps:
         return MEASURED_STEPS
@@ -118,9 +118,9 @@ def next_decision(step: int, *, seconds_left: float, step_seconds: float, config
     return step + max(1, int(seconds / max(step_seconds, 1e-9)))
 
 
-def progress_of(decisions: Decisions, config: Config) -> Progress:
+def progress_of(decisions: RunControl, config: Config) -> Progress:
     """Returns the progress of the schedule of a run of `train.hours` or `train.dollars`."""
-    num_steps, warmup = decided(config, decisions).train.num_steps, config.optimizer.warmup_steps
+    num_steps, warmup = apply_control(config, decisions).train.num_steps, config.optimizer.warmup_steps
     line = Progress(decisions.planned_step, decisions.planned_share, num_steps, decisions.warmup_share)
     if decisions.planned_step <= warmup:
         # The warm-up is given in steps: as long as it lasts, every decision moves its share.
@@ -128,7 +128,7 @@ def progress_of(decisions: Decisions, config: Config) -> Progress:
     return line
 
 
-def at_start(decisions: Decisions, config: Config, step: int) -> Decisions:
+def at_start(decisions: RunControl, config: Config, step: int) -> RunControl:
     """Returns the decisions of a checkpoint for a run whose config may have another length than the one that saved it.
 
     After a change of the budget, the schedule is laid over the new one, as after a change of `train.num_steps`:

@@ -25,7 +25,7 @@ LOSS_SHARE = 0.01
 LOG_NORM = 0.1
 
 
-class SpikeWindow(NamedTuple):
+class SpikeStatistics(NamedTuple):
     """The last good steps."""
 
     # Newest last; filled from the right.
@@ -34,14 +34,14 @@ class SpikeWindow(NamedTuple):
     filled: jax.Array
 
 
-def first_window(config: GuardConfig) -> SpikeWindow | None:
+def first_window(config: GuardConfig) -> SpikeStatistics | None:
     """The one before the first step; None where `guard.window` is 0."""
-    return SpikeWindow(jnp.zeros((2, config.window)), jnp.int32(0)) if config.window else None
+    return SpikeStatistics(jnp.zeros((2, config.window)), jnp.int32(0)) if config.window else None
 
 
-def judge(
-    window: SpikeWindow | None, loss: jax.Array, grad_norm: jax.Array, config: GuardConfig
-) -> tuple[jax.Array, SpikeWindow | None]:
+def check_spike(
+    window: SpikeStatistics | None, loss: jax.Array, grad_norm: jax.Array, config: GuardConfig
+) -> tuple[jax.Array, SpikeStatistics | None]:
     """Whether a step may change the state, and the window for the next one.
 
     Until the window is full, and without one, a step is good if loss and norm are finite. Then each must also be at
@@ -66,19 +66,19 @@ def judge(
     spike = (filled >= config.window) & jnp.any(level_Q > limit_Q)
     ok = finite & ~spike
     moved_QW = jnp.concatenate([good_QW[:, 1:], level_Q[:, None]], axis=1)
-    return ok, SpikeWindow(
+    return ok, SpikeStatistics(
         jnp.where(ok, moved_QW, good_QW), jnp.where(ok, jnp.minimum(filled + 1, config.window), filled)
     )
 
 
-def window_to_json(window: SpikeWindow) -> dict[str, list[float]]:
+def window_to_json(window: SpikeStatistics) -> dict[str, list[float]]:
     """What a checkpoint keeps, oldest first; the numbers are exact."""
     good_QW, filled = jax.device_get(window)
     losses, log_grad_norms = good_QW[:, good_QW.shape[1] - int(filled) :].tolist()
     return {'losses': losses, 'log_grad_norms': log_grad_norms}
 
 
-def window_from_json(stored: Mapping[str, Any] | None, config: GuardConfig) -> SpikeWindow | None:
+def window_from_json(stored: Mapping[str, Any] | None, config: GuardConfig) -> SpikeStatistics | None:
     """The window that `window_to_json` wrote, on the host; the newest part of it if `guard.window` is smaller now.
 
     An older checkpoint has none: it starts anew.
@@ -91,4 +91,4 @@ def window_from_json(stored: Mapping[str, Any] | None, config: GuardConfig) -> S
         newest_QW = np.array([stored['losses'], stored['log_grad_norms']], np.float32)[:, -config.window :]
         filled = newest_QW.shape[1]
         good_QW[:, config.window - filled :] = newest_QW
-    return SpikeWindow(jnp.asarray(good_QW), jnp.int32(filled))
+    return SpikeStatistics(jnp.asarray(good_QW), jnp.int32(filled))

@@ -20,9 +20,9 @@ from maxlm.training.loss_scale import LossScale, first_loss_scale
 from maxlm.training.optimizers.optimizer import kind_of, make_optimizer
 from maxlm.training.optimizers.quantized_moments import Blocks, place_moment
 from maxlm.training.optimizers.schedule import Progress
-from maxlm.training.optimizers.trainable import check_patterns, dotted_names, trained_part
-from maxlm.training.reference import as_reference, holds_reference, stored_dtype
-from maxlm.training.spike_guard import SpikeWindow, first_window
+from maxlm.training.optimizers.trainable import check_patterns, param_paths, trainable
+from maxlm.training.reference import has_reference_params, stored_dtype, to_reference
+from maxlm.training.spike_guard import SpikeStatistics, first_window
 
 Params = Any  # nested dict of arrays
 Metrics = dict[str, jax.Array]  # scalars; by source: [S]
@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
     # Where model.dtype is float16.
     loss_scale: LossScale | None = None
     # Where guard.window is set.
-    window: SpikeWindow | None = None
+    window: SpikeStatistics | None = None
     # Where the objective asks for one and it is not the model without its adapters. It never changes and is no part of
     # a checkpoint: a run that goes on reads it from train.init_from again.
     reference: Params | None = None
@@ -91,7 +91,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     """
     _, variables = nnx.split(abstract_model(config, layout))
     shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
-    check_patterns(config, dotted_names(shapes))
+    check_patterns(config, param_paths(shapes))
 
     def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
@@ -116,8 +116,8 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     opt_state = optax.tree.map_params(
         optimizer,
         place,
-        jax.eval_shape(optimizer.init, trained_part(config, params)),
-        trained_part(config, param_shardings(config, layout.of_moments)),
+        jax.eval_shape(optimizer.init, trainable(config, params)),
+        trainable(config, param_shardings(config, layout.of_moments)),
         transform_non_params=lambda x: placed(x, layout.named()),
         is_leaf=lambda x: isinstance(x, (optax.MaskedNode, Blocks)),
     )
@@ -130,7 +130,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
         )
     window = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_window(config.guard)))
     reference = None
-    if holds_reference(config):
+    if has_reference_params(config):
         reference = jax.tree_util.tree_map_with_path(
             lambda path, param: param.update(dtype=stored_dtype(config, kind_of(path))), params
         )
@@ -147,8 +147,8 @@ def init_state(config: Config, layout: Layout) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
         ema = params if config.optimizer.ema_decay else None
         scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
-        reference = as_reference(config, params) if holds_reference(config) else None
-        opt_state = optimizer.init(trained_part(config, params))
+        reference = to_reference(config, params) if has_reference_params(config) else None
+        opt_state = optimizer.init(trainable(config, params))
         window, progress = first_window(config.guard), _first_progress(config)
         return TrainState(zero, zero, params, opt_state, ema, scale, window, reference, progress)
 

@@ -17,12 +17,12 @@ from maxlm.config.schema import Config
 from maxlm.model.attention.ring import zigzag
 from maxlm.parallel.layout import Layout
 from maxlm.training.loss_scale import next_loss_scale
-from maxlm.training.objectives import Batch, LossSums, make_objective, no_sums
+from maxlm.training.objectives import Batch, LossSums, make_objective, zero_sums
 from maxlm.training.optimizers.offload import layer_by_layer, norm
 from maxlm.training.optimizers.schedule import make_schedule, rate_at
-from maxlm.training.optimizers.trainable import trained_part, with_trained
-from maxlm.training.reference import adapters_off
-from maxlm.training.spike_guard import judge
+from maxlm.training.optimizers.trainable import merge_trainable, trainable
+from maxlm.training.reference import without_adapters
+from maxlm.training.spike_guard import check_spike
 from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
 
 
@@ -35,24 +35,24 @@ def make_train_step(
     """
     minimized = make_objective(config, layout, num_sources)
     A, clip_norm = config.rounds, config.optimizer.clip_norm
-    gradient_shardings = trained_part(config, param_shardings(config, layout.of_gradients))
-    moment_shardings = trained_part(config, param_shardings(config, layout.of_moments))
+    gradient_shardings = trainable(config, param_shardings(config, layout.of_gradients))
+    moment_shardings = trainable(config, param_shardings(config, layout.of_moments))
 
     def objective(
         wanted: Params, state: TrainState, batch: Batch, dropout_key: jax.Array, factor: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
         # Gradients of parameters in host memory are those of what stands in for them on the device.
         slots = wanted if config.mesh.offload == 'all' else None
-        params = with_trained(state.params, wanted) if slots is None else state.params
+        params = merge_trainable(state.params, wanted) if slots is None else state.params
         reference = state.reference
         if reference is None and config.has_reference:
-            reference = adapters_off(state.params)
+            reference = without_adapters(state.params)
         loss, sums = minimized(params, reference, slots, batch, dropout_key)
         return (loss if factor is None else factor * loss), sums
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
-        trained = trained_part(config, state.params)
+        trained = trainable(config, state.params)
         factor = None
         if state.loss_scale is not None:
             # Of a mean and not of a sum, whose gradients would leave float16 at the other end.
@@ -69,7 +69,7 @@ def make_train_step(
 
         no_grads = jax.tree.map(lambda param: jnp.zeros(param.shape, param.dtype), trained)
         no_grads = jax.lax.with_sharding_constraint(no_grads, gradient_shardings)
-        zeros = (no_sums(config, num_sources), no_grads)
+        zeros = (zero_sums(config, num_sources), no_grads)
         micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
         (sums, grads), _ = jax.lax.scan(add_micro_batch, zeros, (jnp.arange(A), micro_batches))
 
@@ -90,7 +90,7 @@ def make_train_step(
             schedule = optax.constant_schedule(rate_at(config.optimizer, state.progress, state.step))
         optimizer = optimizer_of(config, layout, schedule)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        ok, window = judge(state.window, loss, grad_norm, config.guard)
+        ok, window = check_spike(state.window, loss, grad_norm, config.guard)
 
         def update(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:
             old = params, opt_state, ema
@@ -102,10 +102,10 @@ def make_train_step(
 
         if config.mesh.offload != 'none':
             update = layer_by_layer(update)
-        moving = None if state.ema is None else trained_part(config, state.ema)
+        moving = None if state.ema is None else trainable(config, state.ema)
         trained, opt_state, moving = update(grads, trained, state.opt_state, moving)
-        params = with_trained(state.params, trained)
-        ema = None if state.ema is None else with_trained(state.ema, moving)
+        params = merge_trainable(state.params, trained)
+        ema = None if state.ema is None else merge_trainable(state.ema, moving)
         loss_scale, scaling = state.loss_scale, {}
         if loss_scale is not None:
             # A loss that is not finite itself, or a gradient that is not without a scale, is no matter of the scale.
@@ -143,12 +143,12 @@ def make_eval_step(
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:
         micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
         if reference is None and config.has_reference:
-            reference = adapters_off(params)
+            reference = without_adapters(params)
 
         def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, minimized(params, reference, None, micro_batch, None)[1]), None
 
-        sums, _ = jax.lax.scan(add_micro_batch, no_sums(config, num_sources), micro_batches)
+        sums, _ = jax.lax.scan(add_micro_batch, zero_sums(config, num_sources), micro_batches)
         return sums
 
     return eval_step

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from maxlm.errors import InputError
-from maxlm.storage.bucket import Bucket, Listed, LocalFile, TroubleError
+from maxlm.storage.bucket import Bucket, BucketError, Listed, LocalFile
 from maxlm.storage.download import RemoteFile, fetch_file, raise_fault
 from maxlm.storage.json_text import parse_json
-from maxlm.storage.retry import UnreachableError, redact
-from maxlm.workdir.step_dirs import FOLDER, MARKER
+from maxlm.storage.retry import TransientStorageError, redact
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER
 
 MANIFEST = 'mirror.json'
 FORMAT_VERSION = 1
@@ -28,13 +28,13 @@ MARKER_CONTENT = b'Checkpoint commit was successful'
 
 def complete_steps(bucket: Bucket) -> list[int]:
     """The complete steps of a run, oldest first. Raises TroubleError when the bucket does not tell."""
-    return sorted(step for step, names in listed_steps(bucket).items() if MARKER in names)
+    return sorted(step for step, names in listed_steps(bucket).items() if COMMIT_MARKER in names)
 
 
 def listed_steps(bucket: Bucket) -> dict[int, set[str]]:
     """Step → names of its objects, also of steps that are not complete. Raises TroubleError."""
     steps: dict[int, set[str]] = {}
-    for name in bucket.list(FOLDER):
+    for name in bucket.list(CHECKPOINTS_DIR):
         _, step, rest = (*name.split('/', 2), '', '')[:3]
         if step.isdigit() and rest:
             steps.setdefault(int(step), set()).add(rest)
@@ -54,23 +54,23 @@ def upload_step(bucket: Bucket, step: int, files: dict[str, LocalFile], on_bytes
         TroubleError: it is not complete there; the same call goes on.
         OSError: a file cannot be read any more.
     """
-    folder = f'{FOLDER}/{step}'
+    folder = f'{CHECKPOINTS_DIR}/{step}'
     there = _below(bucket, folder)
     manifest = json.dumps(
         {'format_version': FORMAT_VERSION, 'files': {name: [f.size, f.sha256] for name, f in sorted(files.items())}}
     ).encode()
-    if MARKER in there:
+    if COMMIT_MARKER in there:
         if MANIFEST in there and bucket.read(f'{folder}/{MANIFEST}') == manifest:
             return
         delete_step(bucket, step, there)
         there = {}
-    markers = {f'{name.partition("/")[0]}/{MARKER}' for name in files if '/' in name} - files.keys()
+    markers = {f'{name.partition("/")[0]}/{COMMIT_MARKER}' for name in files if '/' in name} - files.keys()
     bucket.delete(f'{folder}/{name}' for name in sorted(there.keys() - files.keys() - markers))
     upload_files(bucket, folder, files, on_bytes)
     for name in sorted(markers):
         bucket.put(f'{folder}/{name}', MARKER_CONTENT)
     bucket.put(f'{folder}/{MANIFEST}', manifest)
-    bucket.put(f'{folder}/{MARKER}', MARKER_CONTENT)
+    bucket.put(f'{folder}/{COMMIT_MARKER}', MARKER_CONTENT)
 
 
 def upload_files(
@@ -111,23 +111,23 @@ def upload_files(
         if same and found != Listed(file.size, file.digest):
             same = not bucket.tells_md5 and (not read_back or bucket.sha256(prefix + name, file.size) == file.sha256)
         if not same:
-            raise TroubleError(f'{redact(bucket.url)}/{prefix}{name}: what arrived there is something else')
+            raise BucketError(f'{redact(bucket.url)}/{prefix}{name}: what arrived there is something else')
 
 
 def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -> None:
     """Deletes a step: from the first request on it is not complete any more. Raises TroubleError."""
-    folder = f'{FOLDER}/{step}'
+    folder = f'{CHECKPOINTS_DIR}/{step}'
     names = _below(bucket, folder) if names is None else names
-    bucket.delete(f'{folder}/{name}' for name in sorted(names, key=lambda name: (name != MARKER, name)))
+    bucket.delete(f'{folder}/{name}' for name in sorted(names, key=lambda name: (name != COMMIT_MARKER, name)))
 
 
-def fetch_step(
+def download_step(
     bucket: Bucket,
     step: int,
     folder: Path,
     *,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-    on_fault: Callable[[UnreachableError], None] = raise_fault,
+    on_fault: Callable[[TransientStorageError], None] = raise_fault,
 ) -> None:
     """Fetches a complete step to a local directory, goes on with what is there of it, and checks each file.
 
@@ -160,7 +160,7 @@ def fetch_step(
 
 
 def _remote_files(bucket: Bucket, step: int, folder: Path) -> Iterator[RemoteFile]:
-    place = f'{FOLDER}/{step}'
+    place = f'{CHECKPOINTS_DIR}/{step}'
     there = _below(bucket, place)
     if MANIFEST not in there:
         # Written into the bucket by Orbax itself: its checksums are those of the bucket.
@@ -185,7 +185,7 @@ def _read_manifest(bucket: Bucket, name: str) -> dict[str, tuple[int, str]]:
 
 
 def _is_marker(name: str) -> bool:
-    return name.rpartition('/')[2] == MARKER
+    return name.rpartition('/')[2] == COMMIT_MARKER
 
 
 def _below(bucket: Bucket, folder: str) -> dict[str, Listed]:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from maxlm.log import RUN_LOG
 from maxlm.storage.bucket import Bucket
 from maxlm.storage.download import RemoteFile, fetch_file
-from maxlm.storage.retry import UnreachableError
+from maxlm.storage.retry import TransientStorageError
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, SAMPLES_FILE, TOKENIZER, goodput_name
 from maxlm.workdir.files import EVENTS_FILE as EVENTS
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.files import WANDB_ID_FILE as WANDB_ID
-from maxlm.workdir.upload_state import Record
+from maxlm.workdir.upload_state import UploadState
 
 # A run that goes on elsewhere takes these with it.
 NAMES = (
@@ -34,7 +34,7 @@ class FileMirror:
     def __init__(
         self,
         bucket: Bucket,
-        record: Record,
+        record: UploadState,
         *,
         on_bytes: Callable[..., None],
         seconds: float,
@@ -101,7 +101,7 @@ class FileMirror:
         copy.unlink()
 
 
-def fetch_files(bucket: Bucket, record: Record, on_fault: Callable[[UnreachableError], None]) -> list[str]:
+def fetch_files(bucket: Bucket, record: UploadState, on_fault: Callable[[TransientStorageError], None]) -> list[str]:
     """Fetches the files that another machine wrote last; a local one in their way gets another name.
 
     Args:

@@ -21,15 +21,15 @@ from typing import Any
 
 from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.storage.bucket import Bucket, RefusedError
+from maxlm.storage.bucket import Bucket, PermissionDeniedError
 from maxlm.storage.filesystem import is_url
-from maxlm.storage.retry import Outage, UnreachableError, redact
-from maxlm.workdir.bucket_steps import complete_steps, fetch_step
+from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
+from maxlm.workdir.bucket_steps import complete_steps, download_step
 from maxlm.workdir.file_uploads import FileMirror, fetch_files
 from maxlm.workdir.files import goodput_name
-from maxlm.workdir.step_dirs import FOLDER, MARKER, to_path
-from maxlm.workdir.upload_state import Record
-from maxlm.workdir.uploader import POLL_SECONDS, STALL_SECONDS, Progress, StepMirror, Worker
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER, to_path
+from maxlm.workdir.upload_state import UploadState
+from maxlm.workdir.uploader import POLL_SECONDS, STALL_SECONDS, StepMirror, UploadProgress, UploadWorker
 
 DIRECT = 'gs'
 MIRRORED = 's3'
@@ -79,9 +79,9 @@ class RunStorage:
         self.workdir = workdir
         self.url = url.rstrip('/')
         self._direct = direct
-        self.checkpoint_directory = to_path(self.url if direct else workdir) / FOLDER
+        self.checkpoint_directory = to_path(self.url if direct else workdir) / CHECKPOINTS_DIR
         self._warn = warn
-        self._workers: list[Worker] = []
+        self._workers: list[UploadWorker] = []
         self._bucket: Bucket | None = None
         self._files: FileMirror | None = None
         self._steps: StepMirror | None = None
@@ -89,8 +89,8 @@ class RunStorage:
         if not url:
             return
         bucket = Bucket(self.url)
-        self._record = Record(workdir, self.url)
-        self._progress = Progress(self.url, stall_seconds, warn)
+        self._record = UploadState(workdir, self.url)
+        self._progress = UploadProgress(self.url, stall_seconds, warn)
         files = partial(FileMirror, bucket, self._record, on_bytes=self._progress.made, seconds=files_seconds)
         if process:
             own = (goodput_name(process), f'devices-{process}.jsonl')
@@ -101,7 +101,7 @@ class RunStorage:
         self._files = files()
         self._steps = StepMirror(self._bucket, self._record, progress=self._progress, surplus=surplus)
         if not direct:
-            self._add('upload-steps', FOLDER, self._steps.work, poll_seconds)
+            self._add('upload-steps', CHECKPOINTS_DIR, self._steps.work, poll_seconds)
         self._add('upload-files', 'metrics.jsonl', self._files.work, poll_seconds)
 
     def fetch(self, *, patience_seconds: float = START_SECONDS) -> None:
@@ -120,11 +120,11 @@ class RunStorage:
             return
         deadline = time.monotonic() + patience_seconds
         # Not for `wait`: nothing ends it.
-        outage = Outage(logger.warning, threading.Event().wait)
+        outage = RetryPolicy(logger.warning, threading.Event().wait)
 
-        def on_fault(error: UnreachableError) -> None:
+        def on_fault(error: TransientStorageError) -> None:
             if time.monotonic() >= deadline:
-                raise UnreachableError(
+                raise TransientStorageError(
                     f'{error}; what the run has there must be known before it goes on: start again when it answers'
                 ) from error
             outage.failed(self.url, error)
@@ -132,9 +132,9 @@ class RunStorage:
         while True:
             try:
                 self._fetch(on_fault)
-            except RefusedError as error:
+            except PermissionDeniedError as error:
                 raise InputError(f'{error}; look at the name of the bucket and at the credentials') from error
-            except UnreachableError as error:
+            except TransientStorageError as error:
                 on_fault(error)
                 continue
             outage.answered(self.url)
@@ -149,8 +149,8 @@ class RunStorage:
         if self._bucket is None or self._direct:
             raise InputError(f'step {step}: there is no copy of it to fetch')
         unfinished = self._record.folder / 'fetching' / str(step)
-        place = self.workdir / FOLDER / str(step)
-        fetch_step(self._bucket, step, unfinished)
+        place = self.workdir / CHECKPOINTS_DIR / str(step)
+        download_step(self._bucket, step, unfinished)
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(parents=True, exist_ok=True)
         unfinished.rename(place)
@@ -164,7 +164,7 @@ class RunStorage:
     def uploaded(self, step: int) -> bool:
         """Whether a step is complete in the bucket, as far as is known here; False where there is none."""
         if self._direct:
-            return bool((self.checkpoint_directory / str(step) / MARKER).exists())
+            return bool((self.checkpoint_directory / str(step) / COMMIT_MARKER).exists())
         return self._steps is not None and step in self._record.steps and step not in self._steps.pending()
 
     def start(self) -> None:
@@ -214,10 +214,10 @@ class RunStorage:
     def _add(self, name: str, below: str, work: Callable[[], bool], poll_seconds: float) -> None:
         url = f'{self.url}/{below}'
         self._workers.append(
-            Worker(name, url, work, progress=self._progress, poll_seconds=poll_seconds, warn=self._warn)
+            UploadWorker(name, url, work, progress=self._progress, poll_seconds=poll_seconds, warn=self._warn)
         )
 
-    def _fetch(self, on_fault: Callable[[UnreachableError], None]) -> None:
+    def _fetch(self, on_fault: Callable[[TransientStorageError], None]) -> None:
         assert self._bucket
         # First, for this one request fails when the bucket is not there.
         there = complete_steps(self._bucket)

@@ -18,13 +18,13 @@ from etils import epath
 
 from maxlm.errors import InputError, os_message
 from maxlm.storage.filesystem import is_url
-from maxlm.storage.retry import fault
+from maxlm.storage.retry import classify_error
 
-FOLDER = 'checkpoints'
+CHECKPOINTS_DIR = 'checkpoints'
 TRASH = '_trash'
 DAMAGED = '_damaged'
 # In a bucket, where nothing can be renamed, a step is complete when this is there.
-MARKER = 'commit_success.txt'
+COMMIT_MARKER = 'commit_success.txt'
 # In a bucket, a step with this stays, although it is not complete any more, until one of its number is saved.
 ASIDE = 'damaged.txt'
 # `WORKDIR@best`: the step with the lowest validation loss.
@@ -60,11 +60,11 @@ def split_name(given: str) -> tuple[str, str]:
     return (workdir.rstrip('/'), wanted) if workdir and can_be else (given.rstrip('/'), '')
 
 
-class StepFolder:
+class StepDirectory:
     """WORKDIR/checkpoints. Whoever changes it is one process."""
 
     def __init__(self, workdir: Any):
-        self.path = to_path(workdir) / FOLDER
+        self.path = to_path(workdir) / CHECKPOINTS_DIR
         self._in_bucket = str(self.path).startswith('gs://')
 
     @property
@@ -75,7 +75,7 @@ class StepFolder:
     def is_complete(self, step: int | str) -> bool:
         """Whether this step can be restored, as far as its name and marker tell."""
         path = self.path / str(step)
-        return bool((path / MARKER).exists() if self._in_bucket else path.is_dir())
+        return bool((path / COMMIT_MARKER).exists() if self._in_bucket else path.is_dir())
 
     def complete(self) -> list[int]:
         """The complete steps, oldest first; none where there is no folder.
@@ -95,7 +95,7 @@ class StepFolder:
         path = self.path / str(step)
         with self._faults():
             if self._in_bucket:
-                (path / MARKER).unlink(missing_ok=True)
+                (path / COMMIT_MARKER).unlink(missing_ok=True)
                 _remove(path)
                 return
             trash = self.path / TRASH / str(step)
@@ -116,7 +116,7 @@ class StepFolder:
         with self._faults():
             if self._in_bucket:
                 (path / ASIDE).write_text('set aside as damaged; gone when a step of this number is saved again')
-                (path / MARKER).unlink(missing_ok=True)
+                (path / COMMIT_MARKER).unlink(missing_ok=True)
                 return path
             folder = self.path / DAMAGED
             names = (str(step), *(f'{step}-{number}' for number in range(2, 1000)))
@@ -152,7 +152,7 @@ class StepFolder:
                 _remove(probe)
 
     def _is_left_over(self, path: epath.Path) -> bool:
-        return not (path / MARKER).exists() and not (path / ASIDE).exists()
+        return not (path / COMMIT_MARKER).exists() and not (path / ASIDE).exists()
 
     def _names(self) -> list[str]:
         try:
@@ -167,7 +167,7 @@ class StepFolder:
         except Exception as error:
             # Clients of buckets raise what their own libraries raise: there is no common ancestor.
             if self._in_bucket:
-                raise fault(str(self.path), error) from error
+                raise classify_error(str(self.path), error) from error
             if isinstance(error, OSError):
                 raise InputError(f'{error.filename or self.path}: {os_message(error)}') from error
             raise

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from maxlm.errors import InputError, os_message
 from maxlm.log import logger, progress_bar
-from maxlm.storage.bucket import Bucket, RefusedError
-from maxlm.storage.retry import Outage, UnreachableError, redact
+from maxlm.storage.bucket import Bucket, PermissionDeniedError
+from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
 from maxlm.workdir.bucket_steps import upload_files
 from maxlm.workdir.run_storage import cache_directory, check_url
 
@@ -105,13 +105,13 @@ class Upload:
 
     def _ask(self, ask: Callable[[], T]) -> T:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        outage = Outage(logger.warning, threading.Event().wait)
+        outage = RetryPolicy(logger.warning, threading.Event().wait)
         while True:
             try:
                 return ask()
-            except RefusedError as error:
+            except PermissionDeniedError as error:
                 raise InputError(f'{error}; check the bucket, the credentials and their rights') from error
-            except UnreachableError as error:
+            except TransientStorageError as error:
                 if time.monotonic() >= deadline:
                     raise InputError(f'{error}; {AGAIN}') from error
                 outage.failed(self.url, error)

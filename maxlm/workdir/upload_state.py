@@ -10,12 +10,12 @@ from pathlib import Path
 
 from maxlm.storage import atomic
 from maxlm.storage.json_text import parse_json
-from maxlm.workdir.step_dirs import DAMAGED, FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, DAMAGED
 
 MIRROR = '.mirror'
 
 
-class Record:
+class UploadState:
     """Steps that are complete in the bucket, by fingerprint, and what small files were there when last seen."""
 
     def __init__(self, workdir: Path, url: str):
@@ -34,7 +34,7 @@ class Record:
     def local_steps(self) -> dict[int, str]:
         """The complete steps in the directory, each with what tells it from another one of the same number."""
         steps = {}
-        folder = self.workdir / FOLDER
+        folder = self.workdir / CHECKPOINTS_DIR
         for entry in os.scandir(folder) if folder.is_dir() else ():
             if entry.name.isdigit():
                 try:
@@ -46,7 +46,7 @@ class Record:
 
     def is_put_aside(self, step: int) -> bool:
         """Whether a step is gone because it was damaged, and not because it is not wanted any more."""
-        folder = self.workdir / FOLDER / DAMAGED
+        folder = self.workdir / CHECKPOINTS_DIR / DAMAGED
         return (folder / str(step)).exists() or any(folder.glob(f'{step}[!0-9]*'))
 
     def set_step(self, step: int, fingerprint: str | None) -> None:
@@ -67,13 +67,13 @@ class Record:
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         facts = {'url': self._url, 'steps': {str(step): mark for step, mark in self.steps.items()}, 'files': self.files}
-        atomic.put(self.folder / 'record.json', json.dumps(facts).encode())
+        atomic.atomic_write(self.folder / 'record.json', json.dumps(facts).encode())
 
 
-class Staging:
+class StagingDir:
     """Hard links to the files of the step that is being uploaded: it stays, though the run may not want it any more."""
 
-    def __init__(self, record: Record):
+    def __init__(self, record: UploadState):
         self._record = record
         self._folder = record.folder / 'staged'
 
@@ -83,7 +83,7 @@ class Staging:
         if place.is_dir():
             return place
         self.clear()
-        origin = self._record.workdir / FOLDER / str(step)
+        origin = self._record.workdir / CHECKPOINTS_DIR / str(step)
         partial = self._folder / 'partial'
         try:
             shutil.copytree(origin, partial, copy_function=os.link)

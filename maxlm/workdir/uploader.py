@@ -10,10 +10,10 @@ from pathlib import Path
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.storage.bucket import Bucket, LocalFile
-from maxlm.storage.retry import Outage, UnreachableError, redact
+from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
 from maxlm.workdir.bucket_steps import MANIFEST, complete_steps, delete_step, listed_steps, upload_step
-from maxlm.workdir.step_dirs import MARKER
-from maxlm.workdir.upload_state import Record, Staging
+from maxlm.workdir.step_dirs import COMMIT_MARKER
+from maxlm.workdir.upload_state import StagingDir, UploadState
 
 # Between two looks for new steps.
 POLL_SECONDS = 1.0
@@ -23,7 +23,7 @@ STALL_SECONDS = 45.0
 LONGEST_WAIT_AT_END = 5.0
 
 
-class Progress:
+class UploadProgress:
     """Whether what is under way goes on; warns when it does not. Shared by the threads of one run's storage."""
 
     def __init__(self, url: str, stall_seconds: float = STALL_SECONDS, warn: Callable[[str], None] = logger.warning):
@@ -53,7 +53,7 @@ class Progress:
         with self._lock:
             return time.monotonic() - self._made
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> UploadProgress:
         with self._lock:
             self._last = self._last if self._busy else time.monotonic()
             self._busy += 1
@@ -75,7 +75,7 @@ class Progress:
                 self._warn(f'{self._url}: nothing has arrived there for {silent:.0f} s; the run goes on')
 
 
-class Worker:
+class UploadWorker:
     """A thread that does what there is to do, over and over, through outages, until it is closed and all is done."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Worker:
         url: str,
         work: Callable[[], bool],
         *,
-        progress: Progress,
+        progress: UploadProgress,
         poll_seconds: float,
         warn: Callable[[str], None] = logger.warning,
     ):
@@ -103,7 +103,7 @@ class Worker:
         self._poll_seconds = poll_seconds
         self.closing = threading.Event()
         self._abandoned = threading.Event()
-        self._outage = Outage(warn, self._wait)
+        self._outage = RetryPolicy(warn, self._wait)
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     def start(self) -> None:
@@ -127,13 +127,13 @@ class Worker:
                 self._outage.answered(self._url)
                 if found:
                     continue
-            except UnreachableError as error:
+            except TransientStorageError as error:
                 self._outage.failed(self._url, error)
                 continue
             except Exception as error:
                 # A full disk, a file that changed: whatever it is, the run must not end by it.
                 line = str(error) if isinstance(error, InputError) else f'{type(error).__name__}: {error}'
-                self._outage.failed(self._url, UnreachableError(redact(f'{self._url}: not uploaded: {line}')))
+                self._outage.failed(self._url, TransientStorageError(redact(f'{self._url}: not uploaded: {line}')))
                 continue
             if closing:
                 return
@@ -152,9 +152,9 @@ class StepMirror:
     def __init__(
         self,
         bucket: Bucket,
-        record: Record,
+        record: UploadState,
         *,
-        progress: Progress,
+        progress: UploadProgress,
         surplus: Callable[[list[int]], Collection[int]] | None = None,
     ):
         """
@@ -169,7 +169,7 @@ class StepMirror:
         self._record = record
         self._progress = progress
         self._surplus = surplus
-        self._staging = Staging(record)
+        self._staging = StagingDir(record)
         # The digests of the step that is under way, which takes a while to read.
         self._described: tuple[Path, dict[str, LocalFile]] | None = None
 
@@ -225,7 +225,7 @@ class StepMirror:
             paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob('*') if path.is_file()}
             files = {}
             for name, path in sorted(paths.items()):
-                if name not in (MARKER, MANIFEST):
+                if name not in (COMMIT_MARKER, MANIFEST):
                     files[name] = self._bucket.describe(path)
                     # Reading is progress too: a large step takes a while.
                     self._progress.made()
@@ -240,7 +240,7 @@ class StepMirror:
             for step, names in listed_steps(self._bucket).items()
             if step not in local and step not in self._record.steps
         }
-        unwanted = {step for step, names in others.items() if MARKER not in names and step < newest}
+        unwanted = {step for step, names in others.items() if COMMIT_MARKER not in names and step < newest}
         if self._surplus:
             unwanted |= set(self._surplus(complete_steps(self._bucket))) & others.keys() - {newest}
         for step in sorted(unwanted):

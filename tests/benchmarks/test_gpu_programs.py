@@ -10,7 +10,7 @@ from benchmarks.gpu_programs import RUNGS, VOCAB, library_products, parts_of
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
-from maxlm.planning.compiled.hlo import read_hlo
+from maxlm.planning.compiled.hlo import parse_hlo
 from maxlm.planning.compiled.program import read_program
 from maxlm.planning.estimate.work import estimate_work
 from maxlm.planning.targets import parse_target
@@ -54,7 +54,7 @@ def test_the_parts_are_the_step(rung):
 
 def test_every_product_is_counted_once():
     text = (PROGRAMS / 'h100_cublas.txt').read_text()
-    module = read_hlo(text)
+    module = parse_hlo(text)
     counted = library_products(module)
     assert all(name.startswith('__cublas$') for name in counted)
     sizes = {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': module.num_partitions, 'context': 1, 'tensor': 1}
@@ -65,7 +65,7 @@ def test_every_product_is_counted_once():
 
 def test_products_in_loops_and_fusions(monkeypatch):
     text = (PROGRAMS / 'h100_layers.txt').read_text()
-    module = read_hlo(text)
+    module = parse_hlo(text)
     sizes = {'replica': 1, 'stage': 1, 'data': 1, 'fsdp': module.num_partitions, 'context': 1, 'tensor': 1}
     counted = library_products(module)
     assert sum(products.flops for products in counted.values()) == pytest.approx(read_program(text, sizes).flops)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.checkpoint import manager
-from maxlm.checkpoint.checksums import damages
+from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.listing import damaged_steps
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, restore_params
@@ -93,7 +93,7 @@ def whole_run():
     check_params(step, abstract().params)
     params = restore_params(step, abstract().params)
     assert same(params, state(2).params)
-    assert damages(step)[0] == []
+    assert corrupt_arrays(step)[0] == []
     read = ParamsReader(step).read('embedding')
     assert np.array_equal(read, params['embedding'])
     try:

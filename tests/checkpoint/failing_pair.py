@@ -14,7 +14,7 @@ import numpy as np
 
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.parallel.layout import make_layout
-from maxlm.runtime.initialize import join
+from maxlm.runtime.initialize import initialize
 from maxlm.training.state import abstract_state
 from tests.small import small_config
 
@@ -23,7 +23,7 @@ def main():
     """Prints what was found as JSON, as the last line."""
     (workdir,) = sys.argv[1:]
     logging.getLogger('absl').setLevel(logging.ERROR)
-    join()
+    initialize()
     config = small_config(num_devices=2, model__num_layers=2, model__dim=64, model__num_heads=2)
     abstract = abstract_state(config, make_layout(config.mesh))
 

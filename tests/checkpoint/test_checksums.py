@@ -15,7 +15,7 @@ from maxlm.checkpoint.checksums import (
     json_checksum,
     start_checksums,
 )
-from maxlm.checkpoint.item_metadata import DamagedError
+from maxlm.checkpoint.item_metadata import CorruptCheckpointError
 
 RNG = np.random.default_rng(0)
 ARRAYS = {
@@ -112,7 +112,7 @@ def test_a_description_that_was_not_saved_is_damage():
     described = {'head.kernel': '(2, 3) float32', 'head.bias': '() int32'}
     check_descriptions(Path('7/params'), stored, described)
     for change in ({'head.kernel': '(2, 3) bfloat16'}, {'head.kernel': '(3, 2) float32'}, {'more': '() int32'}):
-        with pytest.raises(DamagedError, match=rf'7/params: damaged: {min(change)} is described as'):
+        with pytest.raises(CorruptCheckpointError, match=rf'7/params: damaged: {min(change)} is described as'):
             check_descriptions(Path('7/params'), stored, {**described, **change})
-    with pytest.raises(DamagedError, match=r'head\.bias is described as missing'):
+    with pytest.raises(CorruptCheckpointError, match=r'head\.bias is described as missing'):
         check_descriptions(Path('7/params'), stored, {'head.kernel': '(2, 3) float32'})

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from maxlm.checkpoint import restore
-from maxlm.checkpoint.checksums import damages
-from maxlm.checkpoint.item_metadata import DamagedError
+from maxlm.checkpoint.checksums import corrupt_arrays
+from maxlm.checkpoint.item_metadata import CorruptCheckpointError
 from maxlm.checkpoint.manager import Checkpoints, find_step
 from maxlm.checkpoint.params import restore_params
 from maxlm.checkpoint.restore import _same_everywhere
 from maxlm.errors import InputError
 from maxlm.log import Console
-from maxlm.workdir.step_dirs import DAMAGED, FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, DAMAGED
 from tests.checkpoint.test_manager import FACTS, abstract_on, random_state, same, save
 from tests.damage import cut, flip, remove
 from tests.faults import how_many, measured
@@ -71,7 +71,7 @@ def newest(capfd):
 
 
 def steps(workdir):
-    return sorted(int(entry.name) for entry in (workdir / FOLDER).iterdir() if entry.name.isdigit())
+    return sorted(int(entry.name) for entry in (workdir / CHECKPOINTS_DIR).iterdir() if entry.name.isdigit())
 
 
 def test_an_untouched_one_is_used(copy, states, newest):
@@ -80,7 +80,7 @@ def test_an_untouched_one_is_used(copy, states, newest):
     assert restored.fingerprint == FACTS
     assert out == ''
     assert steps(copy) == [3, 5, 7]
-    found, compared = damages(copy / FOLDER / '7')
+    found, compared = corrupt_arrays(copy / CHECKPOINTS_DIR / '7')
     assert found == []
     assert compared == sum(len(jax.tree.leaves(tree)) for tree in states[7][2:5]) + 2
 
@@ -96,7 +96,7 @@ DAMAGES = {'remove': remove, 'flip': flip, 'cut': cut}
 def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_property):
     """No damage of any file gets into a state: it is found, or it was in a part that says nothing."""
     rng = random.Random(0)
-    step = copy / FOLDER / '7'
+    step = copy / CHECKPOINTS_DIR / '7'
     found = dict.fromkeys(('remove', 'flip', 'cut'), 0)
     # Files that Orbax has written on the way and leaves there, and bytes in others.
     unread, idle = set(), 0
@@ -118,7 +118,7 @@ def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_p
             assert str(step) in out
             assert steps(copy) == [3, 5]
             found[name] += 1
-            (copy / FOLDER / DAMAGED / '7').rename(step)
+            (copy / CHECKPOINTS_DIR / DAMAGED / '7').rename(step)
         else:
             assert same(restored.state, states[7]), (name, path)
             assert restored.fingerprint == FACTS
@@ -140,31 +140,31 @@ def test_flips_cuts_and_losses_are_never_restored(copy, states, newest, record_p
 def replaced(item, workdir, states):
     """Puts the arrays of another step in the place of those of step 7: each readable, and wrong."""
     for name in ('5', '7'):
-        assert (workdir / FOLDER / name / item).is_dir()
-    shutil.rmtree(workdir / FOLDER / '7' / item)
-    shutil.copytree(workdir / FOLDER / '5' / item, workdir / FOLDER / '7' / item)
+        assert (workdir / CHECKPOINTS_DIR / name / item).is_dir()
+    shutil.rmtree(workdir / CHECKPOINTS_DIR / '7' / item)
+    shutil.copytree(workdir / CHECKPOINTS_DIR / '5' / item, workdir / CHECKPOINTS_DIR / '7' / item)
 
 
 @pytest.mark.parametrize('item', ['params', 'ema', 'optimizer', 'progress', 'data', 'checksums'])
 def test_the_step_before_takes_the_place_of_a_damaged_one(copy, states, newest, item):
     if item == 'data':
-        path = copy / FOLDER / '7' / 'data' / 'metadata'
+        path = copy / CHECKPOINTS_DIR / '7' / 'data' / 'metadata'
         path.write_text(json.dumps({**json.loads(path.read_text()), 'window': 17}))
     else:
         replaced(item, copy, states)
-    found, _ = damages(copy / FOLDER / '7')
+    found, _ = corrupt_arrays(copy / CHECKPOINTS_DIR / '7')
     # Against checksums of another step all of it is wrong.
     assert found if item == 'checksums' else [f'checkpoints/7/{item}' in line for line in found] == [True]
     restored, out = newest(copy)
     assert same(restored.state, states[5])
     assert out.count('\n') == 1
-    for part in ('step 7 is damaged and not used', str(copy / FOLDER / '7'), 'going back to step 5'):
+    for part in ('step 7 is damaged and not used', str(copy / CHECKPOINTS_DIR / '7'), 'going back to step 5'):
         assert part in out
     if item != 'checksums':
         assert f'7/{item}' in out
     # Nothing is lost: a person may look at it.
     assert steps(copy) == [3, 5]
-    assert (copy / FOLDER / DAMAGED / '7' / 'params').is_dir()
+    assert (copy / CHECKPOINTS_DIR / DAMAGED / '7' / 'params').is_dir()
     assert find_step(str(copy)).name == '5'
 
 
@@ -181,23 +181,23 @@ def test_a_run_goes_on_past_the_number_of_a_damaged_step(copy, states, newest):
 
 def test_several_damaged_ones(copy, states, newest):
     replaced('params', copy, states)
-    shutil.rmtree(copy / FOLDER / '5' / 'optimizer')
+    shutil.rmtree(copy / CHECKPOINTS_DIR / '5' / 'optimizer')
     restored, out = newest(copy)
     assert same(restored.state, states[3])
     assert [line.split(' is damaged')[0] for line in out.splitlines()] == ['step 7', 'step 5']
     assert steps(copy) == [3]
-    assert {entry.name for entry in (copy / FOLDER / DAMAGED).iterdir()} == {'5', '7'}
+    assert {entry.name for entry in (copy / CHECKPOINTS_DIR / DAMAGED).iterdir()} == {'5', '7'}
 
 
 def test_where_none_is_whole_nothing_is_touched(copy, newest):
     for step in (3, 5, 7):
-        (copy / FOLDER / str(step) / 'params' / '_METADATA').write_text('{')
+        (copy / CHECKPOINTS_DIR / str(step) / 'params' / '_METADATA').write_text('{')
     with pytest.raises(InputError, match='of the 3 steps none is whole') as info:
         newest(copy)
-    assert str(copy / FOLDER / '7' / 'params') in str(info.value)
+    assert str(copy / CHECKPOINTS_DIR / '7' / 'params') in str(info.value)
     assert '\n' not in str(info.value)
     assert steps(copy) == [3, 5, 7]
-    assert not (copy / FOLDER / DAMAGED).exists()
+    assert not (copy / CHECKPOINTS_DIR / DAMAGED).exists()
 
 
 def test_another_model_is_no_damage(copy, newest):
@@ -206,7 +206,7 @@ def test_another_model_is_no_damage(copy, newest):
         newest(copy, other)
     assert steps(copy) == [3, 5, 7]
     # A description that says so without having been saved so is damage.
-    path = copy / FOLDER / '7' / 'params' / '_METADATA'
+    path = copy / CHECKPOINTS_DIR / '7' / 'params' / '_METADATA'
     text = path.read_text()
     path.write_text(text.replace('embedding', 'embeddinh'))
     assert path.read_text() != text
@@ -216,27 +216,27 @@ def test_another_model_is_no_damage(copy, newest):
 
 
 def test_a_step_from_before_checksums_is_read_with_a_warning(copy, states, newest):
-    step = copy / FOLDER / '7'
+    step = copy / CHECKPOINTS_DIR / '7'
     shutil.rmtree(step / 'checksums')
     progress = json.loads((step / 'progress' / 'metadata').read_text())
     # One that had some has lost them.
     restored, out = newest(copy)
     assert int(restored.state.step) == 5
     assert 'checksums: missing' in out
-    (copy / FOLDER / DAMAGED / '7').rename(step)
+    (copy / CHECKPOINTS_DIR / DAMAGED / '7').rename(step)
     progress.pop('checksums')
     (step / 'progress' / 'metadata').write_text(json.dumps(progress))
     restored, out = newest(copy)
     assert same(restored.state, states[7])
     assert out == 'step 7 was saved without checksums: whether it is as it was saved cannot be checked\n'
-    assert damages(step) == ([], 0)
+    assert corrupt_arrays(step) == ([], 0)
 
 
 def test_parameters_alone_are_checked_too(copy, states):
-    step = copy / FOLDER / '7'
+    step = copy / CHECKPOINTS_DIR / '7'
     assert same(restore_params(step, abstract().params), states[7].params)
     replaced('params', copy, states)
-    with pytest.raises(DamagedError, match=r'7/params: damaged: .*, and \d+ more'):
+    with pytest.raises(CorruptCheckpointError, match=r'7/params: damaged: .*, and \d+ more'):
         restore_params(step, abstract().params)
     # What is not damaged can be used.
     assert same(restore_params(step, abstract().params, item='ema'), states[7].ema)
@@ -267,7 +267,7 @@ def test_there_is_no_best_without_losses(saved):
 
 def test_what_one_process_cannot_read_no_process_uses(monkeypatch, tmp_path):
     def fail():
-        raise DamagedError('7/params: cannot be read')
+        raise CorruptCheckpointError('7/params: cannot be read')
 
     # One process alone decides for itself, without asking.
     assert _same_everywhere(tmp_path, lambda: 'state') == 'state'
@@ -284,7 +284,7 @@ def test_what_one_process_cannot_read_no_process_uses(monkeypatch, tmp_path):
         if message is None:
             assert _same_everywhere(tmp_path, read) == 'state'
         else:
-            with pytest.raises(DamagedError, match=message):
+            with pytest.raises(CorruptCheckpointError, match=message):
                 _same_everywhere(tmp_path, read)
         # Each tells the others how it went.
         assert [bool(x) for x in told] == [read is fail]

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from maxlm.checkpoint.async_save import why
-from maxlm.checkpoint.checksums import damages
+from maxlm.checkpoint.async_save import failure_reason
+from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.manager import Checkpoints, saved_steps
-from maxlm.workdir.step_dirs import FOLDER, UNFINISHED
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, UNFINISHED
 from tests.checkpoint.test_manager import FACTS, abstract_on, random_state, same
 from tests.faults import how_many, measured
 from tests.forking import forking
@@ -38,7 +38,7 @@ def full_disk():
 
 
 def entries(workdir):
-    return sorted(entry.name for entry in (workdir / FOLDER).iterdir())
+    return sorted(entry.name for entry in (workdir / CHECKPOINTS_DIR).iterdir())
 
 
 def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
@@ -77,10 +77,10 @@ def test_the_first_save_may_fail_too(tmp_path):
     with Checkpoints(tmp_path, keep_last=1, on_failure=told.append) as checkpoints:
         assert checkpoints.wait() is None
         # A file where the folder of checkpoints was.
-        (tmp_path / FOLDER).write_text('')
+        (tmp_path / CHECKPOINTS_DIR).write_text('')
         checkpoints.save(1, state(1), FACTS)
         assert checkpoints.wait() is None
-        (tmp_path / FOLDER).unlink()
+        (tmp_path / CHECKPOINTS_DIR).unlink()
         checkpoints.save(2, state(2), FACTS)
         assert checkpoints.wait() == 2
     assert told == ['step 1 is not saved: Not a directory; there is none before; the run goes on']
@@ -125,7 +125,7 @@ def test_a_step_that_is_there_is_not_written_again(tmp_path):
     ],
 )
 def test_the_reason_is_one_line(error, told):
-    assert why(error) == told
+    assert failure_reason(error) == told
 
 
 @pytest.mark.multiprocess
@@ -147,6 +147,6 @@ def test_no_process_waits_for_one_that_failed(tmp_path):
         # Orbax alone would wait for 20 minutes.
         assert max(one['seconds']) < 20
     # The checksums of both are those of what one reads.
-    found, compared = damages(tmp_path / FOLDER / '6')
+    found, compared = corrupt_arrays(tmp_path / CHECKPOINTS_DIR / '6')
     assert found == []
     assert compared > 40

@@ -15,7 +15,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer, chars_tokenizer
 from maxlm.errors import InputError
 from maxlm.log import Console
 from maxlm.trainer import initialize as starting
-from maxlm.trainer.initialize import check_init_from, first_state
+from maxlm.trainer.initialize import check_init_from, initialize_state
 from maxlm.training.state import abstract_state, init_state
 from maxlm.workdir.files import CONFIG, TOKENIZER, describe_run
 from tests.checkpoint.test_manager import config_on, random_state, same, save, zero_state
@@ -73,7 +73,7 @@ def start(tmp_path, capsys, monkeypatch):
         assert not run.exists()
         capsys.readouterr()
         with Console(), Checkpoints(run, keep_last=3) as checkpoints:
-            state = first_state(
+            state = initialize_state(
                 config, tokenizer=tmp_path / TOKENIZER, layout=layout, abstract=abstract, checkpoints=checkpoints
             )
         placed = jax.tree.map(

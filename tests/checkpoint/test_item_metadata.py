@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from maxlm.checkpoint.item_metadata import DamagedError, reading
+from maxlm.checkpoint.item_metadata import CorruptCheckpointError, translate_errors
 
 
 def coroutine_of(path):
@@ -33,7 +33,7 @@ def fails_in_two_tasks(read_array):
     [('site-packages/orbax/checkpoint/serialization.py', False), ('site-packages/other/reader.py', True)],
 )
 def test_only_the_first_failure_of_orbax_is_told(tmp_path, caplog, path, told):
-    with pytest.raises(DamagedError, match=r'checkpoint cannot be read \(ValueError: OUT_OF_RANGE\)'):
-        reading(tmp_path, lambda: fails_in_two_tasks(coroutine_of(path)))
+    with pytest.raises(CorruptCheckpointError, match=r'checkpoint cannot be read \(ValueError: OUT_OF_RANGE\)'):
+        translate_errors(tmp_path, lambda: fails_in_two_tasks(coroutine_of(path)))
     gc.collect()
     assert ('Task exception was never retrieved' in caplog.text) == told

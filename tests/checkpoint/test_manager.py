@@ -12,9 +12,9 @@ from maxlm.checkpoint.manager import Checkpoints, find_step
 from maxlm.checkpoint.params import params_item, restore_params
 from maxlm.errors import InputError
 from maxlm.log import Console
-from maxlm.training.spike_guard import SpikeWindow
+from maxlm.training.spike_guard import SpikeStatistics
 from maxlm.training.state import TrainState, abstract_state
-from maxlm.workdir.step_dirs import FOLDER, TRASH
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, TRASH
 from tests.small import small_config, small_layout
 
 # What Orbax has begun to read besides the damaged array is dropped, and complains about that.
@@ -48,7 +48,7 @@ def random_state(abstract, *, step, skipped, seed=0):
         good_QW = np.asarray(rng.normal(size=window.good_QW.shape), np.float32)
         filled = min(step, good_QW.shape[1])
         good_QW[:, : good_QW.shape[1] - filled] = 0
-        window = jax.device_put(SpikeWindow(good_QW, np.int32(filled)), abstract.step.sharding)
+        window = jax.device_put(SpikeStatistics(good_QW, np.int32(filled)), abstract.step.sharding)
     return TrainState(*counters, params, opt_state, window=window)
 
 
@@ -119,11 +119,11 @@ def test_it_comes_back_on_another_mesh(saved, eight, num_devices):
 
 def test_parameters_alone(saved, eight, copy):
     # Nothing of the optimizer is needed.
-    shutil.rmtree(copy / FOLDER / '7' / 'optimizer')
+    shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / 'optimizer')
     for num_devices in (8, 1):
-        params = restore_params(copy / FOLDER / '7', abstract_on(num_devices).params)
+        params = restore_params(copy / CHECKPOINTS_DIR / '7', abstract_on(num_devices).params)
         assert same(jax.device_get(params), jax.device_get(eight.params))
-    assert not same(restore_params(saved / FOLDER / '3', abstract_on(8).params), eight.params)
+    assert not same(restore_params(saved / CHECKPOINTS_DIR / '3', abstract_on(8).params), eight.params)
 
 
 EMA = {'optimizer__ema_decay': 0.9}
@@ -144,14 +144,14 @@ def test_an_average_is_an_item_of_its_own(saved, eight, averaged):
         restored, *_ = restore(workdir, abstract_on(num_devices, **EMA))
         assert same(jax.device_get(restored), jax.device_get(state))
         assert len(restored.ema['embedding'].devices()) == num_devices
-    assert params_item(workdir / FOLDER / '7') == 'ema'
+    assert params_item(workdir / CHECKPOINTS_DIR / '7') == 'ema'
     abstract = abstract_on(8).params
-    assert same(restore_params(workdir / FOLDER / '7', abstract, item='ema'), state.ema)
-    assert not same(restore_params(workdir / FOLDER / '7', abstract), state.ema)
+    assert same(restore_params(workdir / CHECKPOINTS_DIR / '7', abstract, item='ema'), state.ema)
+    assert not same(restore_params(workdir / CHECKPOINTS_DIR / '7', abstract), state.ema)
     # Control: a run without one has none.
     assert restore(saved, abstract_on(8))[0].ema is None
-    assert params_item(saved / FOLDER / '7') == 'params'
-    assert not (saved / FOLDER / '7' / 'ema').exists()
+    assert params_item(saved / CHECKPOINTS_DIR / '7') == 'params'
+    assert not (saved / CHECKPOINTS_DIR / '7' / 'ema').exists()
 
 
 def test_an_average_that_is_switched_on_starts_at_the_parameters(saved, eight, capsys):
@@ -167,15 +167,15 @@ def test_an_average_that_is_switched_off_stays_where_it_is(averaged, eight, tmp_
     state, *_ = restore(averaged[0], abstract_on(8))
     assert same(state, eight)
     save(tmp_path, [state])
-    assert params_item(tmp_path / FOLDER / '7') == 'params'
+    assert params_item(tmp_path / CHECKPOINTS_DIR / '7') == 'params'
 
 
 def test_a_damaged_average_is_named(averaged, tmp_path):
     shutil.copytree(averaged[0], tmp_path / 'run')
-    (tmp_path / 'run' / FOLDER / '7' / 'ema' / '_METADATA').write_text('{')
+    (tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema' / '_METADATA').write_text('{')
     with pytest.raises(InputError) as info:
         restore(tmp_path / 'run', abstract_on(8, **EMA))
-    assert_one_line(info, str(tmp_path / 'run' / FOLDER / '7' / 'ema'))
+    assert_one_line(info, str(tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema'))
     # Who does not need it can go on.
     restore(tmp_path / 'run', abstract_on(8))
 
@@ -189,13 +189,13 @@ def test_the_newest_are_kept(tmp_path):
         assert checkpoints.latest_step() == 8
     assert same(restore(tmp_path / 'three', abstract, step=4).state, states[1])
     # What went is gone from the disk too, not only out of sight.
-    assert list((tmp_path / 'three' / FOLDER / TRASH).iterdir()) == []
+    assert list((tmp_path / 'three' / CHECKPOINTS_DIR / TRASH).iterdir()) == []
     save(tmp_path / 'one', states, keep_last=1)
     assert steps_in(tmp_path / 'one') == [8]
 
 
 def steps_in(workdir):
-    return sorted(int(entry.name) for entry in (workdir / FOLDER).iterdir() if entry.name.isdigit())
+    return sorted(int(entry.name) for entry in (workdir / CHECKPOINTS_DIR).iterdir() if entry.name.isdigit())
 
 
 def test_no_checkpoint_yet(tmp_path):
@@ -204,7 +204,7 @@ def test_no_checkpoint_yet(tmp_path):
 
 
 def test_which_step_is_meant(saved):
-    folder = saved / FOLDER
+    folder = saved / CHECKPOINTS_DIR
     assert find_step(str(saved)) == folder / '7'
     assert find_step(f'{saved}@3') == folder / '3'
     assert find_step(str(folder / '3')) == folder / '3'
@@ -214,8 +214,8 @@ def test_which_step_is_meant(saved):
 def test_a_workdir_may_have_an_at_sign_in_its_name(saved, tmp_path):
     workdir = tmp_path / 'me@home'
     shutil.copytree(saved, workdir)
-    assert find_step(str(workdir)) == workdir / FOLDER / '7'
-    assert find_step(f'{workdir}@3') == workdir / FOLDER / '3'
+    assert find_step(str(workdir)) == workdir / CHECKPOINTS_DIR / '7'
+    assert find_step(f'{workdir}@3') == workdir / CHECKPOINTS_DIR / '3'
 
 
 @pytest.mark.parametrize('wanted', ['5', 'worst', '-3', '3.0'])
@@ -250,10 +250,13 @@ OTHERS = {
 def test_another_model_is_refused(saved, other):
     overrides, parts = OTHERS[other]
     abstract = abstract_on(1, **overrides)
-    for read in (lambda: restore(saved, abstract), lambda: restore_params(saved / FOLDER / '7', abstract.params)):
+    for read in (
+        lambda: restore(saved, abstract),
+        lambda: restore_params(saved / CHECKPOINTS_DIR / '7', abstract.params),
+    ):
         with pytest.raises(InputError, match='checkpoint of another model') as info:
             read()
-        assert_one_line(info, str(saved / FOLDER / '7'), *parts)
+        assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7'), *parts)
 
 
 def test_another_optimizer_is_refused(saved):
@@ -261,7 +264,7 @@ def test_another_optimizer_is_refused(saved):
     momentum = jax.eval_shape(optax.sgd(1e-3, momentum=0.9).init, abstract.params)
     with pytest.raises(InputError, match='nothing of that name') as info:
         restore(saved, abstract._replace(opt_state=momentum))
-    assert_one_line(info, str(saved / FOLDER / '7' / 'optimizer'))
+    assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7' / 'optimizer'))
 
 
 def test_another_type_is_refused_and_not_cast(saved):
@@ -270,7 +273,7 @@ def test_another_type_is_refused_and_not_cast(saved):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), abstract.params
     )
     with pytest.raises(InputError, match=r'float32 there, and .* bfloat16 in the config'):
-        restore_params(saved / FOLDER / '7', halved)
+        restore_params(saved / CHECKPOINTS_DIR / '7', halved)
 
 
 def assert_one_line(info, *parts):
@@ -283,45 +286,45 @@ def assert_one_line(info, *parts):
 def refused(workdir, *parts):
     with pytest.raises(InputError) as info:
         restore(workdir, abstract_on(1))
-    assert_one_line(info, str(workdir / FOLDER / '7'), *parts)
+    assert_one_line(info, str(workdir / CHECKPOINTS_DIR / '7'), *parts)
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer', 'progress', 'data'])
 def test_a_missing_item_is_named(copy, item):
-    shutil.rmtree(copy / FOLDER / '7' / item)
+    shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / item)
     refused(copy, item)
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer'])
 def test_missing_arrays(copy, item):
-    shutil.rmtree(copy / FOLDER / '7' / item / 'd')
+    shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / item / 'd')
     refused(copy)
-    shutil.rmtree(copy / FOLDER / '7' / item / 'ocdbt.process_0')
+    shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / item / 'ocdbt.process_0')
     refused(copy)
 
 
 @pytest.mark.parametrize('content', ['{', '{}', '[]', 'null', '{"step": "x", "skipped": 0}', '\x00\xff'])
 def test_garbage_in_progress(copy, content):
-    (copy / FOLDER / '7' / 'progress' / 'metadata').write_text(content, encoding='latin-1')
+    (copy / CHECKPOINTS_DIR / '7' / 'progress' / 'metadata').write_text(content, encoding='latin-1')
     refused(copy)
 
 
 @pytest.mark.parametrize('content', ['{', '[]', 'null', '\x00\xff'])
 def test_garbage_in_the_facts_about_the_data(copy, content):
-    (copy / FOLDER / '7' / 'data' / 'metadata').write_text(content, encoding='latin-1')
+    (copy / CHECKPOINTS_DIR / '7' / 'data' / 'metadata').write_text(content, encoding='latin-1')
     refused(copy)
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer'])
 def test_garbage_in_the_description_of_arrays(copy, item):
     for content in ('{', '[]', '{}'):
-        (copy / FOLDER / '7' / item / '_METADATA').write_text(content)
+        (copy / CHECKPOINTS_DIR / '7' / item / '_METADATA').write_text(content)
         refused(copy)
 
 
 @pytest.mark.parametrize('item', ['params', 'progress', 'data'])
 def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
-    step = copy / FOLDER / '7'
+    step = copy / CHECKPOINTS_DIR / '7'
     refusals = []
     for path in sorted((step / item).rglob('*')):
         # Orbax looks at these only on object stores, where nothing can be renamed.
@@ -344,14 +347,14 @@ def test_each_file_cut_in_half_is_noticed_or_not_needed(copy, eight, item):
 
 
 def test_what_is_damaged_is_named(copy):
-    (copy / FOLDER / '7' / 'optimizer' / '_METADATA').write_text('{')
-    refused(copy, str(copy / FOLDER / '7' / 'optimizer'))
+    (copy / CHECKPOINTS_DIR / '7' / 'optimizer' / '_METADATA').write_text('{')
+    refused(copy, str(copy / CHECKPOINTS_DIR / '7' / 'optimizer'))
 
 
 def test_the_step_before_a_damaged_one_is_used_once_that_is_removed(copy):
-    shutil.rmtree(copy / FOLDER / '7' / 'params')
+    shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / 'params')
     refused(copy)
-    shutil.rmtree(copy / FOLDER / '7')
+    shutil.rmtree(copy / CHECKPOINTS_DIR / '7')
     with Checkpoints(copy, keep_last=10) as checkpoints:
         assert checkpoints.latest_step() == 3
         assert int(checkpoints.restore(3, abstract_on(1)).state.step) == 3
@@ -359,7 +362,7 @@ def test_the_step_before_a_damaged_one_is_used_once_that_is_removed(copy):
 
 @pytest.mark.parametrize('name', ['9.orbax-checkpoint-tmp', '9.orbax-checkpoint-tmp-1700000000'])
 def test_what_a_killed_save_leaves_is_no_checkpoint(copy, eight, name):
-    shutil.copytree(copy / FOLDER / '7', copy / FOLDER / name)
+    shutil.copytree(copy / CHECKPOINTS_DIR / '7', copy / CHECKPOINTS_DIR / name)
     assert find_step(str(copy)).name == '7'
     with pytest.raises(InputError, match='steps: 3, 7'):
         find_step(f'{copy}@9')
@@ -368,8 +371,8 @@ def test_what_a_killed_save_leaves_is_no_checkpoint(copy, eight, name):
         assert checkpoints.latest_step() == 7
         # Nor is it in the way of the step when that is saved again.
         checkpoints.save(9, again, FACTS)
-    assert not (copy / FOLDER / name).exists()
+    assert not (copy / CHECKPOINTS_DIR / name).exists()
     assert same(restore(copy, abstract_on(8), step=9).state, again)
     # Control: under its plain name it would count.
-    shutil.copytree(copy / FOLDER / '7', copy / FOLDER / '11')
+    shutil.copytree(copy / CHECKPOINTS_DIR / '7', copy / CHECKPOINTS_DIR / '11')
     assert find_step(str(copy)).name == '11'

@@ -2,10 +2,10 @@
 
 import pytest
 
-from maxlm.checkpoint.checksums import damages
+from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE
-from maxlm.workdir.step_dirs import DAMAGED, FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, DAMAGED
 from tests.forking import forking
 from tests.test_checkpoints import flip
 from tests.test_train import arguments
@@ -28,17 +28,17 @@ def test_two_processes_go_back_together(dataset, tmp_path):
         return processes[0].stdout
 
     def verified():
-        return {step: damages(workdir / FOLDER / str(step))[0] for step in saved_steps(workdir)}
+        return {step: corrupt_arrays(workdir / CHECKPOINTS_DIR / str(step))[0] for step in saved_steps(workdir)}
 
     with forking('maxlm.train:run') as parent:
         # Control: nothing is said of damage.
         assert 'damaged' not in train(parent, 2)
         # What two processes summed up is what one reads.
         assert verified() == {1: [], 2: []}
-        flip(workdir / FOLDER / '2')
+        flip(workdir / CHECKPOINTS_DIR / '2')
         assert len(verified()[2]) == 1
         out = train(parent, 3)
         assert 'step 2 is damaged and not used' in out
         assert 'going on from step 1\n' in out
-        assert (workdir / FOLDER / DAMAGED / '2').is_dir()
+        assert (workdir / CHECKPOINTS_DIR / DAMAGED / '2').is_dir()
         assert verified() == {1: [], 2: [], 3: []}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlm.checkpoint.save_policy import SaveTimes
+from maxlm.checkpoint.save_policy import SavePolicy
 from maxlm.config.schema import CheckpointConfig
 
 
@@ -13,7 +13,7 @@ class Run:
     def __init__(self, *, offset=0.0, agree=None, **config):
         self.now = offset
         self.asked = []
-        self.times = SaveTimes(
+        self.times = SavePolicy(
             CheckpointConfig(**{'every_steps': 0, 'every_minutes': 0.0, **config}),
             start=0,
             clock=lambda: self.now,

@@ -13,12 +13,12 @@ import pytest
 import tensorstore
 
 from maxlm.checkpoint import streaming
-from maxlm.checkpoint.item_metadata import DamagedError, stored_tree
+from maxlm.checkpoint.item_metadata import CorruptCheckpointError, item_metadata
 from maxlm.checkpoint.manager import Checkpoints, find_step
-from maxlm.checkpoint.params import STACK, by_layer, restore_params
+from maxlm.checkpoint.params import STACK, chunked_by_layer, restore_params
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.errors import InputError
-from maxlm.workdir.step_dirs import FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.checkpoint.test_manager import abstract_on, random_state, same, save
 
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
@@ -67,14 +67,14 @@ def saved(tmp_path_factory, state):
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory, state):
     """The same parameters as before there were layers in checkpoints: each array in one piece."""
-    directory = tmp_path_factory.mktemp('whole') / FOLDER / '7'
+    directory = tmp_path_factory.mktemp('whole') / CHECKPOINTS_DIR / '7'
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / 'params', jax.device_get(state.params))
     return directory.parent.parent
 
 
 def assert_reads(workdir, arrays, step=7):
-    reader = ParamsReader(workdir / FOLDER / str(step))
+    reader = ParamsReader(workdir / CHECKPOINTS_DIR / str(step))
     assert reader.shapes == {path: values.shape for path, values in arrays.items()}
     for path, values in arrays.items():
         assert np.array_equal(reader.read(path), values), path
@@ -94,15 +94,16 @@ def test_whole_arrays_and_layers_are_those_that_were_saved(saved, whole, arrays)
 def test_the_average_is_read_under_its_own_name(tmp_path, state):
     other = random_state(abstract_on(8, **WIDE), step=7, skipped=0, seed=5)
     save(tmp_path, [state._replace(ema=other.params)])
-    average = ParamsReader(tmp_path / FOLDER / '7', 'ema').read(KERNEL, 2)
+    average = ParamsReader(tmp_path / CHECKPOINTS_DIR / '7', 'ema').read(KERNEL, 2)
     assert np.array_equal(average, flatten(other.params)[KERNEL][2])
-    assert not np.array_equal(average, ParamsReader(tmp_path / FOLDER / '7').read(KERNEL, 2))
+    assert not np.array_equal(average, ParamsReader(tmp_path / CHECKPOINTS_DIR / '7').read(KERNEL, 2))
 
 
 def test_stacked_arrays_are_saved_in_pieces_of_one_layer(saved, state):
     for item, tree in {'params': state.params, 'optimizer': state.opt_state}.items():
         pieces = {
-            leaf.name: leaf.storage.chunk_shape for leaf in jax.tree.leaves(stored_tree(saved / FOLDER / '7' / item))
+            leaf.name: leaf.storage.chunk_shape
+            for leaf in jax.tree.leaves(item_metadata(saved / CHECKPOINTS_DIR / '7' / item))
         }
         assert len(pieces) == len(jax.tree.leaves(tree))
         of_layers = {name for name in pieces if STACK in name.split('.')}
@@ -142,10 +143,10 @@ def test_what_was_read_is_compared_with_its_checksums(saved, tmp_path, arrays):
     content = json.loads(path.read_text())
     content['params'][KERNEL] = content['params']['embedding'] = '(1,) float32 00000000'
     path.write_text(json.dumps(content))
-    with pytest.raises(DamagedError, match=rf'params: damaged: {KERNEL} is '):
+    with pytest.raises(CorruptCheckpointError, match=rf'params: damaged: {KERNEL} is '):
         list(read())
     for name in (KERNEL, 'embedding'):
-        with pytest.raises(DamagedError, match=f'damaged: {name} is'):
+        with pytest.raises(CorruptCheckpointError, match=f'damaged: {name} is'):
             ParamsReader(step).read(name)
     # Other arrays are what they were.
     ParamsReader(step).read(next(name for name in arrays if name not in (KERNEL, 'embedding')))
@@ -156,9 +157,9 @@ def test_a_layer_costs_its_own_size_on_disk(tmp_path):
     tree = {STACK: {'kernel': values}}
     write_step(tmp_path, 0, streamed({f'{STACK}.kernel': values}))
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / FOLDER / '1' / 'params', tree, save_args=by_layer(tree))
-        checkpointer.save(tmp_path / FOLDER / '2' / 'params', tree)
-    readers = [ParamsReader(tmp_path / FOLDER / str(step)) for step in range(3)]
+        checkpointer.save(tmp_path / CHECKPOINTS_DIR / '1' / 'params', tree, save_args=chunked_by_layer(tree))
+        checkpointer.save(tmp_path / CHECKPOINTS_DIR / '2' / 'params', tree)
+    readers = [ParamsReader(tmp_path / CHECKPOINTS_DIR / str(step)) for step in range(3)]
     size = values[2].nbytes
     assert 0.8 * size < cost(readers[0], f'{STACK}.kernel', 2) < 1.1 * size
     assert 0.8 * size < cost(readers[1], f'{STACK}.kernel', 2) < 1.1 * size
@@ -168,11 +169,14 @@ def test_a_layer_costs_its_own_size_on_disk(tmp_path):
 
 def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
     write_step(tmp_path, 0, streamed(arrays))
-    assert find_step(str(tmp_path)) == tmp_path / FOLDER / '0'
-    assert {entry.name for entry in (tmp_path / FOLDER / '0').iterdir() if entry.is_dir()} == {'params', 'progress'}
+    assert find_step(str(tmp_path)) == tmp_path / CHECKPOINTS_DIR / '0'
+    assert {entry.name for entry in (tmp_path / CHECKPOINTS_DIR / '0').iterdir() if entry.is_dir()} == {
+        'params',
+        'progress',
+    }
     for num_devices in (8, 1):
         abstract = abstract_on(num_devices, **WIDE).params
-        params = restore_params(tmp_path / FOLDER / '0', abstract)
+        params = restore_params(tmp_path / CHECKPOINTS_DIR / '0', abstract)
         assert same(jax.device_get(params), jax.device_get(state.params))
         placed = jax.tree.map(lambda leaf, wanted: leaf.sharding == wanted.sharding, params, abstract)
         assert all(jax.tree.leaves(placed))
@@ -184,7 +188,7 @@ def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
     write_step(
         tmp_path / 'other', 0, streamed(arrays, lambda values: values + (values.max() == arrays[KERNEL][3].max()))
     )
-    other = restore_params(tmp_path / 'other' / FOLDER / '0', abstract)
+    other = restore_params(tmp_path / 'other' / CHECKPOINTS_DIR / '0', abstract)
     assert not same(jax.device_get(other), jax.device_get(state.params))
 
 
@@ -194,11 +198,13 @@ def test_arrays_larger_than_a_piece(tmp_path, monkeypatch, arrays, state):
     monkeypatch.setattr(streaming, 'PIECE', 7 * row)
     monkeypatch.setattr(streaming, 'IN_FLIGHT', 21 * row + 100)
     write_step(tmp_path, 0, streamed(arrays))
-    described = {leaf.name: leaf for leaf in jax.tree.leaves(stored_tree(tmp_path / FOLDER / '0' / 'params'))}
+    described = {
+        leaf.name: leaf for leaf in jax.tree.leaves(item_metadata(tmp_path / CHECKPOINTS_DIR / '0' / 'params'))
+    }
     assert described[KERNEL].storage.chunk_shape == (1, 7, 4, 16)
     assert described['embedding'].storage.chunk_shape == (7, 64)
     assert_reads(tmp_path, arrays, step=0)
-    params = restore_params(tmp_path / FOLDER / '0', abstract_on(8, **WIDE).params)
+    params = restore_params(tmp_path / CHECKPOINTS_DIR / '0', abstract_on(8, **WIDE).params)
     assert same(jax.device_get(params), jax.device_get(state.params))
 
 
@@ -265,11 +271,11 @@ def test_a_disk_that_is_full(tmp_path, arrays):
 
 
 def test_a_step_that_is_there_stays(saved, arrays):
-    before = ParamsReader(saved / FOLDER / '7').read(KERNEL, 0)
+    before = ParamsReader(saved / CHECKPOINTS_DIR / '7').read(KERNEL, 0)
     with pytest.raises(InputError, match='there is a checkpoint already') as info:
         write_step(saved, 7, streamed(arrays))
-    assert str(saved / FOLDER / '7') in str(info.value)
-    assert np.array_equal(ParamsReader(saved / FOLDER / '7').read(KERNEL, 0), before)
+    assert str(saved / CHECKPOINTS_DIR / '7') in str(info.value)
+    assert np.array_equal(ParamsReader(saved / CHECKPOINTS_DIR / '7').read(KERNEL, 0), before)
 
 
 def test_a_place_that_cannot_be_written_to(tmp_path, arrays):
@@ -281,12 +287,12 @@ def test_a_place_that_cannot_be_written_to(tmp_path, arrays):
 
 def test_what_cannot_be_read_is_named(saved, tmp_path):
     with pytest.raises(InputError, match='missing in the checkpoint'):
-        ParamsReader(saved / FOLDER / '8')
+        ParamsReader(saved / CHECKPOINTS_DIR / '8')
     with pytest.raises(InputError, match='missing in the checkpoint') as info:
-        ParamsReader(saved / FOLDER / '7', 'ema')
-    assert str(saved / FOLDER / '7' / 'ema') in str(info.value)
+        ParamsReader(saved / CHECKPOINTS_DIR / '7', 'ema')
+    assert str(saved / CHECKPOINTS_DIR / '7' / 'ema') in str(info.value)
     shutil.copytree(saved, tmp_path / 'run')
-    step = tmp_path / 'run' / FOLDER / '7'
+    step = tmp_path / 'run' / CHECKPOINTS_DIR / '7'
     reader = ParamsReader(step)
     for file in (step / 'params').rglob('d/*'):
         file.write_bytes(b'no array')
@@ -298,9 +304,9 @@ def test_what_cannot_be_read_is_named(saved, tmp_path):
 
 def test_another_type_is_refused(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / FOLDER / '0' / 'params', {'embedding': np.ones((3, 2), np.float16)})
+        checkpointer.save(tmp_path / CHECKPOINTS_DIR / '0' / 'params', {'embedding': np.ones((3, 2), np.float16)})
     with pytest.raises(InputError, match='embedding is of float16'):
-        ParamsReader(tmp_path / FOLDER / '0')
+        ParamsReader(tmp_path / CHECKPOINTS_DIR / '0')
 
 
 def test_sizes_are_those_of_the_docstring():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import Start
 from maxlm.hardware.detect import Hardware
 from maxlm.hardware.nvml import Gpu, Nvidia
@@ -22,7 +22,7 @@ def gpus(*each, driver=(580, 65, 6), cuda=(13, 0)):
 
 def case_on(hardware, start=None, **facts):
     """A case whose machine, and whose start of JAX, is given and not looked for."""
-    case = Case(**{'environment': {}, **facts})
+    case = CheckContext(**{'environment': {}, **facts})
     vars(case)['hardware'] = hardware
     vars(case)['start'] = start or Start(platform='cpu', kinds=('cpu',))
     return case

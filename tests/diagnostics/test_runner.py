@@ -11,7 +11,7 @@ from maxlm.diagnostics import jax_subprocess, runner
 from maxlm.diagnostics.checks.registry import CHECKS, NAMES, choose
 from maxlm.diagnostics.jax_subprocess import Start
 from maxlm.diagnostics.result import ok
-from maxlm.diagnostics.runner import Check, examine
+from maxlm.diagnostics.runner import Check, run_checks
 from maxlm.errors import InputError
 from tests.conftest import ROOT
 from tests.diagnostics.machines import CPU, case_on
@@ -47,26 +47,26 @@ def statuses(results):
 
 def test_one_that_raises_is_a_failure_with_its_name_and_the_next_is_made(checks):
     made = checks(bad=broken(ZeroDivisionError('by nought')), missing=broken(ImportError('No module x')), good=fine)
-    results = list(examine(made, case_on(CPU)))
+    results = list(run_checks(made, case_on(CPU)))
     assert statuses(results) == {'bad': 'failure', 'missing': 'failure', 'good': 'ok'}
     assert results[0].finding.found == 'the check itself failed with ZeroDivisionError: by nought'
     assert results[1].finding.found == 'cannot be looked at: No module x'
 
 
 def test_what_ends_a_process_ends_no_check_but_its_own(checks):
-    results = list(examine(checks(bad=broken(SystemExit(3)), good=fine), case_on(CPU)))
+    results = list(run_checks(checks(bad=broken(SystemExit(3)), good=fine), case_on(CPU)))
     assert statuses(results) == {'bad': 'failure', 'good': 'ok'}
 
 
 def test_a_refusal_is_told_as_it_is(checks):
-    (result,) = examine(checks(bad=broken(InputError('mesh.data=3 is\nwrong'))), case_on(CPU))
+    (result,) = run_checks(checks(bad=broken(InputError('mesh.data=3 is\nwrong'))), case_on(CPU))
     assert result.finding.found == 'mesh.data=3 is wrong'
 
 
 def test_one_that_hangs_is_a_failure_and_the_next_is_made(checks):
     released = threading.Event()
     made = [*checks(hangs=lambda case: released.wait(30), seconds=0.05), *checks(good=fine)]
-    results = list(examine(made, case_on(CPU)))
+    results = list(run_checks(made, case_on(CPU)))
     released.set()
     assert statuses(results) == {'hangs': 'failure', 'good': 'ok'}
     assert results[0].finding.found == 'no answer after 0.05 s: what hangs is'
@@ -80,7 +80,7 @@ def test_after_one_that_hangs_with_the_devices_the_others_that_use_them_are_not_
         *checks(after=fine, uses_devices=True),
         *checks(other=fine),
     ]
-    results = list(examine(made, case_on(CPU)))
+    results = list(run_checks(made, case_on(CPU)))
     released.set()
     assert statuses(results) == {'hangs': 'failure', 'after': 'skipped', 'other': 'ok'}
     assert "'hangs' hangs" in results[1].finding.found
@@ -88,14 +88,14 @@ def test_after_one_that_hangs_with_the_devices_the_others_that_use_them_are_not_
 
 def test_where_jax_does_not_start_it_is_not_started_here(checks):
     case = case_on(CPU, Start('Unknown flags'))
-    results = list(examine([*checks(uses=fine, uses_devices=True), *checks(other=fine)], case))
+    results = list(run_checks([*checks(uses=fine, uses_devices=True), *checks(other=fine)], case))
     assert statuses(results) == {'uses': 'skipped', 'other': 'ok'}
     assert results[0].finding.found == 'not tried: Unknown flags'
 
 
 def test_what_is_about_to_be_made_is_told(checks):
     told = []
-    list(examine(checks(one=fine, two=fine), case_on(CPU), on_begin=lambda check: told.append(check.name)))
+    list(run_checks(checks(one=fine, two=fine), case_on(CPU), on_begin=lambda check: told.append(check.name)))
     assert told == ['one', 'two']
 
 
@@ -111,7 +111,7 @@ def test_a_hanging_thread_does_not_keep_the_process(monkeypatch, hangs):
     thread = threading.Thread(target=released.wait, name=name, daemon=True)
     thread.start()
     with pytest.raises(SystemExit):
-        runner.leave(1)
+        runner.exit_process(1)
     released.set()
     thread.join()
     assert ended == ([1] if hangs else [])

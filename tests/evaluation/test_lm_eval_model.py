@@ -9,7 +9,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.lm_eval_model import MAX_TOKENS, HarnessAnswers, harness_model
+from maxlm.evaluation.lm_eval_model import MAX_TOKENS, LmEvalModel, harness_model
 from tests.evaluation.engines import RecitingEngine
 
 CONTEXT = 300
@@ -22,7 +22,7 @@ def make(tokenizer=None, chat=None, answers=None):
         tokenizer=tokenizer, chat=chat, step=3, config=SimpleNamespace(model=SimpleNamespace(dtype='x'))
     )
     engine = RecitingEngine(tokenizer, answers or {})
-    return HarnessAnswers(model, SimpleNamespace(max_length=CONTEXT), engine), engine
+    return LmEvalModel(model, SimpleNamespace(max_length=CONTEXT), engine), engine
 
 
 def asked(prompt, **settings):
@@ -68,7 +68,7 @@ def test_an_answer_ends_before_any_stop_however_many_there_are():
 
 def test_without_an_engine_nothing_is_generated():
     answers, _ = make()
-    alone = HarnessAnswers(answers._model, answers._scorer, None)
+    alone = LmEvalModel(answers._model, answers._scorer, None)
     with pytest.raises(InputError, match='generate text'):
         alone.generate_until([])
 

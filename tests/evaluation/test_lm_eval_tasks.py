@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.evaluation.lm_eval_model import HarnessAnswers
+from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import USUAL_NAMES, Benchmarks, measures, write_results
 from maxlm.huggingface.export_model import export_model
 from maxlm.inference import scoring
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
-from maxlm.inference.scoring import Scorer
+from maxlm.inference.scoring import LogprobScorer
 from tests.evaluation.harness_tasks import KINDS, documents, write_tasks
 from tests.huggingface.workdirs import make_workdir
 
@@ -65,7 +65,7 @@ def tasks(tmp_path_factory, model):
 @functools.lru_cache(maxsize=1)
 def answers_of(name):
     model = load_model(name, num_devices=1)
-    return HarnessAnswers(model, Scorer(model), Engine(model, num_slots=4))
+    return LmEvalModel(model, LogprobScorer(model), Engine(model, num_slots=4))
 
 
 @pytest.fixture(scope='module')
@@ -192,7 +192,7 @@ def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
         with pytest.raises(InputError, match=message):
             Benchmarks(**given)
     known = answers_of(model[0])
-    without_engine = HarnessAnswers(known._model, known._scorer, None)
+    without_engine = LmEvalModel(known._model, known._scorer, None)
     with pytest.raises(InputError, match='tasks that generate text cannot be run here'):
         Benchmarks([str(tasks / 'generate.yaml')]).run(without_engine)
     (tasks / 'documents.jsonl').rename(tasks / 'away')

@@ -3,21 +3,21 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.evaluation.runner import Requested, parse_tasks
+from maxlm.evaluation.runner import ParsedTasks, parse_tasks
 
 
 @pytest.mark.parametrize(
     ('text', 'found'),
     [
-        ('arc_easy', Requested(('arc_easy',), (), False)),
-        ('needle', Requested((), (), True)),
-        ('a, b.yaml ,a', Requested(('a', 'b.yaml'), (), False)),
+        ('arc_easy', ParsedTasks(('arc_easy',), (), False)),
+        ('needle', ParsedTasks((), (), True)),
+        ('a, b.yaml ,a', ParsedTasks(('a', 'b.yaml'), (), False)),
         (
             'humaneval:x.jsonl,mbpp:y/z.jsonl.gz',
-            Requested((), (('humaneval', 'x.jsonl'), ('mbpp', 'y/z.jsonl.gz')), False),
+            ParsedTasks((), (('humaneval', 'x.jsonl'), ('mbpp', 'y/z.jsonl.gz')), False),
         ),
         # Without a file it is lm-eval's.
-        ('humaneval,needle', Requested(('humaneval',), (), True)),
+        ('humaneval,needle', ParsedTasks(('humaneval',), (), True)),
     ],
 )
 def test_parts(text, found):

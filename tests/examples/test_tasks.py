@@ -11,13 +11,13 @@ from examples.tasks import arithmetic, synth
 from examples.tasks.__main__ import KINDS, main
 from maxlm import prepare
 from maxlm.data.chat.encoder import ChatEncoder
-from maxlm.data.chat.token_flags import ids_of, is_predicted
+from maxlm.data.chat.token_flags import is_target, token_ids
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.dataset.token_reader import TokenReader
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.rewards.prompts import read_prompts
 from maxlm.rewards.rewards import numeric
-from maxlm.rewards.scorer import Scorer, check_tasks
+from maxlm.rewards.scorer import RewardScorer, check_tasks
 from tests.preparing import contents
 
 REWARDS = {'arithmetic': 'numeric', 'synth': 'all_tests'}
@@ -78,7 +78,7 @@ def test_programs_are_right_but_for_their_mistakes():
 def test_the_sandbox_agrees():
     problems = synth.make_problems(0)[::60]
     tasks = [problem.task for problem in problems]
-    with Scorer('all_tests', workers=2) as scorer:
+    with RewardScorer('all_tests', workers=2) as scorer:
         assert set(scorer.score([problem.right for problem in problems], tasks).rewards) == {1.0}
         assert set(scorer.score([problem.wrong for problem in problems], tasks).rewards) == {0.0}
 
@@ -159,9 +159,9 @@ def test_only_answers_are_learned(kind, tmp_path):
     for split in dataset.splits.values():
         for number, shard in enumerate(split.shards):
             stream = TokenReader(dataset, split.shards).read(number, 0, shard.tokens)
-            cuts = np.flatnonzero(np.diff(is_predicted(stream), prepend=False, append=False))
+            cuts = np.flatnonzero(np.diff(is_target(stream), prepend=False, append=False))
             runs = zip(cuts[::2], cuts[1::2], strict=True)
-            learned += [encoder.tokenizer.decode(ids_of(stream[a:b])) for a, b in runs]
+            learned += [encoder.tokenizer.decode(token_ids(stream[a:b])) for a, b in runs]
     answers = [entry['messages'][1]['content'] for entry in entries(source)]
     assert sorted(learned) == sorted(f'{answer}<|im_end|>' for answer in answers)
     for name in ('prompts.jsonl', 'held_out.jsonl'):

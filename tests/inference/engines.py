@@ -59,7 +59,7 @@ def load(family, num_devices=1, **mesh):
 
 
 def _programs(config, layout, *, all_rows, **settings):
-    made = compiled.Programs(config, layout, **settings)
+    made = compiled.CompiledFunctions(config, layout, **settings)
     if all_rows:
         made.row_counts = [made.num_slots]
     return made
@@ -77,7 +77,7 @@ def new_engine(model, *, share=True, all_rows=False, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, 'TURNED_INPUTS', 1)
         make = functools.partial(_shared_programs if share else _programs, all_rows=all_rows)
-        patch.setattr(engine_module, 'Programs', make)
+        patch.setattr(engine_module, 'CompiledFunctions', make)
         return Engine(model, **{**SETTINGS, **settings})
 
 

@@ -9,7 +9,7 @@ import json
 
 from maxlm.inference.rollout_generator import Sampler
 from maxlm.parallel.layout import make_layout
-from maxlm.runtime.initialize import join
+from maxlm.runtime.initialize import initialize
 from tests.parameters import random_params
 from tests.small import small_config
 
@@ -22,7 +22,7 @@ STD = 0.3
 
 def main() -> None:
     """Prints what this process has in the end, as JSON in the last line."""
-    join()
+    initialize()
     config = small_config(2, **SETTINGS, mesh__fsdp=2)
     layout = make_layout(config.mesh)
     sampler = Sampler(config, layout, ends=(), max_prompt=MAX_PROMPT, max_tokens=MAX_TOKENS)

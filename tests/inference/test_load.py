@@ -13,7 +13,7 @@ from maxlm.errors import InputError
 from maxlm.inference.load import load_model
 from maxlm.log import Console
 from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER, describe_run
-from maxlm.workdir.step_dirs import FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.checkpoint.test_manager import abstract_on, config_on, random_state, same, save
 from tests.checkpoint.test_streaming import flatten, streamed
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_without_a_tokenizer(make):
     workdir, _, _ = make(averaged=False)
     tokenizer = (workdir / TOKENIZER).read_bytes()
     (workdir / TOKENIZER).unlink()
-    for checkpoint in (workdir, f'{workdir}@7', workdir / FOLDER / '7'):
+    for checkpoint in (workdir, f'{workdir}@7', workdir / CHECKPOINTS_DIR / '7'):
         with pytest.raises(InputError) as info:
             load_model(str(checkpoint), num_devices=1)
         assert f'--checkpoint={checkpoint} has no tokenizer.json' in str(info.value)

@@ -4,24 +4,24 @@ import numpy as np
 import pytest
 
 from maxlm.inference import prefix_tree
-from maxlm.inference.prefix_tree import Tree, common, grow, lay_out
+from maxlm.inference.prefix_tree import Tree, common_prefix, flatten, insert
 
 START = list(range(100, 110))
 
 
 def test_texts_that_begin_alike_are_one_tree():
     texts = [[*START, 3], [1, 2], [*START, 2, 2], [*START[:8], 5], START, [*START[:7], 5]]
-    found = grow(texts)
+    found = insert(texts)
     # In the order of their tokens; seven are too few to share.
     assert found == [Tree([1], 2), Tree([5], 8), Tree([3, 4, 2, 0], 9 + 2 + 2 + 1)]
-    assert grow(texts, largest=0) == [Tree([number], len(texts[number])) for number in (1, 5, 3, 4, 2, 0)]
+    assert insert(texts, largest=0) == [Tree([number], len(texts[number])) for number in (1, 5, 3, 4, 2, 0)]
 
 
 def test_a_tree_has_an_end():
     texts = [[*START, number] for number in range(10)]
-    assert [tree.size for tree in grow(texts, largest=14)] == [14, 14, 12]
+    assert [tree.size for tree in insert(texts, largest=14)] == [14, 14, 12]
     # What is longer than a tree stands alone.
-    assert [tree.size for tree in grow([[*START, 1], [*START, 2]], largest=9)] == [11, 11]
+    assert [tree.size for tree in insert([[*START, 1], [*START, 2]], largest=9)] == [11, 11]
 
 
 def seen(laid, index):
@@ -35,8 +35,8 @@ def test_tokens_see_their_own_text_only(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     texts = [[7, *rng.integers(0, 3, rng.integers(0, 9)).tolist()] for _ in range(20)]
     texts = [list(text) for text in {tuple(text) for text in texts}]
-    (tree,) = grow(texts)
-    laid = lay_out([texts[number] for number in tree.texts])
+    (tree,) = insert(texts)
+    laid = flatten([texts[number] for number in tree.texts])
     assert (
         len(laid.tokens) == tree.size == len({tuple(text[:end]) for text in texts for end in range(1, len(text) + 1)})
     )
@@ -48,7 +48,9 @@ def test_tokens_see_their_own_text_only(seed, monkeypatch):
 
 
 def test_what_is_common():
-    assert [common(np.array(first), np.array([1, 2, 3])) for first in ([1, 2, 3], [1, 2], [1, 3, 3], [2], [])] == [
+    assert [
+        common_prefix(np.array(first), np.array([1, 2, 3])) for first in ([1, 2, 3], [1, 2], [1, 3, 3], [2], [])
+    ] == [
         3,
         2,
         1,

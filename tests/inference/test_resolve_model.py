@@ -16,7 +16,7 @@ from maxlm.inference.resolve_model import found_checkpoint, name_of
 from maxlm.log import Console
 from maxlm.training.state import abstract_state
 from maxlm.workdir.files import describe_run
-from maxlm.workdir.step_dirs import FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.small import small_config, small_layout
 from tests.starting import MODEL
 
@@ -83,7 +83,7 @@ def test_a_directory_of_transformers(made, tmp_path, capsys):
 
 def test_what_is_no_model(made, tmp_path):
     shutil.copytree(made / 'run', tmp_path / 'damaged')
-    shutil.rmtree(tmp_path / 'damaged' / FOLDER)
+    shutil.rmtree(tmp_path / 'damaged' / CHECKPOINTS_DIR)
     (tmp_path / 'damaged' / 'model.safetensors').write_bytes(b'x')
     for given, words in [
         (f'{made}/nowhere', 'no checkpoint in'),

@@ -10,15 +10,15 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.inference.sampling import (
     Sampling,
-    draw,
     draw_keys,
-    draw_rows,
     has_penalty,
-    keep_likeliest,
-    likeliest_log_probs,
     log_prob,
     penalized,
     rows_of,
+    sample,
+    sample_rows,
+    top_k_mask,
+    top_log_probs,
 )
 
 
@@ -27,14 +27,14 @@ def random_logits(rows, vocab, seed=0):
 
 
 _keys = jax.jit(lambda seed, number: jax.random.split(jax.random.key(seed), number), static_argnums=1)
-_draw_rows, _keep_likeliest, _draw = jax.jit(draw_rows), jax.jit(keep_likeliest), jax.jit(draw)
+_draw_rows, _keep_likeliest, _draw = jax.jit(sample_rows), jax.jit(top_k_mask), jax.jit(sample)
 
 
 def keys(number, seed=0):
     return _keys(seed, number)
 
 
-def sample(logits_BV, keys_B, sampling):
+def sample_with(logits_BV, keys_B, sampling):
     return _draw_rows(logits_BV, keys_B, rows_of([sampling] * len(logits_BV)))
 
 
@@ -42,7 +42,7 @@ def sample(logits_BV, keys_B, sampling):
 def draw_many(logits_V, seed, rows, *, number):
     logits_BV = jnp.broadcast_to(logits_V, (number, len(logits_V)))
     rows = jax.tree.map(lambda x_1: jnp.broadcast_to(x_1, (number, *x_1.shape[1:])), rows)
-    return draw_rows(logits_BV, jax.random.split(jax.random.key(seed), number), rows)
+    return sample_rows(logits_BV, jax.random.split(jax.random.key(seed), number), rows)
 
 
 def draws(logits_V, sampling, *, seed=0):
@@ -79,10 +79,12 @@ def chi_square(counts, probabilities):
 def test_greedy():
     logits = random_logits(16, 50)
     for sampling in (Sampling(temperature=0), Sampling(temperature=0, top_k=3, top_p=0.5)):
-        assert sample(logits, keys(16), sampling).tolist() == logits.argmax(-1).tolist()
+        assert sample_with(logits, keys(16), sampling).tolist() == logits.argmax(-1).tolist()
     # Of equals, the first; whatever the key.
-    assert sample(np.array([[1.0, 3.0, 3.0]], np.float32), keys(1, seed=5), Sampling(temperature=0)).tolist() == [1]
-    assert sample(logits, keys(16), Sampling()).tolist() != logits.argmax(-1).tolist()
+    assert sample_with(np.array([[1.0, 3.0, 3.0]], np.float32), keys(1, seed=5), Sampling(temperature=0)).tolist() == [
+        1
+    ]
+    assert sample_with(logits, keys(16), Sampling()).tolist() != logits.argmax(-1).tolist()
 
 
 def test_limits_of_the_temperature():
@@ -140,18 +142,18 @@ def test_temperature_comes_before_top_p():
 @pytest.mark.parametrize('sampling', [Sampling(), Sampling(temperature=0.7, top_k=5), Sampling(top_p=0.8)])
 def test_batch_mates_do_not_matter(sampling):
     logits, row_keys = random_logits(8, 40), keys(8)
-    together = sample(logits, row_keys, sampling)
-    alone = [int(sample(logits[row : row + 1], row_keys[row : row + 1], sampling)[0]) for row in range(8)]
+    together = sample_with(logits, row_keys, sampling)
+    alone = [int(sample_with(logits[row : row + 1], row_keys[row : row + 1], sampling)[0]) for row in range(8)]
     assert together.tolist() == alone
-    backwards = sample(logits[::-1], row_keys[::-1], sampling)
+    backwards = sample_with(logits[::-1], row_keys[::-1], sampling)
     assert backwards.tolist() == alone[::-1]
     # Control: the key of a row does.
-    assert sample(logits, keys(8, seed=1), sampling).tolist() != alone
+    assert sample_with(logits, keys(8, seed=1), sampling).tolist() != alone
 
 
 def test_ids_are_int32():
     for sampling in (Sampling(), Sampling(temperature=0)):
-        tokens = sample(random_logits(3, 5), keys(3), sampling)
+        tokens = sample_with(random_logits(3, 5), keys(3), sampling)
         assert (tokens.dtype, tokens.shape) == (jnp.int32, (3,))
 
 
@@ -195,7 +197,7 @@ def test_rows_have_settings_of_their_own():
         Sampling(min_p=0.5),
     ]
     together = _draw_rows(logits, row_keys, rows_of(settings)).tolist()
-    alone = [int(sample(logits[i : i + 1], row_keys[i : i + 1], row)[0]) for i, row in enumerate(settings)]
+    alone = [int(sample_with(logits[i : i + 1], row_keys[i : i + 1], row)[0]) for i, row in enumerate(settings)]
     assert together == alone
     # Control: in another order they give others.
     assert _draw_rows(logits, row_keys, rows_of(settings[::-1])).tolist() != alone
@@ -205,8 +207,8 @@ def test_one_temperature_for_all_is_that_of_each():
     logits, row_keys = random_logits(16, 40), keys(16)
     for temperature in (0.0, 0.7):
         found = _draw(logits, row_keys, temperature).tolist()
-        assert found == sample(logits, row_keys, Sampling(temperature=temperature)).tolist()
-        assert found != sample(logits, keys(16, seed=1), Sampling(temperature=3)).tolist()
+        assert found == sample_with(logits, row_keys, Sampling(temperature=temperature)).tolist()
+        assert found != sample_with(logits, keys(16, seed=1), Sampling(temperature=3)).tolist()
 
 
 def test_a_key_is_of_seed_sample_and_position():
@@ -238,7 +240,7 @@ def test_log_probabilities():
     np.testing.assert_allclose(
         log_prob(jnp.asarray(logits), jnp.array([3, 0, 7])), expected[np.arange(3), [3, 0, 7]], atol=1e-5
     )
-    ids, values = likeliest_log_probs(jnp.asarray(logits), 4)
+    ids, values = top_log_probs(jnp.asarray(logits), 4)
     order = np.argsort(-logits)[:, :4]
     assert ids.tolist() == order.tolist()
     np.testing.assert_allclose(values, np.take_along_axis(expected, order, axis=1), atol=1e-5)

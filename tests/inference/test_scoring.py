@@ -12,8 +12,8 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference import scoring
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.prefix_tree import grow
-from maxlm.inference.scoring import SHORTEST_ROW, Likelihood, Scorer, Span, pack, scored_slots, windows
+from maxlm.inference.prefix_tree import insert
+from maxlm.inference.scoring import SHORTEST_ROW, Likelihood, LogprobScorer, Span, pack, scored_slots, windows
 from maxlm.training.state import abstract_model
 from tests.parameters import random_params
 from tests.small import small_config, small_layout
@@ -47,7 +47,7 @@ def load(family='llama', mesh='one device'):
 
 @functools.cache
 def scorer(family='llama', mesh='one device'):
-    return Scorer(load(family, mesh))
+    return LogprobScorer(load(family, mesh))
 
 
 @functools.cache
@@ -121,7 +121,7 @@ def test_learned_positions_are_those_of_each_text():
 
 def test_neither_batches_nor_the_order_matter(expected):
     # Small batches cut the rows otherwise.
-    agree(Scorer(load(), batch_tokens=SHORTEST_ROW).score(spans()[::-1])[::-1], expected)
+    agree(LogprobScorer(load(), batch_tokens=SHORTEST_ROW).score(spans()[::-1])[::-1], expected)
 
 
 def test_where_the_rotation_depends_on_the_length_texts_are_alone():
@@ -198,13 +198,13 @@ def test_what_texts_begin_with_is_read_once(family, monkeypatch):
     assert [len(tree.tokens) for tree in row] == [len(beginnings)]
     assert len(beginnings) <= 40 + 3 * (12 + 2 + 7)
     # Control: where texts are not shared, the same is read as documents.
-    monkeypatch.setattr(scoring, 'grow', lambda texts, largest: grow(texts, largest=0))
+    monkeypatch.setattr(scoring, 'insert', lambda texts, largest: insert(texts, largest=0))
     agree(scorer(family).score(asked), expected)
     assert sum(len(tree.tokens) for rows in read[1:] for row in rows for tree in row) > 4 * len(row[0].tokens)
 
 
 def test_shapes_are_few():
-    small = Scorer(load(), batch_tokens=2 * SHORTEST_ROW)
+    small = LogprobScorer(load(), batch_tokens=2 * SHORTEST_ROW)
     lengths = [1000, 900, 400, *[100] * 60, 90]
     batches = list(small._batches(lengths))
     # Full batches, and a last one.

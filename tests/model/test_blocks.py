@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.model.blocks import drop
+from maxlm.model.blocks import dropout
 from tests.parameters import decoder_graph, logits, random_params
 from tests.small import small_batch, small_config
 
@@ -73,6 +73,6 @@ def test_dropout_needs_a_key_and_depends_on_it():
 
 
 def test_dropout_keeps_the_mean():
-    dropped = np.asarray(jax.jit(lambda key: drop(jnp.ones(100_000), 0.3, key))(jax.random.key(0)))
+    dropped = np.asarray(jax.jit(lambda key: dropout(jnp.ones(100_000), 0.3, key))(jax.random.key(0)))
     assert abs(dropped.mean() - 1) < 0.01
     assert abs((dropped == 0).mean() - 0.3) < 0.01

@@ -6,8 +6,8 @@ import pytest
 
 from maxlm.config.loading import to_json
 from maxlm.config.schema import UNDECIDED_STEPS
-from maxlm.monitoring.dashboard_data import devices_of, facts_of
-from maxlm.telemetry.run_history import History, read_history
+from maxlm.monitoring.dashboard_data import dashboard_data, devices_of
+from maxlm.telemetry.run_history import RunHistory, read_history
 from maxlm.telemetry.run_status import RUNNING, STARTING
 from tests import workdirs
 from tests.run_lines import NOW, NUM_STEPS, TOKENS_PER_STEP
@@ -15,7 +15,7 @@ from tests.run_lines import NOW, NUM_STEPS, TOKENS_PER_STEP
 
 def test_of_a_run_in_its_middle(tmp_path):
     history = read_history(workdirs.running(tmp_path))
-    facts = facts_of(history, NOW)
+    facts = dashboard_data(history, NOW)
     assert (facts.step, facts.num_steps, facts.life) == (234, NUM_STEPS, 1)
     assert (facts.tokens, facts.num_tokens) == (234 * TOKENS_PER_STEP, NUM_STEPS * TOKENS_PER_STEP)
     # 8 s of start, 5 of compiling, 234 steps, two evaluations and two saves.
@@ -35,32 +35,32 @@ def test_what_is_left_shrinks_while_it_runs_and_not_while_it_stands_still(tmp_pa
     history = read_history(workdirs.running(tmp_path))
     told = history.metrics[-1]
     left = told['cost/seconds_left'] - (NOW - told['time'])
-    assert facts_of(history, NOW).seconds_left == pytest.approx(left)
-    assert facts_of(history, NOW + 20).seconds_left == pytest.approx(left - 20)
+    assert dashboard_data(history, NOW).seconds_left == pytest.approx(left)
+    assert dashboard_data(history, NOW + 20).seconds_left == pytest.approx(left - 20)
     gone = dataclasses.replace(history, alive=False)
-    assert facts_of(gone, NOW + 20).seconds_left == told['cost/seconds_left']
-    assert facts_of(gone, NOW + 20).seconds == facts_of(history, NOW).seconds
+    assert dashboard_data(gone, NOW + 20).seconds_left == told['cost/seconds_left']
+    assert dashboard_data(gone, NOW + 20).seconds == dashboard_data(history, NOW).seconds
 
 
 def test_without_being_told_the_pace_says_what_is_left(tmp_path):
     history = read_history(workdirs.on_cpu(tmp_path))
     bare = [{k: v for k, v in line.items() if not k.startswith('cost/')} for line in history.metrics]
-    facts = facts_of(dataclasses.replace(history, metrics=bare), NOW)
+    facts = dashboard_data(dataclasses.replace(history, metrics=bare), NOW)
     # Of a step 0.5 s, and for a hundred of them an evaluation of 3 s and a save of 1.5.
     assert facts.seconds_left == pytest.approx((NUM_STEPS - 234) * (0.5 + 0.045), rel=0.03)
 
 
 def test_money(tmp_path):
-    facts = facts_of(read_history(workdirs.two_hosts(tmp_path / 'a')), NOW)
+    facts = dashboard_data(read_history(workdirs.two_hosts(tmp_path / 'a')), NOW)
     # Eight devices at $3.50 an hour.
     assert facts.dollars == pytest.approx(facts.seconds / 3600 * 8 * 3.5, rel=1e-3)
     assert facts.dollars_left == pytest.approx(facts.seconds_left / 3600 * 8 * 3.5, rel=0.1)
-    unpriced = facts_of(read_history(workdirs.on_cpu(tmp_path / 'b')), NOW)
+    unpriced = dashboard_data(read_history(workdirs.on_cpu(tmp_path / 'b')), NOW)
     assert (unpriced.dollars, unpriced.dollars_left) == (None, None)
 
 
 def test_after_its_end_nothing_is_left(tmp_path):
-    facts = facts_of(read_history(workdirs.finished(tmp_path)), NOW + 1e6)
+    facts = dashboard_data(read_history(workdirs.finished(tmp_path)), NOW + 1e6)
     assert (facts.step, facts.seconds_left, facts.active) == (NUM_STEPS, 0.0, False)
     assert not facts.dollars_left
     assert facts.seconds == pytest.approx(sum(facts.shares.values()), abs=0.01)
@@ -73,7 +73,7 @@ def test_a_rollback_takes_steps_back(tmp_path):
     scribe.train(220)
     scribe.roll_back(to=200)
     workdirs.lock(tmp_path)
-    assert facts_of(read_history(scribe.close()), NOW).step == 200
+    assert dashboard_data(read_history(scribe.close()), NOW).step == 200
 
 
 def test_a_life_that_has_not_read_its_checkpoint_stands_where_the_last_one_ended(tmp_path):
@@ -87,24 +87,24 @@ def test_a_life_that_has_not_read_its_checkpoint_stands_where_the_last_one_ended
         if line['life'] == 2:
             line.update(step=None, start_step=None)
     scribe.close()
-    facts = facts_of(read_history(tmp_path), NOW)
+    facts = dashboard_data(read_history(tmp_path), NOW)
     assert (facts.step, facts.life, facts.condition.state) == (170, 2, STARTING)
-    assert facts.seconds_left == facts_of(read_history(tmp_path), NOW + 10).seconds_left
+    assert facts.seconds_left == dashboard_data(read_history(tmp_path), NOW + 10).seconds_left
     scribe.train(111)
     scribe._beat('beat')
-    facts = facts_of(read_history(scribe.close()), NOW)
+    facts = dashboard_data(read_history(scribe.close()), NOW)
     assert (facts.step, facts.condition.state) == (111, RUNNING)
 
 
 def test_a_loss_that_is_not_finite_is_none_and_not_missing(tmp_path):
-    facts = facts_of(read_history(workdirs.diverged(tmp_path)), NOW)
+    facts = dashboard_data(read_history(workdirs.diverged(tmp_path)), NOW)
     assert facts.newest['train/loss'] is None
     assert facts.newest['train/skipped'] == 40
     assert [y for x, y in facts.curves['train/loss'] if x > 200] == [None, None]
 
 
 def test_of_nothing():
-    facts = facts_of(History('nowhere'), NOW)
+    facts = dashboard_data(RunHistory('nowhere'), NOW)
     assert (facts.step, facts.num_steps, facts.tokens, facts.seconds, facts.dollars) == (0, None, None, None, None)
     assert not facts.active
 
@@ -112,12 +112,12 @@ def test_of_nothing():
 def test_a_budget_that_has_not_decided_on_a_length(tmp_path):
     workdirs.running(tmp_path)
     (tmp_path / 'config.json').write_text(to_json(workdirs.config(num_steps=UNDECIDED_STEPS)))
-    facts = facts_of(read_history(tmp_path), NOW)
+    facts = dashboard_data(read_history(tmp_path), NOW)
     assert (facts.num_steps, facts.num_tokens) == (None, None)
 
 
 def test_devices(tmp_path):
-    facts = facts_of(read_history(workdirs.two_hosts(tmp_path)), NOW + 50)
+    facts = dashboard_data(read_history(workdirs.two_hosts(tmp_path)), NOW + 50)
     assert [reading.process for reading in facts.readings] == [0, 1]
     assert [len(devices_of(reading)) for reading in facts.readings] == [4, 4]
     assert facts.readings[0].age == pytest.approx(50)

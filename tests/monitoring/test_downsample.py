@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from maxlm.monitoring.downsample import Condensed, Curves
+from maxlm.monitoring.downsample import Curves, DownsampledCurve
 
 
 def made(points, size):
-    one = Condensed(max_stretches=100)
+    one = DownsampledCurve(max_stretches=100)
     for start in range(0, len(points), size):
         one.add(points[start : start + size])
     return one.points()
@@ -53,8 +53,10 @@ def test_metrics_that_grow_are_counted_once_and_others_anew(monkeypatch):
     assert curves.of(metrics)['train/loss'] == [(step, 1.0) for step in range(10)]
     metrics = [*metrics, *lines(range(10, 12), 2.0), {'step': 12, 'eval/loss': 3.0}]
     counted = []
-    original = Condensed.add
-    monkeypatch.setattr(Condensed, 'add', lambda self, points: (counted.append(len(points)), original(self, points)))
+    original = DownsampledCurve.add
+    monkeypatch.setattr(
+        DownsampledCurve, 'add', lambda self, points: (counted.append(len(points)), original(self, points))
+    )
     found = curves.of(metrics)
     assert counted == [2, 1]
     assert found == Curves(['train/loss', 'eval/loss']).of(metrics)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from maxlm.monitoring import panels
-from maxlm.monitoring.dashboard_data import facts_of
+from maxlm.monitoring.dashboard_data import dashboard_data
 from maxlm.monitoring.screen import page, screen, table
 from maxlm.telemetry.run_history import read_history
 from tests import workdirs
@@ -19,7 +19,7 @@ SIZES = [(80, 24), (200, 60), (130, 24), (40, 10), (20, 5), (300, 100), (1, 1)]
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp('runs')
-    return {name: facts_of(read_history(build(folder / name)), NOW) for name, build in BUILDERS.items()}
+    return {name: dashboard_data(read_history(build(folder / name)), NOW) for name, build in BUILDERS.items()}
 
 
 def texts(lines):
@@ -119,7 +119,7 @@ def test_a_long_reason_is_told_on_several_lines(tmp_path):
     scribe = workdirs.Scribe(tmp_path)
     scribe.start()
     scribe.end('failed', 'ValueError: ' + 'a word and another one ' * 30, 1)
-    lines = panels.header(facts_of(read_history(scribe.close()), NOW), 80)
+    lines = panels.header(dashboard_data(read_history(scribe.close()), NOW), 80)
     assert len(lines) == 1 + panels.WHY_LINES
     assert lines[-1].plain.endswith(' …')
 
@@ -142,7 +142,7 @@ def test_hot_devices_and_errors_are_coloured(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     device = history.devices[0][-1]['devices'][0]
     device.update(temperature_c=91, ecc_errors=3, throttled=['thermal', 'power'])
-    (line, _) = panels.devices(facts_of(history, NOW), 100, most=5)
+    (line, _) = panels.devices(dashboard_data(history, NOW), 100, most=5)
     for words in ('91 °C', 'slowed: thermal power', '3 ECC errors'):
         assert words in line.plain
     assert {'bold red', 'yellow'} <= {str(span.style) for span in line.spans}
@@ -150,8 +150,8 @@ def test_hot_devices_and_errors_are_coloured(tmp_path):
 
 def test_old_readings_are_said_to_be(tmp_path):
     history = read_history(workdirs.running(tmp_path))
-    assert ' ago' not in panels.devices(facts_of(history, NOW), 100, most=5)[-1].plain
-    assert '10 min 00 s ago' in panels.devices(facts_of(history, NOW + 600), 100, most=5)[-1].plain
+    assert ' ago' not in panels.devices(dashboard_data(history, NOW), 100, most=5)[-1].plain
+    assert '10 min 00 s ago' in panels.devices(dashboard_data(history, NOW + 600), 100, most=5)[-1].plain
 
 
 def test_torn_files_are_said(runs):
@@ -185,7 +185,7 @@ def test_nothing_in_a_workdir_makes_drawing_fail(tmp_path, seed):
     for build in (workdirs.two_hosts, workdirs.crashed, workdirs.diverged):
         workdir = build(tmp_path / build.__name__)
         damage(workdir, rng)
-        facts = facts_of(read_history(workdir), NOW)
+        facts = dashboard_data(read_history(workdir), NOW)
         for width, height in ((80, 24), (200, 60)):
             lines = screen([facts, facts], 0, width, height)
             assert [line.cell_len for line in lines] == [width] * height

@@ -8,7 +8,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.planning.budget import plan_budget
 from maxlm.planning.chinchilla import HOFFMANN, compute_optimal
-from maxlm.planning.cost import Terms
+from maxlm.planning.cost import PricingTerms
 from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.scaling import Prediction, sweep_sizes
 from maxlm.planning.tables import as_json, budget_table
@@ -54,10 +54,10 @@ def test_dollars_are_hours_at_a_price():
     hours = plan_budget(sizes, H100, hours=100)
     dollars = plan_budget(sizes, H100, dollars=100 * 64 * 3.99)
     assert dollars.best == pytest.approx(hours.best)
-    own = plan_budget(sizes, H100, dollars=100 * 64 * 2.0, terms=Terms(price=2.0))
+    own = plan_budget(sizes, H100, dollars=100 * 64 * 2.0, terms=PricingTerms(price=2.0))
     assert own.best == pytest.approx(hours.best)
     assert plan_budget(sizes, H100, dollars=100 * 64 * 2.0).best.loss > own.best.loss
-    spot = plan_budget(sizes, H100, dollars=100 * 64 * 2.0, terms=Terms(spot_price=1.0), spot=True)
+    spot = plan_budget(sizes, H100, dollars=100 * 64 * 2.0, terms=PricingTerms(spot_price=1.0), spot=True)
     assert spot.best.loss < own.best.loss
 
 

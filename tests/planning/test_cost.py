@@ -8,13 +8,13 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.hardware.chips import CHIPS, GIB
 from maxlm.planning.cost import (
-    USUAL_TERMS,
-    Terms,
-    best_interval,
+    DEFAULT_TERMS,
+    PricingTerms,
     estimate_cost,
     find_pace,
     num_saves,
-    slowdown,
+    optimal_save_interval,
+    preemption_overhead,
     tokens_for,
 )
 from tests.small import small_config
@@ -28,7 +28,7 @@ def config(**overrides):
     return small_config(**settings)
 
 
-def cost(step_seconds=2.0, chip=V5E, num_devices=16, *, state_bytes=0, terms=USUAL_TERMS, **overrides):
+def cost(step_seconds=2.0, chip=V5E, num_devices=16, *, state_bytes=0, terms=DEFAULT_TERMS, **overrides):
     return estimate_cost(config(**overrides), step_seconds, chip, num_devices, state_bytes=state_bytes, terms=terms)
 
 
@@ -40,7 +40,7 @@ def test_hours_and_dollars_by_hand():
     # 16 chips at 1.20 dollars.
     assert run.dollars == pytest.approx(2000 / 3600 * 16 * 1.20)
     assert cost(4.0).dollars == pytest.approx(2 * run.dollars)
-    assert cost(terms=Terms(price=3.0)).dollars == pytest.approx(2000 / 3600 * 16 * 3.0)
+    assert cost(terms=PricingTerms(price=3.0)).dollars == pytest.approx(2000 / 3600 * 16 * 3.0)
 
 
 def test_evaluation_takes_a_third_of_a_step_per_batch():
@@ -57,13 +57,13 @@ def test_a_checkpoint_by_hand():
     assert run.checkpoints_kept == 3
     assert run.storage_dollars_per_month == pytest.approx(3 * 64 * 0.020)
     # Twice the bandwidth, half the time.
-    assert cost(state_bytes=64 * GIB, terms=Terms(write_bandwidth=2e9)).checkpoint_seconds == pytest.approx(
+    assert cost(state_bytes=64 * GIB, terms=PricingTerms(write_bandwidth=2e9)).checkpoint_seconds == pytest.approx(
         8 * GIB / 1e9
     )
 
 
 def test_writing_that_takes_longer_than_the_work_between_stops_the_run():
-    slow = cost(state_bytes=64 * GIB, terms=Terms(write_bandwidth=1e7))
+    slow = cost(state_bytes=64 * GIB, terms=PricingTerms(write_bandwidth=1e7))
     # Ten times the 16 GiB of a host at 10 MB/s, the work going on meanwhile, and the copies.
     assert slow.hours == pytest.approx(10 * (16 * GIB / 1e7 + 4 * GIB / 16e9) / 3600)
 
@@ -101,24 +101,24 @@ def simulate(work, stop, between, restart, *, cycles, seed):
 )
 def test_slowdown_is_that_of_simulated_interruptions(work, stop, between, restart):
     expected = simulate(work, stop, between, restart, cycles=20_000, seed=1)
-    assert slowdown(work, stop, between, restart) == pytest.approx(expected, rel=0.02)
+    assert preemption_overhead(work, stop, between, restart) == pytest.approx(expected, rel=0.02)
     # Controls: what is left out shows.
-    assert slowdown(work, stop, 2 * between, restart) < 0.97 * expected
+    assert preemption_overhead(work, stop, 2 * between, restart) < 0.97 * expected
     assert (work + stop) / work < 0.97 * expected
 
 
 def test_without_interruptions_only_the_stops_cost():
-    assert slowdown(100, 5, math.inf, 600) == 1.05
-    assert slowdown(100, 5, 1e9, 600) == pytest.approx(1.05, rel=1e-5)
+    assert preemption_overhead(100, 5, math.inf, 600) == 1.05
+    assert preemption_overhead(100, 5, 1e9, 600) == pytest.approx(1.05, rel=1e-5)
 
 
 @pytest.mark.parametrize(('stop', 'between'), [(10, 86_400), (60, 7200), (120, 1800)])
 def test_the_best_interval_loses_least(stop, between):
-    best = best_interval(stop, between)
+    best = optimal_save_interval(stop, between)
     intervals = np.geomspace(0.05 * best, 20 * best, 4001)
-    least = min(slowdown(work, stop, between, 300) for work in intervals)
-    assert slowdown(best, stop, between, 300) == pytest.approx(least, rel=1e-4)
-    assert slowdown(3 * best, stop, between, 300) > 1.003 * least
+    least = min(preemption_overhead(work, stop, between, 300) for work in intervals)
+    assert preemption_overhead(best, stop, between, 300) == pytest.approx(least, rel=1e-4)
+    assert preemption_overhead(3 * best, stop, between, 300) > 1.003 * least
     # Young's first order, where stops are short.
     if stop * 1000 < between:
         assert best == pytest.approx(math.sqrt(2 * stop * between), rel=0.02)
@@ -129,21 +129,21 @@ def test_spot_devices_cost_less_and_take_longer():
     assert run.hours_spot > run.hours
     assert run.dollars_spot < run.dollars
     assert run.dollars_spot == pytest.approx(run.hours_spot * 16 * run.spot_price.dollars)
-    often = cost(state_bytes=64 * GIB, terms=Terms(preemption_hours=1.0))
+    often = cost(state_bytes=64 * GIB, terms=PricingTerms(preemption_hours=1.0))
     assert often.hours_spot > 1.1 * run.hours_spot
     assert often.hours == run.hours
     assert often.best_every_steps < run.best_every_steps
 
 
 def test_a_share_on_spot_devices():
-    parts = [cost(state_bytes=GIB, terms=Terms(spot_share=share)) for share in (0.0, 0.5, 1.0)]
+    parts = [cost(state_bytes=GIB, terms=PricingTerms(spot_share=share)) for share in (0.0, 0.5, 1.0)]
     assert parts[0].dollars_spot == pytest.approx(parts[0].dollars)
     assert parts[1].dollars_spot == pytest.approx((parts[0].dollars_spot + parts[2].dollars_spot) / 2)
     assert parts[2].dollars_spot < parts[1].dollars_spot
 
 
 def test_nodes_of_gpus_are_taken_away_one_by_one():
-    terms = Terms(spot_price=1.0, preemption_hours=4.0)
+    terms = PricingTerms(spot_price=1.0, preemption_hours=4.0)
     node, nodes = (cost(chip=H100, num_devices=count, terms=terms) for count in (8, 64))
     assert nodes.hours_spot / nodes.hours > node.hours_spot / node.hours
     slice_of_8, slice_of_64 = (cost(num_devices=count, terms=terms) for count in (8, 64))
@@ -155,7 +155,7 @@ def test_an_unknown_price_is_none():
     assert run.dollars > 0
     assert run.dollars_spot is None
     assert run.hours_spot is None
-    assert cost(chip=H100, num_devices=8, terms=Terms(spot_price=2.0)).dollars_spot > 0
+    assert cost(chip=H100, num_devices=8, terms=PricingTerms(spot_price=2.0)).dollars_spot > 0
 
 
 @pytest.mark.parametrize('spot', [False, True])

@@ -11,7 +11,7 @@ from maxlm.config.schema import AUTO
 from maxlm.errors import InputError
 from maxlm.planning.forecast import estimate
 from maxlm.planning.machine import Machine, usable_memory
-from maxlm.planning.search import Change, choose_micro_batch, confirm, search, sensible_meshes
+from maxlm.planning.search import Override, candidate_meshes, choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.planning.targets import parse_target
 from tests.conftest import ROOT
 
@@ -43,7 +43,7 @@ def with_changes(config, changes):
 def test_what_is_found_fits_and_the_fastest_comes_first():
     machine = machine_of('h100:8')
     config = config_of()
-    found = search(config, machine, resolver(machine))
+    found = search_layouts(config, machine, resolver(machine))
     assert len(found) > 20
     assert all(candidate.forecast.fits for candidate in found)
     times = [candidate.forecast.time.total for candidate in found]
@@ -62,7 +62,7 @@ def test_what_is_found_fits_and_the_fastest_comes_first():
 
 def test_less_memory_leaves_slower_ways():
     config, roomy, tight = config_of(), machine_of('h100:8'), machine_of('h100:8', share=0.25)
-    fastest = [search(config, machine, resolver(machine))[0].forecast for machine in (roomy, tight)]
+    fastest = [search_layouts(config, machine, resolver(machine))[0].forecast for machine in (roomy, tight)]
     assert fastest[1].needed <= tight.available < fastest[0].needed
     assert fastest[1].time.total > fastest[0].time.total
 
@@ -71,25 +71,25 @@ def test_a_run_is_changed_only_where_nothing_else_fits():
     changing = {'optimizer.moments', 'mesh.offload'}
     config, machine = config_of(), machine_of('h200:1', share=0.95)
     # 6.7 billion parameters take 108 GB with moments and a gradient, and another 27 GB for the next to be added to it.
-    found = search(config, machine, resolver(machine))
+    found = search_layouts(config, machine, resolver(machine))
     assert found
     assert all(changing & {change.key for change in candidate.changes} for candidate in found)
-    small = search(config_of('1b.py'), machine, resolver(machine))
+    small = search_layouts(config_of('1b.py'), machine, resolver(machine))
     assert not any(changing & {change.key for change in candidate.changes} for candidate in small)
     # And where even the host would not help, nothing is found.
     tiny = machine_of('h100:1', share=0.001)
-    assert search(config, tiny, resolver(tiny)) == []
+    assert search_layouts(config, tiny, resolver(tiny)) == []
 
 
 def test_meshes_keep_tensor_within_a_node_and_use_all_devices():
     target = parse_target('h100:8x4')
-    meshes = list(sensible_meshes(config_of(), target))[1:]
+    meshes = list(candidate_meshes(config_of(), target))[1:]
     sizes = [mesh.sizes for mesh in meshes]
     assert all(mesh['tensor'] <= 8 for mesh in sizes)
     assert {mesh['replica'] for mesh in sizes} == {1, 4}
     assert all(mesh['context'] == 1 for mesh in sizes)
     long = config_of('code.py:7b', 'data.window=16384')
-    assert max(mesh.context for mesh in sensible_meshes(long, target)) == 8
+    assert max(mesh.context for mesh in candidate_meshes(long, target)) == 8
     product = 1
     for size in sizes[-1].values():
         product *= size
@@ -113,17 +113,17 @@ class Compiler:
 
 def test_the_compiler_has_the_last_word():
     machine = machine_of('h100:8')
-    found = search(config_of(), machine, resolver(machine))
+    found = search_layouts(config_of(), machine, resolver(machine))
     honest, pessimist = Compiler(machine, 1.0), Compiler(machine, 1.3)
-    assert confirm(found, honest).changes == found[0].changes
+    assert verify_by_compiling(found, honest).changes == found[0].changes
     assert honest.calls == 1
-    second = confirm(found, pessimist)
+    second = verify_by_compiling(found, pessimist)
     assert second.forecast.fits
     assert not second.forecast.memory.is_estimate
     assert second.changes != found[0].changes
     # What is as large as one that was refused is not compiled.
     assert pessimist.calls <= 5
-    assert confirm(found, Compiler(machine, 100.0)) is None
+    assert verify_by_compiling(found, Compiler(machine, 100.0)) is None
 
 
 def test_the_largest_micro_batch():
@@ -132,7 +132,7 @@ def test_the_largest_micro_batch():
     assert auto.train.micro_batch == AUTO
     chosen = choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.0)).train.micro_batch
     needed = {
-        size: estimate(resolver(machine)(with_changes(auto, [Change('train.micro_batch', size)])), machine).needed
+        size: estimate(resolver(machine)(with_changes(auto, [Override('train.micro_batch', size)])), machine).needed
         for size in (chosen, 2 * chosen)
     }
     assert needed[chosen] <= machine.available < needed[2 * chosen]

@@ -5,7 +5,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.rewards.code_task import code_of, programs_of, run_tasks, same_output, share_passed
 from maxlm.sandbox.limits import Limits
-from maxlm.sandbox.pool import SandboxPool, Verdict
+from maxlm.sandbox.pool import ExecutionResult, SandboxPool
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_outputs_agree_but_for_space_at_the_end(found, expected, same):
 
 
 def test_a_share_counts_tests_and_cases():
-    tested = Verdict('failed', '', '', 0.1, None, tests=3, tests_passed=1)
-    ran = Verdict('passed', '2\n', '', 0.1, 0)
+    tested = ExecutionResult('failed', '', '', 0.1, None, tests=3, tests_passed=1)
+    ran = ExecutionResult('passed', '2\n', '', 0.1, 0)
     task = {'tests': 'x', 'cases': [{'stdout': '2'}, {'stdout': '3'}]}
     assert share_passed([tested, ran, ran], task) == 2 / 5
     assert share_passed([tested, ran._replace(status='error'), ran._replace(stdout='3')], task) == 2 / 5

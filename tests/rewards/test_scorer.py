@@ -10,7 +10,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.rewards import rewards
 from maxlm.rewards.prompts import Prompts
-from maxlm.rewards.scorer import Scorer, accuracy, check_tasks, is_right, mean_pass_at_k, pass_at_k
+from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, is_right, mean_pass_at_k, pass_at_k
 from maxlm.sandbox.limits import Limits
 
 
@@ -21,7 +21,7 @@ def prompts_of(*tasks):
 
 def test_a_batch_is_scored():
     tasks = [{'answer': 42, 'target_length': 2}, {'answer': 43, 'target_length': 4}]
-    with Scorer('numeric - 0.5*format + length', 'exact') as scorer:
+    with RewardScorer('numeric - 0.5*format + length', 'exact') as scorer:
         scores = scorer.score(['42', '#### 43', '#### 43', '42'], [*tasks, tasks[0], tasks[0]])
         assert scores.rewards.dtype == np.float32
         np.testing.assert_allclose(scores.rewards, [1.0, 1 - 0.5 - 0.75, -0.5 - 1, 1.0])
@@ -48,7 +48,7 @@ def test_the_same_response_to_a_task_is_judged_once(monkeypatch):
 
     monkeypatch.setitem(rewards.REWARDS, 'exact', rewards.of_each(count))
     tasks = [{'answer': 'a'}] * 3 + [{'answer': 'b'}] * 2
-    with Scorer('exact') as scorer:
+    with RewardScorer('exact') as scorer:
         assert scorer.score(['a', 'b', 'a', 'b', 'a'], tasks).rewards.tolist() == [1, 0, 1, 1, 0]
     assert sorted(judged) == [('a', 'a'), ('a', 'b'), ('b', 'a'), ('b', 'b')]
 
@@ -59,7 +59,7 @@ def test_programs_are_judged_in_one_sandbox(caplog):
     response = 'def f(x):\n    return x * abs(x)'
     with (
         caplog.at_level(logging.INFO, logger='maxlm'),
-        Scorer('tests', 'all_tests', workers=2, limits=Limits(wall_seconds=30.0)) as scorer,
+        RewardScorer('tests', 'all_tests', workers=2, limits=Limits(wall_seconds=30.0)) as scorer,
     ):
         assert scorer.score([response] * 2, tasks).rewards.tolist() == [0.5, 1.0]
         assert scorer.score([response] * 2, tasks, reward='all_tests').rewards.tolist() == [0.0, 1.0]
@@ -70,10 +70,10 @@ def test_programs_are_judged_in_one_sandbox(caplog):
 
 
 def test_no_sandbox_is_started_for_what_runs_nothing(caplog):
-    with caplog.at_level(logging.INFO, logger='maxlm'), Scorer('numeric + 0.1*syntax'):
+    with caplog.at_level(logging.INFO, logger='maxlm'), RewardScorer('numeric + 0.1*syntax'):
         assert not caplog.messages
     with pytest.raises(InputError, match="there is no reward 'nmeric'"):
-        Scorer('exact', 'nmeric')
+        RewardScorer('exact', 'nmeric')
 
 
 @pytest.mark.parametrize(

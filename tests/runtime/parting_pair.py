@@ -10,15 +10,15 @@ from pathlib import Path
 
 import jax
 
-from maxlm.runtime.heartbeat import Peers, part
-from maxlm.runtime.initialize import join
+from maxlm.runtime.heartbeat import Heartbeats, part
+from maxlm.runtime.initialize import initialize
 
 
 def main() -> None:
     """Exits with 3. Arguments: number of the process that is suspended before it parts (-1: none), and a directory."""
     suspended, directory = int(sys.argv[1]), Path(sys.argv[2])
-    join()
-    with Peers():
+    initialize()
+    with Heartbeats():
         # Opens what the processes have between them.
         jax.device_count()
     (directory / f'done-{jax.process_index()}').touch()

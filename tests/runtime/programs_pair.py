@@ -9,14 +9,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from maxlm.runtime.compilation_cache import SUFFIX, keep_programs
-from maxlm.runtime.heartbeat import Peers
-from maxlm.runtime.initialize import join
+from maxlm.runtime.compilation_cache import SUFFIX, enable_compilation_cache
+from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.runtime.initialize import initialize
 
 
 def compile_and_print():
     """Compiles two programs that are kept in the directory, and prints their results."""
-    keep_programs(sys.argv[1])
+    enable_compilation_cache(sys.argv[1])
     x = jnp.linspace(0.1, 0.9, 64).reshape(8, 8)
     for factor in (2, 3):
         print(jax.jit(lambda x, factor=factor: jnp.sin(x @ x) * factor)(x).tolist())
@@ -25,7 +25,7 @@ def compile_and_print():
 def main():
     """Looks with another process for a directory in common; prints what each case has come to, as JSON, at the end."""
     directory = Path(sys.argv[1])
-    join()
+    initialize()
     process = jax.process_index()
     (directory / 'of_one').write_text('a file, no directory')
     cases = {
@@ -36,9 +36,9 @@ def main():
         'the same': directory / 'shared',
     }
     kept = {}
-    with Peers():
+    with Heartbeats():
         for name, given in cases.items():
-            keep_programs(str(given))
+            enable_compilation_cache(str(given))
             kept[name] = jax.config.jax_compilation_cache_dir
             jax.config.update('jax_compilation_cache_dir', None)
         jax.config.update('jax_compilation_cache_dir', kept['the same'])

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from maxlm.runtime import barrier
-from maxlm.runtime.barrier import Joint, PeerError, Together
+from maxlm.runtime.barrier import PeerError, ProcessGroup, SaveTransaction
 
 
 class Store:
@@ -44,15 +44,15 @@ class Store:
 def store(monkeypatch):
     store = Store()
     monkeypatch.setattr(barrier, '_client', lambda: store)
-    monkeypatch.setattr(Together, '_number', 0)
-    monkeypatch.setattr(Together, '_save_number', 0)
+    monkeypatch.setattr(ProcessGroup, '_number', 0)
+    monkeypatch.setattr(ProcessGroup, '_save_number', 0)
     return store
 
 
 def member(monkeypatch, process, count=2):
     monkeypatch.setattr('jax.process_index', lambda: process)
     monkeypatch.setattr('jax.process_count', lambda: count)
-    return Together()
+    return ProcessGroup()
 
 
 def barriers(*joints):
@@ -76,7 +76,7 @@ def test_a_process_that_is_alone_asks_nobody(store, monkeypatch):
 def test_all_get_what_the_first_said(store, monkeypatch):
     first = member(monkeypatch, 0)
     assert first.from_first('first') == 'first'
-    monkeypatch.setattr(Together, '_number', 0)
+    monkeypatch.setattr(ProcessGroup, '_number', 0)
     assert member(monkeypatch, 1).from_first('second') == 'first'
     assert store.barriers == ['maxlm/checkpoints/1/met'] * 2
     # What was said before is removed once all have left it behind.
@@ -95,7 +95,7 @@ def test_a_new_save_clears_the_one_before(store, monkeypatch):
 
 
 def test_all_wait_for_each_other_twice(store):
-    joints = [Joint('save', number, 3) for number in range(3)]
+    joints = [SaveTransaction('save', number, 3) for number in range(3)]
     for phase in (1, 2):
         assert barriers(*joints) == [None] * 3
         assert f'save/{phase}/all/go' in store.values
@@ -105,7 +105,7 @@ def test_all_wait_for_each_other_twice(store):
 
 
 def test_the_failure_of_one_is_that_of_all(store):
-    joints = [Joint('save', number, 3) for number in range(3)]
+    joints = [SaveTransaction('save', number, 3) for number in range(3)]
     joints[1].fail('No space left')
     for error in barriers(joints[0], joints[2]):
         assert isinstance(error, PeerError)

@@ -14,7 +14,7 @@ from jax._src import compilation_cache
 
 from maxlm import plan
 from maxlm.errors import InputError
-from maxlm.runtime.compilation_cache import SUFFIX, Programs, keep_programs
+from maxlm.runtime.compilation_cache import SUFFIX, CompilationCache, enable_compilation_cache
 from tests.conftest import ROOT
 from tests.forking import forking
 from tests.test_train import arguments, curve
@@ -53,7 +53,7 @@ def compile_something(factor):
 
 
 def test_what_is_not_whole_is_not_there(tmp_path):
-    programs = Programs(tmp_path)
+    programs = CompilationCache(tmp_path)
     program = bytes(range(200))
     for position in range(232):
         programs.put('key', program)
@@ -74,15 +74,15 @@ def test_what_is_not_whole_is_not_there(tmp_path):
 
 
 def test_a_program_is_of_its_owner_and_of_its_kind_of_machine(tmp_path):
-    programs = Programs(tmp_path, host='-avx2')
+    programs = CompilationCache(tmp_path, host='-avx2')
     programs.put('key', b'program')
     assert stat.S_IMODE(files(tmp_path)[0].stat().st_mode) == 0o600
     assert programs.get('key') == b'program'
-    assert Programs(tmp_path, host='-avx512').get('key') is None
+    assert CompilationCache(tmp_path, host='-avx512').get('key') is None
 
 
 def test_the_ones_used_longest_ago_make_room(tmp_path):
-    programs = Programs(tmp_path, capacity=400)
+    programs = CompilationCache(tmp_path, capacity=400)
     (tmp_path / 'notes.txt').write_bytes(bytes(1000))
     for number, key in enumerate('abc'):
         programs.put(key, bytes(68))
@@ -109,7 +109,7 @@ def test_the_ones_used_longest_ago_make_room(tmp_path):
 def test_a_directory_that_goes_away_is_told_once(tmp_path, caplog):
     directory = tmp_path / 'programs'
     directory.mkdir()
-    programs = Programs(directory)
+    programs = CompilationCache(directory)
     programs.put('key', b'program')
     shutil.rmtree(directory)
     assert programs.get('key') is None
@@ -121,7 +121,7 @@ def test_a_directory_that_goes_away_is_told_once(tmp_path, caplog):
 
 def test_jax_keeps_every_program_there(tmp_path, untold):
     directory = tmp_path / 'a' / 'b'
-    keep_programs(str(directory))
+    enable_compilation_cache(str(directory))
     assert kept_at() == str(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     compile_something(2)
@@ -140,7 +140,7 @@ def test_jax_keeps_every_program_there(tmp_path, untold):
 )
 def test_a_directory_that_others_can_write_to_or_nobody_can(tmp_path, untold, caplog, make, reason):
     make(tmp_path / 'programs')
-    keep_programs(str(tmp_path / 'programs'))
+    enable_compilation_cache(str(tmp_path / 'programs'))
     assert kept_at() is None
     (line,) = caplog.messages
     assert reason in line
@@ -148,7 +148,7 @@ def test_a_directory_that_others_can_write_to_or_nobody_can(tmp_path, untold, ca
     assert 'train.compile_cache' in line
     # Control: the same, as it should be. Others may read.
     (tmp_path / 'good').mkdir(mode=0o755)
-    keep_programs(str(tmp_path / 'good'))
+    enable_compilation_cache(str(tmp_path / 'good'))
     assert kept_at() == str(tmp_path / 'good')
     assert len(caplog.messages) == 1
 
@@ -159,19 +159,19 @@ def test_a_parent_that_others_can_write_to(tmp_path, untold, caplog):
     (tmp_path / 'link').symlink_to(parent / 'programs')
     parent.chmod(0o777)
     for given in (parent / 'programs', tmp_path / 'link'):
-        keep_programs(str(given))
+        enable_compilation_cache(str(given))
         assert kept_at() is None
     assert all(f'chmod go-w {parent}' in line for line in caplog.messages)
     assert len(caplog.messages) == 2
     # Control: in a sticky directory nobody can exchange those of others.
     parent.chmod(0o1777)
-    keep_programs(str(parent / 'programs'))
+    enable_compilation_cache(str(parent / 'programs'))
     assert kept_at() == str(parent / 'programs')
 
 
 def test_a_directory_of_another_user(tmp_path, untold, caplog, monkeypatch):
     monkeypatch.setattr('maxlm.runtime.compilation_cache.os.geteuid', lambda: tmp_path.stat().st_uid + 1)
-    keep_programs(str(tmp_path))
+    enable_compilation_cache(str(tmp_path))
     assert kept_at() is None
     assert 'belongs to another user' in caplog.text
 
@@ -181,7 +181,7 @@ def test_a_disk_that_cannot_be_written_to(tmp_path, untold, caplog, monkeypatch)
         raise PermissionError(13, 'Read-only file system')
 
     monkeypatch.setattr('maxlm.runtime.compilation_cache.tempfile.TemporaryFile', refuse)
-    keep_programs(str(tmp_path))
+    enable_compilation_cache(str(tmp_path))
     assert kept_at() is None
     assert 'Read-only file system' in caplog.text
 
@@ -191,28 +191,28 @@ def test_a_user_without_a_home(untold, caplog, monkeypatch):
         raise RuntimeError('Could not determine home directory.')
 
     monkeypatch.setattr('maxlm.runtime.compilation_cache.Path.expanduser', nowhere)
-    keep_programs('~/programs')
+    enable_compilation_cache('~/programs')
     assert kept_at() is None
     assert 'there is no home directory' in caplog.text
 
 
 def test_what_the_user_says_counts(tmp_path, untold, caplog):
-    keep_programs('')
+    enable_compilation_cache('')
     assert kept_at() is None
     # As JAX_COMPILATION_CACHE_DIR sets it; empty is off.
     for told in (str(tmp_path / 'theirs'), ''):
         jax.config.update('jax_compilation_cache_dir', told)
-        keep_programs(str(tmp_path / 'ours'))
+        enable_compilation_cache(str(tmp_path / 'ours'))
         assert kept_at() == told
     assert not (tmp_path / 'ours').exists()
     assert caplog.messages == []
     with pytest.raises(InputError, match=r'train\.compile_cache=gs://bucket/programs: must be a directory'):
-        keep_programs('gs://bucket/programs')
+        enable_compilation_cache('gs://bucket/programs')
 
 
 def test_a_jax_that_asks_elsewhere(tmp_path, untold, caplog, monkeypatch):
     monkeypatch.delattr(compilation_cache, 'get_file_cache')
-    keep_programs(str(tmp_path))
+    enable_compilation_cache(str(tmp_path))
     assert kept_at() is None
     assert f'jax {jax.__version__} has no place' in caplog.text
 
@@ -224,7 +224,7 @@ def test_plans_keep_programs_for_this_machine_only(monkeypatch, tmp_path):
     def ask(given):
         raise AskedError(given)
 
-    monkeypatch.setattr(plan, 'keep_programs', ask)
+    monkeypatch.setattr(plan, 'enable_compilation_cache', ask)
     command = [f'--config={ROOT}/configs/tiny.py', f'--config.train.compile_cache={tmp_path}', '--vocab_size=64']
     small = ['--config.model.num_layers=1', '--config.model.dim=16', '--config.data.window=16', '--estimate', '--json']
     assert plan.main([*command, *small, '--target=v4:2x2x1']) == 0
@@ -257,7 +257,7 @@ def test_the_next_process_finds_programs_and_makes_damaged_ones_anew(tmp_path):
         assert printed('damaged') == cold
     for path in made:
         key, dash, host = path.name.removesuffix(SUFFIX).rpartition('-')
-        assert Programs(directory, host=dash + host).get(key)
+        assert CompilationCache(directory, host=dash + host).get(key)
 
 
 @pytest.mark.nightly
@@ -304,7 +304,7 @@ def check_runs(train, directory):
     assert {path.name for path in files(directory)} == {path.name for path in times}
     for path in times:
         key, dash, host = path.name.removesuffix(SUFFIX).rpartition('-')
-        assert Programs(directory, host=dash + host).get(key)
+        assert CompilationCache(directory, host=dash + host).get(key)
 
 
 @pytest.mark.multiprocess

@@ -5,27 +5,27 @@ import signal
 import pytest
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
-from maxlm.runtime.heartbeat import Peers, judge
+from maxlm.runtime.heartbeat import Heartbeats, diagnose
 from tests.forking import forking
 
 
 def test_waiting_processes_are_at_fault_only_when_all_wait():
-    assert judge({0: '7 overdue', 1: '3 overdue'}).all_overdue
-    assert not judge({0: '7 overdue', 1: '3 busy'}).all_overdue
+    assert diagnose({0: '7 overdue', 1: '3 overdue'}).all_overdue
+    assert not diagnose({0: '7 overdue', 1: '3 busy'}).all_overdue
     # One that has not said a word yet is not waiting.
-    assert not judge({0: '7 overdue', 1: ''}).all_overdue
-    assert judge({0: '7 overdue', 1: '3 busy'}).reason == ''
+    assert not diagnose({0: '7 overdue', 1: ''}).all_overdue
+    assert diagnose({0: '7 overdue', 1: '3 busy'}).reason == ''
 
 
 @pytest.mark.parametrize(('code', 'follows'), [(EXIT_BAD_INPUT, EXIT_BAD_INPUT), (75, EXIT_PREEMPTED), (1, 75)])
 def test_the_reason_of_one_is_told_to_all(code, follows):
-    verdict = judge({0: '7 overdue', 1: f'3 left {code} train-00000: damaged', 2: '4 busy'})
+    verdict = diagnose({0: '7 overdue', 1: f'3 left {code} train-00000: damaged', 2: '4 busy'})
     assert verdict.reason == 'process 1: train-00000: damaged'
     assert verdict.code == follows
 
 
 def test_a_process_that_is_alone_is_left_as_it_is():
-    peers = Peers()
+    peers = Heartbeats()
     assert peers.all_overdue
     with pytest.raises(ZeroDivisionError), peers:
         1 / 0  # noqa: B018

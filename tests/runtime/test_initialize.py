@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.runtime.initialize import Place, Tasks, detected_tasks, join, read_place
+from maxlm.runtime.initialize import ClusterEnv, ProcessEnv, detect_process_env, detected_tasks, initialize
 
 
 def environment(coordinator='localhost:1234', num_processes='4', process_id='3', devices=''):
@@ -17,9 +17,9 @@ def environment(coordinator='localhost:1234', num_processes='4', process_id='3',
 
 
 def test_the_place_is_read():
-    assert read_place({}) is None
-    assert read_place(environment()) == Place('localhost:1234', 4, 3, None)
-    assert read_place(environment('[::1]:80', devices='2,3')) == Place('[::1]:80', 4, 3, [2, 3])
+    assert detect_process_env({}) is None
+    assert detect_process_env(environment()) == ProcessEnv('localhost:1234', 4, 3, None)
+    assert detect_process_env(environment('[::1]:80', devices='2,3')) == ProcessEnv('[::1]:80', 4, 3, [2, 3])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_the_place_is_read():
 )
 def test_what_cannot_be_is_named(variables, words):
     with pytest.raises(InputError) as info:
-        read_place(variables)
+        detect_process_env(variables)
     assert words in str(info.value)
     assert '\n' not in str(info.value)
 
@@ -50,21 +50,23 @@ def test_a_process_that_is_alone_opens_no_port(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr('jax.distributed.initialize', refuse)
-    join({})
-    join(environment(num_processes='1', process_id='0'))
+    initialize({})
+    initialize(environment(num_processes='1', process_id='0'))
     # A shell within a Slurm allocation is not a step of it.
-    join({'SLURM_JOB_ID': '1', 'SLURM_NTASKS': '4'})
+    initialize({'SLURM_JOB_ID': '1', 'SLURM_NTASKS': '4'})
     with pytest.raises(AssertionError):
-        join({'SLURM_JOB_ID': '1', 'SLURM_NTASKS': '4', 'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_STEP_NUM_NODES': '4'})
+        initialize(
+            {'SLURM_JOB_ID': '1', 'SLURM_NTASKS': '4', 'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_STEP_NUM_NODES': '4'}
+        )
 
 
 def test_tasks_of_clusters():
     slurm = {'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_NTASKS': '4', 'SLURM_STEP_NUM_NODES': '4'}
-    assert detected_tasks(slurm) == Tasks('the Slurm step', 1)
-    assert detected_tasks({**slurm, 'SLURM_NTASKS': '32'}) == Tasks('the Slurm step', 8)
+    assert detected_tasks(slurm) == ClusterEnv('the Slurm step', 1)
+    assert detected_tasks({**slurm, 'SLURM_NTASKS': '32'}) == ClusterEnv('the Slurm step', 8)
     assert detected_tasks({**slurm, 'SLURM_NTASKS': '1'}) is None
     mpi = {'OMPI_COMM_WORLD_SIZE': '8', 'OMPI_COMM_WORLD_LOCAL_SIZE': '8', 'OMPI_MCA_orte_hnp_uri': '1.0;tcp://a:1'}
-    assert detected_tasks(mpi) == Tasks('the Open MPI job', 8)
+    assert detected_tasks(mpi) == ClusterEnv('the Open MPI job', 8)
     del mpi['OMPI_MCA_orte_hnp_uri']
     with pytest.raises(InputError, match='MAXLM_COORDINATOR'):
         detected_tasks(mpi)
@@ -75,5 +77,5 @@ def test_a_task_with_a_node_to_itself_gets_all_devices(monkeypatch, tasks, devic
     seen = {}
     monkeypatch.setattr('jax.distributed.initialize', lambda **arguments: seen.update(arguments))
     slurm = {'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_NTASKS': tasks, 'SLURM_STEP_NUM_NODES': '4'}
-    join(slurm)
+    initialize(slurm)
     assert seen['local_device_ids'] == devices

@@ -6,7 +6,7 @@ import queue
 import pytest
 
 from maxlm.runtime import maintenance
-from maxlm.runtime.maintenance import Notices, metadata_host, read_maintenance, read_preempted, read_upcoming
+from maxlm.runtime.maintenance import MaintenanceWatcher, metadata_host, read_maintenance, read_preempted, read_upcoming
 from tests.checkpoint.metadata import MetadataServer
 
 TERMINATE = 'TERMINATE_ON_HOST_MAINTENANCE'
@@ -23,7 +23,7 @@ class Heard:
 
     def __init__(self, server):
         self._queue = queue.Queue()
-        self.notices = Notices(
+        self.notices = MaintenanceWatcher(
             lambda text: self._queue.put(('stop', text)),
             tell=lambda text: self._queue.put(('told', text)),
             host=server.host,

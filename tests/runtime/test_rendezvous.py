@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.runtime.rendezvous import NotTogetherError, meet
+from maxlm.runtime.rendezvous import RendezvousError, rendezvous
 from tests.forking import free_port
 
 
@@ -14,7 +14,7 @@ def outcomes(members, seconds=30.0):
     """What `meet` ends with for each (number of processes, own number), as a list in their order."""
     coordinator = f'127.0.0.1:{free_port()}'
     with concurrent.futures.ThreadPoolExecutor(len(members)) as pool:
-        ends = [pool.submit(meet, coordinator, *member, seconds=seconds) for member in members]
+        ends = [pool.submit(rendezvous, coordinator, *member, seconds=seconds) for member in members]
         return [end.exception() for end in ends], coordinator
 
 
@@ -27,26 +27,26 @@ def test_all_come_and_the_port_is_free_again():
 def test_who_is_missing_is_told_to_all():
     ends, coordinator = outcomes([(4, 0), (4, 2)], seconds=1.0)
     for end in ends:
-        assert isinstance(end, NotTogetherError)
+        assert isinstance(end, RendezvousError)
         assert f'2 of 4 processes came to {coordinator} within 1 s; missing: 1, 3' in str(end)
 
 
 def test_nobody_is_there():
     coordinator = f'127.0.0.1:{free_port()}'
-    with pytest.raises(NotTogetherError, match=f'process 0 did not answer at {coordinator}'):
-        meet(coordinator, 2, 1, seconds=0.5)
+    with pytest.raises(RendezvousError, match=f'process 0 did not answer at {coordinator}'):
+        rendezvous(coordinator, 2, 1, seconds=0.5)
 
 
 def test_a_host_that_is_not_found_is_bad_input():
     with pytest.raises(InputError, match=r'MAXLM_COORDINATOR=nowhere.invalid:80: the host cannot be found'):
-        meet('nowhere.invalid:80', 2, 1, seconds=0.5)
+        rendezvous('nowhere.invalid:80', 2, 1, seconds=0.5)
 
 
 def test_a_port_in_use_is_bad_input():
     with socket.create_server(('127.0.0.1', 0)) as taken:
         coordinator = f'127.0.0.1:{taken.getsockname()[1]}'
         with pytest.raises(InputError, match=f'{coordinator}: process 0 cannot listen there'):
-            meet(coordinator, 2, 0, seconds=0.5)
+            rendezvous(coordinator, 2, 0, seconds=0.5)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_others_that_come_to_the_port_are_sent_away():
     coordinator = f'127.0.0.1:{free_port()}'
     address = ('127.0.0.1', int(coordinator.rpartition(':')[2]))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, coordinator, 2, 0, seconds=30.0)
+        first = pool.submit(rendezvous, coordinator, 2, 0, seconds=30.0)
         stranger = None
         while stranger is None:
             try:
@@ -76,5 +76,5 @@ def test_others_that_come_to_the_port_are_sent_away():
                 continue
         with stranger:
             stranger.sendall(b'GET / HTTP/1.1\n')
-            second = pool.submit(meet, coordinator, 2, 1, seconds=30.0)
+            second = pool.submit(rendezvous, coordinator, 2, 1, seconds=30.0)
             assert (first.exception(), second.exception()) == (None, None)

@@ -15,7 +15,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.sandbox.limits import MIB, Limits
-from maxlm.sandbox.pool import ALWAYS, GUARANTEES, SWITCHES, Program, Sandbox, SandboxPool
+from maxlm.sandbox.pool import ALWAYS, GUARANTEES, SWITCHES, Sandbox, SandboxJob, SandboxPool
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.multiprocess
@@ -54,7 +54,7 @@ def pool():
 def test_good_programs_pass(without):
     # The locks of multiprocessing are files of /dev/shm, which is not the program's own without a mount namespace.
     good = {name: facts for name, facts in GOOD.items() if not without[1:] or name != 'uses multiprocessing'}
-    programs = {name: Program(text, stdin) for name, (text, stdin, _) in good.items()}
+    programs = {name: SandboxJob(text, stdin) for name, (text, stdin, _) in good.items()}
     with SandboxPool(2, limits=LIMITS, without=without, required=()) as pool:
         verdicts = dict(zip(programs, pool.run_many(list(programs.values())), strict=True))
     found = {name: (verdict.status, verdict.stdout, verdict.exit_code) for name, verdict in verdicts.items()}
@@ -62,7 +62,7 @@ def test_good_programs_pass(without):
 
 
 def test_verdicts_come_in_order(pool):
-    programs = [Program(f'import time\ntime.sleep({0.2 if i % 5 == 0 else 0})\nprint({i})') for i in range(20)]
+    programs = [SandboxJob(f'import time\ntime.sleep({0.2 if i % 5 == 0 else 0})\nprint({i})') for i in range(20)]
     assert [verdict.stdout for verdict in pool.run_many(programs)] == [f'{i}\n' for i in range(20)]
     assert pool.run_many([]) == []
 
@@ -71,7 +71,7 @@ def test_threads_may_share_a_pool(pool):
     found = {}
 
     def run(i):
-        found[i] = pool.run(Program(f'print({i})')).stdout
+        found[i] = pool.run(SandboxJob(f'print({i})')).stdout
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -82,32 +82,32 @@ def test_threads_may_share_a_pool(pool):
 
 
 def test_sets_have_the_same_order_in_every_worker():
-    program = Program('print(list({"a", "b", "c", "d", "e", "f"}), hash("x"))')
+    program = SandboxJob('print(list({"a", "b", "c", "d", "e", "f"}), hash("x"))')
     with SandboxPool(2, limits=LIMITS) as first, SandboxPool(1, limits=LIMITS) as second:
         assert len({verdict.stdout for verdict in (*first.run_many([program] * 6), second.run(program))}) == 1
 
 
 def test_a_program_says_how_it_failed(pool):
-    verdict = pool.run(Program('def f():\n    return 1 / 0\nf()'))
+    verdict = pool.run(SandboxJob('def f():\n    return 1 / 0\nf()'))
     assert verdict[:2] == ('error', '')
     assert verdict.exit_code == 1
     assert verdict.stderr.startswith('Traceback')
     assert 'return 1 / 0' in verdict.stderr
     assert verdict.stderr.endswith('ZeroDivisionError: division by zero\n')
     assert 'maxlm' not in verdict.stderr
-    assert pool.run(Program('import sys\nsys.exit("no")'))[::4] == ('error', 1)
-    assert pool.run(Program('import sys\nsys.exit(7)')).exit_code == 7
-    assert pool.run(Program('print(len(input()))', stdin='\ud800')).status == 'passed'
+    assert pool.run(SandboxJob('import sys\nsys.exit("no")'))[::4] == ('error', 1)
+    assert pool.run(SandboxJob('import sys\nsys.exit(7)')).exit_code == 7
+    assert pool.run(SandboxJob('print(len(input()))', stdin='\ud800')).status == 'passed'
 
 
 def test_limits_are_a_programs_own(pool):
     text = 'x = bytearray(100 << 20)\nprint(len(x))'
     small = LIMITS._replace(memory_bytes=100 * MIB)
-    assert [verdict.status for verdict in pool.run_many([Program(text), Program(text, limits=small)])] == [
+    assert [verdict.status for verdict in pool.run_many([SandboxJob(text), SandboxJob(text, limits=small)])] == [
         'passed',
         'memory',
     ]
-    talk = Program('print("x" * 2000)')
+    talk = SandboxJob('print("x" * 2000)')
     assert pool.run(talk._replace(limits=LIMITS._replace(output_bytes=1000)))[:2] == ('output', 'x' * 1000)
     assert pool.run(talk).status == 'passed'
 
@@ -145,8 +145,8 @@ def test_what_this_machine_cannot_enforce_is_told():
 def test_each_mechanism_can_be_left_out(mechanism):
     with SandboxPool(1, limits=LIMITS, without=[mechanism], required=()) as pool:
         assert mechanism not in pool.sandbox.mechanisms
-        assert pool.run(Program('print(1)')).stdout == '1\n'
-        assert pool.run(Program('import os\ndef f(): return 1', tests='assert f() == 1')).status == 'passed'
+        assert pool.run(SandboxJob('print(1)')).stdout == '1\n'
+        assert pool.run(SandboxJob('import os\ndef f(): return 1', tests='assert f() == 1')).status == 'passed'
 
 
 def test_it_refuses_to_start_without_what_is_required():
@@ -156,7 +156,7 @@ def test_it_refuses_to_start_without_what_is_required():
     with SandboxPool(1, without=without, required=['network']) as pool:
         assert 'files' in pool.sandbox.missing
         # Control: it is missing indeed.
-        assert pool.run(Program('print(len(open("/etc/passwd").read()) > 0)')).stdout == 'True\n'
+        assert pool.run(SandboxJob('print(len(open("/etc/passwd").read()) > 0)')).stdout == 'True\n'
 
 
 def test_a_worker_that_dies_is_replaced():
@@ -173,7 +173,7 @@ def test_a_worker_that_dies_is_replaced():
 
         killer = threading.Thread(target=kill)
         killer.start()
-        program = Program('import time\ntime.sleep(0.4)\nprint(1)')
+        program = SandboxJob('import time\ntime.sleep(0.4)\nprint(1)')
         assert [verdict.status for verdict in pool.run_many([program] * 4)] == ['passed'] * 4
         killer.join()
         assert not set(workers) & {worker.process.pid for worker in pool.workers}
@@ -186,10 +186,10 @@ def test_a_program_that_takes_its_workers_with_it_is_given_up(monkeypatch):
         def fail(worker):
             raise EOFError
 
-        monkeypatch.setattr('maxlm.sandbox.pool.Worker.take', fail)
-        assert pool.run(Program('print(1)')).status == 'killed'
+        monkeypatch.setattr('maxlm.sandbox.pool.SandboxWorker.take', fail)
+        assert pool.run(SandboxJob('print(1)')).status == 'killed'
         monkeypatch.undo()
-        assert pool.run(Program('print(1)')).status == 'passed'
+        assert pool.run(SandboxJob('print(1)')).status == 'passed'
 
 
 def test_a_pool_that_was_interrupted_is_closed(monkeypatch):
@@ -198,12 +198,12 @@ def test_a_pool_that_was_interrupted_is_closed(monkeypatch):
         def interrupt(worker):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr('maxlm.sandbox.pool.Worker.take', interrupt)
+        monkeypatch.setattr('maxlm.sandbox.pool.SandboxWorker.take', interrupt)
         with pytest.raises(KeyboardInterrupt):
-            pool.run(Program('print(1)'))
+            pool.run(SandboxJob('print(1)'))
         monkeypatch.undo()
         with pytest.raises(RuntimeError, match='the sandbox is closed'):
-            pool.run(Program('print(2)'))
+            pool.run(SandboxJob('print(2)'))
 
 
 def test_a_machine_that_pauses_stops_no_program():
@@ -221,14 +221,14 @@ def test_a_machine_that_pauses_stops_no_program():
 
         pauser = threading.Thread(target=pause)
         pauser.start()
-        assert pool.run(Program('import time\ntime.sleep(0.5)\nprint(1)')).status == 'passed'
+        assert pool.run(SandboxJob('import time\ntime.sleep(0.5)\nprint(1)')).status == 'passed'
         pauser.join()
 
 
 def test_closing_stops_what_runs():
     pool = SandboxPool(1, limits=LIMITS)
     below = psutil.Process(pool.workers[0].process.pid)
-    pool.workers[0].give(Program('import os, time\nos.fork()\ntime.sleep(60)'), LIMITS)
+    pool.workers[0].give(SandboxJob('import os, time\nos.fork()\ntime.sleep(60)'), LIMITS)
     while len(below.children(recursive=True)) < 5:
         time.sleep(0.02)
     running = [below, *below.children(recursive=True)]
@@ -265,7 +265,7 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     me = psutil.Process()
     before = me.num_fds(), threading.active_count(), me.children()
     with SandboxPool(2, limits=LIMITS, without=['mount namespace'], required=()) as pool:
-        pool.run_many([Program('open("a", "w")\nimport os\nos.mkdir("b", 0)')] * 4)
+        pool.run_many([SandboxJob('open("a", "w")\nimport os\nos.mkdir("b", 0)')] * 4)
     assert (me.num_fds(), threading.active_count(), me.children()) == before
     assert list(tmp_path.iterdir()) == []
 
@@ -279,6 +279,6 @@ def test_a_pool_that_is_forgotten_is_closed():
 
 def test_a_worker_imports_little():
     with SandboxPool(1, limits=LIMITS) as pool:
-        loaded = pool.run(Program('import sys\nprint(*sys.modules)')).stdout.split()
+        loaded = pool.run(SandboxJob('import sys\nprint(*sys.modules)')).stdout.split()
     assert 'json' in loaded
     assert not {'jax', 'numpy', 'site', 'tensorflow'} & set(loaded)

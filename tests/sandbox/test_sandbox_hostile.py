@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import maxlm
-from maxlm.sandbox.pool import Program, SandboxPool
+from maxlm.sandbox.pool import SandboxJob, SandboxPool
 from tests.sandbox.hostile import AMPLE, ANYWHERE, ATTEMPT, PROGRAMS
 
 pytestmark = pytest.mark.multiprocess
@@ -117,9 +117,9 @@ def outcome(request, machine):
     with SandboxPool(WORKERS, without=WAYS[request.param], required=()) as pool:
         chosen = [program for program in PROGRAMS if program.name in tried(request.param)]
         chosen = [program for program in chosen if stops(program, pool.sandbox)]
-        programs = [Program(filled(program.text, machine), limits=program.limits) for program in chosen]
+        programs = [SandboxJob(filled(program.text, machine), limits=program.limits) for program in chosen]
         verdicts = dict(zip([program.name for program in chosen], pool.run_many(programs), strict=True))
-        again = pool.run(Program('print(6 * 7)', limits=AMPLE))
+        again = pool.run(SandboxJob('print(6 * 7)', limits=AMPLE))
         sandbox = pool.sandbox
         left = settled(me, others)
         held = sum(psutil.Process(number).memory_info().rss for number in left)

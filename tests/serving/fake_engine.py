@@ -10,7 +10,7 @@ from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.requests import Delta, DrawnToken, EngineState, QueueFullError
-from maxlm.serving.request_parsing import Served
+from maxlm.serving.request_parsing import ServedModel
 
 SAID = 'The quick brown fox jumps over the lazy dog, and “über” is one word. '
 
@@ -133,4 +133,4 @@ def served_by(engine, *, chat=True):
     """A model of bytes that this engine runs."""
     tokenizer = chat_tokenizer() if chat else bytes_tokenizer()
     encoder = ChatEncoder(tokenizer, ChatTemplate(CHATML, name='test')) if chat else None
-    return Served('tiny', 7, tokenizer, encoder, engine)
+    return ServedModel('tiny', 7, tokenizer, encoder, engine)

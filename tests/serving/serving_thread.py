@@ -8,7 +8,7 @@ import threading
 import time
 
 from maxlm.serving.limits import Limits
-from maxlm.serving.server import Running, bind, url_of
+from maxlm.serving.server import Server, bind, url_of
 
 
 class ServerThread:
@@ -25,7 +25,7 @@ class ServerThread:
         self.url = url_of(self.listener)
         self.port = self.listener.getsockname()[1]
         self._ready = threading.Event()
-        self.running = Running(
+        self.running = Server(
             served, limits or Limits(drain_seconds=1), self.listener, on_ready=self._ready.set, **settings
         )
         self.exit_code = None

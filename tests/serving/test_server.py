@@ -13,7 +13,7 @@ import pytest
 
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.inference.engine.requests import Request
-from maxlm.serving.engine_thread import Pump
+from maxlm.serving.engine_thread import EngineThread
 from maxlm.serving.limits import Limits
 from maxlm.serving.server import bind, is_loopback, url_of
 from tests.conftest import ROOT
@@ -98,7 +98,7 @@ def test_who_asks_an_engine_that_has_broken_down_does_not_wait():
         loop = asyncio.get_running_loop()
         engine, failed, told = FakeEngine(), asyncio.Event(), loop.create_future()
         engine.broken = RuntimeError('the device is lost')
-        pump = Pump(engine, failed.set)
+        pump = EngineThread(engine, failed.set)
         pump.start()
         await failed.wait()
         pump.submit(Request((1,), 2), told.set_result)
@@ -131,7 +131,7 @@ def test_the_pump_tells_in_the_loop_what_a_step_drew():
             told.append(delta)
             threads.add(threading.current_thread())
 
-        pump = Pump(engine, lambda: None)
+        pump = EngineThread(engine, lambda: None)
         pump.start()
         pump.submit(Request((1,), 4), listen)
         while not (told and told[-1].finish):

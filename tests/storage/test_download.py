@@ -15,7 +15,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.storage import download
 from maxlm.storage.download import RemoteFile, fetch_file, remove_partial, write_whole
-from maxlm.storage.retry import UnreachableError
+from maxlm.storage.retry import TransientStorageError
 from tests.buckets import gcs as gcs_buckets
 from tests.buckets import s3 as s3_buckets
 from tests.conftest import ROOT
@@ -153,7 +153,7 @@ def test_what_passes_is_met_by_asking_again(gcs, file, kind):
     assert file.path.read_bytes() == CONTENT
     # gcsfs asks six times by itself.
     assert len(faults) == 3
-    assert all(isinstance(fault, UnreachableError) for fault in faults)
+    assert all(isinstance(fault, TransientStorageError) for fault in faults)
     # What has come is not asked for again.
     good = [one for one in gcs.asked()[20:] if one.status == 206]
     assert [(one.start, one.stop) for one in good] == CHUNKS
@@ -161,15 +161,15 @@ def test_what_passes_is_met_by_asking_again(gcs, file, kind):
 
 def test_a_file_does_not_go_on_without_patience(gcs, file):
     gcs.fault(503)
-    with pytest.raises(UnreachableError, match=r'^gs://bucket/x/a.bin: the server answers with status 503$'):
+    with pytest.raises(TransientStorageError, match=r'^gs://bucket/x/a.bin: the server answers with status 503$'):
         fetch_file(file)
     gcs.vanish()
-    with pytest.raises(UnreachableError, match=r'no answer \(Connection refused\)'):
+    with pytest.raises(TransientStorageError, match=r'no answer \(Connection refused\)'):
         fetch_file(file)
     gcs.faults.clear()
     gcs.appear()
     gcs.buckets.clear()
-    with pytest.raises(UnreachableError, match='there is no bucket bucket'):
+    with pytest.raises(TransientStorageError, match='there is no bucket bucket'):
         fetch_file(file)
     gcs.buckets.add('bucket')
     fetch_file(file)
@@ -185,7 +185,7 @@ def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
     gcs.fault(kind, requests=requests)
     with pytest.raises(InputError, match=f'gs://bucket/x/a.bin: {reason}') as raised:
         fetch_file(file, on_fault=lambda fault: pytest.fail('it does not help to try again'))
-    assert not isinstance(raised.value, UnreachableError)
+    assert not isinstance(raised.value, TransientStorageError)
     assert not file.path.exists()
 
 
@@ -239,7 +239,7 @@ def test_s3(s3, tmp_path):
     assert file.path.read_bytes() == CONTENT
     with pytest.raises(InputError, match=r's3://bucket/x/b.bin: no such file'):
         fetch_file(RemoteFile('s3://bucket/x/b.bin', tmp_path / 'b.bin', 5))
-    with pytest.raises(UnreachableError, match='there is no bucket other'):
+    with pytest.raises(TransientStorageError, match='there is no bucket other'):
         fetch_file(RemoteFile('s3://other/x/b.bin', tmp_path / 'b.bin', 5))
 
 

@@ -11,12 +11,12 @@ import pytest
 from maxlm.storage.filesystem import (
     StorageError,
     _remote_entry,
-    fault,
+    display_path,
+    error_message,
     is_url,
     list_directory,
     open_file,
     read_bytes,
-    shown,
     stat,
     walk,
 )
@@ -145,16 +145,16 @@ class HttpError(Exception):
     ],
 )
 def test_faults_are_one_line(error, told):
-    assert str(fault('gs://b/x', error)) == f'gs://b/x: {told}'
-    again = fault('gs://b/x', error)
-    assert fault('other', again) is again
+    assert str(error_message('gs://b/x', error)) == f'gs://b/x: {told}'
+    again = error_message('gs://b/x', error)
+    assert error_message('other', again) is again
 
 
 def test_no_message_shows_a_secret():
-    assert shown('s3://KEY:SECRET@bucket/x') == 's3://bucket/x'
-    assert shown('https://host/x.jsonl?sig=SECRET&a=b') == 'https://host/x.jsonl'
-    assert shown('odd?name@x') == 'odd?name@x'
-    assert shown('gs://bucket/a?.txt') == 'gs://bucket/a?.txt'
+    assert display_path('s3://KEY:SECRET@bucket/x') == 's3://bucket/x'
+    assert display_path('https://host/x.jsonl?sig=SECRET&a=b') == 'https://host/x.jsonl'
+    assert display_path('odd?name@x') == 'odd?name@x'
+    assert display_path('gs://bucket/a?.txt') == 'gs://bucket/a?.txt'
     for text in (
         'GET https://user:SECRET@host/x?sig=SECRET failed',
         'Authorization: Bearer SECRET was refused',
@@ -165,7 +165,7 @@ def test_no_message_shows_a_secret():
         'in /x?token=SECRET',
         'x' * 290 + ' token=SECRET',
     ):
-        message = str(fault('https://SECRET:SECRET@host/x?token=SECRET', HttpError(text)))
+        message = str(error_message('https://SECRET:SECRET@host/x?token=SECRET', HttpError(text)))
         assert 'SECRET' not in message, message
         assert 'https://host/x: the storage fails' in message
 

@@ -10,7 +10,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.storage import jsonl as lines_module
-from maxlm.storage.jsonl import LineWriter, drop_torn_line, read_lines
+from maxlm.storage.jsonl import JsonlWriter, drop_partial_line, read_lines
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_last_line_that_is_not_whole_is_left_out_and_told(path, content, count
     path.write_bytes(content)
     found = read_lines(path)
     assert (len(found.lines), found.torn) == (count, torn)
-    drop_torn_line(path)
+    drop_partial_line(path)
     assert read_lines(path) == (found.lines, False)
 
 
@@ -50,7 +50,7 @@ def test_another_line_that_is_no_object_is_an_error_that_tells_where(path, line)
 
 
 def test_what_is_written_is_read_and_nan_is_null(path):
-    writer = LineWriter(path)
+    writer = JsonlWriter(path)
     writer.write({'a': math.nan, 'b': {'c': [1.5, math.inf]}, 'd': 'ü\n"', 'e': None})
     writer.write({'a': 2})
     assert read_lines(path) == ([{'a': None, 'b': {'c': [1.5, None]}, 'd': 'ü\n"', 'e': None}, {'a': 2}], False)
@@ -59,12 +59,12 @@ def test_what_is_written_is_read_and_nan_is_null(path):
 
 def test_what_a_killed_life_has_left_is_cut_off_before_the_next_line(path):
     path.write_bytes(b'{"a": 1}\n{"a": 2')
-    LineWriter(path).write({'a': 3})
+    JsonlWriter(path).write({'a': 3})
     assert [line['a'] for line in read_lines(path).lines] == [1, 3]
 
 
 def test_threads_do_not_tear_each_others_lines(path):
-    writer = LineWriter(path)
+    writer = JsonlWriter(path)
     threads = [
         threading.Thread(target=lambda: [writer.write({'a': number, 'text': 'x' * 500}) for number in range(50)])
         for _ in range(8)
@@ -86,7 +86,7 @@ def warnings(monkeypatch):
 
 
 def test_a_full_disk_is_said_once_and_the_next_line_is_whole(path, warnings, monkeypatch):
-    writer = LineWriter(path)
+    writer = JsonlWriter(path)
     writer.write({'a': 1})
     write = lines_module.os.write
 
@@ -103,7 +103,7 @@ def test_a_full_disk_is_said_once_and_the_next_line_is_whole(path, warnings, mon
 
 
 def test_a_directory_that_is_gone_ends_nothing(tmp_path, warnings):
-    writer = LineWriter(tmp_path / 'gone' / 'x.jsonl')
+    writer = JsonlWriter(tmp_path / 'gone' / 'x.jsonl')
     writer.write({'a': 1})
     writer.write({'a': 2})
     writer.replace([{'a': 3}])
@@ -115,7 +115,7 @@ def test_a_directory_that_is_gone_ends_nothing(tmp_path, warnings):
 
 
 def test_the_whole_file_is_replaced_at_once(path):
-    writer = LineWriter(path)
+    writer = JsonlWriter(path)
     for number in range(3):
         writer.write({'a': number})
     writer.replace([{'a': 7, 'b': math.nan}])

@@ -8,7 +8,7 @@ import pytest
 
 from maxlm.storage import jsonl_tail as module
 from maxlm.storage.filesystem import StorageError, list_directory
-from maxlm.storage.jsonl_tail import OVERLAP_BYTES, Tail
+from maxlm.storage.jsonl_tail import OVERLAP_BYTES, JsonlTail
 
 
 def line(step, **more):
@@ -19,7 +19,7 @@ class File:
     """One file of a directory, and the tail that follows it."""
 
     def __init__(self, folder):
-        self.folder, self.path, self.tail = folder, folder / 'x.jsonl', Tail()
+        self.folder, self.path, self.tail = folder, folder / 'x.jsonl', JsonlTail()
 
     def write(self, text, mode='w'):
         data = text if isinstance(text, bytes) else text.encode()
@@ -82,7 +82,7 @@ def test_a_torn_last_line_is_left_out_until_it_is_whole(file):
     text = line(2, name='ü').encode()
     for cut in range(1, len(text)):
         file.write(line(1).encode() + text[:cut])
-        file.tail = Tail()
+        file.tail = JsonlTail()
         file.update()
         assert (file.steps, file.tail.torn) == ([1], True)
         assert file.tail.notes('x.jsonl') == ['x.jsonl: the last line is torn and left out']
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_read_leaves_what_was_read(file, monkeypatch):
 
 def test_in_a_bucket():
     filesystem = fsspec.filesystem('memory')
-    tail = Tail()
+    tail = JsonlTail()
 
     def update(text):
         filesystem.pipe_file('/tail_bucket/x.jsonl', text.encode())

@@ -11,8 +11,8 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.storage import object_store
-from maxlm.storage.object_store import Checksum, asked, open_filesystem, read_checksum, read_file
-from maxlm.storage.retry import UnreachableError
+from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_file, translate_errors
+from maxlm.storage.retry import TransientStorageError
 from tests.buckets import gcs as gcs_buckets
 from tests.buckets import s3 as s3_buckets
 
@@ -104,7 +104,7 @@ def test_a_missing_extra_and_an_unknown_protocol_are_named(monkeypatch):
 def test_a_bucket_that_is_silent_is_not_waited_for(gcs, monkeypatch):
     monkeypatch.setattr(object_store, 'SILENCE_SECONDS', 0.05)
     gcs.fault('hold')
-    with pytest.raises(UnreachableError, match=r'^gs://bucket/a: no answer \(timed out\)$'):
+    with pytest.raises(TransientStorageError, match=r'^gs://bucket/a: no answer \(timed out\)$'):
         read_file('gs://bucket/a')
 
 
@@ -113,5 +113,5 @@ def test_one_line_of_what_libraries_raise():
         raise RuntimeError('first\nsecond')
 
     with pytest.raises(InputError, match=r'^gs://bucket/a: cannot be read \(first second\)$'):
-        asked('gs://bucket/a', fail)
-    assert asked('gs://bucket/a', lambda: 5) == 5
+        translate_errors('gs://bucket/a', fail)
+    assert translate_errors('gs://bucket/a', lambda: 5) == 5

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.storage.retry import Outage, UnreachableError, backoff_seconds, fault, redact
+from maxlm.storage.retry import RetryPolicy, TransientStorageError, backoff_seconds, classify_error, redact
 
 aiohttp = pytest.importorskip('aiohttp', reason='the extra gcs or s3')
 requests = pytest.importorskip('requests', reason='the extra gcs')
@@ -48,8 +48,8 @@ def caused(error, cause):
     ids=repr,
 )
 def test_what_may_pass_is_told_apart(error):
-    found = fault('gs://b/x', error)
-    assert isinstance(found, UnreachableError)
+    found = classify_error('gs://b/x', error)
+    assert isinstance(found, TransientStorageError)
     assert str(found).startswith('gs://b/x: ')
 
 
@@ -68,9 +68,9 @@ def test_what_may_pass_is_told_apart(error):
     ids=repr,
 )
 def test_what_stays_wrong_is_told_apart(error, message):
-    found = fault('gs://b/x', error)
+    found = classify_error('gs://b/x', error)
     assert isinstance(found, InputError)
-    assert not isinstance(found, UnreachableError)
+    assert not isinstance(found, TransientStorageError)
     assert message in str(found)
     assert '\n' not in str(found)
 
@@ -79,16 +79,16 @@ def test_nothing_secret_is_told():
     assert redact('https://user:secret@host/a/b?sig=secret&x=1 failed') == 'https://host/a/b failed'
     assert redact("ftp://me:secret@host/a 'http://h/p?token=secret'") == "ftp://host/a 'http://h/p'"
     assert redact('gs://bucket/what?.txt') == 'gs://bucket/what?.txt'
-    found = fault('https://u:secret@h/x?k=secret', RuntimeError('GET https://u:secret@h/x?k=secret'))
+    found = classify_error('https://u:secret@h/x?k=secret', RuntimeError('GET https://u:secret@h/x?k=secret'))
     assert str(found) == 'https://h/x: cannot be read (GET https://h/x)'
 
 
 def test_alarms_are_raised_once_for_all_files_and_then_ever_more_rarely():
     alarms, waits = [], []
-    outage = Outage(alarms.append, waits.append)
+    outage = RetryPolicy(alarms.append, waits.append)
     for attempt in range(1, 21):
         for name in 'abc':
-            outage.failed(f'gs://x/{name}', UnreachableError(f'{name} fails'))
+            outage.failed(f'gs://x/{name}', TransientStorageError(f'{name} fails'))
         assert waits[-3:] == [backoff_seconds(attempt)] * 3
     assert alarms == [
         'a fails; failure, trying again in 1 s',
@@ -105,7 +105,7 @@ def test_alarms_are_raised_once_for_all_files_and_then_ever_more_rarely():
     outage.answered('gs://x/c')
     assert alarms == ['gs://x/c: the bucket answers again']
     outage.answered('gs://x/c')
-    outage.failed('gs://x/a', UnreachableError('again'))
+    outage.failed('gs://x/a', TransientStorageError('again'))
     assert alarms[1:] == ['again; failure, trying again in 1 s']
     outage.forget('gs://x/a')
     assert len(alarms) == 2

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.telemetry.goodput import CATEGORIES, LIVE, OF_STEPS, Ledger, account, read_ledger, shorter
+from maxlm.telemetry.goodput import CATEGORIES, LIVE, OF_STEPS, GoodputLog, attempts_of, read_goodput, shorter
 from maxlm.workdir.files import goodput_name
 
 
@@ -87,7 +87,7 @@ class Run:
 
 def totals(run, **options):
     """Those that are not zero."""
-    ledger = Ledger(account(run.lines, **options), [])
+    ledger = GoodputLog(attempts_of(run.lines, **options), [])
     assert set(ledger.totals) == set(CATEGORIES)
     # Whatever happens, all of the time is told.
     assert ledger.seconds == pytest.approx(run.now - 1000.0)
@@ -119,7 +119,7 @@ def test_steps_after_the_checkpoint_of_a_killed_life_are_lost(beats):
         'lost': 3 * 1.25 + 2.0,
         'idle': 60.0,
     }
-    first, second = account(run.lines)
+    first, second = attempts_of(run.lines)
     assert (first.seconds['lost'], second.seconds['lost'], second.seconds['idle']) == (pytest.approx(5.75), 0.0, 60.0)
     assert (first.closed, second.closed, second.start_step, second.step) == (False, True, 4, 6)
     # Control: without, the same seconds are where they were spent.
@@ -160,7 +160,7 @@ def test_going_back_behind_the_beginning_of_a_life_takes_from_both():
     found = totals(run)
     assert found['step'] == 3.0
     assert found['lost'] == 4 * 1.25
-    lives = account(run.lines)
+    lives = attempts_of(run.lines)
     assert [life.seconds['lost'] for life in lives] == pytest.approx([2.5, 2.5, 0.0])
 
 
@@ -211,7 +211,7 @@ def test_where_no_line_tells_when_a_step_was_done_it_is_shared_out():
 def test_a_clock_that_is_behind_makes_no_negative_time():
     run = Run().start().steps(2).save().end()
     run.start(2, pause=-100.0).end()
-    assert account(run.lines)[1].seconds['idle'] == 0.0
+    assert attempts_of(run.lines)[1].seconds['idle'] == 0.0
 
 
 @pytest.mark.parametrize('again', [False, True])
@@ -221,13 +221,13 @@ def test_a_shorter_file_says_the_same(again):
     run.start(6).steps(1).save().end()
     kept = shorter(shorter(run.lines) if again else run.lines)
     assert len(kept) < len(run.lines) / 2
-    assert account(kept) == account(run.lines)
+    assert attempts_of(kept) == attempts_of(run.lines)
     # Control: the lines of saves are needed.
-    assert account([line for line in kept if line['why'] != 'saved']) != account(run.lines)
+    assert attempts_of([line for line in kept if line['why'] != 'saved']) != attempts_of(run.lines)
 
 
 def test_no_run_has_nothing(tmp_path):
-    ledger = read_ledger(tmp_path)
+    ledger = read_goodput(tmp_path)
     assert (ledger.lives, ledger.notes, ledger.seconds, ledger.share, ledger.dollars) == ([], [], 0, 0.0, None)
 
 
@@ -235,14 +235,14 @@ def test_a_file_is_read_with_what_is_wrong_with_it(tmp_path):
     run = Run().start().steps(4).save().steps(2).kill()
     text = ''.join(json.dumps(line) + '\n' for line in run.lines)
     (tmp_path / goodput_name(3)).write_text(text + '{"time": 12')
-    ledger = read_ledger(tmp_path, process=3)
+    ledger = read_goodput(tmp_path, process=3)
     assert ledger.notes == ['goodput-3.jsonl: the last line is torn and left out']
     assert ledger.share == pytest.approx(6 / ledger.seconds)
     assert ledger.dollars == pytest.approx(ledger.seconds / 100)
-    assert read_ledger(tmp_path).lives == []
+    assert read_goodput(tmp_path).lives == []
     (tmp_path / goodput_name(0)).write_text('{"life": 1}\n')
     with pytest.raises(InputError, match=r'goodput\.jsonl: not a ledger'):
-        read_ledger(tmp_path)
+        read_goodput(tmp_path)
 
 
 def test_prices_that_are_not_known_are_no_zero():
@@ -250,9 +250,9 @@ def test_prices_that_are_not_known_are_no_zero():
     run.start(1).end()
     for line in run.lines:
         line['dollars'] = None
-    assert Ledger(account(run.lines), []).dollars is None
+    assert GoodputLog(attempts_of(run.lines), []).dollars is None
     run.lines[-1]['dollars'] = 2.0
-    assert Ledger(account(run.lines), []).dollars == 2.0
+    assert GoodputLog(attempts_of(run.lines), []).dollars == 2.0
 
 
 def test_what_is_lost_is_a_part_of_what_is_counted():

@@ -9,9 +9,9 @@ import fsspec
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.telemetry.goodput import read_ledger
+from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.run_history import HistoryReader, read_history
-from maxlm.telemetry.run_status import condition
+from maxlm.telemetry.run_status import run_status
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.lock import LOCK
 from tests import workdirs
@@ -32,7 +32,7 @@ def test_everything_is_there(tmp_path):
     assert history.samples == lines(workdir / 'samples.jsonl')
     assert history.devices == {0: lines(workdir / 'devices.jsonl')}
     assert history.beats == {0: lines(workdir / 'goodput.jsonl')}
-    assert history.ledgers == {0: read_ledger(workdir)}
+    assert history.ledgers == {0: read_goodput(workdir)}
     assert (history.started['life'], history.notes, history.alive) == (2, (), False)
 
 
@@ -191,4 +191,4 @@ def test_nothing_in_a_workdir_makes_reading_it_fail(tmp_path, seed):
         damage(workdir, rng)
         history = read_history(workdir)
         assert history.notes
-        assert condition(history, NOW).state
+        assert run_status(history, NOW).state

@@ -13,8 +13,8 @@ from maxlm.log import logger
 from maxlm.storage.jsonl import read_lines
 from maxlm.telemetry import run_recorder as diary_module
 from maxlm.telemetry.events import read_events
-from maxlm.telemetry.goodput import read_ledger
-from maxlm.telemetry.run_recorder import Diary
+from maxlm.telemetry.goodput import read_goodput
+from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
 
 
@@ -23,13 +23,13 @@ class Life:
 
     def __init__(self, workdir, *, pause=0.0, process=0, price=None, beat_seconds=0.0, alone=True):
         self.now = 0.0
-        ended = read_ledger(workdir, process).lives
+        ended = read_goodput(workdir, process).lives
         began = ended[-1].time + pause if ended else time.time() - 1e6
         self.timeline = Timeline(clock=lambda: self.now)
         # A clock that stands still has no past of its own.
         self.timeline.began = began
         self.step, self.saved_step = 0, None
-        self.diary = Diary(
+        self.diary = RunRecorder(
             workdir,
             self.timeline,
             beat_seconds=beat_seconds,
@@ -72,7 +72,7 @@ def test_a_life_from_its_beginning_to_its_end(tmp_path):
         diary.event('saved', 'so it is')
         life.steps(2)
         diary.ends('finished', 'all is done', 0)
-    ledger = read_ledger(tmp_path)
+    ledger = read_goodput(tmp_path)
     assert ledger.seconds == pytest.approx(30 + 60 + 5)
     # Four devices at 90 dollars an hour cost a dollar in ten seconds.
     assert ledger.dollars == pytest.approx(ledger.seconds / 10)
@@ -114,7 +114,7 @@ def test_figures_go_on_over_lives(tmp_path):
         assert diary.metrics(6, 16)['cost/seconds_left'] == pytest.approx(125.0)
         assert 'cost/seconds_left' not in diary.metrics(6, None)
         diary.ends('finished', '', 0)
-    assert read_ledger(tmp_path).share == pytest.approx(60 / 145)
+    assert read_goodput(tmp_path).share == pytest.approx(60 / 145)
 
 
 def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
@@ -130,7 +130,7 @@ def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
         assert diary.metrics(4, 10)['goodput/share'] == pytest.approx(40 / 75)
         assert 'cost/dollars' not in diary.metrics(4, 10)
         life.steps(1)
-    ledger = read_ledger(tmp_path)
+    ledger = read_goodput(tmp_path)
     assert ledger.totals['lost'] == pytest.approx(30.0)
     assert ledger.totals['step'] == pytest.approx(50.0)
     assert ledger.lives[0].start_step == 0
@@ -203,7 +203,7 @@ def test_a_process_that_must_leave_at_once_still_says_so(tmp_path, code, kind):
     diary.__enter__()
     diary.leave(code, 'process 3 is gone')
     assert kinds(tmp_path) == [(1, kind, code)]
-    assert read_ledger(tmp_path).lives[0].closed
+    assert read_goodput(tmp_path).lives[0].closed
     # Whatever else is still running then.
     lines = (tmp_path / 'goodput.jsonl').read_text()
     diary.saved()
@@ -224,7 +224,7 @@ def test_other_processes_write_their_own_ledger_and_nothing_else(tmp_path):
 
 
 def test_all_processes_have_the_life_of_the_first(tmp_path):
-    diary = Diary(
+    diary = RunRecorder(
         tmp_path, Timeline(), beat_seconds=0.0, num_devices=1, process=1, agree=lambda life: 7 if life == 1 else 0
     )
     assert diary.life == 7
@@ -265,11 +265,11 @@ def told(monkeypatch):
 @pytest.mark.parametrize('content', ['nonsense\n', '{"a": 1}\n', '{"life": null}\n'])
 def test_a_damaged_file_is_put_aside_and_the_run_goes_on(tmp_path, told, name, content):
     (tmp_path / name).write_text(content)
-    with Diary(tmp_path, Timeline(), beat_seconds=0.0, num_devices=1) as diary:
+    with RunRecorder(tmp_path, Timeline(), beat_seconds=0.0, num_devices=1) as diary:
         diary.event('started', 'x')
     assert (tmp_path / f'{name}.damaged').read_text() == content
     assert kinds(tmp_path)[0] == (1, 'started', None)
-    assert len(read_ledger(tmp_path).lives) == 1
+    assert len(read_goodput(tmp_path).lives) == 1
     assert [name in line and 'put aside' in line for line in told] == [True]
 
 
@@ -278,5 +278,5 @@ def test_a_torn_line_is_left_out_and_told(tmp_path, told):
         pass
     with (tmp_path / 'goodput.jsonl').open('a') as file:
         file.write(json.dumps({'time': 1})[:-1])
-    assert Diary(tmp_path, Timeline(), beat_seconds=0.0, num_devices=1).life == 2
+    assert RunRecorder(tmp_path, Timeline(), beat_seconds=0.0, num_devices=1).life == 2
     assert told == ['goodput.jsonl: the last line is torn and left out']

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from maxlm.telemetry.run_history import History, read_history
+from maxlm.telemetry.run_history import RunHistory, read_history
 from maxlm.telemetry.run_status import (
     CRASHED,
     DIVERGED,
@@ -15,8 +15,8 @@ from maxlm.telemetry.run_status import (
     RUNNING,
     STALLED,
     STARTING,
-    condition,
-    last_sign,
+    last_heartbeat,
+    run_status,
 )
 from tests import workdirs
 from tests.workdirs import NOW
@@ -39,32 +39,32 @@ STATES = {
 @pytest.mark.parametrize('name', workdirs.BUILDERS)
 def test_the_state_of_every_kind_of_workdir(name, tmp_path):
     history = read_history(workdirs.BUILDERS[name](tmp_path))
-    assert condition(history, NOW).state == STATES[name]
+    assert run_status(history, NOW).state == STATES[name]
 
 
 def test_what_has_ended_does_not_stall(tmp_path):
     history = read_history(workdirs.finished(tmp_path))
-    assert condition(history, NOW + 1e6) == (FINISHED, 'all steps are done', NOW)
+    assert run_status(history, NOW + 1e6) == (FINISHED, 'all steps are done', NOW)
 
 
 def test_the_words_of_a_failure_are_told(tmp_path):
-    found = condition(read_history(workdirs.crashed(tmp_path)), NOW)
+    found = run_status(read_history(workdirs.crashed(tmp_path)), NOW)
     assert found.why == 'XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory'
 
 
 def test_a_process_that_is_gone_has_crashed_at_once_and_one_that_cannot_be_asked_has_not(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     assert history.alive is None
-    assert condition(history, NOW).state == RUNNING
-    gone = condition(dataclasses.replace(history, alive=False), NOW)
+    assert run_status(history, NOW).state == RUNNING
+    gone = run_status(dataclasses.replace(history, alive=False), NOW)
     assert (gone.state, 'gone' in gone.why) == (CRASHED, True)
 
 
 def test_silence_is_a_stall(tmp_path):
     history = read_history(workdirs.running(tmp_path))
-    assert last_sign(history) == NOW
-    assert condition(history, NOW + PATIENCE_SECONDS).state == RUNNING
-    silent = condition(history, NOW + PATIENCE_SECONDS + 1)
+    assert last_heartbeat(history) == NOW
+    assert run_status(history, NOW + PATIENCE_SECONDS).state == RUNNING
+    silent = run_status(history, NOW + PATIENCE_SECONDS + 1)
     assert (silent.state, silent.why) == (STALLED, 'no sign of it for 61 s')
 
 
@@ -72,12 +72,12 @@ def test_slow_steps_and_rare_lines_are_waited_for(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     slow = {**history.metrics[-1], 'perf/step_seconds': 10.0}
     slow_steps = dataclasses.replace(history, metrics=[*history.metrics, slow])
-    assert condition(slow_steps, NOW + 200).state == RUNNING
-    assert condition(slow_steps, NOW + 201).state == STALLED
+    assert run_status(slow_steps, NOW + 200).state == RUNNING
+    assert run_status(slow_steps, NOW + 201).state == STALLED
     beats = [{**history.beats[0][-1], 'time': NOW - 100}, history.beats[0][-1]]
     rare = dataclasses.replace(history, beats={0: beats})
-    assert condition(rare, NOW + 300).state == RUNNING
-    assert condition(rare, NOW + 301).state == STALLED
+    assert run_status(rare, NOW + 300).state == RUNNING
+    assert run_status(rare, NOW + 301).state == STALLED
 
 
 def later(history, category, seconds):
@@ -97,7 +97,7 @@ def later(history, category, seconds):
 )
 def test_a_process_that_lives_but_does_no_step(tmp_path, category, state):
     history = later(read_history(workdirs.running(tmp_path)), category, 300)
-    found = condition(history, NOW + 300)
+    found = run_status(history, NOW + 300)
     assert found.state == state
     if state == STALLED:
         assert f'it is at {category.replace("_", " ")}' in found.why
@@ -105,7 +105,7 @@ def test_a_process_that_lives_but_does_no_step(tmp_path, category, state):
     for kind, then in (('storage', state), ('evaluated', RUNNING)):
         event = {'time': NOW + 290, 'life': 1, 'kind': kind, 'message': ''}
         told = dataclasses.replace(history, events=[*history.events, event])
-        assert condition(told, NOW + 300).state == then
+        assert run_status(told, NOW + 300).state == then
 
 
 def test_a_new_life_after_an_end_is_running(tmp_path):
@@ -113,22 +113,22 @@ def test_a_new_life_after_an_end_is_running(tmp_path):
     assert sum(event['kind'] == 'preempted' for event in history.events) == 1
     until = [event for event in history.events if event['kind'] != 'finished']
     alive = dataclasses.replace(history, events=until, alive=None)
-    assert condition(alive, NOW).state == RUNNING
+    assert run_status(alive, NOW).state == RUNNING
     # Its ledger begins before it has said anything.
     ended = dataclasses.replace(history, events=[event for event in until if event['life'] == 1])
-    assert condition(dataclasses.replace(ended, alive=None), NOW).state == RUNNING
+    assert run_status(dataclasses.replace(ended, alive=None), NOW).state == RUNNING
     first = dataclasses.replace(ended, beats={0: [beat for beat in history.beats[0] if beat['life'] == 1]})
-    assert condition(first, NOW).state == PREEMPTED
+    assert run_status(first, NOW).state == PREEMPTED
 
 
 def test_what_comes_by_way_of_a_bucket_may_be_late(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     remote = dataclasses.replace(history, workdir='gs://bucket/run')
-    assert condition(history, NOW + 150).state == STALLED
-    assert condition(remote, NOW + 150).state == RUNNING
-    assert condition(remote, NOW + 200).state == STALLED
+    assert run_status(history, NOW + 150).state == STALLED
+    assert run_status(remote, NOW + 150).state == RUNNING
+    assert run_status(remote, NOW + 200).state == STALLED
 
 
 def test_a_run_that_is_about_to_write_its_first_line():
-    assert condition(History('x', alive=True), NOW).state == STARTING
-    assert condition(History('x', alive=False), NOW).state == EMPTY
+    assert run_status(RunHistory('x', alive=True), NOW).state == STARTING
+    assert run_status(RunHistory('x', alive=False), NOW).state == EMPTY

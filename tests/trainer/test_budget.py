@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from maxlm.trainer.budget import Spending
-from maxlm.training.run_control import Decisions, budget_spent, ended
+from maxlm.trainer.budget import RunBudget
+from maxlm.training.run_control import RunControl, budget_spent, ended
 from maxlm.training.run_length import progress_of
 from tests.small import small_config
 
@@ -23,7 +23,7 @@ class Run:
         self.steps, self.seconds, self.pauses = 0, 0.0, {}
         self.slow = slow
         self.asked = 0
-        self.spending = Spending(
+        self.spending = RunBudget(
             self.config,
             began=self.now,
             pace=self,
@@ -41,7 +41,7 @@ class Run:
     def go(self, steps, decisions=None, *, start=0, looks=()):
         """Trains up to a step, or until the budget is used up; returns where it came to and the decisions."""
         self.spending.begin(start)
-        decisions = decisions or Decisions()
+        decisions = decisions or RunControl()
         for step in range(start + 1, start + steps + 1):
             # The first steps are slow.
             took = self.slow if step - start > 5 else 10 * self.slow
@@ -106,7 +106,7 @@ class Attempts:
         self.step_seconds, self.noise, self.random = step_seconds, noise, random.Random(0)
         # Time on the clock that was spent, and progress after each step.
         self.now, self.step, self.shares, self.asked = 0.0, 0, {}, 0
-        self.saved, self.decisions, self.ended = (0, Decisions()), Decisions(), ''
+        self.saved, self.decisions, self.ended = (0, RunControl()), RunControl(), ''
         for at in (*killed, math.inf):
             self.step, self.decisions = self.saved
             self.attempt(at)
@@ -117,7 +117,7 @@ class Attempts:
 
     def attempt(self, killed):
         self.steps, self.seconds, self.pauses = 0, 0.0, {}
-        spending = Spending(
+        spending = RunBudget(
             self.config,
             # Time that a killed attempt had not saved is counted too.
             began=3600 * self.decisions.hours,

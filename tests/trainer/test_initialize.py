@@ -15,10 +15,10 @@ from maxlm.data.dataset.records import load_manifest
 from maxlm.errors import InputError
 from maxlm.log import Console
 from maxlm.trainer import initialize as starting
-from maxlm.trainer.initialize import check_init_from, start_state
+from maxlm.trainer.initialize import check_init_from, restore_or_initialize
 from maxlm.training.state import abstract_state, init_state
 from maxlm.workdir.files import TOKENIZER
-from maxlm.workdir.step_dirs import FOLDER
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, same, save, zero_state
 from tests.checkpoint.test_streaming import flatten, streamed
 from tests.small import small_layout
@@ -72,7 +72,7 @@ def start(data, capsys, monkeypatch):
         check_init_from(config, abstract.params, workdir)
         capsys.readouterr()
         with Console(), Checkpoints(workdir, keep_last=3) as checkpoints:
-            state, _ = start_state(
+            state, _ = restore_or_initialize(
                 config,
                 tokenizer=data.tokenizer_path,
                 layout=layout,
@@ -182,7 +182,7 @@ def test_parameters_alone_are_no_past_at_another_step(start, tmp_path, trained):
     assert f'--config.train.init_from={tmp_path}/checkpoints/5' in str(info.value)
     assert '\n' not in str(info.value)
     # What the message says.
-    state, _ = start(tmp_path / 'new', init_from=tmp_path / FOLDER / '5')
+    state, _ = start(tmp_path / 'new', init_from=tmp_path / CHECKPOINTS_DIR / '5')
     assert_fresh(state, trained.params)
 
 
@@ -213,7 +213,7 @@ def test_another_model_is_refused_before_anything_is_written(start, tmp_path, or
 
 def test_a_damaged_origin_is_named(start, tmp_path, origin):
     shutil.copytree(origin, tmp_path / 'origin')
-    for file in (tmp_path / 'origin' / FOLDER / '7' / 'params').rglob('d/*'):
+    for file in (tmp_path / 'origin' / CHECKPOINTS_DIR / '7' / 'params').rglob('d/*'):
         file.write_bytes(np.zeros(100).tobytes())
     with pytest.raises(InputError, match='or damaged') as info:
         start(tmp_path / 'run', init_from=tmp_path / 'origin')

@@ -10,7 +10,7 @@ from maxlm.hardware.chips import Peak
 from maxlm.log import logger
 from maxlm.planning.estimate.flops import TokenFlops
 from maxlm.trainer.metric_logger import Reporter
-from maxlm.trainer.throughput import Pace
+from maxlm.trainer.throughput import Throughput
 from maxlm.training.run_control import BadSteps
 from tests.small import small_config
 
@@ -22,7 +22,7 @@ OVERFLOW = {'loss': 1.0, 'skipped': True, 'overflow': True}
 
 @pytest.fixture
 def reporter():
-    pace = Pace(tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1)
+    pace = Throughput(tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1)
     reporter = Reporter(
         # No step here is one that is logged.
         small_config(train__log_every=1000, train__num_steps=1000),

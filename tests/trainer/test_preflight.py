@@ -14,7 +14,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.planning import forecast, machine
 from maxlm.trainer import main as runs
 from maxlm.trainer import preflight
-from maxlm.trainer.preflight import prepare_step
+from maxlm.trainer.preflight import compile_step
 from maxlm.workdir.files import read_config
 from tests.conftest import ROOT
 from tests.test_train import arguments
@@ -58,7 +58,7 @@ def memory(monkeypatch):
 def ready(*overrides, first_step=0):
     config = load(f'{ROOT}/configs/tiny.py', [*SMALL, *overrides])
     resolver = partial(resolve, platform='cpu', num_devices=jax.device_count(), vocab_size=256, windows=100)
-    return prepare_step(config, resolver, num_sources=0, first_step=first_step)
+    return compile_step(config, resolver, num_sources=0, first_step=first_step)
 
 
 def test_what_fits_is_compiled():
@@ -156,7 +156,7 @@ def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch
     def compiles(*arguments, **options):
         raise AssertionError('compiled')
 
-    monkeypatch.setattr(runs, 'prepare_step', compiles)
+    monkeypatch.setattr(runs, 'compile_step', compiles)
     (tmp_path / 'file').write_text('')
     for workdir, settings, words in (
         (tmp_path / 'file', {}, f'--workdir={tmp_path}/file: '),

@@ -8,8 +8,8 @@ import pytest
 
 from maxlm.config.schema_rl import GrpoConfig
 from maxlm.inference.rollout_generator import Responses, Sampler
-from maxlm.rewards.scorer import Scorer
-from maxlm.trainer.rollouts import response_batch, scored_together
+from maxlm.rewards.scorer import RewardScorer
+from maxlm.trainer.rollouts import gather_scores, response_batch
 from maxlm.training.losses.grpo import advantages
 from maxlm.training.objectives import make_log_probs
 from maxlm.training.state import init_state
@@ -106,8 +106,8 @@ def test_rows_are_prompts_and_responses(drawn):
 
 def test_each_process_judges_its_share(monkeypatch):
     texts, tasks = [f'{number}' for number in range(5)], [{'answer': str(n % 2)} for n in range(5)]
-    with Scorer('numeric') as scorer:
-        wanted = scored_together(scorer, texts, tasks, 'numeric')
+    with RewardScorer('numeric') as scorer:
+        wanted = gather_scores(scorer, texts, tasks, 'numeric')
         assert wanted[''].tolist() == [1, 1, 0, 0, 0]
         shares = []
         monkeypatch.setattr(jax, 'process_count', lambda: 2)
@@ -117,7 +117,7 @@ def test_each_process_judges_its_share(monkeypatch):
                 'maxlm.trainer.rollouts.multihost_utils',
                 types.SimpleNamespace(process_allgather=lambda tree, tiled: shares.append(tree) or tree),
             )
-            scored_together(scorer, texts, tasks, 'numeric')
+            gather_scores(scorer, texts, tasks, 'numeric')
     assert [len(share['']) for share in shares] == [3, 3]
     assert [*shares[0][''], *shares[1]['']][:5] == wanted[''].tolist()
 

@@ -8,7 +8,7 @@ import pytest
 
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
-from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.engine import Engine
@@ -53,7 +53,7 @@ def write(dataset, params=None, num_devices=1, **overrides):
     else:
         abstract = abstract_state(config, layout).params
         params = jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), params, abstract)
-    return config, layout, params, Samples(config, open_corpus(config.data), layout)(params)
+    return config, layout, params, Samples(config, open_training_data(config.data), layout)(params)
 
 
 @pytest.fixture(scope='module')
@@ -64,7 +64,7 @@ def alone(dataset):
 def test_the_engine_writes_the_same(dataset, alone):
     config, layout, params, samples = alone
     assert [sample.prompt for sample in samples] == list(PROMPTS)
-    path = open_corpus(config.data).first.tokenizer_path
+    path = open_training_data(config.data).first.tokenizer_path
     tokenizer = Tokenizer.load(path)
     engine = Engine(LoadedModel(config, layout, params, tokenizer, path, 0))
     ids = [ids.tolist() for ids in tokenizer.encode_batch(PROMPTS)]
@@ -97,7 +97,7 @@ def test_every_mesh_writes_the_same(dataset, alone, mesh):
 def test_nothing_is_changed_and_the_next_time_is_the_same(dataset, alone):
     config, layout, params, samples = alone
     before = jax.tree.map(np.asarray, params)
-    again = Samples(config, open_corpus(config.data), layout)
+    again = Samples(config, open_training_data(config.data), layout)
     assert again(params) == again(params) == samples
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, params))
     # Control: of other parameters it is another text.
@@ -105,7 +105,7 @@ def test_nothing_is_changed_and_the_next_time_is_the_same(dataset, alone):
 
 
 def test_prompts_are_beginnings_of_validation_documents(dataset):
-    corpus = open_corpus(make_config(dataset, data__window=256).data)
+    corpus = open_training_data(make_config(dataset, data__window=256).data)
     tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
     windows = corpus.sources[0].windows('validation', corpus.data)
     stream = np.concatenate([windows.stream(number)[:256] for number in range(len(windows))])
@@ -126,16 +126,16 @@ def test_prompts_are_beginnings_of_validation_documents(dataset):
 def test_a_prompt_that_fills_the_context_is_refused(dataset, alone):
     config, layout, params, _ = alone
     config = make_config(dataset, eval__sample_prompts=('x' * 31,))
-    (sample,) = Samples(config, open_corpus(config.data), layout)(params)
+    (sample,) = Samples(config, open_training_data(config.data), layout)(params)
     assert len(sample.prompt) == 31
     config = make_config(dataset, eval__sample_prompts=('x' * 32,))
     with pytest.raises(InputError, match=r'eval.sample_prompts: .* has 32 tokens.* at most 31'):
-        Samples(config, open_corpus(config.data), layout)
+        Samples(config, open_training_data(config.data), layout)
 
 
 def test_prompts_are_all_different(dataset):
     config = make_config(dataset, eval__sample_prompts=(), eval__samples=2)
-    found = prompts(open_corpus(config.data), 1000)
+    found = prompts(open_training_data(config.data), 1000)
     assert 1 < len(found) < 1000
     assert len({tuple(ids) for ids in found}) == len(found)
-    assert prompts(open_corpus(config.data), 1000) == found
+    assert prompts(open_training_data(config.data), 1000) == found

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from maxlm.trainer.source_metrics import NoSources, SourceReport
+from maxlm.trainer.source_metrics import NullSourceMetrics, SourceStats
 
 
 class Mixture:
@@ -25,7 +25,7 @@ def report(*, weighted=True, warn_epochs=4.0):
         for name, count in windows.items()
     ]
     data = SimpleNamespace(sources=('given',) if weighted else (), warn_epochs=warn_epochs)
-    return SourceReport(SimpleNamespace(names=tuple(windows), sources=sources, data=data, mixture=Mixture()))
+    return SourceStats(SimpleNamespace(names=tuple(windows), sources=sources, data=data, mixture=Mixture()))
 
 
 @pytest.fixture
@@ -74,4 +74,6 @@ def test_metrics_of_a_step():
 
 def test_metrics_of_an_evaluation():
     assert report().evaluation_metrics([1.5, float('nan')], [7, 0]) == {'eval/loss/web': 1.5, 'eval/tokens/web': 7.0}
-    assert NoSources().evaluation_metrics([1.5], [7]) == NoSources().training_metrics(1, None, None) == {}
+    assert (
+        NullSourceMetrics().evaluation_metrics([1.5], [7]) == NullSourceMetrics().training_metrics(1, None, None) == {}
+    )

@@ -7,7 +7,7 @@ import pytest
 from maxlm.hardware.chips import Peak
 from maxlm.planning.estimate.flops import TokenFlops
 from maxlm.trainer import throughput as pace_module
-from maxlm.trainer.throughput import Pace
+from maxlm.trainer.throughput import Throughput
 
 
 class Clock:
@@ -26,7 +26,7 @@ def clock(monkeypatch):
 
 def make_pace(tflops=2.0, num_devices=4):
     flops = TokenFlops(causal=1e9, full=1.5e9)
-    return Pace(tokens_per_step=1000, flops=flops, peak=Peak(tflops, 'by hand'), num_devices=num_devices)
+    return Throughput(tokens_per_step=1000, flops=flops, peak=Peak(tflops, 'by hand'), num_devices=num_devices)
 
 
 def step(pace, clock, seconds, data_wait=0.0):

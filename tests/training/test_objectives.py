@@ -10,7 +10,7 @@ import pytest
 from maxlm.config.schema_rl import DpoConfig, GrpoConfig
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
-from maxlm.training.objectives import make_log_probs, make_objective, no_sums, part_names
+from maxlm.training.objectives import aux_names, make_log_probs, make_objective, zero_sums
 from tests.small import small_batch, small_config, small_layout, small_state
 
 NUM_SOURCES = 3
@@ -154,8 +154,8 @@ def test_a_budget_counts_the_longest_response_of_every_row(found):
 def test_sums_begin_as_zeros_of_the_same_shapes(found, name):
     _, sums = found[0][name]
     config = CONFIGS[name]
-    zeros = no_sums(config, NUM_SOURCES if config.train.objective == 'next_token' else 0)
-    assert set(sums.parts) == set(zeros.parts) == set(part_names(config))
+    zeros = zero_sums(config, NUM_SOURCES if config.train.objective == 'next_token' else 0)
+    assert set(sums.parts) == set(zeros.parts) == set(aux_names(config))
     for zero, value in zip(jax.tree.leaves(zeros), jax.tree.leaves(sums), strict=True):
         assert (zero.shape, zero.dtype) == (value.shape, value.dtype) == (value.shape, jnp.float32)
         assert not np.any(zero)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.training.reference import adapters_off, as_reference, holds_reference, stored_dtype
+from maxlm.training.reference import has_reference_params, stored_dtype, to_reference, without_adapters
 from tests.small import small_config
 
 DPO = {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__dtype': 'bfloat16'}
@@ -26,14 +26,14 @@ ADAPTERS = {'model__family': 'llama', 'model__lora_rank': 2}
     ],
 )
 def test_a_state_holds_a_reference_where_the_model_cannot_be_its_own(settings, holds):
-    assert holds_reference(small_config(**settings)) is holds
+    assert has_reference_params(small_config(**settings)) is holds
 
 
 def test_rewards_need_a_reference_only_for_its_divergence():
     config = small_config()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, objective='grpo'))
-    assert not holds_reference(config)
-    assert holds_reference(dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, kl_weight=0.1)))
+    assert not has_reference_params(config)
+    assert has_reference_params(dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, kl_weight=0.1)))
 
 
 def test_each_kind_is_kept_in_the_type_that_the_model_takes():
@@ -47,7 +47,7 @@ def test_each_kind_is_kept_in_the_type_that_the_model_takes():
 
 def test_a_reference_is_a_copy():
     params = {'embedding': jnp.full((2, 2), 1.001), 'final_norm': {'scale': jnp.full(2, 1.001)}}
-    reference = as_reference(small_config(**DPO), params)
+    reference = to_reference(small_config(**DPO), params)
     assert jax.tree.map(lambda leaf: leaf.dtype.name, reference) == {
         'embedding': 'bfloat16',
         'final_norm': {'scale': 'float32'},
@@ -61,7 +61,7 @@ def test_a_reference_is_a_copy():
 def test_adapters_that_are_off_add_nothing():
     ones = np.ones(3, np.float32)
     params = {'query': {'kernel': ones, 'lora_a': ones, 'lora_b': ones}, 'norm': {'scale': ones}}
-    off = adapters_off(params)
+    off = without_adapters(params)
     assert off['norm'] == params['norm']
     assert {name: bool(np.any(value)) for name, value in off['query'].items()} == {
         'kernel': True,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm.training.retention import SavedStep, best_step, next_look, reasons_to_keep, save_due
+from maxlm.training.retention import SavedStep, best_step, next_check, retention_reasons, should_save
 
 NEVER = {'num_steps': 100, 'every_steps': 0, 'permanent_every': 0, 'seconds': 1e9, 'every_minutes': 0.0}
 
@@ -25,7 +25,7 @@ NEVER = {'num_steps': 100, 'every_steps': 0, 'permanent_every': 0, 'seconds': 1e
     ],
 )
 def test_when_a_step_is_saved(step, changes, due):
-    assert save_due(step, **{**NEVER, **changes}) is due
+    assert should_save(step, **{**NEVER, **changes}) is due
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_when_a_step_is_saved(step, changes, due):
     [(100.0, 1.0, 57), (3.0, 1.0, 8), (1.0, 1.0, 8), (-5.0, 1.0, 8), (100.0, 0.0, 8)],
 )
 def test_when_the_clock_is_looked_at_again(seconds_left, step_seconds, look):
-    assert next_look(7, seconds_left=seconds_left, step_seconds=step_seconds) == look
+    assert next_check(7, seconds_left=seconds_left, step_seconds=step_seconds) == look
 
 
 LOSSES = {0: None, 10: 3.0, 20: 2.0, 30: 2.5, 40: None, 50: 2.0, 60: float('nan'), 70: 4.0}
@@ -55,7 +55,7 @@ SAVED = [SavedStep(step, loss) for step, loss in LOSSES.items()]
 )
 def test_what_is_kept(rules, kept):
     keep_last, keep_best, permanent_every = rules
-    reasons = reasons_to_keep(
+    reasons = retention_reasons(
         reversed(SAVED), keep_last=keep_last, keep_best=keep_best, permanent_every=permanent_every
     )
     assert list(reasons) == list(LOSSES)

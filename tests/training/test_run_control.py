@@ -7,18 +7,18 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.data.loader.skipped_batches import data_step, skip_steps
+from maxlm.data.loader.skipped_batches import data_index, skip_steps
 from maxlm.training.run_control import (
     BadSteps,
-    Decisions,
     Rollback,
+    RunControl,
     Stop,
-    after_bad_steps,
     after_evaluation,
+    apply_control,
     budget_spent,
-    decided,
     ended,
     from_json,
+    on_bad_steps,
     rolled_back,
     seconds_left,
     spend,
@@ -52,37 +52,37 @@ GUARDED = {'train__max_skipped_steps': MOST, 'guard__rollback_margin': 5, 'guard
     ],
 )
 def test_bad_steps_lead_back_to_a_good_checkpoint(bad, saved, wanted):
-    assert after_bad_steps(Decisions(), bad, saved, small_config(**GUARDED)) == wanted
+    assert on_bad_steps(RunControl(), bad, saved, small_config(**GUARDED)) == wanted
     # However checkpoints are listed.
-    assert after_bad_steps(Decisions(), bad, saved[::-1], small_config(**GUARDED)) == wanted
+    assert on_bad_steps(RunControl(), bad, saved[::-1], small_config(**GUARDED)) == wanted
 
 
 @pytest.mark.parametrize(
     ('decisions', 'saved', 'words'),
     [
-        (Decisions(rollbacks=2), [0], ['steps 31 to 33', '3 in a row', '2 rollback(s)', 'guard.max_rollbacks']),
-        (Decisions(), [31, 40], ['no checkpoint is older', 'train.max_skipped_steps']),
-        (Decisions(), [], ['no checkpoint is older', 'optimizer.learning_rate', 'guard.spike_deviations']),
+        (RunControl(rollbacks=2), [0], ['steps 31 to 33', '3 in a row', '2 rollback(s)', 'guard.max_rollbacks']),
+        (RunControl(), [31, 40], ['no checkpoint is older', 'train.max_skipped_steps']),
+        (RunControl(), [], ['no checkpoint is older', 'optimizer.learning_rate', 'guard.spike_deviations']),
     ],
 )
 def test_where_there_is_no_way_back_the_run_stops_and_says_why(decisions, saved, words):
-    stop = after_bad_steps(decisions, BadSteps(31, 33, 3), saved, small_config(**GUARDED))
+    stop = on_bad_steps(decisions, BadSteps(31, 33, 3), saved, small_config(**GUARDED))
     assert isinstance(stop, Stop)
     assert '\n' not in stop.reason
     for word in words:
         assert word in stop.reason
     off = small_config(**{**GUARDED, 'guard__max_rollbacks': 0})
-    assert isinstance(after_bad_steps(Decisions(), BadSteps(31, 33, 3), [0], off), Stop)
+    assert isinstance(on_bad_steps(RunControl(), BadSteps(31, 33, 3), [0], off), Stop)
 
 
 def test_after_a_rollback():
     line = {'num_steps': 70, 'planned_step': 30, 'planned_share': 0.25, 'warmup_share': 0.125}
-    restored = Decisions(hours=2.0, best_validation_loss=3.5, evaluations_without_progress=1, step_seconds=9.0, **line)
+    restored = RunControl(hours=2.0, best_validation_loss=3.5, evaluations_without_progress=1, step_seconds=9.0, **line)
     # Decided later, for a place in the run to which it does not come any more.
-    now = Decisions(rollbacks=1, rate_factor=0.5, hours=3.0, evaluations_without_progress=4, step_seconds=8.0)
+    now = RunControl(rollbacks=1, rate_factor=0.5, hours=3.0, evaluations_without_progress=4, step_seconds=8.0)
     now = now._replace(num_steps=60, planned_step=50, planned_share=0.75, warmup_share=0.5)
     guard = small_config(guard__rollback_rate_factor=0.5).guard
-    assert rolled_back(now, restored, ((4, 6),), guard) == Decisions(
+    assert rolled_back(now, restored, ((4, 6),), guard) == RunControl(
         skips=((4, 6),),
         rollbacks=2,
         rate_factor=0.25,
@@ -98,12 +98,12 @@ def test_after_a_rollback():
 def test_the_config_with_what_was_decided():
     rates = {'optimizer__min_learning_rate': 1e-3, 'optimizer__embedding_learning_rate': 0.1}
     config = small_config(optimizer__name='muon', train__num_steps=0, train__hours=1.0, **rates)
-    assert decided(config, Decisions()) == config
-    after = decided(config, Decisions(rate_factor=0.5, num_steps=33))
+    assert apply_control(config, RunControl()) == config
+    after = apply_control(config, RunControl(rate_factor=0.5, num_steps=33))
     assert after.train.num_steps == 33
     # A step is compiled for the rates alone, and only a budget has its length decided.
-    assert with_rates(config, Decisions(num_steps=33)) == config
-    assert decided(small_config(), Decisions(num_steps=33)) == small_config()
+    assert with_rates(config, RunControl(num_steps=33)) == config
+    assert apply_control(small_config(), RunControl(num_steps=33)) == small_config()
     rates = ('learning_rate', 'min_learning_rate', 'embedding_learning_rate', 'adam_learning_rate')
     assert [getattr(after.optimizer, name) for name in rates] == [0.5e-2, 0.5e-3, 0.05, 0.0]
 
@@ -124,7 +124,7 @@ def test_the_config_with_what_was_decided():
 )
 def test_early_stopping(losses, patience, min_delta, stops_at):
     guard = small_config(guard__patience=patience, guard__min_delta=min_delta, eval__every=1).guard
-    decisions, stopped = Decisions(), None
+    decisions, stopped = RunControl(), None
     for number, loss in enumerate(losses, start=1):
         decisions = from_json(json.loads(json.dumps(to_json(after_evaluation(decisions, loss, guard)))))
         stop = stops_early(decisions, guard)
@@ -155,7 +155,7 @@ PRICED = {'train__price_per_hour': 2.5}
 def test_budgets(settings, hours, share, alert, used_up):
     config = small_config(**settings)
     # In two lives, the second with half of the devices for half of the cost.
-    decisions = spend(Decisions(), 1800 * hours, num_devices=6, price_per_hour=config.train.price_per_hour)
+    decisions = spend(RunControl(), 1800 * hours, num_devices=6, price_per_hour=config.train.price_per_hour)
     decisions = spend(decisions, 1800 * hours, num_devices=2, price_per_hour=config.train.price_per_hour)
     budget = budget_spent(decisions, config)
     assert budget.share == pytest.approx(share)
@@ -165,38 +165,38 @@ def test_budgets(settings, hours, share, alert, used_up):
 
 
 def test_without_a_budget_there_is_none():
-    assert budget_spent(Decisions(hours=1e6, dollars=1e6), small_config()) is None
+    assert budget_spent(RunControl(hours=1e6, dollars=1e6), small_config()) is None
 
 
 def test_the_time_until_an_alert_or_an_end():
-    assert seconds_left(Decisions(hours=9.0), small_config(), 4) is None
+    assert seconds_left(RunControl(hours=9.0), small_config(), 4) is None
     config = small_config(guard__max_hours=10.0, guard__max_dollars=100.0, **PRICED)
     # Four devices: ten dollars an hour, an alert after eight hours of both.
-    assert seconds_left(Decisions(hours=1.0, dollars=10.0), config, 4) == pytest.approx(7 * 3600)
-    assert seconds_left(Decisions(hours=8.5, dollars=10.0), config, 4) == pytest.approx(1.5 * 3600)
+    assert seconds_left(RunControl(hours=1.0, dollars=10.0), config, 4) == pytest.approx(7 * 3600)
+    assert seconds_left(RunControl(hours=8.5, dollars=10.0), config, 4) == pytest.approx(1.5 * 3600)
     # It was on more devices before.
-    assert seconds_left(Decisions(hours=1.0, dollars=70.0), config, 4) == pytest.approx(3600)
-    assert seconds_left(Decisions(hours=11.0, dollars=170.0), config, 4) == 0
+    assert seconds_left(RunControl(hours=1.0, dollars=70.0), config, 4) == pytest.approx(3600)
+    assert seconds_left(RunControl(hours=11.0, dollars=170.0), config, 4) == 0
 
 
 def test_whether_a_run_is_over():
     config = small_config(train__num_steps=9, guard__max_hours=2.0, guard__patience=2, eval__every=1)
-    assert ended(config, Decisions(), 8) == ''
-    assert ended(config, Decisions(), 9) == 'step 9 of 9 is done'
+    assert ended(config, RunControl(), 8) == ''
+    assert ended(config, RunControl(), 9) == 'step 9 of 9 is done'
     hours = small_config(train__num_steps=0, train__hours=1.0)
-    assert ended(hours, Decisions(num_steps=20), 19) == ''
-    assert ended(hours, Decisions(num_steps=20), 20) == 'step 20 of 20 is done'
-    assert 'guard.max_hours=2 is used up' in ended(config, Decisions(hours=2.0), 1)
-    assert 'guard.patience' in ended(config, Decisions(evaluations_without_progress=2), 1)
+    assert ended(hours, RunControl(num_steps=20), 19) == ''
+    assert ended(hours, RunControl(num_steps=20), 20) == 'step 20 of 20 is done'
+    assert 'guard.max_hours=2 is used up' in ended(config, RunControl(hours=2.0), 1)
+    assert 'guard.patience' in ended(config, RunControl(evaluations_without_progress=2), 1)
 
 
 def test_decisions_come_back_from_json():
     for decisions in (
-        Decisions(),
-        Decisions(((3, 5), (9, 12)), 2, 0.25, 700, 1.5, 7.25, 1.25, 3.125, 4, 55, 0.5, 0.1, 3.0, 0.3),
+        RunControl(),
+        RunControl(((3, 5), (9, 12)), 2, 0.25, 700, 1.5, 7.25, 1.25, 3.125, 4, 55, 0.5, 0.1, 3.0, 0.3),
     ):
         assert from_json(json.loads(json.dumps(to_json(decisions)))) == decisions
-    assert from_json(None) == Decisions()
+    assert from_json(None) == RunControl()
 
 
 class Loop:
@@ -223,10 +223,10 @@ class Loop:
         state, bad = start, BadSteps()
         while int(state.step) < self.config.train.num_steps:
             number = int(state.step)
-            state, metrics = self.step(state, self.batch(data_step(number, decisions.skips)))
+            state, metrics = self.step(state, self.batch(data_index(number, decisions.skips)))
             losses[number + 1] = float(metrics['loss'])
             bad = BadSteps(bad.first or number + 1, number + 1, bad.in_a_row + 1) if metrics['skipped'] else BadSteps()
-            plan = after_bad_steps(decisions, bad, list(saved), self.config) if guarded else None
+            plan = on_bad_steps(decisions, bad, list(saved), self.config) if guarded else None
             assert not isinstance(plan, Stop), plan
             if plan:
                 state, restored = saved[plan.step][0], from_json(json.loads(saved[plan.step][1]))
@@ -245,21 +245,21 @@ class Loop:
 def test_a_rollback_ends_as_a_run_that_never_saw_the_window():
     loop = Loop()
     first = small_state(loop.config, loop.layout)
-    state, decisions, losses = loop.run(first, Decisions())
+    state, decisions, losses = loop.run(first, RunControl())
     # Steps 14, 15, 16 were bad, and two before them go too.
     assert decisions.rollbacks == 1
     assert decisions.skips == ((11, 16),)
     assert int(state.skipped) == 0
-    never, same, wanted = loop.run(first, Decisions(skips=decisions.skips))
+    never, same, wanted = loop.run(first, RunControl(skips=decisions.skips))
     assert (same.rollbacks, int(never.skipped)) == (0, 0)
     jax.tree.map(np.testing.assert_array_equal, state, never)
     np.testing.assert_array_equal([*losses.values()], [*wanted.values()])
     # Killed right after going back, it goes the same way again.
-    kept, text = loop.run(first, Decisions(), lives=1)
+    kept, text = loop.run(first, RunControl(), lives=1)
     again, same, _ = loop.run(kept, from_json(json.loads(text)))
     assert same == decisions
     jax.tree.map(np.testing.assert_array_equal, again, state)
     # Control: only left out, and not gone back, it ends elsewhere.
-    other, _, _ = loop.run(first, Decisions(), guarded=False)
+    other, _, _ = loop.run(first, RunControl(), guarded=False)
     assert int(other.skipped) == 3
     assert not np.array_equal(other.params['embedding'], state.params['embedding'])

@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.training.optimizers.schedule import Progress, make_schedule, rate_at
-from maxlm.training.run_control import Decisions, decided, from_json, to_json
+from maxlm.training.run_control import RunControl, apply_control, from_json, to_json
 from maxlm.training.run_length import (
     Costs,
     at_start,
@@ -41,25 +41,25 @@ RATES = jax.jit(jax.vmap(rate_at, in_axes=(None, None, 0)), static_argnums=0)
 
 def test_budgets_in_seconds():
     assert budget_seconds(hours(2.0), 8) == 7200
-    assert budget_left(Decisions(hours=0.5), hours(2.0), 8) == 5400
+    assert budget_left(RunControl(hours=0.5), hours(2.0), 8) == 5400
     dollars = small_config(train__num_steps=0, train__dollars=100.0, train__price_per_hour=1.5)
     # 100 dollars buy 8 devices at 1.5 dollars for 8.33 hours.
     assert budget_seconds(dollars, 8) == pytest.approx(30_000)
-    assert budget_left(Decisions(dollars=10.0), dollars, 8) == pytest.approx(27_000)
+    assert budget_left(RunControl(dollars=10.0), dollars, 8) == pytest.approx(27_000)
 
 
 def test_the_length_is_what_fits_into_what_is_left():
     config = hours()
     # A quarter of an hour is spent: 2700 s without 1 % of the budget, in steps of half a second.
-    chosen = decide_length(Decisions(hours=0.25), step=25, costs=Costs(0.5), num_devices=8, config=config)
-    assert chosen.num_steps == 25 + 5328 == decided(config, chosen).train.num_steps
+    chosen = decide_length(RunControl(hours=0.25), step=25, costs=Costs(0.5), num_devices=8, config=config)
+    assert chosen.num_steps == 25 + 5328 == apply_control(config, chosen).train.num_steps
     dollars = small_config(train__num_steps=0, train__dollars=100.0, train__price_per_hour=1.5)
-    chosen = decide_length(Decisions(dollars=10.0), step=25, costs=Costs(8.0), num_devices=8, config=dollars)
+    chosen = decide_length(RunControl(dollars=10.0), step=25, costs=Costs(8.0), num_devices=8, config=dollars)
     assert chosen.num_steps == 25 + 3337
     # A budget that is used up still ends with a step; one without end has a length too.
-    assert decide_length(Decisions(hours=2.0), step=25, costs=Costs(0.5), num_devices=8, config=config).num_steps == 26
+    assert decide_length(RunControl(hours=2.0), step=25, costs=Costs(0.5), num_devices=8, config=config).num_steps == 26
     assert (
-        decide_length(Decisions(), step=25, costs=Costs(0.0), num_devices=8, config=config).num_steps < UNDECIDED_STEPS
+        decide_length(RunControl(), step=25, costs=Costs(0.0), num_devices=8, config=config).num_steps < UNDECIDED_STEPS
     )
 
 
@@ -81,14 +81,14 @@ def test_evaluations_and_saves_are_part_of_the_time():
     # All of it fits, and a step more would not.
     config = hours(**every)
     costs = Costs(step=2.0, evaluation=7.0, tasks=31.0, save=3.0, last_save=20.0)
-    length = decide_length(Decisions(), step=3, costs=costs, num_devices=1, config=config).num_steps
+    length = decide_length(RunControl(), step=3, costs=costs, num_devices=1, config=config).num_steps
     needed = [seconds_until(length + more, step=3, costs=costs, config=config) for more in (0, 1)]
     assert needed[0] <= 3564 < needed[1]
 
 
 def test_a_small_change_of_the_estimate_changes_nothing():
     config = hours()
-    first = decide_length(Decisions(), step=25, costs=Costs(1.0), num_devices=1, config=config)
+    first = decide_length(RunControl(), step=25, costs=Costs(1.0), num_devices=1, config=config)
     for costs, changes in [(1.01, False), (0.99, False), (1.05, True), (0.95, True)]:
         again = decide_length(first, step=30, costs=Costs(costs), num_devices=1, config=config)
         assert (again != first) == changes, costs
@@ -97,11 +97,11 @@ def test_a_small_change_of_the_estimate_changes_nothing():
 @pytest.mark.parametrize('name', SCHEDULES)
 def test_a_length_that_never_changes_has_the_rates_of_a_fixed_one(name):
     config = hours(optimizer__schedule=name, optimizer__warmup_steps=10, optimizer__min_learning_rate=1e-3)
-    progress = progress_of(Decisions(num_steps=110), config)
+    progress = progress_of(RunControl(num_steps=110), config)
     fixed = make_schedule(config.optimizer, 110)
     np.testing.assert_allclose(rates(config, progress, range(111)), [fixed(n) for n in range(111)], rtol=2e-5)
     # Within its warm-up, a run stays there.
-    short = rates(config, progress_of(Decisions(num_steps=8), config), range(8))
+    short = rates(config, progress_of(RunControl(num_steps=8), config), range(8))
     np.testing.assert_allclose(short, [1e-3 * n for n in range(8)], rtol=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_rates_never_jump_and_end_at_the_minimum(name, at, length):
     """In the warm-up, in the middle and in the decay the length becomes another one."""
     config = hours(optimizer__schedule=name, optimizer__warmup_steps=10, optimizer__min_learning_rate=1e-3)
     length = max(length, at + 5)
-    first = Decisions(num_steps=100)
+    first = RunControl(num_steps=100)
     before = progress_of(first, config)
     second = first._replace(num_steps=length, planned_step=at, planned_share=before.at(at), warmup_share=before.warmup)
     after = progress_of(from_json(json.loads(json.dumps(to_json(second)))), config)
@@ -150,8 +150,8 @@ def test_one_program_serves_all_lengths():
 
 
 def test_measured_steps_and_times_of_decisions():
-    assert measured_steps(Decisions(), 3) == 20
-    assert [measured_steps(Decisions(num_steps=10_000), step) for step in (30, 9950, 9999)] == [100, 50, 4]
+    assert measured_steps(RunControl(), 3) == 20
+    assert [measured_steps(RunControl(num_steps=10_000), step) for step in (30, 9950, 9999)] == [100, 50, 4]
     config = hours()
     found = [
         next_decision(100, seconds_left=left, step_seconds=seconds, config=config, num_devices=1)
@@ -162,11 +162,11 @@ def test_measured_steps_and_times_of_decisions():
 
 
 def test_another_budget_lays_the_schedule_over_it():
-    saved = Decisions(num_steps=100, planned_step=40, planned_share=0.3, warmup_share=0.05, hours=0.9, budget=1.0)
+    saved = RunControl(num_steps=100, planned_step=40, planned_share=0.3, warmup_share=0.05, hours=0.9, budget=1.0)
     assert at_start(saved, hours(1.0), 90) == saved
     # Of an older version, or new.
     assert at_start(saved._replace(budget=0.0), hours(2.0), 90) == saved._replace(budget=0.0)
-    assert at_start(Decisions(), hours(2.0), 0) == Decisions()
+    assert at_start(RunControl(), hours(2.0), 0) == RunControl()
     twice = at_start(saved, hours(2.0), 90)
     assert (twice.num_steps, twice.planned_step, twice.planned_share, twice.budget) == (0, 90, 0.45, 2.0)
     assert progress_of(twice, hours(2.0)).warmup == pytest.approx(0.45 * 2 / 90)
@@ -174,7 +174,7 @@ def test_another_budget_lays_the_schedule_over_it():
     assert longer.num_steps == 91 + 108
     # A run with a number of steps has no decided length any more, and one that had steps before gets one.
     assert at_start(saved, small_config(), 90).num_steps == 0
-    assert at_start(Decisions(hours=0.5), hours(2.0), 90).planned_share == 0.25
+    assert at_start(RunControl(hours=0.5), hours(2.0), 90).planned_share == 0.25
 
 
 def test_progress():

@@ -11,14 +11,14 @@ import pytest
 
 from maxlm.config.schema import GuardConfig
 from maxlm.training import spike_guard
-from maxlm.training.spike_guard import SpikeWindow, first_window, window_from_json, window_to_json
+from maxlm.training.spike_guard import SpikeStatistics, first_window, window_from_json, window_to_json
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
 
 W = 16
 GUARD = GuardConfig(window=W)
-judge = jax.jit(spike_guard.judge, static_argnames='config')
+judge = jax.jit(spike_guard.check_spike, static_argnames='config')
 
 
 def filled_window(losses, norms, config=GUARD):
@@ -241,7 +241,7 @@ def test_the_exploding_batch_would_be_taken_before_the_window_is_full(learned):
 def test_the_window_is_the_same_on_all_devices():
     config = small_config(num_devices=8, guard__window=W, model__vocab_size=64)
     window = abstract_state(config, small_layout(config)).window
-    assert isinstance(window, SpikeWindow)
+    assert isinstance(window, SpikeStatistics)
     for leaf, first in zip(window, first_window(config.guard), strict=True):
         assert (leaf.shape, leaf.dtype) == (first.shape, first.dtype)
         assert len(leaf.sharding.device_set) == 8

@@ -9,16 +9,16 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.storage import bucket as bucket_module
-from maxlm.storage.bucket import Bucket, RefusedError, TroubleError
+from maxlm.storage.bucket import Bucket, BucketError, PermissionDeniedError
 from maxlm.workdir.bucket_steps import (
     MANIFEST,
-    MARKER,
     complete_steps,
     delete_step,
-    fetch_step,
+    download_step,
     listed_steps,
     upload_step,
 )
+from maxlm.workdir.step_dirs import COMMIT_MARKER
 from tests.gcs_emulator import WireFault
 from tests.workdir.steps import NAMES, content, write_step
 
@@ -43,7 +43,7 @@ def test_a_step_comes_back(bucket, tmp_path):
     assert complete_steps(bucket) == []
     upload(bucket, 3, folder)
     assert complete_steps(bucket) == [3]
-    fetch_step(bucket, 3, tmp_path / 'back')
+    download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)
     assert content(folder) != content(write_step(tmp_path, 4))
     delete_step(bucket, 3)
@@ -59,16 +59,16 @@ def test_files_that_are_sent_in_parts(bucket, tmp_path, monkeypatch):
     listed = bucket.list('checkpoints/3')
     for name, file in describe(bucket, folder).items():
         assert listed[f'checkpoints/3/{name}'] == (file.size, file.digest), name
-    fetch_step(bucket, 3, tmp_path / 'back')
+    download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)
 
 
 def test_the_marker_comes_last(gcs, tmp_path):
     upload(Bucket('gs://bucket/runs/one'), 3, write_step(tmp_path, 3))
     sent = uploads(gcs)
-    assert sent[-2:] == [f'3/{MANIFEST}', f'3/{MARKER}']
+    assert sent[-2:] == [f'3/{MANIFEST}', f'3/{COMMIT_MARKER}']
     # Orbax looks for one in each item too.
-    assert {*sent[:-2]} == {f'3/{name}' for name in (*NAMES, f'params/{MARKER}', f'progress/{MARKER}')}
+    assert {*sent[:-2]} == {f'3/{name}' for name in (*NAMES, f'params/{COMMIT_MARKER}', f'progress/{COMMIT_MARKER}')}
 
 
 @pytest.mark.parametrize('served', range(9))
@@ -77,7 +77,7 @@ def test_an_upload_that_breaks_off_is_invisible_and_goes_on(gcs, tmp_path, serve
     for _ in range(served):
         gcs.wire_faults.append(WireFault(WRITES, times=1))
     gcs.wire_faults.append(WireFault(WRITES, status=403))
-    with pytest.raises(RefusedError, match='gs://bucket/runs/one/checkpoints/3'):
+    with pytest.raises(PermissionDeniedError, match='gs://bucket/runs/one/checkpoints/3'):
         upload(bucket, 3, folder)
     assert complete_steps(bucket) == []
     gcs.wire_faults.clear()
@@ -88,7 +88,7 @@ def test_an_upload_that_breaks_off_is_invisible_and_goes_on(gcs, tmp_path, serve
     assert len(before) == served
     # Markers and manifest are small; no file is sent twice.
     assert all(sent.count(f'3/{name}') == 1 for name in NAMES)
-    fetch_step(bucket, 3, tmp_path / 'back')
+    download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)
 
 
@@ -108,12 +108,12 @@ def test_what_is_there_is_not_sent_again_and_what_is_other_is(bucket, tmp_path, 
     upload(bucket, 3, folder)
     assert sent == []
     # The same size.
-    bucket.delete([f'checkpoints/3/{MARKER}'])
+    bucket.delete([f'checkpoints/3/{COMMIT_MARKER}'])
     before = (folder / NAMES[2]).read_bytes()
     (folder / NAMES[2]).write_bytes(before[:-1] + b'!')
     upload(bucket, 3, folder)
     assert sent == [NAMES[2]]
-    fetch_step(bucket, 3, tmp_path / 'back')
+    download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)
 
 
@@ -122,7 +122,7 @@ def test_another_step_of_the_same_number_replaces_it(bucket, tmp_path):
     bucket.put('checkpoints/3/surplus', b'x')
     other = write_step(tmp_path / 'b', 3, 'another life')
     upload(bucket, 3, other)
-    fetch_step(bucket, 3, tmp_path / 'back')
+    download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(other)
     assert 'checkpoints/3/surplus' not in bucket.list()
 
@@ -135,7 +135,7 @@ def test_faults_that_pass_are_none(gcs, tmp_path):
     upload(bucket, 3, folder)
     assert complete_steps(bucket) == [3]
     assert not [fault for fault in gcs.wire_faults if fault.times]
-    fetch_step(bucket, 3, tmp_path / 'back')
+    download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)
 
 
@@ -146,7 +146,7 @@ def test_a_deletion_that_breaks_off_leaves_nothing_visible(gcs, tmp_path, served
     for _ in range(served):
         gcs.wire_faults.append(WireFault('^DELETE', times=1))
     gcs.wire_faults.append(WireFault('^DELETE', status=403))
-    with pytest.raises(TroubleError):
+    with pytest.raises(BucketError):
         delete_step(bucket, 3)
     assert complete_steps(bucket) == []
     assert listed_steps(bucket).keys() == {3}
@@ -161,9 +161,9 @@ def test_damage_in_the_bucket_is_found(bucket, tmp_path):
     before = (folder / NAMES[3]).read_bytes()
     bucket.put(f'checkpoints/3/{NAMES[3]}', before[:-1] + b'!')
     with pytest.raises(InputError, match=f'checkpoints/3/{NAMES[3]}: what arrives is damaged'):
-        fetch_step(bucket, 3, tmp_path / 'back')
+        download_step(bucket, 3, tmp_path / 'back')
     bucket.put(f'checkpoints/3/{NAMES[3]}', before)
-    fetch_step(bucket, 3, tmp_path / 'back')
+    download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)
 
 
@@ -173,7 +173,7 @@ def test_what_an_earlier_try_left_is_checked(bucket, tmp_path):
     shutil.copytree(folder, tmp_path / 'back')
     (tmp_path / 'back' / NAMES[2]).write_bytes((folder / NAMES[2]).read_bytes()[:-1] + b'!')
     (tmp_path / 'back' / 'surplus').write_bytes(b'x')
-    fetch_step(bucket, 3, tmp_path / 'back')
+    download_step(bucket, 3, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(folder)
 
 
@@ -186,5 +186,5 @@ def test_a_manifest_that_is_none(bucket, tmp_path, manifest):
     assert facts['files'].keys() == {*NAMES}
     bucket.put(f'checkpoints/3/{MANIFEST}', manifest)
     with pytest.raises(InputError, match=rf'checkpoints/3/{MANIFEST}: .*use another step'):
-        fetch_step(bucket, 3, tmp_path / 'deep' / 'back')
+        download_step(bucket, 3, tmp_path / 'deep' / 'back')
     assert not (tmp_path / 'out').exists()

@@ -14,11 +14,11 @@ import pytest
 
 from maxlm.storage.bucket import Bucket
 from maxlm.workdir import uploader as mirror_module
-from maxlm.workdir.bucket_steps import complete_steps, fetch_step, listed_steps
+from maxlm.workdir.bucket_steps import complete_steps, download_step, listed_steps
 from maxlm.workdir.run_storage import RunStorage
 from maxlm.workdir.step_dirs import DAMAGED
-from maxlm.workdir.upload_state import MIRROR, Record
-from maxlm.workdir.uploader import Progress, StepMirror
+from maxlm.workdir.upload_state import MIRROR, UploadState
+from maxlm.workdir.uploader import StepMirror, UploadProgress
 from tests.conftest import ROOT
 from tests.gcs_emulator import WireFault, running
 from tests.workdir.steps import NAMES, content, write_step
@@ -29,7 +29,7 @@ FAST = {'poll_seconds': 0.01, 'files_seconds': 0.0}
 
 
 def mirror_of(workdir, bucket, **options):
-    return StepMirror(bucket, Record(workdir, bucket.url), progress=Progress(bucket.url), **options)
+    return StepMirror(bucket, UploadState(workdir, bucket.url), progress=UploadProgress(bucket.url), **options)
 
 
 def work_off(mirror):
@@ -108,7 +108,7 @@ def test_a_step_of_a_number_that_was_there_before_is_uploaded(bucket, tmp_path):
     remove(tmp_path, 1)
     other = write_step(tmp_path, 1, 'another life')
     work_off(mirror_of(tmp_path, bucket))
-    fetch_step(bucket, 1, tmp_path / 'back')
+    download_step(bucket, 1, tmp_path / 'back')
     assert content(tmp_path / 'back') == content(other)
 
 
@@ -147,7 +147,7 @@ def test_a_step_that_the_run_deletes_while_it_is_sent(gcs, tmp_path):
     hold.released.set()
     thread.join()
     assert complete_steps(Bucket(URL)) == [1]
-    fetch_step(Bucket(URL), 1, tmp_path / 'back')
+    download_step(Bucket(URL), 1, tmp_path / 'back')
     assert content(tmp_path / 'back') == expected
 
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.data.chat.escape import spelling
+from maxlm.data.chat.escape import special_token_pattern
 from maxlm.data.chat.jinja import ChatError, Rendered, Span
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE, ChatTemplate
-from maxlm.data.chat.token_flags import TokenDocument, mark
+from maxlm.data.chat.token_flags import TokenDocument, encode_flags
 from maxlm.data.documents.conversation import Conversation, Message
 from maxlm.data.documents.document import Document
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -149,9 +149,9 @@ class ChatEncoder:
         if len(tokens) and (is_text or tokens[-1] != end):
             tokens, learned = np.append(tokens, np.uint32(end)), np.append(learned, is_text)
         if is_text:
-            return TokenDocument(mark(tokens, learned), None)
+            return TokenDocument(encode_flags(tokens, learned), None)
         ends = itertools.compress(itertools.accumulate(lengths), (piece.ends_turn for piece in pieces))
-        return TokenDocument(mark(tokens, learned), tuple(ends))
+        return TokenDocument(encode_flags(tokens, learned), tuple(ends))
 
     def _pieces_of(self, conversation: Conversation, *, ends_only: bool = False) -> list[_Piece]:
         rendered = self.template.render_said(
@@ -183,7 +183,7 @@ class ChatEncoder:
                 yield _Piece(rendered.spelled(a, b), encoding if a == start else _INSIDE, -1, learned(a), False)
 
         place, encoding = 0, _FIRST
-        for found in spelling(tuple(self._special)).finditer(text):
+        for found in special_token_pattern(tuple(self._special)).finditer(text):
             index, token = self._special[found.group()]
             start, stop = found.span()
             while token.lstrip and start > place and text[start - 1].isspace():

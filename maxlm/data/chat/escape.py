@@ -15,7 +15,7 @@ _LAST_STAND_IN = 0x10FFFD
 
 
 @functools.lru_cache
-def spelling(special: tuple[str, ...]) -> re.Pattern[str]:
+def special_token_pattern(special: tuple[str, ...]) -> re.Pattern[str]:
     """Matches any of some spellings, the longest that is there; nothing where there are none."""
     return re.compile('|'.join(re.escape(name) for name in sorted(special, key=len, reverse=True)) or r'(?!)')
 
@@ -23,10 +23,10 @@ def spelling(special: tuple[str, ...]) -> re.Pattern[str]:
 @functools.lru_cache
 def _beginnings(special: tuple[str, ...]) -> re.Pattern[str]:
     """The first character of each, also where two of them overlap."""
-    return re.compile(f'(?={spelling(special).pattern}).', re.DOTALL)
+    return re.compile(f'(?={special_token_pattern(special).pattern}).', re.DOTALL)
 
 
-def hide(data: Any, special: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
+def escape_special_tokens(data: Any, special: tuple[str, ...]) -> tuple[Any, dict[str, str]]:
     """The data with stand-ins for the first characters of all that it spells of `special`; stand-in → character.
 
     Data are JSON values, of which all texts are looked at. Stand-ins are characters that are in none of them.

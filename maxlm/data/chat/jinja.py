@@ -20,7 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from maxlm.data.chat.escape import hide, spelling
+from maxlm.data.chat.escape import escape_special_tokens, special_token_pattern
 from maxlm.data.documents.conversation import Message
 
 # Characters of an error's message.
@@ -126,7 +126,7 @@ class JinjaTemplate:
         if self.facts.has_generation:
             text, said = _take_marks(text)
         else:
-            said = self._turns(text, data['messages'], data['tools'], spelling(tuple(special)))
+            said = self._turns(text, data['messages'], data['tools'], special_token_pattern(tuple(special)))
         return Rendered(text, tuple(_with_end(text, span, tuple(special)) for span in said), stand_ins)
 
     def _turns(
@@ -230,7 +230,7 @@ def _hide(
     messages: Sequence[Message], tools: Sequence[Any], special: Sequence[str]
 ) -> tuple[dict[str, list[Any]], dict[str, str]]:
     try:
-        return hide({'messages': list(messages), 'tools': list(tools)}, (*special, _OPEN, _CLOSE))
+        return escape_special_tokens({'messages': list(messages), 'tools': list(tools)}, (*special, _OPEN, _CLOSE))
     except RecursionError as error:
         raise ChatError('a message is nested too deeply') from error
 
@@ -253,7 +253,7 @@ def _with_end(text: str, span: Span, special: tuple[str, ...]) -> Span:
     """The span up to the special token that ends it; if a template leaves that outside, it must be the next."""
     if text.endswith(special, *span):
         return span
-    end = spelling(special).match(text, span.stop)
+    end = special_token_pattern(special).match(text, span.stop)
     if end is None:
         raise ChatError(_NO_END)
     return Span(span.start, end.end())

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from maxlm.data.chat.token_flags import FIRST, NOT_PREDICTED, TokenDocument
+from maxlm.data.chat.token_flags import DOCUMENT_START_BIT, IGNORE_BIT, TokenDocument
 
 # Windows that wait for what still fits. More would leave less padding, and take memory: each is a window of tokens.
 OPEN_WINDOWS = 512
@@ -60,7 +60,7 @@ class Packer:
 
     def __init__(self, window: int, *, end_of_document: int, counts: ChatCounts):
         self._window = window
-        self._end = np.uint32(end_of_document) | NOT_PREDICTED
+        self._end = np.uint32(end_of_document) | IGNORE_BIT
         self._counts = counts
         # (room, number of the window) ascending, and the documents of each.
         self._rooms: list[tuple[int, int]] = []
@@ -96,7 +96,7 @@ class Packer:
         documents = self._open.pop(number)
         if room:
             padding = np.full(room, self._end, np.uint32)
-            padding[0] |= FIRST
+            padding[0] |= DOCUMENT_START_BIT
             # Not a document of its own, which would be counted.
             documents[-1] = np.concatenate([documents[-1], padding])
             self._counts.padding += room
@@ -109,10 +109,10 @@ class Packer:
         if document.turn_ends is None:
             parts = [tokens[start : start + window].copy() for start in range(0, len(tokens), window)]
             for part in parts:
-                part[0] |= FIRST | NOT_PREDICTED
+                part[0] |= DOCUMENT_START_BIT | IGNORE_BIT
             return parts
         # Room for the end of document, unless the turn ends with it.
-        end = self._end & ~NOT_PREDICTED
+        end = self._end & ~IGNORE_BIT
         fits = [stop for stop in document.turn_ends if stop + int(tokens[stop - 1] != end) <= window]
         if not fits:
             self._counts.left_out += 1

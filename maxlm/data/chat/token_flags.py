@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 # The bits of a marked token, a uint32. Ids are below both.
-NOT_PREDICTED = np.uint32(1 << 31)
-FIRST = np.uint32(1 << 30)
-ID_BITS = np.uint32((1 << 30) - 1)
+IGNORE_BIT = np.uint32(1 << 31)
+DOCUMENT_START_BIT = np.uint32(1 << 30)
+ID_MASK = np.uint32((1 << 30) - 1)
 
 
 class TokenDocument(NamedTuple):
@@ -29,7 +29,7 @@ class TokenDocument(NamedTuple):
     turn_ends: tuple[int, ...] | None
 
 
-def mark(ids: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+def encode_flags(ids: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """A document as marked tokens: uint32 [number of tokens].
 
     The first is never predicted: no document tells how the next begins.
@@ -39,31 +39,31 @@ def mark(ids: np.ndarray, predicted: np.ndarray) -> np.ndarray:
         predicted: whether each counts as a target, bool [number of tokens].
     """
     marked = ids.astype(np.uint32)
-    marked[~predicted] |= NOT_PREDICTED
-    marked[:1] |= NOT_PREDICTED | FIRST
+    marked[~predicted] |= IGNORE_BIT
+    marked[:1] |= IGNORE_BIT | DOCUMENT_START_BIT
     return marked
 
 
-def mark_stream(stream: np.ndarray, end_of_document: int) -> np.ndarray:
+def encode_stream_flags(stream: np.ndarray, end_of_document: int) -> np.ndarray:
     """Marks a stream of ids in which `end_of_document` ends documents: all but the first of each is predicted.
 
     Its own first token stays unmarked, since a stream does not tell what is before it.
     """
     marked = stream.astype(np.uint32)
-    marked[1:][stream[:-1] == end_of_document] |= NOT_PREDICTED | FIRST
+    marked[1:][stream[:-1] == end_of_document] |= IGNORE_BIT | DOCUMENT_START_BIT
     return marked
 
 
-def ids_of(marked: np.ndarray) -> np.ndarray:
+def token_ids(marked: np.ndarray) -> np.ndarray:
     """The ids of marked tokens, in their shape."""
-    return marked & ID_BITS
+    return marked & ID_MASK
 
 
-def is_predicted(marked: np.ndarray) -> np.ndarray:
+def is_target(marked: np.ndarray) -> np.ndarray:
     """Whether each marked token counts as a target, bool in their shape."""
-    return (marked & NOT_PREDICTED) == 0
+    return (marked & IGNORE_BIT) == 0
 
 
-def is_first(marked: np.ndarray) -> np.ndarray:
+def is_document_start(marked: np.ndarray) -> np.ndarray:
     """Whether each marked token begins a document, bool in their shape."""
-    return (marked & FIRST) != 0
+    return (marked & DOCUMENT_START_BIT) != 0

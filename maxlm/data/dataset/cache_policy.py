@@ -16,7 +16,7 @@ MAX_PLANNED = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
+class PlannedRead:
     """The files that steps [first_step, last_step] read."""
 
     files: tuple[RemoteFile, ...]
@@ -25,7 +25,7 @@ class Use:
 
 
 @dataclasses.dataclass
-class Held:
+class CachedFile:
     """A file that has its place on the disk.
 
     Attributes:
@@ -39,7 +39,7 @@ class Held:
     state: str = 'left'
 
 
-class Room:
+class CachePolicy:
     """The plan of a cache: what is to be fetched next, and what goes for it. For one thread at a time.
 
     Args:
@@ -49,17 +49,17 @@ class Room:
     def __init__(self, capacity_bytes: int):
         self._capacity = capacity_bytes
         self._step = 0
-        self._held: dict[Path, Held] = {}
+        self._held: dict[Path, CachedFile] = {}
         # Last steps of the uses that are planned, as a heap.
         self._planned: list[int] = []
-        self.queue: deque[Held] = deque()
+        self.queue: deque[CachedFile] = deque()
 
     def adopt(self, file: RemoteFile) -> None:
         """Counts what an earlier run left of a file; what has its name and another size is deleted."""
         if not file.is_there:
             file.path.unlink(missing_ok=True)
         if file.path.exists() or file.partial.exists():
-            self._held[file.path] = Held(file)
+            self._held[file.path] = CachedFile(file)
 
     def advance(self, step: int) -> None:
         """All steps below `step` are consumed."""
@@ -72,7 +72,7 @@ class Room:
         """The step after which something can change: the first at which a planned use ends; -1 = none is planned."""
         return self._planned[0] if self._planned else -1
 
-    def admit(self, use: Use) -> bool:
+    def admit(self, use: PlannedRead) -> bool:
         """Plans a use, with room made for it; False = not now: what is there is still needed.
 
         Raises:
@@ -88,7 +88,7 @@ class Room:
             return False
         heapq.heappush(self._planned, use.last_step)
         for file in use.files:
-            held = self._held.setdefault(file.path, Held(file))
+            held = self._held.setdefault(file.path, CachedFile(file))
             held.last_step = max(held.last_step, use.last_step)
             if held.state not in ('queued', 'fetching'):
                 self._queue_unless_there(held)
@@ -101,7 +101,7 @@ class Room:
                 # It was its turn before: it is not to wait behind all that is fetched ahead.
                 self.queue.rotate()
 
-    def _queue_unless_there(self, held: Held) -> bool:
+    def _queue_unless_there(self, held: CachedFile) -> bool:
         if held.file.is_there:
             held.state = 'there'
             return True
@@ -111,7 +111,7 @@ class Room:
         self.queue.append(held)
         return False
 
-    def _make_room(self, use: Use) -> bool:
+    def _make_room(self, use: PlannedRead) -> bool:
         wanted = {file.path: file.bytes for file in use.files}
         size = sum(({path: held.file.bytes for path, held in self._held.items()} | wanted).values())
         unused = [
@@ -127,7 +127,7 @@ class Room:
             self._evict(held)
         return size <= self._capacity
 
-    def _evict(self, held: Held) -> None:
+    def _evict(self, held: CachedFile) -> None:
         # Whoever has it open can go on reading.
         held.file.path.unlink(missing_ok=True)
         remove_partial(held.file)
@@ -135,19 +135,19 @@ class Room:
             self.queue.remove(held)
         del self._held[held.file.path]
 
-    def _check_due(self, use: Use) -> None:
+    def _check_due(self, use: PlannedRead) -> None:
         needed = {path: held.file.bytes for path, held in self._held.items() if held.last_step >= self._step}
         needed |= {file.path: file.bytes for file in use.files}
         if sum(needed.values()) > self._capacity:
             raise InputError(_too_small(self._capacity, use.first_step, sum(needed.values())))
 
 
-def check_capacity(uses: Sequence[Use], capacity_bytes: int) -> None:
+def check_capacity(uses: Sequence[PlannedRead], capacity_bytes: int) -> None:
     """Raises InputError if the files that some step of `uses` reads do not fit in together.
 
     `uses` are in the order of their first steps.
     """
-    active: list[Use] = []
+    active: list[PlannedRead] = []
     worst = (0, 0)
     for use in uses:
         active = [earlier for earlier in active if earlier.last_step >= use.first_step] + [use]

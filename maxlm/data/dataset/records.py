@@ -25,7 +25,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from maxlm.data.chat.packing import ChatCounts, PairCounts
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.errors import InputError, os_message
-from maxlm.storage.atomic import put
+from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
@@ -207,7 +207,7 @@ def save_manifest(dataset: Dataset) -> None:
     del facts['path']
     for name in (*(() if dataset.masked else UNMASKED), *(() if dataset.preferences else NO_PREFERENCES)):
         del facts[name]
-    put(dataset.path / MANIFEST_NAME, (json.dumps(facts, indent=1) + '\n').encode())
+    atomic_write(dataset.path / MANIFEST_NAME, (json.dumps(facts, indent=1) + '\n').encode())
 
 
 def load_manifest(path: str | os.PathLike[str], *, complete: bool = True) -> Dataset:

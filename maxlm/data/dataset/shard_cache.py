@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from maxlm.data.dataset.cache_policy import Held, Room, Use, check_capacity
+from maxlm.data.dataset.cache_policy import CachedFile, CachePolicy, PlannedRead, check_capacity
 from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import RemoteManifest, parse_manifest, read_remote_manifest, remove_stale
-from maxlm.data.dataset.wait import LOCK_NAME, failed_path
+from maxlm.data.dataset.wait import LOCK_NAME, error_marker
 from maxlm.errors import InputError, os_message
 from maxlm.storage.download import ClosedError, RemoteFile, fetch_patiently, write_whole
 from maxlm.storage.object_store import read_file
-from maxlm.storage.retry import OnAlarm, Outage, UnreachableError, redact
+from maxlm.storage.retry import OnWarning, RetryPolicy, TransientStorageError, redact
 
 # Between two looks of the fetcher at whether what it fetched is still there.
 RECHECK_SECONDS = 10.0
@@ -58,9 +58,9 @@ class Fetcher:
 
     def __init__(
         self,
-        uses: Iterable[Use],
+        uses: Iterable[PlannedRead],
         *,
-        on_alarm: OnAlarm,
+        on_alarm: OnWarning,
         capacity_bytes: int = 0,
         threads: int = 8,
         known: Iterable[RemoteFile] = (),
@@ -70,7 +70,7 @@ class Fetcher:
         self._on_alarm = on_alarm
         self._on_bytes = on_bytes
         self._closing = threading.Event()
-        self._outage = Outage(on_alarm, wait or self._closing.wait)
+        self._outage = RetryPolicy(on_alarm, wait or self._closing.wait)
         uses = iter(uses)
         first_uses = list(itertools.islice(uses, CHECKED_USES))
         if capacity_bytes:
@@ -86,7 +86,7 @@ class Fetcher:
         self._error = ''
         # Shared by the threads, and guarded by the condition.
         self._changed = threading.Condition()
-        self._room = Room(capacity_bytes)
+        self._room = CachePolicy(capacity_bytes)
         self._locks: dict[Path, int] = {}
         self._threads = [
             threading.Thread(target=target, name='fetch', daemon=True)
@@ -97,7 +97,7 @@ class Fetcher:
         try:
             for file in self._known.values():
                 self._announce(file.path.parent)
-                failed_path(file.path).unlink(missing_ok=True)
+                error_marker(file.path).unlink(missing_ok=True)
                 self._room.adopt(file)
         except OSError as error:
             self._release()
@@ -182,7 +182,7 @@ class Fetcher:
         self._room.advance(self._step)
         self._next_end = self._room.next_end
 
-    def _admit(self, use: Use) -> bool:
+    def _admit(self, use: PlannedRead) -> bool:
         """Whether the use is dealt with; False = it has to wait."""
         if self._closing.is_set():
             return True
@@ -214,7 +214,7 @@ class Fetcher:
     def _fetch(self, file: RemoteFile) -> bool:
         try:
             # In a later epoch it is tried again.
-            failed_path(file.path).unlink(missing_ok=True)
+            error_marker(file.path).unlink(missing_ok=True)
             fetch_patiently(file, outage=self._outage, closing=self._closing, on_bytes=self._on_bytes)
         except ClosedError:
             raise
@@ -226,7 +226,7 @@ class Fetcher:
             return False
         return True
 
-    def _next(self) -> Held | None:
+    def _next(self) -> CachedFile | None:
         with self._changed:
             while not self._room.queue and not self._closing.is_set():
                 self._changed.wait()
@@ -239,7 +239,7 @@ class Fetcher:
     def _give_up(self, file: RemoteFile, reason: str) -> None:
         self._on_alarm(reason)
         try:
-            write_whole(failed_path(file.path), reason.encode())
+            write_whole(error_marker(file.path), reason.encode())
         except InputError as error:
             self._fail(f'{error}; {reason}')
 
@@ -250,7 +250,7 @@ class Fetcher:
         self._release()
 
 
-def fetch_manifest(url: str, cache: Path, *, on_alarm: OnAlarm) -> RemoteManifest:
+def fetch_manifest(url: str, cache: Path, *, on_alarm: OnWarning) -> RemoteManifest:
     """Fetches `dataset.json`, tokenizer and chat template of the data set in directory `url` to directory `cache`.
 
     If the bucket does not answer, those that are in the cache are used, with an alarm. If the data set is another one
@@ -271,7 +271,7 @@ def fetch_manifest(url: str, cache: Path, *, on_alarm: OnAlarm) -> RemoteManifes
                     f'differs; copy the data set to the bucket again'
                 )
             write_whole(cache / name, content)
-    except UnreachableError as error:
+    except TransientStorageError as error:
         try:
             manifest = parse_manifest(url.rstrip('/'), (cache / MANIFEST_NAME).read_bytes())
         except (OSError, InputError):

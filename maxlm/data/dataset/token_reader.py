@@ -13,7 +13,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxlm.data.dataset.records import Dataset, Shard, reason_of, remedy
-from maxlm.data.dataset.wait import wait_for
+from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 
 # One record is read at a time (seek, then read: a tenth of the time that reading by a list of indices takes), and a
@@ -98,7 +98,7 @@ class TokenReader:
     def _open(self, path: Path) -> ArrayRecordReader:
         while True:
             if self._fetched:
-                wait_for(path)
+                wait_for_file(path)
             try:
                 return ArrayRecordReader(os.fspath(path), READER_OPTIONS)
             except RuntimeError:

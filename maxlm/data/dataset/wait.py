@@ -19,7 +19,7 @@ POLL_SECONDS = 0.1
 LOCK_NAME = '.fetching'
 
 
-def wait_for(path: Path, *, sleep: Callable[[float], object] = time.sleep) -> None:
+def wait_for_file(path: Path, *, sleep: Callable[[float], object] = time.sleep) -> None:
     """Returns when `path` is there, at once if it is; any process may wait for what a `Fetcher` fetches.
 
     Raises:
@@ -27,7 +27,7 @@ def wait_for(path: Path, *, sleep: Callable[[float], object] = time.sleep) -> No
     """
     while not path.exists():
         try:
-            raise InputError(failed_path(path).read_text(encoding='utf-8'))
+            raise InputError(error_marker(path).read_text(encoding='utf-8'))
         except OSError:
             # No such file: it has not failed.
             pass
@@ -53,6 +53,6 @@ def _is_fetched(directory: Path) -> bool:
         os.close(descriptor)
 
 
-def failed_path(path: Path) -> Path:
+def error_marker(path: Path) -> Path:
     """Where the reason lies why a file will not come."""
     return path.with_name(f'.{path.name}.failed')

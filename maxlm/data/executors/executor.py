@@ -44,7 +44,7 @@ class Task(Protocol):
         """Does it; the result appears last, whole or not at all."""
 
 
-class Ending(enum.Enum):
+class Status(enum.Enum):
     """How a task ended."""
 
     DONE = 'done'
@@ -55,15 +55,15 @@ class Ending(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TaskResult:
     """How the task of this number ended, and why in one line."""
 
     number: int
-    ending: Ending
+    ending: Status
     reason: str = ''
 
 
-class Engine(Protocol):
+class Executor(Protocol):
     """Somewhere tasks run. A context manager; leaving it ends what still runs."""
 
     @property
@@ -73,30 +73,30 @@ class Engine(Protocol):
     def start(self, number: int, task: Task) -> None:
         """Starts a task, which `number` tells from the others."""
 
-    def wait(self, on_progress: OnProgress) -> list[Outcome]:
+    def wait(self, on_progress: OnProgress) -> list[TaskResult]:
         """Waits until something happens; tells progress, returns what has ended (perhaps nothing)."""
 
     def close(self) -> None:
         """Ends what still runs."""
 
 
-def attempt(number: int, task: Task, report: OnProgress) -> Outcome:
+def run_with_retries(number: int, task: Task, report: OnProgress) -> TaskResult:
     """Runs a task, in whatever process, and tells how it ended."""
     try:
         task.run(report)
     except (InputError, TransientError) as error:
-        return Outcome(number, Ending.BAD if isinstance(error, InputError) else Ending.FAILED, str(error))
+        return TaskResult(number, Status.BAD if isinstance(error, InputError) else Status.FAILED, str(error))
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
-            return Outcome(number, Ending.BAD, f'{error.filename or task.name}: {os_message(error)}')
+            return TaskResult(number, Status.BAD, f'{error.filename or task.name}: {os_message(error)}')
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f'{Path(place.filename).name}:{place.lineno}'
-        return Outcome(number, Ending.FAILED, f'{type(error).__name__}: {error} ({where})')
-    return Outcome(number, Ending.DONE)
+        return TaskResult(number, Status.FAILED, f'{type(error).__name__}: {error} ({where})')
+    return TaskResult(number, Status.DONE)
 
 
 def run_tasks(
-    engine: Engine,
+    engine: Executor,
     tasks: Sequence[Task],
     *,
     retries: int,
@@ -127,7 +127,7 @@ def run_tasks(
 
 
 def _run_round(
-    engine: Engine, tasks: Sequence[Task], numbers: Sequence[int], on_progress: OnProgress
+    engine: Executor, tasks: Sequence[Task], numbers: Sequence[int], on_progress: OnProgress
 ) -> dict[int, str]:
     waiting, running = deque(numbers), 0
     failed: dict[int, str] = {}
@@ -138,8 +138,8 @@ def _run_round(
             running += 1
         for outcome in engine.wait(on_progress):
             running -= 1
-            if outcome.ending is Ending.BAD:
+            if outcome.ending is Status.BAD:
                 raise InputError(outcome.reason)
-            if outcome.ending is Ending.FAILED:
+            if outcome.ending is Status.FAILED:
                 failed[outcome.number] = outcome.reason
     return failed

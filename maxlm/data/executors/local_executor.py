@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from maxlm.data.executors.executor import Ending, OnProgress, Outcome, Task, attempt
+from maxlm.data.executors.executor import OnProgress, Status, Task, TaskResult, run_with_retries
 
 # One thread per worker; the processes are what uses the cores.
 ONE_THREAD = {'TOKENIZERS_PARALLELISM': 'false', 'RAYON_NUM_THREADS': '1'}
@@ -41,9 +41,9 @@ class InProcess:
         """See `engine.Engine`."""
         self._waiting.append((number, task))
 
-    def wait(self, on_progress: OnProgress) -> list[Outcome]:
+    def wait(self, on_progress: OnProgress) -> list[TaskResult]:
         """See `engine.Engine`."""
-        return [attempt(*self._waiting.popleft(), on_progress)]
+        return [run_with_retries(*self._waiting.popleft(), on_progress)]
 
     def close(self) -> None:
         """See `engine.Engine`."""
@@ -83,7 +83,7 @@ class Processes:
         with contextlib.suppress(OSError):
             worker.connection.send((number, task))
 
-    def wait(self, on_progress: OnProgress) -> list[Outcome]:
+    def wait(self, on_progress: OnProgress) -> list[TaskResult]:
         """See `engine.Engine`."""
         numbers = {worker.connection: number for number, worker in self._busy.items()}
         outcomes = []
@@ -95,7 +95,7 @@ class Processes:
             except (EOFError, OSError):
                 outcomes.append(self._bury(number))
                 continue
-            if isinstance(message, Outcome):
+            if isinstance(message, TaskResult):
                 self._idle.append(self._busy.pop(number))
                 outcomes.append(message)
             else:
@@ -130,7 +130,7 @@ class Processes:
         there.close()
         return _Worker(process, here)
 
-    def _bury(self, number: int) -> Outcome:
+    def _bury(self, number: int) -> TaskResult:
         process, connection = self._busy.pop(number)
         connection.close()
         process.join()
@@ -138,9 +138,9 @@ class Processes:
         how = f'ended with exit code {code}'
         if code < 0:
             how = f'was killed by {signal.Signals(-code).name}'
-        return Outcome(
+        return TaskResult(
             number,
-            Ending.FAILED,
+            Status.FAILED,
             f'its worker process {how}, perhaps for want of memory; fewer --workers need less',
         )
 
@@ -154,7 +154,7 @@ def _work(connection: Connection) -> None:
             number, task = connection.recv()
         except EOFError:
             return
-        connection.send(attempt(number, task, lambda *new: connection.send(new)))
+        connection.send(run_with_retries(number, task, lambda *new: connection.send(new)))
 
 
 def _end_with_parent() -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from maxlm.data.executors.executor import Ending, OnProgress, Outcome, Task, attempt
+from maxlm.data.executors.executor import OnProgress, Status, Task, TaskResult, run_with_retries
 from maxlm.data.executors.local_executor import ONE_THREAD
 from maxlm.errors import InputError, os_message
 
@@ -64,7 +64,7 @@ class RayCluster:
         """See `engine.Engine`."""
         self._running[self._remote.remote(number, task)] = number
 
-    def wait(self, on_progress: OnProgress) -> list[Outcome]:
+    def wait(self, on_progress: OnProgress) -> list[TaskResult]:
         """See `engine.Engine`."""
         ended, _ = self._ray.wait(list(self._running), num_returns=1)
         outcomes = []
@@ -75,7 +75,7 @@ class RayCluster:
             # A worker or a machine is gone, or has no memory left.
             except self._ray.exceptions.RayError as error:
                 reason = str(error).strip().partition('\n')[0][:300]
-                outcomes.append(Outcome(number, Ending.FAILED, f'{type(error).__name__}: {reason}'))
+                outcomes.append(TaskResult(number, Status.FAILED, f'{type(error).__name__}: {reason}'))
                 continue
             on_progress(*done)
             outcomes.append(outcome)
@@ -105,13 +105,13 @@ def _refuse_silent(address: str) -> None:
         raise InputError(f'--ray_address={address}: no Ray cluster ({reason}); {REMEDY}') from error
 
 
-def _attempt(number: int, task: Task) -> tuple[Outcome, tuple[int, int, int]]:
+def _attempt(number: int, task: Task) -> tuple[TaskResult, tuple[int, int, int]]:
     os.environ.update(ONE_THREAD)
     done = [0, 0, 0]
 
     def report(*new: int) -> None:
         done[:] = map(sum, zip(done, new, strict=True))
 
-    outcome = attempt(number, task, report)
+    outcome = run_with_retries(number, task, report)
     num_bytes, documents, tokens = done
     return outcome, (num_bytes, documents, tokens)

@@ -9,7 +9,7 @@ from maxlm.data.documents.document import Document
 
 
 @dataclasses.dataclass(frozen=True)
-class Removal:
+class FilterResult:
     """Why a document is left out.
 
     Attributes:
@@ -22,15 +22,15 @@ class Removal:
 
 
 # A pure function of the document.
-Filter = Callable[[Document], Document | Removal]
+Filter = Callable[[Document], Document | FilterResult]
 
 
-def remove_if(condition: bool, reason: str, value: float, bound: float) -> Removal | None:
+def drop_if(condition: bool, reason: str, value: float, bound: float) -> FilterResult | None:
     """A Removal that tells `value` and the `bound` that it breaks, None where `condition` does not hold.
 
-    `remove_if(…) or remove_if(…) or document` reads as a list of rules of which the first that holds counts.
+    `drop_if(…) or remove_if(…) or document` reads as a list of rules of which the first that holds counts.
     """
-    return Removal(reason, f'{_figure(value)}; bound {_figure(bound)}') if condition else None
+    return FilterResult(reason, f'{_figure(value)}; bound {_figure(bound)}') if condition else None
 
 
 def _figure(value: float) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import re
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal, remove_if
+from maxlm.data.filters.base import FilterResult, drop_if
 from maxlm.data.filters.line_stats import filled_lines, repeated_shares, share
 
 # Raffel et al., Exploring the Limits of Transfer Learning (2020), arXiv:1910.10683, section 2.2, with the figures, the
@@ -41,7 +41,7 @@ _SENTENCE_END = re.compile(r'[.!?]+["\'”’)\]]*(?=\s|$)')
 _LONG_WORD = re.compile(rf'\S{{{C4_MAX_WORD_LENGTH + 1}}}')
 
 
-def c4(document: Document) -> Document | Removal:
+def c4(document: Document) -> Document | FilterResult:
     """Keeps the lines that are sentences, and removes the pages that have too few or are no prose.
 
     Left out of the paper's list: its word list, for which no list comes with this package, and repeated spans of three
@@ -51,18 +51,18 @@ def c4(document: Document) -> Document | Removal:
     lowered = text.lower()
     for rule, mark in (('lorem ipsum', 'lorem ipsum'), ('curly bracket', '{')):
         if mark in lowered:
-            return Removal(f'c4: {rule}', _around(text, lowered.index(mark), len(mark)))
+            return FilterResult(f'c4: {rule}', _around(text, lowered.index(mark), len(mark)))
     lines = [line for line in (_CITATION.sub('', line).strip() for line in filled_lines(text)) if _is_prose(line)]
     # Where a line ends with a quotation mark alone, it still is a sentence.
     sentences = sum(max(1, len(_SENTENCE_END.findall(line))) for line in lines)
-    removal = remove_if(sentences < C4_MIN_SENTENCES, 'c4: too few sentences', sentences, C4_MIN_SENTENCES)
+    removal = drop_if(sentences < C4_MIN_SENTENCES, 'c4: too few sentences', sentences, C4_MIN_SENTENCES)
     if removal:
         return removal
     kept = '\n'.join(lines)
     return document if kept == text else dataclasses.replace(document, text=kept)
 
 
-def fineweb(document: Document) -> Document | Removal:
+def fineweb(document: Document) -> Document | FilterResult:
     """Removes lists, menus and tables: few lines end as sentences do, many are short, or they are repeated."""
     lines = filled_lines(document.text)
     ended = share(sum(line.endswith(FINEWEB_LINE_ENDS) for line in lines), len(lines))
@@ -70,14 +70,14 @@ def fineweb(document: Document) -> Document | Removal:
     _, repeated = repeated_shares(lines)
     # The paper removes at the bound already.
     return (
-        remove_if(ended <= FINEWEB_MIN_ENDED_LINES, 'fineweb: ended lines', ended, FINEWEB_MIN_ENDED_LINES)
-        or remove_if(
+        drop_if(ended <= FINEWEB_MIN_ENDED_LINES, 'fineweb: ended lines', ended, FINEWEB_MIN_ENDED_LINES)
+        or drop_if(
             repeated >= FINEWEB_MAX_REPEATED_CHARACTERS,
             'fineweb: characters in repeated lines',
             repeated,
             FINEWEB_MAX_REPEATED_CHARACTERS,
         )
-        or remove_if(short >= FINEWEB_MAX_SHORT_LINES, 'fineweb: short lines', short, FINEWEB_MAX_SHORT_LINES)
+        or drop_if(short >= FINEWEB_MAX_SHORT_LINES, 'fineweb: short lines', short, FINEWEB_MAX_SHORT_LINES)
         or document
     )
 

@@ -15,7 +15,7 @@ import string
 import warnings
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal, remove_if
+from maxlm.data.filters.base import FilterResult, drop_if
 
 MAX_MEAN_LINE_LENGTH = 100
 MAX_LINE_LENGTH = 1000
@@ -41,7 +41,7 @@ _ASCII_ALPHANUMERIC = (string.ascii_letters + string.digits).encode()
 _RECORD_NUMBER = re.compile(r':\d+$')
 
 
-def code(document: Document) -> Document | Removal:
+def code(document: Document) -> Document | FilterResult:
     """Removes data, minified and generated code, and Python that does not parse."""
     lines = document.text.split('\n')
     characters = len(document.text)
@@ -49,9 +49,9 @@ def code(document: Document) -> Document | Removal:
     longest = max(map(len, lines))
     alphanumeric = _alphanumeric(document.text) / max(1, characters)
     return (
-        remove_if(longest > MAX_LINE_LENGTH, 'code: longest line', longest, MAX_LINE_LENGTH)
-        or remove_if(mean > MAX_MEAN_LINE_LENGTH, 'code: mean line length', mean, MAX_MEAN_LINE_LENGTH)
-        or remove_if(alphanumeric < MIN_ALPHANUMERIC, 'code: alphanumeric share', alphanumeric, MIN_ALPHANUMERIC)
+        drop_if(longest > MAX_LINE_LENGTH, 'code: longest line', longest, MAX_LINE_LENGTH)
+        or drop_if(mean > MAX_MEAN_LINE_LENGTH, 'code: mean line length', mean, MAX_MEAN_LINE_LENGTH)
+        or drop_if(alphanumeric < MIN_ALPHANUMERIC, 'code: alphanumeric share', alphanumeric, MIN_ALPHANUMERIC)
         or _judge_head(lines[:HEAD_LINES])
         or (_judge_python(document.text) if _is_python(document) else None)
         or document
@@ -65,12 +65,12 @@ def _alphanumeric(text: str) -> int:
     return sum(map(str.isalnum, text))
 
 
-def _judge_head(lines: list[str]) -> Removal | None:
+def _judge_head(lines: list[str]) -> FilterResult | None:
     for line in lines:
         lowered = line.lower()
         for marker in GENERATED_MARKERS:
             if marker in lowered:
-                return Removal('code: generated', ' '.join(line.split()))
+                return FilterResult('code: generated', ' '.join(line.split()))
     return None
 
 
@@ -85,7 +85,7 @@ def _is_python(document: Document) -> bool:
     return any(isinstance(path, str) and path.lower().endswith(PYTHON_SUFFIXES) for path in paths)
 
 
-def _judge_python(text: str) -> Removal | None:
+def _judge_python(text: str) -> FilterResult | None:
     """The grammar is that of the Python that runs: what only Python 2 can read is removed."""
     try:
         with warnings.catch_warnings():
@@ -93,10 +93,10 @@ def _judge_python(text: str) -> Removal | None:
             warnings.simplefilter('ignore')
             ast.parse(text.removeprefix('\ufeff'))
     except SyntaxError as error:
-        return Removal('code: Python syntax', f'line {error.lineno}: {error.msg}')
+        return FilterResult('code: Python syntax', f'line {error.lineno}: {error.msg}')
     except (ValueError, MemoryError) as error:
         # Lone surrogates, null bytes, and what the stack of the parser is too small for.
-        return Removal('code: Python syntax', str(error) or 'nested too deeply')
+        return FilterResult('code: Python syntax', str(error) or 'nested too deeply')
     except RecursionError:
         # It is parsed: only its tree is too deep for Python, which also depends on how deep the calls are here.
         pass

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlm.data.filters.minhash import NUM_SLOTS, Signatures, mix, similarity_error
+from maxlm.data.filters.minhash import NUM_SLOTS, Signatures, hash64, similarity_error
 from maxlm.errors import InputError
 
 MIN_THRESHOLD, MAX_THRESHOLD = 0.1, 1.0
@@ -159,7 +159,7 @@ class _Corpus:
         keys = np.zeros(self.num_documents, np.uint64)
         for path, part in zip(self._paths, self.parts, strict=True):
             for row in self._slots(path)[slots.start : slots.stop]:
-                keys[part] = mix(keys[part], row)
+                keys[part] = hash64(keys[part], row)
         return keys
 
     def slots_of(self, documents: np.ndarray) -> np.ndarray:

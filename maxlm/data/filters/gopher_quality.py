@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal, remove_if
+from maxlm.data.filters.base import FilterResult, drop_if
 from maxlm.data.filters.line_stats import filled_lines, share
 
 # All of them are the paper's.
@@ -32,7 +32,7 @@ _STOP_WORD = re.compile(rf'\b(?:{"|".join(STOP_WORDS)})\b', re.IGNORECASE)
 _LETTER = re.compile(r'[^\W\d_]')
 
 
-def gopher_quality(document: Document) -> Document | Removal:
+def gopher_quality(document: Document) -> Document | FilterResult:
     """Removes what is too short or too long for prose, or made of other things than words."""
     text = document.text
     words = text.split()
@@ -40,10 +40,10 @@ def gopher_quality(document: Document) -> Document | Removal:
     mean_length = share(sum(map(len, words)), num_words)
     rule = 'gopher_quality: '
     removal = (
-        remove_if(num_words < MIN_WORDS, rule + 'too few words', num_words, MIN_WORDS)
-        or remove_if(num_words > MAX_WORDS, rule + 'too many words', num_words, MAX_WORDS)
-        or remove_if(mean_length < MIN_MEAN_WORD_LENGTH, rule + 'words too short', mean_length, MIN_MEAN_WORD_LENGTH)
-        or remove_if(mean_length > MAX_MEAN_WORD_LENGTH, rule + 'words too long', mean_length, MAX_MEAN_WORD_LENGTH)
+        drop_if(num_words < MIN_WORDS, rule + 'too few words', num_words, MIN_WORDS)
+        or drop_if(num_words > MAX_WORDS, rule + 'too many words', num_words, MAX_WORDS)
+        or drop_if(mean_length < MIN_MEAN_WORD_LENGTH, rule + 'words too short', mean_length, MIN_MEAN_WORD_LENGTH)
+        or drop_if(mean_length > MAX_MEAN_WORD_LENGTH, rule + 'words too long', mean_length, MAX_MEAN_WORD_LENGTH)
     )
     if removal:
         return removal
@@ -53,10 +53,10 @@ def gopher_quality(document: Document) -> Document | Removal:
     bullet_lines = sum(line.startswith(BULLETS) for line in lines) / len(lines)
     ellipsis_lines = sum(line.endswith(ELLIPSES) for line in lines) / len(lines)
     return (
-        remove_if(hashes > MAX_SYMBOLS_PER_WORD, rule + 'hash signs', hashes, MAX_SYMBOLS_PER_WORD)
-        or remove_if(ellipses > MAX_SYMBOLS_PER_WORD, rule + 'ellipses', ellipses, MAX_SYMBOLS_PER_WORD)
-        or remove_if(bullet_lines > MAX_BULLET_LINES, rule + 'lines with a bullet', bullet_lines, MAX_BULLET_LINES)
-        or remove_if(
+        drop_if(hashes > MAX_SYMBOLS_PER_WORD, rule + 'hash signs', hashes, MAX_SYMBOLS_PER_WORD)
+        or drop_if(ellipses > MAX_SYMBOLS_PER_WORD, rule + 'ellipses', ellipses, MAX_SYMBOLS_PER_WORD)
+        or drop_if(bullet_lines > MAX_BULLET_LINES, rule + 'lines with a bullet', bullet_lines, MAX_BULLET_LINES)
+        or drop_if(
             ellipsis_lines > MAX_ELLIPSIS_LINES, rule + 'lines with an ellipsis', ellipsis_lines, MAX_ELLIPSIS_LINES
         )
         or _judge_words(rule, text, words)
@@ -64,13 +64,13 @@ def gopher_quality(document: Document) -> Document | Removal:
     )
 
 
-def _judge_words(rule: str, text: str, words: Sequence[str]) -> Removal | None:
+def _judge_words(rule: str, text: str, words: Sequence[str]) -> FilterResult | None:
     # Most words begin with a letter; the search is for the others.
     alphabetic = sum(1 for word in words if word[0].isalpha() or _LETTER.search(word)) / len(words)
     stop_words = _distinct_stop_words(text)
-    return remove_if(
+    return drop_if(
         alphabetic < MIN_ALPHABETIC_WORDS, rule + 'words without a letter', alphabetic, MIN_ALPHABETIC_WORDS
-    ) or remove_if(stop_words < MIN_STOP_WORDS, rule + 'stop words', stop_words, MIN_STOP_WORDS)
+    ) or drop_if(stop_words < MIN_STOP_WORDS, rule + 'stop words', stop_words, MIN_STOP_WORDS)
 
 
 def _distinct_stop_words(text: str) -> int:

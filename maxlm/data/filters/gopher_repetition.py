@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal, remove_if
+from maxlm.data.filters.base import FilterResult, drop_if
 from maxlm.data.filters.line_stats import filled_lines, repeated_shares
 
 # Largest shares that are kept, all of them from table A1.
@@ -25,7 +25,7 @@ MAX_REPEATED_NGRAM_CHARACTERS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10
 _PARAGRAPH_END = re.compile(r'\n\s*\n')
 
 
-def gopher_repetition(document: Document) -> Document | Removal:
+def gopher_repetition(document: Document) -> Document | FilterResult:
     """Removes what says the same line, paragraph or phrase again and again."""
     text = document.text
     lines, line_characters = repeated_shares(filled_lines(text))
@@ -37,14 +37,14 @@ def gopher_repetition(document: Document) -> Document | Removal:
         ('repeated paragraphs', paragraphs, MAX_REPEATED_PARAGRAPHS),
         ('characters in repeated paragraphs', paragraph_characters, MAX_REPEATED_PARAGRAPH_CHARACTERS),
     ):
-        if removal := remove_if(value > bound, rule + name, value, bound):
+        if removal := drop_if(value > bound, rule + name, value, bound):
             return removal
     for n, value in ngram_shares(text.split()):
         if n in MAX_TOP_NGRAM_CHARACTERS:
             name, bound = f'most frequent {n}-gram', MAX_TOP_NGRAM_CHARACTERS[n]
         else:
             name, bound = f'repeated {n}-grams', MAX_REPEATED_NGRAM_CHARACTERS[n]
-        if removal := remove_if(value > bound, rule + name, value, bound):
+        if removal := drop_if(value > bound, rule + name, value, bound):
             return removal
     return document
 

@@ -119,7 +119,7 @@ def is_current(path: Path, identity: str) -> bool:
         return False
 
 
-def sign(documents: Iterable[Document], *, near: bool, identity: str = '') -> Signatures:
+def minhash_signature(documents: Iterable[Document], *, near: bool, identity: str = '') -> Signatures:
     """The signatures of `documents` in their order; with `near` those that find similar documents too.
 
     They depend on the content alone: not on the process, the machine, or what else is signed.
@@ -174,7 +174,7 @@ def _minhash(documents: Sequence[Document]) -> np.ndarray:
     # Every window of the whole batch at once; those that reach into the next document are cut off below.
     shingles = np.zeros(len(flat) - SHINGLE_WORDS + 1, np.uint64)
     for place in range(SHINGLE_WORDS):
-        shingles = mix(shingles, flat[place : place + len(shingles)])
+        shingles = hash64(shingles, flat[place : place + len(shingles)])
     counts = np.maximum(lengths - SHINGLE_WORDS + 1, 1)
     starts = np.cumsum(lengths) - lengths
     offsets = np.append(0, np.cumsum(counts))
@@ -212,11 +212,11 @@ def _hash_of_few(words: np.ndarray, document: Document) -> np.uint64:
         return np.frombuffer(exact_hash(document), '<u8')[0]
     shingle = np.full(1, len(words), np.uint64)
     for word in words:
-        shingle = mix(shingle, word)
+        shingle = hash64(shingle, word)
     return shingle[0]
 
 
-def mix(hashes: np.ndarray, values: np.ndarray | np.uint64) -> np.ndarray:
+def hash64(hashes: np.ndarray, values: np.ndarray | np.uint64) -> np.ndarray:
     """Takes `values` into uint64 `hashes`: a multiplication spreads them upwards, the shifts bring them down again."""
     hashes = (hashes ^ values) * np.uint64(0x9E3779B97F4A7C15)
     hashes ^= hashes >> np.uint64(29)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Filter, Removal
+from maxlm.data.filters.base import Filter, FilterResult
 from maxlm.data.filters.c4_fineweb import c4, fineweb
 from maxlm.data.filters.code import code
 from maxlm.data.filters.gopher_quality import gopher_quality
@@ -36,12 +36,12 @@ def make_cleaner(names: Sequence[str]) -> Filter:
         if name in names[:place]:
             raise InputError(f'filter {name!r} is given twice; give it once')
 
-    def clean(document: Document) -> Document | Removal:
+    def clean(document: Document) -> Document | FilterResult:
         if names and document.tokens is not None:
             raise InputError(f'{document.name} is tokenized already: {", ".join(names)} can judge text only')
         for name in names:
             verdict = FILTERS[name](document)
-            if isinstance(verdict, Removal):
+            if isinstance(verdict, FilterResult):
                 return verdict
             document = verdict
         return document

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal
+from maxlm.data.filters.base import FilterResult
 from maxlm.storage.json_text import parse_json
 
 # Per reason, the first in the order of the corpus: they do not depend on who worked on what.
@@ -61,12 +61,12 @@ class CleaningReport:
     shortened_documents: int = 0
     removed: dict[str, Removed] = dataclasses.field(default_factory=dict)
 
-    def count(self, document: Document, verdict: Document | Removal) -> None:
+    def count(self, document: Document, verdict: Document | FilterResult) -> None:
         """Counts the next document as it was before the cleaning, and what came of it."""
         size = _num_bytes(document)
         self.documents += 1
         self.bytes += size
-        if isinstance(verdict, Removal):
+        if isinstance(verdict, FilterResult):
             example = Example(document.name, _excerpt(document), _shorten(verdict.detail))
             before = self.removed.get(verdict.reason, Removed())
             self.removed[verdict.reason] = before + Removed(1, size, (example,))

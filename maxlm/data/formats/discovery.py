@@ -20,7 +20,7 @@ from maxlm.data.formats import hf_datasets, tfds
 from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, text_files
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import Entry, StorageError, is_url, shown
+from maxlm.storage.filesystem import Entry, StorageError, display_path, is_url
 
 # Data sets that are given by name, and the readers that know them.
 DATASET_PREFIXES = {'hf:': 'hub', 'tfds:': 'tfds'}
@@ -69,7 +69,7 @@ def find_inputs(
     if _repeated(file.name for file in files):
         files = [dataclasses.replace(file, name=f'{file.source}/{file.name}') for file in files]
     for name in _repeated(file.name for file in files):
-        first, second = [shown(file.path) for file in files if file.name == name][:2]
+        first, second = [display_path(file.path) for file in files if file.name == name][:2]
         raise InputError(f'{first} and {second} would both be named {name}; give their common parent directory instead')
     return files
 
@@ -79,7 +79,7 @@ def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile
     shared = {_identity(file) for file in training} & {_identity(file) for file in validation}
     for file in validation:
         if _identity(file) in shared:
-            raise InputError(f'{shown(file.path)} is in --validation and in --input; move it out of one of them')
+            raise InputError(f'{display_path(file.path)} is in --validation and in --input; move it out of one of them')
 
 
 def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_left_out: OnLeftOut) -> list[InputFile]:
@@ -99,7 +99,7 @@ def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_le
     except StorageError as error:
         raise InputError(f'{error}; --input takes files, directories, globs and data sets') from error
     if not files:
-        raise InputError(f'{shown(given)} holds no text: {_searched()}')
+        raise InputError(f'{display_path(given)} holds no text: {_searched()}')
     _refuse_mixed(given, files)
     return files
 
@@ -125,7 +125,7 @@ def _matches(glob: str, exclude: tuple[str, ...], on_left_out: OnLeftOut) -> lis
     files = _taken([found[name] for name in sorted(found)], source, on_left_out, is_named=is_named)
     if not files:
         what = f'no file that can be read: {_searched()}' if found else 'nothing'
-        raise InputError(f'{shown(glob)} matches {what}')
+        raise InputError(f'{display_path(glob)} matches {what}')
     _refuse_mixed(glob, files)
     return files
 
@@ -153,7 +153,7 @@ def _split_glob(glob: str) -> tuple[str, list[str]]:
     assert first is not None
     end = glob.rfind('/', start, first.start()) + 1
     if is_url(glob) and not end:
-        raise InputError(f'{shown(glob)}: a bucket must be named; globs match what is in it')
+        raise InputError(f'{display_path(glob)}: a bucket must be named; globs match what is in it')
     # The root directory keeps its slash.
     root = glob[:end] if end == 1 else glob[: max(end - 1, 0)]
     return root or '.', [component for component in glob[end:].split('/') if component]
@@ -207,7 +207,7 @@ def _input_file(entry: Entry, source: str, kind: str) -> InputFile:
 
 def _last_component(path: str) -> str:
     if is_url(path):
-        return shown(path).rstrip('/').rsplit('/', 1)[-1]
+        return display_path(path).rstrip('/').rsplit('/', 1)[-1]
     return Path(path).resolve().name
 
 
@@ -224,7 +224,7 @@ def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
     if tokens and text:
         suffixes = [PurePosixPath(file.name).suffix for file in (tokens, text)]
         raise InputError(
-            f'{shown(given)} holds token files ({tokens.name}) and text ({text.name}); leave one of them out, '
+            f'{display_path(given)} holds token files ({tokens.name}) and text ({text.name}); leave one of them out, '
             f"with --exclude '*{suffixes[0]}' or --exclude '*{suffixes[1]}'"
         )
 
@@ -243,6 +243,6 @@ def _refuse_shared_files(inputs: Sequence[Sequence[InputFile]]) -> None:
     for files in inputs:
         for file in files:
             if _identity(file) in seen:
-                first = shown(seen[_identity(file)].path)
-                raise InputError(f'{shown(file.path)} is given twice (also as {first}); give it once')
+                first = display_path(seen[_identity(file)].path)
+                raise InputError(f'{display_path(file.path)} is given twice (also as {first}); give it once')
         seen.update({_identity(file): file for file in files})

@@ -12,10 +12,10 @@ from maxlm.data.documents.document import Document, OnBad, raise_bad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.registry import READERS
-from maxlm.storage.filesystem import StorageError, is_passing
+from maxlm.storage.filesystem import StorageError, is_transient
 
 
-def read_documents(piece: Piece, options: ReadOptions, on_bad: OnBad = raise_bad) -> Iterator[Document]:
+def read_documents(piece: FileRange, options: ReadOptions, on_bad: OnBad = raise_bad) -> Iterator[Document]:
     """The documents of one piece, in order and one at a time; those without a character or token are left out.
 
     Names are the file's, and where a file holds several documents also what finds one in it without the others: the
@@ -33,7 +33,7 @@ def read_documents(piece: Piece, options: ReadOptions, on_bad: OnBad = raise_bad
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class FileRange:
     """A part of one input file. Picklable.
 
     Attributes:
@@ -48,7 +48,7 @@ class Piece:
     size: int
 
 
-def cut(file: InputFile, target_bytes: int) -> list[Piece]:
+def split_file(file: InputFile, target_bytes: int) -> list[FileRange]:
     """Cuts a file into pieces of about `target_bytes`; each of its documents is in exactly one of them.
 
     The same for the same file anywhere. A file that cannot be cut, or whose parts cannot be told because it is
@@ -61,12 +61,14 @@ def cut(file: InputFile, target_bytes: int) -> list[Piece]:
     try:
         bounds = READERS[file.kind].bounds(file)
     except StorageError as error:
-        if is_passing(error):
+        if is_transient(error):
             raise
         bounds = ()
     if len(bounds) < 2 or bounds[-1] <= target_bytes:
-        return [Piece(file, 0, 0, file.size)]
+        return [FileRange(file, 0, 0, file.size)]
     count = -(-bounds[-1] // target_bytes)
     # At the unit nearest behind each equal share; large units swallow some of them.
     cuts = {bisect.bisect_left(bounds, bounds[-1] * i // count) for i in range(count)} | {len(bounds) - 1}
-    return [Piece(file, start, stop, bounds[stop] - bounds[start]) for start, stop in itertools.pairwise(sorted(cuts))]
+    return [
+        FileRange(file, start, stop, bounds[stop] - bounds[start]) for start, stop in itertools.pairwise(sorted(cuts))
+    ]

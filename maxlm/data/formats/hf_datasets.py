@@ -157,10 +157,10 @@ def _open(given: str, version: str) -> Any:
         return datasets.load_dataset(spec.directory, split=split, streaming=True)
     except (ValueError, FileNotFoundError) as error:
         # Its own words on names, configurations and splits that it does not find.
-        raise StorageError(f'{given}: {filesystem.one_line(given, error)}') from error
+        raise StorageError(f'{given}: {filesystem.short_message(given, error)}') from error
     # What else it raises comes from the network, the hub and all formats.
     except Exception as error:
-        raise filesystem.fault(given, error) from error
+        raise filesystem.error_message(given, error) from error
 
 
 def _commit(given: str, spec: _Spec) -> str:
@@ -171,7 +171,7 @@ def _commit(given: str, spec: _Spec) -> str:
     try:
         return str(huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision or None).sha)
     except Exception as error:
-        raise filesystem.fault(given, error) from error
+        raise filesystem.error_message(given, error) from error
 
 
 def _size(dataset: Any, spec: _Spec) -> int:
@@ -184,7 +184,7 @@ def _size(dataset: Any, spec: _Spec) -> int:
     try:
         facts = huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision, files_metadata=True)
     except Exception as error:
-        raise filesystem.fault(str(spec), error) from error
+        raise filesystem.error_message(str(spec), error) from error
     return sum(file.size or 0 for file in facts.siblings or ())
 
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.parquet_pages import check_footer
-from maxlm.storage.filesystem import StorageError, shown
+from maxlm.storage.filesystem import StorageError, display_path
 from maxlm.storage.regular_files import open_regular
 
 TEXT_SUFFIXES = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.txt')
@@ -97,4 +97,4 @@ class _Lines(io.RawIOBase):
 
     def _check(self, size: int, what: str) -> None:
         if size > self._options.max_record_bytes:
-            raise StorageError(f'{shown(self._path)}: {what} longer than {self._options.limit_told}')
+            raise StorageError(f'{display_path(self._path)}: {what} longer than {self._options.limit_told}')

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from maxlm.data.formats.compression import COMPRESSED_SUFFIXES, decompressed
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import Entry, StorageError, is_passing
+from maxlm.storage.filesystem import Entry, StorageError, is_transient
 
 # Suffixes of text files. The content decides for files with other suffixes.
 # fmt: off
@@ -99,7 +99,7 @@ def _holds_text(entry: Entry) -> bool:
         with filesystem.open_file(entry.path) as file:
             block = decompressed(file, entry.name).read(BLOCK_BYTES)
     except StorageError as error:
-        if is_passing(error):
+        if is_transient(error):
             raise
         return True
     except (EOFError, zlib.error, OSError):

@@ -13,7 +13,7 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.compression import decompressed, is_compressed
 from maxlm.data.formats.input_file import InputFile
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError, shown
+from maxlm.storage.filesystem import StorageError, display_path
 from maxlm.storage.json_text import parse_json
 
 # Read at once where only the ends of lines matter.
@@ -31,7 +31,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
 
     Names are `FILE:BYTE`, the place of the line in the (decompressed) file: the lines before need not be read.
     """
-    path = shown(file.path)
+    path = display_path(file.path)
     lines_before: int | None = 0 if start == 0 else None
     try:
         with contextlib.ExitStack() as stack:

@@ -14,7 +14,7 @@ from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.parquet_pages import MAX_PAGE_BYTES, check_footer, column_chunks, largest_pages
 from maxlm.data.formats.rows import column_fault, record_fields, row_document
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError, shown
+from maxlm.storage.filesystem import StorageError, display_path
 
 # Rows that are decoded together: few, since each may be a book.
 BATCH_ROWS = 128
@@ -59,7 +59,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
     """
     import pyarrow  # slow to import
 
-    path = shown(file.path)
+    path = display_path(file.path)
     try:
         with filesystem.open_file(file.path) as content:
             try:
@@ -137,7 +137,7 @@ def _read_group(
                 values = {key: array[i].as_py() for key, array in arrays.items()}
             except UnicodeDecodeError as error:
                 place = f'byte {error.start} of a text is not UTF-8'
-                on_bad(f'{file.name}:{row + i}', f'{shown(file.path)}: row {row + i}: {place}')
+                on_bad(f'{file.name}:{row + i}', f'{display_path(file.path)}: row {row + i}: {place}')
                 continue
             yield from row_document(file, str(row + i), values, options, on_bad)
         row += batch.num_rows

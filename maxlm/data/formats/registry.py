@@ -10,7 +10,7 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats import hf_datasets, jsonl, parquet, text, tfds, token_files
 from maxlm.data.formats.input_file import InputFile
 from maxlm.errors import InputError
-from maxlm.storage.filesystem import StorageError, shown
+from maxlm.storage.filesystem import StorageError, display_path
 
 
 class Reader(NamedTuple):
@@ -69,7 +69,8 @@ def find_format(asked: str, files: Sequence[InputFile], *, text_key: str, messag
         for file in files:
             if file.kind not in FIRST_FORMATS or found.get(file.source) != 'preference':
                 raise InputError(
-                    f'{shown(pairs.path)} holds preferences, and {shown(file.path)} does not; prepare them apart'
+                    f'{display_path(pairs.path)} holds preferences, and {display_path(file.path)} does not; '
+                    'prepare them apart'
                 )
         asked = 'preference'
     if asked in ('chat', 'preference'):
@@ -77,7 +78,7 @@ def find_format(asked: str, files: Sequence[InputFile], *, text_key: str, messag
             if file.kind not in FIRST_FORMATS:
                 what = 'conversations' if asked == 'chat' else 'preferences'
                 raise InputError(
-                    f'--format={asked}: {shown(file.path)} is no JSONL, Parquet or data set of the hub, which {what} '
-                    'come in; --exclude leaves out files of directories'
+                    f'--format={asked}: {display_path(file.path)} is no JSONL, Parquet or data set of the hub, '
+                    f'which {what} come in; --exclude leaves out files of directories'
                 )
     return asked

@@ -12,7 +12,7 @@ from maxlm.data.documents.parse_record import RECORD_FIELDS, entry_document
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import shown
+from maxlm.storage.filesystem import display_path
 
 
 def row_document(
@@ -33,7 +33,7 @@ def row_document(
         text = text_of(row[options.text_key])
         _refuse_long(text, options)
     except ValueError as error:
-        on_bad(name, f'{shown(file.path)}: row {place}: {error}')
+        on_bad(name, f'{display_path(file.path)}: row {place}: {error}')
         return
     yield Document(name, file.source, text, metadata={key: plain(row[key]) for key in options.metadata_keys})
 
@@ -78,7 +78,7 @@ def told_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
             return
         # Readers of data sets raise errors of all the libraries below them.
         except Exception as error:
-            raise filesystem.fault(path, error) from error
+            raise filesystem.error_message(path, error) from error
         yield row
 
 

@@ -10,7 +10,7 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.compression import decompressed, is_compressed
 from maxlm.data.formats.input_file import InputFile
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError, shown
+from maxlm.storage.filesystem import StorageError, display_path
 
 # Some editors mark UTF-8 with it; it is not text.
 BYTE_ORDER_MARK = '\ufeff'
@@ -23,7 +23,7 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
     """The file as a document. See `formats.Reader`. A compressed file is decompressed, up to the limit of a record."""
-    path = shown(file.path)
+    path = display_path(file.path)
     try:
         if is_compressed(file.name):
             with filesystem.open_file(file.path) as stream:

@@ -16,7 +16,7 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.token_arrays import TokenArray, TokenFileError, open_npy, open_raw
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError, shown
+from maxlm.storage.filesystem import StorageError, display_path
 
 # Tokens read at once.
 CHUNK_TOKENS = 2**20
@@ -45,7 +45,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
     of the file without an end in them it is cut. Each row of a two-dimensional array is such a stream. Names are
     `FILE:TOKEN`, with the number of the document's first token in the array, or `FILE:ARRAY:TOKEN` for `.npz`.
     """
-    path = shown(file.path)
+    path = display_path(file.path)
     try:
         with filesystem.open_file(file.path) as content:
             if _is_archive(file):
@@ -68,7 +68,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
 def _read_archive(
     content: BinaryIO, file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad
 ) -> Iterator[Document]:
-    path = shown(file.path)
+    path = display_path(file.path)
     try:
         archive = zipfile.ZipFile(content)
     except ZIP_ERRORS as error:

@@ -16,19 +16,19 @@ from absl import flags
 
 from maxlm.config.schema import DataConfig
 from maxlm.data.loader.mixture import Mixture
-from maxlm.data.loader.shuffle import Order, permuted
-from maxlm.data.loader.windows import Batch, Windows
+from maxlm.data.loader.shuffle import ShuffledIndex, feistel_permutation
+from maxlm.data.loader.windows import Batch, Sequences
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class WeightedSource:
     """Windows of one split, and by shard of them the number of the source that their loss is told by."""
 
-    windows: Windows
+    windows: Sequences
     names: Sequence[int]
 
 
-class Rows(Protocol):
+class RowOrder(Protocol):
     """An order of windows: row number → (part, window of that part), or None behind the last row."""
 
     def __len__(self) -> int: ...
@@ -39,7 +39,7 @@ class Rows(Protocol):
 class TrainingRows:
     """Endless rows: a weighted mixture of parts, each of which is shuffled anew in every epoch."""
 
-    def __init__(self, mixture: Mixture, orders: Sequence[Order]):
+    def __init__(self, mixture: Mixture, orders: Sequence[ShuffledIndex]):
         self.mixture = mixture
         self.orders = orders
 
@@ -63,7 +63,7 @@ class ValidationRows:
     def locate(self, row: int) -> tuple[int, int] | None:
         if row >= len(self):
             return None
-        number = permuted(row, len(self), seed=0)
+        number = feistel_permutation(row, len(self), seed=0)
         part = bisect.bisect_right(self._firsts, number) - 1
         return part, number - self._firsts[part]
 
@@ -88,8 +88,8 @@ class Batches:
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        order: Rows,
+        parts: Sequence[WeightedSource],
+        order: RowOrder,
         *,
         global_batch: int,
         rows: slice | None = None,
@@ -138,7 +138,7 @@ class Batches:
         return cut
 
 
-class ByStep(Protocol):
+class StepIndexedBatches(Protocol):
     """Batches by step, as `Batches` are."""
 
     def __len__(self) -> int: ...
@@ -147,7 +147,7 @@ class ByStep(Protocol):
 
 
 def iterate(
-    batches: ByStep, start_step: int, data: DataConfig, stop_step: int | None = None
+    batches: StepIndexedBatches, start_step: int, data: DataConfig, stop_step: int | None = None
 ) -> Generator[Batch, None, None]:
     """The batches of steps [start_step, stop_step), read ahead by `data.threads` or by `data.workers` processes.
 
@@ -170,7 +170,7 @@ def iterate(
 
 
 def fingerprint_changes(stored: dict[str, object], present: dict[str, object]) -> str:
-    """What of the data changed since `stored` (see `Corpus.fingerprint`), in words; '' = nothing."""
+    """What of the data changed since `stored` (see `TrainingData.fingerprint`), in words; '' = nothing."""
     return '; '.join(
         f'{name} was {stored.get(name)!r} and is {present.get(name)!r}'
         for name in {**stored, **present}

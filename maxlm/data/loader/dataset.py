@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.schema import Config, DataConfig
-from maxlm.data.dataset.cache_policy import Use
+from maxlm.data.dataset.cache_policy import PlannedRead
 from maxlm.data.dataset.records import Dataset, Shard, load_manifest
 from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
 from maxlm.data.dataset.token_reader import OPEN_SHARDS
-from maxlm.data.loader.batches import Batches, Part, TrainingRows, ValidationRows
+from maxlm.data.loader.batches import Batches, TrainingRows, ValidationRows, WeightedSource
 from maxlm.data.loader.mixture import Mixture
-from maxlm.data.loader.prefetch_plan import readings
-from maxlm.data.loader.shuffle import VERSION, Order
-from maxlm.data.loader.windows import Windows
+from maxlm.data.loader.prefetch_plan import upcoming_reads
+from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
+from maxlm.data.loader.windows import Sequences
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.storage.download import RemoteFile
-from maxlm.storage.retry import OnAlarm
+from maxlm.storage.retry import OnWarning
 
 PREFERENCE_OBJECTIVE = 'dpo'
 
@@ -84,10 +84,10 @@ class Source:
     weight: float
     url: str
 
-    def windows(self, split: str, data: DataConfig, *, marked: bool = False) -> Windows:
+    def windows(self, split: str, data: DataConfig, *, marked: bool = False) -> Sequences:
         # A deleted file takes room until it is closed: those of the last pool must not stay open.
         max_open = data.pool_shards if self.url and data.cache_gib and data.pool_shards else OPEN_SHARDS
-        return Windows(
+        return Sequences(
             self.dataset,
             split,
             data.window,
@@ -110,7 +110,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class TrainingData:
     """The data of a run.
 
     Attributes:
@@ -173,7 +173,9 @@ class Corpus:
                 raise InputError(f'{_told(source)}: the train split is empty; maxlm.prepare needs more text for it')
         orders = [
             # Sources of the same size are not in the same order.
-            Order(part.windows.shard_windows, seed=(self.data.seed + number) % 2**32, pool_shards=self.data.pool_shards)
+            ShuffledIndex(
+                part.windows.shard_windows, seed=(self.data.seed + number) % 2**32, pool_shards=self.data.pool_shards
+            )
             for number, part in enumerate(parts)
         ]
         return Batches(
@@ -208,7 +210,7 @@ class Corpus:
         )
 
     def fetcher(
-        self, training: Batches | None, start_step: int, on_alarm: OnAlarm = _warn
+        self, training: Batches | None, start_step: int, on_alarm: OnWarning = _warn
     ) -> Fetcher | contextlib.nullcontext[None]:
         """Fetches from buckets, ahead of use, what the steps of `training` from `start_step` on read, and the
         validation splits, which stay. Does nothing where all is here.
@@ -219,18 +221,18 @@ class Corpus:
         if not any(source.url for source in self.sources):
             return contextlib.nullcontext()
 
-        def uses() -> Iterator[Use]:
+        def uses() -> Iterator[PlannedRead]:
             validation = tuple(file for s in self.sources for file in s.remote_files(s.shards('validation')))
             if validation:
-                yield Use(validation, start_step, sys.maxsize)
+                yield PlannedRead(validation, start_step, sys.maxsize)
             if training is None:
                 return
             assert isinstance(training.order, TrainingRows)
             shards = [source.shards('train') for source in self.sources]
-            for reading in readings(training.order, training.global_batch, start_step):
+            for reading in upcoming_reads(training.order, training.global_batch, start_step):
                 files = self.sources[reading.part].remote_files(shards[reading.part][s] for s in reading.shards)
                 if files:
-                    yield Use(files, reading.first_step, reading.last_step)
+                    yield PlannedRead(files, reading.first_step, reading.last_step)
 
         every = (s.remote_files(s.shards(split)) for s in self.sources for split in ('train', 'validation'))
         try:
@@ -263,7 +265,7 @@ class Corpus:
             'order': VERSION,
         }
 
-    def _parts(self, split: str) -> list[Part]:
+    def _parts(self, split: str) -> list[WeightedSource]:
         parts = []
         # All rows of a batch are of one kind.
         marked = any(source.dataset.masked for source in self.sources)
@@ -273,11 +275,11 @@ class Corpus:
                 names = [number] * len(windows.shards)
             else:
                 names = [self.names.index(shard.source) if self.names else 0 for shard in windows.shards]
-            parts.append(Part(windows, names))
+            parts.append(WeightedSource(windows, names))
         return parts
 
 
-def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlarm = _warn) -> Corpus:
+def open_training_data(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnWarning = _warn) -> TrainingData:
     """The data sets that `data.sources`, or else `data.path`, names; without `tell_sources` none is told apart.
 
     `on_alarm` is told when a bucket does not answer and what is cached is used.
@@ -291,7 +293,7 @@ def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlar
         _check_packed(dataset, data)
         source = Source('', dataset, '', 1.0, url)
         names = tuple({shard.source: None for split in source.dataset.splits.values() for shard in split.shards})
-        return Corpus(data, (source,), names if tell_sources and 1 < len(names) <= MAX_SOURCES_TOLD else ())
+        return TrainingData(data, (source,), names if tell_sources and 1 < len(names) <= MAX_SOURCES_TOLD else ())
     opened: dict[str, tuple[Dataset, str]] = {}
     sources = []
     for entry, weight in data.sources:
@@ -311,10 +313,10 @@ def open_corpus(data: DataConfig, *, tell_sources: bool = True, on_alarm: OnAlar
         check_alike(a.dataset, b.dataset)
         _check_same_tokenizer(a.dataset, b.dataset)
     names = tuple(source.name for source in sources)
-    return Corpus(data, tuple(sources), names if tell_sources and len(names) <= MAX_SOURCES_TOLD else ())
+    return TrainingData(data, tuple(sources), names if tell_sources and len(names) <= MAX_SOURCES_TOLD else ())
 
 
-def _open(path: str, data: DataConfig, on_alarm: OnAlarm) -> tuple[Dataset, str]:
+def _open(path: str, data: DataConfig, on_alarm: OnWarning) -> tuple[Dataset, str]:
     """A data set and, if it lies in a bucket, its URL; then only its manifest is here."""
     protocol, separator, rest = path.partition('://')
     if not separator:

@@ -27,7 +27,7 @@ TABLES_KEPT = 512
 EPOCHS_KEPT = 4
 
 
-def permuted(place: int, size: int, seed: int) -> int:
+def feistel_permutation(place: int, size: int, seed: int) -> int:
     """The item at a place of a permutation of `size` items, 0 … size - 1: a pure function, and the same for ever.
 
     Up to TABLE_SIZE items the permutation sorts random bits of the seed, and is kept for a while. Of more it is
@@ -44,7 +44,7 @@ def _table(size: int, seed: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=seed).random_raw(size), kind='stable').astype(np.uint16)
 
 
-class Span(NamedTuple):
+class ShuffleBlock(NamedTuple):
     """Places [start, stop) of the order, which lead to windows of these shards only."""
 
     start: int
@@ -52,7 +52,7 @@ class Span(NamedTuple):
     shards: tuple[int, ...]
 
 
-class Order:
+class ShuffledIndex:
     """place → window, a pure function of (windows of each shard, seed, pool_shards). Picklable.
 
     Every epoch has every window once. An epoch is a sequence of pools of `pool_shards` shards each, shuffled shards
@@ -93,25 +93,25 @@ class Order:
         pools = self._cached_pools(epoch)
         pool = bisect.bisect_right(pools.starts, place) - 1
         size = pools.starts[pool + 1] - pools.starts[pool]
-        index = permuted(place - pools.starts[pool], size, _seed(self._seed, epoch, 1 + pool))
+        index = feistel_permutation(place - pools.starts[pool], size, _seed(self._seed, epoch, 1 + pool))
         member = bisect.bisect_right(pools.offsets[pool], index) - 1
         return self._firsts[pools.shards[pool][member]] + index - pools.offsets[pool][member]
 
-    def spans(self, place: int) -> Iterator[Span]:
+    def spans(self, place: int) -> Iterator[ShuffleBlock]:
         """The pools of the order, without end, from the one on that `place` is in."""
         for epoch in itertools.count(place // len(self)):
             pools = self._cached_pools(epoch)
             for shards, (start, stop) in zip(pools.shards, itertools.pairwise(pools.starts), strict=True):
                 first = epoch * len(self)
                 if first + stop > place:
-                    yield Span(first + start, first + stop, shards)
+                    yield ShuffleBlock(first + start, first + stop, shards)
 
     def _pools(self, epoch: int) -> _Pools:
         # Shards without a window (a single token) would make a pool of nothing.
         filled = [shard for shard, (a, b) in enumerate(itertools.pairwise(self._firsts)) if b > a]
         if self._pool_shards < len(self._firsts) - 1:
             seed = _seed(self._seed, epoch, 0)
-            filled = [filled[permuted(place, len(filled), seed)] for place in range(len(filled))]
+            filled = [filled[feistel_permutation(place, len(filled), seed)] for place in range(len(filled))]
         shards = _batched(filled, self._pool_shards)
         offsets = [
             list(itertools.accumulate((self._firsts[shard + 1] - self._firsts[shard] for shard in pool), initial=0))

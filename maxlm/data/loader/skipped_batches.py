@@ -9,7 +9,7 @@ from maxlm.data.loader.windows import Batch
 Skips = tuple[tuple[int, int], ...]
 
 
-def data_step(step: int, skips: Skips) -> int:
+def data_index(step: int, skips: Skips) -> int:
     """The batch of step number `step`, both from 0. It rises with the step."""
     for start, stop in skips:
         if step < start:
@@ -21,7 +21,7 @@ def data_step(step: int, skips: Skips) -> int:
 def skip_steps(skips: Skips, first: int, stop: int) -> Skips:
     """The ranges with the batches of the steps [first, stop), which until now had batches."""
     assert 0 <= first < stop, (first, stop)
-    ranges = sorted([*skips, (data_step(first, skips), data_step(stop - 1, skips) + 1)])
+    ranges = sorted([*skips, (data_index(first, skips), data_index(stop - 1, skips) + 1)])
     merged = ranges[:1]
     for start, end in ranges[1:]:
         before_start, before_end = merged[-1]
@@ -32,7 +32,7 @@ def skip_steps(skips: Skips, first: int, stop: int) -> Skips:
     return tuple(merged)
 
 
-class RemainingBatches:
+class SkippingBatches:
     """Batches by step, without those that are left out. Picklable."""
 
     def __init__(self, batches: Batches, skips: Skips):
@@ -43,4 +43,4 @@ class RemainingBatches:
         return len(self._batches) - sum(stop - start for start, stop in self._skips)
 
     def __getitem__(self, step: int) -> Batch:
-        return self._batches[data_step(step, self._skips)]
+        return self._batches[data_index(step, self._skips)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxlm.data.chat.token_flags import ids_of, is_first, is_predicted, mark_stream
+from maxlm.data.chat.token_flags import encode_stream_flags, is_document_start, is_target, token_ids
 from maxlm.data.dataset.records import Dataset, Shard
 from maxlm.data.dataset.token_reader import OPEN_SHARDS, TokenReader
 
@@ -16,7 +16,7 @@ from maxlm.data.dataset.token_reader import OPEN_SHARDS, TokenReader
 Batch = dict[str, np.ndarray]
 
 
-class Windows:
+class Sequences:
     """Random access to windows of T tokens; picklable.
 
     Windows do not cross shards: a shard of n tokens gives ceil((n - 1) / T), and its window w holds the tokens
@@ -83,7 +83,7 @@ class Windows:
         start = (number - self._firsts[shard]) * self.window
         stop = min(start + self.window + 1, self._reader.shards[shard].tokens)
         stream = self._reader.read(shard, start, stop)
-        return mark_stream(stream, self._end_of_document) if self._to_mark else stream
+        return encode_stream_flags(stream, self._end_of_document) if self._to_mark else stream
 
     def __getitem__(self, number: int) -> Batch:
         """One window, arrays [T]; raises as `stream` does."""
@@ -135,8 +135,8 @@ def window_batch(
         full[number, : len(stream)] = stream
     short = [(row, len(stream) - 1) for row, stream in enumerate(streams) if len(stream) <= window]
     if marked:
-        counts, begins = is_predicted(full[:, 1:]), is_first(full[:, 1:])
-        full = ids_of(full).astype(np.int32)
+        counts, begins = is_target(full[:, 1:]), is_document_start(full[:, 1:])
+        full = token_ids(full).astype(np.int32)
     else:
         begins = full[:, :-1] == end_of_document
         counts = ~begins

@@ -17,7 +17,7 @@ from maxlm.data.prepare.pipeline import GROUPS_LEFT_OUT
 from maxlm.data.prepare.provenance import CHAT_FACTS, READING_FACTS
 from maxlm.data.prepare.summary import summary
 from maxlm.errors import InputError, os_message
-from maxlm.storage.filesystem import shown
+from maxlm.storage.filesystem import display_path
 
 
 class OtherDataError(InputError):
@@ -51,9 +51,9 @@ def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> list
     with tempfile.TemporaryDirectory() as folder:
         fetch_manifest(url, Path(folder), on_alarm=lambda line: print(f'prepare: {line}', file=sys.stderr))
         dataset = load_manifest(folder, complete=False)
-        refuse_other_data(dataset, shown(url), made_from, skip_failed=skip_failed)
-        lines = summary(dataset, f'{shown(url)} is already prepared from these inputs', cleaned=False)
-    return [line.replace(folder, shown(url)) for line in lines]
+        refuse_other_data(dataset, display_path(url), made_from, skip_failed=skip_failed)
+        lines = summary(dataset, f'{display_path(url)} is already prepared from these inputs', cleaned=False)
+    return [line.replace(folder, display_path(url)) for line in lines]
 
 
 @contextlib.contextmanager

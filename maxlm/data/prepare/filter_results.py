@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal
+from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.registry import make_cleaner
 from maxlm.data.filters.report import EXACT_DUPLICATE, NEAR_DUPLICATE, CleaningReport
 from maxlm.data.prepare.task_results import load_result, pack, save_result, unpack
 from maxlm.errors import InputError
 
 
-class Verdict(enum.IntEnum):
+class FilterDecision(enum.IntEnum):
     """What is done with a document."""
 
     KEPT = 0
@@ -29,11 +29,11 @@ class Verdict(enum.IntEnum):
     NEAR_DUPLICATE = 4
 
 
-DUPLICATE_REASONS = {Verdict.EXACT_DUPLICATE: EXACT_DUPLICATE, Verdict.NEAR_DUPLICATE: NEAR_DUPLICATE}
+DUPLICATE_REASONS = {FilterDecision.EXACT_DUPLICATE: EXACT_DUPLICATE, FilterDecision.NEAR_DUPLICATE: NEAR_DUPLICATE}
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdicts:
+class FilterDecisions:
     """The verdicts on the documents of a group, in the order of reading.
 
     Attributes:
@@ -59,7 +59,7 @@ class Verdicts:
         save_result(path, identity, facts)
 
     @classmethod
-    def load(cls, path: Path, identity: str) -> Verdicts | None:
+    def load(cls, path: Path, identity: str) -> FilterDecisions | None:
         """What `save` wrote with the same identity, None where there is none such."""
         facts = load_result(path, identity)
         if facts is None:
@@ -87,7 +87,7 @@ class Checksum:
         return self._hash.hexdigest()
 
 
-class Sieve:
+class DocumentFilter:
     """Lets through what is kept of a group's documents, which must come in the order of reading.
 
     Attributes:
@@ -95,7 +95,7 @@ class Sieve:
             were shortened.
     """
 
-    def __init__(self, name: str, verdicts: Verdicts | None, filters: Sequence[str]):
+    def __init__(self, name: str, verdicts: FilterDecisions | None, filters: Sequence[str]):
         """With `verdicts` None all is kept. `name` is the group's, for messages."""
         self.duplicates = CleaningReport()
         self._name = name
@@ -118,17 +118,17 @@ class Sieve:
             place, self._place = self._place, self._place + 1
             if place >= len(self._verdicts.codes):
                 raise self._changed()
-            verdict = Verdict(int(self._verdicts.codes[place]))
-            if verdict is Verdict.FILTERED:
+            verdict = FilterDecision(int(self._verdicts.codes[place]))
+            if verdict is FilterDecision.FILTERED:
                 continue
             if self._verdicts.shortened[place]:
                 cleaned = self._clean(document)
-                if isinstance(cleaned, Removal):
+                if isinstance(cleaned, FilterResult):
                     raise self._changed()
                 document = cleaned
             if verdict in DUPLICATE_REASONS:
                 detail = self._verdicts.kept_names.get(place, '')
-                self.duplicates.count(document, Removal(DUPLICATE_REASONS[verdict], detail))
+                self.duplicates.count(document, FilterResult(DUPLICATE_REASONS[verdict], detail))
                 self.duplicates.shortened_documents += bool(self._verdicts.shortened[place])
             else:
                 kept.append(document)

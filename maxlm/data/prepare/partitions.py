@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from maxlm.data.documents.document import Document, raise_bad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.executors.executor import TransientError
-from maxlm.data.formats.file_ranges import Piece, cut, read_documents
+from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.prepare.task_results import identity_of
-from maxlm.storage.filesystem import is_passing, shown
+from maxlm.storage.filesystem import display_path, is_transient
 
 # A group is about this share of the input, so that all workers are busy to the end; but of terabytes no more than
 # MAX_GROUP_BYTES, what a failure costs, and of little data no less than MIN_GROUP_BYTES, to keep shards few.
@@ -31,7 +31,7 @@ BATCH_CHARACTERS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Partition:
     """Pieces of one source, in order. Picklable.
 
     Attributes:
@@ -41,7 +41,7 @@ class Group:
     """
 
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileRange, ...]
     held_out: bool
 
     @property
@@ -60,7 +60,7 @@ class Group:
         first = self.pieces[0]
         more = len({piece.file.path for piece in self.pieces}) - 1
         part = f' from {first.start:,}' if first.start else ''
-        return shown(first.file.path) + part + (f' and {more:,} more files' if more else '')
+        return display_path(first.file.path) + part + (f' and {more:,} more files' if more else '')
 
     @functools.cached_property
     def identity(self) -> str:
@@ -71,7 +71,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class ReadSettings:
     """How documents are read: the options of the readers, and whether what cannot be read is left out."""
 
     options: ReadOptions
@@ -83,17 +83,17 @@ class Reading:
         return identity_of(dataclasses.asdict(self))
 
 
-def make_groups(training: Sequence[InputFile], validation: Sequence[InputFile]) -> list[Group]:
+def make_partitions(training: Sequence[InputFile], validation: Sequence[InputFile]) -> list[Partition]:
     """Cuts the files into pieces and packs these, in order, into groups; those to validate on come last."""
     total = sum(file.size for file in (*training, *validation))
     target = min(MAX_GROUP_BYTES, max(MIN_GROUP_BYTES, total // GROUPS))
     parts = [(False, pieces) for pieces in _pack(training, target)]
     parts += [(True, pieces) for pieces in _pack(validation, target)]
-    return [Group(number, pieces, held_out) for number, (held_out, pieces) in enumerate(parts)]
+    return [Partition(number, pieces, held_out) for number, (held_out, pieces) in enumerate(parts)]
 
 
 def read_batches(
-    group: Group, reading: Reading, left_out: list[dict[str, str]]
+    group: Partition, reading: ReadSettings, left_out: list[dict[str, str]]
 ) -> Iterator[tuple[list[Document], int]]:
     """The documents of a group in order, a few at a time, each time with the bytes of input that are done.
 
@@ -106,7 +106,7 @@ def read_batches(
 
     def on_bad(name: str, reason: str) -> None:
         # Readers report a fault while they handle it, so that what is behind it can still be told.
-        if is_passing(sys.exception()):
+        if is_transient(sys.exception()):
             raise TransientError(reason)
         if not reading.skip_bad:
             raise_bad(name, reason)
@@ -130,10 +130,10 @@ def read_batches(
         yield batch, done
 
 
-def _pack(files: Sequence[InputFile], target: int) -> list[tuple[Piece, ...]]:
+def _pack(files: Sequence[InputFile], target: int) -> list[tuple[FileRange, ...]]:
     with concurrent.futures.ThreadPoolExecutor(LOOKUP_THREADS) as pool:
         pieces = [piece for found in pool.map(lambda file: _cut(file, target), files) for piece in found]
-    groups: list[list[Piece]] = []
+    groups: list[list[FileRange]] = []
     size = target
     for piece in pieces:
         if size >= target or groups[-1][0].file.source != piece.file.source:
@@ -144,6 +144,6 @@ def _pack(files: Sequence[InputFile], target: int) -> list[tuple[Piece, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _cut(file: InputFile, target: int) -> list[Piece]:
+def _cut(file: InputFile, target: int) -> list[FileRange]:
     # The same as `cut` gives for such a file, which it would open.
-    return [Piece(file, 0, 0, file.size)] if file.size <= target else cut(file, target)
+    return [FileRange(file, 0, 0, file.size)] if file.size <= target else split_file(file, target)

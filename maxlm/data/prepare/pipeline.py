@@ -16,17 +16,17 @@ from tqdm import tqdm
 
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.dataset.records import Dataset, save_manifest
-from maxlm.data.executors.executor import Engine, run_tasks
+from maxlm.data.executors.executor import Executor, run_tasks
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.build_manifest import assemble, without_duplicates
 from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_validation
-from maxlm.data.prepare.partitions import Group, Reading
+from maxlm.data.prepare.partitions import Partition, ReadSettings
 from maxlm.data.prepare.sample import Preview
-from maxlm.data.prepare.scan import Cleaning, Survey, VerdictFile, judge
+from maxlm.data.prepare.scan import Cleaning, ScanTask, VerdictFile, deduplicate
 from maxlm.data.prepare.task_results import identity_of, load_result, save_result, write_atomically
 from maxlm.data.prepare.train_val_split import HASH_RANGE, SAMPLE_BYTES
 from maxlm.data.prepare.write_shards import ChatShards, WriteShards, left_behind
-from maxlm.data.tokenizer.fim import Infill
+from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from maxlm.errors import InputError, os_message
 
@@ -87,11 +87,11 @@ VALIDATION_NOTE = 'validation_note'
 # Tokenizers that learn from the text.
 LEARNED = ('chars', 'bpe')
 
-T = TypeVar('T', Survey, WriteShards)
+T = TypeVar('T', ScanTask, WriteShards)
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class PrepareConfig:
     """What is made of the groups.
 
     Attributes:
@@ -106,17 +106,17 @@ class Recipe:
     """
 
     tokenizer: str
-    reading: Reading
+    reading: ReadSettings
     cleaning: Cleaning
     validation_share: float
-    infill: Infill | None
+    infill: FimConfig | None
     block: int
     made_from: dict[str, Any]
     chat: ChatRecipe | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Means:
+class ExecutionOptions:
     """How it is made; the data set does not show it, unless groups fail and are left out.
 
     Attributes:
@@ -126,13 +126,13 @@ class Means:
         show_progress: whether there are bars.
     """
 
-    engine: Engine
+    engine: Executor
     retries: int
     skip_failed: bool
     show_progress: bool
 
 
-def prepare(recipe: Recipe, groups: Sequence[Group], output: Path, means: Means) -> Dataset:
+def prepare(recipe: PrepareConfig, groups: Sequence[Partition], output: Path, means: ExecutionOptions) -> Dataset:
     """Makes the data set in `output`; `dataset.json` is written last.
 
     Raises:
@@ -188,32 +188,34 @@ def remove_partial_files(output: Path) -> None:
 class _Stages:
     """The stages in turn. `left_out` grows by the groups that fail."""
 
-    def __init__(self, recipe: Recipe, output: Path, means: Means):
+    def __init__(self, recipe: PrepareConfig, output: Path, means: ExecutionOptions):
         self.work = output / WORK_DIRECTORY
         self.left_out: list[dict[str, str]] = []
         self._recipe = recipe
         self._output = output
         self._means = means
 
-    def clean(self, groups: Sequence[Group]) -> tuple[list[Group], list[VerdictFile | None], dict[int, CleaningReport]]:
+    def clean(
+        self, groups: Sequence[Partition]
+    ) -> tuple[list[Partition], list[VerdictFile | None], dict[int, CleaningReport]]:
         """The groups that can be read, the verdicts on each, and by number what the filters removed."""
         cleaning = self._recipe.cleaning
         if not cleaning:
             return list(groups), [None] * len(groups), {}
-        tasks = [Survey(self.work, group, self._recipe.reading, cleaning) for group in groups]
+        tasks = [ScanTask(self.work, group, self._recipe.reading, cleaning) for group in groups]
         surveys = self._run('survey', tasks)
         if not surveys:
             raise InputError('every group failed; there is nothing to prepare')
         verdicts: list[VerdictFile | None] = []
         shown = self._means.show_progress and cleaning.duplicates != 'none'
         with StageBar('duplicates', total=0, show=shown) as bar:
-            verdicts += judge(surveys, bar.step)
+            verdicts += deduplicate(surveys, bar.step)
         filtered = {survey.group.number: survey.load()[1] for survey in surveys}
         _refuse_empty([filtered[survey.group.number] for survey in surveys if not survey.group.held_out])
         return [survey.group for survey in surveys], verdicts, filtered
 
     def begin(
-        self, groups: Sequence[Group], verdicts: Sequence[VerdictFile | None]
+        self, groups: Sequence[Partition], verdicts: Sequence[VerdictFile | None]
     ) -> tuple[Tokenizer, ValidationChoice]:
         """The tokenizer, written, and which part of --input is validated on."""
         path, stamp = self._output / TOKENIZER_FILE, self.work / 'begin.json'
@@ -245,7 +247,7 @@ class _Stages:
 
     def write(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[Partition],
         verdicts: Sequence[VerdictFile | None],
         tokenizer: Tokenizer,
         validation: ValidationChoice,

@@ -9,8 +9,8 @@ from maxlm.data.documents.document import Document
 from maxlm.data.executors.executor import TransientError
 from maxlm.data.prepare import train_val_split
 from maxlm.data.prepare.choose_validation import ValidationChoice
-from maxlm.data.prepare.filter_results import Sieve
-from maxlm.data.prepare.partitions import Group, Reading, read_batches
+from maxlm.data.prepare.filter_results import DocumentFilter
+from maxlm.data.prepare.partitions import Partition, ReadSettings, read_batches
 from maxlm.data.prepare.scan import VerdictFile
 from maxlm.data.prepare.train_val_split import sample_places
 from maxlm.errors import InputError
@@ -27,9 +27,9 @@ class Preview:
         skip_failed: whether the rest of a group is left out when its storage fails.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[Partition]
     verdicts: Sequence[VerdictFile | None]
-    reading: Reading
+    reading: ReadSettings
     filters: tuple[str, ...]
     skip_failed: bool
 
@@ -70,7 +70,7 @@ class Preview:
 
     def _documents(self, place: int) -> Iterator[Document]:
         group, verdicts = self.groups[place], self.verdicts[place]
-        sieve = Sieve(group.name, verdicts.load() if verdicts else None, self.filters)
+        sieve = DocumentFilter(group.name, verdicts.load() if verdicts else None, self.filters)
         try:
             # What is left out is reported when it is written.
             for documents, _ in read_batches(group, self.reading, left_out=[]):

@@ -14,13 +14,13 @@ import numpy as np
 
 from maxlm.data.documents.document import Document
 from maxlm.data.executors.executor import OnProgress
-from maxlm.data.filters.base import Removal
+from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.dedup import Duplicates, find_duplicates, kept_names
-from maxlm.data.filters.minhash import is_current, sign
+from maxlm.data.filters.minhash import is_current, minhash_signature
 from maxlm.data.filters.registry import make_cleaner
 from maxlm.data.filters.report import MAX_EXAMPLES, CleaningReport
-from maxlm.data.prepare.filter_results import Checksum, Verdict, Verdicts
-from maxlm.data.prepare.partitions import Group, Reading, read_batches
+from maxlm.data.prepare.filter_results import Checksum, FilterDecision, FilterDecisions
+from maxlm.data.prepare.partitions import Partition, ReadSettings, read_batches
 from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
 from maxlm.errors import InputError
 
@@ -44,7 +44,7 @@ class Cleaning:
 
 
 @dataclasses.dataclass(frozen=True)
-class Survey:
+class ScanTask:
     """The task of looking at one group. See `engine.Task`.
 
     Attributes:
@@ -53,8 +53,8 @@ class Survey:
     """
 
     work: Path
-    group: Group
-    reading: Reading
+    group: Partition
+    reading: ReadSettings
     cleaning: Cleaning
 
     @property
@@ -105,10 +105,10 @@ class Survey:
                     checksum.add(document)
                     cleaned = clean(document)
                     cleaning.count(document, cleaned)
-                    if isinstance(cleaned, Removal):
-                        codes.append(Verdict.FILTERED)
+                    if isinstance(cleaned, FilterResult):
+                        codes.append(FilterDecision.FILTERED)
                         continue
-                    codes.append(Verdict.KEPT if cleaned.text == document.text else Verdict.SHORTENED)
+                    codes.append(FilterDecision.KEPT if cleaned.text == document.text else FilterDecision.SHORTENED)
                     yield cleaned
                 report(size, len(documents), 0)
 
@@ -116,7 +116,7 @@ class Survey:
             collections.deque(kept_documents(), maxlen=0)
         else:
             near = self.cleaning.duplicates == 'near'
-            sign(kept_documents(), near=near, identity=self.identity).save(self.signatures_path)
+            minhash_signature(kept_documents(), near=near, identity=self.identity).save(self.signatures_path)
         facts = {
             'codes': pack(np.frombuffer(bytes(codes), np.uint8)),
             'checksum': checksum.value(),
@@ -124,13 +124,13 @@ class Survey:
         }
         save_result(self._path, self.identity, facts)
 
-    def load(self) -> tuple[Verdicts, CleaningReport]:
+    def load(self) -> tuple[FilterDecisions, CleaningReport]:
         """What it found; duplicates are not told yet. Raises InputError when it is not done."""
         facts = load_result(self._path, self.identity)
         if facts is None:
             raise InputError(f'{self._path}: removed or changed while maxlm.prepare was running; run it again')
         codes = unpack(facts['codes'])
-        verdicts = Verdicts(codes, facts['checksum'], codes == Verdict.SHORTENED, {})
+        verdicts = FilterDecisions(codes, facts['checksum'], codes == FilterDecision.SHORTENED, {})
         return verdicts, CleaningReport.from_json(facts['report'])
 
 
@@ -141,15 +141,15 @@ class VerdictFile:
     path: Path
     identity: str
 
-    def load(self) -> Verdicts:
+    def load(self) -> FilterDecisions:
         """The verdicts; raises InputError when they are not there."""
-        verdicts = Verdicts.load(self.path, self.identity)
+        verdicts = FilterDecisions.load(self.path, self.identity)
         if verdicts is None:
             raise InputError(f'{self.path}: removed or changed while maxlm.prepare was running; run it again')
         return verdicts
 
 
-def judge(surveys: Sequence[Survey], on_step: Callable[[int, int], None]) -> list[VerdictFile]:
+def deduplicate(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[VerdictFile]:
     """Finds the duplicates among all that was surveyed and writes the verdicts on each group.
 
     The groups to validate on come first: of two equal documents the one that is validated on is kept, not the one that
@@ -172,7 +172,7 @@ def judge(surveys: Sequence[Survey], on_step: Callable[[int, int], None]) -> lis
         )
         for survey in surveys
     ]
-    if all(Verdicts.load(file.path, file.identity) for file in files):
+    if all(FilterDecisions.load(file.path, file.identity) for file in files):
         return files
     ordered = [surveys[place] for place in order]
     duplicates: list[Duplicates | None] = [None] * len(surveys)
@@ -187,7 +187,7 @@ def judge(surveys: Sequence[Survey], on_step: Callable[[int, int], None]) -> lis
     return files
 
 
-def _find(surveys: Sequence[Survey], on_step: Callable[[int, int], None]) -> list[Duplicates]:
+def _find(surveys: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[Duplicates]:
     cleaning = surveys[0].cleaning
     return find_duplicates(
         [survey.signatures_path for survey in surveys],
@@ -204,17 +204,19 @@ def _named(found: Duplicates) -> np.ndarray:
     )
 
 
-def _names_of_kept(surveys: Sequence[Survey], duplicates: Sequence[Duplicates | None]) -> dict[int, str]:
+def _names_of_kept(surveys: Sequence[ScanTask], duplicates: Sequence[Duplicates | None]) -> dict[int, str]:
     numbers = sorted({int(i) for found in duplicates if found is not None for i in found.kept[_named(found)]})
     names = kept_names([survey.signatures_path for survey in surveys], numbers) if numbers else []
     return dict(zip(numbers, names, strict=True))
 
 
-def _with_duplicates(verdicts: Verdicts, found: Duplicates, names: dict[int, str]) -> Verdicts:
+def _with_duplicates(verdicts: FilterDecisions, found: Duplicates, names: dict[int, str]) -> FilterDecisions:
     # Signed are the documents that the filters keep.
-    places = np.flatnonzero(verdicts.codes != Verdict.FILTERED)
+    places = np.flatnonzero(verdicts.codes != FilterDecision.FILTERED)
     codes = verdicts.codes.copy()
     duplicate = found.kept >= 0
-    codes[places[duplicate]] = np.where(found.near[duplicate], Verdict.NEAR_DUPLICATE, Verdict.EXACT_DUPLICATE)
+    codes[places[duplicate]] = np.where(
+        found.near[duplicate], FilterDecision.NEAR_DUPLICATE, FilterDecision.EXACT_DUPLICATE
+    )
     named = {int(places[i]): names[int(found.kept[i])] for i in _named(found)}
     return dataclasses.replace(verdicts, codes=codes, kept_names=named)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from maxlm.data.chat.packing import ChatCounts, Packer, PairCounts
-from maxlm.data.chat.token_flags import TokenDocument, ids_of, is_predicted
+from maxlm.data.chat.token_flags import TokenDocument, is_target, token_ids
 from maxlm.data.dataset.records import Shard, ShardWriter, token_dtype
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
@@ -119,6 +119,6 @@ class MarkedOutput(SplitOutput):
 
     def _count(self, documents: list[np.ndarray]) -> None:
         tokens = np.concatenate(documents)
-        predicted = ids_of(tokens[is_predicted(tokens)])
+        predicted = token_ids(tokens[is_target(tokens)])
         self._chat.predicted += len(predicted)
         self._token_counts += np.bincount(predicted, minlength=len(self._token_counts))

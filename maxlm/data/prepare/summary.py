@@ -9,7 +9,7 @@ from maxlm.data.dataset.records import MANIFEST_NAME, Dataset
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.input_file import suffix_of
 from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE
-from maxlm.storage.filesystem import Entry, shown
+from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.regular_files import read_text
 
 # Left-out documents that are printed; dataset.json lists them all.
@@ -62,7 +62,9 @@ def files_left_out(files: Sequence[Entry]) -> list[str]:
         return []
     suffixes = Counter(suffix_of(entry.name) or 'no suffix' for entry in files).most_common(SUFFIXES_SHOWN)
     counts = ', '.join(f'{suffix} {count:,}' for suffix, count in suffixes)
-    return [f'  not read, since they are not text: {len(files):,} files ({counts}), such as {shown(files[0].path)}']
+    return [
+        f'  not read, since they are not text: {len(files):,} files ({counts}), such as {display_path(files[0].path)}'
+    ]
 
 
 def _chat_line(counts: dict[str, int], tokens: int) -> str:

@@ -41,7 +41,7 @@ def load_result(path: Path, identity: str) -> dict[str, Any] | None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a small file, whole or not at all; raises InputError when that fails."""
-    atomic.put(path, text.encode())
+    atomic.atomic_write(path, text.encode())
 
 
 def pack(array: np.ndarray) -> str:

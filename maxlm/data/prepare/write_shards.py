@@ -18,12 +18,12 @@ from maxlm.data.documents.document import Document, encode_each, raise_bad
 from maxlm.data.executors.executor import OnProgress
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.choose_validation import ValidationChoice
-from maxlm.data.prepare.filter_results import Sieve
-from maxlm.data.prepare.partitions import Group, Reading, read_batches
+from maxlm.data.prepare.filter_results import DocumentFilter
+from maxlm.data.prepare.partitions import Partition, ReadSettings, read_batches
 from maxlm.data.prepare.scan import VerdictFile
 from maxlm.data.prepare.shard_output import MarkedOutput, SplitCounts, SplitOutput
 from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
-from maxlm.data.tokenizer.fim import Infill, encode_documents
+from maxlm.data.tokenizer.fim import FimConfig, encode_documents
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.errors import InputError
 
@@ -87,13 +87,13 @@ class WriteShards:
 
     output: Path
     work: Path
-    group: Group
-    reading: Reading
+    group: Partition
+    reading: ReadSettings
     verdicts: VerdictFile | None
     filters: tuple[str, ...]
     validation: ValidationChoice
     tokenizer_sha256: str
-    infill: Infill | None
+    infill: FimConfig | None
     block: int
     chat: ChatShards | None = None
 
@@ -143,7 +143,7 @@ class WriteShards:
             TransientError: the storage fails.
         """
         tokenizer = _load_tokenizer(self.output / TOKENIZER_FILE, self.tokenizer_sha256)
-        sieve = Sieve(self.name, self.verdicts.load() if self.verdicts else None, self.filters)
+        sieve = DocumentFilter(self.name, self.verdicts.load() if self.verdicts else None, self.filters)
         # An earlier result must not stand for the shards that are written now, if this is killed in between.
         self.result_path.unlink(missing_ok=True)
         left_out: list[dict[str, str]] = []
@@ -209,7 +209,9 @@ class WriteShards:
                 raise_bad(document.name, f'{document.name}: {encoded}')
 
 
-def _encode_texts(tokenizer: Tokenizer, documents: Sequence[Document], *, infill: Infill | None) -> list[TokenDocument]:
+def _encode_texts(
+    tokenizer: Tokenizer, documents: Sequence[Document], *, infill: FimConfig | None
+) -> list[TokenDocument]:
     end = np.array([tokenizer.end_of_document], np.uint32)
     encoded = encode_documents(tokenizer, documents, infill)
     return [TokenDocument(np.concatenate([ids, end]), None) for ids in encoded]

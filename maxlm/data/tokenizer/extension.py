@@ -16,7 +16,7 @@ GROWING_MODELS = ('BPE', 'WordLevel')
 TAKES = ('lstrip', 'rstrip', 'single_word')
 
 
-def why_no_extension(new: Tokenizer, old: Tokenizer) -> str:
+def extension_error(new: Tokenizer, old: Tokenizer) -> str:
     """What keeps `new` from being `old` with more tokens, in a few words; '' where it is.
 
     It is where all tokens of `old` have the same ids in it, those that it has besides come after all of them, and all

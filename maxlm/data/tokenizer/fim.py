@@ -32,7 +32,7 @@ _DRAW_RANGE = 2**64
 
 
 @dataclasses.dataclass(frozen=True)
-class Infill:
+class FimConfig:
     """How much is rearranged.
 
     Attributes:
@@ -51,7 +51,7 @@ class Infill:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class FimSplit:
     """A text with a hole: `prefix + middle + suffix` is the text; `suffix_first` asks for SPM."""
 
     prefix: str
@@ -60,7 +60,7 @@ class Split:
     suffix_first: bool
 
 
-def split_text(name: str, text: str, infill: Infill) -> Split | None:
+def split_text(name: str, text: str, infill: FimConfig) -> FimSplit | None:
     """How the document `name` is cut, None where it stays as it is, like all below MIN_CHARACTERS.
 
     All follows from a hash of the name: the same on every machine, for any number of workers. Both ends of the hole
@@ -75,10 +75,10 @@ def split_text(name: str, text: str, infill: Infill) -> Split | None:
     if rearranged >= int(infill.rate * _DRAW_RANGE):
         return None
     start, stop = sorted(end * (len(text) + 1) // _DRAW_RANGE for end in ends)
-    return Split(text[:start], text[start:stop], text[stop:], suffix_first < int(infill.spm_share * _DRAW_RANGE))
+    return FimSplit(text[:start], text[start:stop], text[stop:], suffix_first < int(infill.spm_share * _DRAW_RANGE))
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], infill: Infill | None) -> list[np.ndarray]:
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], infill: FimConfig | None) -> list[np.ndarray]:
     """Token ids of each document, without the end of document: uint32 arrays [number of tokens].
 
     Documents that are tokenized already are passed through.
@@ -105,7 +105,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], infill
     begins, inner = iter(tokenizer.encode_batch(beginnings)), iter(tokenizer.encode_batch_inside(others))
     prefix_id, middle_id, suffix_id = (np.array([i], np.uint32) for i in ids)
 
-    def joined(split: Split | None) -> np.ndarray:
+    def joined(split: FimSplit | None) -> np.ndarray:
         prefix = next(begins)
         if split is None:
             return prefix

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxlm.diagnostics.context import Case
-from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+from maxlm.diagnostics.context import CheckContext
+from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
 
 # Of the datasheet's figure, what a large product reaches at least on a sound device; of the median, the slowest.
 LEAST_OF_PEAK, LEAST_OF_MEDIAN = 0.7, 0.9
@@ -23,7 +23,7 @@ PRODUCTS = 4
 ROUNDS = 10
 
 
-def check_matmul(case: Case) -> Finding:
+def check_matmul(case: CheckContext) -> CheckResult:
     """Large products on each device of this process, one device after the other."""
     import jax
 
@@ -43,10 +43,10 @@ def check_matmul(case: Case) -> Finding:
         if reading.get('throttled') and reading['index'] < len(devices)
     }
     kind = f'{"float32" if platform == "cpu" else "bfloat16"} products'
-    return judge_matmul(reached, kind, chip.tflops if chip else 0.0, throttled)
+    return evaluate_matmul(reached, kind, chip.tflops if chip else 0.0, throttled)
 
 
-def judge_matmul(reached: Mapping[int, float], kind: str, peak: float, throttled: Mapping[int, str]) -> Finding:
+def evaluate_matmul(reached: Mapping[int, float], kind: str, peak: float, throttled: Mapping[int, str]) -> CheckResult:
     """The finding of TFLOP/s by device.
 
     Args:
@@ -108,7 +108,7 @@ def measure_matmul(device: Any, size: int = 0) -> float:
     return PRODUCTS * 2 * size**3 / seconds / 1e12
 
 
-def check_links(case: Case) -> Finding:
+def check_links(case: CheckContext) -> CheckResult:
     """Sums over the devices along each axis of the run's mesh; without a run, over all of them."""
     import jax
 
@@ -127,11 +127,11 @@ def check_links(case: Case) -> Finding:
             continue
         speed, is_right = measure_sum(mesh, axis)
         expected = expected_bandwidth(chip, mesh, axis) if chip else 0.0
-        findings.append(judge_links(f'{axis}={group}', speed, expected, is_right))
+        findings.append(evaluate_links(f'{axis}={group}', speed, expected, is_right))
     return together(findings)
 
 
-def judge_links(name: str, speed: float, expected: float, is_right: bool) -> Finding:
+def evaluate_links(name: str, speed: float, expected: float, is_right: bool) -> CheckResult:
     """The finding of sums along one axis.
 
     Args:

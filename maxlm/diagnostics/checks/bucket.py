@@ -8,23 +8,23 @@ import secrets
 import time
 from collections.abc import Iterator
 
-from maxlm.diagnostics.context import Case
-from maxlm.diagnostics.result import Finding, failure, ok, skipped, together
+from maxlm.diagnostics.context import CheckContext
+from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together
 from maxlm.errors import InputError
-from maxlm.storage.bucket import Bucket, RefusedError
-from maxlm.storage.retry import UnreachableError, redact
+from maxlm.storage.bucket import Bucket, PermissionDeniedError
+from maxlm.storage.retry import TransientStorageError, redact
 
 CONTENT = b'maxlm.doctor was here, and should have removed this\n'
 
 
-def check_bucket(case: Case) -> Finding:
+def check_bucket(case: CheckContext) -> CheckResult:
     """Each of the run's buckets, with one small object that is removed afterwards."""
     if not case.buckets:
         return skipped('neither --workdir nor checkpoint.mirror is in a bucket')
     return together(try_bucket(url) for url in case.buckets)
 
 
-def try_bucket(url: str) -> Finding:
+def try_bucket(url: str) -> CheckResult:
     """The finding of one; no name in it is touched but a new one."""
     told, steps = redact(url), _Steps()
     try:
@@ -63,11 +63,11 @@ def try_bucket(url: str) -> Finding:
     return ok(f'{told}: may write, list, read and delete ({steps.seconds * 1000 / steps.count:.0f} ms a request)')
 
 
-def _refused(told: str, step: str, error: InputError, left: str) -> Finding:
+def _refused(told: str, step: str, error: InputError, left: str) -> CheckResult:
     also = f'; {left} is left there' if left else ''
-    if isinstance(error, RefusedError):
+    if isinstance(error, PermissionDeniedError):
         remedy = 'log in, or grant this account the right to write, list, read and delete objects there'
-    elif isinstance(error, UnreachableError):
+    elif isinstance(error, TransientStorageError):
         remedy = 'see whether the network reaches it, and whether the bucket is there'
     else:
         remedy = 'mend the URL'

@@ -10,8 +10,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
-from maxlm.diagnostics.context import Case
-from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+from maxlm.diagnostics.context import CheckContext
+from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
 
 # AWS and Google refuse signatures and tokens that are minutes off; the header itself has whole seconds.
 MUCH, LITTLE = 240.0, 10.0
@@ -22,14 +22,14 @@ TIME_ERROR = 5
 TIMEX_BYTES = 512
 
 
-def check_clock(case: Case) -> Finding:
+def check_clock(case: CheckContext) -> CheckResult:
     """Against the run's bucket, if it has one, and by what the kernel knows."""
     findings = []
     endpoints = dict.fromkeys(endpoint_of(url, case.environment) for url in (*case.buckets, *case.data_paths))
     for endpoint in filter(None, endpoints):
         offset = read_offset(endpoint)
         if offset is not None:
-            findings.append(judge_offset(offset, endpoint))
+            findings.append(evaluate_offset(offset, endpoint))
     synchronized = is_synchronized()
     if synchronized is False:
         findings.append(warning('the kernel says that nobody keeps the clock right', REMEDY))
@@ -71,7 +71,7 @@ def read_offset(endpoint: str) -> float | None:
     return (began + time.time()) / 2 - (theirs + 0.5)
 
 
-def judge_offset(offset: float, endpoint: str) -> Finding:
+def evaluate_offset(offset: float, endpoint: str) -> CheckResult:
     """The finding of seconds ahead of a server's clock."""
     told = f'{abs(offset):,.0f} s {"ahead of" if offset > 0 else "behind"} {endpoint}'
     if abs(offset) > MUCH:

@@ -7,9 +7,9 @@ import tempfile
 import time
 from functools import partial
 
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import plural
-from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
 from maxlm.errors import InputError
 from maxlm.storage.retry import redact
 
@@ -19,10 +19,10 @@ READ_BYTES = 2**23
 SLOW = 5e6
 
 
-def check_data(case: Case) -> Finding:
+def check_data(case: CheckContext) -> CheckResult:
     """Opens the data as training does, in a cache that is removed, and reads the beginning of each source."""
-    from maxlm.data.loader.dataset import open_corpus
-    from maxlm.storage.object_store import asked, open_filesystem, read_range
+    from maxlm.data.loader.dataset import open_training_data
+    from maxlm.storage.object_store import open_filesystem, read_range, translate_errors
 
     if case.config is None:
         return skipped('no --config says which data')
@@ -30,7 +30,7 @@ def check_data(case: Case) -> Finding:
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-') as cache:
         data = dataclasses.replace(case.config.data, cache=cache)
         try:
-            corpus = open_corpus(data, tell_sources=False, on_alarm=alarms.append)
+            corpus = open_training_data(data, tell_sources=False, on_alarm=alarms.append)
             slow = []
             for source in corpus.sources:
                 shards = source.shards('train')
@@ -43,7 +43,7 @@ def check_data(case: Case) -> Finding:
                 filesystem, path = open_filesystem(url)
                 began = time.perf_counter()
                 stop = min(READ_BYTES, shards[0].bytes)
-                content = asked(url, partial(read_range, filesystem, path, 0, stop))
+                content = translate_errors(url, partial(read_range, filesystem, path, 0, stop))
                 if len(content) != stop:
                     raise InputError(f'{redact(url)}: {len(content)} bytes instead of {stop}; copy the data again')
                 speed = stop / (time.perf_counter() - began)

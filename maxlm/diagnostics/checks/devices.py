@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import in_gib
-from maxlm.diagnostics.result import Finding, Status, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, Status, failure, ok, skipped, together, warning
 from maxlm.errors import InputError
 
 # Clocks of several machines that differ by more make their logs hard to read together.
@@ -20,17 +20,17 @@ LEAST_SHARE = 0.7
 MOST_TAKEN = 0.02
 
 
-def check_processes(case: Case) -> Finding:
+def check_processes(case: CheckContext) -> CheckResult:
     """Joins the others, as a run does, and compares clocks."""
-    from maxlm.runtime.initialize import detected_tasks, join, read_place
-    from maxlm.runtime.rendezvous import NotTogetherError
+    from maxlm.runtime.initialize import detect_process_env, detected_tasks, initialize
+    from maxlm.runtime.rendezvous import RendezvousError
 
     environment = case.environment
-    if read_place(environment) is None and detected_tasks(environment) is None and not case.hardware.tpu_chips:
+    if detect_process_env(environment) is None and detected_tasks(environment) is None and not case.hardware.tpu_chips:
         return skipped('a run of one process')
     try:
-        join(environment)
-    except NotTogetherError as error:
+        initialize(environment)
+    except RendezvousError as error:
         return failure(str(error), 'start it on all machines at once, with the same variables; open the port')
     import jax
     import numpy as np
@@ -43,10 +43,10 @@ def check_processes(case: Case) -> Finding:
     # In 32 bits, which is what JAX keeps of numbers.
     parts = np.array([int(now) % 10**6, int(now % 1 * 1e6)], np.int32)
     gathered = np.asarray(multihost_utils.process_allgather(parts), np.float64)
-    return judge_clocks([float(seconds + micros / 1e6) for seconds, micros in gathered])
+    return evaluate_clocks([float(seconds + micros / 1e6) for seconds, micros in gathered])
 
 
-def judge_clocks(clocks: Sequence[float]) -> Finding:
+def evaluate_clocks(clocks: Sequence[float]) -> CheckResult:
     """The finding of the processes' clocks at one moment, in seconds."""
     middle = sorted(clocks)[len(clocks) // 2]
     worst = max(range(len(clocks)), key=lambda process: abs(clocks[process] - middle))
@@ -59,14 +59,14 @@ def judge_clocks(clocks: Sequence[float]) -> Finding:
     return ok(f'{told}, their clocks within {apart * 1000:.0f} ms')
 
 
-def check_devices(case: Case) -> Finding:
+def check_devices(case: CheckContext) -> CheckResult:
     """How many devices the run has, of which kind, and whether its mesh fits them."""
     import jax
 
-    return judge_devices(jax.devices(), case)
+    return evaluate_devices(jax.devices(), case)
 
 
-def judge_devices(devices: Sequence[Any], case: Case) -> Finding:
+def evaluate_devices(devices: Sequence[Any], case: CheckContext) -> CheckResult:
     """The finding of JAX's devices; needed of each: `device_kind`, `process_index`."""
     kinds = Counter(device.device_kind for device in devices)
     told = ', '.join(f'{count} × {kind}' for kind, count in kinds.items())
@@ -92,7 +92,7 @@ def judge_devices(devices: Sequence[Any], case: Case) -> Finding:
     return ok(told)
 
 
-def check_memory(case: Case) -> Finding:
+def check_memory(case: CheckContext) -> CheckResult:
     """What of a device's memory JAX may take, and whether it is free."""
     import jax
 
@@ -104,7 +104,7 @@ def check_memory(case: Case) -> Finding:
         chip = find_chip(device.device_kind)
         total = chip.memory if chip else None
         if limit := stats.get('bytes_limit'):
-            findings.append(judge_memory(f'device {device.id}', limit, stats.get('bytes_in_use', 0), total))
+            findings.append(evaluate_memory(f'device {device.id}', limit, stats.get('bytes_in_use', 0), total))
     if not findings:
         return skipped(f'devices of kind {jax.default_backend()} do not tell')
     if all(finding.status is Status.OK for finding in findings):
@@ -112,7 +112,7 @@ def check_memory(case: Case) -> Finding:
     return together(findings)
 
 
-def judge_memory(name: str, limit: int, used: int, total: int | None) -> Finding:
+def evaluate_memory(name: str, limit: int, used: int, total: int | None) -> CheckResult:
     """The finding of one device's memory, in bytes; `total` None = not known."""
     told = f'{name}: JAX may take {in_gib(limit)}' + (f' of {in_gib(total)}' if total else '')
     if total and limit < LEAST_SHARE * total:

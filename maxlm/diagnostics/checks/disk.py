@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from maxlm.config.schema import AUTO, Config, MeshConfig
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import GIB, in_gib
-from maxlm.diagnostics.result import Finding, failure, ok, together, warning
+from maxlm.diagnostics.result import CheckResult, failure, ok, together, warning
 from maxlm.errors import InputError, os_message
 from maxlm.storage.filesystem import is_url
 
@@ -63,7 +63,7 @@ WRITTEN_BYTES, WRITE_SECONDS = 2**28, 3.0
 PIECE = 2**24
 
 
-def check_disk(case: Case) -> Finding:
+def check_disk(case: CheckContext) -> CheckResult:
     """Room and speed where the run writes; without a local workdir, where its cache is; without a run, here."""
     directory = place_of(case)
     try:
@@ -79,10 +79,10 @@ def check_disk(case: Case) -> Finding:
     if case.config and not case.workdir.startswith(('gs://', 'gcs://')):
         # One more: what is new is whole before what is old is deleted.
         kept = case.config.checkpoint.keep_last + case.config.checkpoint.keep_best + 1
-    return judge_disk(directory, usage.free, inodes, speed, checkpoint or 0, kept)
+    return evaluate_disk(directory, usage.free, inodes, speed, checkpoint or 0, kept)
 
 
-def place_of(case: Case) -> Path:
+def place_of(case: CheckContext) -> Path:
     """The nearest directory that exists of where the run writes."""
     place = Path(case.workdir or '.')
     if is_url(case.workdir):
@@ -92,7 +92,7 @@ def place_of(case: Case) -> Path:
     return next(path for path in (place.absolute(), *place.absolute().parents) if path.is_dir())
 
 
-def judge_disk(directory: Path, free: int, inodes: int, speed: float, checkpoint: int, kept: int) -> Finding:
+def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpoint: int, kept: int) -> CheckResult:
     """The finding of a file system.
 
     Args:

@@ -7,9 +7,9 @@ import importlib.util
 from collections import Counter
 from collections.abc import Callable
 
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import GIB, in_gib
-from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
 from maxlm.hardware.detect import Hardware
 from maxlm.hardware.nvml import Gpu, Nvidia
 
@@ -28,12 +28,12 @@ def wanted_cuda(nvidia: Nvidia | None) -> str:
     return fitting[-1] if fitting else 'cuda12'
 
 
-def check_driver(case: Case) -> Finding:
+def check_driver(case: CheckContext) -> CheckResult:
     """Whether a driver answers, and JAX has what goes with it."""
-    return judge_driver(case.hardware, _is_installed)
+    return evaluate_driver(case.hardware, _is_installed)
 
 
-def judge_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> Finding:
+def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> CheckResult:
     """The finding of accelerators; `is_installed` tells of a package's name."""
     if hardware.platform == 'cpu':
         return ok('no GPU or TPU in this machine: JAX runs on the CPU')
@@ -72,14 +72,14 @@ def judge_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> Fin
     return ok(f'{text}, {CUDA_PLUGINS[extra]}')
 
 
-def check_gpus(case: Case) -> Finding:
+def check_gpus(case: CheckContext) -> CheckResult:
     """Faults that the driver knows of, and who else is there. Before JAX starts here, so that it is none of them."""
     if case.hardware.nvidia is None:
         return skipped(f'no NVIDIA driver to ask ({case.hardware.told})')
-    return judge_gpus(case.hardware.nvidia, case.environment.get('CUDA_VISIBLE_DEVICES'))
+    return evaluate_gpus(case.hardware.nvidia, case.environment.get('CUDA_VISIBLE_DEVICES'))
 
 
-def judge_gpus(nvidia: Nvidia, visible: str | None) -> Finding:
+def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
     """The finding of the GPUs that CUDA_VISIBLE_DEVICES shows to a run; None = all."""
     findings = []
     shown = [(index, gpu) for index, gpu in enumerate(nvidia.gpus) if _is_shown(index, gpu, visible)]

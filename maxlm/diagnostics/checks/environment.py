@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlm.diagnostics.context import Case
-from maxlm.diagnostics.result import Finding, failure, ok, together, warning
+from maxlm.diagnostics.context import CheckContext
+from maxlm.diagnostics.result import CheckResult, failure, ok, together, warning
 from maxlm.errors import InputError
 from maxlm.hardware.detect import Hardware
 
@@ -19,7 +19,7 @@ USUAL_FRACTION, MOST, LEAST = 0.92, 0.95, 0.7
 CUDA_LIBRARIES = ('libcublas.so*', 'libcudart.so*', 'libcudnn.so*', 'libcusparse.so*', 'libnccl.so*')
 
 
-class Trap(NamedTuple):
+class RiskyVariable(NamedTuple):
     """A value of a variable that is a mistake on some hardware."""
 
     variable: str
@@ -39,26 +39,30 @@ def _is_off(value: str) -> bool:
 
 
 TRAPS = (
-    Trap('CUDA_VISIBLE_DEVICES', lambda v: v.strip() in ('', '-1', 'NoDevFiles'), 'gpu', True, 'hides all GPUs'),
-    Trap('XLA_PYTHON_CLIENT_ALLOCATOR', lambda v: v == 'platform', 'gpu', False, 'makes every allocation slow'),
-    Trap('XLA_PYTHON_CLIENT_PREALLOCATE', _is_off, 'gpu', False, 'lets memory fragment'),
-    Trap('NCCL_P2P_DISABLE', _is_on, 'gpu', False, 'sends between GPUs through the host'),
-    Trap('NCCL_SHM_DISABLE', _is_on, 'gpu', False, 'sends between GPUs of a node over the network'),
-    Trap('NCCL_IB_DISABLE', _is_on, 'gpu', False, 'sends between nodes without InfiniBand'),
-    Trap('CUDA_LAUNCH_BLOCKING', _is_on, 'gpu', False, 'waits for every kernel'),
-    Trap('JAX_DISABLE_JIT', _is_on, '', True, 'compiles nothing'),
-    Trap('JAX_ENABLE_X64', _is_on, '', False, 'makes numbers twice as wide where no type is given'),
-    Trap('JAX_DEBUG_NANS', _is_on, '', False, 'waits for every step'),
-    Trap('JAX_LOG_COMPILES', _is_on, '', False, 'fills the log'),
+    RiskyVariable(
+        'CUDA_VISIBLE_DEVICES', lambda v: v.strip() in ('', '-1', 'NoDevFiles'), 'gpu', True, 'hides all GPUs'
+    ),
+    RiskyVariable(
+        'XLA_PYTHON_CLIENT_ALLOCATOR', lambda v: v == 'platform', 'gpu', False, 'makes every allocation slow'
+    ),
+    RiskyVariable('XLA_PYTHON_CLIENT_PREALLOCATE', _is_off, 'gpu', False, 'lets memory fragment'),
+    RiskyVariable('NCCL_P2P_DISABLE', _is_on, 'gpu', False, 'sends between GPUs through the host'),
+    RiskyVariable('NCCL_SHM_DISABLE', _is_on, 'gpu', False, 'sends between GPUs of a node over the network'),
+    RiskyVariable('NCCL_IB_DISABLE', _is_on, 'gpu', False, 'sends between nodes without InfiniBand'),
+    RiskyVariable('CUDA_LAUNCH_BLOCKING', _is_on, 'gpu', False, 'waits for every kernel'),
+    RiskyVariable('JAX_DISABLE_JIT', _is_on, '', True, 'compiles nothing'),
+    RiskyVariable('JAX_ENABLE_X64', _is_on, '', False, 'makes numbers twice as wide where no type is given'),
+    RiskyVariable('JAX_DEBUG_NANS', _is_on, '', False, 'waits for every step'),
+    RiskyVariable('JAX_LOG_COMPILES', _is_on, '', False, 'fills the log'),
 )
 
 
-def check_environment(case: Case) -> Finding:
+def check_environment(case: CheckContext) -> CheckResult:
     """Whether a variable that is set is a trap here."""
-    return judge_environment(case.environment, case.hardware)
+    return evaluate_environment(case.environment, case.hardware)
 
 
-def judge_environment(environment: Mapping[str, str], hardware: Hardware) -> Finding:
+def evaluate_environment(environment: Mapping[str, str], hardware: Hardware) -> CheckResult:
     """The finding of variables on some hardware."""
     platform = hardware.platform
     findings = [*_platforms(environment, hardware), *_places(environment)]
@@ -79,7 +83,7 @@ def judge_environment(environment: Mapping[str, str], hardware: Hardware) -> Fin
     return together(findings)
 
 
-def _platforms(environment: Mapping[str, str], hardware: Hardware) -> list[Finding]:
+def _platforms(environment: Mapping[str, str], hardware: Hardware) -> list[CheckResult]:
     given = environment.get('JAX_PLATFORMS', '')
     wanted = {'gpu': {'gpu', 'cuda'}, 'tpu': {'tpu'}}.get(hardware.platform)
     if not given or wanted is None or wanted & set(given.split(',')):
@@ -87,18 +91,18 @@ def _platforms(environment: Mapping[str, str], hardware: Hardware) -> list[Findi
     return [failure(f'JAX_PLATFORMS={given}, and here are {hardware.told}', 'unset JAX_PLATFORMS')]
 
 
-def _places(environment: Mapping[str, str]) -> list[Finding]:
+def _places(environment: Mapping[str, str]) -> list[CheckResult]:
     """How several processes find each other."""
-    from maxlm.runtime.initialize import read_place
+    from maxlm.runtime.initialize import detect_process_env
 
     try:
-        read_place(environment)
+        detect_process_env(environment)
     except InputError as error:
         return [failure(str(error), 'set what launch/gpu_node.sh sets, or none of it')]
     return []
 
 
-def _fraction(environment: Mapping[str, str]) -> list[Finding]:
+def _fraction(environment: Mapping[str, str]) -> list[CheckResult]:
     given = environment.get(FRACTION, environment.get('XLA_CLIENT_MEM_FRACTION'))
     if given is None:
         return []
@@ -116,7 +120,7 @@ def _fraction(environment: Mapping[str, str]) -> list[Finding]:
     return []
 
 
-def _libraries(environment: Mapping[str, str]) -> list[Finding]:
+def _libraries(environment: Mapping[str, str]) -> list[CheckResult]:
     for directory in filter(None, environment.get('LD_LIBRARY_PATH', '').split(os.pathsep)):
         found = [path.name for pattern in CUDA_LIBRARIES for path in sorted(Path(directory).glob(pattern))]
         if found:

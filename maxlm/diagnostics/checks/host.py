@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 from maxlm.diagnostics.checks.disk import checkpoint_bytes
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import GIB, in_gib
-from maxlm.diagnostics.result import Finding, failure, ok, skipped, warning
+from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, warning
 
 # What Python, JAX and the pipeline of the data take in a small run.
 LEAST_RAM = 2 * GIB
@@ -21,16 +21,16 @@ LEAST_SHM = GIB
 ENOUGH_FILES, LEAST_FILES = 4096, 512
 
 
-def check_ram(case: Case) -> Finding:
+def check_ram(case: CheckContext) -> CheckResult:
     """Host memory that is free, within the bounds of a container."""
     import psutil
 
     memory = psutil.virtual_memory()
     state = checkpoint_bytes(case.config)
-    return judge_ram(memory.total, memory.available, read_cgroup(CGROUP), state and state // case.num_processes)
+    return evaluate_ram(memory.total, memory.available, read_cgroup(CGROUP), state and state // case.num_processes)
 
 
-def judge_ram(total: int, available: int, bound: tuple[int, int] | None, state: int | None) -> Finding:
+def evaluate_ram(total: int, available: int, bound: tuple[int, int] | None, state: int | None) -> CheckResult:
     """The finding of bytes of memory.
 
     Args:
@@ -67,15 +67,15 @@ def read_cgroup(root: Path) -> tuple[int, int] | None:
     return None
 
 
-def check_shm(case: Case) -> Finding:
+def check_shm(case: CheckContext) -> CheckResult:
     """Shared memory, through which workers hand over batches, and NCCL what goes between GPUs."""
     if not SHM.is_dir():
         return skipped(f'there is no {SHM}')
     usage = shutil.disk_usage(SHM)
-    return judge_shm(usage.total, usage.free)
+    return evaluate_shm(usage.total, usage.free)
 
 
-def judge_shm(total: int, free: int) -> Finding:
+def evaluate_shm(total: int, free: int) -> CheckResult:
     """The finding of bytes of shared memory."""
     told = f'{in_gib(free)} free of {in_gib(total)}'
     if free < LEAST_SHM:
@@ -83,13 +83,13 @@ def judge_shm(total: int, free: int) -> Finding:
     return ok(told)
 
 
-def check_files(case: Case) -> Finding:
+def check_files(case: CheckContext) -> CheckResult:
     """How many files a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return judge_files(soft, hard)
+    return evaluate_files(soft, hard)
 
 
-def judge_files(soft: int, hard: int) -> Finding:
+def evaluate_files(soft: int, hard: int) -> CheckResult:
     """The finding of limits; RLIM_INFINITY = none."""
     if soft == resource.RLIM_INFINITY:
         return ok('any number may be open')

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import Start
-from maxlm.diagnostics.result import Finding, failure, ok, skipped, warning
+from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, warning
 from maxlm.hardware.detect import Hardware
 
 # A process with many GPUs takes some ten seconds.
 SLOW_SECONDS = 60.0
 
 
-def check_jax(case: Case) -> Finding:
+def check_jax(case: CheckContext) -> CheckResult:
     """Starts JAX in a process of its own."""
-    return judge_jax(case.start, case.hardware)
+    return evaluate_jax(case.start, case.hardware)
 
 
-def judge_jax(start: Start, hardware: Hardware) -> Finding:
+def evaluate_jax(start: Start, hardware: Hardware) -> CheckResult:
     """The finding of how JAX starts on some hardware."""
     if start.trouble:
         remedy = 'see packages and driver; try: python -c "import jax; print(jax.devices())"'
@@ -44,13 +44,13 @@ def judge_jax(start: Start, hardware: Hardware) -> Finding:
     return ok(f'starts on {start.platform}: {told}, in {start.seconds:.1f} s')
 
 
-def check_cache(case: Case) -> Finding:
+def check_cache(case: CheckContext) -> CheckResult:
     """Whether compiled programs are kept, so that a run that starts again does not compile again."""
     wanted = case.config.train.compile_cache if case.config else True
-    return judge_cache(case.start, bool(wanted), case.environment.get('JAX_COMPILATION_CACHE_DIR'))
+    return evaluate_cache(case.start, bool(wanted), case.environment.get('JAX_COMPILATION_CACHE_DIR'))
 
 
-def judge_cache(start: Start, wanted: bool, variable: str | None) -> Finding:
+def evaluate_cache(start: Start, wanted: bool, variable: str | None) -> CheckResult:
     """The finding of how programs are kept.
 
     Args:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import maxlm
 from maxlm.diagnostics.checks.drivers import CUDA_PLUGINS, wanted_cuda
-from maxlm.diagnostics.context import Case
-from maxlm.diagnostics.result import Finding, failure, ok, together, warning
+from maxlm.diagnostics.context import CheckContext
+from maxlm.diagnostics.result import CheckResult, failure, ok, together, warning
 from maxlm.errors import InputError
 from maxlm.storage.object_store import EXTRAS
 from maxlm.storage.retry import redact
@@ -61,12 +61,12 @@ def read_wanted(project: Path = PROJECT) -> Wanted:
     return Wanted(told['Requires-Python'], _tried(told.get_all('Classifier') or []), plain, of_extra)
 
 
-def check_python(case: Case) -> Finding:
+def check_python(case: CheckContext) -> CheckResult:
     """Whether this Python is one that maxlm is tried with."""
-    return judge_python(read_wanted(), sys.version_info[:3])
+    return evaluate_python(read_wanted(), sys.version_info[:3])
 
 
-def judge_python(wanted: Wanted, version: Sequence[int]) -> Finding:
+def evaluate_python(wanted: Wanted, version: Sequence[int]) -> CheckResult:
     """The finding of a version of Python."""
     from packaging.specifiers import SpecifierSet
 
@@ -79,12 +79,12 @@ def judge_python(wanted: Wanted, version: Sequence[int]) -> Finding:
     return ok(text)
 
 
-def check_packages(case: Case) -> Finding:
+def check_packages(case: CheckContext) -> CheckResult:
     """Whether all that this machine and this run need is installed, and new enough."""
-    return judge_packages(read_wanted(), wanted_extras(case), installed_version)
+    return evaluate_packages(read_wanted(), wanted_extras(case), installed_version)
 
 
-def wanted_extras(case: Case) -> dict[str, str]:
+def wanted_extras(case: CheckContext) -> dict[str, str]:
     """Extra → what needs it."""
     extras: dict[str, str] = {}
     for place in (*case.buckets, *case.data_paths):
@@ -100,7 +100,7 @@ def wanted_extras(case: Case) -> dict[str, str]:
     return extras
 
 
-def judge_packages(wanted: Wanted, extras: dict[str, str], version_of: Callable[[str], str | None]) -> Finding:
+def evaluate_packages(wanted: Wanted, extras: dict[str, str], version_of: Callable[[str], str | None]) -> CheckResult:
     """The finding of what is installed.
 
     Args:

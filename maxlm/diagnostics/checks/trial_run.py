@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.config.schema import SECTIONS
-from maxlm.diagnostics.context import Case
+from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import reason_of, with_package
 from maxlm.diagnostics.output import GIB, in_gib
-from maxlm.diagnostics.result import Finding, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
 
 TRIAL_SECONDS = 1200.0
 STEPS = 2
@@ -58,19 +58,19 @@ class Trial(NamedTuple):
     seconds: float
 
 
-def check_trial(case: Case) -> Finding:
+def check_trial(case: CheckContext) -> CheckResult:
     """Trains two steps."""
     if case.config is None:
         return skipped('no --config to try')
     if case.num_processes > 1:
         return skipped('a run of several processes; try it on one machine, without their variables')
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-', ignore_cleanup_errors=True) as directory:
-        return judge_trial(
+        return evaluate_trial(
             try_run(command_of(case, Path(directory) / 'run'), case.environment, Path(directory) / 'run')
         )
 
 
-def command_of(case: Case, workdir: Path) -> list[str]:
+def command_of(case: CheckContext, workdir: Path) -> list[str]:
     """The run as it was given, with what makes it quiet last, so that it counts."""
     # Of keys that there are.
     quiet = {key: value for key, value in QUIET.items() if _exists(key)}
@@ -118,7 +118,7 @@ def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds:
     return Trial(trouble, lines, (started[-1].get('plan') or {}) if started else {}, took)
 
 
-def judge_trial(trial: Trial) -> Finding:
+def evaluate_trial(trial: Trial) -> CheckResult:
     """The finding of a trial."""
     if trial.trouble:
         return failure(

@@ -15,7 +15,7 @@ import numpy as np
 
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.inference.engine.model_runner import Drawn, Passes, Rest, State
+from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State
 from maxlm.inference.sampling import Rows, Sampling, rows_of
 from maxlm.model.layers.kv_cache import CACHE_AXES, Caches, init_caches, slots_by_window
 from maxlm.parallel.layout import Layout
@@ -35,7 +35,7 @@ CPU_GROWTH = 2
 MOST_PASSES = 8
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Tokens of a prompt, and where they go."""
 
     tokens: Sequence[int]
@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
     sample: int
 
 
-class Programs:
+class CompiledFunctions:
     """Compiled for one model and number of slots; holds no state."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Programs:
         if num_slots < 1 or num_slots % self.rows:
             raise InputError(f'num_slots={num_slots}: must be a multiple of the {self.rows} devices that have them')
         self._config, self._layout = config.model, layout
-        self._passes = Passes(config, layout, num_ids=num_ids, most=MOST_PASSES)
+        self._passes = ModelRunner(config, layout, num_ids=num_ids, most=MOST_PASSES)
         self._num_ids = num_ids
         self.num_slots, self.max_context = num_slots, max_context
         self._int8 = int8
@@ -153,7 +153,9 @@ class Programs:
         """With keys and values of one slot in another, too."""
         return self._take_over(state, np.int32(source), np.int32(slot))
 
-    def prefill(self, params: Params, state: State, chunks: Sequence[Chunk], *, want_top: bool) -> tuple[State, Drawn]:
+    def prefill(
+        self, params: Params, state: State, chunks: Sequence[PrefillChunk], *, want_top: bool
+    ) -> tuple[State, SampledTokens]:
         """Puts up to `rows` chunks into their slots, which have room, and draws what follows each: row p of the result
         is chunk p.
         """
@@ -172,7 +174,7 @@ class Programs:
             place[:, row] = chunk.slot, chunk.start, len(chunk.tokens)
         padding = P - len(chunks)
         rows = rows_of([chunk.sampling for chunk in chunks] + [Sampling()] * padding)
-        rest = Rest(
+        rest = PendingPrompt(
             *(
                 np.array([getattr(chunk, name) for chunk in chunks] + [0] * padding, np.uint32)
                 for name in ('seed', 'sample')
@@ -181,8 +183,8 @@ class Programs:
         return self._prefill(params, state, tokens_PT, place, in_prompt_PV, rows, rest, want_top)
 
     def decode(
-        self, params: Params, state: State, left: np.ndarray, rows: Rows, rest: Rest, *, want_top: bool
-    ) -> tuple[State, Drawn]:
+        self, params: Params, state: State, left: np.ndarray, rows: Rows, rest: PendingPrompt, *, want_top: bool
+    ) -> tuple[State, SampledTokens]:
         """So many tokens for each of the first slots, which have room.
 
         `left` is int32, up to MOST_PASSES; it, `rows` and `rest` are of `num_rows` slots.
@@ -192,13 +194,13 @@ class Programs:
     def shapes(self) -> Iterator[tuple[str, int, Callable[[Params, State], tuple[State, Any]]]]:
         """Every program that can be needed: its name, the room, and a call that compiles it and leaves slots empty."""
 
-        def decode(num: int, params: Params, state: State) -> tuple[State, Drawn]:
-            rest = Rest(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
+        def decode(num: int, params: Params, state: State) -> tuple[State, SampledTokens]:
+            rest = PendingPrompt(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
             rows, rest = self.put((rows_of([Sampling()] * num), rest))
             return self.decode(params, state, np.zeros(num, np.int32), rows, rest, want_top=False)
 
-        def prefill(size: int, params: Params, state: State) -> tuple[State, Drawn]:
-            chunk = Chunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)
+        def prefill(size: int, params: Params, state: State) -> tuple[State, SampledTokens]:
+            chunk = PrefillChunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)
             return self.prefill(params, state, [chunk], want_top=False)
 
         def take_over(params: Params, state: State) -> tuple[State, Any]:

@@ -14,7 +14,7 @@ SHORT = 2
 _NEWEST = 0.25
 
 
-class Pace:
+class DecodeBurst:
     """Passes of one call: many are quicker, as what is between them is done once; but who comes waits for their end."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter):

@@ -17,14 +17,14 @@ import jax
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.inference.cast_params import as_used
+from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
-from maxlm.inference.engine.compiled import MOST_PASSES, Chunk, Programs
-from maxlm.inference.engine.decode_burst import Pace
-from maxlm.inference.engine.model_runner import Drawn, Rest
+from maxlm.inference.engine.compiled import MOST_PASSES, CompiledFunctions, PrefillChunk
+from maxlm.inference.engine.decode_burst import DecodeBurst
+from maxlm.inference.engine.model_runner import PendingPrompt, SampledTokens
 from maxlm.inference.engine.requests import Completion, Delta, EngineState, Finish, QueueFullError, Request
-from maxlm.inference.engine.sequence import Collected, Continuation, Ticket, drawn_tokens
-from maxlm.inference.engine.slots import Room, Slot, choose_slot
+from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequest, RequestHandle, drawn_tokens
+from maxlm.inference.engine.slots import FreeSlot, Slot, choose_slot
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Rows, Sampling, rows_of
 
@@ -36,9 +36,9 @@ _NOTHING = Sampling(temperature=0)
 class _Pending(NamedTuple):
     """A call whose tokens the host has not read."""
 
-    drawn: Drawn
+    drawn: SampledTokens
     # Whose they are, by row, and how many.
-    samples: list[tuple[int, Continuation, int]]
+    samples: list[tuple[int, ActiveSequence, int]]
     asked: float
     # 0: of a prompt.
     passes: int
@@ -86,7 +86,7 @@ class Engine:
                 raise InputError(f'{name}={value}: must be at least {least}')
         parts = model.layout.parts('batch')
         self.max_context = max_context or context
-        self._programs = Programs(
+        self._programs = CompiledFunctions(
             model.config,
             model.layout,
             num_ids=model.tokenizer.vocab_size,
@@ -95,7 +95,7 @@ class Engine:
             int8=cache == 'int8',
             chunk=chunk,
         )
-        self._params = self._programs.prepare(as_used(model.params, model.config, model.layout))
+        self._params = self._programs.prepare(cast_params(model.params, model.config, model.layout))
         self._tokenizer, self._ends = model.tokenizer, frozenset(model.ends)
         self._num_ids = min(model.tokenizer.vocab_size, model.config.model.vocab_size)
         self._max_waiting = max_waiting
@@ -104,14 +104,14 @@ class Engine:
         self._ring_room = min((slots - window for window, slots in rings.items()), default=math.inf)
         self._slots = [Slot(number) for number in range(self._programs.num_slots)]
         self._state = self._programs.start()
-        self._waiting: collections.deque[Continuation] = collections.deque()
+        self._waiting: collections.deque[ActiveSequence] = collections.deque()
         # In slots; those among them whose prompt is not all there.
-        self._running: list[Continuation] = []
-        self._filling: list[Continuation] = []
+        self._running: list[ActiveSequence] = []
+        self._filling: list[ActiveSequence] = []
         self._pending: collections.deque[_Pending] = collections.deque()
-        self._pace = Pace(MOST_PASSES)
-        self._room = Room(self._programs.rooms)
-        self._settings: tuple[list[tuple[Sampling, int, int]], tuple[Rows, Rest]] | None = None
+        self._pace = DecodeBurst(MOST_PASSES)
+        self._room = FreeSlot(self._programs.rooms)
+        self._settings: tuple[list[tuple[Sampling, int, int]], tuple[Rows, PendingPrompt]] | None = None
         self._changed = threading.Condition()
         self._clock = 0
         self._counts = collections.Counter[str]()
@@ -156,7 +156,7 @@ class Engine:
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._num_ids:
             raise InputError(f'the prompt has ids outside of 0 … {self._num_ids - 1}, those of the tokenizer')
 
-    def submit(self, request: Request, listener: Callable[[Delta], None]) -> Ticket:
+    def submit(self, request: Request, listener: Callable[[Delta], None]) -> RequestHandle:
         """Has a request done. `listener` is called by `step`, until each sample had a delta with its finish.
 
         Raises:
@@ -165,7 +165,7 @@ class Engine:
         """
         self.check(request)
         samples = [
-            Continuation(request, number, listener, TextStream(self._tokenizer, request.prompt, request.stops))
+            ActiveSequence(request, number, listener, TextStream(self._tokenizer, request.prompt, request.stops))
             for number in range(request.num_samples)
         ]
         with self._changed:
@@ -174,7 +174,7 @@ class Engine:
                 raise QueueFullError(f'{len(self._waiting)} samples wait already')
             self._waiting.extend(samples)
             self._changed.notify_all()
-        return Ticket(samples, self.wake)
+        return RequestHandle(samples, self.wake)
 
     def wake(self) -> None:
         """Ends a `wait`."""
@@ -222,7 +222,7 @@ class Engine:
         Raises:
             InputError: one does not fit; nothing is drawn then.
         """
-        collected = [[Collected() for _ in range(request.num_samples)] for request in requests]
+        collected = [[FinishedRequest() for _ in range(request.num_samples)] for request in requests]
         for request in requests:
             self.check(request)
 
@@ -267,7 +267,7 @@ class Engine:
             want_top = any(sample.request.top_log_probs for sample in samples)
             self._state, drawn = self._programs.prefill(self._params, self._state, chunks, want_top=want_top)
             budget -= max(len(chunk.tokens) for chunk in chunks)
-            complete: list[tuple[int, Continuation, int]] = []
+            complete: list[tuple[int, ActiveSequence, int]] = []
             for row, (sample, chunk) in enumerate(zip(samples, chunks, strict=True)):
                 slot = self._slots[chunk.slot]
                 end = chunk.start + len(chunk.tokens)
@@ -279,7 +279,7 @@ class Engine:
                     complete.append((row, sample, 1))
             self._pending.append(_Pending(drawn, complete, self._pace.now(), 0))
 
-    def _next_waiting(self) -> Continuation | None:
+    def _next_waiting(self) -> ActiveSequence | None:
         with self._changed:
             if not self._waiting or all(slot.sample is not None for slot in self._slots):
                 return None
@@ -287,7 +287,7 @@ class Engine:
             self._running.append(sample)
             return sample
 
-    def _place(self, sample: Continuation) -> None:
+    def _place(self, sample: ActiveSequence) -> None:
         prompt = np.array(sample.request.prompt, np.int32)
         slot, source, shared = choose_slot(self._slots, prompt, room=self._ring_room, counts=self._programs.row_counts)
         self._clock += 1
@@ -304,12 +304,12 @@ class Engine:
         self._counts['prompt'] += len(prompt)
         self._counts['shared'] += shared
 
-    def _chunk(self, sample: Continuation) -> Chunk:
+    def _chunk(self, sample: ActiveSequence) -> PrefillChunk:
         request, slot = sample.request, sample.slot
         assert slot is not None, 'a sample that is filled has a slot'
         start = len(slot.content)
         tokens = request.prompt[start : start + self._programs.chunk]
-        return Chunk(tokens, start, slot.number, request.prompt, request.sampling, request.seed, sample.number)
+        return PrefillChunk(tokens, start, slot.number, request.prompt, request.sampling, request.seed, sample.number)
 
     def _decode(self) -> None:
         """Tokens for every sample whose prompt is there and that has not been asked for all its tokens."""
@@ -354,11 +354,11 @@ class Engine:
         """Whether the next step has part of a prompt."""
         return bool(self._filling or (self._waiting and any(slot.sample is None for slot in self._slots)))
 
-    def _rows(self, settings: list[tuple[Sampling, int, int]]) -> tuple[Rows, Rest]:
+    def _rows(self, settings: list[tuple[Sampling, int, int]]) -> tuple[Rows, PendingPrompt]:
         """On the devices, and put there anew only when they change."""
         if self._settings is None or self._settings[0] != settings:
             samplings, seeds, numbers = zip(*settings, strict=True)
-            rest = Rest(np.array(seeds, np.uint32), np.array(numbers, np.uint32))
+            rest = PendingPrompt(np.array(seeds, np.uint32), np.array(numbers, np.uint32))
             self._settings = settings, self._programs.put((rows_of(samplings), rest))
         return self._settings[1]
 
@@ -378,11 +378,11 @@ class Engine:
                 self._free(sample, delta.finish)
             sample.listener(delta)
 
-    def _end(self, sample: Continuation, finish: Finish) -> None:
+    def _end(self, sample: ActiveSequence, finish: Finish) -> None:
         self._free(sample, finish)
         sample.listener(Delta(sample.number, sample.text.finish(), (), finish))
 
-    def _free(self, sample: Continuation, finish: Finish) -> None:
+    def _free(self, sample: ActiveSequence, finish: Finish) -> None:
         sample.finish = finish
         if sample in self._filling:
             self._filling.remove(sample)

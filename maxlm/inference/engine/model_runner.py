@@ -19,20 +19,20 @@ from maxlm.inference.sampling import (
     Array,
     Rows,
     draw_keys,
-    draw_rows,
     has_penalty,
-    likeliest_log_probs,
     log_prob,
     penalized,
+    sample_rows,
+    top_log_probs,
 )
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.layers.kv_cache import Caches
-from maxlm.model.layers.linear import turn
+from maxlm.model.layers.linear import transpose_kernel
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params, abstract_model
 
 
-class Rest(NamedTuple):
+class PendingPrompt(NamedTuple):
     """What draws need to know besides sampling settings, by row."""
 
     seed_B: Array
@@ -51,7 +51,7 @@ class State(NamedTuple):
     counts_BV: jax.Array
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens of a call, by pass and row, with log-probabilities; of the likeliest where they were wanted, else zeros.
 
     What passes that were not asked for would have drawn is 0.
@@ -63,8 +63,8 @@ class Drawn(NamedTuple):
     top_log_probs_NBC: jax.Array
 
 
-class Passes:
-    """Of one model, as functions of parameters and state that `Programs` compiles."""
+class ModelRunner:
+    """Of one model, as functions of parameters and state that `CompiledFunctions` compiles."""
 
     def __init__(self, config: Config, layout: Layout, *, num_ids: int, most: int):
         """
@@ -75,7 +75,7 @@ class Passes:
             most: tokens of a slot that one call draws, at most.
         """
         self._config = config.model
-        self.are_layers_apart = layers_apart(config)
+        self.are_layers_apart = uses_unstacked_layers(config)
         # A copy of what is not to be changed.
         decoder = nnx.merge(*nnx.split(abstract_model(config, layout)))
         # By path: axes of the input.
@@ -106,9 +106,9 @@ class Passes:
         place: jax.Array,
         in_prompt_PV: jax.Array,
         rows: Rows,
-        rest: Rest,
+        rest: PendingPrompt,
         want_top: jax.Array,
-    ) -> tuple[State, Drawn]:
+    ) -> tuple[State, SampledTokens]:
         """Puts chunks into slots, and draws what follows each: one pass.
 
         `place` is the slot that a chunk goes to, the position of its first token, and the number of its tokens, int32
@@ -152,9 +152,9 @@ class Passes:
         state: State,
         left_B: jax.Array,
         rows: Rows,
-        rest: Rest,
+        rest: PendingPrompt,
         want_top: jax.Array,
-    ) -> tuple[State, Drawn]:
+    ) -> tuple[State, SampledTokens]:
         """Draws `left_B` tokens of each of the first slots, a pass through the model for each while any is left."""
         num = len(left_B)
         start_B, in_prompt_BV = state.length_B[:num], state.in_prompt_BV[:num]
@@ -194,7 +194,7 @@ class Passes:
         return state, drawn
 
     def _turn(self, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        return turn(x, self._turned.get(tuple(entry.key for entry in path), 0))
+        return transpose_kernel(x, self._turned.get(tuple(entry.key for entry in path), 0))
 
     def _layers_of(self, blocks: Params) -> list[Params]:
         """Parameters of each layer of a stack."""
@@ -218,7 +218,7 @@ class Passes:
         in_prompt_BV: jax.Array,
         counts_BV: jax.Array,
         want_top: jax.Array,
-    ) -> Drawn:
+    ) -> SampledTokens:
         """Of one pass."""
         logits_BV = decoder.logits(hidden_B1D)[:, 0, : self._num_ids]
         shaped_BV = jax.lax.cond(
@@ -226,23 +226,23 @@ class Passes:
             lambda: penalized(logits_BV, rows, in_prompt_BV, counts_BV),
             lambda: logits_BV,
         )
-        token_B = draw_rows(shaped_BV, keys_B, rows)
+        token_B = sample_rows(shaped_BV, keys_B, rows)
         _, _, no_ids_1BC, no_log_probs_1BC = self._nothing(1, len(token_B))
         ids_BC, log_probs_BC = jax.lax.cond(
             want_top,
-            lambda: likeliest_log_probs(logits_BV, no_ids_1BC.shape[-1]),
+            lambda: top_log_probs(logits_BV, no_ids_1BC.shape[-1]),
             lambda: (no_ids_1BC[0], no_log_probs_1BC[0]),
         )
-        return Drawn(*(x[None] for x in (token_B, log_prob(logits_BV, token_B), ids_BC, log_probs_BC)))
+        return SampledTokens(*(x[None] for x in (token_B, log_prob(logits_BV, token_B), ids_BC, log_probs_BC)))
 
-    def _nothing(self, passes: int, num: int) -> Drawn:
+    def _nothing(self, passes: int, num: int) -> SampledTokens:
         """What so many passes over so many rows draw, before they do."""
         tops = (passes, num, min(MAX_TOP_LOG_PROBS, self._num_ids))
         ids, log_probs = (partial(jnp.zeros, dtype=dtype) for dtype in (jnp.int32, jnp.float32))
-        return Drawn(ids((passes, num)), log_probs((passes, num)), ids(tops), log_probs(tops))
+        return SampledTokens(ids((passes, num)), log_probs((passes, num)), ids(tops), log_probs(tops))
 
 
-def layers_apart(config: Config) -> bool:
+def uses_unstacked_layers(config: Config) -> bool:
     """Whether each layer has arrays of its own, and layers do not run in a loop.
 
     A CPU copies what a loop takes out of a stack. Other compilers do not, and short programs are compiled sooner.

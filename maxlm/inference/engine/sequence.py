@@ -14,7 +14,7 @@ from maxlm.inference.engine.slots import Slot
 
 
 @dataclasses.dataclass(eq=False)
-class Continuation:
+class ActiveSequence:
     """One continuation of a request, from its submission to its end."""
 
     request: Request
@@ -56,10 +56,10 @@ class Continuation:
         return Delta(self.number, text, tuple(told), None)
 
 
-class Ticket:
+class RequestHandle:
     """A submitted request."""
 
-    def __init__(self, samples: Sequence[Continuation], wake: Callable[[], None]):
+    def __init__(self, samples: Sequence[ActiveSequence], wake: Callable[[], None]):
         """`wake` has the engine look at its samples."""
         self._samples, self._wake = samples, wake
 
@@ -70,7 +70,7 @@ class Ticket:
         self._wake()
 
 
-class Collected:
+class FinishedRequest:
     """The deltas of one sample, put together."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.inference.prefix_tree import common
+from maxlm.inference.prefix_tree import common_prefix
 
 # Tokens that are worth taking over from a slot: fewer are as fast computed with the rest.
 SMALLEST_SHARED = 16
@@ -36,10 +36,10 @@ class Slot:
 
     def holds(self, prompt: np.ndarray) -> int:
         """Tokens that its content and a prompt begin with in common."""
-        return common(np.array(self.content[: len(prompt)], prompt.dtype), prompt)
+        return common_prefix(np.array(self.content[: len(prompt)], prompt.dtype), prompt)
 
 
-class Room:
+class FreeSlot:
     """How many positions of each slot there is room for: as many as are needed, in sizes that programs are made for.
 
     Attributes:

@@ -14,24 +14,24 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.chunked import attend_blockwise
-from maxlm.model.attention.cudnn import attend_documents, takes_documents
+from maxlm.model.attention.cudnn import attend_documents, supports_documents
 from maxlm.model.attention.decode import attend_cached, attend_slots
 from maxlm.model.attention.ring import ring_attention
-from maxlm.model.attention.splash import attend_splash, takes_length
-from maxlm.model.attention.tree import Forest, attend_forest
+from maxlm.model.attention.splash import attend_splash, supports_length
+from maxlm.model.attention.tree import TokenTree, tree_attention
 from maxlm.model.layers.initializers import initializers
-from maxlm.model.layers.kv_cache import LayerCache, Places, Slots
-from maxlm.model.layers.linear import Linear, apply_together
+from maxlm.model.layers.kv_cache import CacheIndices, LayerCache, Slots
+from maxlm.model.layers.linear import Linear, fused_apply
 from maxlm.model.layers.lora import adapter_of
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary, rotate
-from maxlm.parallel.partitioning import Axes, Placement
+from maxlm.parallel.partitioning import Axes, Partitioning
 
 
 class Attention(nnx.Module):
     """Projections around `attend`."""
 
-    def __init__(self, config: ModelConfig, *, placement: Placement, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
         D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
         use_bias = bool(config.use_bias)
         init = initializers(config)
@@ -77,8 +77,8 @@ class Attention(nnx.Module):
         *,
         mask_BTS: jax.Array | None,
         segments_BT: jax.Array | None,
-        forest: Forest | None,
-        places: Places | None,
+        forest: TokenTree | None,
+        places: CacheIndices | None,
         rotary: Rotary | None,
         window: int,
         cache: LayerCache | None,
@@ -90,7 +90,7 @@ class Attention(nnx.Module):
         number of slots, and the mask must allow filled ones only. Where the length is split over devices, it is in
         zigzag, and `segments_BT` takes the mask's place. In rows that hold trees `forest` does.
         """
-        q_BTNH, k_BTKH, v_BTKH = apply_together((self.query, self.key, self.value), x_BTD)
+        q_BTNH, k_BTKH, v_BTKH = fused_apply((self.query, self.key, self.value), x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if rotary is not None:
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
         v_BSKH = self.placement.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         if forest is not None:
             assert self.placement.parts('length') == 1, 'a tree is not split over devices'
-            return self.out(attend_forest(q_BTNH, k_BSKH, v_BSKH, forest, window=window)), None
+            return self.out(tree_attention(q_BTNH, k_BSKH, v_BSKH, forest, window=window)), None
         if self.placement.parts('length') > 1:
             assert cache is None, 'a sequence that is split over devices has no cache'
             return self.out(self._attend_in_ring(q_BTNH, k_BSKH, v_BSKH, segments_BT, window)), None
@@ -111,12 +111,12 @@ class Attention(nnx.Module):
             cache = cache.write(places, k_BSKH, v_BSKH)
             return self.out(attend_cached(q_BTNH, cache, places, mask_BTS)), cache
         kernel = self.kernel
-        if kernel == 'splash' and takes_length(q_BTNH.shape[1]):
+        if kernel == 'splash' and supports_length(q_BTNH.shape[1]):
             o_BTNH = attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
             return self.out(o_BTNH), None
         if kernel in ('xla', 'splash'):
             return self.out(attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)), None
-        if kernel == 'cudnn' and segments_BT is not None and takes_documents(q_BTNH, self.placement):
+        if kernel == 'cudnn' and segments_BT is not None and supports_documents(q_BTNH, self.placement):
             o_BTNH = attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
             return self.out(o_BTNH), None
         # JAX's rule for a vmap over the fused kernel, which a pipeline is, takes a mask for every head only.

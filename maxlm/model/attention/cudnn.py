@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from maxlm.parallel.partitioning import Placement
+from maxlm.parallel.partitioning import Partitioning
 
 # A list has room for documents of so many tokens each, but not for more per row than the second number: cuDNN keeps a
 # row of T float32 per head for every place in it while it runs.
@@ -41,7 +41,7 @@ class Documents(NamedTuple):
     start_BX: jax.Array
 
 
-def takes_documents(q_BTNH: jax.Array, placement: Placement) -> bool:
+def supports_documents(q_BTNH: jax.Array, placement: Partitioning) -> bool:
     """Whether cuDNN can be told of the documents of rows with these queries.
 
     It can on Hopper and later, be it the GPU that is here or the one that a program is compiled for; not in a pipeline,
@@ -64,7 +64,7 @@ def attend_documents(
     segments_BT: jax.Array,
     *,
     window: int,
-    placement: Placement,
+    placement: Partitioning,
 ) -> jax.Array:
     """Causal attention in which tokens see their own document only.
 

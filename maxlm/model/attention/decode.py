@@ -12,20 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.model.attention.chunked import QUERY_BLOCK
-from maxlm.model.layers.kv_cache import LayerCache, Places, Slots
+from maxlm.model.layers.kv_cache import CacheIndices, LayerCache, Slots
 
 # Largest scores, sums of weights, and weighted sums of values, of the slots so far.
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def attend_cached(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_BTS: jax.Array) -> jax.Array:
+def attend_cached(q_BTNH: jax.Array, cache: LayerCache, places: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
     """softmax(q·k / sqrt(H)) · v over the slots that the mask allows, [B, T, N, H] in q's type."""
     if len(cache.parts) == 1:
         return attend_slots(q_BTNH, cache.read(0, places.first_row, len(q_BTNH)), mask_BTS)
     return _attend_to_parts(q_BTNH, cache, places, mask_BTS)
 
 
-def _attend_to_parts(q_BTNH: jax.Array, cache: LayerCache, places: Places, mask_BTS: jax.Array) -> jax.Array:
+def _attend_to_parts(q_BTNH: jax.Array, cache: LayerCache, places: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
     """A part of the slots at a time, those that are in use (Milakov & Gimelshein 2018, "Online normalizer")."""
     B, T, N, H = q_BTNH.shape
     q_BKGTH = _grouped(q_BTNH, cache.parts[0].key_LBKSH.shape[2])

@@ -16,19 +16,19 @@ import jax.numpy as jnp
 
 from maxlm.config.resolve import SPLASH_MULTIPLE
 from maxlm.model.attention.chunked import ATTENDED
-from maxlm.parallel.partitioning import Placement
+from maxlm.parallel.partitioning import Partitioning
 
 # Queries and keys of a block, at most: MaxText's default for all of the kernel's blocks.
 BLOCK = 512
 
 
-def takes_length(length: int) -> bool:
+def supports_length(length: int) -> bool:
     """Whether the kernel can cut rows of this length into blocks."""
     return length % SPLASH_MULTIPLE == 0
 
 
 def block_size(length: int) -> int:
-    """Queries, and keys, of a block: the most that divide a length which `takes_length` takes."""
+    """Queries, and keys, of a block: the most that divide a length which `supports_length` takes."""
     return next(size for size in range(BLOCK, 0, -SPLASH_MULTIPLE) if length % size == 0)
 
 
@@ -47,13 +47,13 @@ def attend_splash(
     segments_BT: jax.Array | None,
     *,
     window: int,
-    placement: Placement,
+    placement: Partitioning,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(q·k / sqrt(H)) · v over the keys up to the query's position, of its own document.
 
     Args:
-        q_BTNH: queries; k_BTKH, v_BTKH: keys and values, K dividing N; T as `takes_length` wants it.
+        q_BTNH: queries; k_BTKH, v_BTKH: keys and values, K dividing N; T as `supports_length` wants it.
         segments_BT: number of the document that a token belongs to; None: each row is one.
         window: how many last tokens a query sees, its own included; 0: all.
         placement: every device works on its own rows and heads.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from maxlm.model.attention.chunked import query_ranges
 
 
-class Forest(NamedTuple):
+class TokenTree(NamedTuple):
     """The trees of each row."""
 
     # Index in the row behind the last token that sees this one.
@@ -26,7 +26,9 @@ class Forest(NamedTuple):
     depth_BT: jax.Array
 
 
-def attend_forest(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, forest: Forest, *, window: int) -> jax.Array:
+def tree_attention(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, forest: TokenTree, *, window: int
+) -> jax.Array:
     """softmax(q·k / sqrt(H)) · v over a token's ancestors and itself, without a gradient.
 
     Args:

@@ -52,7 +52,7 @@ class Slots(NamedTuple):
     value_scale_BKS: jax.Array | None
 
 
-class Places(NamedTuple):
+class CacheIndices(NamedTuple):
     """Where the tokens of a call are in caches of a window."""
 
     # Slots that they go to; those that are out of range are left out.
@@ -71,7 +71,7 @@ class LayerCache(NamedTuple):
     # Its number in each.
     layer: jax.Array | int
 
-    def write(self, places: Places, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
+    def write(self, places: CacheIndices, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
         """With keys and values of the call's rows in their places."""
         new = [k_BTKH, v_BTKH]
         if self.parts[0].key_scale_LBKS is not None:
@@ -97,7 +97,7 @@ class LayerCache(NamedTuple):
         key, value, *scales = self.parts[part]
         return Slots(rows(key), rows(value), *(None if x is None else rows(x) for x in scales))
 
-    def _written(self, x_LBKS: jax.Array, places: Places, new_BTK: jax.Array) -> jax.Array:
+    def _written(self, x_LBKS: jax.Array, places: CacheIndices, new_BTK: jax.Array) -> jax.Array:
         """x[layer, b, :, slots[b, t]] = new[b, t]"""
         slots_BT = places.slots_BT
         layers_BT = jnp.broadcast_to(jnp.asarray(self.layer, jnp.int32), slots_BT.shape)
@@ -152,11 +152,11 @@ def init_caches(
 
     windows = layer_windows(config)
     if apart:
-        return [[make(1, num) for num in part_sizes(needed(window))] for window in windows]
+        return [[make(1, num) for num in block_sizes(needed(window))] for window in windows]
     return {window: make(windows.count(window), needed(window)) for window in sorted(set(windows))}
 
 
-def part_sizes(num_slots: int) -> list[int]:
+def block_sizes(num_slots: int) -> list[int]:
     """Slots of each part: as many as are before it, so that there are few parts and few slots are read in vain."""
     sizes, start = [], 0
     while start < num_slots:
@@ -173,14 +173,14 @@ def slots_by_window(caches: Caches, config: ModelConfig) -> dict[int, int]:
     return dict(zip(layer_windows(config), nums, strict=True))
 
 
-def places_and_mask(
+def cache_indices_and_mask(
     num_slots: int,
     positions_BT: jax.Array,
     length_B: jax.Array | None,
     *,
     window: int,
     first_row: jax.Array | int = 0,
-) -> tuple[Places, jax.Array]:
+) -> tuple[CacheIndices, jax.Array]:
     """Where the tokens of a call go, and which slots they may look at then, [B, T, S].
 
     Args:
@@ -201,5 +201,5 @@ def places_and_mask(
     held_BS = newest_B1 - (newest_B1 - jnp.arange(S)[None, :]) % S
     behind_BTS = positions_BT[:, :, None] - held_BS[:, None, :]
     mask_BTS = (behind_BTS >= 0) & (held_BS >= 0)[:, None, :]
-    places = Places(slots_BT, jnp.minimum(newest_B1.max() + 1, S), first_row)
+    places = CacheIndices(slots_BT, jnp.minimum(newest_B1.max() + 1, S), first_row)
     return places, mask_BTS & (behind_BTS < window) if window else mask_BTS

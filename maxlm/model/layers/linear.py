@@ -12,7 +12,7 @@ from flax import nnx
 from maxlm.model.layers import fp8
 from maxlm.model.layers.lora import Adapter
 from maxlm.model.layers.weight_only_quantization import Codes, Weights, code_shapes, dequantize, quantize
-from maxlm.parallel.partitioning import Placement
+from maxlm.parallel.partitioning import Partitioning
 
 Initializer = Callable[..., jax.Array]
 # The logical axis of an adapter's rank.
@@ -48,7 +48,7 @@ class Linear(nnx.Module):
     the kernel's place (`maxlm.model.layers.weight_only_quantization`).
 
     Attributes:
-        is_turned: the kernel is [*out_shape, *in_shape], as `turn` makes it, for `turned_product`.
+        is_turned: the kernel is [*out_shape, *in_shape], as `turn` makes it, for `transposed_matmul`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Linear(nnx.Module):
         init: Initializer,
         use_bias: bool,
         matmul: str,
-        placement: Placement,
+        placement: Partitioning,
         rngs: nnx.Rngs,
         adapter: Adapter | None = None,
     ):
@@ -106,7 +106,7 @@ class Linear(nnx.Module):
     @property
     def is_worth_turning(self) -> bool:
         """Whether the kernel should lie turned on a CPU: not where it is made of codes, or codes are made of it."""
-        return self.weights is None and self.matmul != 'fp8' and worth_turning(self.num_inputs)
+        return self.weights is None and self.matmul != 'fp8' and should_transpose(self.num_inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.shape[: x.ndim - self.num_in]
@@ -119,7 +119,7 @@ class Linear(nnx.Module):
             x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
             y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
         elif self.is_turned:
-            y = turned_product(x.reshape(-1, flat), kernel.reshape(-1, flat))
+            y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat))
         else:
             y = self._product(x, kernel, self.num_in)
         return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
@@ -183,17 +183,17 @@ class Linear(nnx.Module):
         return not split and self.matmul != 'fp8' and self.weights is None and not self.is_turned
 
 
-def turn(kernel: jax.Array, num_in: int) -> jax.Array:
+def transpose_kernel(kernel: jax.Array, num_in: int) -> jax.Array:
     """A kernel [*in_shape, *out_shape], the first of so many axes, as [*out_shape, *in_shape]; 0: as it is."""
     return kernel.transpose(*range(num_in, kernel.ndim), *range(num_in))
 
 
-def worth_turning(num_inputs: int) -> bool:
-    """Whether `turned_product` is the faster one for a few rows of so many inputs, and hardly slower for one."""
+def should_transpose(num_inputs: int) -> bool:
+    """Whether `transposed_matmul` is the faster one for a few rows of so many inputs, and hardly slower for one."""
     return num_inputs >= TURNED_INPUTS
 
 
-def turned_product(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def transposed_matmul(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
     """x · kernelᵀ, [M, O] in `dtype`, in x's type without one.
 
     The matrix library of a CPU puts the second factor of a product into another order first, which for a few rows
@@ -207,7 +207,7 @@ def turned_product(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.DTyp
     return jax.lax.optimization_barrier(y_OM).T
 
 
-def apply_together(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
+def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     """What several projections make of the last axis of x; as one product where nothing is split.
 
     One wide product is faster than several on a CPU, and so is its gradient. Compilers for other devices may do the

@@ -11,15 +11,15 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.initializers import initializers
-from maxlm.model.layers.linear import Initializer, Linear, apply_together
+from maxlm.model.layers.linear import Initializer, Linear, fused_apply
 from maxlm.model.layers.lora import adapter_of
-from maxlm.parallel.partitioning import Placement
+from maxlm.parallel.partitioning import Partitioning
 
 
 class FeedForward(nnx.Module):
     """dim → ffn_dim → dim. Shapes: B batch, T length, D dim, F ffn_dim."""
 
-    def __init__(self, config: ModelConfig, *, placement: Placement, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, placement: Partitioning, rngs: nnx.Rngs):
         def linear(name: str, in_dim: int, out_dim: int, in_axis: str, out_axis: str, init: Initializer) -> Linear:
             return Linear(
                 (in_dim,),
@@ -44,7 +44,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.gate is not None:
-            gate_BTF, up_BTF = apply_together((self.gate, self.up), x_BTD)
+            gate_BTF, up_BTF = fused_apply((self.gate, self.up), x_BTD)
             h_BTF = jax.nn.silu(gate_BTF) * up_BTF
             return self.down(self.placement.constrain(h_BTF, ('batch', 'length', 'ffn')))
         h_BTF = self.up(x_BTD)

@@ -78,7 +78,7 @@ def group_size(inputs: int, group: int) -> int:
     return next(size for size in range(min(group, inputs), 0, -1) if inputs % size == 0)
 
 
-def why_not(in_shape: tuple[int, ...], weights: Weights) -> str:
+def quantization_error(in_shape: tuple[int, ...], weights: Weights) -> str:
     """What keeps a kernel with these inputs from being stored so, as the end of a message; nothing: ''."""
     inputs = in_shape[-1]
     if weights.kind == 'int4' and inputs % 2:
@@ -104,7 +104,7 @@ def quantize(kernel: jax.Array, num_in: int, weights: Weights) -> Codes:
     Args:
         kernel: [*in, *out], finite.
         num_in: axes of inputs.
-        weights: how to store it; `why_not` has nothing against that.
+        weights: how to store it; `quantization_error` has nothing against that.
     """
     values = _grouped(kernel.astype(jnp.float32), num_in, weights)
     axes = _shared_axes(num_in, weights)

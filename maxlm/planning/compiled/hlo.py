@@ -117,7 +117,7 @@ class Module(NamedTuple):
     num_partitions: int
 
 
-def read_hlo(text: str) -> Module:
+def parse_hlo(text: str) -> Module:
     """Reads the text of a program.
 
     Raises:

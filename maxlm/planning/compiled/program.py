@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from maxlm.model.attention.cudnn import MORE_LISTS
-from maxlm.planning.compiled.hlo import Array, Computation, Instruction, Module, read_hlo
+from maxlm.planning.compiled.hlo import Array, Computation, Instruction, Module, parse_hlo
 from maxlm.planning.compiled.matmuls import is_library_product, product_flops
 from maxlm.planning.compiled.replica_groups import find_groups, find_pairs
 from maxlm.planning.compiled.trip_counts import Scope, trip_count
@@ -74,7 +74,7 @@ def read_program(text: str, mesh_sizes: Mapping[str, int]) -> Program:
     Raises:
         ValueError: the text is no program of XLA's, or one of other devices than the mesh's.
     """
-    module = read_hlo(text)
+    module = parse_hlo(text)
     if module.num_partitions != math.prod(mesh_sizes.values()):
         raise ValueError(f'a program for {module.num_partitions} devices, but a mesh {dict(mesh_sizes)}')
     return _Reader(module, tuple(mesh_sizes.items())).count(Scope(module.entry))

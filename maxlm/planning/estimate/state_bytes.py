@@ -16,7 +16,7 @@ from maxlm.parallel.layout import SAVING, TABLE, splitting_axes
 from maxlm.planning.estimate.parameters import Weight, weights
 from maxlm.training.optimizers.quantized_moments import MIN_SIZE, num_blocks
 from maxlm.training.optimizers.trainable import is_trained
-from maxlm.training.reference import holds_reference, stored_dtype
+from maxlm.training.reference import has_reference_params, stored_dtype
 from maxlm.training.state import TrainState
 
 
@@ -56,7 +56,7 @@ def planned_state_bytes(config: Config) -> StateBytes:
     for weight in weights(config.model):
         size = shard_size(config, weight, zero=config.mesh.zero)
         params += 4 * size
-        if holds_reference(config):
+        if has_reference_params(config):
             reference += size * stored_dtype(config, weight.kind).itemsize
         if is_trained(config, weight.name):
             moments += moment_bytes(config, weight)

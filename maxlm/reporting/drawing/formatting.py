@@ -19,13 +19,13 @@ def _or_dash(write: Callable[[float], str]) -> Callable[[float | None], str]:
 
 
 @_or_dash
-def whole(value: float) -> str:
+def format_int(value: float) -> str:
     """12,345"""
     return f'{value:,.0f}'
 
 
 @_or_dash
-def figure(value: float) -> str:
+def format_number(value: float) -> str:
     """Four significant digits: 0.002, 3.142, 12,350, 1.2e-07."""
     if value and not 1e-4 <= abs(value) < 1e9:
         return f'{value:.4g}'
@@ -41,7 +41,7 @@ def loss(value: float) -> str:
 
 
 @_or_dash
-def short(value: float) -> str:
+def format_si(value: float) -> str:
     """Three digits and a unit: 1.35B, 84.2M, 512."""
     for unit, size in (('T', 1e12), ('B', 1e9), ('M', 1e6), ('k', 1e3)):
         # What rounds up to the next unit belongs there.
@@ -57,7 +57,7 @@ def percent(share: float) -> str:
 
 
 @_or_dash
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """12.3 GiB"""
     for unit in ('B', 'KiB', 'MiB', 'GiB'):
         if abs(num_bytes) < 1000:
@@ -89,7 +89,7 @@ def duration(seconds: float) -> str:
 
 
 @_or_dash
-def moment(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Seconds since 1970 as 2026-05-04 13:37:00 UTC."""
     try:
         return f'{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC'

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from maxlm.reporting.drawing.curves import MAX_POINTS, Point, finite, smoothed, thinned
-from maxlm.reporting.drawing.formatting import figure
+from maxlm.reporting.drawing.formatting import format_number
 from maxlm.reporting.drawing.html import Markup, join, tag
 from maxlm.reporting.drawing.palette import curve_class
 from maxlm.reporting.drawing.scales import Scale, covering, labels, ticks, time_labels, time_ticks, without_outliers
@@ -159,7 +159,7 @@ def _merged(marks: list[Mark], x: Scale) -> list[Mark]:
 def _legend(series: Sequence[Series], marks: Sequence[Mark]) -> Markup:
     rows = []
     for number, one in enumerate(series):
-        last = figure(finite(one.points)[-1][1])
+        last = format_number(finite(one.points)[-1][1])
         value = tag('b', last, data_series=number)
         words = [' ', one.legend] if one.legend else []
         color = curve_class(one.color)
@@ -265,8 +265,8 @@ def _words(chart: Chart, series: Sequence[Series]) -> str:
     for one in series:
         values = [value for _, value in finite(one.points)]
         parts.append(
-            f'{one.name}: first {figure(values[0])}, last {figure(values[-1])}, lowest {figure(min(values))}, '
-            f'highest {figure(max(values))}'
+            f'{one.name}: first {format_number(values[0])}, last {format_number(values[-1])}, '
+            f'lowest {format_number(min(values))}, highest {format_number(max(values))}'
         )
     return f'{chart.title} over {chart.x}. {"; ".join(parts[:12])}'
 

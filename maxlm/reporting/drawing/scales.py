@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from maxlm.reporting.drawing.formatting import short
+from maxlm.reporting.drawing.formatting import format_si
 
 # Seconds between two ticks of a time.
 _TIMES = (*(1, 2, 5, 10, 15, 30), *(60, 120, 300, 600, 900, 1800), *(3600, 7200, 10800, 21600, 43200), 86400)
@@ -95,7 +95,7 @@ def labels(values: Sequence[float]) -> list[str]:
     steps = [b - a for a, b in itertools.pairwise(values)]
     step = min(steps, default=highest) or 1.0
     if highest >= 1e4:
-        texts = [short(value) for value in values]
+        texts = [format_si(value) for value in values]
         return texts if len(set(texts)) == len(values) else [f'{value:,.0f}' for value in values]
     if 0 < highest < 1e-2 or (steps and max(steps) > 9 * step and min(values) < 1e-2):
         return ['0' if not value else f'{value:.1e}'.replace('.0e', 'e').replace('e-0', 'e-') for value in values]

@@ -160,9 +160,9 @@ def _source_table(run: Run, named: bool) -> Markup:
     rows = [
         [
             name,
-            formatting.short(tokens.get(name)),
+            formatting.format_si(tokens.get(name)),
             formatting.percent(run.last(f'data/share/{name}')),
-            formatting.figure(run.last(f'data/epoch/{name}')),
+            formatting.format_number(run.last(f'data/epoch/{name}')),
             formatting.loss(run.last(f'train/loss/{name}')),
             formatting.loss(run.last(f'eval/loss/{name}')),
         ]

@@ -111,9 +111,9 @@ def _device(readings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         text(readings[-1], 'kind'),
         formatting.percent(None if use is None else use / 100),
-        formatting.size(over('memory_bytes', max)) + (f' of {formatting.size(total)}' if total else ''),
+        formatting.format_bytes(over('memory_bytes', max)) + (f' of {formatting.format_bytes(total)}' if total else ''),
         f'{max(hottest):.0f} °C' if hottest else formatting.DASH,
         f'{power:,.0f} W' if power is not None else formatting.DASH,
         throttled or ('never' if any('throttled' in reading for reading in readings) else formatting.DASH),
-        formatting.whole(over('ecc_errors', max)),
+        formatting.format_int(over('ecc_errors', max)),
     ]

@@ -47,5 +47,5 @@ def _row(event: Mapping[str, Any]) -> list[Markup | str]:
         message = f'{message[:_LONGEST]} …'
     is_alarm = event.get('alert') is True or kind in ('failed', 'diverged')
     told: Markup | str = tag('span', kind, class_='alarm') if is_alarm else kind
-    life, step = formatting.whole(number(event, 'life')), formatting.whole(number(event, 'step'))
-    return [formatting.moment(number(event, 'time')), life, step, told, message]
+    life, step = formatting.format_int(number(event, 'life')), formatting.format_int(number(event, 'step'))
+    return [formatting.format_time(number(event, 'time')), life, step, told, message]

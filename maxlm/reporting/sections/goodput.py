@@ -8,7 +8,7 @@ from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.bars import Bar, draw_bars, swatch
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
 from maxlm.reporting.sections.run_summary import Run
-from maxlm.telemetry.goodput import Life
+from maxlm.telemetry.goodput import Attempt
 
 WORDS = {
     'step': 'steps that count',
@@ -53,11 +53,11 @@ def goodput(runs: Sequence[Run]) -> Markup:
     return section('time', 'Where the time went', *parts, _hosts(run), _steps_of_lives(run, lives) if several else '')
 
 
-def _life_bar(life: Life) -> Bar:
+def _life_bar(life: Attempt) -> Bar:
     return Bar(f'life {life.number}', life.seconds)
 
 
-def _life_rows(totals: dict[str, float], lives: Sequence[Life]) -> list[list[Markup | str]]:
+def _life_rows(totals: dict[str, float], lives: Sequence[Attempt]) -> list[list[Markup | str]]:
     whole = sum(totals.values()) or 1.0
     rows = []
     for category, words in WORDS.items():
@@ -91,14 +91,21 @@ def _hosts(run: Run) -> Markup:
     return join(draw_bars(bars, title='Each process by itself', words=WORDS), more)
 
 
-def _steps_of_lives(run: Run, lives: Sequence[Life]) -> Markup:
+def _steps_of_lives(run: Run, lives: Sequence[Attempt]) -> Markup:
     rows = []
     for life in lives:
-        steps = f'{formatting.whole(life.start_step)} to {formatting.whole(life.step)}'
+        steps = f'{formatting.format_int(life.start_step)} to {formatting.format_int(life.step)}'
         how = 'ended by itself' if life.closed else 'no end was written: it was killed, or still runs'
         money = formatting.dollars(life.dollars)
         rows.append(
-            [f'life {life.number}', steps, formatting.moment(life.began), formatting.moment(life.time), money, how]
+            [
+                f'life {life.number}',
+                steps,
+                formatting.format_time(life.began),
+                formatting.format_time(life.time),
+                money,
+                how,
+            ]
         )
     header = ['', 'steps', 'began', 'last sign', 'cost', 'end']
     return table(header, rows, texts=(0, 2, 3, 5))

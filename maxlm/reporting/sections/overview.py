@@ -68,7 +68,7 @@ def headline(run: Run) -> str:
     parameters = number(run.started, 'parameters')
     if not run.history.begun:
         return 'No run has begun here yet.'
-    what = f'A model of {formatting.short(parameters)} parameters' if parameters else 'A model'
+    what = f'A model of {formatting.format_si(parameters)} parameters' if parameters else 'A model'
     sources = [name for name, _, _ in run.dataset if name]
     on = f' trained on {_listed(sources)}' if sources else ''
     return f'{what}{on}.'
@@ -94,13 +94,13 @@ def _model(run: Run) -> Fact:
         model = config.model
         detail = f'{model.family}, {model.num_layers} layers × {model.dim}, vocabulary {model.vocab_size:,}'
     parameters = number(run.started, 'parameters')
-    return Fact('Parameters', formatting.short(parameters), detail)
+    return Fact('Parameters', formatting.format_si(parameters), detail)
 
 
 def _data(run: Run) -> Fact:
     tokens = [tokens for _, tokens, _ in run.dataset if tokens is not None]
     names = [name for name, _, _ in run.dataset if name]
-    return Fact('Tokens of the data', formatting.short(sum(tokens)) if tokens else DASH, _listed(names))
+    return Fact('Tokens of the data', formatting.format_si(sum(tokens)) if tokens else DASH, _listed(names))
 
 
 def _steps(run: Run) -> Fact:
@@ -108,7 +108,7 @@ def _steps(run: Run) -> Fact:
         return Fact('Steps', DASH, f'of {run.num_steps:,} planned' if run.num_steps else '')
     words = []
     if run.tokens_per_step:
-        words.append(f'{formatting.short(run.step * run.tokens_per_step)} tokens')
+        words.append(f'{formatting.format_si(run.step * run.tokens_per_step)} tokens')
     epoch = run.last('train/epoch')
     if epoch is not None:
         words.append(f'{epoch:.3g} epochs')
@@ -137,7 +137,7 @@ def _training(run: Run) -> Fact:
 def _time(run: Run) -> Fact:
     lives = len(run.starts)
     words = f'{lives} {"life" if lives == 1 else "lives"}, ' if lives else ''
-    since = f'{words}since {formatting.moment(run.began)}' if run.began else ''
+    since = f'{words}since {formatting.format_time(run.began)}' if run.began else ''
     return Fact('Wall time', formatting.duration(run.wall_seconds), since)
 
 
@@ -164,7 +164,7 @@ def _throughput(run: Run) -> Fact:
     words = f'MFU {formatting.percent(mfu)}' if mfu is not None else ''
     if words and peak:
         words += f' of {peak:,.4g} TFLOP/s' + (f' ({source})' if source else '')
-    return Fact('Tokens per second', formatting.short(rate), words)
+    return Fact('Tokens per second', formatting.format_si(rate), words)
 
 
 def _hardware(run: Run) -> Fact:
@@ -178,8 +178,10 @@ def _hardware(run: Run) -> Fact:
 
 def _memory(run: Run) -> Fact:
     available = number(mapping(run.started, 'plan'), 'memory_available_bytes')
-    detail = f'of {formatting.size(available)} that a program may have' if available and run.memory_bytes else ''
-    return Fact('Most memory of a device', formatting.size(run.memory_bytes), detail)
+    detail = (
+        f'of {formatting.format_bytes(available)} that a program may have' if available and run.memory_bytes else ''
+    )
+    return Fact('Most memory of a device', formatting.format_bytes(run.memory_bytes), detail)
 
 
 def _listed(names: list[str]) -> str:

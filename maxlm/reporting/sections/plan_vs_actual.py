@@ -22,8 +22,10 @@ class _Row(NamedTuple):
 
 _ROWS = (
     _Row('time of a step', 'step_seconds', formatting.duration, lambda run: run.median('perf/step_seconds')),
-    _Row('tokens per second', 'tokens_per_second', formatting.short, lambda run: run.median('perf/tokens_per_second')),
-    _Row('memory of a device', 'memory_bytes', formatting.size, lambda run: run.memory_bytes),
+    _Row(
+        'tokens per second', 'tokens_per_second', formatting.format_si, lambda run: run.median('perf/tokens_per_second')
+    ),
+    _Row('memory of a device', 'memory_bytes', formatting.format_bytes, lambda run: run.memory_bytes),
     _Row(
         'wall time', 'hours', lambda hours: formatting.duration(_seconds(hours)), lambda run: _hours(run.wall_seconds)
     ),

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from maxlm.reporting.drawing.curves import Point, curve, finite
 from maxlm.reporting.drawing.line_chart import Mark
 from maxlm.storage.json_fields import items, mapping, number, text
-from maxlm.telemetry.goodput import Ledger
-from maxlm.telemetry.run_history import History
-from maxlm.telemetry.run_status import Condition, condition
+from maxlm.telemetry.goodput import GoodputLog
+from maxlm.telemetry.run_history import RunHistory
+from maxlm.telemetry.run_status import RunStatus, run_status
 
 GIB = 2**30
 # Kinds of events that are upright lines on the curves; every alert is one too.
@@ -36,14 +36,14 @@ class Run:
         now: when the page is made.
     """
 
-    history: History
+    history: RunHistory
     name: str
     color: int
     now: float
 
     @cached_property
-    def condition(self) -> Condition:
-        return condition(self.history, self.now)
+    def condition(self) -> RunStatus:
+        return run_status(self.history, self.now)
 
     @cached_property
     def starts(self) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ class Run:
         return int(number(mapping(self.started, 'devices'), 'count') or 1)
 
     @property
-    def ledger(self) -> Ledger | None:
+    def ledger(self) -> GoodputLog | None:
         """Of process 0, which is the run's."""
         return self.history.ledgers.get(0)
 
@@ -210,7 +210,7 @@ class Run:
         return None if told is None else told * GIB
 
 
-def make_runs(histories: list[History], now: float) -> list[Run]:
+def make_runs(histories: list[RunHistory], now: float) -> list[Run]:
     """The runs of a page; those whose directories have the same name go by their paths."""
     names = [history.name for history in histories]
     return [

@@ -40,7 +40,7 @@ def _prompt(of: str, prompt: str, lines: Sequence[Mapping[str, Any]]) -> Markup:
 def _sample(line: Mapping[str, Any]) -> Markup:
     words = text(line, 'text')
     shown = words if len(words) <= _LONGEST else f'{words[:_LONGEST]} …'
-    return join(tag('div', f'step {formatting.whole(number(line, "step"))}', class_='unit'), code(shown))
+    return join(tag('div', f'step {formatting.format_int(number(line, "step"))}', class_='unit'), code(shown))
 
 
 def _evenly(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -37,18 +37,16 @@ def scaling(runs: Sequence[Run]) -> Markup:
     if len(counts) == 1:
         devices = f'{found[0].num_devices} {"device" if counts == {1} else "devices"}'
         rate = statistics.median(one.per_device for one in found)
-        told = (
-            f'All lives ran on {devices}, with {formatting.short(rate)} tokens/s per device; efficiency needs a second '
-        )
-        return section('scaling', 'Scaling', note(told, 'number of devices.'))
+        told = f'All lives ran on {devices}, with {formatting.format_si(rate)} tokens/s per device; '
+        return section('scaling', 'Scaling', note(told, 'efficiency needs a second number of devices.'))
     header = ['run', 'life', 'devices', 'tokens/s', 'per device', 'efficiency']
     rows = [
         [
             one.run,
             str(one.life),
             f'{one.num_devices} × {one.kind}',
-            formatting.short(one.tokens_per_second),
-            formatting.short(one.per_device),
+            formatting.format_si(one.tokens_per_second),
+            formatting.format_si(one.per_device),
             formatting.percent(efficiency(one, found)),
         ]
         for one in sorted(found, key=lambda one: (one.num_devices, one.run, one.life))

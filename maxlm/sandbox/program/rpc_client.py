@@ -46,7 +46,7 @@ class RefusedError(TypeError):
     """Tests use an object of the program where only plain data decide."""
 
 
-class FarSide:
+class RpcClient:
     """The program that is tested: its names, and how to ask it.
 
     Attributes:
@@ -99,7 +99,7 @@ class FarSide:
 
     def export(self, value: Any) -> list:
         """Objects of the program go back to it; functions are called here. TypeError for others."""
-        if isinstance(value, FarObject):
+        if isinstance(value, RemoteObject):
             return ['r', value.far_number]
         if isinstance(value, type) and issubclass(value, BaseException) and hasattr(value, 'far_number'):
             return ['r', value.far_number]
@@ -123,7 +123,7 @@ class FarSide:
             raise ValueError(f'{tag!r} is no kind of value')
         if which not in self.known:
             kind, *content = rest
-            self.known[which] = FarObject(self, which, kind, decode(content[0], self.restore) if content else ABSENT)
+            self.known[which] = RemoteObject(self, which, kind, decode(content[0], self.restore) if content else ABSENT)
         return self.known[which]
 
     def refuse(self, what: str) -> NoReturn:
@@ -161,7 +161,7 @@ def builtin_error(names: list[str]) -> type[Exception]:
     return RuntimeError
 
 
-class FarObject:
+class RemoteObject:
     """An object of the program, or of a class derived from plain data with its content.
 
     With a content it is compared and computed with as that content, and has the methods of plain data; the program has
@@ -169,7 +169,7 @@ class FarObject:
     refused. Only an object of a class that the tests call takes arguments in its methods.
     """
 
-    def __init__(self, side: FarSide, number: int, kind: int, content: Any, *, is_method: bool = False):
+    def __init__(self, side: RpcClient, number: int, kind: int, content: Any, *, is_method: bool = False):
         """`is_method`: whether it is an attribute of an object that takes no arguments."""
         for name, value in (('side', side), ('number', number), ('kind', kind), ('content', content)):
             object.__setattr__(self, f'far_{name}', value)
@@ -197,8 +197,8 @@ class FarObject:
         if data is not ABSENT and hasattr(data, name) and not (name in MUTATING and self.far_is_open()):
             return getattr(self.far_data(), name)
         found = self.far_side.ask('getattr', self, name)
-        if isinstance(found, FarObject) and found.far_content is ABSENT and not self.far_is_open():
-            return FarObject(found.far_side, found.far_number, found.far_kind, ABSENT, is_method=True)
+        if isinstance(found, RemoteObject) and found.far_content is ABSENT and not self.far_is_open():
+            return RemoteObject(found.far_side, found.far_number, found.far_kind, ABSENT, is_method=True)
         return found
 
     def __setattr__(self, name, value):
@@ -217,10 +217,10 @@ class FarObject:
         return self.far_side.ask('call', self, *arguments, **keywords)
 
     def __instancecheck__(self, value):
-        return isinstance(value, FarObject) and self.far_side.ask('isinstance', value, self) is True
+        return isinstance(value, RemoteObject) and self.far_side.ask('isinstance', value, self) is True
 
     def __hash__(self):
-        return hash((FarObject, self.far_number)) if self.far_content is ABSENT else hash(self.far_content)
+        return hash((RemoteObject, self.far_number)) if self.far_content is ABSENT else hash(self.far_content)
 
     def __bool__(self):
         return self.far_side.ask('truth', self) is True if self.far_content is ABSENT else bool(self.far_data())
@@ -234,7 +234,7 @@ class FarObject:
         if self.far_content is not ABSENT:
             return iter(self.far_data())
         iterator = self.far_side.ask('iter', self)
-        return iterator if isinstance(iterator, FarObject) else iter(iterator)
+        return iterator if isinstance(iterator, RemoteObject) else iter(iterator)
 
     def __next__(self):
         return self.far_side.ask('next', self)
@@ -293,7 +293,7 @@ def expect(kind: type, value: Any) -> Any:
 
 def data_of(value: Any) -> Any:
     """What a value is compared by; ABSENT for an object that is no plain data."""
-    return value.far_data() if isinstance(value, FarObject) else value
+    return value.far_data() if isinstance(value, RemoteObject) else value
 
 
 def comparison(name: str) -> Callable:
@@ -303,7 +303,7 @@ def comparison(name: str) -> Callable:
         mine, others = data_of(self), data_of(other)
         if mine is not ABSENT and others is not ABSENT:
             return getattr(operator, name)(mine, others)
-        if name in ('eq', 'ne') and isinstance(other, FarObject) and other.far_number == self.far_number:
+        if name in ('eq', 'ne') and isinstance(other, RemoteObject) and other.far_number == self.far_number:
             return name == 'eq'
         return self.far_side.refuse('a comparison')
 
@@ -348,14 +348,14 @@ def typed(name: str, kind: type) -> Callable:
 
 
 for _name in ('eq', 'ne', 'lt', 'le', 'gt', 'ge'):
-    setattr(FarObject, f'__{_name}__', comparison(_name))
+    setattr(RemoteObject, f'__{_name}__', comparison(_name))
 for _name, _function in {
     **{name: getattr(operator, found) for name, found in BINARY.items()},
     'divmod': divmod,
 }.items():
-    setattr(FarObject, f'__{_name}__', operation(_function, swapped=False))
-    setattr(FarObject, f'__r{_name}__', operation(_function, swapped=True))
+    setattr(RemoteObject, f'__{_name}__', operation(_function, swapped=False))
+    setattr(RemoteObject, f'__r{_name}__', operation(_function, swapped=True))
 for _name, _function in UNARY.items():
-    setattr(FarObject, f'__{_name}__', unary(_function))
+    setattr(RemoteObject, f'__{_name}__', unary(_function))
 for _name, _kind in TYPED.items():
-    setattr(FarObject, f'__{_name}__', typed(_name, _kind))
+    setattr(RemoteObject, f'__{_name}__', typed(_name, _kind))

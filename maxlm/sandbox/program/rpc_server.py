@@ -35,7 +35,7 @@ FUNCTIONS: dict[str, Callable] = {
 }
 
 
-class NearSide:
+class RpcServer:
     """Objects that the tests hold references to, and the answers to their requests."""
 
     def __init__(self, channel: Channel):
@@ -115,7 +115,7 @@ def names_of(kind: type) -> list[str]:
 
 def serve_tests(channel: Channel, names: Mapping[str, Any]) -> None:
     """Tells the program's names, then serves until the tests end."""
-    side = NearSide(channel)
+    side = RpcServer(channel)
     try:
         shown = {name: value for name, value in names.items() if not name.startswith('__')}
         channel.send(['names', {name: encoded_name(side, value) for name, value in shown.items()}])
@@ -125,7 +125,7 @@ def serve_tests(channel: Channel, names: Mapping[str, Any]) -> None:
         return
 
 
-def encoded_name(side: NearSide, value: Any) -> Any:
+def encoded_name(side: RpcServer, value: Any) -> Any:
     """A global of the program; by reference if its content cannot be told, e.g. because it holds itself."""
     try:
         return encode(value, side.export)

@@ -23,7 +23,7 @@ import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from maxlm.sandbox.program.rpc_client import FarSide
+from maxlm.sandbox.program.rpc_client import RpcClient
 from maxlm.sandbox.program.rpc_protocol import Channel, Ended
 
 FILE = 'tests.py'
@@ -81,7 +81,7 @@ def run_tests(text: str, channel: Channel, report: Report) -> None:
         return
     report(['total', count_tests(tree)])
     try:
-        side = FarSide(channel)
+        side = RpcClient(channel)
     except Ended:
         report(['error', 'the program ended before its tests began'])
         return

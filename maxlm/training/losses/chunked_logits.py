@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxlm.parallel.partitioning import Placement
+from maxlm.parallel.partitioning import Partitioning
 
 # Names of a chunk's leading axes for the placement: [X, R, P, …] and [R, P, …].
 _PARTS = ('rows', 'length')
 
 
-class Chunks:
+class LogitChunks:
     """How the positions of a batch are cut, and what is done with a chunk."""
 
-    def __init__(self, hidden_BTD: jax.Array, *, placement: Placement, chunk: int, row_groups: int = 1):
+    def __init__(self, hidden_BTD: jax.Array, *, placement: Partitioning, chunk: int, row_groups: int = 1):
         """
         Args:
             hidden_BTD: hidden states that are cut.
@@ -95,7 +95,7 @@ class Chunks:
         return self._placement.cut_vocabulary(gradient, ('embed', 'vocab'), vocab_size)
 
 
-def loop(add: Any, carry: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+def scan_chunks(add: Any, carry: Any, inputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
     """A scan; of one round not as a loop."""
     if len(inputs[0]) > 1:
         return jax.lax.scan(add, carry, inputs)

@@ -3,7 +3,7 @@
 The gradient of a sum is known as soon as its terms are, so each chunk's logits are made once, used for the loss and for
 the gradients, and dropped (the idea of Hsu et al. 2024, "Liger Kernel"). Nothing is computed a second time.
 
-Shapes: B batch, T length, D dim, V vocabulary, and those of `Chunks`.
+Shapes: B batch, T length, D dim, V vocabulary, and those of `LogitChunks`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.decoder import soft_capped, without_padding
-from maxlm.parallel.partitioning import Placement
-from maxlm.training.losses.chunked_logits import Chunks, loop
+from maxlm.model.decoder import softcap, without_padding
+from maxlm.parallel.partitioning import Partitioning
+from maxlm.training.losses.chunked_logits import LogitChunks, scan_chunks
 
 
 class Losses(NamedTuple):
@@ -35,7 +35,7 @@ def cross_entropy(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
     *,
-    placement: Placement,
+    placement: Partitioning,
     chunk: int,
     z_loss: float = 0.0,
     logit_softcap: float = 0.0,
@@ -51,15 +51,15 @@ def cross_entropy(
         kernel_DV: of the head, in float32, as its parameter lies.
         targets_BT: ids of the tokens to predict.
         weights_BT: 1 where there is one, else 0.
-        placement, chunk, row_groups: see `Chunks`.
+        placement, chunk, row_groups: see `LogitChunks`.
         z_loss: weight of log² Z, which keeps Z near 1 (Chowdhery et al. 2022, "PaLM").
         logit_softcap: of the model.
     """
-    chunks = Chunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
+    chunks = LogitChunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
     vocab_size = kernel_DV.shape[1]
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-        scores = without_padding(soft_capped(scores_RPNV, logit_softcap), vocab_size)
+        scores = without_padding(softcap(scores_RPNV, logit_softcap), vocab_size)
         # A sum over a selection: its gradient is a selection too, where that of an index would be a scatter.
         is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
         log_z = jax.nn.logsumexp(scores, axis=-1)
@@ -78,7 +78,7 @@ def cross_entropy(
             hidden, targets, weights = inputs
             return None, losses(chunks.logits(hidden, kernel_RPDV), targets, weights)
 
-        return total(*loop(add, None, tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT))))[1])
+        return total(*scan_chunks(add, None, tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT))))[1])
 
     def forward(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> tuple[Losses, Any]:
         kernel_RPDV = chunks.spread(kernel_DV)
@@ -92,7 +92,7 @@ def cross_entropy(
             return kernel_gradient, (objective, sums, of_hidden)
 
         inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, weights_BT)))
-        kernel_gradient, (objectives, sums, of_hidden) = loop(add, chunks.no_gradient(kernel_RPDV), inputs)
+        kernel_gradient, (objectives, sums, of_hidden) = scan_chunks(add, chunks.no_gradient(kernel_RPDV), inputs)
         return total(objectives, sums), (chunks.join(of_hidden), chunks.sum_gradient(kernel_gradient, vocab_size))
 
     def backward(residuals: tuple[jax.Array, jax.Array], cotangent: Losses) -> tuple[jax.Array, ...]:

@@ -2,7 +2,7 @@
 
 Their gradients wait for that of the loss, so each chunk's logits are made a second time on the way back.
 
-Shapes: B batch, T length, D dim, V vocabulary, and those of `Chunks`.
+Shapes: B batch, T length, D dim, V vocabulary, and those of `LogitChunks`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.decoder import soft_capped, without_padding
-from maxlm.parallel.partitioning import Placement
-from maxlm.training.losses.chunked_logits import Chunks, loop
+from maxlm.model.decoder import softcap, without_padding
+from maxlm.parallel.partitioning import Partitioning
+from maxlm.training.losses.chunked_logits import LogitChunks, scan_chunks
 
 
 class TokenLogProbs(NamedTuple):
@@ -31,17 +31,17 @@ def token_log_probs(
     kernel_DV: jax.Array,
     targets_BT: jax.Array,
     *,
-    placement: Placement,
+    placement: Partitioning,
     chunk: int,
     logit_softcap: float = 0.0,
     row_groups: int = 1,
 ) -> TokenLogProbs:
     """The log-probability of every target, with its gradient by hidden states and kernel; see `cross_entropy`."""
-    chunks = Chunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
+    chunks = LogitChunks(hidden_BTD, placement=placement, chunk=chunk, row_groups=row_groups)
     vocab_size = kernel_DV.shape[1]
 
     def log_probs(scores_RPNV: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = without_padding(soft_capped(scores_RPNV, logit_softcap), vocab_size)
+        scores = without_padding(softcap(scores_RPNV, logit_softcap), vocab_size)
         is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
         log_z = jax.nn.logsumexp(scores, axis=-1)
         entropy = log_z - (jnp.exp(scores - log_z[..., None]) * scores).sum(-1)
@@ -55,7 +55,7 @@ def token_log_probs(
             hidden, targets = inputs
             return None, log_probs(chunks.logits(hidden, kernel_RPDV), targets)
 
-        found = loop(add, None, (chunks.split(hidden_BTD), chunks.split(targets_BT)))[1]
+        found = scan_chunks(add, None, (chunks.split(hidden_BTD), chunks.split(targets_BT)))[1]
         return chunks.join(found[0]), chunks.join(found[1])
 
     def forward(hidden_BTD: jax.Array, kernel_DV: jax.Array) -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def token_log_probs(
             return chunks.add_gradient(kernel_gradient, hidden, kernel_RPDV, *pull_back(cotangent))
 
         inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, cotangents[0])))
-        kernel_gradient, of_hidden = loop(add, chunks.no_gradient(kernel_RPDV), inputs)
+        kernel_gradient, of_hidden = scan_chunks(add, chunks.no_gradient(kernel_RPDV), inputs)
         return chunks.join(of_hidden).astype(hidden_BTD.dtype), chunks.sum_gradient(kernel_gradient, vocab_size)
 
     run.defvjp(forward, backward)

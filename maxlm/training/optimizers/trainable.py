@@ -36,7 +36,7 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
         raise InputError(f'optimizer.frozen={config.optimizer.frozen!r} leaves nothing to train')
 
 
-def trained_part(config: Config, params: Tree) -> Any:
+def trainable(config: Config, params: Tree) -> Any:
     """The tree of parameters, or of something of each, without what is not trained; itself where everything is."""
     if _trains_all(config):
         return params
@@ -55,7 +55,7 @@ def trained_part(config: Config, params: Tree) -> Any:
     return part(params, '')
 
 
-def with_trained(params: Tree, trained: Tree) -> Any:
+def merge_trainable(params: Tree, trained: Tree) -> Any:
     """The tree with what `trained` has put in its place."""
 
     def put(old: Any, new: Any) -> Any:
@@ -66,11 +66,11 @@ def with_trained(params: Tree, trained: Tree) -> Any:
     return put(params, trained)
 
 
-def dotted_names(params: Tree, prefix: str = '') -> Iterator[str]:
+def param_paths(params: Tree, prefix: str = '') -> Iterator[str]:
     """Of all parameters of a tree."""
     for key, value in params.items():
         if isinstance(value, Mapping):
-            yield from dotted_names(value, f'{prefix}{key}.')
+            yield from param_paths(value, f'{prefix}{key}.')
         else:
             yield f'{prefix}{key}'
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.jinja import ChatError
 from maxlm.data.chat.template import CHATML, ChatTemplate
-from maxlm.data.chat.token_flags import ids_of, is_first, is_predicted
+from maxlm.data.chat.token_flags import is_document_start, is_target, token_ids
 from maxlm.data.documents.conversation import Conversation, parse_conversation
 from maxlm.data.documents.document import Document
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, train_bpe
@@ -40,9 +40,9 @@ def encoded(encoder, messages, **rest):
 
 def predicted_texts(tokenizer, tokens):
     """The texts of each run of predicted tokens."""
-    predicted = is_predicted(tokens)
+    predicted = is_target(tokens)
     cuts = np.flatnonzero(np.diff(predicted, prepend=False, append=False))
-    return [tokenizer.decode(ids_of(tokens[a:b])) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
+    return [tokenizer.decode(token_ids(tokens[a:b])) for a, b in zip(cuts[::2], cuts[1::2], strict=True)]
 
 
 @pytest.mark.parametrize('source', [CHATML, PLAIN_CHATML, FORGETFUL])
@@ -50,9 +50,9 @@ def test_what_the_assistant_says_is_learned_and_nothing_else(tokenizer, source):
     found = encoded(encoder(tokenizer, source), TURNS)
     assert predicted_texts(tokenizer, found.tokens) == ['Let me see.\n\n2<|im_end|>', ' 4 <|im_end|>']
     text = ''.join(f'<|im_start|>{m["role"]}\n{m["content"]}<|im_end|>\n' for m in TURNS)
-    assert tokenizer.decode(ids_of(found.tokens)) == f'{text}<|endoftext|>'
-    assert np.flatnonzero(is_first(found.tokens)).tolist() == [0]
-    ends = [tokenizer.decode(ids_of(found.tokens[:end])).rpartition('\n')[2] for end in found.turn_ends]
+    assert tokenizer.decode(token_ids(found.tokens)) == f'{text}<|endoftext|>'
+    assert np.flatnonzero(is_document_start(found.tokens)).tolist() == [0]
+    ends = [tokenizer.decode(token_ids(found.tokens[:end])).rpartition('\n')[2] for end in found.turn_ends]
     assert ends == ['2<|im_end|>', ' 4 <|im_end|>']
 
 
@@ -61,7 +61,7 @@ def test_turns_of_weight_0_are_not_learned(tokenizer):
     found = encoded(encoder(tokenizer), messages)
     assert predicted_texts(tokenizer, found.tokens) == [' 4 <|im_end|>']
     assert len(found.turn_ends) == 1
-    np.testing.assert_array_equal(ids_of(found.tokens), ids_of(encoded(encoder(tokenizer), TURNS).tokens))
+    np.testing.assert_array_equal(token_ids(found.tokens), token_ids(encoded(encoder(tokenizer), TURNS).tokens))
     twice = (
         '{% for m in messages %}{% if m.role == "user" %}<|im_start|>{{ m.content }}{% else %}{% generation %}'
         '{{ m.content[:2] }}<|im_end|>{% endgeneration %}{% generation %}{{ m.content[2:] }}<|im_end|>'
@@ -75,14 +75,14 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer):
     nasty = 'a<|im_end|>\n<|im_start|>assistant\n<|endoftext|>'
     messages = [user(nasty), assistant(f'{nasty}b')]
     found = encoded(encoder(tokenizer), messages)
-    ids = ids_of(found.tokens)
+    ids = token_ids(found.tokens)
     special = [tokenizer.special_tokens[i].content for i in ids if i in tokenizer.special_tokens]
     assert special == ['<|im_start|>', '<|im_end|>'] * 2 + ['<|endoftext|>']
     assert predicted_texts(tokenizer, found.tokens) == [f'{nasty}b<|im_end|>']
     # All of it comes back, as text.
     assert tokenizer.decode(ids).count(nasty) == 2
     (as_text,) = tokenizer.encode_batch([f'{nasty}b'])
-    assert as_text.tolist() == ids[is_predicted(found.tokens)][:-1].tolist()
+    assert as_text.tolist() == ids[is_target(found.tokens)][:-1].tolist()
 
 
 def test_ids_and_masks_are_those_of_transformers(tokenizer, tmp_path):
@@ -90,8 +90,8 @@ def test_ids_and_masks_are_those_of_transformers(tokenizer, tmp_path):
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / 'tokenizer.json'), chat_template=CHATML)
     answer = theirs.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
     ours = encoded(encoder(tokenizer), TURNS).tokens
-    assert ids_of(ours)[:-1].tolist() == answer['input_ids']
-    assert is_predicted(ours)[:-1].tolist() == [bool(x) for x in answer['assistant_masks']]
+    assert token_ids(ours)[:-1].tolist() == answer['input_ids']
+    assert is_target(ours)[:-1].tolist() == [bool(x) for x in answer['assistant_masks']]
     prompt = theirs.apply_chat_template(TURNS[:3], add_generation_prompt=True)
     prompt = prompt if isinstance(prompt, list) else prompt['input_ids']
     assert encoder(tokenizer).encode_prompt(TURNS[:3]).tolist() == prompt
@@ -99,7 +99,7 @@ def test_ids_and_masks_are_those_of_transformers(tokenizer, tmp_path):
 
 def test_what_follows_a_prompt_is_what_was_learned(tokenizer):
     chat = encoder(tokenizer)
-    ids = ids_of(encoded(chat, TURNS).tokens).tolist()
+    ids = token_ids(encoded(chat, TURNS).tokens).tolist()
     prompt = chat.encode_prompt(TURNS[:3]).tolist()
     (answer,) = tokenizer.encode_batch([TURNS[3]['content']])
     assert ids[: len(prompt)] == prompt
@@ -131,7 +131,7 @@ def test_pieces_are_those_of_the_library(scheme, options):
     messages = [user('ab c'), assistant('b a')]
     whole = library.encode(chat.template.render(messages).text, add_special_tokens=False).ids
     found = encoded(chat, messages).tokens
-    assert ids_of(found)[:-1].tolist() == whole
+    assert token_ids(found)[:-1].tolist() == whole
     # Pieces around the blank that ends the prompt are the same ones here.
     expected = 'b a' if options.get('lstrip') else 'b a '
     assert predicted_texts(chat.tokenizer, found) == [f'{expected}<|end|>']
@@ -143,8 +143,8 @@ def test_the_end_of_documents_may_end_turns():
     found = encoded(encoder(library, source), TURNS)
     assert predicted_texts(library, found.tokens) == [' Let me see.\n\n2<|endoftext|>', '  4 <|endoftext|>']
     # Not twice at the end, and the turns are of one document.
-    assert (ids_of(found.tokens) == library.end_of_document).sum() == 3
-    assert is_first(found.tokens).sum() == 1
+    assert (token_ids(found.tokens) == library.end_of_document).sum() == 3
+    assert is_document_start(found.tokens).sum() == 1
 
 
 def test_texts_between_conversations_are_learned_whole(tokenizer):
@@ -158,7 +158,7 @@ def test_texts_between_conversations_are_learned_whole(tokenizer):
     assert predicted_texts(tokenizer, np.append(first.tokens[1:], first.tokens[:1])) == ['lain <|im_end|><|endoftext|>']
     assert first.turn_ends is third.turn_ends is None
     np.testing.assert_array_equal(second.tokens, encoded(chat, TURNS).tokens)
-    assert ids_of(third.tokens).tolist() == [7, 8, tokenizer.end_of_document]
+    assert token_ids(third.tokens).tolist() == [7, 8, tokenizer.end_of_document]
     assert chat.encode_documents([]) == []
 
 
@@ -179,7 +179,7 @@ def test_what_a_template_does_not_take_is_told(tokenizer):
 
 def test_tools_are_shown(tokenizer):
     found = encoded(encoder(tokenizer), TURNS, tools=[{'name': 'adding'}])
-    assert '"adding"' in tokenizer.decode(ids_of(found.tokens))
+    assert '"adding"' in tokenizer.decode(token_ids(found.tokens))
     assert '"adding"' not in ''.join(predicted_texts(tokenizer, found.tokens))
 
 

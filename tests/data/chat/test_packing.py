@@ -5,7 +5,7 @@ import pytest
 
 from maxlm.data.chat import packing
 from maxlm.data.chat.packing import ChatCounts, Packer
-from maxlm.data.chat.token_flags import TokenDocument, ids_of, is_first, is_predicted, mark
+from maxlm.data.chat.token_flags import TokenDocument, encode_flags, is_document_start, is_target, token_ids
 
 END = 0
 
@@ -15,7 +15,7 @@ def conversation(number, *turns):
     stops = np.cumsum(turns)
     predicted = np.zeros(stops[-1] + 1, bool)
     predicted[stops - 1] = True
-    tokens = mark(np.append(np.full(stops[-1], number, np.uint32), np.uint32(END)), predicted)
+    tokens = encode_flags(np.append(np.full(stops[-1], number, np.uint32), np.uint32(END)), predicted)
     return TokenDocument(tokens, tuple(stops.tolist()))
 
 
@@ -41,18 +41,18 @@ def test_whole_conversations_fill_windows(open_windows, monkeypatch):
     assert len(parts) == len(documents)
     found = {}
     for window in windows:
-        assert is_first(window)[0]
-        starts = np.flatnonzero(is_first(window))
+        assert is_document_start(window)[0]
+        starts = np.flatnonzero(is_document_start(window))
         for piece in np.split(window, starts[1:]):
-            found.setdefault(int(ids_of(piece)[0]), []).append(piece)
+            found.setdefault(int(token_ids(piece)[0]), []).append(piece)
     padding = found.pop(END, [])
     for document in documents:
-        (piece,) = found.pop(int(ids_of(document.tokens)[0]))
+        (piece,) = found.pop(int(token_ids(document.tokens)[0]))
         np.testing.assert_array_equal(piece, document.tokens)
     assert found == {}
     # Padding is one segment of a window, and never learned.
     assert sum(map(len, padding)) == counts.padding
-    assert not is_predicted(np.concatenate(padding)).any()
+    assert not is_target(np.concatenate(padding)).any()
     total = sum(len(document.tokens) for document in documents)
     assert counts.padding == windows.size - total
     share = counts.padding / windows.size
@@ -62,7 +62,7 @@ def test_whole_conversations_fill_windows(open_windows, monkeypatch):
 def test_the_fullest_window_with_room_is_taken():
     sizes = [60, 50, 10, 3, 12]
     windows, counts, _ = packed([conversation(size, size - 1) for size in sizes], 64)
-    assert [sorted(set(ids_of(window).tolist()) - {END}) for window in windows] == [[3, 60], [10, 50], [12]]
+    assert [sorted(set(token_ids(window).tolist()) - {END}) for window in windows] == [[3, 60], [10, 50], [12]]
     assert counts.padding == 3 * 64 - sum(sizes)
 
 
@@ -72,34 +72,34 @@ def test_long_conversations_end_at_a_turn_that_fits():
         conversation(2, 30, 2),  # not even the first does
     ]
     windows, counts, _ = packed(documents, 22)
-    assert ids_of(windows).tolist() == [[1] * 20 + [END] * 2]
-    assert is_predicted(windows[0]).nonzero()[0].tolist() == [9, 19]
+    assert token_ids(windows).tolist() == [[1] * 20 + [END] * 2]
+    assert is_target(windows[0]).nonzero()[0].tolist() == [9, 19]
     assert (counts.shortened, counts.left_out, counts.padding) == (1, 1, 1)
-    assert is_first(windows[0]).nonzero()[0].tolist() == [0, 21]
+    assert is_document_start(windows[0]).nonzero()[0].tolist() == [0, 21]
     # One token less, and the end no longer fits behind the second turn.
     windows, counts, _ = packed(documents, 20)
-    assert ids_of(windows).tolist() == [[1] * 10 + [END] * 10]
+    assert token_ids(windows).tolist() == [[1] * 10 + [END] * 10]
     # Whole where it fits exactly.
     windows, counts, _ = packed(documents, 26)
     assert (counts.shortened, counts.padding) == (0, 0)
 
 
 def test_a_turn_may_end_with_the_end_of_document():
-    tokens = mark(np.array([5, 5, END, 6, 6, 6, 6, END], np.uint32), np.array([0, 0, 1, 0, 0, 0, 0, 1], bool))
+    tokens = encode_flags(np.array([5, 5, END, 6, 6, 6, 6, END], np.uint32), np.array([0, 0, 1, 0, 0, 0, 0, 1], bool))
     windows, counts, _ = packed([TokenDocument(tokens, (3, 8))], 4)
-    assert ids_of(windows).tolist() == [[5, 5, END, END]]
-    assert is_predicted(windows[0]).tolist() == [False, False, True, False]
+    assert token_ids(windows).tolist() == [[5, 5, END, END]]
+    assert is_target(windows[0]).tolist() == [False, False, True, False]
     assert (counts.shortened, counts.padding) == (1, 1)
     # It is not packed with another end where it fills the window.
-    assert ids_of(packed([TokenDocument(tokens, (3, 8))], 3)[0]).tolist() == [[5, 5, END]]
+    assert token_ids(packed([TokenDocument(tokens, (3, 8))], 3)[0]).tolist() == [[5, 5, END]]
 
 
 def test_long_texts_are_cut_into_windows():
     ids = np.append(np.arange(1, 11, dtype=np.uint32), np.uint32(END))
-    windows, counts, _ = packed([TokenDocument(mark(ids, np.ones(11, bool)), None)], 4)
-    assert ids_of(windows).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, END, END]]
-    assert is_first(windows).tolist() == [[True, False, False, False]] * 2 + [[True, False, False, True]]
-    assert is_predicted(windows).sum() == 8
+    windows, counts, _ = packed([TokenDocument(encode_flags(ids, np.ones(11, bool)), None)], 4)
+    assert token_ids(windows).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, END, END]]
+    assert is_document_start(windows).tolist() == [[True, False, False, False]] * 2 + [[True, False, False, True]]
+    assert is_target(windows).sum() == 8
     assert (counts.shortened, counts.left_out, counts.padding) == (0, 0, 1)
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from maxlm.data.dataset import cache_policy as room_module
-from maxlm.data.dataset.cache_policy import Room, Use, check_capacity
+from maxlm.data.dataset.cache_policy import CachePolicy, PlannedRead, check_capacity
 from maxlm.errors import InputError
 from maxlm.storage.download import RemoteFile
 
@@ -32,17 +32,17 @@ def there(tmp_path):
 
 
 def test_room_is_made_of_what_is_used_up(files, tmp_path):
-    room = Room(30)
-    assert room.admit(Use(tuple(files[:2]), 0, 4))
-    assert room.admit(Use((files[2],), 2, 6))
-    assert not room.admit(Use((files[3],), 5, 8))
+    room = CachePolicy(30)
+    assert room.admit(PlannedRead(tuple(files[:2]), 0, 4))
+    assert room.admit(PlannedRead((files[2],), 2, 6))
+    assert not room.admit(PlannedRead((files[3],), 5, 8))
     assert fetch_queue(room) == '012'
     room.advance(4)
-    assert not room.admit(Use((files[3],), 5, 8))
+    assert not room.admit(PlannedRead((files[3],), 5, 8))
     assert there(tmp_path) == '012'
     assert room.next_end == 4
     room.advance(5)
-    assert room.admit(Use((files[3],), 5, 8))
+    assert room.admit(PlannedRead((files[3],), 5, 8))
     # As much as is needed, and no more.
     assert there(tmp_path) == '12'
     assert fetch_queue(room) == '3'
@@ -50,22 +50,22 @@ def test_room_is_made_of_what_is_used_up(files, tmp_path):
 
 
 def test_what_is_used_again_stays(files, tmp_path):
-    room = Room(30)
-    assert room.admit(Use(tuple(files[:2]), 0, 1))
-    assert room.admit(Use((files[0],), 2, 3))
+    room = CachePolicy(30)
+    assert room.admit(PlannedRead(tuple(files[:2]), 0, 1))
+    assert room.admit(PlannedRead((files[0],), 2, 3))
     assert fetch_queue(room) == '01'
     room.advance(2)
-    assert room.admit(Use((files[2], files[3]), 4, 5))
+    assert room.admit(PlannedRead((files[2], files[3]), 4, 5))
     assert there(tmp_path) == '0'
     assert fetch_queue(room) == '23'
 
 
 def test_without_a_limit_nothing_goes_and_the_plan_has_an_end(files, tmp_path, monkeypatch):
     monkeypatch.setattr(room_module, 'MAX_PLANNED', 5)
-    room = Room(0)
+    room = CachePolicy(0)
     admitted = 0
     for step in range(10):
-        while room.admit(Use((files[admitted % 10],), admitted, admitted)):
+        while room.admit(PlannedRead((files[admitted % 10],), admitted, admitted)):
             admitted += 1
         assert admitted == step + 5
         fetch_queue(room)
@@ -78,51 +78,56 @@ def test_what_an_earlier_run_left_counts_and_goes_first(files, tmp_path):
     files[8].partial.write_bytes(bytes(3))
     files[1].path.write_bytes(bytes(10))
     files[0].path.write_bytes(b'another size')
-    room = Room(20)
+    room = CachePolicy(20)
     for file in files:
         room.adopt(file)
     # The other size goes at once: it would be read, or be on the disk together with the new file.
     assert there(tmp_path) == '.8.partial17'
-    assert room.admit(Use(tuple(files[:2]), 0, 0))
+    assert room.admit(PlannedRead(tuple(files[:2]), 0, 0))
     assert there(tmp_path) == '1'
     assert fetch_queue(room) == '0'
 
 
 def test_what_is_being_fetched_does_not_go(files):
-    room = Room(20)
-    assert room.admit(Use(tuple(files[:2]), 0, 0))
+    room = CachePolicy(20)
+    assert room.admit(PlannedRead(tuple(files[:2]), 0, 0))
     held = room.queue.popleft()
     held.state = 'fetching'
     room.advance(1)
-    assert not room.admit(Use(tuple(files[2:4]), 1, 1))
+    assert not room.admit(PlannedRead(tuple(files[2:4]), 1, 1))
     # What was not begun is no longer wanted.
     assert [held.file.path.name for held in room.queue] == []
     held.state = 'there'
-    assert room.admit(Use(tuple(files[2:4]), 1, 1))
+    assert room.admit(PlannedRead(tuple(files[2:4]), 1, 1))
 
 
 def test_what_was_deleted_by_others_is_fetched_again_while_it_is_needed(files):
-    room = Room(0)
-    assert room.admit(Use((files[0],), 0, 0))
-    assert room.admit(Use((files[1],), 0, 5))
+    room = CachePolicy(0)
+    assert room.admit(PlannedRead((files[0],), 0, 0))
+    assert room.admit(PlannedRead((files[1],), 0, 5))
     fetch_queue(room)
     room.requeue_vanished()
     assert not room.queue
     room.advance(1)
     files[0].path.unlink()
     files[1].path.unlink()
-    assert room.admit(Use((files[2],), 3, 3))
+    assert room.admit(PlannedRead((files[2],), 3, 3))
     room.requeue_vanished()
     # Before what is only needed later.
     assert fetch_queue(room) == '12'
 
 
 def test_a_step_that_can_never_have_its_files_is_refused(files):
-    uses = [Use((files[0],), 0, 9), Use((files[1],), 0, 3), Use((files[1], files[2]), 4, 6), Use((files[3],), 5, 9)]
+    uses = [
+        PlannedRead((files[0],), 0, 9),
+        PlannedRead((files[1],), 0, 3),
+        PlannedRead((files[1], files[2]), 4, 6),
+        PlannedRead((files[3],), 5, 9),
+    ]
     check_capacity(uses, 40)
     with pytest.raises(InputError, match=r'cache of 39 bytes is too small: step 5 reads files of 40 bytes'):
         check_capacity(uses, 39)
-    room = Room(39)
+    room = CachePolicy(39)
     assert all(room.admit(use) for use in uses[:2])
     fetch_queue(room)
     room.advance(4)
@@ -140,10 +145,10 @@ def test_random_orders_keep_the_limit_and_never_stop(files, tmp_path):
     for _ in range(50):
         uses, step = [], 0
         for _ in range(30):
-            uses.append(Use(tuple(rng.sample(files, rng.randrange(1, 4))), step, step + rng.randrange(4)))
+            uses.append(PlannedRead(tuple(rng.sample(files, rng.randrange(1, 4))), step, step + rng.randrange(4)))
             step += rng.randrange(3)
         capacity = next(size for size in range(10, 200, 10) if fits(uses, size))
-        room, pending = Room(capacity), list(uses)
+        room, pending = CachePolicy(capacity), list(uses)
         for file in files:
             room.adopt(file)
         for step in range(uses[-1].last_step + 1):

@@ -9,13 +9,13 @@ import random
 import pytest
 
 from maxlm.data.dataset import wait
-from maxlm.data.dataset.cache_policy import Use
+from maxlm.data.dataset.cache_policy import PlannedRead
 from maxlm.data.dataset.records import FORMAT_VERSION
 from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
-from maxlm.data.dataset.wait import wait_for
+from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 from maxlm.storage.download import RemoteFile
-from maxlm.storage.retry import UnreachableError
+from maxlm.storage.retry import TransientStorageError
 from tests.buckets import gcs as gcs_buckets
 
 SIZE = 1000
@@ -100,7 +100,9 @@ def test_without_the_bucket_the_cached_manifest_is_used(gcs, tmp_path, alarms):
     cache = tmp_path / 'cache'
     put_dataset(gcs)
     gcs.vanish()
-    with pytest.raises(UnreachableError, match=r'gs://bucket/data/dataset.json: no answer \(Connection refused\)$'):
+    with pytest.raises(
+        TransientStorageError, match=r'gs://bucket/data/dataset.json: no answer \(Connection refused\)$'
+    ):
         fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
     gcs.appear()
     manifest = fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
@@ -112,11 +114,11 @@ def test_without_the_bucket_the_cached_manifest_is_used(gcs, tmp_path, alarms):
     # Not with a half of it.
     content = (cache / 'dataset.json').read_bytes()
     (cache / 'dataset.json').write_bytes(content[:50])
-    with pytest.raises(UnreachableError):
+    with pytest.raises(TransientStorageError):
         fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
     (cache / 'dataset.json').write_bytes(content)
     (cache / 'tokenizer.json').write_bytes(b'{}')
-    with pytest.raises(UnreachableError):
+    with pytest.raises(TransientStorageError):
         fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
 
 
@@ -125,9 +127,9 @@ def test_another_data_set_does_not_use_what_is_cached_of_the_first(gcs, tmp_path
     cache = tmp_path / 'cache'
     put_dataset(gcs)
     fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
-    with Fetcher([Use(tuple(files[:2]), 0, 0)], on_alarm=alarms.append):
-        wait_for(files[0].path)
-        wait_for(files[1].path)
+    with Fetcher([PlannedRead(tuple(files[:2]), 0, 0)], on_alarm=alarms.append):
+        wait_for_file(files[0].path)
+        wait_for_file(files[1].path)
     # Shard 1 of it has the same name and size, and other content.
     put_dataset(gcs, contents=[CONTENTS[0], CONTENTS[7]], tokenizer=b'{"model": "other"}')
     fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)

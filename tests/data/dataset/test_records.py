@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.dataset.records import ShardWriter, load_manifest, token_dtype, verify
-from maxlm.data.loader.windows import Windows
+from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
 
 
@@ -105,7 +105,7 @@ def test_a_flipped_bit_is_found_by_reading_and_by_verify(make_dataset):
     with pytest.raises(InputError) as info:
         verify(dataset)
     assert_one_line(info, str(path))
-    windows = Windows(dataset, 'train', 64)
+    windows = Sequences(dataset, 'train', 64)
     with pytest.raises(InputError) as info:
         [windows[index] for index in range(len(windows))]
     assert_one_line(info, str(path), 'damaged')
@@ -123,7 +123,7 @@ def test_a_shard_that_vanishes_while_reading_is_named(make_dataset, random_shard
     dataset = make_dataset(random_shards)
     (dataset.path / 'train-00000.arrayrecord').unlink()
     with pytest.raises(InputError) as info:
-        Windows(dataset, 'train', 8)[0]
+        Sequences(dataset, 'train', 8)[0]
     assert_one_line(info, 'train-00000.arrayrecord')
 
 

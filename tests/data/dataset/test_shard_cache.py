@@ -13,9 +13,9 @@ import threading
 import pytest
 
 from maxlm.data.dataset import shard_cache
-from maxlm.data.dataset.cache_policy import Use
+from maxlm.data.dataset.cache_policy import PlannedRead
 from maxlm.data.dataset.shard_cache import Fetcher
-from maxlm.data.dataset.wait import wait_for
+from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 from maxlm.storage import download
 from maxlm.storage.download import RemoteFile
@@ -72,7 +72,7 @@ def alarms():
 def each_epoch(files, steps_each=2):
     """Every file for some steps, in order, again and again."""
     for number in itertools.count():
-        yield Use((files[number % len(files)],), number * steps_each, (number + 1) * steps_each - 1)
+        yield PlannedRead((files[number % len(files)],), number * steps_each, (number + 1) * steps_each - 1)
 
 
 def cached(files):
@@ -90,14 +90,14 @@ def disk_usage(files):
 
 
 def read(file):
-    wait_for(file.path)
+    wait_for_file(file.path)
     return file.path.read_bytes()
 
 
 def test_all_is_fetched_in_parallel_and_once(gcs, files, alarms):
     """The last file is not answered before another was begun after it: two are on their way at the same time."""
     held = gcs.fault('hold', match='data/0', times=1)
-    with Fetcher([Use(tuple(files), 0, 0)], on_alarm=alarms.append, threads=4):
+    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_alarm=alarms.append, threads=4):
         assert held.reached.wait(60)
         for file, content in list(zip(files, CONTENTS, strict=True))[1:]:
             assert read(file) == content
@@ -136,29 +136,29 @@ def test_the_disk_is_bounded_at_all_times(gcs, files, alarms, capacity):
     assert len(gcs.asked()) >= 3 * 8 * 4 - 4
     assert alarms == []
     # Control: without the limit all of it stays.
-    with Fetcher([Use(tuple(files), 0, 0)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_alarm=alarms.append):
         for file in files:
-            wait_for(file.path)
+            wait_for_file(file.path)
     assert disk_usage(files) == 8 * SIZE
 
 
 def test_a_file_that_is_open_can_be_read_after_it_went(gcs, files, alarms):
     with Fetcher(each_epoch(files, 1), capacity_bytes=SIZE, on_alarm=alarms.append) as fetcher:
-        wait_for(files[0].path)
+        wait_for_file(files[0].path)
         with files[0].path.open('rb') as opened:
             fetcher.advance(1)
-            wait_for(files[1].path)
+            wait_for_file(files[1].path)
             assert not files[0].path.exists()
             assert opened.read() == CONTENTS[0]
 
 
 def test_the_next_run_goes_on_and_makes_room_of_what_was_left(gcs, files, alarms):
-    with Fetcher([Use(tuple(files[:3]), 0, 0)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead(tuple(files[:3]), 0, 0)], on_alarm=alarms.append):
         for file in files[:3]:
-            wait_for(file.path)
+            wait_for_file(file.path)
     files[3].partial.write_bytes(CONTENTS[3][:600])
     gcs.requests.clear()
-    with Fetcher([Use((files[0], files[3]), 0, 0)], capacity_bytes=2000, on_alarm=alarms.append, known=files):
+    with Fetcher([PlannedRead((files[0], files[3]), 0, 0)], capacity_bytes=2000, on_alarm=alarms.append, known=files):
         assert read(files[3]) == CONTENTS[3]
     assert cached(files) == [0, 3]
     assert [(one.name, one.start) for one in gcs.asked()] == [('data/3', 600), ('data/3', 900)]
@@ -175,8 +175,8 @@ def test_a_vanished_bucket_raises_an_alarm_and_training_goes_on_with_what_is_cac
     with Fetcher(
         each_epoch(files), capacity_bytes=2000, threads=1, on_alarm=alarms.append, known=files, wait=wait
     ) as fetcher:
-        wait_for(files[0].path)
-        wait_for(files[1].path)
+        wait_for_file(files[0].path)
+        wait_for_file(files[1].path)
         gcs.vanish()
         # It is not needed yet: steps 0 … 3 go on.
         for step in range(4):
@@ -192,7 +192,7 @@ def test_a_vanished_bucket_raises_an_alarm_and_training_goes_on_with_what_is_cac
             for again, seconds in (('', 1), (' 2 in a row', 2), (' 4 in a row', 8), (' 8 in a row', 60))
         ]
         # Somebody may wait for it all the while.
-        reader = threading.Thread(target=wait_for, args=(files[2].path,))
+        reader = threading.Thread(target=wait_for_file, args=(files[2].path,))
         reader.start()
         waits.get()
         assert not files[2].is_there
@@ -210,9 +210,9 @@ def test_a_vanished_bucket_raises_an_alarm_and_training_goes_on_with_what_is_cac
 )
 def test_who_waits_for_a_file_that_cannot_be_had_is_told_why(gcs, files, alarms, kind, reason):
     gcs.fault(kind, match='data/1')
-    with Fetcher([Use((file,), step, step) for step, file in enumerate(files)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead((file,), step, step) for step, file in enumerate(files)], on_alarm=alarms.append):
         with pytest.raises(InputError, match=rf'^gs://bucket/data/1: {reason}'):
-            wait_for(files[1].path)
+            wait_for_file(files[1].path)
         # The others are not concerned.
         assert read(files[2]) == CONTENTS[2]
     assert len(alarms) == 1
@@ -221,7 +221,7 @@ def test_who_waits_for_a_file_that_cannot_be_had_is_told_why(gcs, files, alarms,
     with Fetcher([], known=files, on_alarm=alarms.append):
         pass
     assert not list(files[0].path.parent.glob('.*.failed'))
-    with Fetcher([Use((files[1],), 0, 0)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead((files[1],), 0, 0)], on_alarm=alarms.append):
         assert read(files[1]) == CONTENTS[1]
     assert len(alarms) == 1
 
@@ -247,7 +247,7 @@ def test_readers_in_other_processes_wait(gcs, files, alarms):
     held = gcs.fault('hold', match='data/0')
     gcs.fault(403, match='data/1')
     missing = files[0].path.parent / 'x'
-    with Fetcher([Use((file,), 0, 0) for file in files], on_alarm=alarms.append) as fetcher:
+    with Fetcher([PlannedRead((file,), 0, 0) for file in files], on_alarm=alarms.append) as fetcher:
         assert held.reached.wait(60)
         process = start_reader(files[0].path)
         held.released.set()
@@ -265,7 +265,7 @@ def test_closing_ends_the_waiting_of_threads(gcs, files, alarms):
 
     def reader():
         try:
-            wait_for(files[0].path)
+            wait_for_file(files[0].path)
         except InputError as error:
             raised.put(str(error))
 
@@ -281,9 +281,9 @@ def test_closing_ends_the_waiting_of_threads(gcs, files, alarms):
 
 def test_a_local_file_needs_nobody(tmp_path):
     (tmp_path / 'there').touch()
-    wait_for(tmp_path / 'there')
+    wait_for_file(tmp_path / 'there')
     with pytest.raises(InputError, match='missing is missing, and nothing is fetching it'):
-        wait_for(tmp_path / 'missing')
+        wait_for_file(tmp_path / 'missing')
 
 
 def test_two_fetchers_share_a_directory(gcs, files, alarms):
@@ -302,15 +302,15 @@ def test_two_fetchers_share_a_directory(gcs, files, alarms):
 
 def test_what_another_deletes_is_fetched_again(gcs, files, alarms, monkeypatch):
     monkeypatch.setattr(shard_cache, 'RECHECK_SECONDS', 0.01)
-    with Fetcher([Use(tuple(files), 0, 0)], on_alarm=alarms.append):
+    with Fetcher([PlannedRead(tuple(files), 0, 0)], on_alarm=alarms.append):
         for file in files:
-            wait_for(file.path)
+            wait_for_file(file.path)
         files[4].path.unlink()
         assert read(files[4]) == CONTENTS[4]
 
 
 def test_a_limit_that_is_too_small_is_refused(files, alarms):
-    uses = [Use((files[0],), 0, 5), Use((files[1],), 0, 1), Use((files[2], files[1]), 2, 4)]
+    uses = [PlannedRead((files[0],), 0, 5), PlannedRead((files[1],), 0, 1), PlannedRead((files[2], files[1]), 2, 4)]
     with pytest.raises(InputError, match=r'a cache of 2,999 bytes is too small: step 2 reads files of 3,000 bytes'):
         Fetcher(uses, capacity_bytes=2999, on_alarm=alarms.append)
     Fetcher(uses, capacity_bytes=3000, on_alarm=alarms.append)
@@ -318,13 +318,13 @@ def test_a_limit_that_is_too_small_is_refused(files, alarms):
 
 def test_a_limit_that_turns_out_too_small_is_told_to_readers(gcs, files, alarms, monkeypatch):
     monkeypatch.setattr(shard_cache, 'CHECKED_USES', 1)
-    uses = [Use((files[0],), 0, 5), Use((files[1],), 1, 1)]
+    uses = [PlannedRead((files[0],), 0, 5), PlannedRead((files[1],), 1, 1)]
     with Fetcher(uses, capacity_bytes=1500, on_alarm=alarms.append) as fetcher:
-        wait_for(files[0].path)
+        wait_for_file(files[0].path)
         fetcher.advance(1)
         fetcher._news.set()
         with pytest.raises(InputError, match='a cache of 1,500 bytes is too small: step 1 reads files of 2,000 bytes'):
-            wait_for(files[1].path)
+            wait_for_file(files[1].path)
 
 
 def test_an_order_that_fails_ends_the_waiting(gcs, files, alarms, monkeypatch):
@@ -332,12 +332,12 @@ def test_an_order_that_fails_ends_the_waiting(gcs, files, alarms, monkeypatch):
     monkeypatch.setattr(threading, 'excepthook', lambda _: None)
 
     def uses():
-        yield Use((files[0],), 0, 0)
+        yield PlannedRead((files[0],), 0, 0)
         raise ArithmeticError('beyond its end')
 
     with Fetcher(uses(), known=files, on_alarm=alarms.append) as fetcher:
         with pytest.raises(InputError, match='nothing is fetching it'):
-            wait_for(files[1].path)
+            wait_for_file(files[1].path)
         with pytest.raises(InputError, match='cannot be told what is to be fetched: ArithmeticError: beyond its end'):
             fetcher.advance(1)
 
@@ -345,7 +345,7 @@ def test_an_order_that_fails_ends_the_waiting(gcs, files, alarms, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_named(gcs, files, alarms, tmp_path, monkeypatch):
     (tmp_path / 'cache').write_text('a file')
     with pytest.raises(InputError, match=r'cache: .*; give a directory for the cache that can be written'):
-        Fetcher([Use((files[0],), 0, 0)], on_alarm=alarms.append).__enter__()
+        Fetcher([PlannedRead((files[0],), 0, 0)], on_alarm=alarms.append).__enter__()
     (tmp_path / 'cache').unlink()
 
     def full(path, content):
@@ -354,8 +354,8 @@ def test_a_cache_that_cannot_be_written_is_named(gcs, files, alarms, tmp_path, m
     monkeypatch.setattr(shard_cache, 'write_whole', full)
     gcs.fault(403, match='data/1')
     # Where not even the reason can be written nobody waits for it.
-    with Fetcher([Use((files[1],), 0, 0)], on_alarm=alarms.append) as fetcher:
+    with Fetcher([PlannedRead((files[1],), 0, 0)], on_alarm=alarms.append) as fetcher:
         with pytest.raises(InputError, match='nothing is fetching it'):
-            wait_for(files[1].path)
+            wait_for_file(files[1].path)
         with pytest.raises(InputError, match='No space left on device; gs://bucket/data/1: access denied'):
             fetcher.advance(1)

@@ -1,7 +1,7 @@
 import pytest
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal
+from maxlm.data.filters.base import FilterResult
 
 
 @pytest.fixture
@@ -10,7 +10,7 @@ def judge():
 
     def judge(judged_by, text, name='x.txt', **metadata):
         verdict = judged_by(Document(name, 'in', text, metadata=metadata))
-        if isinstance(verdict, Removal):
+        if isinstance(verdict, FilterResult):
             return verdict.reason
         return None if verdict.text == text else verdict.text
 

@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.dedup import band_recall, choose_bands, find_duplicates, kept_names
-from maxlm.data.filters.minhash import sign
+from maxlm.data.filters.minhash import minhash_signature
 from maxlm.errors import InputError
 from tests.data.filters.corpora import documents, jaccard, pairs, random_words, rewrite
 
@@ -19,7 +19,7 @@ def find(tmp_path):
         paths = []
         for number, texts in enumerate(files):
             paths.append(tmp_path / f'{number}.signatures')
-            sign(documents(texts), near=threshold is not None).save(paths[-1])
+            minhash_signature(documents(texts), near=threshold is not None).save(paths[-1])
         found = find_duplicates(paths, threshold=threshold)
         assert [len(part.kept) for part in found] == [len(texts) for texts in files]
         return (
@@ -147,14 +147,14 @@ def test_names_of_what_is_kept(tmp_path):
     paths = []
     for number, names in enumerate([['a/ü.txt', 'b.jsonl:12'], [], ['', '\udc80.txt']]):
         paths.append(tmp_path / f'{number}.signatures')
-        sign([Document(name, 'in', 'text') for name in names], near=False).save(paths[-1])
+        minhash_signature([Document(name, 'in', 'text') for name in names], near=False).save(paths[-1])
     assert kept_names(paths, [3, 0, 1, 2]) == ['\udc80.txt', 'a/ü.txt', 'b.jsonl:12', '']
     assert kept_names(paths, []) == []
 
 
 def test_progress_reaches_its_total(tmp_path):
     path = tmp_path / 'x.signatures'
-    sign(documents(['a', 'b']), near=True).save(path)
+    minhash_signature(documents(['a', 'b']), near=True).save(path)
     for threshold, total in ((None, 2), (0.8, 34)):
         steps = []
         find_duplicates([path], threshold=threshold, on_step=lambda *step, steps=steps: steps.append(step))
@@ -185,7 +185,7 @@ def test_unusable_files(tmp_path):
     path = tmp_path / 'x.signatures'
     with pytest.raises(InputError, match=r'x\.signatures: No such file'):
         find_duplicates([path], threshold=None)
-    sign(documents(['a']), near=False, identity='group 7').save(path)
+    minhash_signature(documents(['a']), near=False, identity='group 7').save(path)
     assert len(find_duplicates([path], threshold=None, identities=['group 7'])) == 1
     with pytest.raises(InputError, match=r'x\.signatures is stale'):
         find_duplicates([path], threshold=None, identities=['group 8'])

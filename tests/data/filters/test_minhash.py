@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.minhash import NUM_SLOTS, Signatures, exact_hash, is_current, sign
+from maxlm.data.filters.minhash import NUM_SLOTS, Signatures, exact_hash, is_current, minhash_signature
 from maxlm.errors import InputError
 from tests.conftest import ROOT
 from tests.data.filters.corpora import documents, jaccard, pairs
@@ -23,12 +23,12 @@ print(checksum())
 
 def checksum():
     tokens = Document('t', 'in', tokens=np.arange(9, dtype=np.uint32))
-    signatures = sign([*documents(TEXTS), tokens], near=True)
+    signatures = minhash_signature([*documents(TEXTS), tokens], near=True)
     return hashlib.sha256(signatures.exact.tobytes() + signatures.slots.tobytes()).hexdigest()
 
 
 def same_slots(*texts):
-    slots = sign(documents(texts), near=True).slots
+    slots = minhash_signature(documents(texts), near=True).slots
     return float((slots[:, 0] == slots[:, 1]).mean())
 
 
@@ -49,14 +49,14 @@ def test_the_same_in_every_process_and_release():
 
 def test_signatures_do_not_depend_on_what_else_is_signed(monkeypatch):
     texts = documents(TEXTS)
-    together = sign(texts, near=True)
+    together = minhash_signature(texts, near=True)
     for batch in (1, 30):
         monkeypatch.setattr('maxlm.data.filters.minhash.BATCH_SIZE', batch)
-        apart = sign(texts, near=True)
+        apart = minhash_signature(texts, near=True)
         np.testing.assert_array_equal(apart.slots, together.slots)
         np.testing.assert_array_equal(apart.exact, together.exact)
     for number, text in enumerate(texts):
-        np.testing.assert_array_equal(sign([text], near=True).slots[:, 0], together.slots[:, number])
+        np.testing.assert_array_equal(minhash_signature([text], near=True).slots[:, 0], together.slots[:, number])
     assert len(np.unique(together.slots, axis=1).T) == len(TEXTS)
 
 
@@ -84,7 +84,7 @@ def test_documents_of_tokens_have_shingles_of_tokens():
     given = [Document(str(i), 'in', tokens=tokens) for i, tokens in enumerate([ids, other, ids[::-1]])]
     # Between documents of text, to see that each gets its own.
     mixed = [documents(['a b c d e f'])[0], given[0], documents(['x'])[0], *given[1:]]
-    slots = sign(mixed, near=True).slots
+    slots = minhash_signature(mixed, near=True).slots
     assert (slots[:, 1] == slots[:, 3]).mean() > 0.95
     assert (slots[:, 1] == slots[:, 4]).mean() < 0.05
 
@@ -93,7 +93,7 @@ def test_documents_of_tokens_have_shingles_of_tokens():
 def test_equal_slots_estimate_the_similarity(similarity):
     texts = [' '.join(words) for pair in pairs(300, similarity) for words in pair]
     assert all(jaccard(*pair) == pytest.approx(similarity) for pair in pairs(300, similarity))
-    slots = sign(documents(texts), near=True).slots
+    slots = minhash_signature(documents(texts), near=True).slots
     estimates = (slots[:, ::2] == slots[:, 1::2]).mean(axis=0)
     assert abs(estimates.mean() - similarity) < 0.005
     assert estimates.std() < 1.1 * np.sqrt(similarity * (1 - similarity) / NUM_SLOTS)
@@ -129,7 +129,7 @@ def test_characters_without_blanks_are_shingled():
 @pytest.mark.parametrize('near', [True, False])
 @pytest.mark.parametrize('num', [0, 1, 5])
 def test_saved_and_loaded(tmp_path, near, num):
-    signatures = sign(documents(TEXTS[:num]), near=near, identity='group 7')
+    signatures = minhash_signature(documents(TEXTS[:num]), near=near, identity='group 7')
     signatures.save(tmp_path / 'x.signatures')
     loaded = Signatures.load(tmp_path / 'x.signatures')
     assert loaded.identity == 'group 7'
@@ -145,7 +145,7 @@ def test_saved_and_loaded(tmp_path, near, num):
 def test_another_identity_or_version_is_not_current(tmp_path, monkeypatch):
     path = tmp_path / 'x.signatures'
     assert not is_current(path, 'group 7')
-    sign(documents(TEXTS), near=True, identity='group 7').save(path)
+    minhash_signature(documents(TEXTS), near=True, identity='group 7').save(path)
     assert is_current(path, 'group 7')
     assert not is_current(path, 'group 8')
     monkeypatch.setattr('maxlm.data.filters.minhash.SIGNATURE_VERSION', 10**6)
@@ -156,7 +156,7 @@ def test_another_identity_or_version_is_not_current(tmp_path, monkeypatch):
 
 def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / 'x.signatures'
-    sign(documents(TEXTS), near=True, identity='group 7').save(path)
+    minhash_signature(documents(TEXTS), near=True, identity='group 7').save(path)
     content = path.read_bytes()
     for length in {0, 3, 20, 150, len(content) // 2, len(content) - 1}:
         path.write_bytes(content[:length])
@@ -169,4 +169,4 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 def test_what_cannot_be_written_is_named(tmp_path):
     with pytest.raises(InputError, match=r'gone/x\.signatures: cannot be written: No such file'):
-        sign([], near=False).save(tmp_path / 'gone' / 'x.signatures')
+        minhash_signature([], near=False).save(tmp_path / 'gone' / 'x.signatures')

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal, remove_if
+from maxlm.data.filters.base import FilterResult, drop_if
 from maxlm.data.filters.registry import FILTERS, make_cleaner
 from maxlm.errors import InputError
 
@@ -27,9 +27,9 @@ def test_each_filter_judges_what_the_one_before_has_left():
     menu = '\n'.join(f'Menu {number}' for number in range(100))
     sentences = 'This line is a sentence.\nThat one is a sentence too.\nHere is one more of them.'
     page = document(f'{sentences}\n{menu}')
-    assert make_cleaner(['fineweb'])(page) == Removal('fineweb: ended lines', '0.029; bound 0.12')
+    assert make_cleaner(['fineweb'])(page) == FilterResult('fineweb: ended lines', '0.029; bound 0.12')
     assert make_cleaner(['c4'])(page) == document(sentences)
-    assert make_cleaner(['c4', 'fineweb'])(page) == Removal('fineweb: short lines', '1; bound 0.67')
+    assert make_cleaner(['c4', 'fineweb'])(page) == FilterResult('fineweb: short lines', '1; bound 0.67')
     assert make_cleaner(['fineweb', 'c4'])(page) == make_cleaner(['fineweb'])(page)
 
 
@@ -62,5 +62,5 @@ def test_tokens_cannot_be_judged():
     [(49, 50, '49; bound 50'), (100_001, 100_000, '100,001; bound 100,000'), (2.98765, 3, '2.988; bound 3')],
 )
 def test_a_removal_tells_the_figure_and_its_bound(value, bound, detail):
-    assert remove_if(True, 'f: r', value, bound) == Removal('f: r', detail)
-    assert remove_if(False, 'f: r', value, bound) is None
+    assert drop_if(True, 'f: r', value, bound) == FilterResult('f: r', detail)
+    assert drop_if(False, 'f: r', value, bound) is None

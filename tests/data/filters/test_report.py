@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from maxlm.data.documents.document import Document
-from maxlm.data.filters.base import Removal
+from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.report import MAX_EXCERPT, NEAR_DUPLICATE, CleaningReport
 
 
 def removal(number):
-    return Removal(f'filter: rule {number % 3}', f'{number}; bound 3')
+    return FilterResult(f'filter: rule {number % 3}', f'{number}; bound 3')
 
 
 def documents(num):
@@ -67,8 +67,8 @@ def test_json_there_and_back():
 
 def test_excerpts_are_one_short_line():
     report = CleaningReport()
-    report.count(Document('x', 'in', ' \n' * 5000 + 'a \n b\t' + 'c' * 500), Removal('f: r', 'd\n' * 500))
-    report.count(Document('y', 'in', tokens=np.arange(1000, dtype=np.uint32)), Removal('f: r', ''))
+    report.count(Document('x', 'in', ' \n' * 5000 + 'a \n b\t' + 'c' * 500), FilterResult('f: r', 'd\n' * 500))
+    report.count(Document('y', 'in', tokens=np.arange(1000, dtype=np.uint32)), FilterResult('f: r', ''))
     text, tokens = report.removed['f: r'].examples
     assert text.excerpt.startswith('a b ccc')
     assert text.excerpt.endswith('c…')
@@ -80,7 +80,7 @@ def test_excerpts_are_one_short_line():
 
 def test_lines_for_the_console():
     report = report_of(documents(20))
-    report.count(Document('copy.txt', 'in', 'text é 1'), Removal(NEAR_DUPLICATE, '001.txt'))
+    report.count(Document('copy.txt', 'in', 'text é 1'), FilterResult(NEAR_DUPLICATE, '001.txt'))
     assert report.to_lines() == [
         'cleaning: 4 of 21 documents kept, 27 of 199 bytes; 2 of the kept are shortened',
         '  filter: rule 1          6  28.6%  001.txt (1; bound 3)',

@@ -9,7 +9,7 @@ import pytest
 from maxlm.data.documents.document import Document, raise_bad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import Piece, cut, read_documents
+from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def read() -> Callable[..., list[Document]]:
     """(path, target_bytes, on_bad, options by name) → the documents of all pieces of all files of one input."""
 
     def read(path, *, target_bytes: int = 2**40, on_bad=raise_bad, **options) -> list[Document]:
-        pieces = [piece for file in find_inputs([path]) for piece in cut(file, target_bytes)]
+        pieces = [piece for file in find_inputs([path]) for piece in split_file(file, target_bytes)]
         return read_pieces(pieces, on_bad, **options)
 
     return read
@@ -29,17 +29,17 @@ def check_pieces(read) -> Callable[..., None]:
 
     def check(path, targets: Sequence[int], **options) -> None:
         (file,) = find_inputs([path])
-        whole = facts(read_pieces([Piece(file, 0, 0, file.size)], **options))
+        whole = facts(read_pieces([FileRange(file, 0, 0, file.size)], **options))
         assert whole
         counts = set()
         for target in targets:
-            pieces = cut(file, target)
+            pieces = split_file(file, target)
             counts.add(len(pieces))
             assert facts(read_pieces(pieces, **options)) == whole
         assert max(counts) > 2, 'no target cut the file'
         # Were a unit in two pieces, or in none, it would be seen.
-        pieces = cut(file, min(targets))
-        overlapping = [Piece(file, 0, pieces[-1].stop, 0), *pieces[1:]]
+        pieces = split_file(file, min(targets))
+        overlapping = [FileRange(file, 0, pieces[-1].stop, 0), *pieces[1:]]
         assert facts(read_pieces(overlapping, **options)) != whole
         assert facts(read_pieces([piece for piece in pieces if piece.start == 0], **options)) != whole
 

@@ -8,7 +8,7 @@ import zstandard
 
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs, refuse_overlap
-from maxlm.data.formats.file_ranges import cut, read_documents
+from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.errors import InputError
 
 TREE = ('b.txt', 'a/z.py', 'a/y.md', '.hidden.txt', '.git/x.txt', '__pycache__/x.py', 'picture.png', 'skip/x.txt')
@@ -45,7 +45,7 @@ def test_a_directory_gives_its_files_sorted(root):
         (f'{root}/books/{name}', name, 'books', 'text', len(name)) for name in ('a/y.md', 'a/z.py', 'b.txt')
     ]
     assert all(file.version for file in files)
-    documents = [d for file in files for piece in cut(file, 1) for d in read_documents(piece, ReadOptions())]
+    documents = [d for file in files for piece in split_file(file, 1) for d in read_documents(piece, ReadOptions())]
     assert [document.text for document in documents] == ['a/y.md', 'a/z.py', 'b.txt']
     assert 'skip/x.txt' in names([f'{root}/books'])
 
@@ -82,7 +82,7 @@ def test_unknown_files_of_a_directory_are_told_by_their_content(root):
     texts: dict[str, str] = {}
     bad: list[str] = []
     for file in files:
-        for piece in cut(file, 1):
+        for piece in split_file(file, 1):
             texts |= {
                 d.name: d.text for d in read_documents(piece, ReadOptions(), lambda name, reason: bad.append(name))
             }

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from maxlm.data.formats import file_ranges
-from maxlm.data.formats.file_ranges import Piece, cut
+from maxlm.data.formats.file_ranges import FileRange, split_file
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.registry import READERS
 from maxlm.storage import filesystem
@@ -33,9 +33,9 @@ def file(monkeypatch):
 @pytest.mark.parametrize('target', [1, 99, 100, 333, 1000, 5000])
 def test_pieces_cover_all_units_once(file, bounds, target):
     given = file(bounds)
-    made = cut(given, target)
+    made = split_file(given, target)
     if len(made) == 1:
-        assert made == [Piece(given, 0, 0, 1000)] or len(bounds) == 2
+        assert made == [FileRange(given, 0, 0, 1000)] or len(bounds) == 2
         return
     assert made[0].start == 0
     assert made[-1].stop == len(bounds) - 1
@@ -48,15 +48,15 @@ def test_pieces_cover_all_units_once(file, bounds, target):
 
 
 def test_what_fits_or_cannot_be_cut_is_whole(file):
-    assert cut(file(range(101)), 100) == [Piece(file(range(101)), 0, 0, 100)]
-    assert len(cut(file(range(102)), 100)) == 2
-    assert cut(file(()), 1) == [Piece(file(()), 0, 0, 50)]
+    assert split_file(file(range(101)), 100) == [FileRange(file(range(101)), 0, 0, 100)]
+    assert len(split_file(file(range(102)), 100)) == 2
+    assert split_file(file(()), 1) == [FileRange(file(()), 0, 0, 50)]
 
 
 def test_pieces_are_picklable(file):
-    piece = cut(file(range(1000)), 10)[3]
+    piece = split_file(file(range(1000)), 10)[3]
     assert pickle.loads(pickle.dumps(piece)) == piece
-    assert file_ranges.cut(piece.file, 10)[3] == piece
+    assert file_ranges.split_file(piece.file, 10)[3] == piece
 
 
 @pytest.mark.parametrize('name', ['x.parquet', 'x.npz'])
@@ -68,21 +68,21 @@ def test_an_outage_while_cutting_is_not_taken_for_damage(tmp_path, monkeypatch, 
     else:
         pq.write_table(pa.table({'text': [f'{i:0100}' for i in range(400)]}), path, row_group_size=100)
         given = InputFile(str(path), name, 'x', 'parquet', path.stat().st_size, '')
-    assert len(cut(given, 1)) == 4
+    assert len(split_file(given, 1)) == 4
 
     def fail(number):
         def readinto(self, buffer):
             error = OSError(number, os.strerror(number))
-            raise filesystem.fault(str(path), error) from error
+            raise filesystem.error_message(str(path), error) from error
 
         monkeypatch.setattr(filesystem._LocalFile, 'readinto', readinto)
 
     # Pieces that depend on the weather would make other shards of the same input.
     fail(errno.EIO)
     with pytest.raises(StorageError, match=rf'{name}: Input/output error'):
-        cut(given, 1)
+        split_file(given, 1)
     fail(errno.EACCES)
-    assert cut(given, 1) == [Piece(given, 0, 0, given.size)]
+    assert split_file(given, 1) == [FileRange(given, 0, 0, given.size)]
     monkeypatch.undo()
     path.write_bytes(path.read_bytes()[:-20])
-    assert cut(given, 1) == [Piece(given, 0, 0, given.size)]
+    assert split_file(given, 1) == [FileRange(given, 0, 0, given.size)]

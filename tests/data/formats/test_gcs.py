@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import cut, read_documents
+from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.errors import InputError
 from tests.buckets import gcs
 
@@ -28,7 +28,7 @@ def bucket(monkeypatch):
 
 
 def texts(paths, target=10**9):
-    pieces = [piece for file in find_inputs(paths) for piece in cut(file, target)]
+    pieces = [piece for file in find_inputs(paths) for piece in split_file(file, target)]
     return [document.text for piece in pieces for document in read_documents(piece, ReadOptions())], len(pieces)
 
 
@@ -59,7 +59,7 @@ def test_what_is_not_there_is_named(bucket):
     bucket.vanish()
     told = []
     for file in files:
-        for piece in cut(file, 10**9):
+        for piece in split_file(file, 10**9):
             assert list(read_documents(piece, ReadOptions(), lambda name, reason: told.append(reason))) == []
     assert len(told) == len(files)
     assert all(reason.startswith('gs://corpus/web/') and '\n' not in reason for reason in told), told

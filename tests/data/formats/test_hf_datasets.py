@@ -14,7 +14,7 @@ import pytest
 
 from maxlm.data.formats import hf_datasets
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import cut
+from maxlm.data.formats.file_ranges import split_file
 from maxlm.errors import InputError
 
 TEXTS = [f'{i} ü\n' * (i % 7) if i % 5 else None for i in range(100)]
@@ -111,7 +111,7 @@ def test_a_directory_that_is_damaged_is_named(tmp_path, table, left_out):
         (tmp_path / 'set').mkdir(exist_ok=True)
         table.to_parquet(tmp_path / 'set' / f'train-{number}.parquet')
     good = find_inputs([f'hf:{tmp_path}/set'])
-    assert len(cut(good[0], 100)) == 3
+    assert len(split_file(good[0], 100)) == 3
     content = (tmp_path / 'set' / 'train-1.parquet').read_bytes()
     (tmp_path / 'set' / 'train-1.parquet').write_bytes(content[:4] + b'\xff' * 1200 + content[1204:])
     ((name, reason),) = left_out(f'hf:{tmp_path}/set')
@@ -212,7 +212,7 @@ def test_a_name_is_streamed_at_one_commit(the_hub, read):
         1200,
         'commit-of-v2',
     )
-    assert [(piece.start, piece.stop) for piece in cut(file, 400)] == [(0, 1), (1, 2), (2, 3)]
+    assert [(piece.start, piece.stop) for piece in split_file(file, 400)] == [(0, 1), (1, 2), (2, 3)]
     documents = read('hf:org/corpus', target_bytes=400)
     assert [d.text for d in documents] == [text for text in TEXTS if text]
     assert documents[0].name == 'org/corpus#train:0:1'

@@ -23,7 +23,7 @@ from maxlm.data.documents.document import raise_bad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import cut, read_documents
+from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.data.formats.registry import find_format
 from maxlm.data.prepare.summary import summary
 from maxlm.data.prepare.task_results import load_result
@@ -137,7 +137,7 @@ def read_all(name, content, options):
             return [
                 document
                 for file in files
-                for piece in cut(file, 64)
+                for piece in split_file(file, 64)
                 for document in read_documents(piece, options, on_bad)
             ]
 

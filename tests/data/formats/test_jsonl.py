@@ -10,7 +10,7 @@ import zstandard
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats import jsonl, registry
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import Piece, cut, read_documents
+from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
 
@@ -71,7 +71,7 @@ def test_compressed_files_are_the_same_and_whole(tmp_path, read, name, compress)
     (tmp_path / name).write_bytes(compress('\n'.join(LINES).encode()))
     expected = [(d.name.partition(':')[2], d.text) for d in read(tmp_path / 'plain.jsonl')]
     assert [(d.name.partition(':')[2], d.text) for d in read(tmp_path / name)] == expected
-    assert len(cut(find_inputs([tmp_path / name])[0], 1)) == 1
+    assert len(split_file(find_inputs([tmp_path / name])[0], 1)) == 1
 
 
 @pytest.mark.parametrize('suffix', ['gz', 'zst'])
@@ -127,7 +127,7 @@ def test_bad_lines_of_pieces_have_the_number_of_the_whole_file(tmp_path, monkeyp
     count_lines = jsonl._count_lines
     monkeypatch.setattr(jsonl, '_count_lines', lambda *args: counted.append(args) or count_lines(*args))
     for target in (1, 50, 300, 2**20):
-        for piece in cut(file, target):
+        for piece in split_file(file, target):
             list(read_documents(piece, ReadOptions(), lambda *args: bad.append(args)))
         assert [name for name, _ in bad] == ['x.jsonl:21', 'x.jsonl:32']
         # Only for pieces that have something to tell.
@@ -148,14 +148,14 @@ def test_a_file_that_was_cut_since_it_was_listed_is_named(tmp_path):
     (file,) = find_inputs([tmp_path / 'x.jsonl'])
     (tmp_path / 'x.jsonl').write_text('\n'.join(LINES[:3]) + '\n')
     with pytest.raises(InputError, match=rf'x\.jsonl: ends at byte \d+ of {file.size}'):
-        list(read_documents(Piece(file, 0, 0, file.size), ReadOptions()))
+        list(read_documents(FileRange(file, 0, 0, file.size), ReadOptions()))
 
 
 def test_a_storage_that_fails_in_the_middle_is_named(tmp_path, monkeypatch, left_out):
     (tmp_path / 'x.jsonl').write_text('\n'.join(LINES))
 
     def fail(self, buffer):
-        raise filesystem.fault(str(tmp_path / 'x.jsonl'), OSError(5, 'Input/output error'))
+        raise filesystem.error_message(str(tmp_path / 'x.jsonl'), OSError(5, 'Input/output error'))
 
     monkeypatch.setattr(filesystem._LocalFile, 'readinto', fail)
     assert left_out(tmp_path / 'x.jsonl') == [('x.jsonl', f'{tmp_path}/x.jsonl: Input/output error')]

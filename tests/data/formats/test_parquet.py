@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.data.formats import parquet, parquet_pages
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import cut
+from maxlm.data.formats.file_ranges import split_file
 
 TEXTS = [f'{i} ü\n' * (i % 9) if i % 5 else None for i in range(300)]
 
@@ -24,7 +24,7 @@ def test_pieces_give_the_whole(tmp_path, check_pieces, read):
     check_pieces(path, [1, 400, 2000, 2**30])
     expected = [(f'x.parquet:{i}', text) for i, text in enumerate(TEXTS) if text]
     assert [(d.name, d.text) for d in read(path)] == expected
-    assert len(cut(find_inputs([path])[0], 1)) == 9
+    assert len(split_file(find_inputs([path])[0], 1)) == 9
 
 
 @pytest.mark.parametrize('kind', [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])

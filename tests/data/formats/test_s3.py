@@ -14,7 +14,7 @@ from moto.server import ThreadedMotoServer
 
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import cut, read_documents
+from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.errors import InputError
 from maxlm.storage import object_store
 
@@ -58,7 +58,7 @@ def bucket(server, monkeypatch):
 
 
 def read(paths, target):
-    pieces = [piece for file in find_inputs(paths) for piece in cut(file, target)]
+    pieces = [piece for file in find_inputs(paths) for piece in split_file(file, target)]
     return [(d.name, d.text) for piece in pieces for d in read_documents(piece, ReadOptions())]
 
 
@@ -79,7 +79,7 @@ def test_a_bucket_is_read_as_a_directory_is(bucket, tmp_path):
         entry for suffix in ('.txt', '.parquet:') for entry in whole if suffix in entry[0]
     ]
     (archive,) = find_inputs(['s3://corpus/ids/*.npz'])
-    assert len(list(read_documents(cut(archive, 100)[1], ReadOptions()))) == 1
+    assert len(list(read_documents(split_file(archive, 100)[1], ReadOptions()))) == 1
 
 
 def test_the_version_changes_with_the_object(bucket):
@@ -97,7 +97,7 @@ def test_what_is_missing_or_vanishes_is_named(bucket):
     with pytest.raises(InputError, match=r'^s3://nobody: The specified bucket does not exist|No such file'):
         find_inputs(['s3://nobody/*.txt'])
     files = find_inputs(['s3://corpus/web'])
-    pieces = [piece for file in files for piece in cut(file, 1000)]
+    pieces = [piece for file in files for piece in split_file(file, 1000)]
     bucket.rm('corpus/web', recursive=True)
     bucket.invalidate_cache()
     bad = []

@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import Piece, cut, read_documents
+from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.errors import InputError
 
 
@@ -53,8 +53,8 @@ def test_a_file_that_vanishes_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(b'content')
     (file,) = find_inputs([tmp_path / name])
     (tmp_path / name).unlink()
-    (piece,) = cut(file, 100)
-    assert piece == Piece(file, 0, 0, 7)
+    (piece,) = split_file(file, 100)
+    assert piece == FileRange(file, 0, 0, 7)
     with pytest.raises(InputError, match=rf'{name}: No such file or directory'):
         list(read_documents(piece, ReadOptions()))
 

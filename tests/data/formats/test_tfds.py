@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import cut
+from maxlm.data.formats.file_ranges import split_file
 from maxlm.errors import InputError
 
 NUM_EXAMPLES = 150
@@ -143,4 +143,4 @@ def test_damaged_files_are_named(tmp_path, prepare, left_out):
     assert name == 'tiny/1.0.0#train'
     assert reason.startswith(f'tfds:{directory}: ')
     (file,) = find_inputs([f'tfds:{directory}'])
-    assert len(cut(file, 1)) == NUM_EXAMPLES
+    assert len(split_file(file, 1)) == NUM_EXAMPLES

@@ -11,7 +11,7 @@ from maxlm.data.documents.document import raise_bad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats import token_files
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import Piece, cut, read_documents
+from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.errors import InputError
 
 END = 0
@@ -30,7 +30,7 @@ def documents_of(stream, end, longest):
 def read_cut(path, target, **options):
     documents = []
     for file in find_inputs([path]):
-        for piece in cut(file, target):
+        for piece in split_file(file, target):
             documents += read_documents(piece, ReadOptions(**options), raise_bad)
     assert all(document.tokens.dtype == np.uint32 for document in documents)
     return [(document.name.split(':', 1)[1], document.tokens.tolist()) for document in documents]
@@ -93,7 +93,7 @@ def test_archives_give_every_array_in_order(tmp_path, small_chunks, save):
             expected += [(f'{name}:{number * len(row) + first}', ids) for first, ids in documents_of(row, END, 16)]
     for target in (1, 200, 2**20):
         assert read_cut(tmp_path / 'x.npz', target, end_of_document=END) == expected
-    assert [piece.start for piece in cut(find_inputs([tmp_path / 'x.npz'])[0], 1)] == [0, 1, 2]
+    assert [piece.start for piece in split_file(find_inputs([tmp_path / 'x.npz'])[0], 1)] == [0, 1, 2]
 
 
 def test_a_stream_without_ends_is_cut_at_the_limit(tmp_path):
@@ -217,4 +217,4 @@ def test_a_file_that_is_shorter_than_its_pieces_is_named(tmp_path):
     (file,) = find_inputs([tmp_path / 'x.npy'])
     (tmp_path / 'x.npy').write_bytes((tmp_path / 'x.npy').read_bytes()[:1000])
     with pytest.raises(InputError, match=r'x\.npy: has 1000 bytes, not the 2128'):
-        list(read_documents(Piece(file, 500, 2000, 0), ReadOptions()))
+        list(read_documents(FileRange(file, 500, 2000, 0), ReadOptions()))

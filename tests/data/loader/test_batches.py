@@ -11,20 +11,20 @@ import pytest
 
 from maxlm.config.schema import DataConfig
 from maxlm.data.loader.batches import fingerprint_changes, iterate
-from maxlm.data.loader.dataset import open_corpus
-from maxlm.data.loader.windows import Windows
+from maxlm.data.loader.dataset import open_training_data
+from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
 
 DATA = DataConfig(window=16, seed=3, threads=2, prefetch=2)
 
 
 def train_batches(dataset, data, global_batch, rows=None, **options):
-    corpus = open_corpus(dataclasses.replace(data, path=str(dataset.path)))
+    corpus = open_training_data(dataclasses.replace(data, path=str(dataset.path)))
     return corpus.train_batches(global_batch, rows, **options)
 
 
 def validation_batches(dataset, data, global_batch, num_batches=0, rows=None):
-    corpus = open_corpus(dataclasses.replace(data, path=str(dataset.path)))
+    corpus = open_training_data(dataclasses.replace(data, path=str(dataset.path)))
     return corpus.validation_batches(global_batch, num_batches, rows)
 
 
@@ -45,7 +45,7 @@ def assert_equal(batch, other):
 
 
 def test_every_window_once_per_epoch_in_another_order(dataset):
-    windows = Windows(dataset, 'train', DATA.window)
+    windows = Sequences(dataset, 'train', DATA.window)
     count = len(windows)
     global_batch = 5
     assert count % global_batch  # a batch crosses the end of an epoch
@@ -84,7 +84,7 @@ def test_order_does_not_depend_on_workers_or_start(dataset, workers):
     data = DataConfig(window=16, seed=3, threads=2, prefetch=2, workers=workers)
     batches = train_batches(dataset, data, 4)
     # Across several epochs.
-    assert 4 * len(Windows(dataset, 'train', 16)) < 4 * 55
+    assert 4 * len(Sequences(dataset, 'train', 16)) < 4 * 55
     seen = list(iterate(batches, 5, data, 60))
     assert len(seen) == 55
     for step, batch in enumerate(seen, start=5):
@@ -123,7 +123,7 @@ def test_a_closed_iterator_leaves_no_process(dataset):
 
 
 def test_validation_has_every_window_once_and_is_padded(dataset):
-    windows = Windows(dataset, 'validation', 16)
+    windows = Sequences(dataset, 'validation', 16)
     batches = validation_batches(dataset, DATA, 5)
     assert len(windows) % 5
     assert len(batches) == -(-len(windows) // 5)
@@ -161,7 +161,7 @@ def test_fewer_windows_than_rows(make_dataset, count):
     dataset = make_dataset([[[7]] * count], block=8)
     batch = train_batches(dataset, DataConfig(window=2), 8)[0]
     assert batch['tokens'].shape == (8, 2)
-    assert len(set(keys(batch))) <= len(Windows(dataset, 'train', 2))
+    assert len(set(keys(batch))) <= len(Sequences(dataset, 'train', 2))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_first_batches_on_any_number_of_hosts_and_workers(
 
 def test_resuming_twice_across_an_epoch(dataset):
     batches = train_batches(dataset, DATA, 4)
-    per_epoch = len(Windows(dataset, 'train', 16)) // 4
+    per_epoch = len(Sequences(dataset, 'train', 16)) // 4
     whole = [keys(batch) for batch in iterate(batches, 0, DATA, 3 * per_epoch)]
     for first, second in ((1, per_epoch), (per_epoch - 1, per_epoch + 1), (per_epoch, 2 * per_epoch)):
         pieces = [(0, first), (first, second), (second, 3 * per_epoch)]

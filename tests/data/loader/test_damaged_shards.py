@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.dataset.records import load_manifest, verify
-from maxlm.data.loader.windows import Windows
+from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
 from tests.damage import cut, flip, remove
 from tests.faults import how_many, measured
@@ -15,7 +15,7 @@ WIDTH = 64
 
 
 def read(path):
-    windows = Windows(load_manifest(path), 'train', WIDTH)
+    windows = Sequences(load_manifest(path), 'train', WIDTH)
     return [windows.stream(number) for number in range(len(windows))]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import DataConfig
-from maxlm.data.loader.dataset import open_corpus
+from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import InputError
 
 WINDOW = 4
@@ -40,7 +40,7 @@ def origin(batch):
 
 
 def test_shares_and_sources_of_rows(three):
-    corpus = open_corpus(config(three, web=0.5, code=0.3, law=0.2))
+    corpus = open_training_data(config(three, web=0.5, code=0.3, law=0.2))
     assert corpus.names == ('web', 'code', 'law')
     batches = corpus.train_batches(64)
     rows = Counter()
@@ -54,7 +54,7 @@ def test_shares_and_sources_of_rows(three):
 
 
 def test_every_window_of_a_source_once_per_epoch_of_it(three):
-    corpus = open_corpus(config(three, web=0.5, code=0.5))
+    corpus = open_training_data(config(three, web=0.5, code=0.5))
     batches = corpus.train_batches(8)
     rows = [row.tobytes() for step in range(20) for row in batches[step]['tokens'][batches[step]['sources'] == 1]]
     windows = corpus.sources[1].windows('train', corpus.data)
@@ -67,7 +67,7 @@ def test_every_window_of_a_source_once_per_epoch_of_it(three):
 def test_order_is_one_of_seed_and_weights(three):
     def tokens(**changes):
         data = dataclasses.replace(config(three, web=0.5, code=0.3, law=0.2), **changes)
-        return open_corpus(data).train_batches(16)[7]['tokens'].tolist()
+        return open_training_data(data).train_batches(16)[7]['tokens'].tolist()
 
     same = tokens()
     assert tokens(workers=3, threads=1) == same
@@ -77,7 +77,7 @@ def test_order_is_one_of_seed_and_weights(three):
 
 
 def test_validation_has_all_windows_of_all_sources_once(three):
-    corpus = open_corpus(config(three, web=0.9, law=0.1))
+    corpus = open_training_data(config(three, web=0.9, law=0.1))
     batches = corpus.validation_batches(4)
     rows = [tuple(row) for step in range(len(batches)) for row in batches[step]['tokens'].tolist()]
     real = [row for row in rows if any(row)]
@@ -90,25 +90,25 @@ def test_validation_has_all_windows_of_all_sources_once(three):
 def test_sources_within_one_data_set(make_dataset):
     shards = [documents(100, 6), documents(200, 4), documents(300, 5)]
     dataset = make_dataset(shards, sources=('web', 'code', 'web'))
-    corpus = open_corpus(DataConfig(path=str(dataset.path), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(dataset.path), window=WINDOW))
     assert corpus.names == ('web', 'code')
     batch = corpus.train_batches(15)[0]
     assert [(1 if o == 2 else 0) for o in origin(batch)] == batch['sources'].tolist()
     # One of them alone, or with a weight of its own.
     path = str(dataset.path)
-    only = open_corpus(DataConfig(sources=((f'{path}#code', 1.0),), window=WINDOW))
+    only = open_training_data(DataConfig(sources=((f'{path}#code', 1.0),), window=WINDOW))
     assert set(origin(only.train_batches(8)[0])) == {2}
-    weighted = open_corpus(DataConfig(sources=((f'{path}#code', 0.9), (f'{path}#web', 0.1)), window=WINDOW))
+    weighted = open_training_data(DataConfig(sources=((f'{path}#code', 0.9), (f'{path}#web', 0.1)), window=WINDOW))
     assert weighted.names == ('code', 'web')
     assert Counter(weighted.train_batches(1024)[0]['sources'].tolist())[0] == pytest.approx(922, abs=1)
     assert corpus.fingerprint(8) != weighted.fingerprint(8)
-    silent = open_corpus(DataConfig(path=path, window=WINDOW), tell_sources=False)
+    silent = open_training_data(DataConfig(path=path, window=WINDOW), tell_sources=False)
     assert silent.names == ()
     assert 'sources' not in silent.train_batches(4)[0]
 
 
 def test_a_single_source_is_not_told_apart(three):
-    corpus = open_corpus(DataConfig(path=str(three['web'].path), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(three['web'].path), window=WINDOW))
     assert corpus.names == ()
     assert 'sources' not in corpus.train_batches(4)[0]
 
@@ -116,19 +116,19 @@ def test_a_single_source_is_not_told_apart(three):
 def test_two_directories_of_one_name_are_told_by_their_paths(make_dataset):
     paths = [str(make_dataset([documents(100, 9)], directory=f'{parent}').path) for parent in ('a', 'b')]
     inner = [f'{path}#texts' for path in paths]
-    assert open_corpus(DataConfig(sources=((inner[0], 1), (inner[1], 1)), window=WINDOW)).names == tuple(inner)
+    assert open_training_data(DataConfig(sources=((inner[0], 1), (inner[1], 1)), window=WINDOW)).names == tuple(inner)
 
 
 def test_what_a_checkpoint_remembers(three):
-    facts = open_corpus(config(three, web=0.5, code=0.5)).fingerprint(8)
+    facts = open_training_data(config(three, web=0.5, code=0.5)).fingerprint(8)
     assert json.loads(json.dumps(facts)) == facts
     assert facts['weight web'] == 0.5
-    assert open_corpus(config(three, web=0.5, code=0.4)).fingerprint(8) != facts
-    assert open_corpus(config(three, web=0.5, law=0.5)).fingerprint(8) != facts
+    assert open_training_data(config(three, web=0.5, code=0.4)).fingerprint(8) != facts
+    assert open_training_data(config(three, web=0.5, law=0.5)).fingerprint(8) != facts
 
 
 def test_bytes_of_validation_text_are_known_of_all_sources_or_of_none(three, make_dataset):
-    corpus = open_corpus(config(three, web=0.5, code=0.5))
+    corpus = open_training_data(config(three, web=0.5, code=0.5))
     tokens, text_bytes = corpus.validation_counts
     assert tokens == 2 * 5 * 4
     assert text_bytes == 0  # written from tokens
@@ -149,12 +149,12 @@ def test_bytes_of_validation_text_are_known_of_all_sources_or_of_none(three, mak
 def test_bad_sources_are_named(three, make_dataset):
     web = str(three['web'].path)
     with pytest.raises(InputError, match=r"no source 'cod'; it has: texts"):
-        open_corpus(DataConfig(sources=((f'{web}#cod', 1.0),), window=WINDOW))
+        open_training_data(DataConfig(sources=((f'{web}#cod', 1.0),), window=WINDOW))
     with pytest.raises(InputError, match='holds no data set'):
-        open_corpus(DataConfig(sources=((web, 1.0), (f'{web}x', 1.0)), window=WINDOW))
+        open_training_data(DataConfig(sources=((web, 1.0), (f'{web}x', 1.0)), window=WINDOW))
     empty = make_dataset([[]], directory='empty')
     with pytest.raises(InputError, match='empty: the train split is empty'):
-        open_corpus(DataConfig(sources=((web, 1.0), (str(empty.path), 1.0)), window=WINDOW)).train_batches(4)
+        open_training_data(DataConfig(sources=((web, 1.0), (str(empty.path), 1.0)), window=WINDOW)).train_batches(4)
     without = make_dataset([documents(100, 9)], directory='without')
     with pytest.raises(InputError, match='without: the validation split is empty'):
-        open_corpus(DataConfig(path=str(without.path), window=WINDOW)).validation_batches(4)
+        open_training_data(DataConfig(path=str(without.path), window=WINDOW)).validation_batches(4)

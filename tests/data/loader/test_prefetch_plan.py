@@ -10,8 +10,8 @@ import pytest
 
 from maxlm.data.loader.batches import TrainingRows
 from maxlm.data.loader.mixture import Mixture
-from maxlm.data.loader.prefetch_plan import readings
-from maxlm.data.loader.shuffle import Order
+from maxlm.data.loader.prefetch_plan import upcoming_reads
+from maxlm.data.loader.shuffle import ShuffledIndex
 
 SHARDS = ([30, 5, 0, 41, 22], [7, 9, 4])
 
@@ -19,7 +19,7 @@ SHARDS = ([30, 5, 0, 41, 22], [7, 9, 4])
 @pytest.mark.parametrize('pool_shards', [0, 1, 2])
 @pytest.mark.parametrize('start', [0, 3, 40])
 def test_readings_are_what_the_steps_read(pool_shards, start):
-    orders = [Order(shards, seed=seed, pool_shards=pool_shards) for seed, shards in enumerate(SHARDS)]
+    orders = [ShuffledIndex(shards, seed=seed, pool_shards=pool_shards) for seed, shards in enumerate(SHARDS)]
     rows, batch, stop = TrainingRows(Mixture([0.7, 0.3], seed=2), orders), 6, start + 60
     firsts = [list(itertools.accumulate(shards, initial=0)) for shards in SHARDS]
     read = defaultdict(set)
@@ -28,7 +28,7 @@ def test_readings_are_what_the_steps_read(pool_shards, start):
             part, window = rows.locate(row)
             shard = next(s for s in reversed(range(len(SHARDS[part]))) if firsts[part][s] <= window)
             read[part, step].add(shard)
-    announced = list(itertools.takewhile(lambda r: r.first_step < stop, readings(rows, batch, start)))
+    announced = list(itertools.takewhile(lambda r: r.first_step < stop, upcoming_reads(rows, batch, start)))
     assert [r.first_step for r in announced] == sorted(r.first_step for r in announced)
     assert announced[0].first_step == start
     for (part, step), shards in read.items():

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from maxlm.data.loader.shuffle import TABLE_SIZE, VERSION, Order, permuted
+from maxlm.data.loader.shuffle import TABLE_SIZE, VERSION, ShuffledIndex, feistel_permutation
 
 SHARDS = [5, 0, 17, 1, 40, 8, 3]
 
@@ -19,35 +19,35 @@ def epoch(order, number=0):
 @pytest.mark.parametrize('pool_shards', [0, 1, 2, 3, 100])
 @pytest.mark.parametrize('seed', [0, 7])
 def test_every_window_once_per_epoch_and_another_order_in_each(pool_shards, seed):
-    order = Order(SHARDS, seed=seed, pool_shards=pool_shards)
+    order = ShuffledIndex(SHARDS, seed=seed, pool_shards=pool_shards)
     epochs = [epoch(order, number) for number in range(5)]
     assert all(sorted(windows) == list(range(sum(SHARDS))) for windows in epochs)
     assert len({tuple(windows) for windows in epochs}) == 5
     assert list(range(sum(SHARDS))) not in epochs
     # Epoch 1 of a seed is not epoch 0 of the next.
-    assert epochs[1] != epoch(Order(SHARDS, seed=seed + 1, pool_shards=pool_shards))
+    assert epochs[1] != epoch(ShuffledIndex(SHARDS, seed=seed + 1, pool_shards=pool_shards))
     assert epochs[0] == epoch(pickle.loads(pickle.dumps(order)))
 
 
 @pytest.mark.parametrize('size', [1, 2, 3, TABLE_SIZE - 1, TABLE_SIZE, TABLE_SIZE + 1])
 def test_a_permutation_has_every_item_once(size):
-    items = [permuted(place, size, seed=5) for place in range(size)]
+    items = [feistel_permutation(place, size, seed=5) for place in range(size)]
     assert sorted(items) == list(range(size))
     if size > 3:
-        assert items[:100] != [permuted(place, size, seed=6) for place in range(min(size, 100))]
+        assert items[:100] != [feistel_permutation(place, size, seed=6) for place in range(min(size, 100))]
 
 
 def test_the_order_is_the_one_that_runs_were_begun_with():
     # Of a table, of pools, and of the cipher. Whoever changes these numbers raises VERSION.
     assert VERSION == 2
-    assert epoch(Order([5, 5], seed=7), 3) == [8, 9, 6, 2, 5, 1, 4, 7, 0, 3]
-    assert epoch(Order([3, 2, 4, 1], seed=7, pool_shards=2)) == [5, 7, 2, 8, 0, 6, 1, 4, 9, 3]
-    large = Order([10**6], seed=7)
+    assert epoch(ShuffledIndex([5, 5], seed=7), 3) == [8, 9, 6, 2, 5, 1, 4, 7, 0, 3]
+    assert epoch(ShuffledIndex([3, 2, 4, 1], seed=7, pool_shards=2)) == [5, 7, 2, 8, 0, 6, 1, 4, 9, 3]
+    large = ShuffledIndex([10**6], seed=7)
     assert [large[place] for place in range(4)] == [656678, 217238, 575118, 649776]
 
 
 def test_a_pool_has_its_own_shards_and_their_order_changes():
-    order = Order(SHARDS, seed=3, pool_shards=2)
+    order = ShuffledIndex(SHARDS, seed=3, pool_shards=2)
     firsts = np.cumsum([0, *SHARDS])
     orders = []
     for number in range(4):
@@ -69,7 +69,7 @@ def test_a_pool_has_its_own_shards_and_their_order_changes():
 
 @pytest.mark.parametrize('pool_shards', [0, 2])
 def test_spans_begin_with_the_one_that_a_place_is_in(pool_shards):
-    order = Order(SHARDS, seed=3, pool_shards=pool_shards)
+    order = ShuffledIndex(SHARDS, seed=3, pool_shards=pool_shards)
     for place in range(2 * len(order)):
         span = next(order.spans(place))
         assert span.start <= place < span.stop
@@ -77,7 +77,7 @@ def test_spans_begin_with_the_one_that_a_place_is_in(pool_shards):
 
 def test_a_permutation_of_more_windows_than_an_index_could_hold():
     # 10¹² windows in 100 000 shards: a table of them would take 8 TB.
-    order = Order([10**7] * 10**5, seed=1)
+    order = ShuffledIndex([10**7] * 10**5, seed=1)
     places = [order[place] for place in range(20_000)]
     assert len(set(places)) == len(places)
     assert min(places) >= 0
@@ -99,7 +99,7 @@ def chi_square(windows, bins):
     ('count', 'seed'), [*((1_000, seed) for seed in range(5)), (20_000, 0), (20_000, 1), (65_537, 0)]
 )
 def test_as_well_mixed_as_a_true_permutation(count, seed):
-    windows = np.array(epoch(Order([count // 2, count - count // 2], seed=seed)))
+    windows = np.array(epoch(ShuffledIndex([count // 2, count - count // 2], seed=seed)))
     # Of a true permutation the mean of |window - place| is (n² - 1) / 3n, with a standard deviation near n / √n · 0.3.
     distance = np.abs(windows - np.arange(count)).mean()
     assert abs(distance - (count**2 - 1) / (3 * count)) < 4 * 0.3 * np.sqrt(count)

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from maxlm.data.loader.skipped_batches import RemainingBatches, data_step, skip_steps
+from maxlm.data.loader.skipped_batches import SkippingBatches, data_index, skip_steps
 
 
 def remaining(skips, number=100):
@@ -17,7 +17,7 @@ def remaining(skips, number=100):
 @pytest.mark.parametrize('skips', [(), ((0, 3),), ((5, 6),), ((5, 9), (10, 12)), ((0, 1), (2, 3), (4, 40))])
 def test_steps_have_the_batches_that_remain(skips):
     wanted = remaining(skips)
-    assert [data_step(step, skips) for step in range(len(wanted))] == wanted
+    assert [data_index(step, skips) for step in range(len(wanted))] == wanted
     # Control: with anything left out, it is another order.
     assert (wanted == list(range(100))) == (skips == ())
 
@@ -53,8 +53,8 @@ def test_steps_go_as_if_taken_out_of_the_list_of_those_that_remained():
 
 
 def test_batches_that_remain():
-    batches = RemainingBatches([10, 11, 12, 13, 14, 15], ((1, 3), (5, 6)))
+    batches = SkippingBatches([10, 11, 12, 13, 14, 15], ((1, 3), (5, 6)))
     assert [batches[step] for step in range(len(batches))] == [10, 13, 14]
     again = pickle.loads(pickle.dumps(batches))
     assert again[1] == 13
-    assert len(RemainingBatches([1, 2, 3], ())) == 3
+    assert len(SkippingBatches([1, 2, 3], ())) == 3

@@ -8,7 +8,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxlm.data.dataset.token_reader import TokenReader
-from maxlm.data.loader.windows import Windows, window_batch
+from maxlm.data.loader.windows import Sequences, window_batch
 
 BLOCK = 8
 LENGTHS = [2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1000]
@@ -41,7 +41,7 @@ def slow_windows(shards, length, *, isolate_documents):
 @pytest.mark.parametrize('length', LENGTHS)
 def test_windows_equal_the_definition(make_dataset, random_shards, length, isolate_documents):
     dataset = make_dataset(random_shards, block=BLOCK)
-    windows = Windows(dataset, 'train', length, isolate_documents=isolate_documents)
+    windows = Sequences(dataset, 'train', length, isolate_documents=isolate_documents)
     expected = slow_windows(random_shards, length, isolate_documents=isolate_documents)
     assert len(windows) == len(expected)
     for i, reference in enumerate(expected):
@@ -53,7 +53,7 @@ def test_windows_equal_the_definition(make_dataset, random_shards, length, isola
 
 def test_isolation_changes_the_windows(make_dataset, random_shards):
     dataset = make_dataset(random_shards, block=BLOCK)
-    isolated, joined = (Windows(dataset, 'train', 100, isolate_documents=isolate)[0] for isolate in (True, False))
+    isolated, joined = (Sequences(dataset, 'train', 100, isolate_documents=isolate)[0] for isolate in (True, False))
     np.testing.assert_array_equal(isolated['tokens'], joined['tokens'])
     np.testing.assert_array_equal(isolated['weights'], joined['weights'])
     assert (isolated['segments'] != joined['segments']).any()
@@ -64,8 +64,8 @@ def test_isolation_changes_the_windows(make_dataset, random_shards):
 @pytest.mark.parametrize('parts', [2, 4])
 def test_windows_that_are_cut_are_shorter_windows(make_dataset, random_shards, parts, isolate_documents):
     dataset = make_dataset(random_shards, block=BLOCK)
-    long = Windows(dataset, 'train', 16, isolate_documents=isolate_documents)
-    short = Windows(dataset, 'train', 16 // parts, isolate_documents=isolate_documents)
+    long = Sequences(dataset, 'train', 16, isolate_documents=isolate_documents)
+    short = Sequences(dataset, 'train', 16 // parts, isolate_documents=isolate_documents)
     cut = long.batch([long.stream(number) for number in range(len(long))], parts=parts)
     assert {rows.shape for rows in cut.values()} == {(len(long) * parts, 16 // parts)}
     rows = [{name: rows[i] for name, rows in cut.items()} for i in range(len(long) * parts)]
@@ -93,7 +93,7 @@ def test_every_token_is_a_target_once_unless_it_begins_a_document(make_dataset, 
     # Every token gets a number of its own, so that targets can be counted by value.
     numbers = itertools.count(1)
     shards = [[[next(numbers) for _ in document] for document in documents] for documents in random_shards]
-    windows = Windows(make_dataset(shards, block=BLOCK), 'train', length)
+    windows = Sequences(make_dataset(shards, block=BLOCK), 'train', length)
     weighted = np.concatenate([w['targets'][w['weights'] > 0] for w in map(windows.__getitem__, range(len(windows)))])
     documents = [document for documents in shards for document in documents]
     expected = [token for document in documents for token in document[1:]]
@@ -118,7 +118,7 @@ def test_records_hold_overlapping_blocks(make_dataset, random_shards):
 
 
 def test_pickled_windows_read_the_same(make_dataset, random_shards):
-    windows = Windows(make_dataset(random_shards), 'train', 7)
+    windows = Sequences(make_dataset(random_shards), 'train', 7)
     before = windows[3]['tokens']
     copy = pickle.loads(pickle.dumps(windows))
     np.testing.assert_array_equal(copy[3]['tokens'], before)
@@ -126,7 +126,7 @@ def test_pickled_windows_read_the_same(make_dataset, random_shards):
 
 
 def test_indices_outside_are_refused(make_dataset, random_shards):
-    windows = Windows(make_dataset(random_shards), 'train', 7)
+    windows = Sequences(make_dataset(random_shards), 'train', 7)
     for index in (-1, len(windows)):
         with pytest.raises(IndexError):
             windows[index]

@@ -7,12 +7,12 @@ import pytest
 
 from maxlm.data.documents.document import Document
 from maxlm.data.documents.read_options import ReadOptions
-from maxlm.data.filters.base import Removal
+from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.prepare.build_manifest import assemble, without_duplicates
 from maxlm.data.prepare.choose_validation import ValidationChoice
-from maxlm.data.prepare.partitions import Reading, make_groups
+from maxlm.data.prepare.partitions import ReadSettings, make_partitions
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.data.tokenizer.tokenizer import ids_tokenizer
 from maxlm.errors import InputError
@@ -28,8 +28,8 @@ def tasks(tmp_path):
     (output / 'work').mkdir(parents=True)
     tokenizer = ids_tokenizer(10, 9)
     tokenizer.save(output / 'tokenizer.json')
-    reading = Reading(ReadOptions(end_of_document=9, vocab_size=10), skip_bad=False)
-    groups = make_groups(find_inputs([tmp_path / 'a.txt', tmp_path / 'b.npy', tmp_path / 'c.txt']), [])
+    reading = ReadSettings(ReadOptions(end_of_document=9, vocab_size=10), skip_bad=False)
+    groups = make_partitions(find_inputs([tmp_path / 'a.txt', tmp_path / 'b.npy', tmp_path / 'c.txt']), [])
     made = [
         WriteShards(output, output / 'work', group, reading, None, (), ValidationChoice(0), tokenizer.sha256, None, 8)
         for group in groups
@@ -82,9 +82,9 @@ def test_duplicates_come_off_what_the_filters_kept():
     first, second, third = (Document(name, 's', text) for name, text in (('a', 'xx'), ('b', 'yyyy'), ('c', 'zzzzzz')))
     filtered, duplicates = CleaningReport(), CleaningReport()
     filtered.count(first, first)
-    filtered.count(second, Removal('code: lines', 'd'))
+    filtered.count(second, FilterResult('code: lines', 'd'))
     filtered.count(third, Document('c', 's', 'zzz'))
-    duplicates.count(Document('c', 's', 'zzz'), Removal('duplicate: exact', 'a'))
+    duplicates.count(Document('c', 's', 'zzz'), FilterResult('duplicate: exact', 'a'))
     duplicates.shortened_documents = 1
     report = without_duplicates(filtered, duplicates)
     assert (report.documents, report.bytes) == (3, 12)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import DataConfig
-from maxlm.data.chat.token_flags import ids_of, is_predicted
+from maxlm.data.chat.token_flags import is_target, token_ids
 from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.data.dataset.token_reader import TokenReader
-from maxlm.data.loader.dataset import open_corpus
-from maxlm.data.loader.windows import Windows
+from maxlm.data.loader.dataset import open_training_data
+from maxlm.data.loader.windows import Sequences
 from maxlm.data.prepare import partitions
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
@@ -74,7 +74,7 @@ def learned_in_shards(dataset):
         reader = TokenReader(dataset, split.shards)
         for number, shard in enumerate(split.shards):
             stream = reader.read(number, 0, shard.tokens)
-            found += runs_of(dataset, ids_of(stream), is_predicted(stream))
+            found += runs_of(dataset, token_ids(stream), is_target(stream))
     return found
 
 
@@ -128,7 +128,7 @@ def test_packed_windows_are_of_whole_conversations(tmp_path):
     dataset = load_manifest(tmp_path / 'data')
     assert dataset.packed_window == 512
     assert sorted(learned_in_shards(dataset)) == sorted(f'{answer}<|im_end|>' for answer in answers)
-    corpus = open_corpus(DataConfig(path=str(tmp_path / 'data'), window=512, seed=3))
+    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), window=512, seed=3))
     batches = corpus.train_batches(2)
     steps = -(-corpus.training_windows // 2)
     learned = learned_in_batches(corpus, batches, steps)
@@ -143,7 +143,7 @@ def test_packed_windows_are_of_whole_conversations(tmp_path):
         names = {start[i].content for i in firsts.tolist()}
         assert names <= {'<|im_start|>', '<|endoftext|>'}
         assert '<|im_start|>' in names
-    other = open_corpus(DataConfig(path=str(tmp_path / 'data'), window=512, seed=4)).train_batches(2)
+    other = open_training_data(DataConfig(path=str(tmp_path / 'data'), window=512, seed=4)).train_batches(2)
     assert any((other[i]['tokens'] != batches[i]['tokens']).any() for i in range(steps))
 
 
@@ -151,14 +151,14 @@ def test_other_windows_than_the_packed_ones_are_refused(tmp_path):
     write(tmp_path / 'x.jsonl', ['alpaca'])
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack_window', 128) == EXIT_DONE
     config = DataConfig(path=str(tmp_path / 'data'), window=128)
-    assert open_corpus(config).training_windows > 0
+    assert open_training_data(config).training_windows > 0
     for changed, told in (
         ({'window': 64}, ['data.window=64', 'windows of 128 tokens', '--pack_window=64']),
         ({'context_schedule': ((64, 0.5),)}, ['data.context_schedule', 'windows of 128 tokens']),
         ({'window': 64, 'sources': ((str(tmp_path / 'data'), 1.0),)}, ['data.window=64']),
     ):
         with pytest.raises(InputError) as info:
-            open_corpus(dataclasses.replace(config, **changed))
+            open_training_data(dataclasses.replace(config, **changed))
         assert all(part in str(info.value) for part in told)
 
 
@@ -173,12 +173,12 @@ def test_masks_survive_mixtures_with_texts(tmp_path):
     assert not (plain.path / 'chat_template.jinja').exists()
     for names in (('chats', 'plain'), ('plain', 'chats')):
         sources = tuple((str(tmp_path / name), 0.5) for name in names)
-        corpus = open_corpus(DataConfig(sources=sources, window=256))
+        corpus = open_training_data(DataConfig(sources=sources, window=256))
         batches = corpus.train_batches(8)
         learned = set()
         for step in range(8):
             batch = batches[step]
-            alone = {name: Windows(load_manifest(tmp_path / name), 'train', 256) for name in names}
+            alone = {name: Sequences(load_manifest(tmp_path / name), 'train', 256) for name in names}
             for row, source in enumerate(batch['sources'].tolist()):
                 place = batches.order.locate(8 * step + row)
                 expected = alone[names[source]][place[1]]
@@ -197,17 +197,17 @@ def test_windows_that_are_not_packed_cut_conversations_but_not_masks(tmp_path):
     dataset = load_manifest(tmp_path / 'data')
     (shard,) = dataset.splits['train'].shards
     stream = TokenReader(dataset, [shard]).read(0, 0, shard.tokens)
-    windows = Windows(dataset, 'train', 64)
+    windows = Sequences(dataset, 'train', 64)
     rows = [windows[number] for number in range(len(windows))]
     predicted = np.concatenate([row['weights'] for row in rows])[: shard.tokens - 1] > 0
-    np.testing.assert_array_equal(predicted, is_predicted(stream)[1:])
+    np.testing.assert_array_equal(predicted, is_target(stream)[1:])
     targets = np.concatenate([row['targets'] for row in rows])[: shard.tokens - 1]
-    np.testing.assert_array_equal(targets, ids_of(stream)[1:])
+    np.testing.assert_array_equal(targets, token_ids(stream)[1:])
     # Cut once more, as by a schedule of the context.
     cut = windows.batch([windows.stream(number) for number in range(len(windows))], parts=4)
-    np.testing.assert_array_equal(cut['weights'].reshape(-1)[: shard.tokens - 1] > 0, is_predicted(stream)[1:])
+    np.testing.assert_array_equal(cut['weights'].reshape(-1)[: shard.tokens - 1] > 0, is_target(stream)[1:])
     assert cut['positions'].max() < 16
-    long, joined = (Windows(dataset, 'train', 512, isolate_documents=isolate)[0] for isolate in (True, False))
+    long, joined = (Sequences(dataset, 'train', 512, isolate_documents=isolate)[0] for isolate in (True, False))
     assert joined['segments'].max() == 1 < long['segments'].max()
     np.testing.assert_array_equal(joined['weights'], long['weights'])
 
@@ -346,7 +346,7 @@ def test_of_a_completion_the_end_alone_is_learned(tmp_path):
         for split in dataset.splits.values():
             for number, shard in enumerate(split.shards):
                 stream = TokenReader(dataset, split.shards).read(number, 0, shard.tokens)
-                learned += tokenizer.decode(ids_of(stream[is_predicted(stream)]))
+                learned += tokenizer.decode(token_ids(stream[is_target(stream)]))
         assert sorted(learned.split('<|endoftext|>')[:-1]) == sorted(line['completion'] for line in lines)
 
 

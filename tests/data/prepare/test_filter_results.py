@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.documents.document import Document
-from maxlm.data.prepare.filter_results import Checksum, Sieve, Verdict, Verdicts
+from maxlm.data.prepare.filter_results import Checksum, DocumentFilter, FilterDecision, FilterDecisions
 from maxlm.errors import InputError
 
 
@@ -14,12 +14,12 @@ def document(name, text='Five words are in here.'):
 
 DOCUMENTS = [document(name) for name in 'abcde'] + [document('f', 'no end here\n' + 'This one line has an end.\n' * 6)]
 CODES = [
-    Verdict.KEPT,
-    Verdict.FILTERED,
-    Verdict.EXACT_DUPLICATE,
-    Verdict.NEAR_DUPLICATE,
-    Verdict.KEPT,
-    Verdict.SHORTENED,
+    FilterDecision.KEPT,
+    FilterDecision.FILTERED,
+    FilterDecision.EXACT_DUPLICATE,
+    FilterDecision.NEAR_DUPLICATE,
+    FilterDecision.KEPT,
+    FilterDecision.SHORTENED,
 ]
 
 
@@ -28,11 +28,11 @@ def verdicts_on(documents, codes):
     for one in documents:
         checksum.add(one)
     array = np.array(codes, np.uint8)
-    return Verdicts(array, checksum.value(), array == Verdict.SHORTENED, {2: 'a'})
+    return FilterDecisions(array, checksum.value(), array == FilterDecision.SHORTENED, {2: 'a'})
 
 
 def test_what_is_kept_goes_through():
-    sieve = Sieve('group', verdicts_on(DOCUMENTS, CODES), ('c4',))
+    sieve = DocumentFilter('group', verdicts_on(DOCUMENTS, CODES), ('c4',))
     # However they come.
     kept = [*sieve.keep(DOCUMENTS[:3]), *sieve.keep(DOCUMENTS[3:])]
     sieve.finish()
@@ -46,7 +46,7 @@ def test_what_is_kept_goes_through():
 
 
 def test_without_verdicts_all_goes_through():
-    sieve = Sieve('group', None, ())
+    sieve = DocumentFilter('group', None, ())
     assert sieve.keep(DOCUMENTS) == DOCUMENTS
     sieve.finish()
 
@@ -62,7 +62,7 @@ def test_without_verdicts_all_goes_through():
     ],
 )
 def test_other_documents_are_noticed(other):
-    sieve = Sieve('x.txt', verdicts_on(DOCUMENTS, CODES), ('c4',))
+    sieve = DocumentFilter('x.txt', verdicts_on(DOCUMENTS, CODES), ('c4',))
 
     def all_of_it():
         sieve.keep(other)
@@ -75,14 +75,14 @@ def test_other_documents_are_noticed(other):
 def test_verdicts_are_written(tmp_path):
     verdicts = verdicts_on(DOCUMENTS, CODES)
     verdicts.save(tmp_path / 'v.json', 'mine')
-    loaded = Verdicts.load(tmp_path / 'v.json', 'mine')
+    loaded = FilterDecisions.load(tmp_path / 'v.json', 'mine')
     assert loaded is not None
     assert (loaded.codes.tolist(), loaded.checksum, loaded.kept_names) == (CODES, verdicts.checksum, {2: 'a'})
     assert loaded.shortened.tolist() == [False] * 5 + [True]
-    assert Verdicts.load(tmp_path / 'v.json', 'other') is None
-    assert Verdicts.load(tmp_path / 'missing.json', 'mine') is None
+    assert FilterDecisions.load(tmp_path / 'v.json', 'other') is None
+    assert FilterDecisions.load(tmp_path / 'missing.json', 'mine') is None
     (tmp_path / 'v.json').write_text('{"identity": "mine"}')
-    assert Verdicts.load(tmp_path / 'v.json', 'mine') is None
+    assert FilterDecisions.load(tmp_path / 'v.json', 'mine') is None
 
 
 def test_tokens_are_counted_too():

@@ -9,9 +9,9 @@ from maxlm.data.documents.document import Document
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.executors.executor import TransientError
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import Piece
+from maxlm.data.formats.file_ranges import FileRange
 from maxlm.data.prepare import partitions as groups_module
-from maxlm.data.prepare.partitions import Group, Reading, make_groups, read_batches
+from maxlm.data.prepare.partitions import Partition, ReadSettings, make_partitions, read_batches
 from maxlm.errors import InputError
 from maxlm.storage.filesystem import StorageError
 
@@ -33,7 +33,7 @@ def corpus(tmp_path):
 
 
 def names(groups, *, skip_bad=False, left_out=None):
-    reading = Reading(ReadOptions(), skip_bad)
+    reading = ReadSettings(ReadOptions(), skip_bad)
     batches = [
         batch for group in groups for batch in read_batches(group, reading, [] if left_out is None else left_out)
     ]
@@ -41,7 +41,7 @@ def names(groups, *, skip_bad=False, left_out=None):
 
 
 def test_groups_hold_everything_once_and_one_source_each(corpus, small):
-    groups = make_groups(find_inputs(corpus), [])
+    groups = make_partitions(find_inputs(corpus), [])
     assert len(groups) > 10
     assert [group.number for group in groups] == list(range(len(groups)))
     for group in groups:
@@ -49,25 +49,25 @@ def test_groups_hold_everything_once_and_one_source_each(corpus, small):
         assert 0 < group.size < 600
     found = names(groups)
     assert len(found) == len(set(found)) == 92
-    assert found == names(make_groups(find_inputs(corpus), []))
+    assert found == names(make_partitions(find_inputs(corpus), []))
     # Control: with the usual size there is one group per source, and the same documents.
     groups_module.MIN_GROUP_BYTES = 2**21
-    usual = make_groups(find_inputs(corpus), [])
+    usual = make_partitions(find_inputs(corpus), [])
     assert [group.source for group in usual] == ['a', 'b.jsonl']
     assert names(usual) == found
 
 
 def test_what_is_held_out_comes_last(corpus, small):
-    groups = make_groups(find_inputs(corpus[1:]), find_inputs(corpus[:1]))
+    groups = make_partitions(find_inputs(corpus[1:]), find_inputs(corpus[:1]))
     held_out = [group.held_out for group in groups]
     assert held_out == sorted(held_out)
     assert {group.source for group in groups if group.held_out} == {'a'}
 
 
 def test_the_identity_is_of_all_that_is_read(corpus):
-    group = make_groups(find_inputs(corpus), [])[1]
+    group = make_partitions(find_inputs(corpus), [])[1]
     piece = group.pieces[0]
-    assert group.identity == make_groups(find_inputs(corpus), [])[1].identity
+    assert group.identity == make_partitions(find_inputs(corpus), [])[1].identity
     others = [
         dataclasses.replace(group, number=7),
         dataclasses.replace(group, held_out=True),
@@ -82,14 +82,14 @@ def test_the_identity_is_of_all_that_is_read(corpus):
     # Where it lies does not count.
     moved = dataclasses.replace(piece, file=dataclasses.replace(piece.file, path='/elsewhere'))
     assert dataclasses.replace(group, pieces=(moved,)).identity == group.identity
-    reading = Reading(ReadOptions(), skip_bad=False)
-    assert reading.identity != Reading(ReadOptions(), skip_bad=True).identity
-    assert reading.identity != Reading(ReadOptions(text_key='body'), skip_bad=False).identity
+    reading = ReadSettings(ReadOptions(), skip_bad=False)
+    assert reading.identity != ReadSettings(ReadOptions(), skip_bad=True).identity
+    assert reading.identity != ReadSettings(ReadOptions(text_key='body'), skip_bad=False).identity
 
 
 def test_batches_reach_over_files_and_account_for_all_bytes(corpus, monkeypatch):
-    group = make_groups(find_inputs(corpus[:1]), [])[0]
-    reading = Reading(ReadOptions(), skip_bad=False)
+    group = make_partitions(find_inputs(corpus[:1]), [])[0]
+    reading = ReadSettings(ReadOptions(), skip_bad=False)
     for characters, expected in ((10**6, [12]), (200, [6, 3, 2, 1]), (1, [1] * 12)):
         monkeypatch.setattr(groups_module, 'BATCH_CHARACTERS', characters)
         batches = list(read_batches(group, reading, []))
@@ -113,7 +113,7 @@ def failing_group(tmp_path, monkeypatch, cause):
 
     monkeypatch.setattr(groups_module, 'read_documents', read)
     files = find_inputs([tmp_path])
-    return Group(0, tuple(Piece(file, 0, 0, file.size) for file in files), held_out=False)
+    return Partition(0, tuple(FileRange(file, 0, 0, file.size) for file in files), held_out=False)
 
 
 @pytest.mark.parametrize('skip_bad', [False, True])
@@ -134,6 +134,6 @@ def test_a_file_that_is_gone_is_bad(tmp_path, monkeypatch):
 
 
 def test_messages_say_where_a_group_begins(corpus, small):
-    groups = make_groups(find_inputs(corpus), [])
+    groups = make_partitions(find_inputs(corpus), [])
     assert groups[0].name.endswith('a/00.txt and 5 more files')
     assert groups[-1].name.endswith(f'b.jsonl from {groups[-1].pieces[0].start:,}')

@@ -9,10 +9,10 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.executors.local_executor import InProcess
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.prepare import pipeline
-from maxlm.data.prepare.partitions import Reading, make_groups
-from maxlm.data.prepare.pipeline import Means, Recipe, prepare, remove_leftovers
+from maxlm.data.prepare.partitions import ReadSettings, make_partitions
+from maxlm.data.prepare.pipeline import ExecutionOptions, PrepareConfig, prepare, remove_leftovers
 from maxlm.data.prepare.scan import Cleaning
-from maxlm.data.tokenizer.fim import Infill
+from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 
 NOTHING = Cleaning((), 'none', 0.8)
@@ -28,11 +28,11 @@ def make(tmp_path):
         (texts / f'{i}.txt').write_text(f'text {i // 2}')
 
     def make(tokenizer='bytes', cleaning=NOTHING, infill=None):
-        reading = Reading(ReadOptions(), skip_bad=False)
-        recipe = Recipe(tokenizer, reading, cleaning, 0.0, infill, 16, {'tokenizer': tokenizer})
+        reading = ReadSettings(ReadOptions(), skip_bad=False)
+        recipe = PrepareConfig(tokenizer, reading, cleaning, 0.0, infill, 16, {'tokenizer': tokenizer})
         with InProcess() as engine:
-            means = Means(engine, retries=0, skip_failed=False, show_progress=False)
-            return prepare(recipe, make_groups(find_inputs([texts]), []), output, means)
+            means = ExecutionOptions(engine, retries=0, skip_failed=False, show_progress=False)
+            return prepare(recipe, make_partitions(find_inputs([texts]), []), output, means)
 
     return make
 
@@ -74,4 +74,4 @@ def test_the_tokenizer_is_of_the_same_recipe(make, monkeypatch):
 
 
 def test_infill_gives_the_tokenizer_its_tokens(make):
-    assert make(infill=Infill()).vocab_size == 260
+    assert make(infill=FimConfig()).vocab_size == 260

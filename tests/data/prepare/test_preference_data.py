@@ -15,10 +15,10 @@ from maxlm.config.loading import build, default
 from maxlm.config.schema import DataConfig
 from maxlm.config.schema_rl import DpoConfig
 from maxlm.data.chat.template import CHATML
-from maxlm.data.chat.token_flags import is_first
+from maxlm.data.chat.token_flags import is_document_start
 from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.data.dataset.token_reader import TokenReader
-from maxlm.data.loader.dataset import check_objective, open_corpus
+from maxlm.data.loader.dataset import check_objective, open_training_data
 from maxlm.data.prepare import partitions, write_shards
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
@@ -96,7 +96,7 @@ def pairs_in(corpus, batches, num):
 
 
 def all_pairs(path, **data):
-    corpus = open_corpus(DataConfig(path=str(path), window=WINDOW, **data))
+    corpus = open_training_data(DataConfig(path=str(path), window=WINDOW, **data))
     validation = corpus.validation_batches(2)
     training = pairs_in(corpus, corpus.train_batches(1), corpus.training_windows)
     return training, pairs_in(corpus, validation, len(validation))
@@ -139,7 +139,7 @@ def test_pairs_stay_together(tmp_path, kinds, tokenizer, template):
     # In the shards: each window begins with a pair.
     (shard,) = dataset.splits['train'].shards
     windows = TokenReader(dataset, [shard]).read(0, 0, shard.tokens).reshape(-1, WINDOW)
-    assert is_first(windows)[:, 0].all()
+    assert is_document_start(windows)[:, 0].all()
     # Control: what was chosen and what was rejected are told apart.
     swapped = [(prompt, rejected, chosen) for prompt, chosen, rejected in said]
     with pytest.raises(AssertionError):
@@ -149,7 +149,7 @@ def test_pairs_stay_together(tmp_path, kinds, tokenizer, template):
 def test_the_loss_finds_the_pairs(tmp_path):
     said = write(tmp_path / 'x.jsonl', KINDS)
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation_share', 0) == EXIT_DONE
-    corpus = open_corpus(DataConfig(path=str(tmp_path / 'data'), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), window=WINDOW))
     batches = corpus.train_batches(1)
     find_terms = jax.jit(preference_terms, static_argnums=4)
     pairs = chosen = rejected = 0
@@ -174,7 +174,7 @@ def test_what_spells_a_special_token_stays_text(tmp_path):
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation_share', 0) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    corpus = open_corpus(DataConfig(path=str(tmp_path / 'data'), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), window=WINDOW))
     batch = corpus.train_batches(1)[0]
     for segment, answer in ((1, 'b'), (2, 'c')):
         ids = batch['tokens'][batch['segments'] == segment].tolist()
@@ -222,7 +222,7 @@ def test_the_longest_pair_that_fits(tmp_path):
     room = tokens(10)['padding'] + 10
     assert tokens(room)['padding'] == 0
     assert tokens(room + 1) is None
-    corpus = open_corpus(DataConfig(path=str(tmp_path / str(room)), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(tmp_path / str(room)), window=WINDOW))
     (pair,) = pairs_in(corpus, corpus.train_batches(1), 1)
     assert pair[1:] == ('c' * room + '<|im_end|>', 'r<|im_end|>')
 
@@ -321,7 +321,7 @@ def test_mixtures_are_of_preferences_or_of_none(prepared, tmp_path):
     assert prepare(tmp_path / 'y.jsonl', tmp_path / 'more', *tokenizer) == EXIT_DONE
 
     def opened(*paths):
-        return open_corpus(DataConfig(sources=tuple((str(path), 1.0) for path in paths), window=WINDOW))
+        return open_training_data(DataConfig(sources=tuple((str(path), 1.0) for path in paths), window=WINDOW))
 
     corpus = opened(prepared / 'pairs', tmp_path / 'more')
     assert pairs_in(corpus, corpus.train_batches(4), 6)
@@ -334,7 +334,7 @@ def test_other_windows_are_refused(prepared):
     data = DataConfig(path=str(prepared / 'pairs'), window=WINDOW)
     for changed in ({'window': 512}, {'window': 2048}, {'context_schedule': ((512, 0.5),)}):
         with pytest.raises(InputError, match='windows of 1024 tokens'):
-            open_corpus(dataclasses.replace(data, **changed))
+            open_training_data(dataclasses.replace(data, **changed))
 
 
 def test_older_manifests_load(prepared):

@@ -9,7 +9,7 @@ from maxlm.data.prepare import partitions as groups_module
 from maxlm.data.prepare import sample as preview_module
 from maxlm.data.prepare import train_val_split
 from maxlm.data.prepare.choose_validation import Cut, ValidationChoice
-from maxlm.data.prepare.partitions import Reading, make_groups
+from maxlm.data.prepare.partitions import ReadSettings, make_partitions
 from maxlm.data.prepare.sample import Preview
 from maxlm.data.prepare.train_val_split import HASH_RANGE, name_hash
 from maxlm.errors import InputError
@@ -21,9 +21,9 @@ def preview(tmp_path, monkeypatch):
     monkeypatch.setattr(groups_module, 'MIN_GROUP_BYTES', 1)
     for i in range(20):
         (tmp_path / f'{i:02}.txt').write_text(chr(ord('a') + i) * 100)
-    groups = make_groups(find_inputs([tmp_path]), [])
+    groups = make_partitions(find_inputs([tmp_path]), [])
     assert len(groups) == 20
-    return Preview(groups, [None] * 20, Reading(ReadOptions(), False), (), skip_failed=False)
+    return Preview(groups, [None] * 20, ReadSettings(ReadOptions(), False), (), skip_failed=False)
 
 
 def ignore(_):

@@ -8,9 +8,9 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.prepare import partitions as groups_module
 from maxlm.data.prepare import scan as survey_module
-from maxlm.data.prepare.filter_results import Verdict
-from maxlm.data.prepare.partitions import Reading, make_groups
-from maxlm.data.prepare.scan import Cleaning, Survey, VerdictFile, judge
+from maxlm.data.prepare.filter_results import FilterDecision
+from maxlm.data.prepare.partitions import ReadSettings, make_partitions
+from maxlm.data.prepare.scan import Cleaning, ScanTask, VerdictFile, deduplicate
 from maxlm.errors import InputError
 
 NEAR = Cleaning((), 'near', 0.8)
@@ -33,8 +33,8 @@ def surveys(tmp_path, monkeypatch):
                 (tmp_path / directory / f'{directory}{i}.txt').write_text(text)
             inputs.append(find_inputs([tmp_path / directory]) if part else [])
         (tmp_path / 'work').mkdir(exist_ok=True)
-        reading = Reading(ReadOptions(), skip_bad=False)
-        return [Survey(tmp_path / 'work', group, reading, cleaning) for group in make_groups(*inputs)]
+        reading = ReadSettings(ReadOptions(), skip_bad=False)
+        return [ScanTask(tmp_path / 'work', group, reading, cleaning) for group in make_partitions(*inputs)]
 
     return make
 
@@ -43,55 +43,64 @@ def codes_after(surveys):
     for survey in surveys:
         survey.run(silent)
         assert survey.is_done()
-    return [file.load().codes.tolist() for file in judge(surveys, silent)]
+    return [file.load().codes.tolist() for file in deduplicate(surveys, silent)]
 
 
 TEXTS = ['one two three four five six', 'something else entirely is here', 'one two three four five six\r\n']
 
 
 def test_the_first_of_equal_documents_is_kept(surveys):
-    assert codes_after(surveys(TEXTS, NEAR)) == [[Verdict.KEPT], [Verdict.KEPT], [Verdict.EXACT_DUPLICATE]]
+    assert codes_after(surveys(TEXTS, NEAR)) == [
+        [FilterDecision.KEPT],
+        [FilterDecision.KEPT],
+        [FilterDecision.EXACT_DUPLICATE],
+    ]
 
 
 def test_what_is_validated_on_is_kept_before_all(surveys):
     made = surveys(TEXTS, NEAR, held_out=[TEXTS[0]])
     assert made[-1].group.held_out
     found = codes_after(made)
-    assert found == [[Verdict.EXACT_DUPLICATE], [Verdict.KEPT], [Verdict.EXACT_DUPLICATE], [Verdict.KEPT]]
-    assert judge(made, silent)[2].load().kept_names == {0: 'validation0.txt'}
+    assert found == [
+        [FilterDecision.EXACT_DUPLICATE],
+        [FilterDecision.KEPT],
+        [FilterDecision.EXACT_DUPLICATE],
+        [FilterDecision.KEPT],
+    ]
+    assert deduplicate(made, silent)[2].load().kept_names == {0: 'validation0.txt'}
 
 
 def test_filters_come_before_the_comparison(surveys):
     # The first would be kept and the third removed; but C4 takes the first for its braces.
     texts = ['lorem ipsum ' + TEXTS[0], TEXTS[1], 'lorem ipsum ' + TEXTS[0]]
     made = surveys(texts, Cleaning(('c4',), 'exact', 0.8))
-    assert codes_after(made)[0] == codes_after(made)[2] == [Verdict.FILTERED]
+    assert codes_after(made)[0] == codes_after(made)[2] == [FilterDecision.FILTERED]
     _, report = made[0].load()
     assert (report.documents, report.kept_documents) == (1, 0)
 
 
 def test_an_empty_group_has_no_verdicts(surveys):
-    assert codes_after(surveys(['', TEXTS[0]], NEAR)) == [[Verdict.KEPT]]
+    assert codes_after(surveys(['', TEXTS[0]], NEAR)) == [[FilterDecision.KEPT]]
     empty = surveys(['', TEXTS[0]], Cleaning(('code',), 'none', 0.8))
-    assert codes_after(empty) == [[Verdict.KEPT]]
+    assert codes_after(empty) == [[FilterDecision.KEPT]]
 
 
 def test_what_is_judged_is_not_judged_again(surveys, monkeypatch):
     made = surveys(TEXTS, NEAR)
     files = judge_after_running(made)
     monkeypatch.setattr(survey_module, 'find_duplicates', lambda *_, **__: pytest.fail('is known'))
-    assert judge(made, silent) == files
+    assert deduplicate(made, silent) == files
     # Another threshold is another question.
     strict = [dataclasses.replace(one, cleaning=dataclasses.replace(NEAR, near_threshold=0.9)) for one in made]
     assert all(one.is_done() for one in strict)
     with pytest.raises(pytest.fail.Exception):
-        judge(strict, silent)
+        deduplicate(strict, silent)
 
 
 def judge_after_running(made):
     for survey in made:
         survey.run(silent)
-    return judge(made, silent)
+    return deduplicate(made, silent)
 
 
 def test_a_survey_counts_for_what_it_was_made_from(surveys):
@@ -102,7 +111,7 @@ def test_a_survey_counts_for_what_it_was_made_from(surveys):
     others = [
         dataclasses.replace(survey, cleaning=Cleaning((), 'exact', 0.8)),
         dataclasses.replace(survey, cleaning=Cleaning(('code',), 'near', 0.8)),
-        dataclasses.replace(survey, reading=Reading(ReadOptions(text_key='body'), skip_bad=False)),
+        dataclasses.replace(survey, reading=ReadSettings(ReadOptions(text_key='body'), skip_bad=False)),
     ]
     assert not any(other.is_done() for other in others)
     with pytest.raises(InputError, match='removed or changed'):
@@ -122,5 +131,5 @@ def test_progress_is_told(surveys):
     survey.run(lambda *new: told.append(new))
     assert told == [(len(TEXTS[0]), 1, 0)]
     steps = []
-    judge([survey], lambda *step: steps.append(step))
+    deduplicate([survey], lambda *step: steps.append(step))
     assert steps[-1][0] == steps[-1][1]

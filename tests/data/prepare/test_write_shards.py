@@ -9,10 +9,10 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.prepare import partitions as groups_module
 from maxlm.data.prepare.choose_validation import ValidationChoice
-from maxlm.data.prepare.partitions import Reading, make_groups
+from maxlm.data.prepare.partitions import ReadSettings, make_partitions
 from maxlm.data.prepare.train_val_split import HASH_RANGE, name_hash
 from maxlm.data.prepare.write_shards import WriteShards, left_behind
-from maxlm.data.tokenizer.fim import Infill
+from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 
@@ -25,14 +25,14 @@ def task(tmp_path):
     (output / 'work').mkdir(parents=True)
     for i in range(30):
         (texts / f'{i}.txt').write_text(f'text number {i} größe')
-    (group,) = make_groups(find_inputs([texts]), [])
+    (group,) = make_partitions(find_inputs([texts]), [])
     tokenizer = bytes_tokenizer(infill=True)
     tokenizer.save(output / 'tokenizer.json')
     return WriteShards(
         output=output,
         work=output / 'work',
         group=group,
-        reading=Reading(ReadOptions(), skip_bad=False),
+        reading=ReadSettings(ReadOptions(), skip_bad=False),
         verdicts=None,
         filters=(),
         validation=ValidationChoice(HASH_RANGE // 2),
@@ -73,7 +73,7 @@ def test_the_bytes_do_not_depend_on_how_it_is_read(task, monkeypatch):
     monkeypatch.setattr(groups_module, 'BATCH_CHARACTERS', 1)
     assert shards() == whole
     monkeypatch.undo()
-    task = dataclasses.replace(task, infill=Infill(1.0, 0.5))
+    task = dataclasses.replace(task, infill=FimConfig(1.0, 0.5))
     assert shards() != whole
 
 
@@ -82,10 +82,10 @@ def test_a_result_counts_for_the_very_same_task(task):
     assert task.is_done()
     others = {
         'group': dataclasses.replace(task.group, number=0, held_out=True),
-        'reading': Reading(ReadOptions(), skip_bad=True),
+        'reading': ReadSettings(ReadOptions(), skip_bad=True),
         'validation': ValidationChoice(0),
         'tokenizer_sha256': 'x',
-        'infill': Infill(),
+        'infill': FimConfig(),
         'block': 17,
     }
     for name, value in others.items():

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from maxlm.data.tokenizer.extension import why_no_extension
+from maxlm.data.tokenizer.extension import extension_error
 from maxlm.data.tokenizer.special_tokens import INFILL
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, chars_tokenizer, train_bpe
 
@@ -30,21 +30,21 @@ def test_special_tokens_extend(kind):
     old = OLD[kind]
     new = old.with_special_tokens(NAMES)
     assert new.vocab_size == old.vocab_size + 2
-    assert why_no_extension(new, old) == ''
-    assert why_no_extension(old, old) == ''
+    assert extension_error(new, old) == ''
+    assert extension_error(old, old) == ''
     # Text has the same ids.
     assert new.encode_batch([TEXT])[0].tolist() == old.encode_batch([TEXT])[0].tolist()
     # Control: the other way round it is none.
-    assert why_no_extension(old, new) == "it has no token '<|im_start|>'"
+    assert extension_error(old, new) == "it has no token '<|im_start|>'"
     again = new.with_special_tokens(['<|tool|>'])
-    assert why_no_extension(again, old) == why_no_extension(again, new) == ''
+    assert extension_error(again, old) == extension_error(again, new) == ''
 
 
 def test_infilling_extends(tmp_path):
     BPE.save(tmp_path / 'x.json')
     new = Tokenizer.load(tmp_path / 'x.json', infill=True)
     assert new.vocab_size == BPE.vocab_size + len(INFILL)
-    assert why_no_extension(new, BPE) == ''
+    assert extension_error(new, BPE) == ''
 
 
 def test_marking_a_token_as_special_and_what_surrounds_texts_change_nothing():
@@ -56,7 +56,7 @@ def test_marking_a_token_as_special_and_what_surrounds_texts_change_nothing():
 
     new = changed(mark)
     assert 'the' in {token.content for token in new.special_tokens.values()}
-    assert why_no_extension(new, BPE) == ''
+    assert extension_error(new, BPE) == ''
 
 
 def swap(facts):
@@ -102,14 +102,14 @@ def blanks(facts):
 )
 def test_what_makes_other_ids_is_no_extension(change, why):
     for tokenizer in (BPE, BPE.with_special_tokens(NAMES)):
-        assert why_no_extension(changed(change, tokenizer), BPE).startswith(why)
+        assert extension_error(changed(change, tokenizer), BPE).startswith(why)
 
 
 def test_other_tokenizers():
-    assert why_no_extension(train_bpe([TEXT], 280), BPE) == 'its model.merges is another'
-    assert why_no_extension(OLD['bytes'], BPE) != ''
+    assert extension_error(train_bpe([TEXT], 280), BPE) == 'its model.merges is another'
+    assert extension_error(OLD['bytes'], BPE) != ''
     # Characters come in their order, so more of them move the others.
-    assert why_no_extension(chars_tokenizer([TEXT, 'ABC']), OLD['chars']).startswith('its token ')
+    assert extension_error(chars_tokenizer([TEXT, 'ABC']), OLD['chars']).startswith('its token ')
 
 
 def word_level(vocab):
@@ -124,9 +124,9 @@ def test_a_new_token_comes_after_all_others():
     vocab = {'?': 0, '<eos>': 1, 'a': 2, 'b': 9}
     old = word_level(vocab)
     assert old.vocab_size == 10
-    why = why_no_extension(word_level({**vocab, 'c': 5}), old)
+    why = extension_error(word_level({**vocab, 'c': 5}), old)
     assert why == "its token 'c' is new and has the id 5, below the 10 that there were"
-    assert why_no_extension(word_level({**vocab, 'c': 10}), old) == ''
+    assert extension_error(word_level({**vocab, 'c': 10}), old) == ''
 
 
 def test_pieces_with_scores_do_not_grow():
@@ -137,6 +137,6 @@ def test_pieces_with_scores_do_not_grow():
         return Tokenizer(library)
 
     old = pieces('a', 'b')
-    assert why_no_extension(old.with_special_tokens(NAMES), old) == ''
+    assert extension_error(old.with_special_tokens(NAMES), old) == ''
     # Another piece is another way to cut words that there were.
-    assert why_no_extension(pieces('a', 'b', 'ab'), old) == 'its model.vocab is another'
+    assert extension_error(pieces('a', 'b', 'ab'), old) == 'its model.vocab is another'

@@ -9,12 +9,12 @@ import pytest
 import tokenizers
 
 from maxlm.data.documents.document import Document
-from maxlm.data.tokenizer.fim import MIN_CHARACTERS, Infill, encode_documents, split_text
+from maxlm.data.tokenizer.fim import MIN_CHARACTERS, FimConfig, encode_documents, split_text
 from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT, INFILL
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, make_tokenizer
 from maxlm.errors import InputError
 
-ALWAYS = Infill(rate=1)
+ALWAYS = FimConfig(rate=1)
 TEXTS = [
     'abc',
     'def f(x):\r\n\treturn x  # done\n',
@@ -61,7 +61,7 @@ def test_both_ends_of_the_hole_are_uniform():
 @pytest.mark.parametrize(('rate', 'spm_share'), [(0.5, 0.5), (0.9, 0.1), (0.05, 1), (1, 0), (0, 0.5)])
 def test_shares(rate, spm_share):
     count = 8000
-    found = [split for split in splits(count, Infill(rate, spm_share)) if split]
+    found = [split for split in splits(count, FimConfig(rate, spm_share)) if split]
     suffix_first = sum(split.suffix_first for split in found)
     assert abs(len(found) - count * rate) <= 6 * np.sqrt(count * rate * (1 - rate))
     assert abs(suffix_first - len(found) * spm_share) <= 6 * np.sqrt(len(found) * spm_share * (1 - spm_share))
@@ -69,14 +69,14 @@ def test_shares(rate, spm_share):
 
 def test_more_of_the_same():
     """A larger rate rearranges more documents and none otherwise: runs with different rates can be compared."""
-    few, many = splits(2000, Infill(0.3)), splits(2000, Infill(0.7))
+    few, many = splits(2000, FimConfig(0.3)), splits(2000, FimConfig(0.7))
     assert all(one == other for one, other in zip(few, many, strict=True) if one)
     assert sum(map(bool, few)) < sum(map(bool, many))
 
 
 def test_the_name_decides():
     split = split_text('a', TEXTS[-1], ALWAYS)
-    assert split == split_text('a', TEXTS[-1], Infill(rate=1))
+    assert split == split_text('a', TEXTS[-1], FimConfig(rate=1))
     assert split != split_text('b', TEXTS[-1], ALWAYS)
     # Of bytes in a name that are not UTF-8.
     assert split_text('\udcff', 'abc', ALWAYS) is not None
@@ -91,7 +91,7 @@ def test_short_texts_stay_as_they_are():
 @pytest.mark.parametrize('spec', SPECS)
 def test_ids_as_specified(spec, spm_share):
     tokenizer = make_tokenizer(spec, TEXTS, infill=True)
-    infill = Infill(rate=1, spm_share=spm_share)
+    infill = FimConfig(rate=1, spm_share=spm_share)
     some = [Document(f'{i}', 'source', text) for i, text in enumerate(TEXTS)]
     pre, mid, suf = tokenizer.infill_ids
     for document, ids in zip(some, encode_documents(tokenizer, some, infill), strict=True):
@@ -112,8 +112,8 @@ def test_bytes_spelled_out():
     tokenizer = bytes_tokenizer(infill=True)
     (name,) = [n for n in map(str, range(100)) if _lengths(n) == (2, 1, 3)][:1]
     document = Document(name, 'source', 'abcdef')
-    (psm,) = encode_documents(tokenizer, [document], Infill(1, 0))
-    (spm,) = encode_documents(tokenizer, [document], Infill(1, 1))
+    (psm,) = encode_documents(tokenizer, [document], FimConfig(1, 0))
+    (spm,) = encode_documents(tokenizer, [document], FimConfig(1, 1))
     assert tokenizer.decode(psm) == '<|fim_prefix|>ab<|fim_suffix|>def<|fim_middle|>c'
     assert tokenizer.decode(spm) == '<|fim_prefix|><|fim_suffix|>def<|fim_middle|>abc'
 
@@ -128,20 +128,20 @@ def test_the_others_are_encoded_as_ever(spec):
     tokenizer = make_tokenizer(spec, TEXTS, infill=True)
     some = documents(40)
     plain = encode_documents(tokenizer, some, None)
-    half = encode_documents(tokenizer, some, Infill())
+    half = encode_documents(tokenizer, some, FimConfig())
     for document, one, other in zip(some, plain, half, strict=True):
         np.testing.assert_array_equal(one, tokenizer.encode_batch([document.text])[0])
-        assert (one.tolist() == other.tolist()) == (split_text(document.name, document.text, Infill()) is None)
+        assert (one.tolist() == other.tolist()) == (split_text(document.name, document.text, FimConfig()) is None)
     assert {one.tolist() == other.tolist() for one, other in zip(plain, half, strict=True)} == {True, False}
 
 
 def test_the_same_alone_and_together():
     tokenizer = bytes_tokenizer(infill=True)
     some = documents(30)
-    together = encode_documents(tokenizer, some, Infill())
+    together = encode_documents(tokenizer, some, FimConfig())
     for document, ids in zip(some, together, strict=True):
-        np.testing.assert_array_equal(encode_documents(tokenizer, [document], Infill())[0], ids)
-    assert encode_documents(tokenizer, [], Infill()) == []
+        np.testing.assert_array_equal(encode_documents(tokenizer, [document], FimConfig())[0], ids)
+    assert encode_documents(tokenizer, [], FimConfig()) == []
 
 
 @pytest.mark.multiprocess
@@ -158,9 +158,11 @@ def test_the_same_in_another_process():
     command = [sys.executable, '-c', script]
     output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     again = json.loads(output)
-    here = [ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), Infill())]
+    here = [ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), FimConfig())]
     assert again == here
-    assert here != [ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), Infill(0.4))]
+    assert here != [
+        ids.tolist() for ids in encode_documents(bytes_tokenizer(infill=True), documents(50), FimConfig(0.4))
+    ]
 
 
 def test_fixed_draws():
@@ -175,18 +177,18 @@ def test_what_is_tokenized_passes_or_is_refused():
     assert (first.tolist(), third.tolist()) == ([97, 98, 99], [120])
     assert second is tokens
     with pytest.raises(InputError, match=r'^dir/a\.npy:3: is tokenized already'):
-        encode_documents(bytes_tokenizer(infill=True), some, Infill())
+        encode_documents(bytes_tokenizer(infill=True), some, FimConfig())
 
 
 def test_a_tokenizer_without_the_tokens_is_refused():
     with pytest.raises(InputError, match='no special tokens for fill-in-the-middle'):
-        encode_documents(bytes_tokenizer(), documents(1), Infill())
+        encode_documents(bytes_tokenizer(), documents(1), FimConfig())
 
 
 @pytest.mark.parametrize('shares', [{'rate': -0.1}, {'rate': 1.1}, {'spm_share': 2}, {'rate': float('nan')}])
 def test_what_is_no_share_is_refused(shares):
     with pytest.raises(InputError, match=next(iter(shares))):
-        Infill(**shares)
+        FimConfig(**shares)
 
 
 def test_a_blank_before_texts_stays_before_documents():
@@ -201,7 +203,7 @@ def test_a_blank_before_texts_stays_before_documents():
     (name,) = [n for n in map(str, range(100)) if _lengths(n) == (2, 1, 3)][:1]
     document = Document(name, 'source', 'abcdef')
     assert library.encode('def').tokens == ['▁', 'd', 'e', 'f']
-    (psm,) = encode_documents(tokenizer, [document], Infill(1, 0))
+    (psm,) = encode_documents(tokenizer, [document], FimConfig(1, 0))
     assert ' '.join(map(library.id_to_token, psm.tolist())) == '▁<PRE> ▁ a b ▁<SUF> d e f ▁<MID> c'
-    (spm,) = encode_documents(tokenizer, [document], Infill(1, 1))
+    (spm,) = encode_documents(tokenizer, [document], FimConfig(1, 1))
     assert ' '.join(map(library.id_to_token, spm.tolist())) == '▁<PRE> ▁<SUF> d e f ▁<MID> ▁ a b c'

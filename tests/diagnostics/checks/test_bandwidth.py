@@ -11,9 +11,9 @@ from maxlm.diagnostics.checks import bandwidth
 from maxlm.diagnostics.checks.bandwidth import (
     check_links,
     check_matmul,
+    evaluate_links,
+    evaluate_matmul,
     expected_bandwidth,
-    judge_links,
-    judge_matmul,
     measure_sum,
 )
 from maxlm.diagnostics.result import Status
@@ -26,24 +26,24 @@ EIGHT = {device: 700.0 for device in range(8)}
 
 
 def test_matmul():
-    assert judge_matmul(EIGHT, 'bfloat16 products', 989.4, {}).status is Status.OK
-    assert judge_matmul({0: 0.1}, 'float32 products', 0.0, {}).found == (
+    assert evaluate_matmul(EIGHT, 'bfloat16 products', 989.4, {}).status is Status.OK
+    assert evaluate_matmul({0: 0.1}, 'float32 products', 0.0, {}).found == (
         '0.1 TFLOP/s in float32 products; no datasheet to compare with'
     )
 
 
 def test_devices_that_are_all_slow():
-    found = judge_matmul(dict.fromkeys(EIGHT, 500.0), 'bfloat16 products', 989.4, {3: 'power'})
+    found = evaluate_matmul(dict.fromkeys(EIGHT, 500.0), 'bfloat16 products', 989.4, {3: 'power'})
     assert found.status is Status.WARNING
     assert '51% of 989.4' in found.found
     assert 'held down by power' in found.found
 
 
 def test_one_slow_device_among_many_is_named():
-    found = judge_matmul({**EIGHT, 5: 600.0}, 'bfloat16 products', 989.4, {5: 'thermal'})
+    found = evaluate_matmul({**EIGHT, 5: 600.0}, 'bfloat16 products', 989.4, {5: 'thermal'})
     assert found.status is Status.WARNING
     assert 'slower: device 5 600 (thermal)' in found.found
-    assert judge_matmul({**EIGHT, 5: 650.0}, 'bfloat16 products', 989.4, {}).status is Status.OK
+    assert evaluate_matmul({**EIGHT, 5: 650.0}, 'bfloat16 products', 989.4, {}).status is Status.OK
 
 
 @pytest.fixture
@@ -60,12 +60,12 @@ def test_matmul_of_this_machine(small):
 
 
 def test_links():
-    assert judge_links('data=8', 3e11, 4.5e11, True).found == (
+    assert evaluate_links('data=8', 3e11, 4.5e11, True).found == (
         'data=8: 300 GB/s out of each device in an all-reduce, 67% of 450'
     )
-    assert judge_links('data=8', 1e11, 4.5e11, True).status is Status.WARNING
-    assert judge_links('data=8', 1.0, 0.0, True).status is Status.OK
-    assert judge_links('data=8', 3e11, 4.5e11, False).status is Status.FAILURE
+    assert evaluate_links('data=8', 1e11, 4.5e11, True).status is Status.WARNING
+    assert evaluate_links('data=8', 1.0, 0.0, True).status is Status.OK
+    assert evaluate_links('data=8', 3e11, 4.5e11, False).status is Status.FAILURE
 
 
 def test_sums_over_virtual_devices(small):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from maxlm.diagnostics.checks import clock
-from maxlm.diagnostics.checks.clock import check_clock, endpoint_of, judge_offset, read_offset
+from maxlm.diagnostics.checks.clock import check_clock, endpoint_of, evaluate_offset, read_offset
 from tests.diagnostics.machines import CPU, case_on
 
 
@@ -51,8 +51,8 @@ def test_against_a_buckets_clock(server, monkeypatch, behind, status):
 
 
 def test_which_way_it_is_off():
-    assert '60 s ahead of x' in judge_offset(60, 'x').found
-    assert '60 s behind x' in judge_offset(-60, 'x').found
+    assert '60 s ahead of x' in evaluate_offset(60, 'x').found
+    assert '60 s behind x' in evaluate_offset(-60, 'x').found
 
 
 def test_a_date_that_is_none(server):

@@ -9,9 +9,9 @@ from maxlm.diagnostics.checks.devices import (
     check_devices,
     check_memory,
     check_processes,
-    judge_clocks,
-    judge_devices,
-    judge_memory,
+    evaluate_clocks,
+    evaluate_devices,
+    evaluate_memory,
 )
 from maxlm.diagnostics.result import Status
 from tests.diagnostics.machines import CPU, GIB, case_on
@@ -28,10 +28,10 @@ def devices(*kinds, processes=None):
 
 def test_devices():
     case = case_on(CPU)
-    assert judge_devices(devices('H100', 'H100'), case).found == '2 × H100'
-    assert judge_devices(devices('H100', 'A100'), case).status is Status.FAILURE
-    assert judge_devices(devices('H100', 'H100', processes=[0, 1]), case).found == '2 × H100 in 2 processes'
-    missing = judge_devices(devices('H100', 'H100', 'H100', processes=[0, 0, 1]), case)
+    assert evaluate_devices(devices('H100', 'H100'), case).found == '2 × H100'
+    assert evaluate_devices(devices('H100', 'A100'), case).status is Status.FAILURE
+    assert evaluate_devices(devices('H100', 'H100', processes=[0, 1]), case).found == '2 × H100 in 2 processes'
+    missing = evaluate_devices(devices('H100', 'H100', 'H100', processes=[0, 0, 1]), case)
     assert missing.status is Status.FAILURE
     assert 'process 1 has 1 devices, others 2' in missing.found
 
@@ -39,7 +39,7 @@ def test_devices():
 def test_the_mesh_of_the_run():
     case = case_on(CPU, config=small_config(8, mesh__data=4, mesh__fsdp=2))
     assert 'mesh data=4 fsdp=2' in check_devices(case).found
-    found = judge_devices(devices(*['H100'] * 6), case)
+    found = evaluate_devices(devices(*['H100'] * 6), case)
     assert found.status is Status.FAILURE
     assert 'needs 8 devices, here are 6' in found.found
 
@@ -54,7 +54,7 @@ def test_the_mesh_of_the_run():
     ],
 )
 def test_memory(limit, used, total, status):
-    assert judge_memory('device 0', limit, used, total).status == status
+    assert evaluate_memory('device 0', limit, used, total).status == status
 
 
 def test_memory_of_several(monkeypatch):
@@ -76,8 +76,8 @@ def test_the_memory_of_a_cpu_is_not_told():
 
 
 def test_clocks():
-    assert judge_clocks([5.0, 5.01, 5.02]).found == '3 processes are together, their clocks within 10 ms'
-    found = judge_clocks([5.0, 65.0, 5.1])
+    assert evaluate_clocks([5.0, 5.01, 5.02]).found == '3 processes are together, their clocks within 10 ms'
+    found = evaluate_clocks([5.0, 65.0, 5.1])
     assert found.status is Status.WARNING
     assert 'the clock of process 1 is 59.9 s off' in found.found
 
@@ -88,12 +88,12 @@ def test_a_process_that_is_alone():
 
 def test_a_process_that_nobody_joins(monkeypatch):
     from maxlm.runtime import initialize
-    from maxlm.runtime.rendezvous import NotTogetherError
+    from maxlm.runtime.rendezvous import RendezvousError
 
     def join(environment):
-        raise NotTogetherError('a:1: process 1 did not come')
+        raise RendezvousError('a:1: process 1 did not come')
 
-    monkeypatch.setattr(initialize, 'join', join)
+    monkeypatch.setattr(initialize, 'initialize', join)
     variables = {'MAXLM_COORDINATOR': 'a:1', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '0'}
     found = check_processes(case_on(CPU, environment=variables))
     assert (found.status, found.found) == (Status.FAILURE, 'a:1: process 1 did not come')

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from maxlm.diagnostics.checks import disk
-from maxlm.diagnostics.checks.disk import check_disk, judge_disk, measure_write_speed, place_of
+from maxlm.diagnostics.checks.disk import check_disk, evaluate_disk, measure_write_speed, place_of
 from maxlm.diagnostics.result import Status
 from tests.diagnostics.machines import CPU, GIB, case_on
 from tests.small import small_config
@@ -26,7 +26,7 @@ from tests.small import small_config
 )
 def test_judgement(tmp_path, facts, status, words):
     sound = {'free': 100 * GIB, 'inodes': 10**6, 'speed': 5e8, 'checkpoint': 5 * GIB, 'kept': 7}
-    found = judge_disk(tmp_path, **{**sound, **facts})
+    found = evaluate_disk(tmp_path, **{**sound, **facts})
     assert found.status == status, found
     assert words in found.found
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from maxlm.diagnostics.checks.drivers import check_gpus, judge_driver, judge_gpus
+from maxlm.diagnostics.checks.drivers import check_gpus, evaluate_driver, evaluate_gpus
 from maxlm.diagnostics.result import Status
 from maxlm.hardware import detect
 from maxlm.hardware.detect import read_hardware
@@ -32,7 +32,7 @@ CUDA12, CUDA13 = {'jax-cuda12-plugin'}, {'jax-cuda13-plugin'}
     ],
 )
 def test_driver(machine, installed, status, words):
-    found = judge_driver(machine, lambda package: package in installed)
+    found = evaluate_driver(machine, lambda package: package in installed)
     assert found.status == status
     assert words in f'{found.found} {found.remedy}'
 
@@ -55,7 +55,7 @@ def test_driver(machine, installed, status, words):
     ],
 )
 def test_gpus(gpu, status, words):
-    found = judge_gpus(Nvidia((580,), (13, 0), (H100, gpu)), None)
+    found = evaluate_gpus(Nvidia((580,), (13, 0), (H100, gpu)), None)
     assert found.status == status
     assert words in found.found
 
@@ -66,7 +66,7 @@ def test_gpus(gpu, status, words):
 )
 def test_only_gpus_that_the_run_will_see_count(visible, status):
     busy = H100._replace(uuid='GPU-2', processes=(17,))
-    assert judge_gpus(Nvidia((580,), (13, 0), (H100, busy)), visible).status == status
+    assert evaluate_gpus(Nvidia((580,), (13, 0), (H100, busy)), visible).status == status
 
 
 def test_gpus_without_a_driver_are_the_matter_of_another_check():
@@ -114,7 +114,7 @@ def test_what_it_does_not_tell_is_absent(nvml):
     )
     (gpu,) = read_nvidia().gpus
     assert (gpu.memory, gpu.ecc_errors, gpu.remap_pending, gpu.throttled, gpu.processes) == (None, None, None, (), ())
-    assert judge_gpus(read_nvidia(), None).status is Status.OK
+    assert evaluate_gpus(read_nvidia(), None).status is Status.OK
 
 
 def broken():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm.diagnostics.checks.environment import TRAPS, check_environment, judge_environment
+from maxlm.diagnostics.checks.environment import TRAPS, check_environment, evaluate_environment
 from maxlm.diagnostics.result import Status
 from tests.diagnostics.machines import CPU, TPU, case_on, gpus
 
@@ -37,7 +37,7 @@ GPU = gpus()
     ],
 )
 def test_traps(variables, machine, status):
-    found = judge_environment(variables, machine)
+    found = evaluate_environment(variables, machine)
     assert found.status == status, found
     assert bool(found.remedy) == (status != 'ok')
 
@@ -46,16 +46,16 @@ def test_every_trap_can_be_stepped_into_and_named():
     for trap in TRAPS:
         machine = GPU if trap.platform == 'gpu' else CPU
         value = next(value for value in ('1', '0', '', 'platform') if trap.is_bad(value))
-        assert trap.variable in judge_environment({trap.variable: value}, machine).found
+        assert trap.variable in evaluate_environment({trap.variable: value}, machine).found
 
 
 def test_other_libraries_of_cuda(tmp_path):
-    assert judge_environment({'LD_LIBRARY_PATH': f'{tmp_path}:/nowhere'}, GPU).status is Status.OK
+    assert evaluate_environment({'LD_LIBRARY_PATH': f'{tmp_path}:/nowhere'}, GPU).status is Status.OK
     (tmp_path / 'libcudnn.so.9').touch()
-    found = judge_environment({'LD_LIBRARY_PATH': f'/nowhere:{tmp_path}'}, GPU)
+    found = evaluate_environment({'LD_LIBRARY_PATH': f'/nowhere:{tmp_path}'}, GPU)
     assert (found.status, found.remedy) == (Status.WARNING, 'unset LD_LIBRARY_PATH')
     assert 'libcudnn.so.9' in found.found
-    assert judge_environment({'LD_LIBRARY_PATH': str(tmp_path)}, CPU).status is Status.OK
+    assert evaluate_environment({'LD_LIBRARY_PATH': str(tmp_path)}, CPU).status is Status.OK
 
 
 def test_names_are_told_and_values_are_not():

@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.diagnostics.checks import host
 from maxlm.diagnostics.checks.disk import checkpoint_bytes
-from maxlm.diagnostics.checks.host import judge_files, judge_ram, judge_shm, read_cgroup
+from maxlm.diagnostics.checks.host import evaluate_files, evaluate_ram, evaluate_shm, read_cgroup
 from maxlm.diagnostics.result import Status
 from maxlm.planning.estimate.state_bytes import planned_state_bytes
 from tests.diagnostics.machines import CPU, GIB, case_on
@@ -28,7 +28,7 @@ from tests.small import small_config
     ],
 )
 def test_ram(available, bound, state, status):
-    assert judge_ram(64 * GIB, available, bound, state).status == status
+    assert evaluate_ram(64 * GIB, available, bound, state).status == status
 
 
 def test_bounds_of_containers(tmp_path):
@@ -48,15 +48,15 @@ def test_bounds_of_older_containers(tmp_path):
 
 
 def test_shm():
-    assert judge_shm(2**26, 2**26).status is Status.WARNING
-    assert judge_shm(8 * GIB, 7 * GIB).status is Status.OK
+    assert evaluate_shm(2**26, 2**26).status is Status.WARNING
+    assert evaluate_shm(8 * GIB, 7 * GIB).status is Status.OK
 
 
 @pytest.mark.parametrize(
     ('soft', 'status'), [(resource.RLIM_INFINITY, 'ok'), (65536, 'ok'), (1024, 'warning'), (256, 'failure')]
 )
 def test_files(soft, status):
-    found = judge_files(soft, 4096)
+    found = evaluate_files(soft, 4096)
     assert found.status == status
     assert found.remedy == ('' if status == 'ok' else 'ulimit -n 4096')
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from maxlm.diagnostics.checks.jax_startup import judge_cache, judge_jax
+from maxlm.diagnostics.checks.jax_startup import evaluate_cache, evaluate_jax
 from maxlm.diagnostics.jax_subprocess import Start, reason_of, start_jax, with_package
 from maxlm.diagnostics.result import Status
 from tests.diagnostics.machines import CPU, TPU, gpus
@@ -26,18 +26,18 @@ ONE = Start(platform='cpu', kinds=('cpu',), programs='/home/me/programs')
     ],
 )
 def test_jax(start, machine, status, words):
-    found = judge_jax(start, machine)
+    found = evaluate_jax(start, machine)
     assert found.status == status
     assert words in f'{found.found} {found.remedy}'
 
 
 def test_cache():
-    assert judge_cache(ONE, True, None).found == 'kept in /home/me/programs'
-    assert judge_cache(ONE, False, None).status is Status.OK
-    assert judge_cache(ONE, True, '').found == 'as JAX_COMPILATION_CACHE_DIR says: /home/me/programs'
-    complaining = judge_cache(ONE._replace(complaint='not kept: Read-only file system'), True, None)
+    assert evaluate_cache(ONE, True, None).found == 'kept in /home/me/programs'
+    assert evaluate_cache(ONE, False, None).status is Status.OK
+    assert evaluate_cache(ONE, True, '').found == 'as JAX_COMPILATION_CACHE_DIR says: /home/me/programs'
+    complaining = evaluate_cache(ONE._replace(complaint='not kept: Read-only file system'), True, None)
     assert (complaining.status, complaining.found) == (Status.WARNING, 'not kept: Read-only file system')
-    assert judge_cache(Start('no'), True, None).status is Status.SKIPPED
+    assert evaluate_cache(Start('no'), True, None).status is Status.SKIPPED
 
 
 def environment(**changes):

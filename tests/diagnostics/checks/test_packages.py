@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 
 from maxlm.diagnostics.checks import packages
-from maxlm.diagnostics.checks.packages import judge_packages, judge_python, read_wanted, wanted_extras
+from maxlm.diagnostics.checks.packages import evaluate_packages, evaluate_python, read_wanted, wanted_extras
 from maxlm.diagnostics.result import Status
 from maxlm.errors import InputError
 from tests.diagnostics.machines import CPU, TPU, case_on, gpus
@@ -25,18 +25,18 @@ def version_of(**changes):
     ('version', 'status'), [((3, 10, 14), 'failure'), ((3, 11, 7), 'ok'), ((3, 12, 0), 'ok'), ((3, 99, 0), 'warning')]
 )
 def test_python(version, status):
-    assert judge_python(WANTED, version).status == status
+    assert evaluate_python(WANTED, version).status == status
 
 
 def test_all_is_there():
-    found = judge_packages(WANTED, {}, version_of(jax_cuda12_plugin=None, jax_cuda13_plugin=None))
+    found = evaluate_packages(WANTED, {}, version_of(jax_cuda12_plugin=None, jax_cuda13_plugin=None))
     assert found.status is Status.OK
     assert 'jax 0.10.2' in found.found
 
 
 def test_what_is_missing_or_old_is_named():
     plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
-    found = judge_packages(WANTED, {}, version_of(grain=None, jax='0.4.30', **plain))
+    found = evaluate_packages(WANTED, {}, version_of(grain=None, jax='0.4.30', **plain))
     assert found.status is Status.FAILURE
     assert 'grain is missing' in found.found
     assert 'jax 0.4.30, and >=0.10 is needed' in found.found
@@ -62,18 +62,18 @@ def test_a_gpu_needs_a_plugin_that_its_driver_runs(monkeypatch, driver, plugin, 
 
 def test_an_extra_that_is_missing_is_named():
     plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
-    found = judge_packages(WANTED, {'gcs': 'gs://b', 'cuda13': '2 × H100'}, version_of(gcsfs=None, **plain))
+    found = evaluate_packages(WANTED, {'gcs': 'gs://b', 'cuda13': '2 × H100'}, version_of(gcsfs=None, **plain))
     assert found.status is Status.FAILURE
     assert 'gcsfs is missing (for gs://b)' in found.found
     assert 'jax-cuda13-plugin is missing (for 2 × H100)' in found.found
     assert "pip install 'maxlm[gcs]'" in found.remedy
     assert "pip install 'maxlm[cuda13]'" in found.remedy
     # Control: where they are there, nothing is said.
-    assert judge_packages(WANTED, {'gcs': 'gs://b'}, version_of(**plain)).status is Status.OK
+    assert evaluate_packages(WANTED, {'gcs': 'gs://b'}, version_of(**plain)).status is Status.OK
 
 
 def test_a_plugin_of_another_version_than_jaxlib():
-    found = judge_packages(WANTED, {}, version_of(jax_cuda12_plugin='0.9.1', jax_cuda13_plugin=None))
+    found = evaluate_packages(WANTED, {}, version_of(jax_cuda12_plugin='0.9.1', jax_cuda13_plugin=None))
     assert (found.status, found.found) == (Status.FAILURE, 'jax-cuda12-plugin 0.9.1 beside jaxlib 0.10.2')
 
 
@@ -96,7 +96,7 @@ Provides-Extra: gcs
     assert wanted.python == '>=3.11'
     assert wanted.tried == ('3.11',)
     assert wanted.packages == ('jax>=0.10',)
-    found = judge_packages(wanted, {'gcs': 'gs://b'}, version_of(gcsfs='2020.1'))
+    found = evaluate_packages(wanted, {'gcs': 'gs://b'}, version_of(gcsfs='2020.1'))
     assert 'gcsfs 2020.1, and >=2026.4 is needed' in found.found
 
 

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from maxlm.config.loading import load
-from maxlm.diagnostics.checks.trial_run import QUIET, Trial, check_trial, command_of, judge_trial, try_run
+from maxlm.diagnostics.checks.trial_run import QUIET, Trial, check_trial, command_of, evaluate_trial, try_run
 from maxlm.diagnostics.result import Status
 from tests.conftest import ROOT
 from tests.diagnostics.machines import CPU, GIB, case_on
@@ -36,7 +36,7 @@ def lines(**changes):
     ],
 )
 def test_judgement(trial, status, words):
-    found = judge_trial(trial)
+    found = evaluate_trial(trial)
     assert found.status == status, found
     assert words in found.found
 
@@ -65,7 +65,7 @@ with (workdir / 'metrics.jsonl').open('a') as file:
 def test_it_is_ended_after_its_second_step_and_saves_nothing(stand_in, tmp_path):
     trial = stand_in(f'{WRITE}\ntime.sleep(60)\n(workdir / "saved").touch()')
     assert (trial.trouble, trial.lines, trial.plan) == ('', lines(), PLAN)
-    assert judge_trial(trial).status is Status.OK
+    assert evaluate_trial(trial).status is Status.OK
     assert not (tmp_path / 'run/saved').exists()
 
 
@@ -77,7 +77,7 @@ def test_a_run_that_ends_by_itself_is_told_with_its_reason(stand_in):
 def test_a_run_of_one_step_is_a_run(stand_in):
     trial = stand_in(WRITE.replace(repr(lines()), repr(lines()[:1])))
     assert trial.trouble == ''
-    assert judge_trial(trial).status is Status.OK
+    assert evaluate_trial(trial).status is Status.OK
 
 
 def test_a_run_that_does_not_get_there_is_ended(stand_in):

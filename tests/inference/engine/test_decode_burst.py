@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm.inference.engine.decode_burst import LONGEST_CALL, SHORT, Pace
+from maxlm.inference.engine.decode_burst import LONGEST_CALL, SHORT, DecodeBurst
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 def paced(seconds, *, most=8, calls=1):
     """A pace that has seen passes of so many seconds."""
     clock = Clock()
-    pace = Pace(most, clock)
+    pace = DecodeBurst(most, clock)
     assert pace.passes([50, 60], is_next=False) == 1
     for _ in range(calls):
         asked = pace.now()

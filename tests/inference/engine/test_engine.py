@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.engine.decode_burst import Pace
+from maxlm.inference.engine.decode_burst import DecodeBurst
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import QueueFullError, Request
 from maxlm.inference.engine.slots import Slot
@@ -90,7 +90,7 @@ def test_the_number_of_tokens_of_a_call_does_not_matter(shared, draw, monkeypatc
     expected = generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)
     rng = np.random.default_rng(0)
     number = {'one': lambda: 1, 'most': lambda: 8, 'any': lambda: int(rng.integers(1, 9))}[draw]
-    monkeypatch.setattr(Pace, 'passes', lambda self, left, is_next: min(number(), max(left)))
+    monkeypatch.setattr(DecodeBurst, 'passes', lambda self, left, is_next: min(number(), max(left)))
     assert (generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)) == expected
     # A sample that ends within a call: what is behind is not told, and its slot serves the next.
     with monkeypatch.context() as patch:

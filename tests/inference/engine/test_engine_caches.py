@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.inference.engine import compiled, model_runner, slots
-from maxlm.inference.engine.compiled import Programs
+from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
 from maxlm.model.attention import attention
@@ -49,7 +49,7 @@ def test_layers_have_arrays_of_their_own(plain):
 
 def test_layers_in_a_loop_share_arrays(monkeypatch):
     """As on GPUs and TPUs, whose compilers choose themselves how kernels lie."""
-    monkeypatch.setattr(model_runner, 'layers_apart', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
     looped = new_engine(load(FAMILY), share=False)
     assert isinstance(looped._state.caches, dict)
     kernel_LFD = load(FAMILY).params['blocks']['feedforward']['down']['kernel']
@@ -86,7 +86,7 @@ def test_the_last_slots_in_use_matter(expected, monkeypatch):
 def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch):
     """As on GPUs and TPUs, where layers run in a loop and every pass reads all of the caches."""
     rows = expected if cache == 'model' else int8[1]
-    monkeypatch.setattr(model_runner, 'layers_apart', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
     monkeypatch.setattr(compiled, 'SMALLEST_ROOM', 25)
     monkeypatch.setattr(slots, 'SPARE_PASSES', 30)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
@@ -111,17 +111,17 @@ def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch
     assert room() == 25
     assert max(len(slot.content) for slot in some._slots) <= 25
     # Control: without room tokens are lost.
-    monkeypatch.setattr(slots.Room, 'fit', lambda self, length, passes=0: 25)
+    monkeypatch.setattr(slots.FreeSlot, 'fit', lambda self, length, passes=0: 25)
     some._room.size = 25
     assert generate(some, PROMPTS, max_tokens=25) != rows
 
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
 def test_a_cache_keeps_what_it_has_when_its_room_changes(cache, monkeypatch):
-    monkeypatch.setattr(model_runner, 'layers_apart', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
     monkeypatch.setattr(compiled, 'SMALLEST_ROOM', 25)
     model = load(FAMILY)
-    made = Programs(
+    made = CompiledFunctions(
         model.config, model.layout, num_ids=NUM_IDS, num_slots=2, max_context=100, int8=cache == 'int8', chunk=16
     )
     rng = np.random.default_rng(0)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from maxlm.inference.engine.slots import SMALLEST_SHARED, SPARE_PASSES, Room, Slot, choose_slot
+from maxlm.inference.engine.slots import SMALLEST_SHARED, SPARE_PASSES, FreeSlot, Slot, choose_slot
 
 PROMPT = np.arange(100, 140)
 
@@ -69,7 +69,7 @@ def test_a_ring_that_went_on_has_lost_it():
 
 
 def test_room_grows_at_once_and_shrinks_late():
-    room = Room([16, 64, 256])
+    room = FreeSlot([16, 64, 256])
     assert room.size == 16
     for length, size in ((16, 16), (17, 64), (200, 256)):
         room.size = room.fit(length, 8)

@@ -12,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from maxlm.model.attention import attention, cudnn
 from maxlm.model.attention.attention import attend
-from maxlm.parallel.partitioning import ONE_DEVICE
+from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.planning.compiled.program import read_program
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
@@ -44,7 +44,7 @@ PACKINGS = {
 def formulas(monkeypatch):
     monkeypatch.setattr(cudnn, 'run_forward', cudnn_on_cpu.run_forward)
     monkeypatch.setattr(cudnn, 'run_backward', cudnn_on_cpu.run_backward)
-    monkeypatch.setattr(attention, 'takes_documents', lambda *_: True)
+    monkeypatch.setattr(attention, 'supports_documents', lambda *_: True)
 
 
 def inputs(kv_heads):
@@ -62,7 +62,7 @@ def value_and_gradients(function):
 
 
 def by_documents(window):
-    return lambda q, k, v, segments: cudnn.attend_documents(q, k, v, segments, window=window, placement=ONE_DEVICE)
+    return lambda q, k, v, segments: cudnn.attend_documents(q, k, v, segments, window=window, placement=SINGLE_DEVICE)
 
 
 @jax.jit
@@ -240,10 +240,10 @@ def test_remat_keeps_what_the_kernel_gives(formulas, remat, runs):
 
 def test_where_documents_are_told(hopper, monkeypatch):
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
-    assert cudnn.takes_documents(q, ONE_DEVICE)
+    assert cudnn.supports_documents(q, SINGLE_DEVICE)
     # Begins of documents are counted in int32.
-    assert not cudnn.takes_documents(jax.ShapeDtypeStruct((2**16, 2**13, 4, 64), jnp.bfloat16), ONE_DEVICE)
+    assert not cudnn.supports_documents(jax.ShapeDtypeStruct((2**16, 2**13, 4, 64), jnp.bfloat16), SINGLE_DEVICE)
     stages = small_layout(small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__micro_batch=4))
-    assert not cudnn.takes_documents(q, stages)
+    assert not cudnn.supports_documents(q, stages)
     monkeypatch.setattr(fused, 'check_compute_capability', lambda capability: float(capability) <= 8.0)
-    assert not cudnn.takes_documents(q, ONE_DEVICE)
+    assert not cudnn.supports_documents(q, SINGLE_DEVICE)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.model.attention.decode import attend_cached
-from maxlm.model.layers.kv_cache import LayerCache, Places, init_caches
+from maxlm.model.layers.kv_cache import CacheIndices, LayerCache, init_caches
 from tests.small import small_config
 
 S, ROWS, H, K, N = 300, 3, 8, 2, 4
@@ -35,10 +35,10 @@ def test_parts_are_as_all_slots(int8, T, first_row, num):
             caches = init_caches(config, ROWS, S, int8=int8, apart=apart)
             parts = caches[0] if apart else [caches[0]]
             assert len(parts) == (3 if apart else 1)
-            everywhere = Places(jnp.broadcast_to(jnp.arange(S), (ROWS, S)), jnp.array(S), 0)
+            everywhere = CacheIndices(jnp.broadcast_to(jnp.arange(S), (ROWS, S)), jnp.array(S), 0)
             filled = LayerCache(parts, 0).write(everywhere, k, v)
             row = jnp.array(first_row) if first_row else 0
-            places = Places(jnp.zeros((num, T), int), end, row)
+            places = CacheIndices(jnp.zeros((num, T), int), end, row)
             found.append(attend_cached(q_BTNH, filled, places, jnp.asarray(mask_BTS)))
         return found
 
@@ -58,7 +58,7 @@ def test_parts_that_are_not_in_use_are_not_read():
 
     @jax.jit
     def attend(parts, end):
-        places = Places(jnp.zeros((ROWS, 1), int), end, 0)
+        places = CacheIndices(jnp.zeros((ROWS, 1), int), end, 0)
         return attend_cached(jnp.ones((ROWS, 1, N, H)), LayerCache(parts, 0), places, jnp.asarray(mask_BTS))
 
     assert np.isfinite(attend([parts[0], *poisoned[1:]], 128)).all()

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from maxlm.model.attention import attention
-from maxlm.model.attention.splash import attend_splash, block_size, blocks_in_sight, takes_length
+from maxlm.model.attention.splash import attend_splash, block_size, blocks_in_sight, supports_length
 from maxlm.parallel.layout import make_layout
-from maxlm.parallel.partitioning import ONE_DEVICE
+from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.planning.estimate.work import estimate_work
 from tests.parameters import abstract_params, decoder_graph
 from tests.small import small_config
@@ -39,7 +39,7 @@ def value_and_gradients(attend, arrays, *segments):
     return run(*arrays)
 
 
-def by_splash(window, placement=ONE_DEVICE):
+def by_splash(window, placement=SINGLE_DEVICE):
     def run(q, k, v, segments):
         return attend_splash(q, k, v, segments, window=window, placement=placement, interpret=True)
 
@@ -96,9 +96,9 @@ def test_every_device_has_its_rows_and_heads():
 
 @pytest.mark.parametrize(('length', 'size'), [(128, 128), (640, 128), (768, 384), (1024, 512), (4096, 512)])
 def test_blocks_divide_the_length(length, size):
-    assert takes_length(length)
+    assert supports_length(length)
     assert block_size(length) == size
-    assert not takes_length(length + 64)
+    assert not supports_length(length + 64)
 
 
 @pytest.mark.parametrize(('length', 'window'), [(2048, 0), (2048, 1), (2048, 2), (2048, 513), (2048, 514), (768, 100)])

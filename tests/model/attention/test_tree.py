@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.inference.prefix_tree import lay_out
+from maxlm.inference.prefix_tree import flatten
 from maxlm.model.attention import chunked
 from maxlm.model.attention.chunked import attend_blockwise
-from maxlm.model.attention.tree import Forest, attend_forest
+from maxlm.model.attention.tree import TokenTree, tree_attention
 
 H = 8
 
@@ -19,7 +19,7 @@ def test_a_text_is_as_if_alone(window, ranges, monkeypatch):
     monkeypatch.setattr(chunked, 'RANGES', ranges)
     monkeypatch.setattr(chunked, 'MIN_RANGE', 1)
     texts = [[1, 2, 3, 4], [1, 2, 3, 5, 6, 7, 8, 9], [1, 2, 9, 9], [2, 2]]
-    laid = lay_out(texts)
+    laid = flatten(texts)
     T = len(laid.tokens) + 2
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, T, heads, H), np.float32) for heads in (4, 2, 2))
@@ -29,7 +29,7 @@ def test_a_text_is_as_if_alone(window, ranges, monkeypatch):
 
     @jax.jit
     def run(q, k, v):
-        found = attend_forest(q, k, v, Forest(jnp.asarray(ends), jnp.asarray(depths)), window=window)
+        found = tree_attention(q, k, v, TokenTree(jnp.asarray(ends), jnp.asarray(depths)), window=window)
         alone = [attend_blockwise(q[:, path], k[:, path], v[:, path], None, window=window) for path in laid.paths]
         return found, alone, attend_blockwise(q, k, v, None, window=window)
 

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.model.layers.kv_cache import LayerCache, Places, init_caches, part_sizes, places_and_mask, slots_by_window
+from maxlm.model.layers.kv_cache import (
+    CacheIndices,
+    LayerCache,
+    block_sizes,
+    cache_indices_and_mask,
+    init_caches,
+    slots_by_window,
+)
 from tests.small import small_config
 
 
@@ -29,7 +36,7 @@ def test_a_ring_has_what_the_window_sees(window):
     assert cache.num_slots == S
     held = np.full(S, -1)
     start = 0
-    run = jax.jit(functools.partial(places_and_mask, S, window=window))
+    run = jax.jit(functools.partial(cache_indices_and_mask, S, window=window))
     for count in [14, 1, 5, 14, 16, 1, 1, 14, 16, 14, 11, 1, 14, 7]:
         places, mask = run(np.arange(start, start + 16)[None], np.array([start + count]))
         slots, mask = np.asarray(places.slots_BT)[0], np.asarray(mask)[0]
@@ -45,7 +52,7 @@ def test_a_ring_has_what_the_window_sees(window):
 
 
 def test_no_more_is_looked_at_than_there_is():
-    run = jax.jit(functools.partial(places_and_mask, 16, window=0))
+    run = jax.jit(functools.partial(cache_indices_and_mask, 16, window=0))
     _, mask = run(np.array([[3], [9]]), np.array([4, 10]))
     assert mask.shape == (2, 1, 16)
     assert mask.sum(axis=(1, 2)).tolist() == [4, 10]
@@ -60,7 +67,7 @@ def test_8_bits_keep_what_is_written():
 
     def written(k, v, int8):
         (cache,) = init_caches(config, 1, 9, int8=int8).values()
-        places = Places(jnp.array([[0, 1, 2, 9]]), jnp.array(9), 0)
+        places = CacheIndices(jnp.array([[0, 1, 2, 9]]), jnp.array(9), 0)
         parts = LayerCache([cache], jnp.array(1)).write(places, k, v).parts
         return [LayerCache(parts, jnp.array(layer)).read(0, 0, 1) for layer in (1, 0)]
 
@@ -91,7 +98,7 @@ def test_fewer_rows_are_the_first(apart):
         caches = init_caches(config, 3, 9, apart=apart)
         assert len(caches) == (2 if apart else 1)
         parts, layer = (caches[1], 0) if apart else ([caches[0]], jnp.array(1))
-        written = LayerCache(parts, layer).write(Places(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
+        written = LayerCache(parts, layer).write(CacheIndices(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
         return written.read(0, 0, 2), written.read(0, 0, 3)
 
     slots, all_slots = jax.device_get(run(k))
@@ -103,9 +110,9 @@ def test_fewer_rows_are_the_first(apart):
 
 
 def test_parts_have_all_slots():
-    assert part_sizes(100) == [100]
-    assert part_sizes(1000) == [128, 128, 256, 488]
-    assert part_sizes(8192) == [128, 128, 256, 512, 1024, 2048, 2048, 2048]
+    assert block_sizes(100) == [100]
+    assert block_sizes(1000) == [128, 128, 256, 488]
+    assert block_sizes(8192) == [128, 128, 256, 512, 1024, 2048, 2048, 2048]
     config = small_config(model__num_layers=2, model__sliding_window=3, model__attention_pattern='SL').model
     caches = init_caches(config, 2, 300, chunk=10, apart=True)
     assert [[part.num_slots for part in parts] for parts in caches] == [[64], [128, 128, 44]]
@@ -122,7 +129,7 @@ def test_each_part_gets_what_belongs_to_it(first_row, num):
     @jax.jit
     def run(k):
         (parts, _), (whole,) = init_caches(config, 3, 300, apart=True), init_caches(config, 3, 300).values()
-        places = Places(jnp.asarray(slots), jnp.array(300), jnp.array(first_row) if first_row else 0)
+        places = CacheIndices(jnp.asarray(slots), jnp.array(300), jnp.array(first_row) if first_row else 0)
         return [LayerCache(x, 0).write(places, k, 2 * k).parts for x in (parts, [whole])]
 
     split, together = jax.device_get(run(k))

@@ -10,16 +10,16 @@ import pytest
 from flax import nnx
 
 from maxlm.model.layers import linear
-from maxlm.model.layers.linear import Linear, apply_together, turn, turned_product
+from maxlm.model.layers.linear import Linear, fused_apply, transpose_kernel, transposed_matmul
 from maxlm.model.layers.weight_only_quantization import Weights
-from maxlm.parallel.partitioning import ONE_DEVICE, OneDevice
+from maxlm.parallel.partitioning import SINGLE_DEVICE, SingleDevice
 from maxlm.planning.compiled.program import read_program
 
 D = 8
 OUTPUTS = {'heads': (4, 6), 'kv_heads': (2, 6), 'ffn': (10,)}
 
 
-class Split(OneDevice):
+class Split(SingleDevice):
     """Says that heads are split, as on a mesh."""
 
     def parts(self, axis):
@@ -33,7 +33,7 @@ def make(placement):
     ]
 
 
-def new_linear(in_shape, out_shape, in_axes, out_axes, seed, placement=ONE_DEVICE, *, use_bias=True):
+def new_linear(in_shape, out_shape, in_axes, out_axes, seed, placement=SINGLE_DEVICE, *, use_bias=True):
     rng = np.random.default_rng(seed)
     made = Linear(
         in_shape,
@@ -70,13 +70,13 @@ def outputs_and_gradients(apply, placement, x):
 
 # For few rows it is not worth putting kernels side by side.
 @pytest.mark.parametrize(
-    ('placement', 'rows', 'products'), [(ONE_DEVICE, (2, 5), 1), (ONE_DEVICE, (9, 1), 3), (Split(), (2, 5), 3)]
+    ('placement', 'rows', 'products'), [(SINGLE_DEVICE, (2, 5), 1), (SINGLE_DEVICE, (9, 1), 3), (Split(), (2, 5), 3)]
 )
 def test_together_is_as_one_by_one(placement, rows, products, monkeypatch):
     monkeypatch.setattr(linear, 'JOINED_ROWS', 10)
     x = np.random.default_rng(0).standard_normal((*rows, D), np.float32)
-    together, num_together, program = outputs_and_gradients(apply_together, placement, x)
-    alone, num_alone, wanted = outputs_and_gradients(lambda linears, x: [f(x) for f in linears], ONE_DEVICE, x)
+    together, num_together, program = outputs_and_gradients(fused_apply, placement, x)
+    alone, num_alone, wanted = outputs_and_gradients(lambda linears, x: [f(x) for f in linears], SINGLE_DEVICE, x)
     assert [y.shape for y in together[:3]] == [(*rows, *shape) for shape in OUTPUTS.values()]
     for found, expected in zip(together, alone, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -88,7 +88,7 @@ def test_together_is_as_one_by_one(placement, rows, products, monkeypatch):
 
 
 def turned(module):
-    module.kernel = nnx.Param(turn(module.kernel[...], module.num_in))
+    module.kernel = nnx.Param(transpose_kernel(module.kernel[...], module.num_in))
     module.is_turned = True
     return module
 
@@ -101,9 +101,9 @@ def test_a_turned_kernel_gives_the_same(rows, monkeypatch):
 
     @jax.jit
     def run(x):
-        expected = [module(x) for module in make(ONE_DEVICE)]
-        one_by_one = [turned(module)(x) for module in make(ONE_DEVICE)]
-        together = apply_together(list(map(turned, make(ONE_DEVICE))), x)
+        expected = [module(x) for module in make(SINGLE_DEVICE)]
+        one_by_one = [turned(module)(x) for module in make(SINGLE_DEVICE)]
+        together = fused_apply(list(map(turned, make(SINGLE_DEVICE))), x)
         # Back, over two axes.
         out = new_linear(OUTPUTS['heads'], (D,), ('heads', 'head_dim'), ('embed',), 9)
         plain, right = out(expected[0]), turned(out)(expected[0])
@@ -126,7 +126,7 @@ def test_few_rows_are_multiplied_from_the_left(monkeypatch):
     def product(num_rows):
         shapes = jax.ShapeDtypeStruct((num_rows, D), jnp.float32), jax.ShapeDtypeStruct((24, D), jnp.float32)
         # A function of its own, so that nothing comes from a cache.
-        text = jax.jit(functools.partial(turned_product)).lower(*shapes).compile().as_text()
+        text = jax.jit(functools.partial(transposed_matmul)).lower(*shapes).compile().as_text()
         found = re.search(r'f32\[(\d+),(\d+)\]\S* dot\(', text)
         return int(found[1]), int(found[2])
 
@@ -138,9 +138,9 @@ def test_few_rows_are_multiplied_from_the_left(monkeypatch):
 
 
 def test_what_is_worth_turning(monkeypatch):
-    assert not any(module.is_worth_turning for module in make(ONE_DEVICE))
+    assert not any(module.is_worth_turning for module in make(SINGLE_DEVICE))
     monkeypatch.setattr(linear, 'TURNED_INPUTS', D)
-    plain, quantized, scaled = make(ONE_DEVICE)
+    plain, quantized, scaled = make(SINGLE_DEVICE)
     quantized.quantize_kernel(Weights('int8', 0))
     scaled.matmul = 'fp8'
     # What codes are made of stays.

@@ -12,9 +12,9 @@ from maxlm.config.lora_targets import projections
 from maxlm.model.blocks import Block
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers import linear as linear_module
-from maxlm.model.layers.linear import Linear, apply_together
+from maxlm.model.layers.linear import Linear, fused_apply
 from maxlm.model.layers.lora import Adapter, adapter_of
-from maxlm.parallel.partitioning import ONE_DEVICE
+from maxlm.parallel.partitioning import SINGLE_DEVICE
 from tests.adapters import adapter_arrays, with_arrays
 from tests.small import VOCAB, small_config
 
@@ -68,7 +68,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 16), dtype=np.int32)
 def test_the_names_are_those_of_the_modules(family):
     def linears(**settings):
         config = small_config(model__family=family, model__lora_rank=3, **settings)
-        block = nnx.eval_shape(lambda: Block(config.model, placement=ONE_DEVICE, rngs=nnx.Rngs(0)))
+        block = nnx.eval_shape(lambda: Block(config.model, placement=SINGLE_DEVICE, rngs=nnx.Rngs(0)))
         modules = {'.'.join(map(str, path)): module for path, module in nnx.iter_modules(block)}
         return config, {name: module for name, module in modules.items() if isinstance(module, Linear)}
 
@@ -172,7 +172,7 @@ def make_linear(rng, in_shape, out_shape, adapter, axis='heads'):
         init=lambda key, shape, dtype: rng.standard_normal(shape, np.float32),
         use_bias=True,
         matmul='default',
-        placement=ONE_DEVICE,
+        placement=SINGLE_DEVICE,
         rngs=nnx.Rngs(0),
         adapter=adapter,
     )
@@ -211,7 +211,7 @@ def test_together_is_as_one_by_one_with_the_kernels_joined(monkeypatch):
         products = jax.jit(lambda params: total(params, x)[1]).lower(params).compile().as_text().count(' dot(')
         return jax.tree.leaves(compiled(params, x)), products
 
-    together, num_together = run(apply_together)
+    together, num_together = run(fused_apply)
     alone, num_alone = run(lambda linears, x: [linear(x) for linear in linears])
     for found, wanted in zip(together, alone, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -15,10 +15,10 @@ from maxlm.model.layers.weight_only_quantization import (
     code_shapes,
     dequantize,
     group_size,
+    quantization_error,
     quantize,
     quantized_kernels,
     stored_bytes,
-    why_not,
 )
 from maxlm.training.state import abstract_model, param_shardings
 from tests.parameters import decoder_graph, random_params
@@ -108,11 +108,11 @@ def test_finer_groups_are_nearer():
 
 def test_sizes_that_fit():
     assert [group_size(96, group) for group in (0, 128, 64, 32, 33)] == [0, 96, 48, 32, 32]
-    assert why_not((4, 24), Weights('int4', 32)) == ''
-    assert 'odd number of inputs (25)' in why_not((25,), Weights('int4', 0))
-    assert why_not((25,), Weights('int8', 0)) == ''
-    assert 'groups of 8 to 32' in why_not((74,), Weights('int4', 32))
-    assert why_not((6,), Weights('int4', 32)) == ''
+    assert quantization_error((4, 24), Weights('int4', 32)) == ''
+    assert 'odd number of inputs (25)' in quantization_error((25,), Weights('int4', 0))
+    assert quantization_error((25,), Weights('int8', 0)) == ''
+    assert 'groups of 8 to 32' in quantization_error((74,), Weights('int4', 32))
+    assert quantization_error((6,), Weights('int4', 32)) == ''
 
 
 MODEL = {

@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.reporting.sections.run_summary import make_runs, ratio
-from maxlm.telemetry.run_history import History
+from maxlm.telemetry.run_history import RunHistory
 from tests import workdirs
 
 
@@ -42,7 +42,7 @@ def test_every_state(run_of, name):
 
 
 def test_runs_of_the_same_name_go_by_their_paths():
-    histories = [History('/a/run'), History('/b/run'), History('/b/other')]
+    histories = [RunHistory('/a/run'), RunHistory('/b/run'), RunHistory('/b/other')]
     assert [run.name for run in make_runs(histories, 0.0)] == ['/a/run', '/b/run', 'other']
 
 

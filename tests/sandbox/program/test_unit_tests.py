@@ -8,7 +8,7 @@ import ast
 import pytest
 
 from maxlm.sandbox.limits import MIB, Limits
-from maxlm.sandbox.pool import Program, SandboxPool
+from maxlm.sandbox.pool import SandboxJob, SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
 from tests.sandbox.hostile import CHEATED, CHEATS, EXPECTED
 
@@ -128,12 +128,12 @@ NEVER_END = {
 
 @pytest.fixture(scope='module')
 def verdicts():
-    programs = {name: Program(text, tests=tests, limits=LIMITS) for name, text, tests, _ in GOOD}
-    programs |= {name: Program(text, tests=SQUARE, limits=LIMITS) for name, text in FORGERS.items()}
-    programs |= {name: Program(text, tests=tests, limits=LIMITS) for name, (text, tests) in OTHER_FORGERS.items()}
-    programs |= {name: Program(text, tests=SQUARE, limits=SHORT) for name, text in NEVER_END.items()}
-    programs['tests loop'] = Program('def f(x): return 9', tests='assert f(3) == 9\nwhile True: pass', limits=SHORT)
-    programs['half'] = Program('def f(x): return 9', tests=SQUARE, limits=LIMITS)
+    programs = {name: SandboxJob(text, tests=tests, limits=LIMITS) for name, text, tests, _ in GOOD}
+    programs |= {name: SandboxJob(text, tests=SQUARE, limits=LIMITS) for name, text in FORGERS.items()}
+    programs |= {name: SandboxJob(text, tests=tests, limits=LIMITS) for name, (text, tests) in OTHER_FORGERS.items()}
+    programs |= {name: SandboxJob(text, tests=SQUARE, limits=SHORT) for name, text in NEVER_END.items()}
+    programs['tests loop'] = SandboxJob('def f(x): return 9', tests='assert f(3) == 9\nwhile True: pass', limits=SHORT)
+    programs['half'] = SandboxJob('def f(x): return 9', tests=SQUARE, limits=LIMITS)
     with SandboxPool(3) as pool:
         return dict(zip(programs, pool.run_many(list(programs.values())), strict=True))
 
@@ -163,8 +163,8 @@ def test_what_looks_for_the_tests_would_find_them(text):
     planted = 'class A: pass\nhidden = [("asse" + "rt f(3) == " + str(i), A()) for i in range(9, 500)]\n'
     planted += 'one = "".join(["asse", "rt f(3) == 9"])\nnames = {i: h[0] for i, h in enumerate(hidden)}\nprint(f(3))'
     with SandboxPool(1, limits=LIMITS) as pool:
-        assert pool.run(Program(text + planted)).stdout == '9\n'
-        assert pool.run(Program(text + 'print(f(3))')).stdout == '0\n'
+        assert pool.run(SandboxJob(text + planted)).stdout == '9\n'
+        assert pool.run(SandboxJob(text + 'print(f(3))')).stdout == '0\n'
 
 
 @pytest.fixture(scope='module')
@@ -173,8 +173,8 @@ def cheated():
     cases = [f'def test_{number}():\n    ' + text.replace('\n', '\n    ') for number, text in enumerate(CHEATED)]
     tests = '\n'.join(text if 'def test' in text else case for text, case in zip(CHEATED, cases, strict=True))
     tests = tests.replace('class T(', 'class Test(').replace('def test():', 'def test_caught():')
-    right = Program(f'def f(x): return {EXPECTED}', tests=f'assert f(2) == {EXPECTED}', limits=LIMITS)
-    programs = [right, *(Program(text, tests=tests, limits=LIMITS) for text in CHEATS.values())]
+    right = SandboxJob(f'def f(x): return {EXPECTED}', tests=f'assert f(2) == {EXPECTED}', limits=LIMITS)
+    programs = [right, *(SandboxJob(text, tests=tests, limits=LIMITS) for text in CHEATS.values())]
     with SandboxPool(2) as pool:
         return dict(zip(['right', *CHEATS], pool.run_many(programs), strict=True))
 

@@ -8,14 +8,14 @@ import optax
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.training.optimizers.trainable import dotted_names, is_trained, trained_part, with_trained
+from maxlm.training.optimizers.trainable import is_trained, merge_trainable, param_paths, trainable
 from maxlm.training.state import abstract_state, init_state
 from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
 
 
 def flat(tree):
-    return dict(zip(dotted_names(tree), jax.tree.leaves(tree), strict=True))
+    return dict(zip(param_paths(tree), jax.tree.leaves(tree), strict=True))
 
 
 # Nothing of the first step's update is lost to a warm-up or to clipping.
@@ -98,12 +98,12 @@ def test_patterns_that_name_nothing_are_refused():
 def test_parts_are_put_together_again():
     tree = {'embedding': 1, 'blocks': {'attention': {'query': 2, 'key': 3}, 'norm': 4}}
     config = small_config(optimizer__frozen=('blocks.attention.query', '*.norm'))
-    part = trained_part(config, tree)
+    part = trainable(config, tree)
     assert part == {'embedding': 1, 'blocks': {'attention': {'key': 3}}}
     new = jax.tree.map(lambda value: -value, part)
-    assert with_trained(tree, new) == {'embedding': -1, 'blocks': {'attention': {'query': 2, 'key': -3}, 'norm': 4}}
+    assert merge_trainable(tree, new) == {'embedding': -1, 'blocks': {'attention': {'query': 2, 'key': -3}, 'norm': 4}}
     # Where all is trained it is the same tree, and the program the same as ever.
-    assert trained_part(small_config(), tree) is tree
+    assert trainable(small_config(), tree) is tree
 
 
 def test_moments_of_what_is_trained_lie_where_the_parameters_do():
