@@ -26,7 +26,7 @@ from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.targets import Target, compiling_for, parse_target, target_layout
 from maxlm.training.state import abstract_state
 
-ANALYSES = Path('tests/planning/memory_analyses.json')
+ANALYSES = Path('tests/planning/estimate/memory_analyses.json')
 # Where the config leaves it to the data set.
 VOCAB_SIZE = 32
 

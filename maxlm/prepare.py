@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from maxlm.data.dataset.records import MANIFEST_NAME, Dataset, load_manifest
 from maxlm.data.documents.field_names import parse_roles
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
-from maxlm.data.executors.local_executor import InProcess, Processes
-from maxlm.data.executors.ray_executor import RayCluster
+from maxlm.data.executors.ray_executor import make_executor
 from maxlm.data.filters.dedup import choose_bands
 from maxlm.data.filters.registry import FILTERS, make_cleaner
 from maxlm.data.formats.discovery import find_inputs, refuse_overlap
@@ -47,14 +46,13 @@ def main(argv: list[str]) -> int:
     """Makes the data set that `argv` asks for. Raises InputError when it cannot be made."""
     options = _parse(argv)
     not_text: list[Entry] = []
-    limits = {'max_files': options.max_files, 'max_record_bytes': options.max_record_mib * 2**20}
-    find: dict[str, Any] = {'exclude': options.exclude, 'on_left_out': not_text.extend, **limits}
+    find: dict[str, Any] = {name: getattr(options, name) for name in ('exclude', 'max_files')}
+    find |= {'max_record_bytes': options.max_record_mib * 2**20, 'on_left_out': not_text.extend}
     training = find_inputs(options.input, **find)
     validation = find_inputs(options.validation, **find) if options.validation else []
     refuse_overlap(training, validation)
-    recipe = _recipe(options, training, validation)
-    groups = make_partitions(training, validation)
-    lines = _prepare(options, recipe, groups) if isinstance(options.output, Path) else _publish(options, recipe, groups)
+    make = _prepare if isinstance(options.output, Path) else _publish
+    lines = make(options, _recipe(options, training, validation), make_partitions(training, validation))
     if not options.quiet:
         lines += files_left_out(not_text)
         # Names of files need not be text.
@@ -85,10 +83,9 @@ def _publish(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequenc
     """Makes the data set in the cache and uploads it to the URL `options.output`; returns its summary."""
     from maxlm.workdir.upload_directory import Upload  # needs fsspec
 
-    url = options.output
-    upload = Upload('--output', url, cache=options.cache, last=MANIFEST_NAME)
+    upload = Upload('--output', options.output, cache=options.cache, last=MANIFEST_NAME)
     if upload.is_complete():
-        return published(url, recipe.made_from, skip_failed=options.skip_failed)
+        return published(options.output, recipe.made_from, skip_failed=options.skip_failed)
     upload.begin()
     local = argparse.Namespace(**{**vars(options), 'output': upload.folder})
     try:
@@ -98,7 +95,7 @@ def _publish(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequenc
         upload.discard()
         lines = _prepare(local, recipe, groups)
     upload.finish(show=not options.quiet)
-    return [line.replace(str(upload.folder), display_path(url)) for line in lines]
+    return [line.replace(str(upload.folder), display_path(options.output)) for line in lines]
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -392,18 +389,11 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
 def _make(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> Dataset:
     remove_partial_files(options.output)
     try:
-        with _engine(options, len(groups)) as engine:
+        with make_executor(options.engine, min(options.workers, len(groups)), options.ray_address) as engine:
             means = ExecutionOptions(engine, options.retries, options.skip_failed, show_progress=not options.quiet)
             return prepare(recipe, groups, options.output, means)
     finally:
         remove_partial_files(options.output)
-
-
-def _engine(options: argparse.Namespace, num_groups: int) -> InProcess | Processes | RayCluster:
-    if options.engine == 'ray':
-        return RayCluster(options.ray_address)
-    workers = min(options.workers, num_groups)
-    return Processes(workers) if workers > 1 else InProcess()
 
 
 if __name__ == '__main__':

@@ -19,6 +19,10 @@ os.environ |= {
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': str(MIN_COMPILE_SECONDS),
 }
 
+# A shell that starts the tests in the background ignores SIGINT, which some of them send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import jax
 import numpy as np
 import psutil

@@ -21,8 +21,8 @@ FETCH = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from maxlm import fetch
-from maxlm.data import transfer
-transfer.CHUNK_BYTES = 1000
+from maxlm.storage import download
+download.CHUNK_BYTES = 1000
 fetch.run()
 """
 

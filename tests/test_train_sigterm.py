@@ -51,7 +51,7 @@ def test_while_jax_is_imported(tmp_path, command, code, told):
     assert list(cwd.iterdir()) == []
 
 
-@pytest.mark.parametrize('moment', ['load', 'prepare_step'])
+@pytest.mark.parametrize('moment', ['load', 'compile_step'])
 def test_while_a_run_prepares(dataset, tmp_path, capsys, monkeypatch, moment):
     def told(*_, **__):
         try:

@@ -128,10 +128,11 @@ class WeightsAndBiases:
                 pipe.flush()
             pipe.write(_END)
         self._ended = True
-        if child.wait():
-            self._said.seek(0)
-            reason = self._said.read().strip().rpartition('\n')[2] or f'exit code {child.returncode}'
-            logger.warning(f'metrics.wandb={self._mode}: {reason}; the run goes on without it')
+        with self._said as said:
+            if child.wait():
+                said.seek(0)
+                reason = said.read().strip().rpartition('\n')[2] or f'exit code {child.returncode}'
+                logger.warning(f'metrics.wandb={self._mode}: {reason}; the run goes on without it')
 
 
 def upload(lines: TextIO) -> None:

@@ -16,7 +16,7 @@ from maxlm.planning.estimate.work import estimate_work
 from maxlm.planning.targets import parse_target
 from tests.conftest import ROOT
 
-PROGRAMS = Path(ROOT) / 'tests/planning/programs'
+PROGRAMS = Path(ROOT) / 'tests/planning/compiled/programs'
 
 
 def resolved(rung):

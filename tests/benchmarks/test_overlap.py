@@ -5,7 +5,6 @@ Nightly the compiler for TPU v5p makes two programs, each in up to a minute of a
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,7 @@ from maxlm.planning.estimate.roofline import efficiency_of, transfer_time
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.planning.targets import parse_target, target_layout
 from maxlm.training.state import abstract_state
+from tests.conftest import ROOT
 from tests.small import small_config
 
 CHIP = find_chip('TPU v4')
@@ -112,7 +112,7 @@ def test_loops_count_as_often_as_they_run():
 
 def test_products_that_carry_a_gather_on_hide_it():
     """Of a step for v5e; two gathers of a layer go on within the fusions of products."""
-    text = (Path(__file__).parent / 'programs' / 'v5e_layers.txt').read_text()
+    text = (ROOT / 'tests/planning/compiled/programs' / 'v5e_layers.txt').read_text()
     read = functools.partial(read_overlap, mesh_sizes=V5E_MESH, chip=find_chip('TPU v5 lite'), num_devices=16)
     found = read(text)['all-gather']
     assert 0 < found.count_async < found.count
@@ -123,7 +123,7 @@ def test_products_that_carry_a_gather_on_hide_it():
 
 def test_products_in_steps_hide_what_goes_round():
     """The gradient of a matrix in a step for v5e, summed while its parts go round the devices."""
-    text = (Path(__file__).parent / 'programs' / 'v5e_windowed_product.txt').read_text()
+    text = (ROOT / 'tests/planning/compiled/programs' / 'v5e_windowed_product.txt').read_text()
     read = functools.partial(read_overlap, mesh_sizes=V5E_MESH, chip=find_chip('TPU v5 lite'), num_devices=16)
     found = read(text)['collective-permute']
     assert found.count_async == found.count == 2 * 4 * 4 * 4

@@ -119,14 +119,14 @@ def test_a_hanging_thread_does_not_keep_the_process(monkeypatch, hangs):
 
 BROKEN_OFF = """
 import subprocess, sys, threading
-from maxlm.diagnostics.runner import THREAD, leave
+from maxlm.diagnostics.runner import THREAD, exit_process
 
 def check():
     subprocess.run(['sleep', '60'])
     print('tidied up')
 
 threading.Thread(target=check, name=f'{THREAD}x', daemon=True).start()
-leave(130)
+exit_process(130)
 """
 
 
@@ -139,7 +139,7 @@ def test_a_check_that_is_broken_off_tidies_up():
 def test_every_check_is_there():
     for check in CHECKS:
         module, _, function = check.place.partition(':')
-        assert callable(getattr(__import__(f'maxlm.doctoring.{module}', fromlist=[function]), function))
+        assert callable(getattr(__import__(f'maxlm.diagnostics.checks.{module}', fromlist=[function]), function))
     assert len(set(NAMES)) == len(NAMES)
     assert [check.uses_devices for check in CHECKS] == sorted(check.uses_devices for check in CHECKS)
     assert NAMES.index('trial') < min(NAMES.index(check.name) for check in CHECKS if check.uses_devices)

@@ -244,7 +244,7 @@ def test_workers_end_with_a_parent_that_is_killed(without, tmp_path):
         'from maxlm.sandbox.pool import *\n'
         f'pool = SandboxPool(1, without={without}, required=())\n'
         'print(pool.workers[0].process.pid, flush=True)\n'
-        'pool.run(Program("import os, time\\nos.fork()\\ntime.sleep(60)"))'
+        'pool.run(SandboxJob("import os, time\\nos.fork()\\ntime.sleep(60)"))'
     )
     environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'TMPDIR': str(tmp_path)}
     with subprocess.Popen(

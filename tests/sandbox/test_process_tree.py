@@ -15,9 +15,9 @@ pytestmark = pytest.mark.multiprocess
 # A child with a child. As soon as the tree is read below the first, it has died, and the other has changed its parent.
 PROGRAM = """
 import os, signal, sys, time
-from maxlm.posttrain import kernel, processes
+from maxlm.sandbox import process_tree, syscalls
 
-class Changing(processes.ProcessTree):
+class Changing(process_tree.ProcessTree):
     def children(self, number):
         if armed and number == str(middle):
             os.kill(middle, signal.SIGKILL)
@@ -25,7 +25,7 @@ class Changing(processes.ProcessTree):
         return super().children(number)
 
 armed = False
-kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
+syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
 reader, writer = os.pipe()
 middle = os.fork()
 if not middle:

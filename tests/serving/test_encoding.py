@@ -247,10 +247,10 @@ def encode(texts):
 served = served_by(FakeEngine())
 served.tokenizer.encode_batch = encode
 listener = running.bind('127.0.0.1', 0)
-server = running.Running(
+server = running.Server(
     served, Limits(drain_seconds=0.1), listener, on_ready=lambda: print(running.url_of(listener), flush=True)
 )
-sys.exit(running.run_until_told(server))
+sys.exit(running.serve_until_stopped(server))
 """
 
 

@@ -172,15 +172,15 @@ def test_where_it_listens():
 PROGRAM = """
 import sys
 from maxlm.serving.limits import Limits
-from maxlm.serving.server import Running, bind, run_until_told, url_of
+from maxlm.serving.server import Server, bind, serve_until_stopped, url_of
 from tests.serving.fake_engine import FakeEngine, served_by
 engine = FakeEngine()
 engine.open.clear()
 listener = bind('127.0.0.1', 0)
-running = Running(
+running = Server(
     served_by(engine), Limits(drain_seconds=60), listener, on_ready=lambda: print(url_of(listener), flush=True)
 )
-sys.exit(run_until_told(running))
+sys.exit(serve_until_stopped(running))
 """
 
 

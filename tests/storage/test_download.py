@@ -27,10 +27,10 @@ CHUNKS = [(0, 30_000), (30_000, 60_000), (60_000, 90_000), (90_000, 100_000)]
 FETCH = """
 import sys
 from pathlib import Path
-from maxlm.data import transfer
-transfer.CHUNK_BYTES = int(sys.argv[4])
-transfer.LOCK_POLL_SECONDS = 0.01
-transfer.fetch_file(transfer.RemoteFile(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
+from maxlm.storage import download
+download.CHUNK_BYTES = int(sys.argv[4])
+download.LOCK_POLL_SECONDS = 0.01
+download.fetch_file(download.RemoteFile(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
 """
 
 

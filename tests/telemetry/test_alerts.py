@@ -54,6 +54,10 @@ def hook(monkeypatch):
     monkeypatch.setenv('ALERTS_URL', hook.url)
     yield hook
     hook.close()
+    # What a sender still logs is not for the next test.
+    for thread in threading.enumerate():
+        if thread.name == 'alerts':
+            thread.join(60)
 
 
 @pytest.fixture(autouse=True)

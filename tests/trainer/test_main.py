@@ -15,13 +15,13 @@ pytestmark = pytest.mark.multiprocess
 # A notice comes when all is done and JAX is taken down. Each end is that of a forked process.
 PROGRAM = """
 import json, os, signal, sys
-from maxlm.runtime import run
+from maxlm.trainer import main
 
-run.part = lambda code: os.kill(os.getpid(), signal.SIGTERM)
+main.part = lambda code: os.kill(os.getpid(), signal.SIGTERM)
 ends = []
 for code in map(int, sys.argv[1:]):
     if not (pid := os.fork()):
-        run.start(lambda arguments, began: code)
+        main.start(lambda arguments, began: code)
     ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 print(json.dumps(ends))
 """

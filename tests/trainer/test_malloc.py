@@ -10,9 +10,9 @@ from tests.conftest import ROOT
 # Takes and frees memory as steps do, from a thread, and tells how many pages the system had to give.
 PROGRAM = """
 import ctypes, resource, sys, threading
-from maxlm.trainer.main import keep_freed_memory
+from maxlm.trainer.main import disable_malloc_trim
 
-kept = keep_freed_memory() if sys.argv[1] == 'keep' else None
+kept = disable_malloc_trim() if sys.argv[1] == 'keep' else None
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes = [ctypes.c_void_p]

@@ -4,6 +4,7 @@ The stand-in computes a loss from the number of the step and its tokens. Real st
 """
 
 import os
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -177,9 +178,10 @@ def test_the_last_lines_of_the_log(whole):
     assert loss.startswith(f'training loss {last:.3f}; validation loss {last:.3f} nats/token; unigram entropy of ')
 
 
-def test_a_run_that_is_over_does_nothing(whole, live):
+def test_a_run_that_is_over_does_nothing(whole, live, tmp_path):
+    workdir = shutil.copytree(whole.workdir, tmp_path / 'run')
     step = Step()
-    assert live(whole.workdir, step) == EXIT_DONE
+    assert live(workdir, step) == EXIT_DONE
     assert step.batches == []
 
 

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from maxlm.data.executors.executor import OnProgress, Status, Task, TaskResult, run_with_retries
-from maxlm.data.executors.local_executor import ONE_THREAD
+from maxlm.data.executors.local_executor import ONE_THREAD, InProcess, Processes
 from maxlm.errors import InputError, os_message
 
 # Tasks per core that are handed over before one has ended, so that no machine waits for the next.
@@ -115,3 +115,10 @@ def _attempt(number: int, task: Task) -> tuple[TaskResult, tuple[int, int, int]]
     outcome = run_with_retries(number, task, report)
     num_bytes, documents, tokens = done
     return outcome, (num_bytes, documents, tokens)
+
+
+def make_executor(kind: str, num_workers: int, ray_address: str) -> InProcess | Processes | RayCluster:
+    """Returns the executor of `kind`, `local` or `ray`; a local one needs no processes for one worker."""
+    if kind == 'ray':
+        return RayCluster(ray_address)
+    return Processes(num_workers) if num_workers > 1 else InProcess()

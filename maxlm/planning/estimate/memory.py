@@ -83,7 +83,7 @@ class Backend:
 
 
 SUBLANES = 8
-# Fitted to some of the programs of tests/planning/memory_analyses.json; that of CPUs to a few small programs.
+# Fitted to some of the programs of tests/planning/estimate/memory_analyses.json; that of CPUs to a few small programs.
 BACKENDS = {
     # The embedding is gathered and its gradient summed in float32.
     'gpu': Backend(4.0, 4.6, 5.6, 7.2, 1.5, 0.8, 3.0, 4.0, 2.6, 1, False, True),

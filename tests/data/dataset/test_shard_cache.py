@@ -27,11 +27,11 @@ CONTENTS = [random.Random(seed).randbytes(SIZE) for seed in range(8)]
 WAIT = """
 import sys
 from pathlib import Path
-from maxlm.data.dataset.wait import wait_for
+from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 print('waiting', flush=True)
 try:
-    wait_for(Path(sys.argv[1]))
+    wait_for_file(Path(sys.argv[1]))
     print('there')
 except InputError as error:
     print(error)

@@ -17,13 +17,13 @@ READ = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import cut
+from maxlm.data.formats.file_ranges import split_file
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.file_ranges import read_documents
 assert 'jax' not in sys.modules
 bad = []
 for file in find_inputs(sys.argv[2:]):
-    for piece in cut(file, 2**20):
+    for piece in split_file(file, 2**20):
         options = ReadOptions(max_record_bytes=2**20)
         for document in read_documents(piece, options, lambda name, reason: bad.append((name, reason))):
             bad.append((document.name, len(document.text)))

@@ -125,11 +125,11 @@ def test_lines_are_limited_where_others_have_used_the_package_before(tmp_path):
     (tmp_path / 'set/train.jsonl').write_text(json.dumps({'text': 'x' * 3000}))
     program = f"""
 import datasets
-from maxlm.data.readers import hub
+from maxlm.data.formats import hf_datasets
 from maxlm.errors import InputError
 datasets.load_dataset_builder({str(tmp_path / 'set')!r})
 try:
-    hub.find('hf:{tmp_path}/set', 2000)
+    hf_datasets.find('hf:{tmp_path}/set', 2000)
 except InputError as error:
     print(error)
 """

@@ -148,10 +148,10 @@ def test_the_same_alone_and_together():
 def test_the_same_in_another_process():
     script = (
         'import json; from maxlm.data.documents.document import Document; '
-        'from maxlm.data.tokenizer.fim import Infill, encode_documents; '
+        'from maxlm.data.tokenizer.fim import FimConfig, encode_documents; '
         'from maxlm.data.tokenizer.tokenizer import bytes_tokenizer; '
         'some = [Document(f"file-{i}.txt", "source", "the quick brown fox") for i in range(50)]; '
-        'print(json.dumps([a.tolist() for a in encode_documents(bytes_tokenizer(infill=True), some, Infill())]))'
+        'print(json.dumps([a.tolist() for a in encode_documents(bytes_tokenizer(infill=True), some, FimConfig())]))'
     )
     # This process has another hash seed.
     environment = {'PYTHONHASHSEED': '1', 'PYTHONPATH': ':'.join(filter(None, sys.path))}

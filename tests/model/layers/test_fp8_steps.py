@@ -104,7 +104,7 @@ from benchmarks.gpu_programs import library_products
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.planning.compiled.hlo import read_hlo
+from maxlm.planning.compiled.hlo import parse_hlo
 from maxlm.planning.targets import compiling_for, parse_target, target_layout
 from maxlm.training.state import abstract_state
 
@@ -119,7 +119,7 @@ with compiling_for(target):
         config, layout, abstract_state(config, layout), options={'xla_gpu_enable_triton_gemm': False}
     ).step
 text = step.as_text()
-print(json.dumps({'text': text, 'products': library_products(read_hlo(text))}))
+print(json.dumps({'text': text, 'products': library_products(parse_hlo(text))}))
 """
 
 

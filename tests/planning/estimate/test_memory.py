@@ -22,7 +22,7 @@ from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout
 
-ANALYSES = json.loads((ROOT / 'tests/planning/memory_analyses.json').read_text())
+ANALYSES = json.loads((ROOT / 'tests/planning/estimate/memory_analyses.json').read_text())
 # Counters: steps, skipped ones, updates of each optimizer.
 COUNTERS = 64
 # Relative error that an estimate may have, by what it is of.

@@ -45,7 +45,18 @@ def test_texts(write, value, text):
 
 
 @pytest.mark.parametrize(
-    'name', ['whole', 'figure', 'loss', 'short', 'percent', 'size', 'dollars', 'duration', 'moment']
+    'name',
+    [
+        'format_int',
+        'format_number',
+        'loss',
+        'format_si',
+        'percent',
+        'format_bytes',
+        'dollars',
+        'duration',
+        'format_time',
+    ],
 )
 def test_what_is_not_known_is_a_dash(name):
     write = getattr(formatting, name)
