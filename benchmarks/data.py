@@ -1,12 +1,12 @@
 """Tokens per second into a training loop that does nothing, on one core, against other ways to read the same tokens.
 
-    python -m benchmarks.data [--tokens=100e6] [--rounds=9] [--peer_python=PYTHON] [--output=FILE]
+    python -m benchmarks.data [--tokens=100e6] [--rounds=9] [--peer-python=PYTHON] [--output=FILE]
 
 All loaders give batches of 64 windows of 2 048 tokens in random order, in turns in one run; a figure is the median
 over the rounds, a ratio one of medians. `memmap` is NumPy on one flat file, tokens and targets as int32 and nothing
 else: with slices that are stacked, as small trainers do it, and with rows that are filled, the floor of work. maxlm
 gives five arrays (tokens, targets, weights, segments, positions). Public loaders run where they can be imported, here
-or by --peer_python (an environment with torch, mosaicml-streaming and litdata).
+or by --peer-python (an environment with torch, mosaicml-streaming and litdata).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--shards', type=int, default=16, help='its shards (default 16)')
     parser.add_argument('--rounds', type=int, default=9, help='turns of each loader (default 9)')
     parser.add_argument('--batches', type=int, default=60, help='batches in a turn (default 60)')
-    parser.add_argument('--peer_python', default=sys.executable, help='interpreter that has the public loaders')
+    parser.add_argument('--peer-python', default=sys.executable, help='interpreter that has the public loaders')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
     cores = os.sched_getaffinity(0)
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
 
 def _own_loaders(at: Path, dataset: Dataset, batches: int) -> dict[str, Callable[[], float]]:
     memmap = MemmapLoader(at / 'tokens.bin')
-    data = DataConfig(path=str(dataset.path), window=WINDOW)
+    data = DataConfig(path=str(dataset.path), seq_len=WINDOW)
     corpus = open_training_data(data)
     own = corpus.train_batches(BATCH)
     position = iter(range(10**9))

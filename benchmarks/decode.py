@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--batches', default='1,32', help='numbers of slots, with commas between them (default 1,32)')
     parser.add_argument('--context', type=int, default=1024, help='positions of a slot (default 1024)')
     parser.add_argument('--passes', type=int, default=50, help='that count (default 50)')
-    parser.add_argument('--vocab_size', type=int, default=50_257, help='for configs that take it from the data set')
+    parser.add_argument('--vocab-size', type=int, default=50_257, help='for configs that take it from the data set')
     parser.add_argument('--cache', choices=('model', 'int8'), default='model', help='type of keys and values')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(rest)

@@ -58,7 +58,7 @@ measure() { # NAME SECONDS CONFIG [--config.… …]
 }
 
 # 16 sequences an update instead of hundreds: accumulation repeats the same work, and a dozen steps should take seconds.
-short=(--config.train.global_batch=16)
+short=(--config.train.global_batch_size=16)
 few=(--steps=12 --warmup=2)
 # Two that should learn alike: 40 steps on text, with a learning rate that is there at once.
 learning=("${short[@]}" --tokens=text --steps=40 --config.optimizer.warmup_steps=5)
@@ -67,7 +67,7 @@ learning=("${short[@]}" --tokens=text --steps=40 --config.optimizer.warmup_steps
 run attention 60 benchmarks.gpu_attention
 measure 1b 45 configs/1b.py "${learning[@]}"
 run peers 140 benchmarks.peers_gpu
-measure 1b_fp8 45 configs/1b.py "${learning[@]}" --config.model.matmul=fp8 --beside="$out/1b.json"
+measure 1b_fp8 45 configs/1b.py "${learning[@]}" --config.model.matmul_precision=fp8 --beside="$out/1b.json"
 # What of the memory's bandwidth decoding reaches.
 run decode_1b 60 benchmarks.decode --config=configs/1b.py
 run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
@@ -76,34 +76,34 @@ run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
 measure neox 45 configs/neox.py:production "${few[@]}" "${short[@]}"
 measure xlarge 45 configs/mix.py:xlarge "${few[@]}" "${short[@]}"
 measure d24 45 configs/depth.py:24 "${few[@]}" "${short[@]}"
-measure 7b_8layers 45 configs/code.py:7b "${few[@]}" --config.model.num_layers=8 --config.train.global_batch=8 \
-  --config.train.micro_batch=4
+measure 7b_8layers 45 configs/code.py:7b "${few[@]}" --config.model.num_layers=8 --config.train.global_batch_size=8 \
+  --config.train.per_device_batch_size=4
 
 # What Muon costs.
 measure d24_adamw 45 configs/depth.py:24 "${few[@]}" "${short[@]}" --config.optimizer.name=adamw \
   --config.optimizer.learning_rate=3e-4 --config.optimizer.adam_learning_rate=0 \
-  --config.optimizer.momentum_warmup_steps=0 --config.optimizer.embedding_learning_rate=0
+  --config.optimizer.muon_momentum_warmup_steps=0 --config.optimizer.embedding_learning_rate=0
 
 # What of a block is kept, and how many sequences are worked on at a time.
 for policy in none dots dots_no_batch full; do
-  measure "1b_batch8_remat_$policy" 40 configs/1b.py "${few[@]}" "${short[@]}" --config.train.micro_batch=8 \
-    --config.model.remat="$policy"
+  measure "1b_batch8_remat_$policy" 40 configs/1b.py "${few[@]}" "${short[@]}" --config.train.per_device_batch_size=8 \
+    --config.model.remat_policy="$policy"
 done
-measure 1b_batch16_remat_dots 40 configs/1b.py "${few[@]}" "${short[@]}" --config.train.micro_batch=16 \
-  --config.model.remat=dots
+measure 1b_batch16_remat_dots 40 configs/1b.py "${few[@]}" "${short[@]}" --config.train.per_device_batch_size=16 \
+  --config.model.remat_policy=dots
 measure 1b_unrolled 120 configs/1b.py "${few[@]}" "${short[@]}" --config.model.scan_layers=false
-measure 1b_documents_visible 40 configs/1b.py "${few[@]}" "${short[@]}" --config.data.isolate_documents=false
-measure xlarge_fp8 45 configs/mix.py:xlarge "${few[@]}" "${short[@]}" --config.model.matmul=fp8
-measure 7b_8layers_fp8 45 configs/code.py:7b "${few[@]}" --config.model.num_layers=8 --config.train.global_batch=8 \
-  --config.train.micro_batch=4 --config.model.matmul=fp8
+measure 1b_documents_visible 40 configs/1b.py "${few[@]}" "${short[@]}" --config.data.document_mask=false
+measure xlarge_fp8 45 configs/mix.py:xlarge "${few[@]}" "${short[@]}" --config.model.matmul_precision=fp8
+measure 7b_8layers_fp8 45 configs/code.py:7b "${few[@]}" --config.model.num_layers=8 --config.train.global_batch_size=8 \
+  --config.train.per_device_batch_size=4 --config.model.matmul_precision=fp8
 
 # Of the optimizer: its state in other types, and in host memory.
-measure 1b_moments_bfloat16 40 configs/1b.py "${few[@]}" "${short[@]}" --config.optimizer.moments=bfloat16
-measure 1b_moments_int8 40 configs/1b.py "${few[@]}" "${short[@]}" --config.optimizer.moments=int8
-measure 1b_offload_optimizer 40 configs/1b.py "${few[@]}" "${short[@]}" --config.mesh.offload=optimizer
-measure 1b_offload_all 40 configs/1b.py "${few[@]}" "${short[@]}" --config.mesh.offload=all
+measure 1b_moments_bfloat16 40 configs/1b.py "${few[@]}" "${short[@]}" --config.optimizer.moment_dtype=bfloat16
+measure 1b_moments_int8 40 configs/1b.py "${few[@]}" "${short[@]}" --config.optimizer.moment_dtype=int8
+measure 1b_offload_optimizer 40 configs/1b.py "${few[@]}" "${short[@]}" --config.mesh.host_offload=optimizer
+measure 1b_offload_all 40 configs/1b.py "${few[@]}" "${short[@]}" --config.mesh.host_offload=all
 measure 1b_float16 40 configs/1b.py "${few[@]}" "${short[@]}" --config.model.dtype=float16
-measure 1b_loss_chunk_2048 40 configs/1b.py "${few[@]}" "${short[@]}" --config.train.loss_chunk=2048
+measure 1b_loss_chunk_2048 40 configs/1b.py "${few[@]}" "${short[@]}" --config.train.loss_chunk_size=2048
 
 # What XLA can be told: products by cuBLAS alone, no CUDA graphs, all tilings of Triton tried out.
 measure 1b_xla_no_triton 40 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_triton_gemm=false

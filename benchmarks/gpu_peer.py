@@ -29,7 +29,7 @@ FIRST = 2 * BATCHES
 OVERRIDES = {
     'model.dtype': 'bfloat16',
     'model.scan_layers': True,
-    'model.remat': 'dots',
+    'model.remat_policy': 'dots',
     'optimizer.learning_rate': 3e-4,
     'optimizer.min_learning_rate': 3e-5,
     # The first steps must change something, or only forward passes would be compared.

@@ -41,7 +41,7 @@ OUTPUT = ROOT / 'benchmarks/results/gpu_programs.json'
 # Vocabulary of the configs that take it from the data set.
 VOCAB = 50_257
 FORWARD, BACKWARD = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
-FP8 = 'model.matmul=fp8'
+FP8 = 'model.matmul_precision=fp8'
 
 
 class Rung(NamedTuple):
@@ -53,13 +53,13 @@ class Rung(NamedTuple):
     overrides: tuple[str, ...] = ()
 
 
-ONE = ('train.global_batch=16',)
+ONE = ('train.global_batch_size=16',)
 # The GPT of `benchmarks.peers_gpu`.
 PEER = (
-    *('model.dim=2048', 'model.num_heads=16', 'model.vocab_size=50304', 'model.remat=dots'),
-    *('data.isolate_documents=false', 'train.global_batch=8', 'train.micro_batch=8'),
+    *('model.dim=2048', 'model.num_heads=16', 'model.vocab_size=50304', 'model.remat_policy=dots'),
+    *('data.document_mask=false', 'train.global_batch_size=8', 'train.per_device_batch_size=8'),
 )
-SHORT_7B = ('model.num_layers=8', 'train.global_batch=8', 'train.micro_batch=4')
+SHORT_7B = ('model.num_layers=8', 'train.global_batch_size=8', 'train.per_device_batch_size=4')
 RUNGS = (
     Rung('1b', 'configs/1b.py', 'h100:1', ONE),
     Rung('1b, fp8', 'configs/1b.py', 'h100:1', (*ONE, FP8)),
@@ -143,10 +143,10 @@ def describe(rung: Rung) -> dict[str, Any]:
     time = step_time(
         work, target.chip, num_devices=target.num_devices, num_islands=target.num_islands, mesh_sizes=sizes
     )
-    speed = tokens_per_second(time.total, global_batch=config.train.global_batch, window=config.data.window)
+    speed = tokens_per_second(time.total, global_batch=config.train.global_batch_size, window=config.data.seq_len)
     share = mfu(
         config,
-        config.data.window,
+        config.data.seq_len,
         tokens_per_second=speed,
         num_devices=target.num_devices,
         tflops=target.chip.tflops,
@@ -219,12 +219,12 @@ def sent_bytes(program: Program) -> dict[str, float]:
 def parts_of(config: Config, work: Work, target: Target) -> dict[str, Part]:
     """The step taken apart; together the parts do all of `work`."""
     model, mesh, chip = config.model, config.mesh, target.chip
-    tokens = config.train.global_batch * config.data.window / (config.batch_shards * mesh.context)
+    tokens = config.train.global_batch_size * config.data.seq_len / (config.batch_shards * mesh.context)
     split = mesh.stage * mesh.tensor
     kernels = block_kernels(model)
     # Computed again is all of a block but what only goes into the stream.
     last = ('down', 'out') if model.parallel_residual else ('down',)
-    passes = {name: 4 if model.remat in RECOMPUTED and name not in last else 3 for name in kernels}
+    passes = {name: 4 if model.remat_policy in RECOMPUTED and name not in last else 3 for name in kernels}
     per_kernel = {
         name: 2 * tokens * passes[name] * kernel.size * model.num_layers / split for name, kernel in kernels.items()
     }
@@ -232,7 +232,7 @@ def parts_of(config: Config, work: Work, target: Target) -> dict[str, Part]:
     projections = sum(per_kernel.values()) - feed_forward
     head = 6 * tokens * model.dim * model.vocab_size / split
     update = _update_bytes(config, work, chip)
-    fp8 = model.matmul == 'fp8'
+    fp8 = model.matmul_precision == 'fp8'
     return {
         'attention': _part(chip, work.attention_flops, 0, share=efficiency_of(chip).attention),
         'projections': _part(chip, projections, 0, fp8=fp8),
@@ -248,7 +248,7 @@ def _update_bytes(config: Config, work: Work, chip: Chip) -> float:
     """Of the optimizer. AdamW: the gradient for its norm and to be used, the parameter, its norm, and both moments."""
     mesh = config.mesh
     parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.context
-    per_parameter = 8 + 12 + 4 * MOMENT_BYTES[config.optimizer.moments] + (8 if config.optimizer.ema_decay else 0)
+    per_parameter = 8 + 12 + 4 * MOMENT_BYTES[config.optimizer.moment_dtype] + (8 if config.optimizer.ema_decay else 0)
     adamw = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name='adamw'))
     more = work.memory_bytes - estimate_work(adamw, chip.capability).memory_bytes
     return model_parameters(config.model) * per_parameter / parts + more

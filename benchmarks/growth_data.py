@@ -138,7 +138,7 @@ def bytes_kept(make: Callable[[], object]) -> float:
 def _of_windows(size: int, path: Path, rounds: int) -> tuple[float, float, float, float]:
     # A shard of n tokens has (n - 1) / WINDOW windows.
     dataset = write_dataset(random_tokens(size // NUM_SHARDS * NUM_SHARDS * WINDOW + NUM_SHARDS), path, NUM_SHARDS)
-    data = DataConfig(path=str(dataset.path), window=WINDOW)
+    data = DataConfig(path=str(dataset.path), seq_len=WINDOW)
 
     def open_batches() -> Batches:
         return open_training_data(data).train_batches(BATCH)

@@ -51,13 +51,13 @@ SETTINGS: dict[str, Any] = {
     'model.dim': 64,
     'model.num_heads': 2,
     'model.ffn_dim': 128,
-    'data.window': 64,
-    'train.global_batch': 32,
+    'data.seq_len': 64,
+    'train.global_batch_size': 32,
     'train.log_every': 10**6,
-    'train.compile_cache': '',
+    'train.compilation_cache_dir': '',
     'optimizer.warmup_steps': 0,
-    'eval.every': 0,
-    'checkpoint.every_steps': 0,
+    'eval.interval': 0,
+    'checkpoint.save_interval_steps': 0,
     'metrics.tensorboard': 'false',
     'metrics.peak_tflops': 1,
 }
@@ -207,7 +207,7 @@ def measure_planned(rounds: int, sizes: Sequence[int] = PLANNED) -> list[Curve]:
 
 def _planning_seconds(devices: int) -> float:
     start = time.perf_counter()
-    overrides = ['mesh.fsdp=8', 'mesh.data=-1', f'train.global_batch={devices}', 'train.micro_batch=1']
+    overrides = ['mesh.fsdp=8', 'mesh.data=-1', f'train.global_batch_size={devices}', 'train.per_device_batch_size=1']
     config = load(f'{ROOT}/configs/1b.py', overrides)
     config = resolve(config, platform='gpu', num_devices=devices, vocab_size=config.model.vocab_size, windows=1)
     estimate_memory(config, 'gpu')

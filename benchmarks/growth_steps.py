@@ -29,9 +29,9 @@ BASE: dict[str, Any] = {
     'model.ffn_dim': 384,
     'model.vocab_size': 256,
     'model.dtype': 'float32',
-    'data.window': 128,
+    'data.seq_len': 128,
     'train.num_steps': 100,
-    'train.global_batch': 4,
+    'train.global_batch_size': 4,
     'optimizer.learning_rate': 1e-3,
 }
 HEAD_DIM = 64
@@ -71,7 +71,7 @@ AXES: dict[str, Axis] = {
     'context': Axis(
         'tokens in a sequence',
         (128, 256, 512, 1024, 2048, 4096),
-        lambda size: {'data.window': size, 'train.global_batch': 1},
+        lambda size: {'data.seq_len': size, 'train.global_batch_size': 1},
         time=(2.0, 'every token looks at all before it; below the crossing, products of each token: 1'),
         memory=(1.0, 'kept activations of each token; scores of all pairs never exist at once'),
     ),
@@ -85,14 +85,14 @@ AXES: dict[str, Axis] = {
     'batch': Axis(
         'sequences in a batch',
         (1, 2, 4, 8, 16, 32),
-        lambda size: {'train.global_batch': size},
+        lambda size: {'train.global_batch_size': size},
         time=(1.0, 'every sequence is the same work'),
         memory=(1.0, 'kept activations of each sequence'),
     ),
     'accumulation': Axis(
         'micro-batches of 2 sequences',
         (1, 2, 4, 8, 16, 32),
-        lambda size: {'train.global_batch': 2 * size, 'train.micro_batch': 2},
+        lambda size: {'train.global_batch_size': 2 * size, 'train.per_device_batch_size': 2},
         time=(1.0, 'one micro-batch after the other'),
         memory=(0.0, 'activations of one micro-batch at a time'),
     ),
@@ -106,7 +106,7 @@ class Case:
         self.config = make_config(settings)
         layout = make_layout(self.config.mesh, jax.devices()[:1])
         self.compiled = compile_train_step(self.config, layout, abstract_state(self.config, layout))
-        rows, window = self.config.train.global_batch, self.config.data.window
+        rows, window = self.config.train.global_batch_size, self.config.data.seq_len
         batch = random_batch(np.random.default_rng(0), rows, window, self.config.model.vocab_size, window)
         self._batch = layout.put_batch(batch, rows)
         self._state = init_state(self.config, layout)

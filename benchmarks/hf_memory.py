@@ -1,6 +1,6 @@
 """Memory of `maxlm.hf`: export and import of a model in the shapes of LLaMA-7B, each in a process of its own.
 
-    python -m benchmarks.hf_memory [--num_layers=32] [--directory=DIR] [--output=FILE]
+    python -m benchmarks.hf_memory [--num-layers=32] [--directory=DIR] [--output=FILE]
 
 Writes a synthetic checkpoint layer by layer, exports it in bfloat16, imports the export and compares every parameter of
 the two checkpoints. The peak is VmHWM of the process: all of Python and its libraries, and pages of mapped files too.
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     """Runs the stages and compares their peaks with the bound."""
     parser = ArgumentParser(prog='benchmarks.hf_memory', allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument('--num_layers', type=int, default=32, help='fewer make a smaller model (default 32)')
+    parser.add_argument('--num-layers', type=int, default=32, help='fewer make a smaller model (default 32)')
     parser.add_argument('--directory', type=Path, help='where the files go for a while (default: that of the system)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     parser.add_argument('--stage', choices=list(STAGES), help=argparse.SUPPRESS)
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 def _write(directory: Path, num_layers: int) -> None:
     values = default()
     values.model.update(family='llama', num_layers=num_layers, **LLAMA_7B)
-    values.train.update(num_steps=1, global_batch=1)
+    values.train.update(num_steps=1, global_batch_size=1)
     config = resolve(build(values), platform='cpu', num_devices=1, vocab_size=LLAMA_7B['vocab_size'], windows=1)
     workdir = directory / 'made'
     workdir.mkdir()
@@ -155,7 +155,7 @@ def _shapes(workdir: Path, num_layers: int) -> dict[str, tuple[int, ...]]:
 
 def _run(stage: str, directory: Path, num_layers: int) -> dict[str, Any]:
     command = [sys.executable, '-m', 'benchmarks.hf_memory', f'--stage={stage}', f'--directory={directory}']
-    process = subprocess.run([*command, f'--num_layers={num_layers}'], stdout=subprocess.PIPE, text=True, check=True)
+    process = subprocess.run([*command, f'--num-layers={num_layers}'], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(process.stdout.splitlines()[-1])
 
 

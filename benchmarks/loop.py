@@ -44,18 +44,23 @@ NOTHING = {
     'model.num_kv_heads': 0,
     'model.head_dim': 0,
     'model.ffn_dim': 16,
-    'data.window': 16,
-    'eval.every': 0,
-    'checkpoint.every_steps': 0,
+    'data.seq_len': 16,
+    'eval.interval': 0,
+    'checkpoint.save_interval_steps': 0,
 }
 # Nothing tells of a run but its log and metrics.jsonl.
-OFF = {'metrics.tensorboard': False, 'metrics.wandb': '', 'metrics.devices_seconds': 0, 'eval.samples': 0}
+OFF = {
+    'metrics.tensorboard': False,
+    'metrics.wandb': '',
+    'metrics.device_stats_interval_seconds': 0,
+    'eval.num_samples': 0,
+}
 # Of a start: two steps, each with its line.
 START = {
     'train.num_steps': 2,
     'train.log_every': 1,
-    'eval.every': 0,
-    'checkpoint.every_steps': 0,
+    'eval.interval': 0,
+    'checkpoint.save_interval_steps': 0,
     'optimizer.warmup_steps': 0,
 }
 
@@ -78,11 +83,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--steps', type=int, default=300, help='steps of a turn that count (default 300)')
     parser.add_argument('--rounds', type=int, default=5, help='turns of each (default 5)')
     parser.add_argument('--starts', type=int, default=3, help='starts of each kind (default 3)')
-    parser.add_argument('--host_steps', type=int, default=2000, help='steps of the model of no size (default 2000)')
+    parser.add_argument('--host-steps', type=int, default=2000, help='steps of the model of no size (default 2000)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(rest)
     if min(options.steps, options.rounds, options.starts, options.host_steps) < 1:
-        raise InputError('--steps, --rounds, --starts and --host_steps must be at least 1')
+        raise InputError('--steps, --rounds, --starts and --host-steps must be at least 1')
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(options.config, overrides, Path(directory))
         result = {
@@ -192,7 +197,7 @@ class Bench:
     def _bare(self, steps: int, programs: Path, settings: dict[str, Any] | None = None) -> tuple[float, float]:
         """Seconds of a step, and from the start of the process to the end of its first."""
         words = [f'--config={self._config}', *self._overrides, *_words(settings or {})]
-        words += [f'--vocab_size={self._vocabulary}', f'--steps={steps}', f'--warmup={WARMUP if steps > 1 else 0}']
+        words += [f'--vocab-size={self._vocabulary}', f'--steps={steps}', f'--warmup={WARMUP if steps > 1 else 0}']
         # Of JAX itself: what keeps programs in a run needs more than is on a bare machine.
         environment = {
             'JAX_COMPILATION_CACHE_DIR': str(programs),
@@ -210,11 +215,11 @@ class Bench:
         workdir = self._directory / f'run_{self._number}'
         settings = {
             'data.path': self._directory / 'data',
-            'train.compile_cache': programs,
+            'train.compilation_cache_dir': programs,
             'metrics.tensorboard': not set(self.missing) & set(FOR_TENSORBOARD),
             'metrics.wandb': '' if set(self.missing) & set(FOR_WANDB) else 'offline',
-            'metrics.devices_seconds': 1,
-            'eval.samples': 2,
+            'metrics.device_stats_interval_seconds': 1,
+            'eval.num_samples': 2,
             **settings,
         }
         words = [f'--config={self._config}', f'--workdir={workdir}', *self._overrides, *_words(settings)]
@@ -229,7 +234,7 @@ class Bench:
         library = Path(sysconfig.get_path('stdlib'))
         inputs = [str(library / name) for name in PACKAGES]
         output = self._directory / 'data'
-        options = [f'--tokenizer=bpe:{VOCABULARY}', '--validation_share=0.05', '--quiet']
+        options = [f'--tokenizer=bpe:{VOCABULARY}', '--validation-fraction=0.05', '--quiet']
         self._call('-m', 'maxlm.prepare', '--input', *inputs, f'--output={output}', *options)
         self._vocabulary = load_manifest(output).vocab_size
 
@@ -249,12 +254,12 @@ def _read(lines: list[dict[str, Any]]) -> Turn:
     last = later[-1]
     steps, seconds = last['step'] - first['step'], last['time'] - first['time']
     evaluation = sum(line.get('perf/eval_seconds', 0.0) for line in later)
-    saving = sum(line.get('perf/save_seconds', 0.0) for line in later)
+    saving = sum(line.get('perf/checkpoint_blocked_seconds', 0.0) for line in later)
     # Lines tell means over the steps since the line before.
     lengths = [line['step'] - before['step'] for before, line in itertools.pairwise([first, *later])]
     waits, times = (
         sum(length * line[f'perf/{name}_seconds'] for length, line in zip(lengths, later, strict=True))
-        for name in ('data_wait', 'step')
+        for name in ('data_loading', 'step_time')
     )
     return Turn((seconds - evaluation) / steps, seconds / steps, saving / seconds, evaluation / seconds, waits / times)
 

@@ -1,6 +1,6 @@
 """The bare step of a config, for `benchmarks.loop`: with batches that are on the device, and nothing around it.
 
-    python -m benchmarks.loop_worker --config=FILE [--config.section.key=value …] --vocab_size=N --steps=N --warmup=N
+    python -m benchmarks.loop_worker --config=FILE [--config.section.key=value …] --vocab-size=N --steps=N --warmup=N
 
 Prints one JSON object: when the first step was done (seconds since 1970), seconds of a step after the warm-up, machine.
 """
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog='benchmarks.loop_worker', allow_abbrev=False, description=__doc__)
     parser.add_argument('--config', required=True)
-    parser.add_argument('--vocab_size', type=int, required=True)
+    parser.add_argument('--vocab-size', type=int, required=True)
     parser.add_argument('--steps', type=int, required=True)
     parser.add_argument('--warmup', type=int, required=True)
     options = parser.parse_args(rest)
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     step = compile_train_step(config, layout, abstract_state(config, layout)).step
     state = init_state(config, layout)
     rng = np.random.default_rng(0)
-    rows, window = config.train.global_batch, config.data.window
+    rows, window = config.train.global_batch_size, config.data.seq_len
     batches = [
         layout.put_batch(random_batch(rng, rows, window, config.model.vocab_size, MEAN_DOCUMENT), rows)
         for _ in range(4)

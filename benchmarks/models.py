@@ -51,7 +51,7 @@ HEADER = (
 def resolved(model: Model) -> Config:
     """The row's config on one device."""
     # The length of a run does not change the size of its model.
-    config = load(model.config, ['train.num_steps=1', 'train.micro_batch=0'])
+    config = load(model.config, ['train.num_steps=1', 'train.per_device_batch_size=0'])
     return resolve(config, platform='cpu', num_devices=1, vocab_size=model.vocab_size, windows=1)
 
 
@@ -60,7 +60,7 @@ def row(model: Model) -> str:
     config = resolved(model)
     state = abstract_state(config, make_layout(config.mesh))
     parameters = num_parameters(state.params)
-    flops = training_flops(config.model, config.data.window)
+    flops = training_flops(config.model, config.data.seq_len)
     figures = (
         f'`{model.config}`',
         f'{parameters:,}',

@@ -1,4 +1,5 @@
-"""How well small moments learn: configs/tiny.py, trained with each type of `optimizer.moments`, and with other seeds.
+"""How well small moments learn: configs/tiny.py, trained with each type of `optimizer.moment_dtype`, and with other
+seeds.
 
     python -m benchmarks.moments --data=DIR [--seeds=2] [--steps=400] [--config.section.key=value …] [--output=FILE]
 
@@ -67,10 +68,10 @@ def final_loss(data: Path, more: list[str], *, moments: str, seed: int, steps: i
         'data.path': data.resolve(),
         'train.num_steps': steps,
         'train.seed': seed,
-        'optimizer.moments': moments,
-        'eval.every': steps,
+        'optimizer.moment_dtype': moments,
+        'eval.interval': steps,
         'eval.num_batches': 0,
-        'checkpoint.every_steps': 0,
+        'checkpoint.save_interval_steps': 0,
         'metrics.tensorboard': 'false',
         'metrics.peak_tflops': 1,
     }

@@ -45,10 +45,10 @@ def make_config(sizes: Mapping[str, int], platform: str = 'cpu', overrides: Mapp
     config.model.dtype = 'float32'
     # As a small model is run on a CPU: a loop over layers copies their parameters out of the stack.
     config.model.scan_layers = False
-    config.data.window = sizes['window']
+    config.data.seq_len = sizes['window']
     # PyTorch's side has no documents.
-    config.data.isolate_documents = False
-    config.train.global_batch = sizes['batch']
+    config.data.document_mask = False
+    config.train.global_batch_size = sizes['batch']
     config.train.num_steps = 10_000
     config.optimizer.warmup_steps = 100
     config.optimizer.learning_rate = 1e-3
@@ -64,7 +64,7 @@ def make_config(sizes: Mapping[str, int], platform: str = 'cpu', overrides: Mapp
 def make_batches(config: Config) -> list[dict[str, np.ndarray]]:
     """Random tokens, the same for all sides; every token counts."""
     rng = np.random.default_rng(0)
-    rows, window, vocab_size = config.train.global_batch, config.data.window, config.model.vocab_size
+    rows, window, vocab_size = config.train.global_batch_size, config.data.seq_len, config.model.vocab_size
     return [random_batch(rng, rows, window, vocab_size, document=10**9) for _ in range(BATCHES)]
 
 
@@ -73,7 +73,7 @@ def maxlm(config: Config) -> Run:
     layout = make_layout(config.mesh, jax.devices()[:1])
     step = compile_train_step(config, layout, abstract_state(config, layout)).step
     state = init_state(config, layout)
-    batches = [layout.put_batch(batch, config.train.global_batch) for batch in make_batches(config)]
+    batches = [layout.put_batch(batch, config.train.global_batch_size) for batch in make_batches(config)]
 
     def run(index: int) -> Callable[[], float]:
         nonlocal state

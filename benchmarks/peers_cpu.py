@@ -94,9 +94,9 @@ def measure(sizes: dict[str, int], threads: int, rounds: int, advance: Any) -> d
     peaks.append(product_rate(threads))
     medians = {side.peer: statistics.median(side.seconds) for side in sides}
     config = make_config(sizes)
-    tokens = config.train.global_batch * config.data.window
+    tokens = config.train.global_batch_size * config.data.seq_len
     fastest = min(value for peer, value in medians.items() if peer != 'maxlm')
-    tflops = training_flops(config.model, config.data.window).causal * tokens / medians['maxlm'] / 1e12
+    tflops = training_flops(config.model, config.data.seq_len).causal * tokens / medians['maxlm'] / 1e12
     return {
         'threads': threads,
         'seconds': medians,

@@ -150,8 +150,8 @@ def find_mistakes(losses: Mapping[str, Sequence[float]]) -> list[str]:
 def summarize(sides: list[Side], task: Task, together: bool) -> dict[str, Any]:
     """What was measured, by side."""
     config = task.config
-    tokens = config.train.global_batch * config.data.window
-    flops, medians = training_flops(config.model, config.data.window), {}
+    tokens = config.train.global_batch_size * config.data.seq_len
+    flops, medians = training_flops(config.model, config.data.seq_len), {}
     results = {}
     peak = sides[0].first['versions']['peak_tflops'] * 1e12
     for side in sides:
@@ -169,7 +169,7 @@ def summarize(sides: list[Side], task: Task, together: bool) -> dict[str, Any]:
     others = [seconds for name, seconds in medians.items() if name != sides[0].name]
     return {
         'sizes': task.sizes,
-        'remat': config.model.remat,
+        'remat': config.model.remat_policy,
         'attention': config.model.attention,
         'together': together,
         'mistakes': find_mistakes({side.name: side.first['losses'] for side in sides}),

@@ -34,17 +34,17 @@ from maxlm.training.state import abstract_state, init_state
 # Config, overrides.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     'tiny': ('configs/tiny.py', ()),
-    'tiny, nothing kept': ('configs/tiny.py', ('model.remat=full',)),
-    'tiny, window 512 in blocks': ('configs/tiny.py', ('data.window=512', 'train.global_batch=4')),
-    'tiny, two micro-batches': ('configs/tiny.py', ('train.micro_batch=4',)),
+    'tiny, nothing kept': ('configs/tiny.py', ('model.remat_policy=full',)),
+    'tiny, window 512 in blocks': ('configs/tiny.py', ('data.seq_len=512', 'train.global_batch_size=4')),
+    'tiny, two micro-batches': ('configs/tiny.py', ('train.per_device_batch_size=4',)),
     'neox:test': ('configs/neox.py:test', ()),
     'depth:4': (
         'configs/depth.py:4',
-        ('data.window=256', 'train.global_batch=8', 'train.micro_batch=8', 'model.dtype=float32'),
+        ('data.seq_len=256', 'train.global_batch_size=8', 'train.per_device_batch_size=8', 'model.dtype=float32'),
     ),
     'mix:tiny': (
         'configs/mix.py:tiny',
-        ('data.window=128', 'train.global_batch=2', 'train.micro_batch=2', 'model.dtype=float32'),
+        ('data.seq_len=128', 'train.global_batch_size=2', 'train.per_device_batch_size=2', 'model.dtype=float32'),
     ),
 }
 VOCAB = 4096
@@ -60,7 +60,7 @@ class Case:
         layout = make_layout(self.config.mesh, jax.devices()[:1])
         self.step = compile_train_step(self.config, layout, abstract_state(self.config, layout)).step
         self.state = init_state(self.config, layout)
-        rows, window = self.config.train.global_batch, self.config.data.window
+        rows, window = self.config.train.global_batch_size, self.config.data.seq_len
         batch = random_batch(np.random.default_rng(0), rows, window, vocab_size, 500)
         self.batch = layout.put_batch(batch, rows)
         self.predicted: list[float] = []

@@ -1,10 +1,11 @@
 """Compiles training steps for a target that is not there and records their memory, to check estimates against.
 
-    python -m benchmarks.plan_memory --target=h100:8 [--add='configs/code.py:7b train.micro_batch=2'] [--output=FILE]
+    python -m benchmarks.plan_memory --target=h100:8 [--add='configs/code.py:7b train.per_device_batch_size=2']
+    [--output=FILE]
 
 Compiles again every program of the target that the file has, and those added. The file is what
 tests/planning/estimate/test_memory.py reads. Needs the target's compiler: `pip install 'maxlm[tpu]'` or
-`'maxlm[cuda12]'`. State in host memory (`mesh.offload`) cannot be compiled for a GPU that is not there.
+`'maxlm[cuda12]'`. State in host memory (`mesh.host_offload`) cannot be compiled for a GPU that is not there.
 """
 
 from __future__ import annotations

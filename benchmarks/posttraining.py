@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TASKS = {'arithmetic': ('bytes', 64), 'synth': ('bpe:400', 128)}
 SHOWN = {
     'accuracy': ('likeliest answer', BLUE),
-    'mean_accuracy': ('drawn answers', ORANGE),
+    'pass_at_1': ('drawn answers', ORANGE),
     'pass_at_k': ('best of 4 drawn', GREY),
 }
 
@@ -72,11 +72,11 @@ def run_task(task: str, seed: int, directory: Path) -> dict[str, Any]:
     """Evaluations by step of the run by reward, step 0 being the model before it, and seconds of both runs."""
     tokenizer, window = TASKS[task]
     data, sft, rl = directory / task, directory / 'sft', directory / 'rl'
-    quiet = ['--config.metrics.tensorboard=False', '--config.metrics.devices_seconds=0']
+    quiet = ['--config.metrics.tensorboard=False', '--config.metrics.device_stats_interval_seconds=0']
     seeds = [f'--config.train.seed={seed}', f'--config.data.seed={seed}', *quiet]
     call('examples.tasks', task, '--output', str(data), '--seed', str(seed))
     chats = ['--input', str(data / 'chats.jsonl'), '--output', str(data / 'chats'), '--format=chat', '--quiet']
-    call('maxlm.prepare', *chats, '--chat_template=chatml', f'--tokenizer={tokenizer}', f'--pack_window={window}')
+    call('maxlm.prepare', *chats, '--chat-template=chatml', f'--tokenizer={tokenizer}', f'--pack-seq-len={window}')
     sft_seconds = call(
         'maxlm.train',
         f'--config=configs/{task}.py:sft',
@@ -120,7 +120,7 @@ def line_of(task: str, result: dict[str, Any]) -> str:
     first, last = result['evaluations'][0], result['evaluations'][-1]
     return (
         f'{task:<11} seed {result["seed"]}  likeliest answer {first["accuracy"]:.3f} → {last["accuracy"]:.3f}  '
-        f'drawn {first["mean_accuracy"]:.3f} → {last["mean_accuracy"]:.3f}  '
+        f'drawn {first["pass_at_1"]:.3f} → {last["pass_at_1"]:.3f}  '
         f'{result["sft_seconds"]:.0f} s by instruction, {result["rl_seconds"]:.0f} s by reward'
     )
 

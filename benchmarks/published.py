@@ -36,7 +36,7 @@ class Published(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of one step."""
-        return self.config.train.global_batch * self.config.data.window / self.tokens_per_second
+        return self.config.train.global_batch_size * self.config.data.seq_len / self.tokens_per_second
 
 
 def published() -> list[Published]:
@@ -62,7 +62,7 @@ def make_config(
 ) -> Config:
     """A resolved config; `micro_batch` is of a device, where a tensor axis counts as one."""
     values = default()
-    num_devices = math.prod(size for axis, size in mesh.items() if axis != 'zero')
+    num_devices = math.prod(size for axis, size in mesh.items() if axis != 'zero_stage')
     shards = num_devices // mesh.get('tensor', 1)
     for key, value in model.items():
         values.model[key] = value
@@ -72,12 +72,12 @@ def make_config(
         values.optimizer[key] = value
     if 'fsdp' not in mesh:
         values.mesh.fsdp = 1
-    values.data.window = window
-    values.data.isolate_documents = False
+    values.data.seq_len = window
+    values.data.document_mask = False
     values.train.num_steps = 1
-    values.train.loss_chunk = window
-    values.train.micro_batch = micro_batch
-    values.train.global_batch = micro_batch * accumulation * shards
+    values.train.loss_chunk_size = window
+    values.train.per_device_batch_size = micro_batch
+    values.train.global_batch_size = micro_batch * accumulation * shards
     config = resolve(
         build(values), platform=platform, num_devices=num_devices, vocab_size=model['vocab_size'], windows=1
     )
@@ -215,7 +215,7 @@ def _foundry() -> list[Published]:
                 'num_layers': num_layers,
                 'dim': dim,
                 'num_heads': num_heads,
-                'remat': 'full' if remat else 'none',
+                'remat_policy': 'full' if remat else 'none',
             }
             config = make_config(
                 model,
@@ -240,7 +240,7 @@ def _llama(num_layers: int, dim: int, num_heads: int, ffn_dim: int, vocab_size: 
 
 def _from_tflops(tflops: float, config: Config, num_devices: int) -> float:
     """Tokens per second from model TFLOP/s of a device, attention counted full."""
-    return tflops * 1e12 * num_devices / training_flops(config.model, config.data.window).full
+    return tflops * 1e12 * num_devices / training_flops(config.model, config.data.seq_len).full
 
 
 # MaxText, MaxText/configs/{v4,v5e,v5p}: README.md and scripts. Shapes by its scaling of layers 16, width 2048, 16 heads
@@ -273,7 +273,7 @@ def _maxtext_tpu() -> list[Published]:
     for chip, name, per_chip, tensor, chips, remat, by_slices in _MAXTEXT_TPU:
         for slices, tflops in by_slices.items():
             config = make_config(
-                {**_MAXTEXT_MODELS[name], 'remat': remat},
+                {**_MAXTEXT_MODELS[name], 'remat_policy': remat},
                 platform='tpu',
                 window=2048,
                 micro_batch=per_chip * tensor,
@@ -294,7 +294,7 @@ def _maxtext_gpu() -> list[Published]:
     points = []
     for nodes, tflops in {1: 492, 2: 422, 4: 407, 8: 409, 16: 375}.items():
         config = make_config(
-            _llama(32, 4096, 32, 11_008, 32_000, remat='dots_no_batch'),
+            _llama(32, 4096, 32, 11_008, 32_000, remat_policy='dots_no_batch'),
             platform='gpu',
             window=4096,
             micro_batch=4,
@@ -319,7 +319,7 @@ def _others() -> list[Published]:
         # 16 of 1, whose gradients are summed over devices once, as if it were one. A distributed optimizer; two ranks
         # along the sequence are left out.
         micro_batch=16,
-        mesh={'fsdp': 8, 'zero': 1},
+        mesh={'fsdp': 8, 'zero_stage': 1},
     )
     olmo_1b = make_config(
         # The source tells no layout: 4 sequences on each of 8 GPUs.
@@ -336,7 +336,7 @@ def _others() -> list[Published]:
         window=1024,
         # 8 of 16, likewise.
         micro_batch=128,
-        mesh={'fsdp': 8, 'zero': 1},
+        mesh={'fsdp': 8, 'zero_stage': 1},
     )
     d20 = make_config(
         {
@@ -350,7 +350,7 @@ def _others() -> list[Published]:
         platform='gpu',
         window=2048,
         micro_batch=32,
-        mesh={'fsdp': 8, 'zero': 1},
+        mesh={'fsdp': 8, 'zero_stage': 1},
         optimizer={'name': 'muon'},
     )
     tiny_llama = make_config(
@@ -365,14 +365,14 @@ def _others() -> list[Published]:
         _llama(40, 5120, 40, 13_824, 32_000), platform='gpu', window=4096, micro_batch=2, mesh={'fsdp': 64}
     )
     llama3_70b = make_config(
-        _llama(80, 8192, 64, 28_672, 128_256, num_kv_heads=8, remat='full'),
+        _llama(80, 8192, 64, 28_672, 128_256, num_kv_heads=8, remat_policy='full'),
         platform='gpu',
         window=8192,
         micro_batch=1,
         mesh={'fsdp': 64},
     )
     llama2_70b = make_config(
-        _llama(80, 8192, 64, 28_672, 32_000, num_kv_heads=8, remat='full'),
+        _llama(80, 8192, 64, 28_672, 32_000, num_kv_heads=8, remat_policy='full'),
         platform='gpu',
         window=4096,
         micro_batch=2,

@@ -97,7 +97,8 @@ FAULTS = (
     Fault(
         'stuck',
         'a process that is stuck, in its data loader or elsewhere',
-        'ends with 75 within 2 s of the deadline of train.stuck_seconds, with all stacks in the log; the others follow',
+        'ends with 75 within 2 s of the deadline of train.hang_timeout_seconds, with all stacks in the log; the '
+        'others follow',
         ('tests/runtime/test_watchdog.py', f'{PROCESSES}test_a_stuck_process_tells_where_and_all_end'),
     ),
     Fault(

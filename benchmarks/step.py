@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--name', help='what to call the result (default: the config)')
     parser.add_argument('--steps', type=int, default=20, help='steps that count (default 20)')
     parser.add_argument('--warmup', type=int, default=3, help='steps before them (default 3)')
-    parser.add_argument('--vocab_size', type=int, default=50_257, help='for configs that take it from the data set')
+    parser.add_argument('--vocab-size', type=int, default=50_257, help='for configs that take it from the data set')
     parser.add_argument('--document', type=int, default=1000, help='mean tokens of a document (default 1000)')
     parser.add_argument('--tokens', choices=('random', 'text'), default='random', help='text: of this repository')
     parser.add_argument(
@@ -100,7 +100,7 @@ def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: s
     compiled = forecast.compiled
     assert compiled is not None, 'the step does not fit'
     state = init_state(config, layout)
-    global_batch, window = config.train.global_batch, config.data.window
+    global_batch, window = config.train.global_batch_size, config.data.seq_len
     rng = np.random.default_rng(0)
     text = repository_text() if tokens == 'text' else None
     batches = []
@@ -131,11 +131,11 @@ def measure(config: Config, *, steps: int, warmup: int, document: int, tokens: s
     return {
         'parameters': sum(leaf.size for leaf in jax.tree.leaves(abstract.params)),
         'global_batch': global_batch,
-        'micro_batch': config.train.micro_batch,
+        'micro_batch': config.train.per_device_batch_size,
         'window': window,
-        'remat': config.model.remat,
+        'remat': config.model.remat_policy,
         'attention': config.model.attention,
-        'matmul': config.model.matmul,
+        'matmul': config.model.matmul_precision,
         'optimizer': config.optimizer.name,
         'step_seconds': median,
         'step_seconds_min': min(counted),

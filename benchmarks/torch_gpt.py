@@ -150,7 +150,7 @@ def make_step(
         groups,
         lr=optimizer.learning_rate,
         betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.epsilon,
+        eps=optimizer.eps,
         fused=True,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: _rate(optimizer, config.train.num_steps, step))
@@ -161,7 +161,7 @@ def make_step(
         with torch.autocast(device, dtype=autocast or torch.bfloat16, enabled=autocast is not None), only:
             loss = loss_of(tokens_BT, targets_BT)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
         schedule.step()

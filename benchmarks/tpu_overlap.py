@@ -32,7 +32,7 @@ from maxlm.training.state import abstract_state
 RESULTS = Path('benchmarks/results/tpu_overlap.json')
 # Slices on which the models are trained; on v4 a step of 1B with four sequences at a time leaves no room to gather in.
 CASES = (
-    'v4:2x2x4 configs/1b.py train.micro_batch=2',
+    'v4:2x2x4 configs/1b.py train.per_device_batch_size=2',
     'v4:4x4x4 configs/code.py:7b',
     'v5p:2x2x2 configs/1b.py',
     'v5p:4x4x4 configs/code.py:7b',

@@ -4,7 +4,7 @@ Command:   python -m maxlm.train --config=configs/1b.py --workdir=runs/1b
 Data:      python -m maxlm.prepare --input TEXT… --output data --tokenizer bpe:50000
 Hardware:  8 × H100 80 GB in one node; any other number of devices that divides 512, with the same results
 Time:      100 000 steps of 512 × 2048 tokens = 105 billion tokens
-Memory:    25 GiB per GPU, compiled ahead of time for 8 × H100; 8 GiB with model.remat=dots_no_batch, 3 with full
+Memory:    25 GiB per GPU, compiled ahead of time for 8 × H100; 8 GiB with model.remat_policy=dots_no_batch, 3 with full
 Expected:  speed and loss are not measured yet
 """
 
@@ -23,28 +23,28 @@ def get_config() -> ConfigDict:
     config.model.num_heads = 24
     config.model.max_positions = 2048
     # All activations fit; computing them again would cost up to a third more time.
-    config.model.remat = 'none'
+    config.model.remat_policy = 'none'
 
-    config.data.window = 2048
+    config.data.seq_len = 2048
 
     config.train.num_steps = 100_000
-    config.train.global_batch = 512
+    config.train.global_batch_size = 512
     # Sequences per device: 8 devices × 16 accumulated micro-batches of 4.
-    config.train.micro_batch = 4
+    config.train.per_device_batch_size = 4
     config.train.log_every = 10
 
-    config.eval.every = 1000
+    config.eval.interval = 1000
     config.eval.num_batches = 4
-    config.eval.samples = 4
+    config.eval.num_samples = 4
 
     config.optimizer.learning_rate = 3e-4
     config.optimizer.min_learning_rate = 3e-5
     config.optimizer.warmup_steps = 2000
-    config.optimizer.clip_norm = 1.0
+    config.optimizer.max_grad_norm = 1.0
 
     # Parameters, gradients and optimizer state over all devices (ZeRO-3).
     config.mesh.fsdp = -1
 
-    config.checkpoint.every_steps = 1000
-    config.checkpoint.keep_last = 5
+    config.checkpoint.save_interval_steps = 1000
+    config.checkpoint.max_to_keep = 5
     return config

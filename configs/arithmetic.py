@@ -1,8 +1,8 @@
 """Sums and products, 0.5M parameters: learned from a teacher who forgets to carry, then put right by rewards.
 
 Command:   python -m examples.tasks arithmetic --output data/arithmetic
-           python -m maxlm.prepare --input data/arithmetic/chats.jsonl --format chat --chat_template chatml \
-               --tokenizer bytes --pack_window 64 --output data/arithmetic/chats
+           python -m maxlm.prepare --input data/arithmetic/chats.jsonl --format chat --chat-template chatml \
+               --tokenizer bytes --pack-seq-len 64 --output data/arithmetic/chats
            python -m maxlm.train --config=configs/arithmetic.py:sft --workdir=runs/arithmetic-sft
            python -m maxlm.grpo --config=configs/arithmetic.py:rl --workdir=runs/arithmetic-rl
 Variants:  sft · rl, which starts from runs/arithmetic-sft
@@ -35,43 +35,43 @@ def get_config(variant: str = 'sft') -> ConfigDict:
     config.model.tie_embeddings = True
 
     config.data.path = 'data/arithmetic/chats'
-    config.data.window = 64
+    config.data.seq_len = 64
 
     config.train.log_every = 10
-    config.checkpoint.keep_last = 2
+    config.checkpoint.max_to_keep = 2
     config.optimizer.weight_decay = 0.01
 
     if variant == 'sft':
         config.train.num_steps = 600
-        config.train.global_batch = 64
-        config.eval.every = 200
+        config.train.global_batch_size = 64
+        config.eval.interval = 200
         config.optimizer.learning_rate = 3e-3
         config.optimizer.min_learning_rate = 3e-4
         config.optimizer.warmup_steps = 50
-        config.checkpoint.every_steps = 200
+        config.checkpoint.save_interval_steps = 200
         return config
 
     config.train.objective = 'grpo'
     config.train.init_from = 'runs/arithmetic-sft'
     config.train.num_steps = 60
-    config.train.global_batch = 512
+    config.train.global_batch_size = 512
     config.train.log_every = 5
     config.grpo.prompts = 'data/arithmetic/prompts.jsonl'
     config.grpo.eval_prompts = 'data/arithmetic/held_out.jsonl'
     config.grpo.reward = 'numeric'
-    config.grpo.samples = 16
+    config.grpo.num_generations = 16
     config.grpo.prompts_per_rollout = 32
-    config.grpo.max_tokens = 32
-    config.grpo.eval_samples = 4
-    config.eval.every = 20
-    config.eval.samples = 4
+    config.grpo.max_completion_length = 32
+    config.grpo.eval_num_generations = 4
+    config.eval.interval = 20
+    config.eval.num_samples = 4
     config.optimizer.learning_rate = 2e-4
     config.optimizer.min_learning_rate = 2e-5
     config.optimizer.schedule = 'linear'
     config.optimizer.warmup_steps = 5
     config.optimizer.weight_decay = 0.0
-    config.checkpoint.every_steps = 20
+    config.checkpoint.save_interval_steps = 20
     # The batches of a step depend on the model: there are none to leave out.
-    config.guard.window = 0
+    config.guard.spike_window = 0
     config.guard.max_rollbacks = 0
     return config

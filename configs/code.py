@@ -6,7 +6,7 @@ Variants:  7b · 13b · 30b · 70b, which have 6.7, 13.0, 32.5 and 69.0 billion 
            7b-instruct from runs/code-7b-long: conversations; 7b-lora the same by adapters of rank 16
 Data:      python -m maxlm.prepare --input CODE… --output data --tokenizer bpe:32016
            7b-instruct and 7b-lora: python -m maxlm.prepare --format chat --input CHATS.jsonl --output data/chat
-           --tokenizer runs/code-7b-long/tokenizer.json --chat_template chatml --pack_window 4096
+           --tokenizer runs/code-7b-long/tokenizer.json --chat-template chatml --pack-seq-len 4096
 Hardware:  H100 80 GB: 7b 8 and more, 13b 16, 30b 32, 70b 64; or as much memory in a TPU pod slice; 7b-lora one
 Time:      200 billion tokens, 4.2M a step; another length with --config.train.num_tokens=N. 7b-long 21 billion, 2.1M a
            step; 7b-instruct and 7b-lora 2 epochs, 262k a step
@@ -63,39 +63,39 @@ def pretraining(
     config.model.num_heads = num_heads
     config.model.num_kv_heads = num_kv_heads
     config.model.ffn_dim = ffn_dim
-    config.model.remat = 'full'
+    config.model.remat_policy = 'full'
 
-    config.data.window = 4096
+    config.data.seq_len = 4096
 
     config.train.num_tokens = 200_000_000_000
-    config.train.global_batch = 1024
-    config.train.micro_batch = 1
+    config.train.global_batch_size = 1024
+    config.train.per_device_batch_size = 1
 
-    config.eval.every = 500
+    config.eval.interval = 500
     config.eval.num_batches = 1
-    config.eval.samples = 4
+    config.eval.num_samples = 4
 
     config.optimizer.learning_rate = learning_rate
     config.optimizer.min_learning_rate = learning_rate / 10
     config.optimizer.warmup_steps = 2000
-    config.optimizer.clip_norm = 1.0
+    config.optimizer.max_grad_norm = 1.0
 
-    config.checkpoint.every_steps = 250
-    config.checkpoint.keep_last = 5
+    config.checkpoint.save_interval_steps = 250
+    config.checkpoint.max_to_keep = 5
     return config
 
 
 def continue_at_long_context(config: ConfigDict) -> None:
     """The same model on windows four times as long, with a larger rotary base; the first third at twice the length."""
-    config.model.rotary_theta = 1e6
+    config.model.rope_theta = 1e6
     config.model.max_positions = 16_384
 
-    config.data.window = 16_384
-    config.data.context_schedule = ((8192, 0.3),)
+    config.data.seq_len = 16_384
+    config.data.seq_len_schedule = ((8192, 0.3),)
 
     config.train.init_from = 'runs/code-7b'
     config.train.num_tokens = 10_000 * 128 * 16_384
-    config.train.global_batch = 128
+    config.train.global_batch_size = 128
 
     config.optimizer.learning_rate = 2e-5
     config.optimizer.min_learning_rate = 2e-6
@@ -108,15 +108,15 @@ def follow_instructions(config: ConfigDict) -> None:
     config.model.vocab_size = 32_032
 
     config.data.path = 'data/chat'
-    config.data.window = 4096
-    config.data.context_schedule = ()
+    config.data.seq_len = 4096
+    config.data.seq_len_schedule = ()
 
     config.train.init_from = 'runs/code-7b-long'
     config.train.num_tokens = 0
     config.train.num_epochs = 2.0
-    config.train.global_batch = 64
+    config.train.global_batch_size = 64
 
-    config.eval.every = 100
+    config.eval.interval = 100
     config.eval.num_batches = 0
 
     config.optimizer.min_learning_rate = 0.0
@@ -129,5 +129,5 @@ def with_adapters(config: ConfigDict) -> None:
     config.model.lora_alpha = 16.0
 
     config.optimizer.learning_rate = 2e-4
-    config.optimizer.trained = ('embedding', 'head')
+    config.optimizer.trainable_params = ('embedding', 'head')
     config.optimizer.weight_decay = 0.0

@@ -36,17 +36,17 @@ def get_config(depth: str = '24') -> ConfigDict:
     config.model.head_dim = HEAD_DIM
     config.model.num_heads = -(-dim // HEAD_DIM)
     config.model.ffn_dim = 4 * dim
-    config.model.remat = 'dots_no_batch' if num_layers <= 32 else 'full'
+    config.model.remat_policy = 'dots_no_batch' if num_layers <= 32 else 'full'
 
-    config.data.window = 2048
+    config.data.seq_len = 2048
 
     config.train.num_tokens = 20 * 12 * num_layers * dim**2
-    config.train.global_batch = 256
-    config.train.micro_batch = 4
+    config.train.global_batch_size = 256
+    config.train.per_device_batch_size = 4
 
-    config.eval.every = 250
+    config.eval.interval = 250
     config.eval.num_batches = 4
-    config.eval.samples = 4
+    config.eval.num_samples = 4
 
     config.optimizer.name = 'muon'
     config.optimizer.learning_rate = 0.02
@@ -56,13 +56,13 @@ def get_config(depth: str = '24') -> ConfigDict:
     config.optimizer.embedding_learning_rate = 0.2 * scale
     config.optimizer.beta1 = 0.8
     config.optimizer.beta2 = 0.95
-    config.optimizer.epsilon = 1e-10
-    config.optimizer.momentum_warmup_steps = 300
+    config.optimizer.eps = 1e-10
+    config.optimizer.muon_momentum_warmup_steps = 300
     config.optimizer.weight_decay = 0.0
     config.optimizer.schedule = 'wsd'
-    config.optimizer.decay_fraction = 0.2
-    config.optimizer.clip_norm = 1.0
+    config.optimizer.wsd_decay_fraction = 0.2
+    config.optimizer.max_grad_norm = 1.0
 
-    config.checkpoint.every_steps = 1000
-    config.checkpoint.keep_last = 3
+    config.checkpoint.save_interval_steps = 1000
+    config.checkpoint.max_to_keep = 3
     return config

@@ -46,25 +46,25 @@ def get_config(variant: str = 'xlarge') -> ConfigDict:
     config.model.num_heads = num_heads
     config.model.ffn_dim = 9 * dim // 4
     config.model.tie_embeddings = True
-    config.model.remat = 'none' if dim < 1500 else 'dots_no_batch'
+    config.model.remat_policy = 'none' if dim < 1500 else 'dots_no_batch'
 
     config.data.sources = (('data/mix-45', 0.45), ('data/mix-25', 0.25), ('data/mix-20', 0.2), ('data/mix-10', 0.1))
-    config.data.window = 2048
+    config.data.seq_len = 2048
 
     config.train.num_tokens = 11_000_000_000
-    config.train.global_batch_tokens = TOKENS_PER_STEP
-    config.train.micro_batch = 8
+    config.train.global_batch_size_tokens = TOKENS_PER_STEP
+    config.train.per_device_batch_size = 8
 
-    config.eval.every = 500
+    config.eval.interval = 500
     config.eval.num_batches = 4
-    config.eval.samples = 4
+    config.eval.num_samples = 4
 
     config.optimizer.learning_rate = 3e-4
     config.optimizer.min_learning_rate = 3e-5
     config.optimizer.warmup_tokens = 100_000_000
-    config.optimizer.clip_norm = 1.0
+    config.optimizer.max_grad_norm = 1.0
 
-    config.checkpoint.every_steps = 500
-    config.checkpoint.keep_last = 1
+    config.checkpoint.save_interval_steps = 500
+    config.checkpoint.max_to_keep = 1
     config.checkpoint.keep_best = 3
     return config

@@ -46,23 +46,23 @@ def get_config(variant: str = 'production_8gpu') -> ConfigDict:
         config.model.dim = 2048
         config.model.num_heads = 16
         config.model.ffn_dim = 8192
-        config.model.remat = 'dots_no_batch'
+        config.model.remat_policy = 'dots_no_batch'
 
-    config.data.window = 256 if variant == 'test' else 2048
+    config.data.seq_len = 256 if variant == 'test' else 2048
 
     config.train.num_steps = num_steps
-    config.train.global_batch = global_batch
-    config.train.micro_batch = micro_batch
+    config.train.global_batch_size = global_batch
+    config.train.per_device_batch_size = micro_batch
 
-    config.eval.every = max(25, num_steps // 100)
+    config.eval.interval = max(25, num_steps // 100)
     config.eval.num_batches = 4
-    config.eval.samples = 4
+    config.eval.num_samples = 4
 
     config.optimizer.learning_rate = learning_rate
     config.optimizer.min_learning_rate = learning_rate / 10
     config.optimizer.warmup_steps = num_steps // 100
-    config.optimizer.clip_norm = 1.0
+    config.optimizer.max_grad_norm = 1.0
 
-    config.checkpoint.every_steps = 1000
-    config.checkpoint.keep_last = 5
+    config.checkpoint.save_interval_steps = 1000
+    config.checkpoint.max_to_keep = 5
     return config

@@ -1,8 +1,8 @@
 """Python functions of one line, 0.5M parameters: learned from a teacher who errs, then put right by tests.
 
 Command:   python -m examples.tasks synth --output data/synth
-           python -m maxlm.prepare --input data/synth/chats.jsonl --format chat --chat_template chatml \
-               --tokenizer bpe:400 --pack_window 128 --output data/synth/chats
+           python -m maxlm.prepare --input data/synth/chats.jsonl --format chat --chat-template chatml \
+               --tokenizer bpe:400 --pack-seq-len 128 --output data/synth/chats
            python -m maxlm.train --config=configs/synth.py:sft --workdir=runs/synth-sft
            python -m maxlm.grpo --config=configs/synth.py:rl --workdir=runs/synth-rl
 Variants:  sft · rl, which starts from runs/synth-sft
@@ -35,44 +35,44 @@ def get_config(variant: str = 'sft') -> ConfigDict:
     config.model.tie_embeddings = True
 
     config.data.path = 'data/synth/chats'
-    config.data.window = 128
+    config.data.seq_len = 128
 
     config.train.log_every = 10
-    config.checkpoint.keep_last = 2
+    config.checkpoint.max_to_keep = 2
     config.optimizer.weight_decay = 0.01
 
     if variant == 'sft':
         config.train.num_steps = 300
-        config.train.global_batch = 32
-        config.eval.every = 100
+        config.train.global_batch_size = 32
+        config.eval.interval = 100
         config.optimizer.learning_rate = 3e-3
         config.optimizer.min_learning_rate = 3e-4
         config.optimizer.warmup_steps = 50
-        config.checkpoint.every_steps = 200
+        config.checkpoint.save_interval_steps = 200
         return config
 
     config.train.objective = 'grpo'
     config.train.init_from = 'runs/synth-sft'
-    config.data.window = 80  # prompts have up to 44 tokens, answers 21
+    config.data.seq_len = 80  # prompts have up to 44 tokens, answers 21
     config.train.num_steps = 60
-    config.train.global_batch = 512
+    config.train.global_batch_size = 512
     config.train.log_every = 5
     config.grpo.prompts = 'data/synth/prompts.jsonl'
     config.grpo.eval_prompts = 'data/synth/held_out.jsonl'
     config.grpo.reward = 'all_tests'
-    config.grpo.samples = 16
+    config.grpo.num_generations = 16
     config.grpo.prompts_per_rollout = 32
-    config.grpo.max_tokens = 32
-    config.grpo.eval_samples = 4
-    config.eval.every = 20
-    config.eval.samples = 4
+    config.grpo.max_completion_length = 32
+    config.grpo.eval_num_generations = 4
+    config.eval.interval = 20
+    config.eval.num_samples = 4
     config.optimizer.learning_rate = 2e-4
     config.optimizer.min_learning_rate = 2e-5
     config.optimizer.schedule = 'linear'
     config.optimizer.warmup_steps = 5
     config.optimizer.weight_decay = 0.0
-    config.checkpoint.every_steps = 20
+    config.checkpoint.save_interval_steps = 20
     # The batches of a step depend on the model: there are none to leave out.
-    config.guard.window = 0
+    config.guard.spike_window = 0
     config.guard.max_rollbacks = 0
     return config

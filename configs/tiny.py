@@ -25,21 +25,21 @@ def get_config() -> ConfigDict:
     config.model.scan_layers = False  # a loop would copy each layer's parameters out of the stack
     config.model.tie_embeddings = True
 
-    config.data.window = 256
+    config.data.seq_len = 256
 
     config.train.num_steps = 400
-    config.train.global_batch = 8
+    config.train.global_batch_size = 8
     config.train.log_every = 10
 
-    config.eval.every = 100
+    config.eval.interval = 100
     config.eval.num_batches = 16
-    config.eval.samples = 2
-    config.eval.sample_tokens = 48
+    config.eval.num_samples = 2
+    config.eval.sample_max_tokens = 48
 
     config.optimizer.learning_rate = 2e-3
     config.optimizer.min_learning_rate = 2e-4
     config.optimizer.warmup_steps = 40
 
-    config.checkpoint.every_steps = 100
-    config.checkpoint.keep_last = 2
+    config.checkpoint.save_interval_steps = 100
+    config.checkpoint.max_to_keep = 2
     return config

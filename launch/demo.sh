@@ -26,7 +26,7 @@ echo "== 1 of 4: text → tokens → records, in data/"
 stdlib="$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 # Without other people's packages, without tests (many are not UTF-8 on purpose) and without tables of numbers.
 python -m maxlm.prepare --input "$stdlib" --exclude site-packages dist-packages test tests encodings pydoc_data \
-  --output data --tokenizer bpe:4096 --validation_share 0.05 --skip_bad
+  --output data --tokenizer bpe:4096 --validation-fraction 0.05 --skip-bad-records
 
 echo "== 2 of 4: training, in runs/tiny/"
 trained=$SECONDS
@@ -34,7 +34,7 @@ python -m maxlm.train --config=configs/tiny.py --workdir=runs/tiny ${steps[@]+"$
 trained=$((SECONDS - trained))
 
 echo "== 3 of 4: samples"
-python -m maxlm.generate --checkpoint=runs/tiny --max_tokens=96 --temperature=0.7 --top_p=0.95 \
+python -m maxlm.generate --checkpoint=runs/tiny --max-tokens=96 --temperature=0.7 --top-p=0.95 \
   --prompt=$'def read_file(path):\n' --prompt='import ' --prompt=$'class Queue:\n    """'
 
 echo "== 4 of 4: summary"

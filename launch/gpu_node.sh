@@ -3,14 +3,14 @@
 #
 #   launch/gpu_node.sh [OPTION…] -- ARGUMENTS OF maxlm.train
 #
-#   --nodes N --node_rank R    how many nodes there are, and which this is, from 0
+#   --nodes N --node-rank R    how many nodes there are, and which this is, from 0
 #   --coordinator HOST:PORT    a free port of node 0, which all nodes can reach; needed with several nodes
-#   --per_gpu                  a process for each GPU instead of one for the node
+#   --per-gpu                  a process for each GPU instead of one for the node
 #   --gpus G                   the first G GPUs only (default: all)
-#   --platform cpu --devices D   a trial without GPUs: D virtual devices in each process; with --per_gpu, --gpus is
+#   --platform cpu --devices D   a trial without GPUs: D virtual devices in each process; with --per-gpu, --gpus is
 #                              then the number of processes on this node
 #   --logs DIR                 where the processes after the first write (default: WORKDIR/logs, or logs for a bucket)
-#   --max_failures K --backoff SECONDS   as launch/restart.sh, which it runs through
+#   --max-failures K --backoff SECONDS   as launch/restart.sh, which it runs through
 #   --once                     no restarts: for schedulers that start again themselves
 #   --grace SECONDS            from SIGTERM to SIGKILL for the processes of this node when one of them has died (30)
 #   --dry-run                  print what would run
@@ -35,7 +35,7 @@ dry_run=false
 restart_options=()
 given=("$@")
 while [ $# -gt 0 ]; do
-  case "$1" in
+  case "${1//_/-}" in
     --*=*)
       # --nodes=N is --nodes N.
       set -- "${1%%=*}" "$@"
@@ -43,14 +43,14 @@ while [ $# -gt 0 ]; do
       continue
       ;;
     --nodes) need_value "$1" "$@" && nodes="$2" && shift ;;
-    --node_rank) need_value "$1" "$@" && node_rank="$2" && shift ;;
+    --node-rank) need_value "$1" "$@" && node_rank="$2" && shift ;;
     --coordinator) need_value "$1" "$@" && coordinator="$2" && shift ;;
-    --per_gpu) per_gpu=true ;;
+    --per-gpu) per_gpu=true ;;
     --gpus) need_value "$1" "$@" && gpus="$2" && shift ;;
     --platform) need_value "$1" "$@" && platform="$2" && shift ;;
     --devices) need_value "$1" "$@" && devices="$2" && shift ;;
     --logs) need_value "$1" "$@" && logs="$2" && shift ;;
-    --max_failures | --backoff) need_value "$1" "$@" && restart_options+=("$1" "$2") && shift ;;
+    --max-failures | --backoff) need_value "$1" "$@" && restart_options+=("$1" "$2") && shift ;;
     --once) once=true ;;
     --grace) need_value "$1" "$@" && grace="$2" && shift ;;
     --dry-run) dry_run=true ;;
@@ -60,10 +60,10 @@ while [ $# -gt 0 ]; do
   shift
 done
 need_number --nodes "$nodes"
-need_number --node_rank "$node_rank"
+need_number --node-rank "$node_rank"
 need_number --grace "$grace"
 [ "$nodes" -ge 1 ] || refuse "--nodes=$nodes: give 1 or more"
-[ "$node_rank" -lt "$nodes" ] || refuse "--node_rank=$node_rank: with --nodes $nodes give 0 to $((nodes - 1))"
+[ "$node_rank" -lt "$nodes" ] || refuse "--node-rank=$node_rank: with --nodes $nodes give 0 to $((nodes - 1))"
 workdir="$(find_workdir "$@")"
 [ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm.train come after --'
 case "$coordinator" in
@@ -83,7 +83,7 @@ esac
 processes=1
 if $per_gpu; then
   if [ -z "$gpus" ]; then
-    [ "$platform" = gpu ] || refuse '--per_gpu with --platform cpu needs --gpus, the number of processes'
+    [ "$platform" = gpu ] || refuse '--per-gpu with --platform cpu needs --gpus, the number of processes'
     if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
       gpus="$(echo "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c .)"
     else

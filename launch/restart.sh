@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command, and starts it again until it is done, as long as its run gets ahead.
 #
-#   launch/restart.sh [--max_failures K] [--backoff SECONDS] [--dry-run] -- COMMAND…
+#   launch/restart.sh [--max-failures K] [--backoff SECONDS] [--dry-run] -- COMMAND…
 #
 # Exit code 0 of the command: done. 2, bad input: the same would come again, so it stops. 75, preempted: starts again
 # at once. Any other: starts again after a pause, first SECONDS (10), then twice as long each time, 300 at most. After
@@ -17,25 +17,25 @@ max_failures=3
 pause=10
 dry_run=false
 while [ $# -gt 0 ]; do
-  case "$1" in
+  case "${1//_/-}" in
     --*=*)
       # --backoff=S is --backoff S.
       set -- "${1%%=*}" "$@"
       set -- "$1" "${2#*=}" "${@:3}"
       continue
       ;;
-    --max_failures) need_value "$1" "$@" && max_failures="$2" && shift ;;
+    --max-failures) need_value "$1" "$@" && max_failures="$2" && shift ;;
     --backoff) need_value "$1" "$@" && pause="$2" && shift ;;
     --dry-run) dry_run=true ;;
     --) shift && break ;;
-    *) refuse "unknown option $1; usage: launch/restart.sh [--max_failures K] [--backoff SECONDS] -- COMMAND…" ;;
+    *) refuse "unknown option $1; usage: launch/restart.sh [--max-failures K] [--backoff SECONDS] -- COMMAND…" ;;
   esac
   shift
 done
-[ $# -gt 0 ] || refuse 'no command; usage: launch/restart.sh [--max_failures K] [--backoff SECONDS] -- COMMAND…'
-need_number --max_failures "$max_failures"
+[ $# -gt 0 ] || refuse 'no command; usage: launch/restart.sh [--max-failures K] [--backoff SECONDS] -- COMMAND…'
+need_number --max-failures "$max_failures"
 need_number --backoff "$pause"
-[ "$max_failures" -ge 1 ] || refuse "--max_failures=$max_failures: give 1 or more"
+[ "$max_failures" -ge 1 ] || refuse "--max-failures=$max_failures: give 1 or more"
 if $dry_run; then
   run "$@"
   exit 0

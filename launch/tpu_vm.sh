@@ -46,7 +46,7 @@ poll=30
 pause=60
 dry_run=false
 while [ $# -gt 0 ]; do
-  case "$1" in
+  case "${1//_/-}" in
     --config.*=*) overrides+=("$1") ;;
     --*=*)
       # --name=N is --name N.

@@ -2,8 +2,8 @@
 
     python -m maxlm.checkpoints list WORKDIR… [--json]
     python -m maxlm.checkpoints verify WORKDIR…
-    python -m maxlm.checkpoints prune WORKDIR… [--keep_last=N] [--keep_best=K] [--permanent_every=M] [--dry_run]
-    python -m maxlm.checkpoints fetch WORKDIR --output=DIR [--weights_only]
+    python -m maxlm.checkpoints prune WORKDIR… [--max-to-keep=N] [--keep-best=K] [--keep-period=M] [--dry-run]
+    python -m maxlm.checkpoints fetch WORKDIR --output=DIR [--weights-only]
     python -m maxlm.checkpoints merge --checkpoint=CKPT --output=DIR
 
 For one step in place of all, or of the newest, give WORKDIR@STEP or WORKDIR@best, the one with the lowest validation
@@ -30,7 +30,7 @@ from maxlm.checkpoint.listing import (
 )
 from maxlm.checkpoint.merge_lora import merge_checkpoint
 from maxlm.config.schema import CheckpointConfig
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.log import Console
 from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
@@ -45,7 +45,7 @@ LOCAL_WORKDIR = PathOption(
     Kind.DIRECTORY, advice='only a local directory can be verified or pruned; fetch it first with `checkpoints fetch`'
 )
 NEW_WORKDIR = PathOption(Kind.DIRECTORY)
-RULES = ('keep_last', 'keep_best', 'permanent_every')
+RULES = ('max_to_keep', 'keep_best', 'keep_period')
 
 
 def main(argv: list[str]) -> int:
@@ -83,14 +83,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     made['list'].add_argument('--json', action='store_true', help='a line of JSON for each step')
     for name in ('list', 'prune'):
         add = made[name].add_argument
-        add('--keep_last', type=int, metavar='N', help="so many of the newest stay (default: as the run's config says)")
-        add('--keep_best', type=int, metavar='K', help='so many with the lowest validation loss stay')
-        add('--permanent_every', type=int, metavar='M', help='multiples of it stay; 0 = none')
-    made['prune'].add_argument('--dry_run', '--dry-run', action='store_true', help='tell, and delete nothing')
+        add(
+            '--max-to-keep',
+            type=int,
+            metavar='N',
+            help="so many of the newest stay (default: as the run's config says)",
+        )
+        add('--keep-best', type=int, metavar='K', help='so many with the lowest validation loss stay')
+        add('--keep-period', type=int, metavar='M', help='multiples of it stay; 0 = none')
+    made['prune'].add_argument('--dry-run', action='store_true', help='tell, and delete nothing')
     fetcher = commands.add_parser('fetch', allow_abbrev=False, help='copy one step, with config and tokenizer')
     fetcher.add_argument('workdir', type=WORKDIR, metavar='WORKDIR', help='directory or URL of a run, or WORKDIR@STEP')
     fetcher.add_argument('--output', required=True, type=NEW_WORKDIR, metavar='DIR', help='workdir to put it into')
-    fetcher.add_argument('--weights_only', action='store_true', help='parameters without the optimizer state')
+    fetcher.add_argument('--weights-only', action='store_true', help='parameters without the optimizer state')
     fetcher.add_argument('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')
     merger = commands.add_parser('merge', allow_abbrev=False, help='a workdir of the model with its adapters added')
     merger.add_argument(
@@ -98,10 +103,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     merger.add_argument('--output', required=True, type=NEW_WORKDIR, metavar='DIR', help='workdir to make')
     options = parser.parse_args(argv)
-    for name, smallest in {'keep_last': 1, 'keep_best': 0, 'permanent_every': 0, 'threads': 1}.items():
+    for name, smallest in {'max_to_keep': 1, 'keep_best': 0, 'keep_period': 0, 'threads': 1}.items():
         value = getattr(options, name, None)
         if value is not None and value < smallest:
-            raise InputError(f'--{name}={value}: needs {smallest} or more')
+            raise InputError(f'{flag(name)}={value}: needs {smallest} or more')
     return options
 
 

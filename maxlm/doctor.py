@@ -15,7 +15,7 @@ import sys
 from maxlm.diagnostics.checks.registry import CHECKS, choose
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import as_json, as_lines, progress, show, worst
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from maxlm.diagnostics.runner import exit_process, run_checks
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         bad = [result for result in results if result.finding.remedy]
         for line in as_lines(bad):
             print(f'[process {case.process}] {line}', file=sys.stderr)
-    return EXIT_FAILED if worst(results) is Status.FAILURE else EXIT_DONE
+    return EXIT_FAILED if worst(results) is CheckStatus.FAILURE else EXIT_DONE
 
 
 def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:

@@ -9,7 +9,9 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from maxlm.renames import OPTIONS, report_renamed
 
 EXIT_DONE = 0
 # The run itself went wrong, e.g. its loss is not finite any more.
@@ -41,10 +43,33 @@ class ArgumentParser(argparse.ArgumentParser):
     The error of a `type` that begins with `=` repeats the value: it becomes `--option=value: …`.
     """
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Accepts underscores in names of options, and the names that options had before; see `maxlm.renames`."""
+        command = self.prog.rpartition('maxlm.')[2]
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index('--') if '--' in words else len(words)
+        words[:end] = [self._current(command, word) for word in words[:end]]
+        return super().parse_known_args(words, namespace)
+
+    def _current(self, command: str, word: str) -> str:
+        name, equals, value = word.partition('=')
+        kebab = name.replace('_', '-')
+        current = OPTIONS.get(command, {}).get(kebab, kebab)
+        if not name.startswith('--') or current not in self._option_string_actions:
+            return word
+        if current != kebab:
+            report_renamed(f'{command} {kebab}', current)
+        return f'{current}{equals}{value}'
+
     def error(self, message: str) -> NoReturn:
         if match := _REPEATED.match(message):
             raise InputError(message.replace(match[0], f'{match[1]}=', 1))
         raise InputError(f'{message} (see {self.prog} --help)')
+
+
+def flag(name: str) -> str:
+    """Returns the option of a name of an argparse.Namespace: `max_files` → `--max-files`."""
+    return f'--{name.replace("_", "-")}'
 
 
 def surrogate_in(text: str) -> int:

@@ -20,10 +20,10 @@ import numpy as np
 
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, flag, os_message
 from maxlm.evaluation.code import ProgramsConfig
 from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, make_token_losses, measure
-from maxlm.evaluation.runner import EvalConfig, EvalResult, EvalRun, parse_tasks
+from maxlm.evaluation.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
 from maxlm.inference.load import LoadedModel, load_model
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     for checkpoint in options.checkpoint:
         with Console():
             model = load_model(checkpoint, num_devices=jax.device_count())
-        enable_compilation_cache(model.config.train.compile_cache)
+        enable_compilation_cache(model.config.train.compilation_cache_dir)
         found.append(_evaluate(checkpoint, model, assessment, options))
         del model
     if options.output:
@@ -82,7 +82,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='workdir, WORKDIR@STEP, or a directory of one step; several are compared with the first',
     )
     add('--data', type=PathOption(Kind.DIRECTORY, ANY), help="data set of maxlm.prepare (default: the run's)")
-    add('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
+    add('--num-batches', type=int, default=0, help='0 = the whole validation split (default)')
     add(
         '--tasks',
         type=PathList(PathOption()),
@@ -90,37 +90,37 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='names, task files, humaneval:FILE, mbpp:FILE, needle; commas between',
     )
     folder = PathOption(Kind.DIRECTORY, may_be_empty=True)
-    add('--tasks_path', type=folder, default='', help='folder of task files whose names --tasks may give')
-    add('--num_fewshot', type=int, help='examples in each prompt of lm-eval (default: as the task says)')
+    add('--tasks-path', type=folder, default='', help='folder of task files whose names --tasks may give')
+    add('--num-fewshot', type=int, help='examples in each prompt of lm-eval (default: as the task says)')
     add('--limit', type=int, help='documents of each task, at most')
-    add('--apply_chat_template', action='store_true', help="ask in conversations, by the model's chat template")
+    add('--apply-chat-template', action='store_true', help="ask in conversations, by the model's chat template")
     add('--samples', type=int, default=1, help='programs for each problem; one is the likeliest (default 1)')
-    add('--max_tokens', type=int, default=512, help='of a program (default 512)')
+    add('--max-tokens', type=int, default=512, help='of a program (default 512)')
     add('--temperature', type=float, default=0.8, help='of programs, where there are several (default 0.8)')
     add('--seed', type=int, default=0, help='of what is drawn (default 0)')
-    add('--num_slots', type=int, default=32, help='texts that are continued at a time (default 32)')
-    add('--needle_lengths', default='', help="e.g. 1024,4096 (default: powers of two up to the model's context)")
-    add('--needle_trials', type=int, default=5, help='facts hidden at each length and depth (default 5)')
+    add('--num-slots', type=int, default=32, help='texts that are continued at a time (default 32)')
+    add('--needle-lengths', default='', help="e.g. 1024,4096 (default: powers of two up to the model's context)")
+    add('--needle-trials', type=int, default=5, help='facts hidden at each length and depth (default 5)')
     add('--output', type=folder, default='', help='folder for results, samples, the table and pictures')
     add('--json', action='store_true', help='print one JSON object')
     options = parser.parse_args(argv)
     if options.num_batches < 0:
-        raise InputError(f'--num_batches={options.num_batches}: must be at least 0 (0 = the whole split)')
+        raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = the whole split)')
     for name, least in {'limit': 1, 'num_fewshot': 0, 'samples': 1, 'needle_trials': 1, 'num_slots': 1}.items():
         value = getattr(options, name)
         if value is not None and value < least:
-            raise InputError(f'--{name}={value}: must be at least {least}')
+            raise InputError(f'{flag(name)}={value}: must be at least {least}')
     return options
 
 
-def _assessment_config(options: argparse.Namespace) -> EvalConfig:
+def _assessment_config(options: argparse.Namespace) -> EvalOptions:
     lengths = None
     if options.needle_lengths:
         try:
             lengths = tuple(sorted(int(part) for part in options.needle_lengths.split(',')))
         except ValueError:
-            raise InputError(f'--needle_lengths={options.needle_lengths}: needs numbers with commas between') from None
-    return EvalConfig(
+            raise InputError(f'--needle-lengths={options.needle_lengths}: needs numbers with commas between') from None
+    return EvalOptions(
         folder=options.tasks_path,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
@@ -164,12 +164,12 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
     # Of text, whatever the model was trained on last.
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
     data = dataclasses.replace(config.data, path=options.data, sources=()) if options.data else config.data
-    corpus = open_training_data(data, tell_sources=config.metrics.by_source)
+    corpus = open_training_data(data, tell_sources=config.metrics.per_source_loss)
     num_tokens, text_bytes = _check(corpus, model)
     batches = corpus.validation_batches(
-        config.train.global_batch,
+        config.train.global_batch_size,
         options.num_batches,
-        model.layout.local_rows(config.train.global_batch),
+        model.layout.local_rows(config.train.global_batch_size),
     )
     with (
         corpus.fetcher(None, 0),
@@ -185,7 +185,7 @@ def _held_out(model: LoadedModel, options: argparse.Namespace) -> tuple[HeldOut,
             model.params,
             map(read, range(len(batches))),
             layout=model.layout,
-            global_batch=config.train.global_batch,
+            global_batch=config.train.global_batch_size,
         )
     loss = held_out.loss()
     measures = [loss, exponential_of('perplexity', loss)]

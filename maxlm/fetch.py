@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import with_checksums
-from maxlm.errors import ArgumentParser, InputError, exit_code
+from maxlm.errors import ArgumentParser, InputError, exit_code, flag
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -70,13 +70,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='directory that gets what is below the URLs',
     )
     add('--include', default='', metavar='GLOB', help="only files of this name, e.g. '*.parquet' or 'train/*'")
-    add('--max_files', type=int, default=0, metavar='N', help='at most so many of each URL, the first by name; 0 = all')
+    add('--max-files', type=int, default=0, metavar='N', help='at most so many of each URL, the first by name; 0 = all')
     add('--threads', type=int, default=8, metavar='N', help='files at a time (%(default)s)')
     add('--quiet', action='store_true', help='print errors and alarms only')
     options = parser.parse_args(argv)
     for name, smallest in {'threads': 1, 'max_files': 0}.items():
         if getattr(options, name) < smallest:
-            raise InputError(f'--{name}={getattr(options, name)}: needs {smallest} or more')
+            raise InputError(f'{flag(name)}={getattr(options, name)}: needs {smallest} or more')
     return options
 
 

@@ -1,7 +1,7 @@
-"""Continue prompts: `python -m maxlm.generate --checkpoint=CKPT --prompt=TEXT --max_tokens=N --temperature=0`.
+"""Continue prompts: `python -m maxlm.generate --checkpoint=CKPT --prompt=TEXT --max-tokens=N --temperature=0`.
 
 CKPT is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or one step's directory. Prompts come as arguments,
-from a file (--prompt_file), line by line from a terminal (--interactive), or from JSON lines (--input), whose
+from a file (--prompt-file), line by line from a terminal (--interactive), or from JSON lines (--input), whose
 continuations go to --output. With --chat a prompt is what a user says, and the model answers. Runs on one device.
 """
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
     with Console():
         model = load_model(options.checkpoint, num_devices=1, quantize=options.quantize)
-    enable_compilation_cache(model.config.train.compile_cache)
+    enable_compilation_cache(model.config.train.compilation_cache_dir)
 
     def request(ids: list[int]) -> Request:
         return Request(
@@ -95,7 +95,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         '--prompt', action='append', type=text_argument, help='text to continue; can be given several times'
     )
-    parser.add_argument('--prompt_file', action='append', type=file, help='file with a text to continue')
+    parser.add_argument('--prompt-file', action='append', type=file, help='file with a text to continue')
     parser.add_argument('--interactive', action='store_true', help='read prompts from the terminal')
     parser.add_argument('--input', type=file, help='JSON lines with "prompt" or "messages"')
     parser.add_argument('--output', type=file, help='gets the lines of --input with "completions"')
@@ -103,19 +103,21 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         '--suffix', type=text_argument, help='text behind a hole that is to be filled, for models trained to'
     )
-    parser.add_argument('--max_tokens', type=int, default=128, help='tokens per continuation (default 128)')
-    parser.add_argument('--num_samples', type=int, default=1, help='continuations of each prompt (default 1)')
+    parser.add_argument('--max-tokens', type=int, default=128, help='tokens per continuation (default 128)')
+    parser.add_argument('--num-samples', type=int, default=1, help='continuations of each prompt (default 1)')
     parser.add_argument('--temperature', type=float, default=0.8, help='0 = always the likeliest token (default 0.8)')
-    parser.add_argument('--top_k', type=int, default=0, help='draw among the k likeliest tokens only; 0 = all')
-    parser.add_argument('--top_p', type=float, default=1.0, help='draw among the likeliest that reach this probability')
-    parser.add_argument('--min_p', type=float, default=0.0, help='draw among those of this share of the likeliest')
-    parser.add_argument('--repetition_penalty', type=float, default=1.0, help='above 1: less of what was there already')
+    parser.add_argument('--top-k', type=int, default=0, help='draw among the k likeliest tokens only; 0 = all')
+    parser.add_argument('--top-p', type=float, default=1.0, help='draw among the likeliest that reach this probability')
+    parser.add_argument('--min-p', type=float, default=0.0, help='draw among those of this share of the likeliest')
+    parser.add_argument('--repetition-penalty', type=float, default=1.0, help='above 1: less of what was there already')
     parser.add_argument(
         '--stop', action='append', type=text_argument, help='text before which to end; can be given several times'
     )
     parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same text (default 0)')
     parser.add_argument('--slots', type=int, default=8, help='continuations at a time (default 8)')
-    parser.add_argument('--cache', choices=CACHES, default='model', help='type of keys and values (default model)')
+    parser.add_argument(
+        '--kv-cache-dtype', choices=CACHES, default='model', help='type of keys and values (default model)'
+    )
     parser.add_argument('--quantize', choices=('', *KINDS), default='', help='store the kernels so while loading')
     return parser
 
@@ -133,7 +135,7 @@ def _check(options: argparse.Namespace) -> None:
     ]
     if len(given) != 1:
         raise InputError(
-            'give the prompts in one way: --prompt and --prompt_file, --interactive, or --input; '
+            'give the prompts in one way: --prompt and --prompt-file, --interactive, or --input; '
             f'given: {", ".join(given) or "none"}'
         )
     if (options.input is None) != (options.output is None):
@@ -143,9 +145,9 @@ def _check(options: argparse.Namespace) -> None:
     if options.suffix is not None and (options.chat or options.interactive):
         raise InputError('--suffix goes with --prompt only, not with --chat')
     if options.num_samples < 1:
-        raise InputError(f'--num_samples={options.num_samples}: must be at least 1')
+        raise InputError(f'--num-samples={options.num_samples}: must be at least 1')
     if options.interactive and options.num_samples > 1:
-        raise InputError(f'--num_samples={options.num_samples}: with --interactive there is one answer')
+        raise InputError(f'--num-samples={options.num_samples}: with --interactive there is one answer')
     if options.slots < 1:
         raise InputError(f'--slots={options.slots}: must be at least 1')
     if not 0 <= options.seed < 2**32:
@@ -156,9 +158,9 @@ def _read(path: Path) -> str:
     try:
         return read_text(path)
     except OSError as error:
-        raise InputError(f'--prompt_file={path}: {os_message(error)}') from error
+        raise InputError(f'--prompt-file={path}: {os_message(error)}') from error
     except UnicodeDecodeError as error:
-        raise InputError(f'--prompt_file={path}: byte {error.start} is not UTF-8') from error
+        raise InputError(f'--prompt-file={path}: byte {error.start} is not UTF-8') from error
 
 
 def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[int]:
@@ -177,7 +179,7 @@ def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[
 
 def _with_engine(model: LoadedModel, options: argparse.Namespace, samples: int) -> tuple[Engine, LoadedModel]:
     """The engine for so many samples, and the model without the parameters that it has."""
-    engine = Engine(model, num_slots=min(options.slots, samples), cache=options.cache)
+    engine = Engine(model, num_slots=min(options.slots, samples), cache=options.kv_cache_dtype)
     return engine, model.without_params()
 
 

@@ -43,12 +43,12 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatch
     eval_reward = grpo.eval_reward or grpo.reward
 
     def read(path: str, reward: str) -> Prompts:
-        prompts = read_prompts(path, encoder, config.data.window - grpo.max_tokens)
+        prompts = read_prompts(path, encoder, config.data.seq_len - grpo.max_completion_length)
         check_tasks(prompts, reward)
         return prompts
 
     prompts = read(grpo.prompts, grpo.reward)
-    eval_prompts = read(grpo.eval_prompts, eval_reward) if config.eval.every else None
+    eval_prompts = read(grpo.eval_prompts, eval_reward) if config.eval.interval else None
     if grpo.prompts_per_rollout > prompts.num:
         raise InputError(
             f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only {prompts.num} prompts'

@@ -1,7 +1,7 @@
 """Models from and to the format of Hugging Face Transformers, on local disks.
 
     python -m maxlm.hf import --input=DIR --output=WORKDIR
-    python -m maxlm.hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max_shard_size=1GB]
+    python -m maxlm.hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max-shard-size=1GB]
     python -m maxlm.hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
     python -m maxlm.hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
 
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         help='where files are written before they are uploaded, if --output is a URL (%(default)s)',
     )
     exporter.add_argument('--dtype', choices=list(DTYPES), default='bfloat16', help='of the weights (%(default)s)')
-    exporter.add_argument('--max_shard_size', default='1GB', help='of one file, e.g. 500MB (%(default)s)')
+    exporter.add_argument('--max-shard-size', default='1GB', help='of one file, e.g. 500MB (%(default)s)')
     adapter = commands.add_parser('export-adapter', allow_abbrev=False, help='adapters of a checkpoint → for PEFT')
     adapter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
     adapter.add_argument('--output', type=local, required=True, help='directory to make')
@@ -144,7 +144,7 @@ def parse_size(text: str) -> int:
     unit = UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise InputError(f'--max_shard_size={text}: needs a size like 500MB or 1GB')
+        raise InputError(f'--max-shard-size={text}: needs a size like 500MB or 1GB')
     return size
 
 

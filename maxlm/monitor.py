@@ -1,4 +1,4 @@
-"""Watch runs on a terminal: `python -m maxlm.monitor WORKDIR… [--once] [--every=SECONDS]`.
+"""Watch runs on a terminal: `python -m maxlm.monitor WORKDIR… [--once] [--interval=SECONDS]`.
 
 State, progress, time and money spent and left, loss, speed, where the time goes, devices, and what has happened. The
 workdirs may be in buckets, gs://… or s3://…. Keys: q quits, r reads at once, Tab shows another run. With --once, or
@@ -39,16 +39,18 @@ def main(argv: list[str]) -> int:
         help='directory or URL of a run',
     )
     parser.add_argument('--once', action='store_true', help='print the runs and end')
-    parser.add_argument('--every', type=float, default=2.0, metavar='SECONDS', help='between two looks (%(default)s)')
+    parser.add_argument(
+        '--interval', type=float, default=2.0, metavar='SECONDS', help='between two looks (%(default)s)'
+    )
     options = parser.parse_args(argv)
-    if not 0.1 <= options.every <= 86400:
-        raise InputError(f'--every={options.every:g}: give seconds, from 0.1 to 86400')
+    if not 0.1 <= options.interval <= 86400:
+        raise InputError(f'--interval={options.interval:g}: give seconds, from 0.1 to 86400')
     console = _console()
     readers = [HistoryReader(workdir) for workdir in options.workdirs]
     if options.once or not console.is_terminal or console.is_dumb_terminal:
         show_once(readers, console, now=time.time())
     else:
-        watch(readers, every=options.every, console=console)
+        watch(readers, every=options.interval, console=console)
     return EXIT_DONE
 
 

@@ -1,6 +1,6 @@
 """What a run will need, take and cost on hardware that is not here.
 
-    python -m maxlm.plan --config=FILE[:variant] --target=h100:8 [--config.section.key=value …] [--fit] [--json]
+    python -m maxlm.plan --config=FILE[:variant] --target=h100:8 [--config.section.key=value …] [--search] [--json]
     python -m maxlm.plan --install-compiler
 
 The training step itself is compiled for the target: `h100:8`, `h100:8x4` (four nodes), `h200:1`, `a100:8`, `b200:8`,
@@ -26,7 +26,7 @@ from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import AUTO, Config
 from maxlm.data.loader.dataset import open_training_data
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
 from maxlm.hardware.chips import Chip
 from maxlm.log import Console, logger
 from maxlm.planning import plots, tables
@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
     # Alone, the option needs no run to plan.
     options = _parser(plans=argv != [OPTION]).parse_args(rest)
     terms = _terms(options)
-    for name in ('refit', 'output'):
+    for name in ('fit_scaling_law', 'output'):
         if getattr(options, name) and options.sweep is None:
-            raise InputError(f'--{name} goes with --sweep; give that too')
+            raise InputError(f'{flag(name)} goes with --sweep; give that too')
     if options.install_compiler:
         install_compiler()
         if not options.config:
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         target = parse_target(options.target)
         if target.chip.platform == 'cpu':
             # A program for devices that are not here could be kept, and not read.
-            enable_compilation_cache(config.train.compile_cache)
+            enable_compilation_cache(config.train.compilation_cache_dir)
         data = _data(config, options.vocab_size)
         if options.sweep is not None:
             return _sweep(config, target, data, terms, options)
@@ -83,13 +83,13 @@ def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, optio
     missing = _missing_compiler(target, options)
     machine = _machine(config, target, resolver)
     forecaster = partial(estimate if missing else compile_ahead, machine=machine)
-    if config.train.micro_batch == AUTO:
+    if config.train.per_device_batch_size == AUTO:
         config = choose_micro_batch(config, machine, resolver, forecaster)
     shown = forecaster(resolver(config))
     advice: Candidate | None = None
-    if options.fit or not shown.fits:
+    if options.search or not shown.fits:
         advice = verify_by_compiling(search_layouts(config, machine, resolver), forecaster)
-    if options.fit and advice:
+    if options.search and advice:
         shown = advice.forecast
     cost = cost_of(shown, terms)
     if options.json:
@@ -101,15 +101,16 @@ def _plan(config: Config, target: Target, data: Data, terms: PricingTerms, optio
     print(as_text(shown, cost))
     if options.dollars or options.hours:
         print(budget_text(shown, terms, dollars=options.dollars, hours=options.hours))
-    if options.fit or not shown.fits:
-        print(_advice(shown, advice, asked=options.fit))
+    if options.search or not shown.fits:
+        print(_advice(shown, advice, asked=options.search))
     return EXIT_DONE if shown.fits else EXIT_FAILED
 
 
 def _advice(shown: Forecast, advice: Candidate | None, *, asked: bool) -> str:
     if advice is None:
         return (
-            f'nothing that was tried fits {shown.target.spec}: other meshes, micro-batches, model.remat, state in host '
+            f'nothing that was tried fits {shown.target.spec}: other meshes, micro-batches, model.remat_policy, '
+            'state in host '
             f'memory; take more devices or a smaller model'
         )
     if not advice.changes:
@@ -125,15 +126,15 @@ def _advice(shown: Forecast, advice: Candidate | None, *, asked: bool) -> str:
 def _sweep(config: Config, target: Target, data: Data, terms: PricingTerms, options: argparse.Namespace) -> int:
     budget = options.dollars or options.hours
     chip, price = target.chip, terms.price
-    if config.train.micro_batch == AUTO:
-        raise InputError('train.micro_batch=auto: a sweep needs the number of sequences; set it, e.g. to 4')
+    if config.train.per_device_batch_size == AUTO:
+        raise InputError('train.per_device_batch_size=auto: a sweep needs the number of sequences; set it, e.g. to 4')
     law = BESIROGLU
     notes = [
         f'Estimates of maxlm.plan for {chip.name}: no program was compiled.',
         'Strong: the same batch on more devices. Weak: the batch grows with them.',
     ]
-    if options.refit:
-        fit = refit(read_runs(options.refit))
+    if options.fit_scaling_law:
+        fit = refit(read_runs(options.fit_scaling_law))
         law = fit.law
         held_out = '' if fit.held_out_error is None else f', of runs that were left out {fit.held_out_error:.2%}'
         notes.append(f'Law of the loss from {fit.runs} runs, error {fit.error:.2%}{held_out}')
@@ -220,7 +221,7 @@ def _data(config: Config, vocab_size: int) -> Data:
         if config.train.num_epochs:
             raise InputError(f'train.num_epochs={config.train.num_epochs:g} needs the data set: {error}') from error
         logger.warning(
-            f'no data set yet, so the vocabulary is taken to have {USUAL_VOCABULARY} ids; --vocab_size sets it'
+            f'no data set yet, so the vocabulary is taken to have {USUAL_VOCABULARY} ids; --vocab-size sets it'
         )
         return Data(USUAL_VOCABULARY, windows=1)
     return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows)
@@ -230,7 +231,7 @@ def _terms(options: argparse.Namespace) -> PricingTerms:
     for name in ('price_per_hour', 'spot_price_per_hour', 'dollars', 'hours'):
         value = getattr(options, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f'--{name.replace("_", "-")}={value:g}: needs a number above 0')
+            raise InputError(f'{flag(name)}={value:g}: needs a number above 0')
     if not 0 <= options.spot_share <= 1:
         raise InputError(f'--spot-share={options.spot_share:g}: needs a number from 0 to 1')
     return PricingTerms(
@@ -253,7 +254,7 @@ def _parser(*, plans: bool) -> ArgumentParser:
     )
     parser.add_argument('--target', required=plans, help='hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')
     parser.add_argument(
-        '--fit', action='store_true', help='look for the fastest mesh, micro-batch and model.remat that fit'
+        '--search', action='store_true', help='look for the fastest mesh, micro-batch and model.remat_policy that fit'
     )
     parser.add_argument('--estimate', action='store_true', help='do not compile: faster, and less exact')
     parser.add_argument(
@@ -266,7 +267,7 @@ def _parser(*, plans: bool) -> ArgumentParser:
     parser.add_argument('--dollars', type=float, help='a budget: what it buys; with --sweep, the best size for it')
     parser.add_argument('--hours', type=float, help='likewise, in hours on the whole target')
     parser.add_argument(
-        '--refit',
+        '--fit-scaling-law',
         nargs='+',
         type=PathOption(Kind.DIRECTORY, as_path=True),
         metavar='WORKDIR',
@@ -277,7 +278,7 @@ def _parser(*, plans: bool) -> ArgumentParser:
     )
     parser.add_argument('--spot-price-per-hour', type=float, help='likewise of spot devices')
     parser.add_argument('--spot-share', type=float, default=1.0, help='share of the steps on spot devices (default 1)')
-    parser.add_argument('--vocab_size', type=int, default=0, help="token ids, where the config takes the data set's")
+    parser.add_argument('--vocab-size', type=int, default=0, help="token ids, where the config takes the data set's")
     parser.add_argument(
         '--output',
         type=PathOption(Kind.FILE, as_path=True),

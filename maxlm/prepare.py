@@ -34,7 +34,7 @@ from maxlm.data.prepare.scan import Cleaning
 from maxlm.data.prepare.summary import files_left_out, summary
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import SPECS, check_spec, make_tokenizer
-from maxlm.errors import ArgumentParser, InputError, exit_code, text_argument
+from maxlm.errors import ArgumentParser, InputError, exit_code, flag, text_argument
 from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
     """Makes the data set that `argv` asks for. Raises InputError when it cannot be made."""
     options = _parse(argv)
     not_text: list[Entry] = []
-    find: dict[str, Any] = {name: getattr(options, name) for name in ('exclude', 'max_files')}
-    find |= {'max_record_bytes': options.max_record_mib * 2**20, 'on_left_out': not_text.extend}
+    find: dict[str, Any] = {'max_record_bytes': options.max_record_mib * 2**20, 'on_left_out': not_text.extend}
+    find |= {'exclude': options.exclude, 'max_files': options.max_files}
     training = find_inputs(options.input, **find)
     validation = find_inputs(options.validation, **find) if options.validation else []
     refuse_overlap(training, validation)
@@ -129,14 +129,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='what to validate on, instead of a share of --input',
     )
     what(
-        '--validation_share',
+        '--validation-fraction',
         type=float,
         default=0.01,
         metavar='X',
         help='share of the documents to validate on, chosen by a hash of their names (%(default)s)',
     )
     what('--exclude', nargs='+', default=[], metavar='NAME', help='names or patterns of what to leave out')
-    what('--max_files', type=int, default=0, metavar='N', help='take the first N files of each input; 0 = all')
+    what('--max-files', type=int, default=0, metavar='N', help='take the first N files of each input; 0 = all')
     what(
         '--format',
         choices=('auto', 'text', 'chat', 'preference'),
@@ -144,8 +144,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='what lines of JSONL are: texts, conversations, or preferences, which is seen at the first (%(default)s)',
     )
     what(
-        '--text_field',
-        '--text_key',
+        '--text-field',
+        '--text-key',
         dest='text_key',
         type=text_argument,
         default='text',
@@ -153,7 +153,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='field of the text in a record: key of JSONL, column of Parquet and data sets (%(default)s)',
     )
     what(
-        '--messages_field',
+        '--messages-field',
         type=text_argument,
         default='',
         metavar='NAME',
@@ -167,20 +167,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='names of the roles in messages, such as user=human,assistant=bot',
     )
     what(
-        '--max_record_mib',
+        '--max-record-mib',
         type=int,
         default=MAX_RECORD_BYTES // 2**20,
         metavar='N',
         help='longest record: line of JSONL, text of a row, content of a compressed text file (%(default)s)',
     )
-    what('--token_dtype', choices=('uint16', 'uint32'), default='', help='how raw .bin token files are stored')
+    what('--token-dtype', choices=('uint16', 'uint32'), default='', help='how raw .bin token files are stored')
     what(
-        '--end_of_document',
+        '--eod-token',
         type=int,
         metavar='ID',
         help="what ends a document in token files (the tokenizer's end of document)",
     )
-    what('--skip_bad', action='store_true', help='leave out what cannot be read, and list it, instead of stopping')
+    what('--skip-bad-records', action='store_true', help='leave out and list what cannot be read, instead of stopping')
 
     made = parser.add_argument_group('what is made of it').add_argument
     made(
@@ -198,35 +198,35 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='remove documents that are there already, equal or similar (%(default)s)',
     )
     made(
-        '--near_threshold',
+        '--dedup-threshold',
         type=float,
         default=0.8,
         metavar='X',
         help='Jaccard similarity of five-word shingles from which documents are similar (%(default)s)',
     )
     made(
-        '--infill',
+        '--fim-rate',
         type=float,
         default=0.0,
         metavar='X',
         help='share of the documents to rearrange for filling in the middle (%(default)s; usual is 0.5)',
     )
     made(
-        '--infill_spm',
+        '--fim-spm-rate',
         type=float,
         default=0.5,
         metavar='X',
         help='share of these that put the suffix first (%(default)s)',
     )
     made(
-        '--chat_template',
+        '--chat-template',
         type=PathOption(may_be_empty=True),
         default='',
         metavar='FILE|NAME',
         help='how conversations are spelled: a Jinja file, chatml or llama3 (what lies beside --tokenizer, or chatml)',
     )
     made(
-        '--special_tokens',
+        '--special-tokens',
         nargs='+',
         default=[],
         type=text_argument,
@@ -234,23 +234,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='special tokens of the chat template besides those that look like <|…|>',
     )
     made(
-        '--pack_window',
+        '--pack-seq-len',
         type=int,
         default=0,
         metavar='N',
-        help='put whole conversations, or pairs of answers, into windows of N tokens, the data.window of training; '
+        help='put whole conversations, or pairs of answers, into windows of N tokens, the data.seq_len of training; '
         '0 = windows cut them, which pairs do not allow',
     )
     made('--block', type=int, default=2048, metavar='N', help='tokens in a record (%(default)s)')
 
     how = parser.add_argument_group('how; the result is the same').add_argument
     how('--workers', type=int, default=_num_cores(), metavar='N', help='processes on this machine (%(default)s)')
-    how(
-        '--engine', choices=('local', 'ray'), default='local', help='ray: on a cluster that shares the disk of --output'
-    )
-    how('--ray_address', default='', metavar='ADDRESS', help='the cluster (the variable RAY_ADDRESS, or this machine)')
+    how('--executor', choices=('local', 'ray'), default='local', help='ray: a cluster that shares the disk of --output')
+    how('--ray-address', default='', metavar='ADDRESS', help='the cluster (the variable RAY_ADDRESS, or this machine)')
     how('--retries', type=int, default=2, metavar='N', help='further tries of a group that fails (%(default)s)')
-    how('--skip_failed', action='store_true', help='leave out groups that fail to the end, and list them')
+    how('--skip-failed', action='store_true', help='leave out groups that fail to the end, and list them')
     how(
         '--cache',
         type=PathOption(Kind.DIRECTORY),
@@ -272,26 +270,26 @@ def _check(options: argparse.Namespace) -> None:
         'workers': 1,
         'max_files': 0,
         'retries': 0,
-        'pack_window': 0,
+        'pack_seq_len': 0,
     }.items():
         if getattr(options, name) < smallest:
-            raise InputError(f'--{name}={getattr(options, name)}: needs {smallest} or more')
-    if not 0 <= options.validation_share < 1:
-        raise InputError(f'--validation_share={options.validation_share}: needs a share from 0 to below 1')
-    for name in ('infill', 'infill_spm'):
+            raise InputError(f'{flag(name)}={getattr(options, name)}: needs {smallest} or more')
+    if not 0 <= options.validation_fraction < 1:
+        raise InputError(f'--validation-fraction={options.validation_fraction}: needs a share from 0 to below 1')
+    for name in ('fim_rate', 'fim_spm_rate'):
         if not 0 <= getattr(options, name) <= 1:
-            raise InputError(f'--{name}={getattr(options, name)}: needs a share from 0 to 1')
-    if options.ray_address and options.engine != 'ray':
-        raise InputError(f'--ray_address={options.ray_address} needs --engine=ray')
-    if options.engine == 'ray' and not isinstance(options.output, Path):
+            raise InputError(f'{flag(name)}={getattr(options, name)}: needs a share from 0 to 1')
+    if options.ray_address and options.executor != 'ray':
+        raise InputError(f'--ray-address={options.ray_address} needs --executor=ray')
+    if options.executor == 'ray' and not isinstance(options.output, Path):
         raise InputError(
-            f'--output={display_path(options.output)}: --engine=ray needs a directory that the cluster shares; '
+            f'--output={display_path(options.output)}: --executor=ray needs a directory that the cluster shares; '
             'upload it then'
         )
     make_cleaner(options.filter)
-    choose_bands(options.near_threshold)
+    choose_bands(options.dedup_threshold)
     parse_roles(options.roles)
-    check_spec(options.tokenizer, infill=options.infill > 0)
+    check_spec(options.tokenizer, infill=options.fim_rate > 0)
 
 
 def _num_cores() -> int:
@@ -302,7 +300,7 @@ def _num_cores() -> int:
 def _recipe(
     options: argparse.Namespace, training: Sequence[InputFile], validation: Sequence[InputFile]
 ) -> PrepareConfig:
-    infill = FimConfig(options.infill, options.infill_spm) if options.infill else None
+    infill = FimConfig(options.fim_rate, options.fim_spm_rate) if options.fim_rate else None
     learned = options.tokenizer.partition(':')[0] in LEARNED
     tokenizer = None if learned else make_tokenizer(options.tokenizer, [], infill=infill is not None)
     _check_tokens(options, [*training, *validation])
@@ -318,7 +316,7 @@ def _recipe(
         max_record_bytes=options.max_record_mib * 2**20,
     )
     if tokenizer is not None:
-        end = tokenizer.end_of_document if options.end_of_document is None else options.end_of_document
+        end = tokenizer.end_of_document if options.eod_token is None else options.eod_token
         read = dataclasses.replace(
             read,
             token_dtype=options.token_dtype,
@@ -327,9 +325,9 @@ def _recipe(
         )
     return PrepareConfig(
         tokenizer=options.tokenizer,
-        reading=ReadSettings(read, options.skip_bad),
-        cleaning=Cleaning(tuple(options.filter), options.deduplicate, options.near_threshold),
-        validation_share=0.0 if validation else options.validation_share,
+        reading=ReadSettings(read, options.skip_bad_records),
+        cleaning=Cleaning(tuple(options.filter), options.deduplicate, options.dedup_threshold),
+        validation_share=0.0 if validation else options.validation_fraction,
         infill=infill,
         block=options.block,
         made_from={**made_from(options, read, tokenizer, training, validation), **chat_facts(what, chat)},
@@ -340,18 +338,20 @@ def _recipe(
 def _format(options: argparse.Namespace, files: Sequence[InputFile]) -> str:
     found = find_format(options.format, files, text_key=options.text_key, messages_field=options.messages_field)
     for name in (
-        ('chat_template', 'special_tokens', 'pack_window', 'messages_field', 'roles')
+        ('chat_template', 'special_tokens', 'pack_seq_len', 'messages_field', 'roles')
         if found == 'text'
-        else ('filter', 'infill')
+        else ('filter', 'fim_rate')
     ):
         if value := getattr(options, name):
             told = ' '.join(value) if isinstance(value, list) else value
             if found == 'preference':
-                raise InputError(f'--{name}={told} is for texts, and these are preferences; prepare them without it')
+                raise InputError(
+                    f'{flag(name)}={told} is for texts, and these are preferences; prepare them without it'
+                )
             wrong = 'conversations, and no input has them' if found == 'text' else 'texts, and there are conversations'
-            raise InputError(f'--{name}={told} is for {wrong}; --format tells what lines of JSONL are')
-    if found == 'preference' and not options.pack_window:
-        raise InputError('--pack_window=0: pairs of answers stay together in windows; give the data.window of training')
+            raise InputError(f'{flag(name)}={told} is for {wrong}; --format tells what lines of JSONL are')
+    if found == 'preference' and not options.pack_seq_len:
+        raise InputError('--pack-seq-len=0: pairs of answers stay together in windows; give data.seq_len of training')
     return found
 
 
@@ -363,7 +363,7 @@ def _chat(options: argparse.Namespace) -> ChatRecipe:
         options.chat_template,
         tokenizer=options.tokenizer,
         special_tokens=options.special_tokens,
-        window=options.pack_window,
+        window=options.pack_seq_len,
     )
 
 
@@ -371,9 +371,9 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
     """Raises InputError for what token files cannot be prepared with, and for what they alone can."""
     tokens = next((file for file in files if file.kind == 'tokens'), None)
     if tokens is None:
-        for name in ('token_dtype', 'end_of_document'):
+        for name in ('token_dtype', 'eod_token'):
             if getattr(options, name) not in ('', None):
-                raise InputError(f'--{name}={getattr(options, name)} is for token files, and no input is one')
+                raise InputError(f'{flag(name)}={getattr(options, name)} is for token files, and no input is one')
         return
     path = display_path(tokens.path)
     if options.tokenizer.partition(':')[0] in (*LEARNED, 'bytes'):
@@ -381,7 +381,7 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
             f'{path} is tokenized already: --tokenizer={options.tokenizer} does not tell with what; '
             'give that tokenizer.json, hf:NAME or ids:N[:END]'
         )
-    for name, asked in {'infill': options.infill, 'filter': options.filter}.items():
+    for name, asked in {'fim_rate': options.fim_rate, 'filter': options.filter}.items():
         if asked:
             raise InputError(f'{path} is tokenized already: --{name} needs text; prepare tokens without it')
 
@@ -389,7 +389,7 @@ def _check_tokens(options: argparse.Namespace, files: Sequence[InputFile]) -> No
 def _make(options: argparse.Namespace, recipe: PrepareConfig, groups: Sequence[Partition]) -> Dataset:
     remove_partial_files(options.output)
     try:
-        with make_executor(options.engine, min(options.workers, len(groups)), options.ray_address) as engine:
+        with make_executor(options.executor, min(options.workers, len(groups)), options.ray_address) as engine:
             means = ExecutionOptions(engine, options.retries, options.skip_failed, show_progress=not options.quiet)
             return prepare(recipe, groups, options.output, means)
     finally:

@@ -1,8 +1,8 @@
-"""Store a trained model in 8 or 4 bits: `python -m maxlm.quantize --checkpoint=CKPT --weights=int8 --output=WORKDIR`.
+"""Store a trained model in 8 or 4 bits: `python -m maxlm.quantize --checkpoint=CKPT --format=int8 --output=WORKDIR`.
 
 CKPT is a workdir (its newest step), `WORKDIR@STEP`, or one step's directory. The kernels of the blocks become codes
 with scales; embedding, head, norms and biases stay as they are. WORKDIR is used like any other, but not trained. Then
-the loss of both on the validation split is told, on the data of the run or on --data; --no_evaluate leaves that out.
+the loss of both on the validation split is told, on the data of the run or on --data; --no-eval leaves that out.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from maxlm.workdir.files import TOKENIZER, read_config
 def main(argv: list[str]) -> int:
     """Writes the quantized model and prints sizes and losses before and after."""
     options = _parser().parse_args(argv)
-    weights = parse_weights(options.weights, options.group)
+    weights = parse_weights(options.format, options.group)
     if options.num_batches < 0:
-        raise InputError(f'--num_batches={options.num_batches}: must be at least 0 (0 = the whole split)')
+        raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = the whole split)')
     with Console():
         # Before anything is written: that there is nothing to evaluate on shows at once.
-        corpus = None if options.no_evaluate else _open_corpus(options.checkpoint, options.data)
+        corpus = None if options.no_eval else _open_corpus(options.checkpoint, options.data)
         done = quantize_checkpoint(options.checkpoint, options.output, weights, show=True)
         losses = []
         if corpus is not None:
@@ -59,14 +59,14 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         '--checkpoint', type=source, required=True, help='workdir, WORKDIR@STEP, or a directory of one step'
     )
-    parser.add_argument('--weights', required=True, choices=KINDS, help='what the kernels of the blocks are stored as')
+    parser.add_argument('--format', required=True, choices=KINDS, help='what the kernels of the blocks are stored as')
     parser.add_argument(
         '--group', type=int, help=f'inputs that share a scale, at most; 0 = all (default, by kind: {groups})'
     )
     parser.add_argument('--output', type=PathOption(Kind.DIRECTORY), required=True, help='workdir to make')
     parser.add_argument('--data', type=source, help="data set of maxlm.prepare to evaluate on (default: the run's)")
-    parser.add_argument('--num_batches', type=int, default=0, help='0 = the whole validation split (default)')
-    parser.add_argument('--no_evaluate', action='store_true', help='do not compare the losses')
+    parser.add_argument('--num-batches', type=int, default=0, help='0 = the whole validation split (default)')
+    parser.add_argument('--no-eval', action='store_true', help='do not compare the losses')
     return parser
 
 
@@ -79,13 +79,13 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
     if Tokenizer.load(dataset.tokenizer_path).sha256 != Tokenizer.load(workdir / TOKENIZER).sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
-            f'prepare the data with --tokenizer {workdir / TOKENIZER}, or leave the comparison out by --no_evaluate'
+            f'prepare the data with --tokenizer {workdir / TOKENIZER}, or leave the comparison out by --no-eval'
         )
     num_tokens, _ = corpus.validation_counts
     if not num_tokens:
         raise InputError(
             f'{dataset.path} has no validation documents; prepare it with --validation PATH, or leave the comparison '
-            f'out by --no_evaluate'
+            f'out by --no-eval'
         )
     return corpus
 
@@ -93,9 +93,9 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
 def _loss(checkpoint: str, corpus: TrainingData, num_batches: int) -> float:
     """Of text, in nats per token, whatever the model was trained on last."""
     model = load_model(checkpoint, num_devices=jax.device_count())
-    enable_compilation_cache(model.config.train.compile_cache)
+    enable_compilation_cache(model.config.train.compilation_cache_dir)
     config = dataclasses.replace(model.config, train=dataclasses.replace(model.config.train, objective='next_token'))
-    global_batch = config.train.global_batch
+    global_batch = config.train.global_batch_size
     batches = corpus.validation_batches(global_batch, num_batches, model.layout.local_rows(global_batch))
     with (
         corpus.fetcher(None, 0),

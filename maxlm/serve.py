@@ -33,44 +33,50 @@ def main(argv: list[str]) -> int:
     from maxlm.inference.load import load_model
     from maxlm.inference.resolve_model import found_checkpoint, name_of
     from maxlm.runtime.compilation_cache import enable_compilation_cache
-    from maxlm.serving.limits import Limits
+    from maxlm.serving.limits import ServerLimits
     from maxlm.serving.request_parsing import ServedModel
     from maxlm.serving.server import Server, bind, is_loopback, serve_until_stopped, url_of
 
     api_key = _api_key(options.api_key_file)
     for origin in options.allow_origin:
         _check_origin(origin)
-    limits = Limits(
-        max_body=options.max_body,
+    limits = ServerLimits(
+        max_body=options.max_request_bytes,
         max_tokens=options.max_tokens,
-        max_waiting=options.max_waiting,
-        max_seconds=options.max_seconds,
+        max_waiting=options.max_queue_size,
+        max_seconds=options.request_timeout,
         drain_seconds=options.drain_seconds,
     )
-    if not 1 <= options.devices <= jax.device_count():
-        raise InputError(f'--devices={options.devices}: must be from 1 to the {jax.device_count()} that are here')
+    if not 1 <= options.tensor_parallel_size <= jax.device_count():
+        raise InputError(
+            f'--tensor-parallel-size={options.tensor_parallel_size}: must be from 1 to the {jax.device_count()} '
+            'that are here'
+        )
     # Bound before the model is read: that a port is taken shows at once.
     with Console(), bind(options.host, options.port) as listener:
         if not is_loopback(listener) and not api_key:
             logger.warning(
                 f'--host={options.host}: whoever reaches this machine can use the model; '
-                f'set --api_key_file or {API_KEY}, or listen on 127.0.0.1'
+                f'set --api-key-file or {API_KEY}, or listen on 127.0.0.1'
             )
         with found_checkpoint(options.checkpoint) as checkpoint:
             model = load_model(
-                checkpoint, num_devices=options.devices, quantize=options.quantize, share_layers=options.devices > 1
+                checkpoint,
+                num_devices=options.tensor_parallel_size,
+                quantize=options.quantize,
+                share_layers=options.tensor_parallel_size > 1,
             )
-        enable_compilation_cache(model.config.train.compile_cache)
+        enable_compilation_cache(model.config.train.compilation_cache_dir)
         engine = Engine(
             model,
             num_slots=options.slots,
-            max_context=options.context,
-            cache=options.cache,
-            max_waiting=options.max_waiting,
+            max_context=options.max_model_len,
+            cache=options.kv_cache_dtype,
+            max_waiting=options.max_queue_size,
         )
         model = model.without_params()
         engine.warm_up(logger.info)
-        name = options.name or name_of(options.checkpoint)
+        name = options.served_model_name or name_of(options.checkpoint)
         served = ServedModel(name, model.step, model.tokenizer, model.chat, engine)
         running = Server(
             served,
@@ -94,30 +100,34 @@ def _parser() -> ArgumentParser:
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on (%(default)s)')
     parser.add_argument('--port', type=int, default=8000, help='0 = any that is free (%(default)s)')
     parser.add_argument(
-        '--api_key_file',
+        '--api-key-file',
         type=PathOption(Kind.FILE, may_be_empty=True),
         default='',
         help=f'file of the key to ask clients for; else {API_KEY}',
     )
-    parser.add_argument('--name', default='', help='of the model (default: of its directory)')
+    parser.add_argument('--served-model-name', default='', help='of the model (default: of its directory)')
     parser.add_argument('--slots', type=int, default=8, help='samples that are drawn at a time (%(default)s)')
-    parser.add_argument('--context', type=int, default=0, help="tokens of prompt and answer; 0 = the model's context")
     parser.add_argument(
-        '--cache', choices=('model', 'int8'), default='model', help='type of keys and values (%(default)s)'
+        '--max-model-len', type=int, default=0, help="tokens of prompt and answer; 0 = the model's context"
     )
-    parser.add_argument('--devices', type=int, default=1, help='that share the layers of the model (%(default)s)')
+    parser.add_argument(
+        '--kv-cache-dtype', choices=('model', 'int8'), default='model', help='type of keys and values (%(default)s)'
+    )
+    parser.add_argument(
+        '--tensor-parallel-size', type=int, default=1, help='that share the layers of the model (%(default)s)'
+    )
     parser.add_argument('--quantize', choices=('', *KINDS), default='', help='store the kernels so while loading')
-    parser.add_argument('--max_tokens', type=int, default=0, help='of one answer; 0 = what the context leaves')
+    parser.add_argument('--max-tokens', type=int, default=0, help='of one answer; 0 = what the context leaves')
     parser.add_argument(
-        '--max_waiting', type=int, default=256, help='samples that wait for a slot; 0 = no limit (%(default)s)'
+        '--max-queue-size', type=int, default=256, help='samples that wait for a slot; 0 = no limit (%(default)s)'
     )
-    parser.add_argument('--max_seconds', type=float, default=600, help='for one request (%(default)s)')
-    parser.add_argument('--max_body', type=int, default=4 * 2**20, help='bytes of one request (%(default)s)')
+    parser.add_argument('--request-timeout', type=float, default=600, help='for one request (%(default)s)')
+    parser.add_argument('--max-request-bytes', type=int, default=4 * 2**20, help='bytes of one request (%(default)s)')
     parser.add_argument(
-        '--drain_seconds', type=float, default=30, help='for the last requests at the end (%(default)s)'
+        '--drain-seconds', type=float, default=30, help='for the last requests at the end (%(default)s)'
     )
     parser.add_argument(
-        '--allow_origin',
+        '--allow-origin',
         action='append',
         default=[],
         metavar='ORIGIN',
@@ -139,7 +149,7 @@ def _api_key(path: str) -> str:
     if not path:
         key, source = os.environ.get(API_KEY, ''), API_KEY
     else:
-        source = f'--api_key_file={path}'
+        source = f'--api-key-file={path}'
         try:
             key = read_text(path).strip()
         except (OSError, UnicodeDecodeError) as error:
@@ -155,7 +165,7 @@ def _api_key(path: str) -> str:
 def _check_origin(origin: str) -> None:
     parts = urlsplit(origin)
     if parts.scheme not in ('http', 'https') or not parts.hostname or f'{parts.scheme}://{parts.netloc}' != origin:
-        raise InputError(f'--allow_origin={origin}: must be like https://chat.example.org, without a path')
+        raise InputError(f'--allow-origin={origin}: must be like https://chat.example.org, without a path')
 
 
 def run() -> None:

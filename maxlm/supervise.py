@@ -1,4 +1,4 @@
-"""Start a command again until it is done: `python -m maxlm.supervise [--max_failures=K] -- python -m maxlm.train …`.
+"""Start a command again until it is done: `python -m maxlm.supervise [--max-failures=K] -- python -m maxlm.train …`.
 
 The same as `launch/restart.sh`, where there is no bash. Exit code 0 of the command: done. 2, bad input: the same would
 come again, so it stops. 75, preempted: starts again at once. Any other: starts again after a pause. After K ends in a
@@ -197,7 +197,7 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(
         prog='maxlm.supervise', allow_abbrev=False, description=__doc__, usage='%(prog)s [OPTIONS] -- COMMAND …'
     )
-    parser.add_argument('--max_failures', type=int, default=3, help='ends without a new checkpoint (default 3)')
+    parser.add_argument('--max-failures', type=int, default=3, help='ends without a new checkpoint (default 3)')
     parser.add_argument('--backoff', type=float, default=10, help='seconds of the first pause (default 10)')
     parser.add_argument('--dry-run', action='store_true', help='only print what would run')
     options = parser.parse_args(argv[:mark])
@@ -205,7 +205,7 @@ def main(argv: list[str]) -> int:
     if not command:
         raise InputError('no command; usage: maxlm.supervise [OPTIONS] -- COMMAND …')
     if options.max_failures < 1:
-        raise InputError(f'--max_failures={options.max_failures}: give 1 or more')
+        raise InputError(f'--max-failures={options.max_failures}: give 1 or more')
     if not options.backoff >= 0:
         raise InputError(f'--backoff={options.backoff:g}: give 0 or more')
     if options.dry_run:

@@ -103,7 +103,7 @@ def make_dataset(folder: Path) -> Path:
     sections = [part for part in (ROOT / 'LICENSE').read_text().split('\n\n') if part.strip()]
     for number, section in enumerate(sections):
         (text / f'{number:03}.txt').write_text(section)
-    arguments = ['--input', str(text), '--output', str(output), '--tokenizer', 'bytes', '--validation_share', '0.1']
+    arguments = ['--input', str(text), '--output', str(output), '--tokenizer', 'bytes', '--validation-fraction', '0.1']
     assert prepare.main([*arguments, '--workers', '1', '--quiet']) == 0
     return output
 

@@ -52,7 +52,7 @@ def write_corpus(directory: Path, seed: int) -> None:
 def start(texts: Path, output: Path, workers: int, *more: str) -> int:
     """Forks a run into a process group of its own; returns its id."""
     arguments = ['--input', texts, '--output', output, '--tokenizer', 'bpe:400', '--filter', 'c4', '--deduplicate']
-    arguments += ['near', '--infill', '0.5', '--validation_share', '0.1', '--quiet', '--workers', workers, *more]
+    arguments += ['near', '--fim-rate', '0.5', '--validation-fraction', '0.1', '--quiet', '--workers', workers, *more]
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -107,7 +107,7 @@ def main(directory: Path, seed: int, kills: int) -> None:
     began = time.monotonic()
     finish(start(texts, directory / 'whole', 2))
     duration = time.monotonic() - began
-    finish(start(texts, directory / 'other', 1, '--infill_spm', '0.4'))
+    finish(start(texts, directory / 'other', 1, '--fim-spm-rate', '0.4'))
     whole = contents(directory / 'whole')
     stages: Counter[str] = Counter()
     same = []

@@ -59,7 +59,7 @@ def live(workdir: str, tell: Any) -> None:
         return random_state(abstract, step=step, skipped=0, seed=step)
 
     tell(opens=True)
-    with Checkpoints(workdir, keep_last=KEPT) as checkpoints:
+    with Checkpoints(workdir, max_to_keep=KEPT) as checkpoints:
         steps, bad = checkpoints.steps(), []
         for step in steps:
             try:

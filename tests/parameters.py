@@ -48,7 +48,7 @@ def random_params(config: Config, layout: Layout | None = None, *, std: float = 
     params: Params = jax.tree_util.tree_map_with_path(draw, abstract_params(config))
     if layout is None:
         return params
-    memory = HOST if config.mesh.offload == 'all' else 'device'
+    memory = HOST if config.mesh.host_offload == 'all' else 'device'
     shardings = jax.tree.map(lambda sharding: sharding.with_memory_kind(memory), param_shardings(config, layout))
     return jax.device_put(params, shardings)
 

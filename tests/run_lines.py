@@ -21,10 +21,12 @@ def config(**train):
     values = default()
     values.model.update({'family': 'llama', 'vocab_size': 512, 'num_layers': 4, 'dim': 256, 'num_heads': 4})
     values.model.update({'num_kv_heads': 4, 'head_dim': 64, 'ffn_dim': 704, 'max_positions': 256})
-    values.data.update({'path': 'data/license', 'window': 256})
-    values.train.update({'num_steps': NUM_STEPS, 'global_batch': 8, 'micro_batch': 8, 'log_every': LOG_EVERY, **train})
-    values.eval.every = EVALUATE_EVERY
-    values.checkpoint.every_steps = SAVE_EVERY
+    values.data.update({'path': 'data/license', 'seq_len': 256})
+    values.train.update(
+        {'num_steps': NUM_STEPS, 'global_batch_size': 8, 'per_device_batch_size': 8, 'log_every': LOG_EVERY, **train}
+    )
+    values.eval.interval = EVALUATE_EVERY
+    values.checkpoint.save_interval_steps = SAVE_EVERY
     return build(values)
 
 
@@ -86,18 +88,18 @@ def step_metrics(step, loss, skipped):
         'train/param_norm': 50.0,
         'train/tokens': float(step * TOKENS_PER_STEP),
         'train/epoch': step * TOKENS_PER_STEP / 1_200_000,
-        'train/skipped': float(skipped),
+        'train/skipped_steps': float(skipped),
         'train/loss/web': loss + 0.1 if finite else None,
         'train/loss/code': loss - 0.2 if finite else None,
-        'data/window': 256.0,
-        'data/share/web': 0.7,
-        'data/share/code': 0.3,
+        'data/seq_len': 256.0,
+        'data/fraction/web': 0.7,
+        'data/fraction/code': 0.3,
         'perf/tokens_per_second': TOKENS_PER_STEP / STEP * (1 + 0.02 * math.sin(step)),
-        'perf/step_seconds': STEP,
-        'perf/data_wait_seconds': DATA_WAIT,
+        'perf/step_time_seconds': STEP,
+        'perf/data_loading_seconds': DATA_WAIT,
         'perf/mfu': 0.42 + 0.01 * math.sin(step),
         'perf/mfu_full': 0.45 + 0.01 * math.sin(step),
-        'perf/device_memory_gib': 44.0,
+        'memory/peak_gib': 44.0,
     }
 
 

@@ -27,16 +27,19 @@ from maxlm.training.step import make_eval_step
 OTHER_SECTIONS = ('eval', 'checkpoint', 'alerts', 'metrics', 'profile')
 OTHER_KEYS = {
     'data': (
-        *('path', 'sources', 'seed', 'pool_shards', 'allow_change', 'threads', 'prefetch', 'workers'),
-        *('cache', 'cache_gib', 'fetch_threads', 'warn_epochs'),
+        *('path', 'sources', 'seed', 'shuffle_shards', 'allow_dataset_change', 'num_threads', 'prefetch_buffer_size'),
+        *('num_workers', 'cache_dir', 'cache_limit_gib', 'download_threads', 'warn_epochs'),
     ),
-    'train': ('init_from', 'price_per_hour', 'log_every', 'stuck_seconds', 'max_skipped_steps', 'compile_cache'),
-    'guard': ('max_rollbacks', 'rollback_margin', 'patience', 'min_delta', 'max_hours', 'max_dollars'),
-    'grpo': ('reward', 'eval_reward', 'prompts', 'eval_prompts', 'eval_samples'),
+    'train': ('init_from', 'price_per_hour', 'log_every', 'hang_timeout_seconds', 'compilation_cache_dir'),
+    'guard': (
+        *('max_consecutive_skips', 'max_rollbacks', 'rollback_skip_steps', 'max_hours', 'max_dollars'),
+        *('early_stopping_patience', 'early_stopping_min_delta'),
+    ),
+    'grpo': ('reward', 'eval_reward', 'prompts', 'eval_prompts', 'eval_num_generations'),
 }
 BATCH_KEYS = (
     *('num_steps', 'num_tokens', 'num_epochs', 'hours', 'dollars'),
-    *('global_batch', 'global_batch_tokens', 'micro_batch'),
+    *('global_batch_size', 'global_batch_size_tokens', 'per_device_batch_size'),
 )
 
 

@@ -26,9 +26,9 @@ def small_config(num_devices: int = 1, **overrides: Any) -> Config:
         'model__dim': 32,
         'model__num_heads': 4,
         'model__dtype': 'float32',
-        'data__window': 16,
+        'data__seq_len': 16,
         'train__num_steps': 20,
-        'train__global_batch': 8,
+        'train__global_batch_size': 8,
         'optimizer__learning_rate': 1e-2,
         'optimizer__warmup_steps': 2,
         **overrides,
@@ -47,7 +47,7 @@ def small_layout(config: Config) -> Layout:
 def small_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Random tokens, two or three documents a row, some padding; as the data pipeline makes them."""
     rng = np.random.default_rng(seed)
-    B, T = config.train.global_batch, config.data.window
+    B, T = config.train.global_batch_size, config.data.seq_len
     tokens = rng.integers(0, VOCAB, (B, T), dtype=np.int32)
     targets = rng.integers(0, VOCAB, (B, T), dtype=np.int32)
     segments = np.ones((B, T), np.int32)
@@ -89,6 +89,6 @@ def small_state(config: Config, layout: Layout, seed: int = 0) -> TrainState:
         cast = jax.tree.map(lambda value, leaf: value.astype(leaf.dtype), params, abstract.reference)
         values = values._replace(reference=cast)
     if abstract.loss_scale is not None:
-        scale = values.loss_scale._replace(scale=np.float32(config.train.loss_scale))
+        scale = values.loss_scale._replace(scale=np.float32(config.train.initial_loss_scale))
         values = values._replace(loss_scale=scale)
     return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), values, abstract)

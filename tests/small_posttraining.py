@@ -19,38 +19,38 @@ WINDOW = 64
 PREFERENCES = {
     'train.objective': 'dpo',
     'train.num_steps': 12,
-    'train.global_batch': 16,
+    'train.global_batch_size': 16,
     'train.log_every': 1,
-    'data.window': WINDOW,
+    'data.seq_len': WINDOW,
     'model.dropout': 0.0,
-    'eval.every': 6,
+    'eval.interval': 6,
     'eval.num_batches': 0,
-    'eval.samples': 1,
-    'eval.sample_tokens': 4,
+    'eval.num_samples': 1,
+    'eval.sample_max_tokens': 4,
     'optimizer.learning_rate': 0.01,
     'optimizer.warmup_steps': 0,
-    'checkpoint.every_steps': 6,
-    'checkpoint.keep_last': 5,
+    'checkpoint.save_interval_steps': 6,
+    'checkpoint.max_to_keep': 5,
 }
 # Short responses are rewarded, which a random model can learn at once: it has to end them.
 REINFORCEMENT = {
     'train.objective': 'grpo',
     'train.num_steps': 8,
-    'train.global_batch': 16,
+    'train.global_batch_size': 16,
     'train.log_every': 1,
     'grpo.reward': 'length',
-    'grpo.samples': 8,
+    'grpo.num_generations': 8,
     'grpo.prompts_per_rollout': 4,
-    'grpo.max_tokens': 12,
-    'grpo.eval_samples': 2,
-    'eval.every': 4,
-    'eval.samples': 1,
+    'grpo.max_completion_length': 12,
+    'grpo.eval_num_generations': 2,
+    'eval.interval': 4,
+    'eval.num_samples': 1,
     'model.dropout': 0.0,
     'optimizer.learning_rate': 0.05,
     'optimizer.warmup_steps': 0,
     'optimizer.schedule': 'constant',
-    'checkpoint.every_steps': 2,
-    'guard.window': 0,
+    'checkpoint.save_interval_steps': 2,
+    'guard.spike_window': 0,
     'guard.max_rollbacks': 0,
 }
 
@@ -63,7 +63,7 @@ def make_preferences(directory: Path, pairs: int = 400) -> None:
         prompt, chosen, rejected = (''.join(rng.choices(letters, k=3)) for letters in ('abc', 'abcxy', 'abcz'))
         lines.append(json.dumps({'prompt': prompt, 'chosen': chosen, 'rejected': f'z{rejected}'}))
     (directory / 'pairs.jsonl').write_text('\n'.join(lines))
-    flags = ['--format=preference', '--tokenizer=bytes', f'--pack_window={WINDOW}', '--validation_share=0.2']
+    flags = ['--format=preference', '--tokenizer=bytes', f'--pack-seq-len={WINDOW}', '--validation-fraction=0.2']
     assert prepare('--input', directory / 'pairs.jsonl', '--output', directory / 'data', *flags) == EXIT_DONE
     make_start(directory / 'sft', directory / 'data/tokenizer.json')
 
@@ -72,7 +72,7 @@ def make_chats(directory: Path, tokenizer: Path) -> None:
     """Writes `chats`, conversations of one turn."""
     turns = [[{'role': 'user', 'content': f'say {n}'}, {'role': 'assistant', 'content': str(n)}] for n in range(300)]
     (directory / 'chats.jsonl').write_text('\n'.join(json.dumps({'messages': messages}) for messages in turns))
-    flags = ['--format=chat', f'--tokenizer={tokenizer}', f'--pack_window={WINDOW}', '--validation_share=0.2']
+    flags = ['--format=chat', f'--tokenizer={tokenizer}', f'--pack-seq-len={WINDOW}', '--validation-fraction=0.2']
     assert prepare('--input', directory / 'chats.jsonl', '--output', directory / 'chats', *flags) == EXIT_DONE
 
 
@@ -94,7 +94,7 @@ def grpo_arguments(start: Path, **overrides: Any) -> list[str]:
     """Returns arguments of `maxlm.grpo` that learn from the prompts in `start`."""
     settings = {
         'model.vocab_size': 16,
-        'data.window': 24,
+        'data.seq_len': 24,
         'train.init_from': start / 'sft',
         'grpo.prompts': start / 'prompts.jsonl',
         'grpo.eval_prompts': start / 'held_out.jsonl',

@@ -30,7 +30,7 @@ def make_start(workdir: Path, tokenizer: Path, *, vocab_size: int = 0, seed: int
     config = small_config(**settings)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
     state = init_state(config, small_layout(config))
-    with Checkpoints(workdir, keep_last=1) as checkpoints:
+    with Checkpoints(workdir, max_to_keep=1) as checkpoints:
         checkpoints.save(5, state._replace(step=state.step + 5), {})
         checkpoints.wait()
     describe_run(workdir, config, tokenizer)

@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,16 @@ def test_no_file_is_too_long():
 def test_no_package_has_too_many_modules():
     sizes = {package: sum(package_of(name) == package for name in MODULES) for package in RANK}
     assert {package: size for package, size in sizes.items() if size > MAX_MODULES} == {}
+
+
+def repeated_classes(texts):
+    names = Counter(name for text in texts for name in re.findall(r'^class ([A-Z]\w*)', text, re.MULTILINE))
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def test_a_class_name_has_one_meaning():
+    assert repeated_classes(path.read_text() for path in FILES) == []
+    assert repeated_classes(['class Same:', 'class Same(Other):', 'class _Own:', 'class _Own:']) == ['Same']
 
 
 def nameless(paths):

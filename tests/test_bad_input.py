@@ -50,7 +50,7 @@ def trained(finished, workdir):
 
 
 def command(data, workdir, **overrides):
-    return arguments(data, workdir, **{'train__num_steps': STEPS, 'eval__every': 0, **overrides})
+    return arguments(data, workdir, **{'train__num_steps': STEPS, 'eval__interval': 0, **overrides})
 
 
 @pytest.fixture
@@ -205,9 +205,9 @@ def test_a_workdir_that_cannot_be_written_to(dataset, tmp_path, refused):
         ('--config.optimizer.learning_rate=fast', ['optimizer.learning_rate', 'fast', 'a number']),
         ('--config.optimizer.learning_rate=nan', ['optimizer.learning_rate', 'nan']),
         ('--config.metrics.tensorboard=maybe', ['metrics.tensorboard', 'maybe', 'true or false']),
-        ('--config.train.global_batch=6', ['train.global_batch=6', '8 devices', 'nearest: 8']),
-        ('--config.train.global_batch=-8', ['train.global_batch=-8', 'at least 0']),
-        ('--config.train.micro_batch=3', ['train.micro_batch=3']),
+        ('--config.train.global_batch_size=6', ['train.global_batch_size=6', '8 devices', 'nearest: 8']),
+        ('--config.train.global_batch_size=-8', ['train.global_batch_size=-8', 'at least 0']),
+        ('--config.train.per_device_batch_size=3', ['train.per_device_batch_size=3']),
         ('--config.mesh.fsdp=3', ['mesh', 'fsdp=3', '8']),
         ('--config.model.vocab_size=100', ['model.vocab_size=100', '257']),
         ('--config.model.num_heads=3', ['model.num_heads=3', 'model.dim=16']),

@@ -21,7 +21,7 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, restore, same
 
 LOSSES = {2: 3.0, 4: 1.5, 6: 2.0, 8: None}
-RULES = {'checkpoint__keep_last': 1, 'checkpoint__keep_best': 1, 'checkpoint__permanent_every': 6}
+RULES = {'checkpoint__max_to_keep': 1, 'checkpoint__keep_best': 1, 'checkpoint__keep_period': 6}
 
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 
@@ -35,7 +35,7 @@ def states():
 def saved(tmp_path_factory, states):
     """A workdir with the steps 2 to 8; not to be changed."""
     workdir = tmp_path_factory.mktemp('saved') / 'run'
-    with Checkpoints(workdir, keep_last=10) as written:
+    with Checkpoints(workdir, max_to_keep=10) as written:
         for step, state in states.items():
             written.save(step, state, FACTS, validation_loss=LOSSES[step])
     (workdir / CONFIG).write_text(to_json(config_on(1, **RULES)))
@@ -95,7 +95,7 @@ def test_the_list(saved, verb):
     assert [line.split()[0] for line in out.splitlines()] == ['checkpoint', f'{saved}@4']
     assert '1.5000' in out
     # Other rules, other reasons.
-    assert json.loads(verb('list', f'{saved}@2', '--json', '--keep_last=4')[1])['kept'] == 'last'
+    assert json.loads(verb('list', f'{saved}@2', '--json', '--max-to-keep=4')[1])['kept'] == 'last'
 
 
 def test_whole_ones_verify(saved, verb):
@@ -126,14 +126,14 @@ def test_a_damaged_one_is_named(copy, verb, item):
 
 
 def test_pruning(copy, verb):
-    code, out, _ = verb('prune', copy, '--dry_run')
+    code, out, _ = verb('prune', copy, '--dry-run')
     assert code == EXIT_DONE
     assert out.splitlines()[0].startswith(f'{copy}@2: would be deleted')
     assert f'{copy}: 3 of 4 steps stay' in out
     assert steps(copy) == [2, 4, 6, 8]
     assert verb('prune', copy)[0] == EXIT_DONE
     assert steps(copy) == [4, 6, 8]
-    assert verb('prune', copy, '--keep_last=2', '--keep_best=0', '--permanent_every=0')[0] == EXIT_DONE
+    assert verb('prune', copy, '--max-to-keep=2', '--keep-best=0', '--keep-period=0')[0] == EXIT_DONE
     assert steps(copy) == [6, 8]
     assert list((copy / CHECKPOINTS_DIR / '_trash').iterdir()) == []
     # Without a config the rules have to be given.
@@ -149,7 +149,7 @@ def test_nothing_is_pruned_under_a_run(copy, verb):
         code, _, err = verb('prune', copy)
         assert code == EXIT_BAD_INPUT
         assert f'{copy}: in use by process {os.getpid()}' in err
-        assert verb('prune', copy, '--dry_run')[0] == EXIT_DONE
+        assert verb('prune', copy, '--dry-run')[0] == EXIT_DONE
     # Of another machine, which cannot be asked: it is not waited for.
     path = copy / LOCK
     path.write_text(json.dumps({**dataclasses.asdict(this_process()), 'kernel': 'another'}))
@@ -196,7 +196,7 @@ def test_a_bucket(saved, states, tmp_path, verb):
 
 
 def test_fetching_parameters_alone(saved, states, tmp_path, verb):
-    assert verb('fetch', f'{saved}@best', '--output', tmp_path, '--weights_only')[0] == EXIT_DONE
+    assert verb('fetch', f'{saved}@best', '--output', tmp_path, '--weights-only')[0] == EXIT_DONE
     step = tmp_path / CHECKPOINTS_DIR / '4'
     assert not (step / 'optimizer').exists()
     assert not (tmp_path / METRICS).exists()
@@ -239,7 +239,7 @@ def test_a_damaged_step_is_not_fetched(copy, tmp_path, verb):
     [
         (['list', '{}/nothing'], 'no checkpoint in'),
         (['verify', '{}@5'], "no step '5' there; steps: 2, 4, 6, 8"),
-        (['prune', '{}', '--keep_last=0'], '--keep_last=0: needs 1 or more'),
+        (['prune', '{}', '--max-to-keep=0'], '--max-to-keep=0: needs 1 or more'),
         (['fetch', '{}@3', '--output=x'], "no step '3' there"),
     ],
 )

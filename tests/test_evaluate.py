@@ -27,11 +27,11 @@ def workdir(dataset, tmp_path_factory):
     # The whole validation split, at both checkpoints.
     settings = {
         'train__num_steps': 4,
-        'checkpoint__every_steps': 2,
-        'eval__every': 2,
+        'checkpoint__save_interval_steps': 2,
+        'eval__interval': 2,
         'eval__num_batches': 0,
-        'train__global_batch': 16,
-        'train__micro_batch': 1,
+        'train__global_batch_size': 16,
+        'train__per_device_batch_size': 1,
         'optimizer__learning_rate': 1e-2,
         'optimizer__warmup_steps': 1,
     }
@@ -127,11 +127,11 @@ def test_fields(whole, dataset):
 
 
 def test_a_part_of_the_split(measure, whole):
-    part = measure('--num_batches=1')
+    part = measure('--num-batches=1')
     assert part['tokens'] < whole['tokens']
     assert part['tokens'] <= 8 * 16
     assert part['loss'] != whole['loss']
-    assert measure('--num_batches=100000') == whole
+    assert measure('--num-batches=100000') == whole
 
 
 def test_lines_for_people(lines, whole):
@@ -201,7 +201,7 @@ def test_what_is_not_there_is_named(run, tmp_path, workdir):
 
 
 def test_a_negative_number_of_batches_is_refused(run):
-    assert 'num_batches' in refused(run, '--num_batches=-1')
+    assert '--num-batches' in refused(run, '--num-batches=-1')
 
 
 def test_several_checkpoints_in_one_table(compared, whole):
@@ -229,14 +229,14 @@ def test_several_checkpoints_in_one_table(compared, whole):
 
 def test_hidden_facts(run, measure, tmp_path, workdir, monkeypatch):
     # Its context is 16 tokens: too few for any fact.
-    assert '--needle_lengths: 512 is beyond the context of the model, 16' in refused(
-        run, '--tasks=needle', '--needle_lengths=512'
+    assert '--needle-lengths: 512 is beyond the context of the model, 16' in refused(
+        run, '--tasks=needle', '--needle-lengths=512'
     )
     monkeypatch.setattr(
         LogprobScorer, 'max_length', property(lambda self: 300, lambda self, value: None), raising=False
     )
     monkeypatch.setattr(LogprobScorer, 'score', lambda self, spans, show: [Likelihood(-1.0, True) for _ in spans])
-    values = measure('--tasks=needle', '--needle_trials=1', f'--output={tmp_path}')
+    values = measure('--tasks=needle', '--needle-trials=1', f'--output={tmp_path}')
     (one,) = values['checkpoints']
     # Which number it is this model cannot tell.
     assert one['tasks']['needle/256/choice']['value'] == 0
@@ -263,7 +263,7 @@ def test_programs(run, measure, tmp_path, monkeypatch):
     assert [json.loads(line)['passed'] for line in lines] == [True, False] * 5
     # Of a run on texts.
     tasks = f'--tasks=humaneval:{tmp_path / "p.jsonl"}'
-    assert 'the checkpoint has no chat template' in refused(run, tasks, '--apply_chat_template')
+    assert 'the checkpoint has no chat template' in refused(run, tasks, '--apply-chat-template')
 
 
 def test_benchmarks_and_the_loss_in_one_table(run, whole, dataset, tmp_path, monkeypatch):
@@ -285,7 +285,7 @@ def test_what_tasks_need_is_said(run, tmp_path, monkeypatch, workdir):
     assert '--tasks=a,,b: needs names' in refused(run, '--tasks=a,,b')
     assert 'No such file' in refused(run, f'--tasks=mbpp:{tmp_path / "none.jsonl"}')
     assert '--limit=0' in refused(run, '--limit=0')
-    assert '--needle_lengths=x' in refused(run, '--tasks=needle', '--needle_lengths=x')
+    assert '--needle-lengths=x' in refused(run, '--tasks=needle', '--needle-lengths=x')
     assert 'given twice' in refused(run, f'--checkpoint={workdir}')
     monkeypatch.setitem(sys.modules, 'lm_eval', None)
     monkeypatch.setitem(sys.modules, 'lm_eval.tasks', None)

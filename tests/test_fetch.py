@@ -99,7 +99,7 @@ def test_several_inputs_and_some_of_their_files(gcs, tmp_path, capsys):
         'd.txt': b'two/d.txt',
         'deep/b.txt': b'one/deep/b.txt',
     }
-    assert run(*inputs[:-1], '*', '--max_files', 1, '--output', tmp_path / 'few') == 0
+    assert run(*inputs[:-1], '*', '--max-files', 1, '--output', tmp_path / 'few') == 0
     assert sorted(contents(tmp_path / 'few')) == ['a.txt', 'c.txt']
 
 
@@ -110,7 +110,7 @@ def test_several_inputs_and_some_of_their_files(gcs, tmp_path, capsys):
         (['--input', 'gs://nobody/x'], 'gs://nobody/x: there is no bucket nobody'),
         (['--input', 'nonsense://x'], '--input=nonsense://x: nonsense:// is no known protocol; gs:// and s3:// are'),
         (['--input', 'gs://bucket/x', '--threads', '0'], '--threads=0: needs 1 or more'),
-        (['--input', 'gs://bucket/x', '--max_files', '-1'], '--max_files=-1: needs 0 or more'),
+        (['--input', 'gs://bucket/x', '--max-files', '-1'], '--max-files=-1: needs 0 or more'),
         (
             ['--input', 'gs://bucket/x', 'gs://bucket/y'],
             'gs://bucket/x/a and gs://bucket/y/a would both be OUT/a; give one --output for each',

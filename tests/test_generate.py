@@ -15,7 +15,7 @@ from maxlm.inference.load import LoadedModel, load_model
 from tests.starting import make_start
 
 PROMPT = 'Licensor “shall”'
-GREEDY = ('--max_tokens=20', '--temperature=0')
+GREEDY = ('--max-tokens=20', '--temperature=0')
 
 
 @pytest.fixture(scope='module')
@@ -63,13 +63,13 @@ def greedy(workdir):
 @pytest.fixture(scope='module')
 def drawn(workdir):
     """A text that is drawn behind `PROMPT`, of seed 3."""
-    return printed(workdir, f'--prompt={PROMPT}', '--max_tokens=20', '--temperature=1', '--seed=3')
+    return printed(workdir, f'--prompt={PROMPT}', '--max-tokens=20', '--temperature=1', '--seed=3')
 
 
 @pytest.fixture(scope='module')
 def two(workdir):
     """The likeliest texts behind two prompts."""
-    out = printed(workdir, '--prompt=You may', '--prompt=Work', '--max_tokens=8', '--temperature=0')
+    out = printed(workdir, '--prompt=You may', '--prompt=Work', '--max-tokens=8', '--temperature=0')
     return [piece.split('\n', 1)[1].removesuffix('\n') for piece in out.split('--- ')[1:]]
 
 
@@ -100,21 +100,21 @@ def test_the_likeliest_text_is_always_the_same(run, greedy, drawn):
 
 
 def test_the_seed_decides(run, greedy, drawn):
-    assert run('--max_tokens=20', '--temperature=1', '--seed=3')[1] == drawn
-    assert run('--max_tokens=20', '--temperature=1', '--seed=4')[1] != drawn
+    assert run('--max-tokens=20', '--temperature=1', '--seed=3')[1] == drawn
+    assert run('--max-tokens=20', '--temperature=1', '--seed=4')[1] != drawn
     # The likeliest alone is the likeliest at any temperature.
-    assert run('--max_tokens=20', '--temperature=1', '--top_k=1')[1] == greedy
+    assert run('--max-tokens=20', '--temperature=1', '--top-k=1')[1] == greedy
 
 
 def test_several_prompts_and_samples(run):
-    _, out, _ = run('--prompt=Work', '--prompt=You may', '--num_samples=2', '--max_tokens=8', '--temperature=1')
+    _, out, _ = run('--prompt=Work', '--prompt=You may', '--num-samples=2', '--max-tokens=8', '--temperature=1')
     pieces = out.split('--- ')[1:]
     heads, texts = zip(*(piece.split('\n', 1) for piece in pieces), strict=True)
     assert list(heads) == ['1 of 4', '2 of 4', '3 of 4', '4 of 4']
     assert [text.startswith(prompt) for text, prompt in zip(texts, ['Work', 'Work', 'You may', 'You may'], strict=True)]
     assert texts[0] != texts[1]
     # A row's text does not depend on those beside it.
-    assert run('--prompt=Work', '--max_tokens=8', '--temperature=1')[1] == texts[0]
+    assert run('--prompt=Work', '--max-tokens=8', '--temperature=1')[1] == texts[0]
 
 
 def test_which_step_is_continued(run, workdir, greedy):
@@ -129,14 +129,14 @@ def test_which_step_is_continued(run, workdir, greedy):
     [
         (['--checkpoint=nowhere'], '--checkpoint=nowhere: no checkpoint in '),
         (['--prompt='], 'the prompt is empty'),
-        (['--max_tokens=0'], 'max_tokens=0: must be at least 1'),
-        (['--max_tokens=1000'], 'max_tokens=1000: the prompt has'),
-        (['--max_tokens=x'], "--max_tokens: invalid int value: 'x'"),
-        (['--num_samples=0'], '--num_samples=0: must be at least 1'),
+        (['--max-tokens=0'], 'max_tokens=0: must be at least 1'),
+        (['--max-tokens=1000'], 'max_tokens=1000: the prompt has'),
+        (['--max-tokens=x'], "--max-tokens: invalid int value: 'x'"),
+        (['--num-samples=0'], '--num-samples=0: must be at least 1'),
         (['--temperature=-1'], 'temperature=-1.0'),
-        (['--top_k=-1'], 'top_k=-1'),
-        (['--top_p=0'], 'top_p=0.0'),
-        (['--seed=99999999999999999999', '--max_tokens=5'], '--seed=99999999999999999999'),
+        (['--top-k=-1'], 'top_k=-1'),
+        (['--top-p=0'], 'top_p=0.0'),
+        (['--seed=99999999999999999999', '--max-tokens=5'], '--seed=99999999999999999999'),
         (['--promt=x'], '--promt=x'),
     ],
 )
@@ -156,9 +156,9 @@ def test_a_step_that_is_not_there(run, workdir):
 
 def test_prompts_from_files_and_a_terminal(run, two, tmp_path, monkeypatch):
     (tmp_path / 'prompt.txt').write_text('You may')
-    assert run(f'--prompt_file={tmp_path}/prompt.txt', '--max_tokens=8', '--temperature=0')[1] == f'{two[0]}\n'
+    assert run(f'--prompt-file={tmp_path}/prompt.txt', '--max-tokens=8', '--temperature=0')[1] == f'{two[0]}\n'
     monkeypatch.setattr('sys.stdin', io.StringIO('You may\n'))
-    code, out, err = run('--interactive', '--max_tokens=8', '--temperature=0')
+    code, out, err = run('--interactive', '--max-tokens=8', '--temperature=0')
     assert (code, err) == (EXIT_DONE, '')
     assert two[0].removeprefix('You may') in out
 
@@ -166,7 +166,7 @@ def test_prompts_from_files_and_a_terminal(run, two, tmp_path, monkeypatch):
 def test_a_file_of_prompts(run, two, tmp_path):
     source, output = tmp_path / 'in.jsonl', tmp_path / 'out.jsonl'
     source.write_text(''.join(json.dumps({'prompt': text, 'id': text[0]}) + '\n' for text in ('You may', 'Work')))
-    options = [f'--input={source}', f'--output={output}', '--max_tokens=8', '--temperature=0']
+    options = [f'--input={source}', f'--output={output}', '--max-tokens=8', '--temperature=0']
     assert run(*options) == (EXIT_DONE, '', '')
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row['id'] for row in rows] == ['Y', 'W']
@@ -175,7 +175,7 @@ def test_a_file_of_prompts(run, two, tmp_path):
     code, _, err = run(*options)
     assert (code, 'is there already' in err) == (EXIT_BAD_INPUT, True)
     source.write_text(json.dumps({'prompt': 'x' * 200}))
-    code, _, err = run(f'--input={source}', f'--output={tmp_path}/other.jsonl', '--max_tokens=8')
+    code, _, err = run(f'--input={source}', f'--output={tmp_path}/other.jsonl', '--max-tokens=8')
     assert code == EXIT_BAD_INPUT
     assert err.startswith(f'error: {source}:1: max_tokens=8: the prompt has 200 tokens')
     assert not (tmp_path / 'other.jsonl').exists()
@@ -195,13 +195,13 @@ def test_a_text_ends_where_it_is_told(run, greedy):
         (['--prompt=x', '--output=a'], '--input and --output go together'),
         (['--input=a', '--output=b', '--chat'], '--input: lines say themselves'),
         (['--input=nowhere', '--output=b'], 'nowhere: No such file or directory'),
-        (['--interactive', '--num_samples=2'], '--num_samples=2: with --interactive there is one answer'),
-        (['--prompt_file=nowhere'], '--prompt_file=nowhere: No such file or directory'),
+        (['--interactive', '--num-samples=2'], '--num-samples=2: with --interactive there is one answer'),
+        (['--prompt-file=nowhere'], '--prompt-file=nowhere: No such file or directory'),
         (['--suffix=x', '--prompt=y'], '--suffix: the tokenizer has no tokens for text with a hole'),
         (['--suffix=x', '--prompt=y', '--chat'], '--suffix goes with --prompt only'),
         (['--chat', '--prompt=y'], '--chat: '),
         (['--slots=0', '--prompt=y'], '--slots=0: must be at least 1'),
-        (['--min_p=2', '--prompt=y'], 'min_p=2.0'),
+        (['--min-p=2', '--prompt=y'], 'min_p=2.0'),
         (['--stop=', '--prompt=y'], 'stops: give at most 16 texts'),
     ],
 )
@@ -227,14 +227,14 @@ def test_the_model_is_in_memory_once(run, workdir, tmp_path, monkeypatch):
     lines.write_text(json.dumps({'prompt': PROMPT}))
     before = stacked()
     for way in (['--prompt=a'], [f'--input={lines}', f'--output={tmp_path}/out.jsonl']):
-        assert run('--max_tokens=2', *way)[0] == EXIT_DONE
+        assert run('--max-tokens=2', *way)[0] == EXIT_DONE
     monkeypatch.setattr('sys.stdin', io.StringIO('a\n'))
-    assert run('--max_tokens=2', '--interactive')[0] == EXIT_DONE
+    assert run('--max-tokens=2', '--interactive')[0] == EXIT_DONE
     assert set(found) == {0}
     # Control: they are found.
     found.clear()
     monkeypatch.setattr(LoadedModel, 'without_params', lambda self: self)
-    assert run('--max_tokens=2', '--prompt=a')[0] == EXIT_DONE
+    assert run('--max-tokens=2', '--prompt=a')[0] == EXIT_DONE
     assert set(found) == {1}
 
 

@@ -38,11 +38,11 @@ def test_it_learns_what_is_rewarded(whole):
     # Two steps learn from each rollout.
     assert sorted(rewards) == [1, 3, 5, 7]
     assert rewards[7] > rewards[1] + 0.3
-    assert lines[7]['rollout/length'] < lines[1]['rollout/length'] - 3
+    assert lines[7]['rollout/mean_length'] < lines[1]['rollout/mean_length'] - 3
     # The first of the two is where the responses are from; by the second the model has moved.
-    assert [lines[step]['train/old_kl'] < 1e-9 for step in range(1, 9)] == [True, False] * 4
-    assert all(lines[step]['train/old_kl'] >= 0 for step in range(1, 9))
-    wanted = {'eval/accuracy', 'eval/mean_accuracy', 'eval/pass_at_k', 'eval/length', 'eval/loss'}
+    assert [lines[step]['train/approx_kl'] < 1e-9 for step in range(1, 9)] == [True, False] * 4
+    assert all(lines[step]['train/approx_kl'] >= 0 for step in range(1, 9))
+    wanted = {'eval/accuracy', 'eval/pass_at_1', 'eval/pass_at_k', 'eval/length', 'eval/loss'}
     assert [wanted <= lines[step].keys() for step in (0, 2, 4, 6, 8)] == [True, False, True, False, True]
     assert lines[8]['eval/loss'] == 1 - lines[8]['eval/accuracy']
     log = (whole / 'run.log').read_text()
@@ -53,19 +53,19 @@ def test_it_learns_what_is_rewarded(whole):
 
 def test_what_moves_is_the_advantage(start, tmp_path):
     """Control: without a difference within groups nothing is learned."""
-    assert run(start, tmp_path, grpo__reward='0*length', eval__every=0) == EXIT_DONE
+    assert run(start, tmp_path, grpo__reward='0*length', eval__interval=0) == EXIT_DONE
     lines = curve(tmp_path)
-    assert lines[1]['rollout/agreeing'] == 1
+    assert lines[1]['rollout/frac_reward_zero_std'] == 1
     assert [lines[step]['train/grad_norm'] for step in (1, 2)] == [0, 0]
 
 
 def test_the_reference_is_what_the_run_started_from(start, tmp_path):
-    settings = {'grpo__kl_weight': 0.5, 'eval__every': 0}
+    settings = {'grpo__kl_coef': 0.5, 'eval__interval': 0}
     assert run(start, tmp_path / 'once', **settings) == EXIT_DONE
     lines = curve(tmp_path / 'once')
     # At first the model is its reference, then it moves away.
-    assert abs(lines[1]['train/reference_kl']) < 1e-9
-    assert lines[2]['train/reference_kl'] > 1e-6
+    assert abs(lines[1]['train/kl']) < 1e-9
+    assert lines[2]['train/kl'] > 1e-6
     # A run that goes on has the same reference.
     shutil.copytree(tmp_path / 'once', tmp_path / 'run')
     for step in (6, 8):
@@ -96,7 +96,7 @@ def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
     lines, wanted = curve(tmp_path / 'run'), curve(whole)
     assert lines.keys() == wanted.keys()
     for step, line in wanted.items():
-        for name in ('train/loss', 'train/grad_norm', 'rollout/reward', 'rollout/length', 'eval/accuracy'):
+        for name in ('train/loss', 'train/grad_norm', 'rollout/reward', 'rollout/mean_length', 'eval/accuracy'):
             if name in line:
                 assert lines[step][name] == pytest.approx(line[name], rel=1e-3, abs=1e-5), (step, name)
 
@@ -110,14 +110,20 @@ def test_two_processes_write_and_learn_the_same(start, whole, tmp_path):
         ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
         ({'grpo__reward': 'lenght'}, 'lenght'),
         ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric needs 'answer'"),
-        ({'grpo__max_tokens': 24}, 'grpo.max_tokens=24 leaves no room for a prompt in data.window=24'),
-        ({'grpo__max_tokens': 22}, 'prompts.jsonl'),
-        ({'grpo__prompts_per_rollout': 5}, 'grpo.samples = 40 responses are not a multiple of train.global_batch=16'),
+        (
+            {'grpo__max_completion_length': 24},
+            'grpo.max_completion_length=24 leaves no room for a prompt in data.seq_len=24',
+        ),
+        ({'grpo__max_completion_length': 22}, 'prompts.jsonl'),
+        (
+            {'grpo__prompts_per_rollout': 5},
+            'grpo.num_generations = 40 responses are not a multiple of train.global_batch_size=16',
+        ),
         ({'grpo__prompts_per_rollout': 16}, 'has only 8 prompts'),
-        ({'guard__window': 128}, 'guard.window=128: maxlm.grpo does without; set it to 0'),
+        ({'guard__spike_window': 128}, 'guard.spike_window=128: maxlm.grpo does without; set it to 0'),
         ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: maxlm.grpo does without'),
-        ({'eval__every': 3}, 'eval.every=3: the model learns from the same responses in 2 steps'),
-        ({'grpo__eval_prompts': ''}, "grpo.eval_prompts='' with eval.every"),
+        ({'eval__interval': 3}, 'eval.interval=3: the model learns from the same responses in 2 steps'),
+        ({'grpo__eval_prompts': ''}, "grpo.eval_prompts='' with eval.interval"),
         ({'mesh__stage': 2}, 'mesh.stage'),
     ],
 )

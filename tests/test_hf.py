@@ -61,7 +61,7 @@ def workdir(made, tmp_path):
 @pytest.mark.parametrize('checkpoint', ['{}', '{}@7', '{}/checkpoints/7'])
 def test_export(made, tmp_path, capsys, checkpoint):
     output = tmp_path / 'output'
-    run('export', f'--checkpoint={checkpoint.format(made)}', f'--output={output}', '--max_shard_size=20KB')
+    run('export', f'--checkpoint={checkpoint.format(made)}', f'--output={output}', '--max-shard-size=20KB')
     assert sorted(path.name for path in output.iterdir() if 'model-' not in path.name) == [
         'README.md',
         'config.json',
@@ -107,11 +107,11 @@ def test_export_of_a_run(dataset, tmp_path):
         ('--checkpoint={tmp}/run@8', ['run@8', "no step '8'", 'steps: 7']),
         ('--dtype=int8', ['--dtype', 'int8', 'bfloat16']),
         ('--architecture=bert', ['--architecture', 'bert', 'gpt_neox']),
-        ('--architecture=gpt2', ['model.position=rotary', 'GPT2LMHeadModel', '--architecture']),
-        ('--max_shard_size=0', ['--max_shard_size=0', '500MB']),
-        ('--max_shard_size=big', ['--max_shard_size=big', '500MB']),
-        ('--max_shard_size=1XB', ['--max_shard_size=1XB']),
-        ('--max_shard=1GB', ['--max_shard', '--help']),
+        ('--architecture=gpt2', ['model.position_embedding=rotary', 'GPT2LMHeadModel', '--architecture']),
+        ('--max-shard-size=0', ['--max-shard-size=0', '500MB']),
+        ('--max-shard-size=big', ['--max-shard-size=big', '500MB']),
+        ('--max-shard-size=1XB', ['--max-shard-size=1XB']),
+        ('--max-shard=1GB', ['--max-shard', '--help']),
         ('extra', ['extra']),
     ],
 )
@@ -126,14 +126,14 @@ def test_sizes():
     assert hf.parse_size('2GiB') == 2**31
     assert hf.parse_size('77') == 77
     for text in ('', '-1GB', '0.1', 'GB', '1GBs', '1 2'):
-        with pytest.raises(InputError, match='--max_shard_size'):
+        with pytest.raises(InputError, match='--max-shard-size'):
             hf.parse_size(text)
 
 
 def test_a_model_that_no_architecture_has(tmp_path, refused):
     make_workdir(tmp_path / 'run', MODELS['nanochat'])
     argv = ['export', f'--checkpoint={tmp_path}/run', f'--output={tmp_path}/new']
-    refused(argv, 'model.activation=relu2', 'model.norm_scale=False', '--architecture=nanochat')
+    refused(argv, 'model.activation=relu2', 'model.norm_use_scale=False', '--architecture=nanochat')
     run(*argv, '--architecture=nanochat')
     assert json.loads((tmp_path / 'new' / 'config.json').read_text())['model_type'] == 'nanochat'
 
@@ -257,9 +257,9 @@ def test_import(model, dataset, tmp_path, capsys):
     assert evaluated['step'] == 0
 
     # A run starts from it: with a learning rate of nothing its loss stays what it is.
-    sizes = {**SIZES, 'model__tie_embeddings': 'false', 'model__dtype': 'float32', 'data__window': 64}
+    sizes = {**SIZES, 'model__tie_embeddings': 'false', 'model__dtype': 'float32', 'data__seq_len': 64}
     rates = {'optimizer__learning_rate': 1e-30, 'optimizer__min_learning_rate': 0, 'optimizer__warmup_steps': 0}
-    overrides = {'train__num_steps': 1, 'eval__every': 1, 'eval__num_batches': 0, **sizes, **rates}
+    overrides = {'train__num_steps': 1, 'eval__interval': 1, 'eval__num_batches': 0, **sizes, **rates}
     argv = arguments(dataset, tmp_path / 'run', **overrides, train__init_from=tmp_path / 'new')
     assert exit_code(train.main, argv) == EXIT_DONE
     assert read_metrics(tmp_path / 'run')[-1]['eval/loss'] == pytest.approx(evaluated['loss'], abs=1e-3)

@@ -55,9 +55,9 @@ def test_several_runs(tmp_path, capsys):
     [
         (['nowhere'], r'nowhere: No such file or directory; give a workdir of maxlm\.train'),
         ([], 'required: WORKDIR'),
-        (['.', '--every=0'], r'--every=0: give seconds, from 0\.1 to 86400'),
-        (['.', '--every=nan'], '--every=nan: give seconds'),
-        (['.', '--every=x'], '--every'),
+        (['.', '--interval=0'], r'--interval=0: give seconds, from 0\.1 to 86400'),
+        (['.', '--interval=nan'], '--interval=nan: give seconds'),
+        (['.', '--interval=x'], '--interval'),
         (['--one', '.'], 'unrecognized arguments: --one'),
     ],
 )
@@ -164,7 +164,7 @@ def test_the_terminal_is_as_before_however_it_ends(how, tmp_path):
 @pytest.mark.multiprocess
 def test_it_follows_the_run_and_the_size_of_the_terminal(tmp_path):
     workdirs.running(tmp_path, time.time())
-    with Terminal(str(tmp_path), '--every=0.1') as terminal:
+    with Terminal(str(tmp_path), '--interval=0.1') as terminal:
         terminal.wait_for('validation 2.5443')
         line = f'{{"time": {time.time()}, "step": 300, "eval/loss": 1.2345}}\n'
         with (tmp_path / 'metrics.jsonl').open('a') as file:

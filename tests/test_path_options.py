@@ -32,25 +32,25 @@ WORDS = re.compile(
 )
 NO_PATHS = {
     'prepare --exclude': 'patterns of names',
-    'prepare --max_files': 'a number',
-    'prepare --max_record_mib': 'a number',
-    'prepare --token_dtype': 'a choice',
-    'prepare --end_of_document': 'a number',
-    'prepare --engine': 'a choice',
-    'prepare --special_tokens': 'tokens',
+    'prepare --max-files': 'a number',
+    'prepare --max-record-mib': 'a number',
+    'prepare --token-dtype': 'a choice',
+    'prepare --eod-token': 'a number',
+    'prepare --executor': 'a choice',
+    'prepare --special-tokens': 'tokens',
     'fetch --include': 'patterns of names',
-    'fetch --max_files': 'a number',
+    'fetch --max-files': 'a number',
     'fetch --threads': 'a number',
     'evaluate --limit': 'a number',
-    'serve --name': 'a name',
-    'hf export --max_shard_size': 'a number',
-    'supervise --max_failures': 'a number',
+    'serve --served-model-name': 'a name',
+    'hf export --max-shard-size': 'a number',
+    'supervise --max-failures': 'a number',
     'checkpoints fetch --threads': 'a number',
 }
 NO_PATH_KEYS = {
     'data.sources': 'checked entry by entry',
     'eval.tasks': 'checked entry by entry',
-    'alerts.webhook': 'a variable of the environment',
+    'alerts.webhook_env_var': 'a variable of the environment',
     'metrics.wandb': 'a choice',
 }
 
@@ -105,11 +105,11 @@ def test_every_option_that_takes_a_path_has_the_type(verb, monkeypatch):
 def test_a_forgotten_option_is_found():
     parser = argparse.ArgumentParser()
     parser.add_argument('--output', metavar='DIR')
-    parser.add_argument('--log_file')
+    parser.add_argument('--log-file')
     parser.add_argument('--text', help='name of a file')
     parser.add_argument('--good', type=PathOption(), help='directory')
     parser.add_argument('--seed', type=int, help='number')
-    assert forgotten(options_of(parser, 'x')) == ['x --output', 'x --log_file', 'x --text']
+    assert forgotten(options_of(parser, 'x')) == ['x --output', 'x --log-file', 'x --text']
 
 
 def keys_with_comments():
@@ -199,7 +199,7 @@ def required(command, replaced):
         'evaluate': ['--checkpoint=in'],
         'generate': ['--checkpoint=in', '--prompt=x'],
         'serve': ['--checkpoint=in'],
-        'quantize': ['--checkpoint=in', '--weights=int8', '--output=out'],
+        'quantize': ['--checkpoint=in', '--format=int8', '--output=out'],
         'hf import': ['--input=in', '--output=out'],
         'hf export': ['--checkpoint=in', '--output=out'],
         'hf export-adapter': ['--checkpoint=in', '--output=out'],
@@ -290,16 +290,16 @@ def test_a_url_that_does_not_work_for_a_key_is_refused(here, key):
     option = PATHS.get(key, PathOption(urls=ANY if key == 'data.sources' else ()))
     for url in refused_urls(option):
         value = {'data.sources': f'(({url!r}, 1.0),)', 'eval.tasks': f'({url!r},)'}.get(key, url)
-        more = ['eval.tasks_every=1', 'eval.every=1'] if key == 'eval.tasks' else []
+        more = ['eval.tasks_interval=1', 'eval.interval=1'] if key == 'eval.tasks' else []
         with pytest.raises(InputError, match=f'^{re.escape(f"{key}={url}")}'):
             load(f'{ROOT}/configs/tiny.py', [f'{key}={value}', *more])
     assert not list(here.iterdir())
 
 
 def test_a_key_that_is_right_is_kept():
-    given = ['data.path=gs://b/x', 'train.init_from=gs://b/x@7', 'data.cache=~/c']
+    given = ['data.path=gs://b/x', 'train.init_from=gs://b/x@7', 'data.cache_dir=~/c']
     config = load(f'{ROOT}/configs/tiny.py', given)
-    assert (config.data.path, config.train.init_from, config.data.cache) == ('gs://b/x', 'gs://b/x@7', '~/c')
+    assert (config.data.path, config.train.init_from, config.data.cache_dir) == ('gs://b/x', 'gs://b/x@7', '~/c')
     assert load(f'{ROOT}/configs/tiny.py', ['data.path=~/x']).data.path == os.path.expanduser('~/x')
 
 

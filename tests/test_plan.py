@@ -82,7 +82,7 @@ def test_figures_for_a_script(figures):
 
 
 def test_what_does_not_fit_is_told_by_how_much_and_the_advice_fits(run, figures):
-    arguments = ('depth.py:64', 'h100:8', '--estimate', '--config.model.remat=none', '--vocab_size=32')
+    arguments = ('depth.py:64', 'h100:8', '--estimate', '--config.model.remat_policy=none', '--vocab-size=32')
     code, out, _ = run(*arguments)
     assert code == EXIT_FAILED
     told = figures(*arguments)
@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_told_by_how_much_and_the_advice_fits(run, figures)
     assert float(shown) == pytest.approx(over, rel=0.01)
     advice = out.splitlines()[-1].split()
     assert advice == told['advice']
-    assert any('model.remat' in override or 'micro_batch' in override for override in advice)
+    assert any('model.remat_policy' in override or 'micro_batch' in override for override in advice)
     code, out, _ = run(*arguments, *advice)
     assert code == EXIT_DONE
     assert 'fits: ' in out
@@ -105,7 +105,7 @@ def test_where_nothing_fits_it_says_so(run):
 
 def test_fit_looks_for_the_fastest(figures):
     plain = figures('code.py:7b', 'h100:8', '--estimate')
-    fitted = figures('code.py:7b', 'h100:8', '--estimate', '--fit')
+    fitted = figures('code.py:7b', 'h100:8', '--estimate', '--search')
     assert fitted['fits']
     assert fitted['step_seconds'] < plain['step_seconds']
     pasted = figures('code.py:7b', 'h100:8', '--estimate', *fitted['advice'])
@@ -114,7 +114,7 @@ def test_fit_looks_for_the_fastest(figures):
 
 
 def test_auto_micro_batch(run):
-    code, out, _ = run('1b.py', 'h100:8', '--estimate', '--config.train.micro_batch=auto')
+    code, out, _ = run('1b.py', 'h100:8', '--estimate', '--config.train.per_device_batch_size=auto')
     assert code == EXIT_DONE
     assert ' micro-batch(es) of 8 per device' in out
 
@@ -124,16 +124,16 @@ def test_a_target_without_its_compiler_is_estimated_and_says_what_to_install(run
         raise CompilerMissingError("no compiler for v4 is installed (libtpu): pip install 'maxlm[tpu]'")
 
     monkeypatch.setattr(plan, 'check_compiler', missing)
-    code, out, _ = run('1b.py', 'v4:2x2x4', '--config.model.remat=full')
+    code, out, _ = run('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
     assert code == EXIT_DONE
     assert "estimates: no compiler for v4 is installed (libtpu): pip install 'maxlm[tpu]'" in out
-    told = figures('1b.py', 'v4:2x2x4', '--config.model.remat=full')
+    told = figures('1b.py', 'v4:2x2x4', '--config.model.remat_policy=full')
     assert told['is_estimate']
     assert 'maxlm[tpu]' in told['why_estimated']
 
 
 def test_the_cpu_that_is_here(figures):
-    told = figures('tiny.py', 'cpu:2', '--vocab_size=512', '--config.model.num_layers=2', '--config.data.window=64')
+    told = figures('tiny.py', 'cpu:2', '--vocab-size=512', '--config.model.num_layers=2', '--config.data.seq_len=64')
     assert told['fits']
     assert not told['is_estimate']
     assert told['why_estimated'] is None
@@ -201,7 +201,7 @@ def test_sweep(run, tmp_path):
         ('1b.py', 'h100:8', ('--config.train.num_epochs=2', '--config.data.path=nowhere'), ['num_epochs', 'nowhere']),
         ('1b.py', 'h100:8', ('--fits',), ['--fits']),
         ('1b.py', 'h100:8', ('--config.train.dollars=5',), ['train.dollars', 'train.price_per_hour']),
-        ('1b.py', 'h100:8', ('--refit', 'run'), ['--refit', '--sweep']),
+        ('1b.py', 'h100:8', ('--fit-scaling-law', 'run'), ['--fit-scaling-law', '--sweep']),
         ('1b.py', 'h100:8', ('--output=sweep.png',), ['--output', '--sweep']),
         ('code.py:7b', 'h100:8x4', ('--config.mesh.tensor=32', '--config.mesh.fsdp=1'), ['4 nodes', 'mesh.tensor']),
     ],

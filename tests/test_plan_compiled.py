@@ -16,31 +16,31 @@ from maxlm.planning.gpu_compiler import CACHE
 from tests.conftest import ROOT
 from tests.gpu_compiler import FOLDER, run_python
 
-FULL = '--config.model.remat=full'
+FULL = '--config.model.remat_policy=full'
 LONG = (pytest.mark.nightly, pytest.mark.timeout(900))
 # The compiler for TPUs takes minutes of a slow machine for a program of real size, seconds for this one.
 TINY = tuple(
-    f'--config.{key}={value}' for key, value in {'model.num_layers': 2, 'model.dim': 64, 'data.window': 64}.items()
+    f'--config.{key}={value}' for key, value in {'model.num_layers': 2, 'model.dim': 64, 'data.seq_len': 64}.items()
 )
 # Config, target, overrides, whether it fits.
 ON_TPU = [
-    ('tiny.py', 'v5e:2x2', ('--vocab_size=512', *TINY), True),
+    ('tiny.py', 'v5e:2x2', ('--vocab-size=512', *TINY), True),
 ]
 # The programs of the other configs for v4 are recorded; see tests/planning/estimate/test_memory.py.
 ON_TPU_LARGE = [
-    ('1b.py', 'v4:8x8x8', ('--config.train.micro_batch=1',), True),
+    ('1b.py', 'v4:8x8x8', ('--config.train.per_device_batch_size=1',), True),
     ('code.py:7b', 'v4:2x2x4', (), True),
-    ('mix.py:tiny', 'v5e:2x2', (FULL, '--config.train.micro_batch=1'), True),
-    ('mix.py:tiny', 'v5p:2x2x1', (FULL, '--config.train.micro_batch=1'), True),
-    ('mix.py:tiny', 'v6e:2x2', (FULL, '--config.train.micro_batch=1'), True),
+    ('mix.py:tiny', 'v5e:2x2', (FULL, '--config.train.per_device_batch_size=1'), True),
+    ('mix.py:tiny', 'v5p:2x2x1', (FULL, '--config.train.per_device_batch_size=1'), True),
+    ('mix.py:tiny', 'v6e:2x2', (FULL, '--config.train.per_device_batch_size=1'), True),
 ]
 ON_GPU = [
     ('1b.py', 'h100:8', (), True),
 ]
 ON_GPU_MORE = [
-    ('depth.py:64', 'h100:8', ('--vocab_size=32',), True),
+    ('depth.py:64', 'h100:8', ('--vocab-size=32',), True),
     ('neox.py:production_8gpu', 'h100:8', (), True),
-    ('depth.py:64', 'h100:8', ('--vocab_size=32', '--config.model.remat=none'), False),
+    ('depth.py:64', 'h100:8', ('--vocab-size=32', '--config.model.remat_policy=none'), False),
     ('mix.py:xlarge', 'a100:8', (), True),
     ('code.py:7b', 'h100:8', (), True),
     ('code.py:70b', 'h100:8x16', ('--config.mesh.replica=2',), True),

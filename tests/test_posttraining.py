@@ -20,7 +20,7 @@ from tests.cpu import fast_environment
 from tests.preparing import run as prepare
 
 WINDOW, PROMPT = 40, 28
-MODEL = {'model.num_layers': 2, 'model.dim': 64, 'model.num_heads': 2, 'metrics.devices_seconds': 0}
+MODEL = {'model.num_layers': 2, 'model.dim': 64, 'model.num_heads': 2, 'metrics.device_stats_interval_seconds': 0}
 QUIET = {'metrics.tensorboard': False, 'metrics.peak_tflops': 1}
 
 
@@ -53,7 +53,7 @@ def lessons(tmp_path_factory):
     (directory / 'chats.jsonl').write_text('\n'.join(chats))
     (directory / 'prompts.jsonl').write_text('\n'.join(prompts[:20]))
     (directory / 'held_out.jsonl').write_text('\n'.join(prompts[20:]))
-    flags = ['--format=chat', '--chat_template=chatml', '--tokenizer=bytes', f'--pack_window={WINDOW}']
+    flags = ['--format=chat', '--chat-template=chatml', '--tokenizer=bytes', f'--pack-seq-len={WINDOW}']
     assert prepare('--input', directory / 'chats.jsonl', '--output', directory / 'data', *flags) == EXIT_DONE
     return directory
 
@@ -61,32 +61,32 @@ def lessons(tmp_path_factory):
 def sft_settings(lessons):
     return {
         'data__path': lessons / 'data',
-        'data__window': WINDOW,
+        'data__seq_len': WINDOW,
         'train__num_steps': 80,
         'optimizer__warmup_steps': 10,
-        'train__global_batch': 64,
-        'eval__every': 0,
-        'eval__samples': 0,
-        'checkpoint__every_steps': 0,
+        'train__global_batch_size': 64,
+        'eval__interval': 0,
+        'eval__num_samples': 0,
+        'checkpoint__save_interval_steps': 0,
     }
 
 
 def rl_settings(lessons, sft):
     return {
-        'data__window': WINDOW,
+        'data__seq_len': WINDOW,
         'train__init_from': sft,
         'grpo__prompts': lessons / 'prompts.jsonl',
         'grpo__eval_prompts': lessons / 'held_out.jsonl',
         'grpo__reward': 'exact',
-        'grpo__max_tokens': WINDOW - PROMPT,
-        'grpo__samples': 8,
+        'grpo__max_completion_length': WINDOW - PROMPT,
+        'grpo__num_generations': 8,
         'grpo__prompts_per_rollout': 16,
-        'grpo__eval_samples': 16,
-        'train__global_batch': 128,
+        'grpo__eval_num_generations': 16,
+        'train__global_batch_size': 128,
         'train__num_steps': 12,
-        'eval__every': 12,
-        'eval__samples': 1,
-        'checkpoint__every_steps': 0,
+        'eval__interval': 12,
+        'eval__num_samples': 1,
+        'checkpoint__save_interval_steps': 0,
         'optimizer__learning_rate': 1e-3,
         'optimizer__min_learning_rate': 1e-4,
     }
@@ -99,10 +99,10 @@ def evaluations(workdir):
 def test_reward_follows_instruction(lessons, shared_steps, tmp_path):
     tiny = {'model__num_layers': 1, 'model__dim': 16, 'optimizer__warmup_steps': 0}
     sft, rl = tmp_path / 'sft', tmp_path / 'rl'
-    settings = {**sft_settings(lessons), **tiny, 'train__num_steps': 2, 'train__global_batch': 8}
+    settings = {**sft_settings(lessons), **tiny, 'train__num_steps': 2, 'train__global_batch_size': 8}
     assert train.main(arguments('sft', sft, **settings)) == EXIT_DONE
-    few = {'train__num_steps': 2, 'train__log_every': 1, 'eval__every': 2, 'train__global_batch': 16}
-    few |= {'grpo__samples': 4, 'grpo__prompts_per_rollout': 4, 'grpo__eval_samples': 2}
+    few = {'train__num_steps': 2, 'train__log_every': 1, 'eval__interval': 2, 'train__global_batch_size': 16}
+    few |= {'grpo__num_generations': 4, 'grpo__prompts_per_rollout': 4, 'grpo__eval_num_generations': 2}
     assert grpo.main(arguments('rl', rl, **{**rl_settings(lessons, sft), **tiny, **few})) == EXIT_DONE
     assert read_config(rl).model == read_config(sft).model
     assert f'starting with the parameters of {sft}/checkpoints/2/params' in (rl / 'run.log').read_text()
@@ -120,7 +120,7 @@ def test_reward_makes_it_better_than_its_teacher(lessons, tmp_path):
     run('train', 'sft', tmp_path / 'sft', **sft_settings(lessons))
     run('grpo', 'rl', tmp_path / 'rl', **rl_settings(lessons, tmp_path / 'sft'))
     found = evaluations(tmp_path / 'rl')
-    before, after = found[0]['eval/mean_accuracy'], found[12]['eval/mean_accuracy']
+    before, after = found[0]['eval/pass_at_1'], found[12]['eval/pass_at_1']
     assert 0.1 < before < 0.5
     assert after > before + 0.2
     # Three letters, and the end, which the chats taught it.

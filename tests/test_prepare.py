@@ -32,7 +32,7 @@ def small_groups(monkeypatch):
 
 @pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
 def test_all_text_comes_back(texts, tmp_path, spec, small_groups):
-    arguments = ['--input', texts, '--tokenizer', spec, '--validation_share', 0.2, '--workers', 1]
+    arguments = ['--input', texts, '--tokenizer', spec, '--validation-fraction', 0.2, '--workers', 1]
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
     verify(dataset)
@@ -148,7 +148,7 @@ def test_skip_bad_leaves_out_and_lists(texts, tmp_path, capsys):
     (texts / 'web.jsonl').write_text('{"text": "fine"}\n{"text": \n')
     arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bpe:300']
     assert run(*arguments) == 2
-    assert run(*arguments, '--skip_bad') == 0
+    assert run(*arguments, '--skip-bad-records') == 0
     dataset = load_manifest(tmp_path / 'data')
     assert [entry['name'] for entry in dataset.left_out] == ['bad.txt', 'web.jsonl:2']
     assert 'byte 0 is not UTF-8' in dataset.left_out[0]['reason']
@@ -177,7 +177,7 @@ def test_a_text_that_the_tokenizer_panics_on_is_named_or_left_out(texts, tmp_pat
     assert error.count('\n') == 1
     assert '7.txt: ' in error
     assert 'the tokenizers library panicked: index out of bounds' in error
-    assert run(*arguments, '--skip_bad') == 0
+    assert run(*arguments, '--skip-bad-records') == 0
     dataset = load_manifest(tmp_path / 'data')
     assert [entry['name'] for entry in dataset.left_out] == ['7.txt']
     assert sum(split.documents for split in dataset.splits.values()) == 49
@@ -221,7 +221,7 @@ def test_of_few_documents_the_end_of_one_is_validated_on(tmp_path, capsys, texts
     (tmp_path / 'texts').mkdir()
     for number, text in enumerate(texts):
         (tmp_path / 'texts' / f'{number}.txt').write_text(text)
-    arguments = ['--input', tmp_path / 'texts', '--tokenizer', 'bytes', '--validation_share', share]
+    arguments = ['--input', tmp_path / 'texts', '--tokenizer', 'bytes', '--validation-fraction', share]
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     out = capsys.readouterr().out
     dataset = load_manifest(tmp_path / 'data')
@@ -249,7 +249,7 @@ def test_the_end_of_a_token_document_is_validated_on(tmp_path, capsys, name, tok
     path = tmp_path / name
     {'x.npz': np.savez, 'x.bin': lambda at, array: array.tofile(at), 'x.npy': np.save}[name](path, ids)
     arguments = ['--input', path, '--output', tmp_path / 'data', '--tokenizer', 'ids:512']
-    assert run(*arguments, *(['--token_dtype', 'uint16'] if name == 'x.bin' else [])) == 0
+    assert run(*arguments, *(['--token-dtype', 'uint16'] if name == 'x.bin' else [])) == 0
     dataset = load_manifest(tmp_path / 'data')
     train, validation = ([part.tolist() for part in ids_of(dataset, split)] for split in ('train', 'validation'))
     if tokens < 64:
@@ -285,17 +285,17 @@ BAD = {
     'no key': (
         lambda at: (at / 'x.jsonl').write_text('{"body": "a"}'),
         ['--input', '{}/x.jsonl'],
-        [':1', '--text_field'],
+        [':1', '--text-field'],
     ),
     'bad tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'bpe:100'], ['bpe:100', '257']),
     'no tokenizer': (lambda at: None, ['--input', '{}', '--tokenizer', 'words'], ['words', 'bpe:N']),
-    'bad share': (lambda at: None, ['--input', '{}', '--validation_share', '1'], ['--validation_share']),
+    'bad share': (lambda at: None, ['--input', '{}', '--validation-fraction', '1'], ['--validation-fraction']),
     'text option that is not UTF-8': (
         lambda at: None,
-        ['--input', '{}', '--text_field', 'a\udcff'],
-        ['--text_field', 'byte 1 of the value is not UTF-8'],
+        ['--input', '{}', '--text-field', 'a\udcff'],
+        ['--text-field', 'byte 1 of the value is not UTF-8'],
     ),
-    'bad limit': (lambda at: None, ['--input', '{}', '--max_record_mib', '0'], ['--max_record_mib=0', '1 or more']),
+    'bad limit': (lambda at: None, ['--input', '{}', '--max-record-mib', '0'], ['--max-record-mib=0', '1 or more']),
     'bad role': (lambda at: None, ['--input', '{}', '--roles', 'human=user'], ['--roles=human=user', 'ROLE=NAME']),
     'validation in the input': (
         lambda at: (at / 'x.txt').write_text('text'),

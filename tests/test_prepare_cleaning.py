@@ -50,7 +50,7 @@ def corpus(tmp_path):
 def prepare(tmp_path, corpus, *more, output='data', expected=0):
     # Whole documents are validated on.
     arguments = ['--input', corpus, '--output', tmp_path / output, '--tokenizer', 'bytes', '--workers', 1]
-    arguments += ['--validation_share', 0.3]
+    arguments += ['--validation-fraction', 0.3]
     assert run(*arguments, *more) == expected
     return load_manifest(tmp_path / output) if expected == 0 else None
 
@@ -85,7 +85,7 @@ def test_duplicates_are_removed_and_told(tmp_path, corpus, small_groups, capsys)
     assert 'cleaning: 18 of 20 documents kept' in capsys.readouterr().out
     assert contents(tmp_path / 'data') == before
     # Texts that need more to be similar stay.
-    strict = prepare(tmp_path, corpus, '--deduplicate', 'near', '--near_threshold', 1, output='strict')
+    strict = prepare(tmp_path, corpus, '--deduplicate', 'near', '--dedup-threshold', 1, output='strict')
     assert sum(split.documents for split in strict.splits.values()) == 19
 
 
@@ -108,7 +108,7 @@ def test_filters_remove_and_shorten(tmp_path, corpus, small_groups):
 def test_the_tokenizer_learns_nothing_from_what_is_removed(tmp_path, corpus, small_groups):
     (corpus / '05.txt').write_text((corpus / '05.txt').read_text() + '\nLorem ipsum ЖЖЖ.')
     (corpus / '06.txt').write_text('Ω without an end\n' + (corpus / '06.txt').read_text())
-    arguments = ['--tokenizer', 'chars', '--validation_share', 0]
+    arguments = ['--tokenizer', 'chars', '--validation-fraction', 0]
     prepare(tmp_path, corpus, *arguments, '--filter', 'c4')
     prepare(tmp_path, corpus, *arguments, output='all')
     letters, more_letters = (
@@ -137,7 +137,7 @@ def test_what_is_validated_on_is_not_trained_on(tmp_path, corpus, small_groups):
 
 
 def test_infill_rearranges_a_share_of_the_documents(tmp_path, corpus, small_groups):
-    dataset = prepare(tmp_path, corpus, '--infill', 0.5)
+    dataset = prepare(tmp_path, corpus, '--fim-rate', 0.5)
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
     prefix, middle, suffix = tokenizer.infill_ids
     documents = ids_of(dataset, 'train') + ids_of(dataset, 'validation')
@@ -146,13 +146,13 @@ def test_infill_rearranges_a_share_of_the_documents(tmp_path, corpus, small_grou
     for ids in cut:
         assert sum(np.isin(ids, [prefix, middle, suffix])) == 3
     assert dataset.vocab_size == bytes_tokenizer().vocab_size + 3
-    whole = prepare(tmp_path, corpus, '--infill', 0, output='whole')
+    whole = prepare(tmp_path, corpus, '--fim-rate', 0, output='whole')
     assert whole.vocab_size == 257
     # As much text as without.
     assert sum(split.text_bytes for split in whole.splits.values()) == sum(
         split.text_bytes for split in dataset.splits.values()
     )
-    first = prepare(tmp_path, corpus, '--infill', 1, '--infill_spm', 1, output='first')
+    first = prepare(tmp_path, corpus, '--fim-rate', 1, '--fim-spm-rate', 1, output='first')
     assert all(ids[0] == prefix and ids[1] == suffix for ids in ids_of(first, 'train'))
 
 
@@ -170,7 +170,7 @@ def test_token_files(tmp_path, small_groups, capsys):
     assert 'bytes per token' not in capsys.readouterr().out
     # With a tokenizer.json, and another end than its own.
     ids_tokenizer(120, 5).save(tmp_path / 'tokenizer.json')
-    other = ['--tokenizer', tmp_path / 'tokenizer.json', '--end_of_document', 99]
+    other = ['--tokenizer', tmp_path / 'tokenizer.json', '--eod-token', 99]
     dataset = prepare(tmp_path, tmp_path / 'tokens.npy', *other, output='other')
     assert dataset.end_of_document == 5
     assert sum(split.documents for split in dataset.splits.values()) == 60
@@ -185,7 +185,7 @@ def test_token_files(tmp_path, small_groups, capsys):
 def test_text_and_tokens_in_one_data_set(tmp_path, small_groups):
     (tmp_path / 'a.txt').write_text('1 2 3')
     np.save(tmp_path / 'b.npy', np.array([4, 5, 9], np.uint16))
-    arguments = ['--input', tmp_path / 'a.txt', tmp_path / 'b.npy', '--tokenizer', 'ids:10', '--validation_share', 0]
+    arguments = ['--input', tmp_path / 'a.txt', tmp_path / 'b.npy', '--tokenizer', 'ids:10', '--validation-fraction', 0]
     assert run(*arguments, '--output', tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
     assert [ids.tolist() for ids in ids_of(dataset, 'train')] == [[1, 2, 3], [4, 5]]
@@ -197,26 +197,26 @@ def test_text_and_tokens_in_one_data_set(tmp_path, small_groups):
 BAD = {
     'tokens with bytes': (['tokens.npy', '--tokenizer', 'bytes'], ['tokens.npy is tokenized already', 'ids:N']),
     'tokens with bpe': (['tokens.npy', '--tokenizer', 'bpe:300'], ['tokens.npy is tokenized already', 'hf:NAME']),
-    'tokens with infill': (['tokens.npy', '--tokenizer', 'ids:100', '--infill', '0.5'], ['fill-in-the-middle']),
+    'tokens with infill': (['tokens.npy', '--tokenizer', 'ids:100', '--fim-rate', '0.5'], ['fill-in-the-middle']),
     'tokens with a filter': (['tokens.npy', '--tokenizer', 'ids:100', '--filter', 'c4'], ['--filter needs text']),
     'an id beyond the vocabulary': (
         ['tokens.npy', '--tokenizer', 'ids:50'],
         ['tokens.npy: token 2', 'is 77', '0 to 49'],
     ),
-    'raw tokens without a dtype': (['raw.bin', '--tokenizer', 'ids:100'], ['raw.bin', '--token_dtype']),
-    'text with token_dtype': (['x.txt', '--token_dtype', 'uint16'], ['--token_dtype', 'no input is one']),
-    'text with end_of_document': (['x.txt', '--end_of_document', '0'], ['--end_of_document', 'no input is one']),
+    'raw tokens without a dtype': (['raw.bin', '--tokenizer', 'ids:100'], ['raw.bin', '--token-dtype']),
+    'text with token_dtype': (['x.txt', '--token-dtype', 'uint16'], ['--token-dtype', 'no input is one']),
+    'text with end_of_document': (['x.txt', '--eod-token', '0'], ['--eod-token', 'no input is one']),
     'unknown filter': (['x.txt', '--filter', 'gopher'], ["'gopher'", 'did you mean']),
     'filters that keep nothing': (
         ['x.txt', '--filter', 'gopher_quality'],
         ['removes all 1 documents', "1 for 'gopher_quality: ", 'x.txt (1; bound 50)'],
     ),
-    'bad threshold': (['x.txt', '--near_threshold', '0'], ['threshold 0']),
-    'bad infill': (['x.txt', '--infill', '2'], ['--infill=2']),
-    'bad infill_spm': (['x.txt', '--infill_spm', '-1'], ['--infill_spm=-1']),
+    'bad threshold': (['x.txt', '--dedup-threshold', '0'], ['threshold 0']),
+    'bad infill': (['x.txt', '--fim-rate', '2'], ['--fim-rate=2']),
+    'bad infill_spm': (['x.txt', '--fim-spm-rate', '-1'], ['--fim-spm-rate=-1']),
     'bad retries': (['x.txt', '--retries', '-1'], ['--retries=-1']),
-    'address without ray': (['x.txt', '--ray_address', 'a:1'], ['--engine=ray']),
-    'a Parquet without the column': (['x.parquet'], ['x.parquet', "no column 'text'", 'body', '--text_field']),
+    'address without ray': (['x.txt', '--ray-address', 'a:1'], ['--executor=ray']),
+    'a Parquet without the column': (['x.parquet'], ['x.parquet', "no column 'text'", 'body', '--text-field']),
     'truncated gzip': (['x.jsonl.gz'], ['x.jsonl.gz', 'cut short']),
     'truncated Parquet': (['cut.parquet'], ['cut.parquet', 'cut short']),
     'truncated .npy': (['cut.npy', '--tokenizer', 'ids:100'], ['cut.npy']),
@@ -249,7 +249,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, case):
 
 
 def test_max_files_and_patterns(tmp_path, corpus):
-    dataset = prepare(tmp_path, corpus, '--max_files', 7)
+    dataset = prepare(tmp_path, corpus, '--max-files', 7)
     assert sum(split.documents for split in dataset.splits.values()) == 7
     dataset = prepare(tmp_path, f'{corpus}/1*.txt', output='globbed')
     assert sum(split.documents for split in dataset.splits.values()) == 10

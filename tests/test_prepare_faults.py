@@ -56,14 +56,14 @@ def fail(monkeypatch):
     return make
 
 
-ARGUMENTS = ('--tokenizer', 'bytes', '--workers', 1, '--validation_share', 0, '--quiet')
+ARGUMENTS = ('--tokenizer', 'bytes', '--workers', 1, '--validation-fraction', 0, '--quiet')
 
 
 def test_a_storage_that_answers_later_costs_nothing(texts, tmp_path, fail):
     assert run('--input', texts, *ARGUMENTS, '--output', tmp_path / 'whole') == 0
     fail('25.txt', 2)
-    assert run('--input', texts, *ARGUMENTS, '--skip_bad', '--output', tmp_path / 'data') == 0
-    # Not even with --skip_bad is anything left out.
+    assert run('--input', texts, *ARGUMENTS, '--skip-bad-records', '--output', tmp_path / 'data') == 0
+    # Not even with --skip-bad-records is anything left out.
     dataset = load_manifest(tmp_path / 'data')
     assert dataset.left_out == ()
     assert dataset.fingerprint == load_manifest(tmp_path / 'whole').fingerprint
@@ -78,13 +78,13 @@ def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
     assert error.count('\n') == 1
     assert '(tried 2 times)' in error
     assert 'does not answer in time' in error
-    assert '--skip_failed' in error
+    assert '--skip-failed' in error
     finished = 'survey-*' if more else 'group-*'
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / 'data' / WORK_DIRECTORY).glob(finished)}
     assert len(done) > 10
     assert not (tmp_path / 'data' / 'dataset.json').exists()
 
-    assert run(*command, '--retries', 1, '--skip_failed') == 0
+    assert run(*command, '--retries', 1, '--skip-failed') == 0
     dataset = load_manifest(tmp_path / 'data')
     assert len(dataset.left_out) == 1
     assert dataset.left_out[0]['name'].startswith('group ')
@@ -93,7 +93,7 @@ def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
     assert (texts / '25.txt').read_bytes().decode() not in found
     assert 40 <= len(found) < 50
     # Whoever does not ask for it does not get it.
-    assert run(*command, '--skip_failed') == 0
+    assert run(*command, '--skip-failed') == 0
     capsys.readouterr()
     assert run(*command) == 2
     assert 'without 1 groups that failed' in capsys.readouterr().err
@@ -136,7 +136,7 @@ def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
     with gcs_buckets.running(monkeypatch) as server:
         for name, content in objects(kind):
             server.put('bucket', f'x/{name}', content)
-        command = ['--input', 'gs://bucket/x', *ARGUMENTS, '--skip_bad', '--output']
+        command = ['--input', 'gs://bucket/x', *ARGUMENTS, '--skip-bad-records', '--output']
         assert run(*command, tmp_path / 'whole') == 0
         write = WriteShards.run
 
@@ -184,7 +184,7 @@ def test_a_disk_that_fills(tmp_path, capfd, workers):
     # Two groups, of which the second is too large: a token of two bytes for each letter.
     (texts / 'a.txt').write_text('small ' * 2**14)
     (texts / 'b.txt').write_text('large ' * 2**15)
-    command = ['--input', texts, '--tokenizer', 'bytes', '--validation_share', 0]
+    command = ['--input', texts, '--tokenizer', 'bytes', '--validation-fraction', 0]
     assert run(*command, '--workers', 1, '--output', tmp_path / 'whole') == 0
     command += ['--output', tmp_path / 'data']
     capfd.readouterr()
@@ -216,7 +216,16 @@ def test_a_file_that_changes_between_two_readings(texts, tmp_path, monkeypatch, 
         return judge(*arguments)
 
     monkeypatch.setattr(pipeline, 'deduplicate', change_and_judge)
-    command = ['--input', texts, *ARGUMENTS, '--deduplicate', 'exact', '--skip_bad', '--output', tmp_path / 'data']
+    command = [
+        '--input',
+        texts,
+        *ARGUMENTS,
+        '--deduplicate',
+        'exact',
+        '--skip-bad-records',
+        '--output',
+        tmp_path / 'data',
+    ]
     assert run(*command) == 2
     error = capsys.readouterr().err
     assert error.count('\n') == 1
@@ -231,9 +240,9 @@ def first_of(directory):
 
 def test_an_old_result_does_not_stand_for_new_shards(texts, tmp_path, monkeypatch):
     """Two recipes with shards of the same size, killed in between: the first run's results must not count again."""
-    command = ['--input', texts, *ARGUMENTS, '--infill', 1, '--output', tmp_path / 'data']
-    other = [*command, '--infill_spm', 0]
-    command += ['--infill_spm', 1]
+    command = ['--input', texts, *ARGUMENTS, '--fim-rate', 1, '--output', tmp_path / 'data']
+    other = [*command, '--fim-spm-rate', 0]
+    command += ['--fim-spm-rate', 1]
     assert run(*command, '--output', tmp_path / 'whole') == 0
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, 'assemble', lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))

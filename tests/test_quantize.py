@@ -24,7 +24,7 @@ def run(*argv):
 
 def test_sizes_and_losses(workdir, tmp_path, capsys):
     output = tmp_path / 'new'
-    assert run(f'--checkpoint={workdir}', '--weights=int8', f'--output={output}', '--num_batches=1') == EXIT_DONE
+    assert run(f'--checkpoint={workdir}', '--format=int8', f'--output={output}', '--num-batches=1') == EXIT_DONE
     title, head, before, after = capsys.readouterr().out.splitlines()[-4:]
     assert title == f'{output}: step 7 in int8'
     assert head.split('  ')[0] == 'weights'
@@ -39,7 +39,7 @@ def test_sizes_and_losses(workdir, tmp_path, capsys):
 
 def test_without_losses_then_as_one_file(workdir, tmp_path, capsys):
     output = tmp_path / 'new'
-    options = (f'--checkpoint={workdir}@7', '--weights=int4', '--group=16', '--no_evaluate')
+    options = (f'--checkpoint={workdir}@7', '--format=int4', '--group=16', '--no-eval')
     assert run(*options, f'--output={output}', '--data=nowhere') == EXIT_DONE
     after = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r'int4 +[\d.]+ MB +[\d.]+ MB +-', after)
@@ -67,16 +67,16 @@ def test_the_table(tmp_path):
 @pytest.mark.parametrize(
     ('option', 'parts'),
     [
-        ('--weights=int2', ['--weights', 'int2', 'int8']),
+        ('--format=int2', ['--format', 'int2', 'int8']),
         ('--group=-1', ['--group=-1', 'at least 0']),
-        ('--num_batches=-1', ['--num_batches=-1', 'at least 0']),
+        ('--num-batches=-1', ['--num-batches=-1', 'at least 0']),
         ('--output={workdir}', ['--output=', 'new or empty']),
         ('--checkpoint={workdir}@8', ["no step '8'", 'steps: 7']),
         ('--data=nowhere', ['nowhere']),
     ],
 )
 def test_mistakes(workdir, tmp_path, capfd, option, parts):
-    given = [f'--checkpoint={workdir}', '--weights=int8', f'--output={tmp_path}/new']
+    given = [f'--checkpoint={workdir}', '--format=int8', f'--output={tmp_path}/new']
     assert run(*given, option.format(workdir=workdir)) == EXIT_BAD_INPUT
     assert_one_line(capfd.readouterr().err, *parts)
     assert list(tmp_path.iterdir()) == []

@@ -31,16 +31,16 @@ OBJECTIVES = ('next_token', 'instruction', 'dpo', 'grpo')
 LAST = 6
 SETTINGS = {
     'train__num_steps': LAST,
-    'checkpoint__every_steps': 2,
-    'checkpoint__keep_last': LAST,
-    'eval__every': 2,
-    'eval__samples': 0,
+    'checkpoint__save_interval_steps': 2,
+    'checkpoint__max_to_keep': LAST,
+    'eval__interval': 2,
+    'eval__num_samples': 0,
 }
 # The same model for texts and for conversations, so that they share their programs.
-NEXT_TOKEN = {**SETTINGS, 'optimizer__ema_decay': 0.9, 'model__vocab_size': 264, 'data__window': WINDOW}
+NEXT_TOKEN = {**SETTINGS, 'optimizer__ema_decay': 0.9, 'model__vocab_size': 264, 'data__seq_len': WINDOW}
 # With a constant rate after a warm-up of five steps, runs of other lengths have the same step.
 NEXT_TOKEN |= {'optimizer__schedule': 'constant'}
-EVERY_STEP = {**NEXT_TOKEN, 'train__num_steps': 4, 'checkpoint__every_steps': 1}
+EVERY_STEP = {**NEXT_TOKEN, 'train__num_steps': 4, 'checkpoint__save_interval_steps': 1}
 
 
 class KilledError(BaseException):
@@ -89,7 +89,7 @@ def commands(dataset, tmp_path_factory):
         'instruction': (train.main, without_workdir(chats)),
         'dpo': (train.main, preference_arguments(preferences, **SETTINGS)),
         # A run that is told to stop does not evaluate, and GRPO stops at a step at which others would.
-        'grpo': (grpo.main, grpo_arguments(prompts, **{**SETTINGS, 'eval__every': LAST})),
+        'grpo': (grpo.main, grpo_arguments(prompts, **{**SETTINGS, 'eval__interval': LAST})),
     }
 
 
@@ -176,12 +176,12 @@ def test_resume_from_each_step_is_exact(dataset, every_step, assert_same_runs, t
     shutil.copytree(every_step, workdir)
     for later in range(step + 1, 5):
         shutil.rmtree(workdir / 'checkpoints' / str(later))
-    assert run(dataset, workdir, **{**EVERY_STEP, 'checkpoint__every_steps': 0}) == EXIT_DONE
+    assert run(dataset, workdir, **{**EVERY_STEP, 'checkpoint__save_interval_steps': 0}) == EXIT_DONE
     assert_same_runs(workdir, every_step, ('params', 'ema'))
 
 
 def test_another_order_of_the_data_is_told_apart(dataset, every_step, last_params, tmp_path):
     """Control: equal curves and parameters are no accident."""
-    assert run(dataset, tmp_path, **{**EVERY_STEP, 'checkpoint__every_steps': 0}, data__seed=1) == EXIT_DONE
+    assert run(dataset, tmp_path, **{**EVERY_STEP, 'checkpoint__save_interval_steps': 0}, data__seed=1) == EXIT_DONE
     assert curve(tmp_path)[1]['train/loss'] != curve(every_step)[1]['train/loss']
     assert not same(params_of(tmp_path, 4), last_params(every_step, 'params'))

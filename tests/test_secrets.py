@@ -72,9 +72,9 @@ def leaks(directory):
 def test_nothing_that_a_run_leaves_holds_a_secret(dataset, tmp_path, secrets, monkeypatch, capfd, record_property):
     workdir = tmp_path / 'run'
     settings = {
-        'alerts__webhook': 'ALERTS_URL',
+        'alerts__webhook_env_var': 'ALERTS_URL',
         'alerts__file': 'alerts.jsonl',
-        'checkpoint__every_steps': 1,
+        'checkpoint__save_interval_steps': 1,
     }
     words = [str(word) for word in arguments(dataset, workdir, train__num_steps=2, **settings)]
     command = [sys.executable, '-m', 'maxlm.train', *words]
@@ -104,7 +104,7 @@ def test_nothing_that_a_run_leaves_holds_a_secret(dataset, tmp_path, secrets, mo
 @pytest.mark.parametrize(
     ('key', 'value'),
     [
-        ('alerts__webhook', VARIABLES['ALERTS_URL']),
+        ('alerts__webhook_env_var', VARIABLES['ALERTS_URL']),
         ('data__path', f'http://me:{MARK}@127.0.0.1:9/data?token={MARK}'),
     ],
 )

@@ -23,7 +23,7 @@ from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.sampling import Sampling
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from maxlm.serving.request_parsing import ServedModel
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
@@ -87,7 +87,7 @@ def alone(model):
 
 @pytest.fixture(scope='module')
 def server(model, engine):
-    limits = Limits(max_body=MAX_BODY, drain_seconds=5)
+    limits = ServerLimits(max_body=MAX_BODY, drain_seconds=5)
     with ServerThread(ServedModel('tiny', model.step, model.tokenizer, model.chat, engine), limits=limits) as server:
         yield server
 
@@ -219,10 +219,16 @@ def test_hostile_requests_leave_the_engine_whole(server, complete, engine):
 @pytest.mark.multiprocess
 def test_the_command(workdir, tmp_path):
     (tmp_path / 'key').write_text('secret\n')
-    command = [f'--checkpoint={workdir}', '--port=0', '--slots=2', '--context=64', f'--api_key_file={tmp_path / "key"}']
+    command = [
+        f'--checkpoint={workdir}',
+        '--port=0',
+        '--slots=2',
+        '--max-model-len=64',
+        f'--api-key-file={tmp_path / "key"}',
+    ]
     environment = {**os.environ, 'XLA_FLAGS': cpu_flags(1)}
     process = subprocess.Popen(
-        [sys.executable, '-m', 'maxlm.serve', *command, '--name=mine', '--max_tokens=20'],
+        [sys.executable, '-m', 'maxlm.serve', *command, '--served-model-name=mine', '--max-tokens=20'],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -262,20 +268,20 @@ def test_the_command(workdir, tmp_path):
         (['--host=256.1.1.1'], '--host=256.1.1.1'),
         (['--port=x'], "--port: invalid int value: 'x'"),
         (['--slots=0'], 'num_slots=0'),
-        (['--context=257'], 'max_context=257'),
-        (['--context=-1'], 'max_context=-1'),
-        (['--cache=float64'], "--cache: invalid choice: 'float64'"),
-        (['--max_tokens=-1'], '--max_tokens=-1: must be'),
-        (['--max_waiting=-1'], '--max_waiting=-1: must be at least 0'),
-        (['--max_seconds=0'], '--max_seconds=0.0: must be above 0'),
-        (['--max_seconds=nan'], '--max_seconds=nan: must be above 0'),
-        (['--max_body=0'], '--max_body=0: must be above 0'),
-        (['--drain_seconds=-1'], '--drain_seconds=-1.0: must be'),
-        (['--api_key_file=nowhere'], '--api_key_file=nowhere: No such file'),
-        (['--api_key_file={empty}'], '/empty: is empty'),
-        (['--api_key_file=/dev/null'], '--api_key_file=/dev/null: is a character device'),
-        (['--allow_origin=chat.example.org'], '--allow_origin=chat.example.org: must be like'),
-        (['--allow_origin=https://x.org/path'], '--allow_origin=https://x.org/path: must be like'),
+        (['--max-model-len=257'], 'max_context=257'),
+        (['--max-model-len=-1'], 'max_context=-1'),
+        (['--kv-cache-dtype=float64'], "--kv-cache-dtype: invalid choice: 'float64'"),
+        (['--max-tokens=-1'], '--max-tokens=-1: must be'),
+        (['--max-queue-size=-1'], '--max-queue-size=-1: must be at least 0'),
+        (['--request-timeout=0'], '--request-timeout=0.0: must be above 0'),
+        (['--request-timeout=nan'], '--request-timeout=nan: must be above 0'),
+        (['--max-request-bytes=0'], '--max-request-bytes=0: must be above 0'),
+        (['--drain-seconds=-1'], '--drain-seconds=-1.0: must be'),
+        (['--api-key-file=nowhere'], '--api-key-file=nowhere: No such file'),
+        (['--api-key-file={empty}'], '/empty: is empty'),
+        (['--api-key-file=/dev/null'], '--api-key-file=/dev/null: is a character device'),
+        (['--allow-origin=chat.example.org'], '--allow-origin=chat.example.org: must be like'),
+        (['--allow-origin=https://x.org/path'], '--allow-origin=https://x.org/path: must be like'),
         (['--chekpoint=x'], '--chekpoint=x'),
     ],
 )

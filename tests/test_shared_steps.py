@@ -53,7 +53,7 @@ def test_ignored_keys_are_not_read(keys_read, objective):
     assert not keys_read & IGNORED
     assert not {key for key in keys_read if key.partition('.')[0] in OTHER_SECTIONS}
     # Control: keys that change a step are seen.
-    assert {'train.seed', 'optimizer.learning_rate', 'guard.window', 'data.isolate_documents'} <= keys_read
+    assert {'train.seed', 'optimizer.learning_rate', 'guard.spike_window', 'data.document_mask'} <= keys_read
 
 
 def test_a_step_with_a_constant_rate_does_not_depend_on_the_length_of_the_run():

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures('shared_steps')
 
 SETTINGS = {
     'optimizer__schedule': 'constant',
-    'checkpoint__every_steps': 2,
-    'eval__every': 2,
+    'checkpoint__save_interval_steps': 2,
+    'eval__interval': 2,
 }
 
 
@@ -36,7 +36,7 @@ def smoke(dataset, tmp_path_factory):
     assert run(dataset, resumed, **SETTINGS, train__num_steps=2) == EXIT_DONE
     assert run(dataset, resumed, **SETTINGS, train__num_steps=4) == EXIT_DONE
     assert run(dataset, whole, **SETTINGS, train__num_steps=4) == EXIT_DONE
-    command = [f'--checkpoint={resumed}', '--prompt=Lic', '--max_tokens=6', '--temperature=0', '--num_samples=2']
+    command = [f'--checkpoint={resumed}', '--prompt=Lic', '--max-tokens=6', '--temperature=0', '--num-samples=2']
     with contextlib.redirect_stdout(io.StringIO()) as written:
         assert exit_code(generate.main, command) == EXIT_DONE
     return resumed, whole, written.getvalue()
@@ -90,7 +90,7 @@ def test_the_learning_rate_warms_up(resumed):
 
 def test_the_config_is_resolved_and_written(resumed):
     config = read_config(resumed)
-    assert (config.train.num_steps, config.train.micro_batch, config.mesh.fsdp) == (4, 1, 8)
+    assert (config.train.num_steps, config.train.per_device_batch_size, config.mesh.fsdp) == (4, 1, 8)
     assert (config.model.vocab_size, config.model.head_dim, config.model.max_positions) == (257, 8, 16)
 
 
@@ -153,7 +153,7 @@ def test_metrics_of_a_step(resumed):
     assert last['train/perplexity'] == pytest.approx(np.exp(last['train/loss']), rel=1e-5)
     assert last['train/best_loss'] == min(line['train/loss'] for line in read_metrics(resumed) if 'train/loss' in line)
     assert 0 < last['perf/mfu'] < last['perf/mfu_full']
-    assert last['train/skipped'] == 0
+    assert last['train/skipped_steps'] == 0
 
 
 def test_the_report_is_written(resumed):

@@ -89,8 +89,8 @@ def test_dry_run(capsys):
 @pytest.mark.parametrize(
     ('options', 'words'),
     [
-        (['--max_failures=0', '--', 'true'], '--max_failures=0'),
-        (['--max_failures=few', '--', 'true'], '--max_failures'),
+        (['--max-failures=0', '--', 'true'], '--max-failures=0'),
+        (['--max-failures=few', '--', 'true'], '--max-failures'),
         (['--backoff=-1', '--', 'true'], '--backoff=-1'),
         (['--backoff=1'], 'no command'),
         (['--backoff=1', '--'], 'no command'),

@@ -32,16 +32,16 @@ SMALL = {
     'model.num_heads': 2,
     'model.ffn_dim': 32,
     'model.dropout': 0.1,
-    'data.window': 16,
-    'data.prefetch': 2,
+    'data.seq_len': 16,
+    'data.prefetch_buffer_size': 2,
     'train.num_steps': 20,
     'train.log_every': 1,
     'optimizer.warmup_steps': 5,
-    'eval.every': 10,
+    'eval.interval': 10,
     'eval.num_batches': 1,
-    'eval.samples': 0,
+    'eval.num_samples': 0,
     'metrics.tensorboard': 'false',
-    'metrics.devices_seconds': 0,
+    'metrics.device_stats_interval_seconds': 0,
     'metrics.peak_tflops': 1,
 }
 # With a constant rate runs of different lengths share their step.
@@ -68,7 +68,17 @@ def params_of(workdir, step, item='params'):
 
 
 # What clocks measure, and what hangs on it.
-CLOCKED = ('time', 'perf/', 'cost/', 'goodput/', 'device/', 'host/', 'rollout/tokens_per_second', 'rollout/judging')
+CLOCKED = (
+    'time',
+    'perf/',
+    'cost/',
+    'goodput/',
+    'device/',
+    'host/',
+    'memory/',
+    'rollout/tokens_per_second',
+    'rollout/reward_seconds',
+)
 
 
 def curve(workdir):
@@ -93,7 +103,7 @@ def same(tree, other):
 def finished(dataset, tmp_path_factory):
     """Four steps with metrics every two, an evaluation at the end, and TensorBoard."""
     workdir = tmp_path_factory.mktemp('finished') / 'run'
-    settings = {'train__log_every': 2, 'eval__every': 4, 'metrics__tensorboard': 'true', **CONSTANT}
+    settings = {'train__log_every': 2, 'eval__interval': 4, 'metrics__tensorboard': 'true', **CONSTANT}
     assert run(dataset, workdir, train__num_steps=4, **settings) == EXIT_DONE
     return workdir
 
@@ -103,11 +113,17 @@ def test_lines_of_metrics(finished):
     assert [line['step'] for line in lines] == [2, 4, 4]
     last = lines[1]
     assert last['train/tokens'] == 4 * 8 * 16
-    assert {'train/perplexity', 'train/param_norm', 'perf/mfu', 'perf/mfu_full', 'perf/data_wait_seconds'} < last.keys()
+    assert {
+        'train/perplexity',
+        'train/param_norm',
+        'perf/mfu',
+        'perf/mfu_full',
+        'perf/data_loading_seconds',
+    } < last.keys()
     assert last['train/best_loss'] == min(line['train/loss'] for line in lines[:2])
     assert last['train/perplexity'] == pytest.approx(np.exp(last['train/loss']), rel=1e-5)
     assert last['perf/mfu'] < last['perf/mfu_full']
-    assert last['train/skipped'] == 0
+    assert last['train/skipped_steps'] == 0
     # Two of the five steps of the warm-up, and four.
     assert lines[0]['train/learning_rate'] < last['train/learning_rate']
 
@@ -206,14 +222,14 @@ def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys, monkeyp
     monkeypatch.setitem(RANGES, 'optimizer.learning_rate', Range(0, 1e30))
     workdir = tmp_path / 'run'
     # At this rate the first real update blows the parameters up.
-    settings = {'optimizer__learning_rate': 1e30, 'optimizer__clip_norm': 0, 'optimizer__warmup_steps': 0}
-    assert run(dataset, workdir, **settings, train__max_skipped_steps=3) == EXIT_FAILED
+    settings = {'optimizer__learning_rate': 1e30, 'optimizer__max_grad_norm': 0, 'optimizer__warmup_steps': 0}
+    assert run(dataset, workdir, **settings, guard__max_consecutive_skips=3) == EXIT_FAILED
     out = capsys.readouterr().out
-    assert 'train.max_skipped_steps' in out
+    assert 'guard.max_consecutive_skips' in out
     assert 'after 2 rollback(s)' in out
-    assert read_metrics(workdir)[-1]['train/skipped'] >= 3
+    assert read_metrics(workdir)[-1]['train/skipped_steps'] >= 3
     # A run that is too short for so many bad steps has not succeeded either, and saves none of them.
     short = tmp_path / 'short'
-    assert run(dataset, short, **settings, train__num_steps=3, checkpoint__every_steps=1) == EXIT_FAILED
+    assert run(dataset, short, **settings, train__num_steps=3, checkpoint__save_interval_steps=1) == EXIT_FAILED
     assert 'are not finite; the newest checkpoint is of step None' in capsys.readouterr().out
     assert not list(short.glob('checkpoints/[0-9]*'))

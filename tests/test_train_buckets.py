@@ -20,9 +20,9 @@ from tests.test_train import arguments, curve, params_of, run, same
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
 SETTINGS = {
-    'checkpoint__every_steps': 2,
-    'checkpoint__keep_last': 8,
-    'eval__every': 4,
+    'checkpoint__save_interval_steps': 2,
+    'checkpoint__max_to_keep': 8,
+    'eval__interval': 4,
     'optimizer__schedule': 'constant',
 }
 
@@ -51,7 +51,7 @@ def test_a_run_in_a_bucket_goes_on_elsewhere(dataset, tmp_path, whole):
                 return process.stdout + process.stderr
 
         def life(machine, num_steps, **settings):
-            settings = {**SETTINGS, 'data__cache': tmp_path / machine, 'train__num_steps': num_steps, **settings}
+            settings = {**SETTINGS, 'data__cache_dir': tmp_path / machine, 'train__num_steps': num_steps, **settings}
             return maxlm('train', *arguments(dataset, url, **settings))
 
         life('first', 4)
@@ -86,7 +86,7 @@ def test_processes_that_share_nothing_but_a_bucket(dataset, tmp_path, whole, mon
             monkeypatch.setenv(name, value)
 
         def life(machine, num_steps):
-            words = arguments(dataset, url, **SETTINGS, data__cache=tmp_path / machine, train__num_steps=num_steps)
+            words = arguments(dataset, url, **SETTINGS, data__cache_dir=tmp_path / machine, train__num_steps=num_steps)
             with Processes(2, 4, words, logs=tmp_path / f'{machine}-logs') as both:
                 assert both.wait(100) == [EXIT_DONE] * 2, both.output(0) + both.output(1)
                 return both.output(0)
@@ -117,8 +117,8 @@ def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsy
     def life(machine, num_steps, **more):
         settings = SETTINGS | {'train__num_steps': num_steps} | more
         if as_workdir:
-            return run(dataset, url, **settings, data__cache=tmp_path / machine)
-        return run(dataset, tmp_path / machine, **settings, checkpoint__mirror=url)
+            return run(dataset, url, **settings, data__cache_dir=tmp_path / machine)
+        return run(dataset, tmp_path / machine, **settings, checkpoint__remote_dir=url)
 
     assert life('first', 4) == EXIT_DONE
     names = {one['Key'] for one in s3.list_objects_v2(Bucket='bucket', Prefix=str(as_workdir))['Contents']}
@@ -137,7 +137,7 @@ def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsy
 
     assert complete() == {2, 4, 6, 8}
     # What lives on other machines have left there goes by the same rules.
-    assert life('third', 10, checkpoint__keep_last=1) == EXIT_DONE
+    assert life('third', 10, checkpoint__max_to_keep=1) == EXIT_DONE
     losses = {line['step']: line['eval/loss'] for line in read_metrics(there) if 'eval/loss' in line}
     assert complete() <= {10, min(losses, key=losses.get)}
     assert 10 in complete()
@@ -148,7 +148,7 @@ def test_a_run_with_a_copy_goes_on_elsewhere(dataset, tmp_path, whole, s3, capsy
 def test_processes_that_share_a_bucket_of_s3_and_its_cache(dataset, tmp_path, whole, s3):
     def life(machine, num_steps):
         words = arguments(
-            dataset, 's3://bucket/two', **SETTINGS, data__cache=tmp_path / machine, train__num_steps=num_steps
+            dataset, 's3://bucket/two', **SETTINGS, data__cache_dir=tmp_path / machine, train__num_steps=num_steps
         )
         with Processes(2, 4, words, logs=tmp_path / f'{machine}-logs') as both:
             assert both.wait(100) == [EXIT_DONE] * 2, both.output(0) + both.output(1)
@@ -167,7 +167,7 @@ def test_processes_that_share_a_bucket_of_s3_and_its_cache(dataset, tmp_path, wh
 def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monkeypatch, capsys):
     monkeypatch.setitem(RunStorage.fetch.__kwdefaults__, 'patience_seconds', 0.0)
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:9')
-    assert run(dataset, tmp_path / 'run', checkpoint__mirror='s3://bucket/run') == EXIT_PREEMPTED
+    assert run(dataset, tmp_path / 'run', checkpoint__remote_dir='s3://bucket/run') == EXIT_PREEMPTED
     assert 'start again when it answers' in capsys.readouterr().err
     assert not (tmp_path / 'run' / 'checkpoints').exists()
 
@@ -176,8 +176,12 @@ def test_a_bucket_that_does_not_answer_is_no_new_run(dataset, tmp_path, s3, monk
     ('workdir', 'settings', 'words'),
     [
         ('http://example.org/run', {}, '--workdir=http://example.org/run: needs the form gs://bucket/run'),
-        ('run', {'checkpoint__mirror': 'bucket/run'}, 'checkpoint.mirror=bucket/run: needs the form gs://bucket/run'),
-        ('gs://bucket/run', {'checkpoint__mirror': 's3://bucket/run'}, 'is in a bucket already'),
+        (
+            'run',
+            {'checkpoint__remote_dir': 'bucket/run'},
+            'checkpoint.remote_dir=bucket/run: needs the form gs://bucket/run',
+        ),
+        ('gs://bucket/run', {'checkpoint__remote_dir': 's3://bucket/run'}, 'is in a bucket already'),
     ],
 )
 def test_places_that_cannot_be(dataset, tmp_path, monkeypatch, capsys, workdir, settings, words):

@@ -28,10 +28,10 @@ BIG = f'{ROOT}/configs/1b.py'
 # Only lengths and counts are cut, to suit a CPU.
 SHORTENED = {
     'model.num_layers': 1,
-    'data.window': 32,
+    'data.seq_len': 32,
     'train.num_steps': 2,
-    'train.global_batch': 8,
-    'train.micro_batch': 1,
+    'train.global_batch_size': 8,
+    'train.per_device_batch_size': 1,
     'train.log_every': 1,
     'eval.num_batches': 1,
     'metrics.tensorboard': 'false',
@@ -43,7 +43,7 @@ def traced_step(config):
     """Returns the shapes of a state before and after a step, and of its metrics; nothing is computed."""
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
-    shape = (config.train.global_batch, config.data.window)
+    shape = (config.train.global_batch_size, config.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in BATCH_TYPES.items()}
     return abstract, *jax.eval_shape(make_train_step(config, layout), abstract, batch)
 
@@ -77,7 +77,7 @@ def test_the_real_1b_configuration_shortened(dataset, tmp_path):
 def test_the_step_of_the_real_1b_configuration_is_traced():
     config = resolved(load(BIG))
     assert (config.model.dim, config.model.num_heads, config.model.vocab_size) == (1536, 24, 50_000)
-    assert (config.train.global_batch, config.data.window, config.rounds) == (512, 2048, 16)
+    assert (config.train.global_batch_size, config.data.seq_len, config.rounds) == (512, 2048, 16)
     before, after, metrics = traced_step(config)
     assert num_parameters(before.params) == pytest.approx(0.76e9, rel=0.01)
     assert jax.tree.structure(before) == jax.tree.structure(after)
@@ -88,7 +88,7 @@ def test_the_step_of_the_real_1b_configuration_is_traced():
 
 def test_the_1b_configuration_trains_with_less_width(dataset, tmp_path):
     # The vocabulary, the positions, the types and the optimizer are those of the file.
-    settings = {'model__dim': 32, 'model__num_heads': 2, 'model__vocab_size': 512, 'eval__every': 0}
+    settings = {'model__dim': 32, 'model__num_heads': 2, 'model__vocab_size': 512, 'eval__interval': 0}
     assert train.main(big_arguments(dataset, tmp_path, **settings)) == EXIT_DONE
     losses = [line['train/loss'] for line in read_metrics(tmp_path)]
     assert losses == pytest.approx([np.log(512)] * 2, abs=0.5)
@@ -121,10 +121,10 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, change_batches
     # The three ways to say how long a run is, the two to say how much at a time and how long the warm-up, and what only
     # some choices of another key look at. What a step reads is read when it is traced.
     by_family = {
-        'llama': {'train__num_steps': 2, 'model__rotary_scaling': 'yarn', 'model__dtype': 'float16'},
-        'gpt2': {'train__num_tokens': 256, 'train__global_batch_tokens': 128, 'optimizer__warmup_tokens': 128},
+        'llama': {'train__num_steps': 2, 'model__rope_scaling': 'yarn', 'model__dtype': 'float16'},
+        'gpt2': {'train__num_tokens': 256, 'train__global_batch_size_tokens': 128, 'optimizer__warmup_tokens': 128},
         'qwen3': {'train__num_steps': 2, 'model__attention_pattern': 'S', 'model__sliding_window': 4},
-        'gpt_neox': {'train__num_epochs': 0.025, 'model__rotary_scaling': 'llama3'},
+        'gpt_neox': {'train__num_epochs': 0.025, 'model__rope_scaling': 'llama3'},
     }
     unwanted = ('num_steps=20', 'warmup_steps=5')
     for family, chosen in by_family.items():
@@ -137,8 +137,8 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, change_batches
     settings = {
         'model__family': 'nanochat',
         'train__num_steps': 2,
-        'eval__every': 2,
-        'eval__samples': 1,
+        'eval__interval': 2,
+        'eval__num_samples': 1,
         'optimizer__name': 'muon',
         'optimizer__schedule': 'wsd',
         'optimizer__warmup_steps': 0,
@@ -146,14 +146,14 @@ def test_every_config_key_is_read(dataset, tmp_path, monkeypatch, change_batches
         'metrics__wandb': 'offline',
         # Only what lies in a bucket is fetched.
         'data__sources': f"(('file://{dataset}', 1.0),)",
-        'data__cache': tmp_path / 'cache',
-        'data__allow_change': 'true',
+        'data__cache_dir': tmp_path / 'cache',
+        'data__allow_dataset_change': 'true',
     }
     assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
     assert read_config(tmp_path / 'run').train.num_steps == 2
     # Only a run that goes on, and one that goes back, look at some keys.
     change_batches(poisoned={2, 3})
-    settings |= {'train__num_steps': 4, 'train__max_skipped_steps': 1, 'guard__rollback_margin': 0}
+    settings |= {'train__num_steps': 4, 'guard__max_consecutive_skips': 1, 'guard__rollback_skip_steps': 0}
     assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
     declared = {f'{section}.{field.name}' for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
     assert declared - read == set()

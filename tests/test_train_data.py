@@ -33,7 +33,7 @@ def two(tmp_path_factory):
     for name, lines in texts.items():
         (at / name).with_suffix('.jsonl').write_text('\n'.join(json.dumps({'text': line}) for line in lines))
         arguments = ['--input', at / f'{name}.jsonl', '--output', at / name, '--tokenizer', 'bytes', '--workers', 1]
-        assert prepare.main([*map(str, arguments), '--validation_share', '0.1', '--quiet']) == 0
+        assert prepare.main([*map(str, arguments), '--validation-fraction', '0.1', '--quiet']) == 0
     return at
 
 
@@ -51,11 +51,11 @@ def sources(two, numbers, letters):
 def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
     settings = {
         'train__num_steps': 40,
-        'eval__every': 20,
+        'eval__interval': 20,
         'optimizer__schedule': 'constant',
         'eval__num_batches': 0,
-        'checkpoint__every_steps': 20,
-        'checkpoint__keep_last': 5,
+        'checkpoint__save_interval_steps': 20,
+        'checkpoint__max_to_keep': 5,
     }
     mixed = tmp_path / 'mixed'
     assert run('unused', mixed, data__sources=sources(two, 0.25, 0.75), **settings) == EXIT_DONE
@@ -65,8 +65,8 @@ def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
     assert 'source letters is repeated' not in told
     lines = curve(mixed)
     last = lines[40]
-    assert last['data/share/numbers'] == pytest.approx(0.25, abs=0.1)
-    assert last['data/share/numbers'] + last['data/share/letters'] == pytest.approx(1)
+    assert last['data/fraction/numbers'] == pytest.approx(0.25, abs=0.1)
+    assert last['data/fraction/numbers'] + last['data/fraction/letters'] == pytest.approx(1)
     assert last['data/epoch/numbers'] > 4 > last['data/epoch/letters']
     assert last['train/loss/numbers'] != last['train/loss/letters']
     low, high = sorted((last['eval/loss/numbers'], last['eval/loss/letters']))
@@ -87,10 +87,10 @@ def test_a_weighted_mixture_is_told_by_source(two, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count('\n') == 1
     assert 'weight numbers was 0.25 and is 0.3' in error
-    assert 'data.allow_change' in error
+    assert 'data.allow_dataset_change' in error
     assert run('unused', mixed, data__sources=sources(two, 0.25, 0.75), **settings) == EXIT_DONE
     assert curve(mixed) == lines
-    forced = {**settings, 'train__num_steps': 41, 'data__allow_change': 'true'}
+    forced = {**settings, 'train__num_steps': 41, 'data__allow_dataset_change': 'true'}
     assert run('unused', mixed, data__sources=sources(two, 0.3, 0.75), **forced) == EXIT_DONE
     assert 'going on with other data' in ''.join(capsys.readouterr())
     assert 41 in curve(mixed)
@@ -132,28 +132,28 @@ SCHEDULE = '((4, 0.3), (8, 0.7))'
 @pytest.mark.nightly
 def test_sequences_that_become_longer(dataset, tmp_path, capsys):
     """Ten steps of 16 tokens a row, of which the first 3 have 4 and the next 4 have 8."""
-    settings = {'train__num_steps': 10, 'checkpoint__every_steps': 1, 'checkpoint__keep_last': 10}
+    settings = {'train__num_steps': 10, 'checkpoint__save_interval_steps': 1, 'checkpoint__max_to_keep': 10}
     whole = tmp_path / 'whole'
-    assert run(dataset, whole, data__context_schedule=SCHEDULE, **settings) == EXIT_DONE
+    assert run(dataset, whole, data__seq_len_schedule=SCHEDULE, **settings) == EXIT_DONE
     told = capsys.readouterr().out
     assert 'step       4  sequences of 8 tokens' in told
     assert 'step       8  sequences of 16 tokens' in told
     lines = curve(whole)
-    assert [lines[step]['data/window'] for step in (3, 4, 7, 8, 10)] == [4, 8, 8, 16, 16]
+    assert [lines[step]['data/seq_len'] for step in (3, 4, 7, 8, 10)] == [4, 8, 8, 16, 16]
     tokens = [lines[step]['train/tokens'] for step in range(1, 11)]
     assert [b - a for a, b in itertools.pairwise(tokens)] == [tokens[0]] * 9
     # The work of a step becomes more with the length of its sequences, and is counted so.
-    flops = [line['perf/mfu'] * line['perf/step_seconds'] for line in read_metrics(whole) if 'perf/mfu' in line]
+    flops = [line['perf/mfu'] * line['perf/step_time_seconds'] for line in read_metrics(whole) if 'perf/mfu' in line]
     assert flops[2] < flops[3] < flops[7]
     assert flops[0] == pytest.approx(flops[2], rel=1e-6)
     # Going on at and behind a switch.
-    settings['checkpoint__every_steps'] = 0
+    settings['checkpoint__save_interval_steps'] = 0
     for step in (3, 4):
         resumed = tmp_path / f'from_{step}'
         shutil.copytree(whole, resumed)
         for later in range(step + 1, 11):
             shutil.rmtree(resumed / 'checkpoints' / str(later))
-        assert run(dataset, resumed, data__context_schedule=SCHEDULE, **settings) == EXIT_DONE
+        assert run(dataset, resumed, data__seq_len_schedule=SCHEDULE, **settings) == EXIT_DONE
         assert curve(resumed) == lines, step
         assert same(params_of(resumed, 10), params_of(whole, 10)), step
     plain = tmp_path / 'plain'
@@ -167,7 +167,7 @@ def test_sequences_that_become_longer(dataset, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('schedule', 'part'),
     [
-        ('((5, 0.5),)', '5 does not divide data.window=16'),
+        ('((5, 0.5),)', '5 does not divide data.seq_len=16'),
         ('((16, 0.5),)', 'does not divide'),
         ('((8, 1.5),)', 'shares must rise'),
         ('((4, 0.5), (8, 0.5))', 'shares must rise'),
@@ -175,7 +175,7 @@ def test_sequences_that_become_longer(dataset, tmp_path, capsys):
     ],
 )
 def test_bad_schedules_are_refused(dataset, tmp_path, capsys, schedule, part):
-    assert run(dataset, tmp_path / 'run', data__context_schedule=schedule) == EXIT_BAD_INPUT
+    assert run(dataset, tmp_path / 'run', data__seq_len_schedule=schedule) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.count('\n') == 1
     assert part in error
@@ -194,7 +194,7 @@ def cached(cache):
 
 @pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, capsys, workers):
-    settings = {'data__pool_shards': 2, 'checkpoint__every_steps': 10}
+    settings = {'data__shuffle_shards': 2, 'checkpoint__save_interval_steps': 10}
     here = tmp_path / 'here'
     assert run(bucket.path, here, **settings) == EXIT_DONE
     sizes = {shard.name: shard.bytes for split in bucket.splits.values() for shard in split.shards}
@@ -205,10 +205,10 @@ def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, cap
     cache = tmp_path / 'cache'
     remote = {
         **settings,
-        'data__workers': workers,
-        'data__cache': cache,
-        'data__cache_gib': gib,
-        'data__fetch_threads': 2,
+        'data__num_workers': workers,
+        'data__cache_dir': cache,
+        'data__cache_limit_gib': gib,
+        'data__download_threads': 2,
     }
     there = tmp_path / 'there'
     url = f'file://{bucket.path}'
@@ -228,9 +228,9 @@ def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, cap
     assert run(bucket.path, plain) == EXIT_DONE
     assert curve(plain)[1]['train/loss'] != curve(here)[1]['train/loss']
     capsys.readouterr()
-    assert run(url, tmp_path / 'small', **{**remote, 'data__cache_gib': largest / 2**30}) == EXIT_BAD_INPUT
+    assert run(url, tmp_path / 'small', **{**remote, 'data__cache_limit_gib': largest / 2**30}) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert 'data.cache_gib' in error
+    assert 'data.cache_limit_gib' in error
     assert 'too small' in error
     assert run(f'{url}x', tmp_path / 'none', **remote) == EXIT_BAD_INPUT
     assert 'datax' in capsys.readouterr().err
@@ -238,7 +238,12 @@ def test_training_from_a_bucket_is_the_same_as_from_a_copy(bucket, tmp_path, cap
 
 def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, capsys):
     workdir = tmp_path / 'run'
-    settings = {'train__num_steps': 2, 'eval__every': 2, 'eval__num_batches': 0, 'data__cache': tmp_path / 'cache'}
+    settings = {
+        'train__num_steps': 2,
+        'eval__interval': 2,
+        'eval__num_batches': 0,
+        'data__cache_dir': tmp_path / 'cache',
+    }
     assert run(f'file://{bucket.path}', workdir, **settings) == EXIT_DONE
     shutil.rmtree(tmp_path / 'cache')
     capsys.readouterr()
@@ -250,7 +255,7 @@ def test_evaluation_on_data_in_a_bucket(bucket, tmp_path, capsys):
 
 def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, monkeypatch):
     """Nobody answers after two pools have come; the server is back when training has asked for a third."""
-    settings = {'data__pool_shards': 2, 'data__prefetch': 1, 'data__threads': 1, 'eval__every': 0}
+    settings = {'data__shuffle_shards': 2, 'data__prefetch_buffer_size': 1, 'data__num_threads': 1, 'eval__interval': 0}
     here = tmp_path / 'here'
     assert run(bucket.path, here, **settings) == EXIT_DONE
     with gcs.running(monkeypatch) as server:
@@ -268,7 +273,7 @@ def test_training_goes_on_while_the_bucket_is_gone(bucket, tmp_path, capsys, mon
             return fetch_one(file, *arguments, **options)
 
         monkeypatch.setattr(shard_cache, 'fetch_patiently', fetch_some)
-        remote = {**settings, 'data__cache': tmp_path / 'cache', 'data__fetch_threads': 1}
+        remote = {**settings, 'data__cache_dir': tmp_path / 'cache', 'data__download_threads': 1}
         there = tmp_path / 'there'
         assert run('gs://bucket/corpus', there, **remote) == EXIT_DONE
     assert curve(there) == curve(here)

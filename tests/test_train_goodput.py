@@ -21,13 +21,13 @@ pytestmark = pytest.mark.multiprocess
 BEAT_SECONDS = 0.1
 SETTINGS = {
     'train__num_steps': slow_training.LAST,
-    'eval__every': 20,
-    'checkpoint__every_steps': slow_training.EVERY,
-    'metrics__ledger_seconds': BEAT_SECONDS,
+    'eval__interval': 20,
+    'checkpoint__save_interval_steps': slow_training.EVERY,
+    'metrics__goodput_interval_seconds': BEAT_SECONDS,
     'train__price_per_hour': 3.6,
     # What is read ahead hides slow data, as it should.
-    'data__prefetch': 1,
-    'data__threads': 1,
+    'data__prefetch_buffer_size': 1,
+    'data__num_threads': 1,
 }
 # Between the end of a process and the beginning of the next, and where parts meet.
 SLACK_SECONDS = 0.15
@@ -117,8 +117,8 @@ def test_the_metrics_and_events_tell_the_same(held_up):
     after = sum(ledger.lives[2].seconds[name] for name in ('compile', 'evaluation', 'checkpoint', 'other'))
     assert paid - after - 0.5 < told < paid
     assert last['cost/dollars'] == pytest.approx(last['cost/hours'] * 3.6, rel=1e-3)
-    assert last['cost/seconds_left'] == 0
-    assert ledger.share < last['goodput/share'] < ledger.share * ledger.seconds / (ledger.seconds - after - 0.5)
+    assert last['perf/eta_seconds'] == 0
+    assert ledger.share < last['goodput/fraction'] < ledger.share * ledger.seconds / (ledger.seconds - after - 0.5)
     # Budgets count the same hours, with what the lives that were killed had not saved any more.
     progress = read_json(held_up / 'slow' / 'checkpoints' / str(slow_training.LAST) / 'progress')
     assert told - 0.5 < 3600 * progress['history']['decisions']['hours'] < paid

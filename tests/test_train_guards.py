@@ -25,10 +25,10 @@ pytestmark = pytest.mark.usefixtures('shared_steps')
 SETTINGS = {
     'model__dropout': 0,
     'train__num_steps': 16,
-    'train__max_skipped_steps': 3,
-    'checkpoint__every_steps': 4,
-    'eval__every': 16,
-    'guard__rollback_margin': 2,
+    'guard__max_consecutive_skips': 3,
+    'checkpoint__save_interval_steps': 4,
+    'eval__interval': 16,
+    'guard__rollback_skip_steps': 2,
     'optimizer__schedule': 'constant',
 }
 
@@ -64,7 +64,7 @@ def test_a_rollback_ends_as_if_the_window_had_never_been_there(dataset, tmp_path
     assert curve(tmp_path / 'plain')[16]['train/loss'] != curve(tmp_path / 'run')[16]['train/loss']
     change_batches(poisoned={9, 10, 11})
     assert run(dataset, tmp_path / 'run', **SETTINGS | {'train__num_steps': 18}) == EXIT_DONE
-    assert curve(tmp_path / 'run')[18]['train/skipped'] == 0
+    assert curve(tmp_path / 'run')[18]['train/skipped_steps'] == 0
 
 
 def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, change_batches, capsys):
@@ -82,15 +82,19 @@ def test_a_run_that_diverges_gives_up_and_keeps_what_it_had(dataset, tmp_path, c
 
 def test_early_stopping_saves_and_stays_stopped(dataset, tmp_path, capsys):
     workdir = tmp_path / 'run'
-    settings = SETTINGS | {'eval__every': 2, 'guard__patience': 2, 'guard__min_delta': 100}
+    settings = SETTINGS | {
+        'eval__interval': 2,
+        'guard__early_stopping_patience': 2,
+        'guard__early_stopping_min_delta': 100,
+    }
     assert run(dataset, workdir, **settings) == EXIT_DONE
     # The first is progress, two are not.
-    assert 'guard.patience' in capsys.readouterr().out
+    assert 'guard.early_stopping_patience' in capsys.readouterr().out
     assert steps_in(workdir) == [4, 6]
     assert read_metrics(workdir)[-1]['step'] == 6
     assert run(dataset, workdir, **settings) == EXIT_DONE
     assert 'nothing to do: the validation loss has not gone below' in capsys.readouterr().out
-    assert run(dataset, workdir, **settings | {'guard__patience': 0}) == EXIT_DONE
+    assert run(dataset, workdir, **settings | {'guard__early_stopping_patience': 0}) == EXIT_DONE
     assert steps_in(workdir)[-1] == 16
 
 
@@ -156,7 +160,7 @@ def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path,
     monkeypatch.setattr(Throughput, 'seconds', property(lambda pace: seconds(first + pace.steps) - seconds(first)))
     monkeypatch.setattr(Throughput, 'pauses', {}, raising=False)
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__schedule': 'cosine'}
-    settings |= {'optimizer__min_learning_rate': 0, 'checkpoint__keep_last': 99}
+    settings |= {'optimizer__min_learning_rate': 0, 'checkpoint__max_to_keep': 99}
     first = 0
     assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
     lengths = [*map(int, re.findall(r'per step the budget is (\d+) steps', capsys.readouterr().out))]

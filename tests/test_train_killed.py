@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly, pytest.mark.timeout
 LAST = 20
 SETTINGS = {
     'train__num_steps': LAST,
-    'checkpoint__every_steps': 2,
-    'checkpoint__keep_last': 2,
+    'checkpoint__save_interval_steps': 2,
+    'checkpoint__max_to_keep': 2,
     # The first evaluation, which compiles, comes before the first save, from which the time to a kill counts.
-    'eval__every': 2,
+    'eval__interval': 2,
     'optimizer__ema_decay': 0.9,
 }
 

@@ -19,21 +19,21 @@ from tests.test_train import arguments, curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-MODEL = {'model__family': 'llama', 'model__dropout': 0, 'model__tie_embeddings': 'false', 'eval__every': 0}
+MODEL = {'model__family': 'llama', 'model__dropout': 0, 'model__tie_embeddings': 'false', 'eval__interval': 0}
 MODEL |= {'optimizer__schedule': 'constant'}
 SCHEDULE = '((16, 0.3), (32, 0.6))'
 LONGER = {
     **MODEL,
-    'data__window': 64,
-    'data__context_schedule': SCHEDULE,
-    'model__rotary_scaling': 'yarn',
-    'model__rotary_factor': 4,
+    'data__seq_len': 64,
+    'data__seq_len_schedule': SCHEDULE,
+    'model__rope_scaling': 'yarn',
+    'model__rope_scaling_factor': 4,
     'train__num_steps': 10,
 }
 # The first step of a warm-up has no rate: what is saved is what the run started with.
 STILL = {'train__num_steps': 1}
 BYTES, TOKENS, ROWS = 257, 259, 264
-CHAT = {**LONGER, 'data__context_schedule': '()', 'model__vocab_size': ROWS, 'train__num_steps': 6}
+CHAT = {**LONGER, 'data__seq_len_schedule': '()', 'model__vocab_size': ROWS, 'train__num_steps': 6}
 
 
 @pytest.fixture(scope='module')
@@ -48,7 +48,7 @@ def base(dataset, tmp_path_factory):
 def longer(dataset, base, tmp_path_factory):
     """The same at windows four times as long, and what was logged."""
     workdir = tmp_path_factory.mktemp('longer') / 'run'
-    settings = {**LONGER, 'train__init_from': base, 'checkpoint__every_steps': 1, 'checkpoint__keep_last': 10}
+    settings = {**LONGER, 'train__init_from': base, 'checkpoint__save_interval_steps': 1, 'checkpoint__max_to_keep': 10}
     assert run(dataset, workdir, **settings) == EXIT_DONE
     return workdir, settings
 
@@ -64,7 +64,7 @@ def chats(base, tmp_path_factory):
         rows.append(json.dumps({'messages': messages}) + '\n')
     (folder / 'chats.jsonl').write_text(''.join(rows))
     command = ['--input', folder / 'chats.jsonl', '--output', folder / 'data', '--tokenizer', base / 'tokenizer.json']
-    command += ['--format', 'chat', '--pack_window', 64, '--workers', 1, '--validation_share', 0.1, '--quiet']
+    command += ['--format', 'chat', '--pack-seq-len', 64, '--workers', 1, '--validation-fraction', 0.1, '--quiet']
     assert prepare.main([str(word) for word in command]) == EXIT_DONE
     return folder / 'data'
 
@@ -103,7 +103,7 @@ def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path)
     assert log.count('context: checkpoint was trained at 16, this run at 64 (yarn ×4)') == 1
     assert 'step       4  sequences of 32 tokens' in log
     assert 'step       7  sequences of 64 tokens' in log
-    assert read_config(workdir).model.rotary_original_positions == 16
+    assert read_config(workdir).model.original_max_positions == 16
     # It goes on, and does not begin anew.
     assert run(dataset, tmp_path / 'fresh', **LONGER) == EXIT_DONE
     assert curve(workdir)[1]['train/loss'] < curve(tmp_path / 'fresh')[1]['train/loss'] - 0.3
@@ -119,9 +119,9 @@ def test_windows_that_become_longer_are_a_phase(dataset, base, longer, tmp_path)
 
 
 def test_learned_positions_are_refused_for_longer_windows(dataset, tmp_path, capsys):
-    learned = {'model__family': 'gpt2', 'eval__every': 0, 'train__num_steps': 1}
+    learned = {'model__family': 'gpt2', 'eval__interval': 0, 'train__num_steps': 1}
     make_start(tmp_path / 'first', dataset / 'tokenizer.json', model__family='gpt2')
-    longer = {**learned, 'data__window': 64, 'train__init_from': tmp_path / 'first'}
+    longer = {**learned, 'data__seq_len': 64, 'train__init_from': tmp_path / 'first'}
     assert run(dataset, tmp_path / 'second', **longer) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.count('\n') == 1
@@ -153,7 +153,7 @@ def test_conversations_bring_new_tokens(longer, chats, answering, tmp_path, caps
 def test_the_template_travels(chats, answering, tmp_path, capsys):
     template = (chats / 'chat_template.jinja').read_text()
     assert (answering / 'chat_template.jinja').read_text() == template
-    command = [f'--checkpoint={answering}', '--prompt=What is 7?', '--max_tokens=20', '--temperature=1']
+    command = [f'--checkpoint={answering}', '--prompt=What is 7?', '--max-tokens=20', '--temperature=1']
     assert exit_code(generate.main, [*command, '--chat']) == EXIT_DONE
     answered = capsys.readouterr().out
     assert answered.startswith('What is 7?\n\n')
@@ -175,7 +175,7 @@ def test_the_template_travels(chats, answering, tmp_path, capsys):
 
 
 def test_a_model_without_a_template_answers_nothing(base, capsys):
-    command = [f'--checkpoint={base}', '--prompt=What?', '--chat', '--max_tokens=4']
+    command = [f'--checkpoint={base}', '--prompt=What?', '--chat', '--max-tokens=4']
     assert exit_code(generate.main, command) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert error.count('\n') == 1
@@ -207,7 +207,7 @@ def test_a_model_of_transformers_grows(chats, base, tmp_path):
     argv = ['import', f'--input={tmp_path}/model', f'--output={tmp_path}/imported']
     assert exit_code(hf.main, argv) == EXIT_DONE
     sizes = {'num_layers': 2, 'dim': 32, 'num_heads': 4, 'num_kv_heads': 2, 'ffn_dim': 56, 'norm_epsilon': 1e-6}
-    settings = {**MODEL, **{f'model__{name}': value for name, value in sizes.items()}, 'data__window': 64}
+    settings = {**MODEL, **{f'model__{name}': value for name, value in sizes.items()}, 'data__seq_len': 64}
     settings |= {'model__vocab_size': ROWS, 'train__init_from': tmp_path / 'imported'}
     assert run(chats, tmp_path / 'still', **{**settings, **STILL}) == EXIT_DONE
     assert_grown(tables(tmp_path / 'imported', 0), tables(tmp_path / 'still', 1))

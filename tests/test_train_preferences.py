@@ -40,14 +40,14 @@ def test_it_learns_what_is_preferred(whole):
     lines = curve(whole)
     # The model is its reference at first: it prefers nothing.
     assert lines[1]['train/loss'] == pytest.approx(math.log(2), abs=1e-6)
-    assert abs(lines[1]['train/margin']) < 1e-6
+    assert abs(lines[1]['train/rewards/margins']) < 1e-6
     assert lines[12]['train/loss'] < lines[1]['train/loss'] - 0.01
-    assert lines[12]['train/margin'] > 0.02
-    assert lines[12]['train/chosen_reward'] - lines[12]['train/rejected_reward'] == pytest.approx(
-        lines[12]['train/margin'], abs=1e-5
+    assert lines[12]['train/rewards/margins'] > 0.02
+    assert lines[12]['train/rewards/chosen'] - lines[12]['train/rewards/rejected'] == pytest.approx(
+        lines[12]['train/rewards/margins'], abs=1e-5
     )
     # On pairs that it has not seen; before an update there is no better one.
-    assert lines[12]['eval/accuracy'] > 0.9 > lines[1]['train/accuracy']
+    assert lines[12]['eval/rewards/accuracies'] > 0.9 > lines[1]['train/rewards/accuracies']
     assert 'train/perplexity' not in lines[12]
     assert 'validation loss 0.4' in (whole / 'run.log').read_text()
 
@@ -55,7 +55,7 @@ def test_it_learns_what_is_preferred(whole):
 def test_another_reference_is_refused(start, whole, tmp_path, capsys):
     shutil.copytree(whole, tmp_path / 'run')
     make_start(tmp_path / 'other', start / 'data/tokenizer.json', seed=1)
-    settings = {'train__init_from': tmp_path / 'other', 'eval__every': 0}
+    settings = {'train__init_from': tmp_path / 'other', 'eval__interval': 0}
     assert run(start, tmp_path / 'run', **settings) == EXIT_BAD_INPUT
     assert 'reference' in capsys.readouterr().err
     assert run(start, tmp_path / 'run', **{**settings, 'train__init_from': tmp_path / 'nowhere'}) == EXIT_BAD_INPUT
@@ -69,7 +69,7 @@ def test_with_adapters_there_is_no_second_copy(start, tmp_path, whole):
     assert run(start, tmp_path / 'run', **settings) == EXIT_DONE
     lines = curve(tmp_path / 'run')
     assert lines[1]['train/loss'] == pytest.approx(math.log(2), abs=1e-6)
-    assert lines[12]['train/margin'] > 0.005
+    assert lines[12]['train/rewards/margins'] > 0.005
     config = read_config(tmp_path / 'run')
     assert abstract_state(config, small_layout(config)).reference is None
     # Control: without adapters there is one.
@@ -86,10 +86,10 @@ def test_with_adapters_there_is_no_second_copy(start, tmp_path, whole):
 @pytest.mark.nightly
 def test_another_layout_learns_the_same(start, whole, tmp_path):
     # Accumulation, the length over two devices, and copies of the parameters, all at once.
-    settings = {'train__micro_batch': 1, 'mesh__context': 2, 'mesh__data': 2}
-    assert run(start, tmp_path, eval__every=0, **settings) == EXIT_DONE
+    settings = {'train__per_device_batch_size': 1, 'mesh__context': 2, 'mesh__data': 2}
+    assert run(start, tmp_path, eval__interval=0, **settings) == EXIT_DONE
     assert read_config(tmp_path).mesh.fsdp == 2
     lines, wanted = curve(tmp_path), curve(whole)
     for step in (1, 2, 4):
-        for name in ('train/loss', 'train/margin', 'train/chosen_log_prob', 'train/grad_norm'):
+        for name in ('train/loss', 'train/rewards/margins', 'train/logps/chosen', 'train/grad_norm'):
             assert lines[step][name] == pytest.approx(wanted[step][name], rel=2e-4, abs=2e-6), (step, name)

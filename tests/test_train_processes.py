@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures('shared_steps')]
 # A constant rate, so that a step is the same in runs of all lengths.
 SETTINGS = {
     'optimizer__schedule': 'constant',
-    'checkpoint__every_steps': 3,
-    'checkpoint__keep_last': 100,
-    'eval__every': 3,
-    'train__stuck_seconds': 60,
+    'checkpoint__save_interval_steps': 3,
+    'checkpoint__max_to_keep': 100,
+    'eval__interval': 3,
+    'train__hang_timeout_seconds': 60,
 }
-ENDLESS = {**SETTINGS, 'train__num_steps': 1_000_000, 'checkpoint__every_steps': 0, 'eval__every': 0}
+ENDLESS = {**SETTINGS, 'train__num_steps': 1_000_000, 'checkpoint__save_interval_steps': 0, 'eval__interval': 0}
 # Seven steps, with a sample at each evaluation.
-WANTED = {**SETTINGS, 'train__num_steps': 7, 'eval__samples': 1, 'eval__sample_tokens': 8}
+WANTED = {**SETTINGS, 'train__num_steps': 7, 'eval__num_samples': 1, 'eval__sample_max_tokens': 8}
 # With hardly a rate step 7 changes nothing: what it saves is what was restored.
 STILL = {
     **SETTINGS,
@@ -43,7 +43,7 @@ STILL = {
     'optimizer__min_learning_rate': 0,
     'optimizer__weight_decay': 0,
     'train__num_steps': 7,
-    'eval__every': 0,
+    'eval__interval': 0,
 }
 # Seconds in which the others must have ended. Linger, heartbeat and polls make about 10.
 END_SECONDS = 15
@@ -129,8 +129,8 @@ def test_two_processes_compute_what_one_does(whole, alone):
 def test_two_processes_compute_the_benchmarks_of_one(dataset, tmp_path):
     pytest.importorskip('lm_eval', reason='needs the extra eval: pip install maxlm[eval]')
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['rolling'])
-    settings = {**SETTINGS, 'train__num_steps': 1, 'eval__every': 0}
-    settings |= {'eval__tasks': f"('{tasks}',)", 'eval__tasks_every': 1, 'eval__tasks_limit': 3}
+    settings = {**SETTINGS, 'train__num_steps': 1, 'eval__interval': 0}
+    settings |= {'eval__tasks': f"('{tasks}',)", 'eval__tasks_interval': 1, 'eval__tasks_limit': 3}
     words = arguments(dataset, tmp_path / 'two', **settings)
     with Processes(2, 4, words, logs=tmp_path / 'logs') as processes:
         assert processes.wait(300) == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
@@ -218,7 +218,7 @@ def test_the_others_follow_a_killed_process(start, tmp_path, victim):
 
 
 def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_property):
-    with start(2, 4, 'run', ENDLESS, fault='hang', train__stuck_seconds=5) as processes:
+    with start(2, 4, 'run', ENDLESS, fault='hang', train__hang_timeout_seconds=5) as processes:
         wait_for_lines(processes, tmp_path / 'run', 1)
         while 'hangs' not in processes.output(1):
             time.sleep(0.05)
@@ -229,7 +229,7 @@ def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_propert
         everyone = time.monotonic() - stuck
         assert everyone < 5 + END_SECONDS
         culprit, other = processes.output(1), processes.output(0)
-    assert 'stuck: no step for 5 s (train.stuck_seconds)' in culprit
+    assert 'stuck: no step for 5 s (train.hang_timeout_seconds)' in culprit
     assert 'in faulty' in culprit
     # The one that only waited for it was left alone until then.
     assert 'ending with the others: process 1: stuck' in other
@@ -280,7 +280,7 @@ def test_the_launcher_of_a_node_starts_them(dataset, whole, tmp_path):
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     }
-    options = ['--once', '--platform', 'cpu', '--devices', '4', '--per_gpu', '--gpus', '2']
+    options = ['--once', '--platform', 'cpu', '--devices', '4', '--per-gpu', '--gpus', '2']
     done = subprocess.run(
         ['bash', 'launch/gpu_node.sh', *options, '--coordinator', f'127.0.0.1:{free_port()}', '--', *words],
         cwd=ROOT,

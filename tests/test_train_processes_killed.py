@@ -22,10 +22,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly, pytest.mark.timeout
 LAST = how_many(24, 60)
 SETTINGS = {
     'train__num_steps': LAST,
-    'checkpoint__every_steps': 3,
-    'checkpoint__keep_last': 2,
-    'eval__every': 0,
-    'train__stuck_seconds': 60,
+    'checkpoint__save_interval_steps': 3,
+    'checkpoint__max_to_keep': 2,
+    'eval__interval': 0,
+    'train__hang_timeout_seconds': 60,
 }
 # Seconds in which the others must have ended. Linger, heartbeat and polls make about 10.
 END_SECONDS = 15

@@ -187,8 +187,8 @@ class Scribe:
         money = {}
         if self.price:
             at_end = self.spent + left / 3600 * self.price * self.processes * self.devices
-            money = {'cost/dollars': self.spent, 'cost/dollars_at_end': at_end}
-        cost = {'cost/hours': self.clock / 3600, 'cost/seconds_left': left, **money}
+            money = {'cost/dollars': self.spent, 'cost/projected_dollars': at_end}
+        cost = {'cost/hours': self.clock / 3600, 'perf/eta_seconds': left, **money}
         self._line('metrics.jsonl', {**step_metrics(self.step, loss, skipped), **cost})
 
     def _readings(self):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from examples.tasks import arithmetic, synth
 from examples.tasks.problem import Problem, write_problems
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, flag
 
 
 class Kind(NamedTuple):
@@ -44,10 +44,10 @@ def main(argv: list[str]) -> int:
         '--problems', type=int, metavar='N', help=f'chats, and as many prompts (default: {defaults["num"]})'
     )
     parser.add_argument(
-        '--held_out', type=int, metavar='N', help=f'further prompts to evaluate on (default: {defaults["held_out"]})'
+        '--held-out', type=int, metavar='N', help=f'further prompts to evaluate on (default: {defaults["held_out"]})'
     )
     parser.add_argument(
-        '--wrong_share',
+        '--wrong-share',
         type=float,
         metavar='X',
         help='how often the teacher of the chats makes the mistake, where there is one to make '
@@ -60,9 +60,9 @@ def main(argv: list[str]) -> int:
     wrong_share = kind.wrong_share if options.wrong_share is None else options.wrong_share
     for name, value in (('problems', num), ('held_out', held_out)):
         if value < 1:
-            raise InputError(f'--{name}={value}: must be at least 1')
+            raise InputError(f'{flag(name)}={value}: must be at least 1')
     if not 0 <= wrong_share <= 1:
-        raise InputError(f'--wrong_share={wrong_share}: needs a share from 0 to 1')
+        raise InputError(f'--wrong-share={wrong_share}: needs a share from 0 to 1')
     if options.seed < 0:
         raise InputError(f'--seed={options.seed}: must be at least 0')
     counts = write_problems(

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.data.prepare.task_results import write_atomically
 from maxlm.errors import InputError, os_message
+from maxlm.storage.atomic import atomic_write
 
 CHATS, PROMPTS, HELD_OUT = 'chats.jsonl', 'prompts.jsonl', 'held_out.jsonl'
 
@@ -62,7 +62,7 @@ def write_problems(
     """
     if 2 * num + held_out > len(problems):
         raise InputError(
-            f'--problems={num} with --held_out={held_out} needs {2 * num + held_out} problems, and there are '
+            f'--problems={num} with --held-out={held_out} needs {2 * num + held_out} problems, and there are '
             f'{len(problems)}; give --problems={max(0, len(problems) - held_out) // 2} or fewer, or hold out fewer'
         )
     rng = random.Random(seed)
@@ -81,6 +81,6 @@ def write_problems(
         raise InputError(f'--output={output}: {os_message(error)}; give a directory that can be written') from error
     for name, entries in ((CHATS, chats), (PROMPTS, prompts[:num]), (HELD_OUT, prompts[num:])):
         lines = (json.dumps(entry, ensure_ascii=False) + '\n' for entry in entries)
-        write_atomically(output / name, ''.join(lines))
+        atomic_write(output / name, ''.join(lines))
     mistakes = sum(answer != problem.right for problem, answer in zip(chosen, answers, strict=False))
     return Counts(num, mistakes, num, held_out)

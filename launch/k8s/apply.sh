@@ -10,7 +10,7 @@
 #   --namespace NS           default: kubectl's own
 #   --claim CLAIM:/MOUNT     a volume that all pods share
 #   --secret NAME            a Secret of the cluster, as environment variables of the process
-#   --service_account NAME   whose rights the pods have, for buckets by workload identity
+#   --service-account NAME   whose rights the pods have, for buckets by workload identity
 #   --render                 print the manifest and send nothing
 #   --dry-run                print the manifest and the command that would get it
 #
@@ -40,7 +40,7 @@ service_account=
 dry_run=false
 render=false
 while [ $# -gt 0 ]; do
-  case "$1" in
+  case "${1//_/-}" in
     --*=*)
       # --name=N is --name N.
       set -- "${1%%=*}" "$@"
@@ -55,7 +55,7 @@ while [ $# -gt 0 ]; do
     --namespace) need_value "$1" "$@" && namespace="$2" && shift ;;
     --claim) need_value "$1" "$@" && claim="$2" && shift ;;
     --secret) need_value "$1" "$@" && secret="$2" && shift ;;
-    --service_account) need_value "$1" "$@" && service_account="$2" && shift ;;
+    --service-account) need_value "$1" "$@" && service_account="$2" && shift ;;
     --render) render=true ;;
     --dry-run) dry_run=true ;;
     --) shift && break ;;
@@ -75,7 +75,7 @@ need_name --name "$name"
 [[ "$image" =~ ^[A-Za-z0-9][A-Za-z0-9._/:@-]*$ ]] || refuse "--image=$image: not the name of an image"
 [ -z "$namespace" ] || need_name --namespace "$namespace"
 [ -z "$secret" ] || need_name --secret "$secret"
-[ -z "$service_account" ] || need_name --service_account "$service_account"
+[ -z "$service_account" ] || need_name --service-account "$service_account"
 workdir="$(find_workdir "$@")"
 [ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm.train come after --'
 if [ -n "$claim" ]; then

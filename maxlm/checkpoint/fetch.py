@@ -16,7 +16,8 @@ from maxlm.checkpoint.listing import resolve_checkpoint
 from maxlm.checkpoint.manager import find_step
 from maxlm.errors import InputError
 from maxlm.log import logger, progress_bar
-from maxlm.storage.download import RemoteFile, write_whole
+from maxlm.storage.atomic import atomic_write
+from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
 from maxlm.storage.filesystem import StorageError, display_path, is_url, read_bytes, stat
 from maxlm.storage.json_text import parse_json
@@ -29,7 +30,7 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 # What a step grows in, in the folder of checkpoints.
 UNFINISHED = '_fetching'
 OPTIMIZER = 'optimizer'
-# As data.cache has it.
+# As data.cache_dir has it.
 CACHE = '~/.cache/maxlm'
 THREADS = 8
 
@@ -89,7 +90,7 @@ def fetch_checkpoint(given: str, output: Path, *, weights_only: bool, threads: i
         fetch_tree(missing, threads=threads, on_alarm=logger.warning, on_bytes=on_bytes)
     if weights_only and read_checksums(unfinished) is not None:
         content = parse_json(rewritten.read_text(encoding='utf-8'))
-        write_whole(rewritten, json.dumps({name: content[name] for name in content if name != OPTIMIZER}).encode())
+        atomic_write(rewritten, json.dumps({name: content[name] for name in content if name != OPTIMIZER}))
     found, num_checksums = corrupt_arrays(unfinished)
     if found:
         shutil.rmtree(unfinished)

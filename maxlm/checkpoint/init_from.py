@@ -166,13 +166,13 @@ def context_line(step: epath.Path, config: Config) -> str:
     if before is None:
         return ''
     # An import has no length of a run, and its window is not that of its training.
-    trained_at = before.data.window if before.train.num_steps else before.model.max_positions
+    trained_at = before.data.seq_len if before.train.num_steps else before.model.max_positions
     facts = _position_changes(before.model, config.model, trained_at)
-    if trained_at == config.data.window and not facts:
+    if trained_at == config.data.seq_len and not facts:
         return ''
-    kind = f'{config.model.position} positions as before'
+    kind = f'{config.model.position_embedding} positions as before'
     return (
-        f'context: checkpoint was trained at {trained_at}, this run at {config.data.window} '
+        f'context: checkpoint was trained at {trained_at}, this run at {config.data.seq_len} '
         f'({", ".join(facts) or kind})'
     )
 
@@ -194,11 +194,11 @@ def load_tokenizer(path: epath.Path) -> Tokenizer:
 
 
 def _position_changes(before: ModelConfig, now: ModelConfig, trained_at: int) -> list[str]:
-    if now.position != 'rotary' or before.position != 'rotary':
+    if now.position_embedding != 'rotary' or before.position_embedding != 'rotary':
         return []
     facts = []
-    if now.rotary_theta != before.rotary_theta:
-        facts.append(f'rotary_theta {before.rotary_theta:g} → {now.rotary_theta:g}')
+    if now.rope_theta != before.rope_theta:
+        facts.append(f'rope_theta {before.rope_theta:g} → {now.rope_theta:g}')
     old, new = _scaling(before, trained_at), _scaling(now, trained_at)
     if old != new:
         facts.append(new if old == 'no scaling' else f'{old} → {new}')
@@ -206,13 +206,13 @@ def _position_changes(before: ModelConfig, now: ModelConfig, trained_at: int) ->
 
 
 def _scaling(model: ModelConfig, trained_at: int) -> str:
-    if model.rotary_scaling == 'none':
+    if model.rope_scaling == 'none':
         return 'no scaling'
-    scaling = f'{model.rotary_scaling} ×{model.rotary_factor:g}'
+    scaling = f'{model.rope_scaling} ×{model.rope_scaling_factor:g}'
     # Linear scaling divides all positions, wherever the first training ended.
-    if model.rotary_scaling == 'linear' or model.rotary_original_positions == trained_at:
+    if model.rope_scaling == 'linear' or model.original_max_positions == trained_at:
         return scaling
-    return f'{scaling} of {model.rotary_original_positions}'
+    return f'{scaling} of {model.original_max_positions}'
 
 
 def _config_of(step: epath.Path) -> Config | None:
@@ -245,7 +245,8 @@ def _check_adapters(
         )
     if lost := [name for name in there if name not in wants]:
         raise InputError(
-            f'{path}: the checkpoint has the adapter {lost[0]}, and model.lora_targets={model.lora_targets!r} has none '
+            f'{path}: the checkpoint has the adapter {lost[0]}, and '
+            f'model.lora_target_modules={model.lora_target_modules!r} has none '
             f'there; {merge}, or name it'
         )
     if any(has[name].shape != wants[name].shape for name in there) and rank != model.lora_rank:
@@ -268,10 +269,10 @@ def _check_positions(path: epath.Path, has: Mapping[str, Any], wants: Mapping[st
     if width != wanted_width:
         return
     if there != wanted:
-        more = ', and data.window to that or less; only rotary positions go further' if there < wanted else ''
+        more = ', and data.seq_len to that or less; only rotary positions go further' if there < wanted else ''
         raise InputError(
             f'{path}: the checkpoint has learned positions for {there} tokens, and the config asks for {wanted} '
-            f'(model.max_positions, or data.window where that is 0); set model.max_positions={there}{more}'
+            f'(model.max_positions, or data.seq_len where that is 0); set model.max_positions={there}{more}'
         )
 
 

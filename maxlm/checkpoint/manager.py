@@ -55,15 +55,15 @@ class Checkpoints:
         self,
         workdir: Any,
         *,
-        keep_last: int,
+        max_to_keep: int,
         keep_best: int = 0,
-        permanent_every: int = 0,
+        keep_period: int = 0,
         on_failure: Callable[[str], None] = logger.error,
     ):
         """
         Args:
             workdir: of the run: a directory, or gs://bucket/run.
-            keep_last, keep_best, permanent_every: see `retention_reasons`; what has no reason to stay is deleted.
+            max_to_keep, keep_best, keep_period: see `retention_reasons`; what has no reason to stay is deleted.
             on_failure: told, from a thread, one line about each save that failed. The run can go on: what was saved
                 before is as it was, and the next save starts afresh.
 
@@ -72,7 +72,7 @@ class Checkpoints:
         """
         self._folder = StepDirectory(workdir)
         self.directory = self._folder.path
-        self._rules = {'keep_last': keep_last, 'keep_best': keep_best, 'permanent_every': permanent_every}
+        self._rules = {'max_to_keep': max_to_keep, 'keep_best': keep_best, 'keep_period': keep_period}
         self._on_failure = on_failure
         self._together = ProcessGroup()
         self._first = jax.process_index() == 0
@@ -377,7 +377,7 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
         best = best_step(saved_losses(directory))
         if best is None:
             raise InputError(
-                f'{key}={checkpoint}: no step there was saved with a validation loss (eval.every); '
+                f'{key}={checkpoint}: no step there was saved with a validation loss (eval.interval); '
                 f'steps: {", ".join(map(str, steps))}'
             )
         return folder / str(best)

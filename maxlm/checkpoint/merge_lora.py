@@ -60,7 +60,7 @@ def without_adapters(model: ModelConfig) -> ModelConfig:
     """The model that adapters are merged into."""
     plain = ModelConfig()
     return dataclasses.replace(
-        model, lora_rank=plain.lora_rank, lora_alpha=plain.lora_alpha, lora_targets=plain.lora_targets
+        model, lora_rank=plain.lora_rank, lora_alpha=plain.lora_alpha, lora_target_modules=plain.lora_target_modules
     )
 
 
@@ -119,7 +119,7 @@ class MergedReader:
 def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> Merged:
     """Makes a workdir whose step 0 has the model of a checkpoint with its adapters merged, a layer at a time.
 
-    Its config is that of the model alone, with the run's data.window; it keeps tokenizer and chat template.
+    Its config is that of the model alone, with the run's data.seq_len; it keeps tokenizer and chat template.
 
     Args:
         checkpoint: as `find_step_here` takes it.
@@ -168,4 +168,4 @@ def _merged_config(config: Config, source: str) -> Config:
     # The kernel of attention is chosen where the model is used.
     model = dataclasses.replace(without_adapters(config.model), attention='auto')
     merged = config_for_model(dataclasses.asdict(model), source)
-    return dataclasses.replace(merged, data=dataclasses.replace(merged.data, window=config.data.window))
+    return dataclasses.replace(merged, data=dataclasses.replace(merged.data, seq_len=config.data.seq_len))

@@ -125,7 +125,7 @@ class DequantizedReader:
                 if reader.dtypes.get(name) != dtype:
                     raise InputError(
                         f'{source}: parameter {name} is of {reader.dtypes.get(name, "no type, it is missing")}; '
-                        f'model.weights={weights.kind} has {dtype} there'
+                        f'model.weight_quantization={weights.kind} has {dtype} there'
                     )
             num_layers, *shape = reader.shapes[f'{module}.{CODES}']
             # The only axis whose size differs.

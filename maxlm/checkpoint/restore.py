@@ -78,7 +78,7 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
     window = None
     if abstract.window is not None:
         # A part of it, or nothing, is what a run finds that had another or none before.
-        config = GuardConfig(window=abstract.window.good_QW.shape[1])
+        config = GuardConfig(spike_window=abstract.window.good_QW.shape[1])
         window = window_from_json(progress.get('window'), config)
     step_counter, skipped, scale, window = jax.device_put((*counters, scale, window), abstract.step.sharding)
     ema = trees.get('ema')

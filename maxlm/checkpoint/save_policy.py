@@ -45,19 +45,19 @@ class SavePolicy:
     def due(self, step: int, *, num_steps: int) -> bool:
         """Whether a checkpoint is to be saved after `step`; to be asked once after every step, by all processes."""
         seconds = 0.0
-        every_minutes = self._config.every_minutes
-        if every_minutes and step >= self._look:
+        save_interval_minutes = self._config.save_interval_minutes
+        if save_interval_minutes and step >= self._look:
             now = self._clock()
             since_save, step_seconds = now - self._saved_at, (now - self._began) / (step - self._start)
             seconds, step_seconds = map(float, self._agree(np.asarray([since_save, step_seconds], np.float32)))
-            self._look = next_check(step, seconds_left=60 * every_minutes - seconds, step_seconds=step_seconds)
+            self._look = next_check(step, seconds_left=60 * save_interval_minutes - seconds, step_seconds=step_seconds)
         return should_save(
             step,
             num_steps=num_steps,
-            every_steps=self._config.every_steps,
-            permanent_every=self._config.permanent_every,
+            save_interval_steps=self._config.save_interval_steps,
+            keep_period=self._config.keep_period,
             seconds=seconds,
-            every_minutes=every_minutes,
+            save_interval_minutes=save_interval_minutes,
         )
 
     def saved(self, step: int) -> None:

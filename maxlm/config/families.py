@@ -8,12 +8,12 @@ from __future__ import annotations
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": pre-norm, learned positions, GELU in its
 # tanh form, biases everywhere, output tied to the embedding.
 _GPT2: dict[str, object] = {
-    'position': 'learned',
-    'rotary_fraction': 1.0,
-    'rotary_theta': 10_000.0,
+    'position_embedding': 'learned',
+    'partial_rotary_factor': 1.0,
+    'rope_theta': 10_000.0,
     'norm': 'layernorm',
     'norm_epsilon': 1e-5,
-    'norm_scale': True,
+    'norm_use_scale': True,
     'qk_norm': False,
     'embedding_norm': False,
     'logit_softcap': 0.0,
@@ -28,8 +28,8 @@ _GPT2: dict[str, object] = {
 # quarter of each head, exact GELU, untied, small initial weights.
 _GPT_NEOX: dict[str, object] = {
     **_GPT2,
-    'position': 'rotary',
-    'rotary_fraction': 0.25,
+    'position_embedding': 'rotary',
+    'partial_rotary_factor': 0.25,
     'activation': 'gelu',
     'parallel_residual': True,
     'tie_embeddings': False,
@@ -40,7 +40,7 @@ _GPT_NEOX: dict[str, object] = {
 # silent on initial weights; the released configs say 0.02, and residual outputs are scaled as in GPT-2.
 _LLAMA: dict[str, object] = {
     **_GPT2,
-    'position': 'rotary',
+    'position_embedding': 'rotary',
     'norm': 'rmsnorm',
     'activation': 'swiglu',
     'use_bias': False,
@@ -51,7 +51,7 @@ _LLAMA: dict[str, object] = {
 # heads are 128 wide whatever the width of the model: set model.head_dim. Up to 4B the output is tied.
 _QWEN3: dict[str, object] = {
     **_LLAMA,
-    'rotary_theta': 1_000_000.0,
+    'rope_theta': 1_000_000.0,
     'norm_epsilon': 1e-6,
     'qk_norm': True,
 }
@@ -61,7 +61,7 @@ _QWEN3: dict[str, object] = {
 _NANOCHAT: dict[str, object] = {
     **_LLAMA,
     'norm_epsilon': 1e-6,
-    'norm_scale': False,
+    'norm_use_scale': False,
     'qk_norm': True,
     'embedding_norm': True,
     'logit_softcap': 15.0,

@@ -26,13 +26,14 @@ from maxlm.config.ranges import check_ranges
 from maxlm.config.schema import AUTO, FAMILY, SECTIONS, Config, ModelConfig
 from maxlm.config.validation import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.errors import InputError, os_message
+from maxlm.renames import current_config, current_key, report_renamed
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import NotRegularError, check_regular, read_text
 
 # Of each group, one key says the same as another would.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
 # Whole numbers that may also be 'auto'.
-MAY_BE_AUTO = ('train.micro_batch',)
+MAY_BE_AUTO = ('train.per_device_batch_size',)
 EXAMPLES: dict[type, str] = {
     bool: 'true or false',
     int: 'a whole number',
@@ -53,7 +54,41 @@ def default() -> ConfigDict:
     for key in MAY_BE_AUTO:
         section, _, name = key.partition('.')
         sections[section][name] = config_dict.FieldReference(sections[section][name], field_type=object)
-    return ConfigDict(sections).lock()
+    values = ConfigDict()
+    for section, keys in sections.items():
+        values[section] = _Section(section, values, keys)
+    return values.lock()
+
+
+class _Section(ConfigDict):
+    """A section of a config file, whose keys can also be read and set by their former names."""
+
+    # The defaults are for copies, whose attributes are set later.
+    def __init__(self, name: str = '', config: ConfigDict | None = None, keys: Mapping[str, Any] | None = None):
+        object.__setattr__(self, '_name', name)
+        object.__setattr__(self, '_config', config)
+        super().__init__(keys)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        new, value = _current(f'{self._name}.{key}', value)
+        section, _, key = new.partition('.')
+        if section == self._name:
+            super().__setitem__(key, value)
+        else:
+            self._config[section][key] = value
+
+    def __getitem__(self, key: str) -> Any:
+        new, _ = _current(f'{self._name}.{key}')
+        section, _, key = new.partition('.')
+        return super().__getitem__(key) if section == self._name else self._config[section][key]
+
+
+def _current(key: str, value: Any = None) -> tuple[str, Any]:
+    """Returns name and value of a key that the user has written, and prints its new name where it has a former one."""
+    new, value = current_key(key, value)
+    if new != key:
+        report_renamed(f'config key {key}', new)
+    return new, value
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> Config:
@@ -70,9 +105,8 @@ def load(spec: str, overrides: Sequence[str] = ()) -> Config:
     values = (_read_json_file if from_run else _run_config_file)(Path(path), variant)
     if from_run:
         _check_family_is_open(values, path, overrides)
-    for override in overrides:
-        _apply(values, override)
-    _let_overrides_win(values, {override.partition('=')[0] for override in overrides})
+    overridden = {_apply(values, override) for override in overrides}
+    _let_overrides_win(values, overridden)
     return build(values)
 
 
@@ -183,6 +217,8 @@ def _parse_json(text: str) -> ConfigDict:
     """The defaults with a config's JSON on top: a key that is younger than the text has its default."""
     sections = parse_json(text)
     values = default()
+    if isinstance(sections, dict):
+        sections = current_config(sections)
     if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
         raise InputError('a config is an object of sections, each an object of keys')
     for section, keys in sections.items():
@@ -234,15 +270,18 @@ def _run_config_file(path: Path, variant: str) -> ConfigDict:
     return values
 
 
-def _apply(values: ConfigDict, override: str) -> None:
+def _apply(values: ConfigDict, override: str) -> str:
+    """Sets `section.key=value` and returns the key."""
     key, _, text = override.partition('=')
+    key, text = _current(key, text)
     section, _, name = key.partition('.')
     if section not in SECTIONS:
         raise InputError(f'--config.{key}: no section {section!r}; {nearest(section, SECTIONS)}')
     kinds = _fields(SECTIONS[section])
     if name not in kinds:
         raise InputError(_unknown_key(section, name))
-    values[section][name] = _parse(f'{section}.{name}', text, kinds[name])
+    values[section][name] = _parse(key, text, kinds[name])
+    return key
 
 
 def _let_overrides_win(values: ConfigDict, overridden: set[str]) -> None:

@@ -59,21 +59,24 @@ def check_layout(config: Config) -> None:
         config, 'tensor', [(f'model.{key}', getattr(model, key)) for key in ('num_heads', 'num_kv_heads', 'ffn_dim')]
     )
     if mesh.context > 1:
-        windows = [('data.window', config.data.window)]
-        windows += [('a length of data.context_schedule', window) for window, _ in config.data.context_schedule]
+        windows = [('data.seq_len', config.data.seq_len)]
+        windows += [('a length of data.seq_len_schedule', window) for window, _ in config.data.seq_len_schedule]
         # Each device has two pieces, one from the front and one from the back.
         _check_axis(config, 'context', windows, pieces=2)
-    if mesh.offload != 'none' and config.optimizer.name != 'adamw':
+    if mesh.host_offload != 'none' and config.optimizer.name != 'adamw':
         raise InputError(
-            f'mesh.offload={mesh.offload}: a layer at a time can only be updated by optimizer.name=adamw, not '
-            f'{config.optimizer.name}; set it to adamw, or mesh.offload to none'
+            f'mesh.host_offload={mesh.host_offload}: a layer at a time can only be updated by '
+            'optimizer.name=adamw, not '
+            f'{config.optimizer.name}; set it to adamw, or mesh.host_offload to none'
         )
-    if mesh.offload == 'all' and mesh.stage > 1:
-        raise InputError('mesh.offload=all: stages of a pipeline hold their parameters; set it to optimizer')
+    if mesh.host_offload == 'all' and mesh.stage > 1:
+        raise InputError('mesh.host_offload=all: stages of a pipeline hold their parameters; set it to optimizer')
     if mesh.stage > 1:
         _check_stages(config)
-    elif mesh.stage_repeats > 1:
-        raise InputError(f'mesh.stage_repeats={mesh.stage_repeats} without stages; set it to 1, or mesh.stage above 1')
+    elif mesh.num_pipeline_repeats > 1:
+        raise InputError(
+            f'mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} without stages; set it to 1, or mesh.stage above 1'
+        )
 
 
 def _check_axis(config: Config, axis: str, wholes: list[tuple[str, int]], *, pieces: int = 1) -> None:
@@ -92,7 +95,7 @@ def _check_axis(config: Config, axis: str, wholes: list[tuple[str, int]], *, pie
 
 def _check_stages(config: Config) -> None:
     mesh, layers = config.mesh, config.model.num_layers
-    chunks, period = mesh.stage * mesh.stage_repeats, len(config.model.attention_pattern)
+    chunks, period = mesh.stage * mesh.num_pipeline_repeats, len(config.model.attention_pattern)
     if layers % (chunks * period):
         periods = layers // period if layers % period == 0 else 0
         working = [
@@ -103,20 +106,24 @@ def _check_stages(config: Config) -> None:
         ]
         needs = f', each a multiple of the {period} of model.attention_pattern' if period > 1 else ''
         raise InputError(
-            f'mesh.stage={mesh.stage} × mesh.stage_repeats={mesh.stage_repeats} do not cut model.num_layers={layers} '
+            f'mesh.stage={mesh.stage} × mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} do not cut '
+            f'model.num_layers={layers} '
             f'into equal parts{needs}; these would: {", ".join(working[:12]) or "1 × 1"}'
         )
     if config.accumulation % mesh.stage:
-        global_batch, shards = config.train.global_batch, config.batch_shards
+        global_batch, shards = config.train.global_batch_size, config.batch_shards
         per_device = global_batch // shards
         sizes = [micro for micro in divisors(per_device) if per_device // micro % mesh.stage == 0]
-        right = f'micro-batches that work with train.global_batch={global_batch}: {_listed(sizes)}'
+        right = f'micro-batches that work with train.global_batch_size={global_batch}: {_listed(sizes)}'
         if not sizes:
             multiple = shards * mesh.stage
             nearest = max(1, round(global_batch / multiple)) * multiple
-            right = f'train.global_batch={global_batch} has none; train.micro_batch=1 works with {nearest}'
+            right = (
+                f'train.global_batch_size={global_batch} has none; train.per_device_batch_size=1 works with {nearest}'
+            )
         raise InputError(
-            f'train.micro_batch={config.train.micro_batch} makes {config.accumulation} micro-batches of a step, and a '
+            f'train.per_device_batch_size={config.train.per_device_batch_size} makes {config.accumulation} '
+            'micro-batches of a step, and a '
             f'pipeline of mesh.stage={mesh.stage} needs a multiple of {mesh.stage}; {right}'
         )
 

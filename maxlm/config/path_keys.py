@@ -13,17 +13,17 @@ _ADVICE = 'fetch it with `maxlm checkpoints fetch` and give the directory'
 PATHS = MappingProxyType(
     {
         'data.path': PathOption(Kind.DIRECTORY, ANY),
-        'data.cache': PathOption(Kind.DIRECTORY),
+        'data.cache_dir': PathOption(Kind.DIRECTORY),
         'train.init_from': PathOption(Kind.DIRECTORY, ('gs',), may_be_empty=True, advice=_ADVICE),
-        'train.compile_cache': PathOption(Kind.EITHER, may_be_empty=True),
-        'checkpoint.mirror': PathOption(urls=ANY, may_be_empty=True),
+        'train.compilation_cache_dir': PathOption(Kind.EITHER, may_be_empty=True),
+        'checkpoint.remote_dir': PathOption(urls=ANY, may_be_empty=True),
         'grpo.prompts': PathOption(Kind.FILE, ANY, may_be_empty=True),
         'grpo.eval_prompts': PathOption(Kind.FILE, ANY, may_be_empty=True),
         'alerts.file': PathOption(Kind.FILE, may_be_empty=True),
     }
 )
 # `~` is expanded where these are used, so that config.json works for other users too.
-EXPANDED_AT_USE = ('data.cache', 'train.compile_cache', 'alerts.file')
+EXPANDED_AT_USE = ('data.cache_dir', 'train.compilation_cache_dir', 'alerts.file')
 # An entry of data.sources is a directory, which `#SOURCE` may follow. Names of tasks may be paths.
 SOURCE = PathOption(urls=ANY)
 TASK = PathOption()

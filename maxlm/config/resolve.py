@@ -18,7 +18,7 @@ FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16
 # What lengths of sequences have to be multiples of for splash attention: the width of a TPU's vector unit.
 SPLASH_MULTIPLE = 128
-# `data.window` of a config that holds a model and no run.
+# `data.seq_len` of a config that holds a model and no run.
 _WINDOW = 1024
 
 
@@ -34,7 +34,8 @@ def resolve(
     """Fills in what depends on the machine and on the data set; afterwards no key means "derived".
 
     Args:
-        config: as `build` returned it; train.micro_batch is a number (`maxlm.planning.search` finds one for auto).
+        config: as `build` returned it; train.per_device_batch_size is a number (`maxlm.planning.search` finds one for
+        auto).
         platform: of the devices: cpu, gpu or tpu.
         num_devices: devices in the whole run.
         vocab_size: token ids of the data set.
@@ -45,19 +46,19 @@ def resolve(
         InputError: the numbers do not fit together; the message says which would.
     """
     mesh = resolve_mesh(config.mesh, num_devices)
-    window = config.data.window
+    window = config.data.seq_len
     train = config.train
-    global_batch = train.global_batch or train.global_batch_tokens // window
+    global_batch = train.global_batch_size or train.global_batch_size_tokens // window
     shards = mesh.replica * mesh.data * mesh.fsdp
     if global_batch % shards:
         raise InputError(
-            f'train.global_batch={global_batch} cannot be split over {shards} devices (mesh replica·data·fsdp); '
+            f'train.global_batch_size={global_batch} cannot be split over {shards} devices (mesh replica·data·fsdp); '
             f'nearest: {max(1, round(global_batch / shards)) * shards}'
         )
-    assert train.micro_batch != AUTO, 'a size for train.micro_batch=auto comes from planning'
-    micro_batch = train.micro_batch or global_batch // shards
+    assert train.per_device_batch_size != AUTO, 'a size for train.per_device_batch_size=auto comes from planning'
+    micro_batch = train.per_device_batch_size or global_batch // shards
     if (global_batch // shards) % micro_batch:
-        divides('train.micro_batch', micro_batch, 'the sequences per device', global_batch // shards)
+        divides('train.per_device_batch_size', micro_batch, 'the sequences per device', global_batch // shards)
 
     tokens_per_step = global_batch * window
     if train.num_steps:
@@ -87,7 +88,7 @@ def resolve(
     model = dataclasses.replace(
         model,
         attention=_attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform),
-        rotary_original_positions=model.rotary_original_positions or round(model.max_positions / model.rotary_factor),
+        original_max_positions=model.original_max_positions or round(model.max_positions / model.rope_scaling_factor),
     )
     optimizer = config.optimizer
     warmup_steps = optimizer.warmup_steps or -(-optimizer.warmup_tokens // tokens_per_step)
@@ -95,7 +96,9 @@ def resolve(
         config,
         model=model,
         mesh=mesh,
-        train=dataclasses.replace(train, num_steps=num_steps, global_batch=global_batch, micro_batch=micro_batch),
+        train=dataclasses.replace(
+            train, num_steps=num_steps, global_batch_size=global_batch, per_device_batch_size=micro_batch
+        ),
         optimizer=dataclasses.replace(optimizer, warmup_steps=warmup_steps),
     )
     check_layout(config)
@@ -114,21 +117,23 @@ def resolve_on(
     """A resolved config of a finished run for the devices that are here, without gradient accumulation.
 
     Parameters are sharded over all of them, or with `share_layers` heads and feed-forward are; the batch is
-    `train.micro_batch` per device, as it fitted in training, or one sequence where there was none. Products of 8-bit
-    floats stay, so that a model does what it did in training, but where the devices have none.
+    `train.per_device_batch_size` per device, as it fitted in training, or one sequence where there was none. Products
+    of 8-bit floats stay, so that a model does what it did in training, but where the devices have none.
     """
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
     model = dataclasses.replace(config.model, attention='auto')
     kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform)
     model = dataclasses.replace(model, attention=kernel)
     if not _multiplies_fp8(platform, capability):
-        model = dataclasses.replace(model, matmul='default')
-    micro_batch = max(1, config.train.micro_batch)
+        model = dataclasses.replace(model, matmul_precision='default')
+    micro_batch = max(1, config.train.per_device_batch_size)
     config = dataclasses.replace(
         config,
         model=model,
         mesh=mesh,
-        train=dataclasses.replace(config.train, global_batch=micro_batch * mesh.fsdp, micro_batch=micro_batch),
+        train=dataclasses.replace(
+            config.train, global_batch_size=micro_batch * mesh.fsdp, per_device_batch_size=micro_batch
+        ),
     )
     check_layout(config)
     return config
@@ -140,14 +145,14 @@ def _multiplies_fp8(platform: str, capability: tuple[int, int] | None) -> bool:
 
 
 def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | None) -> None:
-    """Refuses `model.matmul=fp8` where devices or sizes do not go with it. Takes a config that is resolved."""
+    """Refuses `model.matmul_precision=fp8` in a resolved config where devices or sizes do not go with it."""
     model, parts = config.model, config.mesh.tensor
-    if model.matmul != 'fp8':
+    if model.matmul_precision != 'fp8':
         return
     if not _multiplies_fp8(platform, capability):
         here = f'of kind {platform}' if capability is None else 'of compute capability {}.{}'.format(*capability)
         raise InputError(
-            f'model.matmul=fp8: the devices here are {here}; GPUs have it from compute capability '
+            f'model.matmul_precision=fp8: the devices here are {here}; GPUs have it from compute capability '
             f'{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} on (Ada, Hopper); set it to default'
         )
     sizes = {
@@ -162,7 +167,8 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
             near = f'{below} or {below + FP8_MULTIPLE}' if below else str(FP8_MULTIPLE)
             each = f' on each of mesh.tensor={parts} devices' if parts > 1 and key != 'model.dim' else ''
             raise InputError(
-                f'model.matmul=fp8: {key} is {size}{each} and has to be a multiple of {FP8_MULTIPLE}; nearest: {near}'
+                f'model.matmul_precision=fp8: {key} is {size}{each} and has to be a multiple of {FP8_MULTIPLE}; '
+                f'nearest: {near}'
             )
 
 
@@ -194,7 +200,7 @@ def _cudnn_needs(model: ModelConfig) -> str:
 
 def _splash_needs(config: Config) -> str:
     """What keeps a TPU from fused attention, as the end of a message; nothing: ''."""
-    mesh, window = config.mesh, config.data.window
+    mesh, window = config.mesh, config.data.seq_len
     if config.model.dtype == 'float16':
         return 'model.dtype=bfloat16 or float32; here it is float16'
     if mesh.context > 1 or mesh.stage > 1:
@@ -202,7 +208,7 @@ def _splash_needs(config: Config) -> str:
     if window % SPLASH_MULTIPLE:
         below = window // SPLASH_MULTIPLE * SPLASH_MULTIPLE
         near = f'{below} or {below + SPLASH_MULTIPLE}' if below else str(SPLASH_MULTIPLE)
-        return f'a data.window that is a multiple of {SPLASH_MULTIPLE}; here it is {window}; nearest: {near}'
+        return f'a data.seq_len that is a multiple of {SPLASH_MULTIPLE}; here it is {window}; nearest: {near}'
     return ''
 
 
@@ -217,8 +223,8 @@ def config_for_model(model: Mapping[str, Any], source: str) -> Config:
     values = default()
     for key, value in model.items():
         values.model[key] = value
-    values.data.window = min(_WINDOW, model['max_positions'])
-    values.train.update(num_steps=1, global_batch=1)
+    values.data.seq_len = min(_WINDOW, model['max_positions'])
+    values.train.update(num_steps=1, global_batch_size=1)
     try:
         config = build(values)
         resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=model['vocab_size'], windows=1)

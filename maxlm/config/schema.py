@@ -36,37 +36,37 @@ class ModelConfig:
     head_dim: int = 0
     # Inner width of the feed-forward; 0 = 4 · dim, or for swiglu 8/3 · dim rounded up to a multiple of 128.
     ffn_dim: int = 0
-    # Rows of the learned position table, and the longest context that sampling will use; 0 = data.window.
+    # Rows of the learned position table, and the longest context that sampling will use; 0 = data.seq_len.
     max_positions: int = 0
     # learned | rotary.
-    position: str = FAMILY
+    position_embedding: str = FAMILY
     # Share of each head that is rotated, from its start.
-    rotary_fraction: float = FAMILY
+    partial_rotary_factor: float = FAMILY
     # Base of the rotary frequencies.
-    rotary_theta: float = FAMILY
+    rope_theta: float = FAMILY
     # How rotary frequencies are changed for contexts longer than those of the first training: none | linear | dynamic |
     # yarn | llama3.
-    rotary_scaling: str = 'none'
+    rope_scaling: str = 'none'
     # How many times longer.
-    rotary_factor: float = 1.0
-    # Context of the first training, from which dynamic, yarn and llama3 scale; 0 = max_positions / rotary_factor.
-    rotary_original_positions: int = 0
+    rope_scaling_factor: float = 1.0
+    # Context of the first training, from which dynamic, yarn and llama3 scale; 0 = max_positions / rope_scaling_factor.
+    original_max_positions: int = 0
     # llama3: turns within the original context below which a frequency is divided by the factor, above which it stays.
-    rotary_low_turns: float = 1.0
-    rotary_high_turns: float = 4.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
     # yarn: the same two bounds.
-    rotary_beta_slow: float = 1.0
-    rotary_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_beta_fast: float = 32.0
     # yarn: the bounds are rounded to whole pairs.
-    rotary_truncate: bool = True
-    # yarn: queries and keys are multiplied by it; 0 = 0.1 · ln(rotary_factor) + 1.
-    rotary_attention_factor: float = 0.0
+    rope_truncate: bool = True
+    # yarn: queries and keys are multiplied by it; 0 = 0.1 · ln(rope_scaling_factor) + 1.
+    rope_attention_factor: float = 0.0
     # layernorm | rmsnorm.
     norm: str = FAMILY
     # Added to the variance before the square root.
     norm_epsilon: float = FAMILY
     # Norms have a learned scale.
-    norm_scale: bool = FAMILY
+    norm_use_scale: bool = FAMILY
     # Queries and keys are normalized per head, before the rotation.
     qk_norm: bool = FAMILY
     # Embeddings are normalized before the first block.
@@ -96,15 +96,15 @@ class ModelConfig:
     dtype: str = 'bfloat16'
     # Products of the blocks' projections: default (in that type) | fp8 (8-bit floats, in both passes:
     # maxlm/model/layers/fp8.py). For GPUs from Ada and Hopper on; a CPU computes the same, slowly.
-    matmul: str = 'default'
+    matmul_precision: str = 'default'
     # How the blocks' kernels are stored: float (in float32, the only one that is trained) | int8 | int4 | fp8, as
     # maxlm.quantize writes them (maxlm/model/layers/weight_only_quantization.py).
-    weights: str = 'float'
+    weight_quantization: str = 'float'
     # Inputs of a projection that share a scale; 0 = all.
-    weights_group: int = 0
+    quantization_group_size: int = 0
     # What the backward pass keeps of a block: none (keep all) | dots | dots_no_batch | full (keep the inputs only) |
     # offload (the inputs only, in host memory).
-    remat: str = 'none'
+    remat_policy: str = 'none'
     # One compiled block in a loop (compile time independent of depth), or every block written out.
     scan_layers: bool = True
     # Rank of low-rank adapters (Hu et al. 2022, "LoRA"), which are then what is trained; 0 = none.
@@ -112,7 +112,7 @@ class ModelConfig:
     # What the adapters add counts lora_alpha / lora_rank times.
     lora_alpha: float = 16.0
     # Projections of the blocks that have adapters, by patterns: ('attention.*',), ('*.query', '*.value').
-    lora_targets: tuple = ('*',)
+    lora_target_modules: tuple = ('*',)
     # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash where it applies, otherwise xla.
     attention: str = 'auto'
 
@@ -128,30 +128,30 @@ class DataConfig:
     # text: Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
     warn_epochs: float = 4.0
     # Tokens in one training sequence.
-    window: int = 1024
+    seq_len: int = 1024
     # Shorter sequences that the run starts with, each with the share of the steps at which it ends: ((256, 0.5),
     # (512, 0.8)). Windows are then cut; tokens of a batch and their order stay the same.
-    context_schedule: tuple = ()
+    seq_len_schedule: tuple = ()
     # Seed of the order of the windows.
     seed: int = 0
     # Shards whose windows are shuffled together, and read before the next ones; 0 = all of the data set.
-    pool_shards: int = 0
+    shuffle_shards: int = 0
     # A run may go on although its data changed, at the same step of the new order.
-    allow_change: bool = False
+    allow_dataset_change: bool = False
     # Documents that share a window cannot attend to each other, and positions start again in each.
-    isolate_documents: bool = True
+    document_mask: bool = True
     # Threads that read batches ahead, in this process or in each worker.
-    threads: int = 4
+    num_threads: int = 4
     # Batches that are kept ready.
-    prefetch: int = 8
+    prefetch_buffer_size: int = 8
     # Processes that read batches; 0 = threads of this process. The order does not depend on it.
-    workers: int = 0
+    num_workers: int = 0
     # Directory that shards from a bucket are fetched to, ahead of use.
-    cache: str = '~/.cache/maxlm'
+    cache_dir: str = '~/.cache/maxlm'
     # GiB that they may take; the ones that have been used make room. 0 = no bound.
-    cache_gib: float = 0.0
+    cache_limit_gib: float = 0.0
     # Shards that are fetched at the same time.
-    fetch_threads: int = 8
+    download_threads: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,18 +165,18 @@ class TrainConfig:
     dollars: float = 0.0
     # Dollars for one device for one hour, by which dollars are counted.
     price_per_hour: float = 0.0
-    # Sequences in one optimizer step over all devices, given here or in tokens (a multiple of data.window).
-    global_batch: int = 0
-    global_batch_tokens: int = 0
+    # Sequences in one optimizer step over all devices, given here or in tokens (a multiple of data.seq_len).
+    global_batch_size: int = 0
+    global_batch_size_tokens: int = 0
     # Sequences that one device works on at a time; gradients are accumulated until the global batch is full.
     # 0 = no accumulation; 'auto' (AUTO) = as many as fit its memory.
-    micro_batch: int = 0
+    per_device_batch_size: int = 0
     # Steps between two log lines.
     log_every: int = 10
     # Seed of the initial parameters and of dropout.
     seed: int = 0
     # Positions of each sequence whose logits exist at the same time.
-    loss_chunk: int = 256
+    loss_chunk_size: int = 256
     # Weight of the square of log Σ exp(logits), which keeps logits from drifting (PaLM: 1e-4); 0 = off.
     z_loss: float = 0.0
     # What is minimized: next_token (cross-entropy) | dpo (of pairs of answers: section dpo) | grpo (of responses by
@@ -187,18 +187,15 @@ class TrainConfig:
     init_from: str = ''
     # float16: what the loss is multiplied by at first, so that small gradients do not vanish. An overflow halves it and
     # leaves the step out; so many steps without one double it.
-    loss_scale: float = 32768.0
-    loss_scale_steps: int = 2000
+    initial_loss_scale: float = 32768.0
+    loss_scale_growth_interval: int = 2000
     # Directory for compiled programs, so that a run that starts again does not compile again; evaluation and sampling
     # use it too. It must be yours alone, since what lies there is run, and the same for all processes. '' = none. Where
     # JAX_COMPILATION_CACHE_DIR is set, that counts.
-    compile_cache: str = '~/.cache/maxlm/programs'
+    compilation_cache_dir: str = '~/.cache/maxlm/programs'
     # Seconds without a step, outside of compiling, evaluating and saving, after which a process counts as stuck: it
     # tells where it stands and ends the run with exit code 75.
-    stuck_seconds: float = 600.0
-    # Roll back (guard.max_rollbacks), then stop with exit code 1, after so many steps in a row whose loss or gradient
-    # spikes or is not finite (each is left out).
-    max_skipped_steps: int = 20
+    hang_timeout_seconds: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +211,7 @@ class OptimizerConfig:
     # cosine | linear | wsd (stable, then a linear decay) | constant, after a linear warm-up from 0.
     schedule: str = 'cosine'
     # wsd: share of the run that its decay takes, at the end.
-    decay_fraction: float = 0.2
+    wsd_decay_fraction: float = 0.2
     # Length of the warm-up, given in steps or in tokens.
     warmup_steps: int = 0
     warmup_tokens: int = 0
@@ -224,23 +221,23 @@ class OptimizerConfig:
     beta2: float = 0.95
     # How the moments are stored: float32 | bfloat16 | int8 (in blocks: Dettmers et al. 2022, "8-bit Optimizers via
     # Block-wise Quantization").
-    moments: str = 'float32'
+    moment_dtype: str = 'float32'
     # Added to the root of the second moment.
-    epsilon: float = 1e-8
+    eps: float = 1e-8
     # muon: Nesterov momentum, and the steps over which it rises to that from 0.85.
-    momentum: float = 0.95
-    momentum_warmup_steps: int = 0
+    muon_momentum: float = 0.95
+    muon_momentum_warmup_steps: int = 0
     # Decoupled weight decay.
     weight_decay: float = 0.1
     # What it applies to: matrices (embeddings included) | projections (embeddings and head left out) | all (scales and
     # biases too).
     weight_decay_mask: str = 'matrices'
     # Parameters that are not trained, by patterns of their dotted names: ('embedding', 'blocks.attention.*').
-    frozen: tuple = ()
+    frozen_params: tuple = ()
     # Parameters that are trained although `frozen` names them, or although there are adapters: ('embedding', 'head.*').
-    trained: tuple = ()
+    trainable_params: tuple = ()
     # Largest global norm of the gradient; 0 = not clipped.
-    clip_norm: float = 1.0
+    max_grad_norm: float = 1.0
     # Decay per step of a moving average of the parameters, which is then what is evaluated and used; 0 = off. At
     # update n it is at most (1 + n) / (10 + n).
     ema_decay: float = 0.0
@@ -267,11 +264,11 @@ class MeshConfig:
     tensor: int = 1
     # What is sharded over fsdp and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state | 2 = gradients too |
     # 3 = parameters too.
-    zero: int = 3
+    zero_stage: int = 3
     # Times that the layers go round the stages; more of them make idle time shorter.
-    stage_repeats: int = 1
+    num_pipeline_repeats: int = 1
     # What lives in host memory and comes to the device a layer at a time: none | optimizer | all (parameters too).
-    offload: str = 'none'
+    host_offload: str = 'none'
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -282,37 +279,40 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     # Steps between two checkpoints; 0 = by time only, and the last step.
-    every_steps: int = 1000
+    save_interval_steps: int = 1000
     # Minutes since the last save after which the next step is saved, whatever its number; 0 = by steps only.
-    every_minutes: float = 20.0
+    save_interval_minutes: float = 20.0
     # Newest checkpoints that are kept.
-    keep_last: int = 5
+    max_to_keep: int = 5
     # Checkpoints with the lowest validation loss that are kept too, of those that were saved at an evaluation.
     keep_best: int = 1
     # Every so many steps a checkpoint is saved and never deleted; 0 = none.
-    permanent_every: int = 0
+    keep_period: int = 0
     # gs://bucket/run or s3://bucket/run: a copy of the workdir there, uploaded in the background; '' = none.
-    mirror: str = ''
+    remote_dir: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
     # Good steps by which spikes of loss and gradient norm are told; from when there are as many, steps that spike are
     # left out. 0 = only those are that are not finite.
-    window: int = 128
+    spike_window: int = 128
     # Robust standard deviations above the median from which on a step spikes.
-    spike_deviations: float = 10.0
-    # After train.max_skipped_steps go back to a checkpoint from before, without the batches that did it, at most so
+    spike_threshold: float = 10.0
+    # Roll back (max_rollbacks), then stop with exit code 1, after so many steps in a row whose loss or gradient spikes
+    # or is not finite. Each of these steps is skipped.
+    max_consecutive_skips: int = 20
+    # After max_consecutive_skips go back to a checkpoint from before, without the batches that did it, at most so
     # many times in a run; 0 = stop at once.
     max_rollbacks: int = 2
     # Steps before the first bad one whose batches are left out then too.
-    rollback_margin: int = 20
+    rollback_skip_steps: int = 20
     # What a rollback multiplies learning rates by; 1 = they stay.
-    rollback_rate_factor: float = 1.0
+    rollback_lr_factor: float = 1.0
     # Evaluations without a lower validation loss after which the run ends (exit code 0); 0 = it does not.
-    patience: int = 0
+    early_stopping_patience: int = 0
     # How much lower a validation loss must be to count.
-    min_delta: float = 0.0
+    early_stopping_min_delta: float = 0.0
     # What the run may cost in all of its lives; then it ends, whatever its length, with the state saved (exit code 0).
     # 0 = no bound.
     max_hours: float = 0.0
@@ -340,7 +340,7 @@ class Config:
     @property
     def has_reference(self) -> bool:
         """Whether what is minimized looks at the model that the run starts from."""
-        return self.train.objective == 'dpo' or (self.train.objective == 'grpo' and self.grpo.kl_weight > 0)
+        return self.train.objective == 'dpo' or (self.train.objective == 'grpo' and self.grpo.kl_coef > 0)
 
     @property
     def by_budget(self) -> bool:
@@ -354,17 +354,19 @@ class Config:
 
     def at_context(self, window: int) -> Config:
         """The run while its sequences are shorter: windows are cut, tokens stay (resolved configs only)."""
-        parts = self.data.window // window
+        parts = self.data.seq_len // window
         train = dataclasses.replace(
-            self.train, global_batch=self.train.global_batch * parts, micro_batch=self.train.micro_batch * parts
+            self.train,
+            global_batch_size=self.train.global_batch_size * parts,
+            per_device_batch_size=self.train.per_device_batch_size * parts,
         )
-        return dataclasses.replace(self, data=dataclasses.replace(self.data, window=window), train=train)
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, seq_len=window), train=train)
 
     @property
     def contexts(self) -> list[tuple[int, int]]:
         """(first step, from 0, length of the sequences) of each part of the run (resolved configs only)."""
-        lengths = [*(window for window, _ in self.data.context_schedule), self.data.window]
-        starts = [0, *(round(share * self.train.num_steps) for _, share in self.data.context_schedule)]
+        lengths = [*(window for window, _ in self.data.seq_len_schedule), self.data.seq_len]
+        starts = [0, *(round(share * self.train.num_steps) for _, share in self.data.seq_len_schedule)]
         return list(zip(starts, lengths, strict=True))
 
     def context_at(self, step: int) -> int:
@@ -374,7 +376,7 @@ class Config:
     @property
     def accumulation(self) -> int:
         """Micro-batches in one optimizer step (resolved configs only)."""
-        return self.train.global_batch // (self.train.micro_batch * self.batch_shards)
+        return self.train.global_batch_size // (self.train.per_device_batch_size * self.batch_shards)
 
     @property
     def rounds(self) -> int:

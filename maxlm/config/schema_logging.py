@@ -11,21 +11,21 @@ import dataclasses
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
     # Steps between two evaluations on the validation split; 0 = never. The last step is always evaluated otherwise.
-    every: int = 0
+    interval: int = 0
     # Batches of the global batch's size per evaluation; 0 = the whole split.
     num_batches: int = 0
     # Beginnings of validation documents (chosen by data.seed) that the model continues at each evaluation, for
     # samples.jsonl, the log and TensorBoard; 0 = none.
-    samples: int = 0
+    num_samples: int = 0
     # Texts to continue instead: ('Once upon a time', 'def main(').
     sample_prompts: tuple = ()
     # Tokens of a continuation, at most.
-    sample_tokens: int = 64
+    sample_max_tokens: int = 64
     # Benchmarks of lm-eval by likelihoods, as names (needs the extra `eval`, and the hub) or as paths of task files:
     # ('arc_easy', 'tasks/mine.yaml').
     tasks: tuple = ()
     # Steps between two times that they are run, and at the last step; 0 = never.
-    tasks_every: int = 0
+    tasks_interval: int = 0
     # Documents of each, at most; 0 = all.
     tasks_limit: int = 0
 
@@ -39,13 +39,13 @@ class AlertsConfig:
     command: str = ''
     # Name of the environment variable that holds a webhook's URL (Slack, Mattermost, Google Chat, Teams); never the URL
     # itself, which is a secret.
-    webhook: str = ''
+    webhook_env_var: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
     # Tell loss and share of each source, where there are several.
-    by_source: bool = True
+    per_source_loss: bool = True
     # Write TensorBoard event files next to metrics.jsonl.
     tensorboard: bool = True
     # The same curves at Weights & Biases: '' = no | online | offline (kept in WORKDIR/wandb, for `wandb sync` later).
@@ -54,12 +54,12 @@ class MetricsConfig:
     # Project that the run is in there.
     wandb_project: str = 'maxlm'
     # Seconds between two readings of the machine and its accelerators into WORKDIR/devices.jsonl; 0 = none.
-    devices_seconds: float = 30.0
+    device_stats_interval_seconds: float = 30.0
     # Seconds between two lines of WORKDIR/goodput.jsonl: what a run that is killed does not tell of its time. 0 = only
     # at saves, rollbacks and the end.
-    ledger_seconds: float = 10.0
+    goodput_interval_seconds: float = 10.0
     # Show a progress bar when standard error is a terminal.
-    progress: bool = True
+    progress_bar: bool = True
     # Peak TFLOP/s of one device, for MFU; 0 = the chip's datasheet, or on a CPU what a large product reaches here.
     peak_tflops: float = 0.0
 
@@ -68,6 +68,6 @@ class MetricsConfig:
 class ProfileConfig:
     # Number, from 1, of the first step whose operations are traced into WORKDIR/profile, for TensorBoard and Perfetto;
     # those that take most time are logged. 0 = none.
-    start: int = 0
+    start_step: int = 0
     # Steps that are traced.
     num_steps: int = 3

@@ -18,30 +18,30 @@ from maxlm.errors import InputError
 EXCLUSIVE = (
     # A budget first: on another machine the same budget is another number of steps.
     ('train.hours', 'train.dollars', 'train.num_steps', 'train.num_tokens', 'train.num_epochs'),
-    ('train.global_batch', 'train.global_batch_tokens'),
+    ('train.global_batch_size', 'train.global_batch_size_tokens'),
 )
 
 CHOICES = {
     'model.family': tuple(FAMILIES),
-    'model.position': ('learned', 'rotary'),
+    'model.position_embedding': ('learned', 'rotary'),
     'model.norm': ('layernorm', 'rmsnorm'),
-    'model.rotary_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
+    'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3'),
     'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'relu2'),
     'model.init': ('normal', 'small', 'uniform'),
     'model.dtype': ('bfloat16', 'float16', 'float32'),
-    'model.matmul': ('default', 'fp8'),
-    'model.weights': ('float', 'int8', 'int4', 'fp8'),
-    'model.remat': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
+    'model.matmul_precision': ('default', 'fp8'),
+    'model.weight_quantization': ('float', 'int8', 'int4', 'fp8'),
+    'model.remat_policy': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
     'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
     'optimizer.name': ('adamw', 'muon'),
-    'optimizer.moments': ('float32', 'bfloat16', 'int8'),
+    'optimizer.moment_dtype': ('float32', 'bfloat16', 'int8'),
     'optimizer.schedule': ('cosine', 'linear', 'wsd', 'constant'),
     'optimizer.weight_decay_mask': ('matrices', 'projections', 'all'),
     'train.objective': ('next_token', 'dpo', 'grpo'),
-    'dpo.loss': ('sigmoid', 'ipo'),
-    'grpo.loss_mean': ('sequence', 'token', 'budget'),
-    'mesh.zero': (1, 2, 3),
-    'mesh.offload': ('none', 'optimizer', 'all'),
+    'dpo.loss_type': ('sigmoid', 'ipo'),
+    'grpo.loss_type': ('grpo', 'dapo', 'dr_grpo'),
+    'mesh.zero_stage': (1, 2, 3),
+    'mesh.host_offload': ('none', 'optimizer', 'all'),
     'metrics.wandb': ('', 'online', 'offline'),
 }
 
@@ -81,16 +81,17 @@ def validate(config: Config) -> None:
             f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
             f'optimizer.learning_rate={optimizer.learning_rate}'
         )
-    for key in ('adam_learning_rate', 'momentum_warmup_steps'):
+    for key in ('adam_learning_rate', 'muon_momentum_warmup_steps'):
         if optimizer.name != 'muon' and getattr(optimizer, key):
             raise InputError(
                 f'optimizer.{key}={getattr(optimizer, key)} does nothing under optimizer.name={optimizer.name}; '
                 f'set it to 0, or optimizer.name to muon'
             )
-    if optimizer.momentum_warmup_steps and optimizer.momentum < 0.85:
+    if optimizer.muon_momentum_warmup_steps and optimizer.muon_momentum < 0.85:
         raise InputError(
-            f'optimizer.momentum={optimizer.momentum} is below 0.85, from which its warm-up rises; raise it, or set '
-            f'optimizer.momentum_warmup_steps to 0'
+            f'optimizer.muon_momentum={optimizer.muon_momentum} is below 0.85, from which its warm-up rises; '
+            'raise it, or set '
+            f'optimizer.muon_momentum_warmup_steps to 0'
         )
     if not model.scan_layers and model.num_layers > MAX_UNROLLED_LAYERS:
         raise InputError(
@@ -101,35 +102,38 @@ def validate(config: Config) -> None:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
     if model.num_kv_heads:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
-    if model.matmul == 'fp8' and model.dtype == 'float16':
+    if model.matmul_precision == 'fp8' and model.dtype == 'float16':
         raise InputError(
-            'model.matmul=fp8 with model.dtype=float16: results would leave its range; set model.dtype to bfloat16'
+            'model.matmul_precision=fp8 with model.dtype=float16: results would leave its range; set '
+            'model.dtype to bfloat16'
         )
-    if model.weights != 'float':
+    if model.weight_quantization != 'float':
         raise InputError(
-            f'model.weights={model.weights}: quantized weights are not trained; set it to float, and quantize the '
+            f'model.weight_quantization={model.weight_quantization}: quantized weights are not trained; set it '
+            'to float, and quantize the '
             f'checkpoint afterwards by maxlm.quantize'
         )
     _check_rotary(model)
     _check_attention_pattern(model)
     check_adapters(model)
-    _check_webhook(config.alerts.webhook)
+    _check_webhook(config.alerts.webhook_env_var)
     _check_reports(config)
     check_sources(data.sources)
     _check_context_schedule(data)
     check_dpo(config)
     check_trained(config)
     _check_guard(config)
-    if model.position == 'learned' and model.max_positions and model.max_positions < data.window:
+    if model.position_embedding == 'learned' and model.max_positions and model.max_positions < data.seq_len:
         raise InputError(
-            f'model.max_positions={model.max_positions} is below data.window={data.window}: '
-            f'learned positions would run out; set it to {data.window} or more'
+            f'model.max_positions={model.max_positions} is below data.seq_len={data.seq_len}: '
+            f'learned positions would run out; set it to {data.seq_len} or more'
         )
-    if train.global_batch_tokens % data.window:
-        below = train.global_batch_tokens // data.window * data.window
+    if train.global_batch_size_tokens % data.seq_len:
+        below = train.global_batch_size_tokens // data.seq_len * data.seq_len
         raise InputError(
-            f'train.global_batch_tokens={train.global_batch_tokens} is not a multiple of data.window={data.window}; '
-            f'nearest: {below or data.window} or {below + data.window}'
+            f'train.global_batch_size_tokens={train.global_batch_size_tokens} is not a multiple of '
+            f'data.seq_len={data.seq_len}; '
+            f'nearest: {below or data.seq_len} or {below + data.seq_len}'
         )
     filled = [axis for axis, size in config.mesh.sizes.items() if size == -1]
     empty = [axis for axis, size in config.mesh.sizes.items() if size == 0]
@@ -159,7 +163,8 @@ def _check_webhook(variable: str) -> None:
     # The value is not shown: it may be the secret itself.
     if variable and not variable.isidentifier():
         raise InputError(
-            'alerts.webhook: needs the name of an environment variable that holds the URL, e.g. ALERTS_URL; what is '
+            'alerts.webhook_env_var: needs the name of an environment variable that holds the URL, e.g. '
+            'ALERTS_URL; what is '
             'there is no such name, and a URL would be seen in config.json'
         )
 
@@ -175,9 +180,9 @@ def _check_reports(config: Config) -> None:
             raise InputError(
                 f"eval.tasks: {task!r} is no task; needs ('NAME', …), e.g. ('arc_easy', 'tasks/mine.yaml')"
             )
-    if bool(config.eval.tasks) != bool(config.eval.tasks_every):
+    if bool(config.eval.tasks) != bool(config.eval.tasks_interval):
         raise InputError(
-            f'eval.tasks={config.eval.tasks} with eval.tasks_every={config.eval.tasks_every}: set both, or none'
+            f'eval.tasks={config.eval.tasks} with eval.tasks_interval={config.eval.tasks_interval}: set both, or none'
         )
     if config.metrics.wandb and not config.metrics.wandb_project:
         raise InputError("metrics.wandb_project='': name the project that the run is to be in, e.g. maxlm")
@@ -186,65 +191,71 @@ def _check_reports(config: Config) -> None:
 def _check_context_schedule(data: DataConfig) -> None:
     example = 'needs ((tokens, share of the steps at which it ends), …), e.g. ((1024, 0.5), (2048, 0.8))'
     last_share = 0.0
-    for entry in data.context_schedule:
+    for entry in data.seq_len_schedule:
         if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([int, float], [int, int]):
-            raise InputError(f'data.context_schedule: {entry!r} is not a length and a share; {example}')
+            raise InputError(f'data.seq_len_schedule: {entry!r} is not a length and a share; {example}')
         window, share = entry
-        if not 2 <= window < data.window or data.window % window:
+        if not 2 <= window < data.seq_len or data.seq_len % window:
             raise InputError(
-                f'data.context_schedule: {window} does not divide data.window={data.window} into 2 or more sequences'
+                f'data.seq_len_schedule: {window} does not divide data.seq_len={data.seq_len} into 2 or more sequences'
             )
         if not last_share < share < 1:
-            raise InputError(f'data.context_schedule: shares must rise, from above 0 to below 1; {entry!r} does not')
+            raise InputError(f'data.seq_len_schedule: shares must rise, from above 0 to below 1; {entry!r} does not')
         last_share = share
 
 
 def _check_guard(config: Config) -> None:
     guard, train = config.guard, config.train
-    if 0 < guard.window < MIN_SPIKE_WINDOW:
+    if 0 < guard.spike_window < MIN_SPIKE_WINDOW:
         raise InputError(
-            f'guard.window={guard.window}: too few steps to tell a spike by; at least {MIN_SPIKE_WINDOW}, or 0 for none'
+            f'guard.spike_window={guard.spike_window}: too few steps to tell a spike by; at least '
+            f'{MIN_SPIKE_WINDOW}, or 0 for none'
         )
-    if guard.patience and not config.eval.every:
-        raise InputError(f'guard.patience={guard.patience}: nothing is evaluated; set eval.every')
+    if guard.early_stopping_patience and not config.eval.interval:
+        raise InputError(
+            f'guard.early_stopping_patience={guard.early_stopping_patience}: nothing is evaluated; set eval.interval'
+        )
     for key in ('train.dollars', 'guard.max_dollars'):
         if _value(config, key) and not train.price_per_hour:
             raise InputError(f'{key}={_value(config, key)}: dollars are counted by train.price_per_hour; set it')
     for key in ('train.hours', 'train.dollars'):
-        if _value(config, key) and config.data.context_schedule:
+        if _value(config, key) and config.data.seq_len_schedule:
             raise InputError(
-                f'{key}={_value(config, key)} with data.context_schedule: steps of different lengths differ in pace; '
+                f'{key}={_value(config, key)} with data.seq_len_schedule: steps of different lengths differ in pace; '
                 f'set train.num_steps or train.num_tokens, perhaps with guard.max_{key.removeprefix("train.")}'
             )
 
 
 def _check_rotary(model: ModelConfig) -> None:
-    for small, large in (('rotary_low_turns', 'rotary_high_turns'), ('rotary_beta_slow', 'rotary_beta_fast')):
+    for small, large in (('rope_low_freq_factor', 'rope_high_freq_factor'), ('rope_beta_slow', 'rope_beta_fast')):
         if getattr(model, small) >= getattr(model, large):
             raise InputError(
                 f'model.{small}={getattr(model, small)} must be below model.{large}={getattr(model, large)}'
             )
-    if model.rotary_factor != 1 and model.rotary_scaling == 'none':
+    if model.rope_scaling_factor != 1 and model.rope_scaling == 'none':
         raise InputError(
-            f'model.rotary_factor={model.rotary_factor} without model.rotary_scaling; set it to linear, dynamic, yarn '
+            f'model.rope_scaling_factor={model.rope_scaling_factor} without model.rope_scaling; set it to '
+            'linear, dynamic, yarn '
             f'or llama3'
         )
-    if model.position != 'rotary':
-        if model.rotary_scaling != 'none':
+    if model.position_embedding != 'rotary':
+        if model.rope_scaling != 'none':
             raise InputError(
-                f'model.rotary_scaling={model.rotary_scaling}: model.position is {model.position}, nothing is rotated; '
+                f'model.rope_scaling={model.rope_scaling}: model.position_embedding is '
+                f'{model.position_embedding}, nothing is rotated; '
                 f'set it to rotary'
             )
         return
     head_dim = model.head_dim or model.dim // model.num_heads
-    rotated = round(model.rotary_fraction * head_dim)
+    rotated = round(model.partial_rotary_factor * head_dim)
     if rotated % 2:
         raise InputError(
-            f'model.rotary_fraction={model.rotary_fraction} of head_dim {head_dim} is an odd number of dimensions; '
+            f'model.partial_rotary_factor={model.partial_rotary_factor} of head_dim {head_dim} is an odd number '
+            'of dimensions; '
             f'rotary positions turn pairs'
         )
-    if model.rotary_scaling == 'dynamic' and rotated <= 2:
-        raise InputError(f'model.rotary_scaling=dynamic: needs at least 4 rotated dimensions, here are {rotated}')
+    if model.rope_scaling == 'dynamic' and rotated <= 2:
+        raise InputError(f'model.rope_scaling=dynamic: needs at least 4 rotated dimensions, here are {rotated}')
 
 
 def _check_attention_pattern(model: ModelConfig) -> None:

@@ -10,7 +10,7 @@ from maxlm.errors import InputError
 
 
 def check_adapters(model: ModelConfig) -> None:
-    """Compares `model.lora_targets` with the projections of the model's blocks, where there are to be adapters.
+    """Compares `model.lora_target_modules` with the projections of the model's blocks, where there are to be adapters.
 
     Raises:
         InputError: there are no patterns, or one names none of them.
@@ -19,13 +19,13 @@ def check_adapters(model: ModelConfig) -> None:
         return
     names = projections(model)
     there = f'there are: {", ".join(names)}'
-    if not model.lora_targets:
+    if not model.lora_target_modules:
         raise InputError(
-            f"model.lora_targets=() with model.lora_rank={model.lora_rank}: needs patterns, e.g. ('*',); {there}"
+            f"model.lora_target_modules=() with model.lora_rank={model.lora_rank}: needs patterns, e.g. ('*',); {there}"
         )
-    for pattern in model.lora_targets:
+    for pattern in model.lora_target_modules:
         if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in names):
-            raise InputError(f'model.lora_targets: {pattern!r} names no projection of a block; {there}')
+            raise InputError(f'model.lora_target_modules: {pattern!r} names no projection of a block; {there}')
 
 
 def check_dpo(config: Config) -> None:
@@ -40,21 +40,22 @@ def check_dpo(config: Config) -> None:
             f'dpo.label_smoothing={dpo.label_smoothing}: must be below 0.5, from which on most pairs would be the '
             'wrong way round'
         )
-    if dpo.label_smoothing and dpo.loss == 'ipo':
+    if dpo.label_smoothing and dpo.loss_type == 'ipo':
         raise InputError(
-            f'dpo.label_smoothing={dpo.label_smoothing} with dpo.loss=ipo, which has none; set it to 0, or dpo.loss to '
+            f'dpo.label_smoothing={dpo.label_smoothing} with dpo.loss_type=ipo, which has none; set it to 0, or '
+            'dpo.loss_type to '
             'sigmoid'
         )
     if config.train.objective != 'dpo':
         return
-    if not data.isolate_documents:
+    if not data.document_mask:
         raise InputError(
-            'data.isolate_documents=False with train.objective=dpo: the answers of a pair would see each other; set it '
+            'data.document_mask=False with train.objective=dpo: the answers of a pair would see each other; set it '
             'to True'
         )
-    if data.context_schedule:
+    if data.seq_len_schedule:
         raise InputError(
-            f'data.context_schedule={data.context_schedule} with train.objective=dpo: shorter windows would part the '
+            f'data.seq_len_schedule={data.seq_len_schedule} with train.objective=dpo: shorter windows would part the '
             'answers of a pair; set it to ()'
         )
 
@@ -66,18 +67,19 @@ def check_trained(config: Config) -> None:
         InputError: some keys do not go together.
     """
     optimizer = config.optimizer
-    for key in ('frozen', 'trained'):
+    for key in ('frozen_params', 'trainable_params'):
         patterns = getattr(optimizer, key)
         if not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise InputError(f"optimizer.{key}={patterns!r}: needs patterns of parameters' names, e.g. ('embedding',)")
-    if (optimizer.frozen or config.model.lora_rank) and config.mesh.offload != 'none':
-        key = 'optimizer.frozen' if optimizer.frozen else 'model.lora_rank'
+    if (optimizer.frozen_params or config.model.lora_rank) and config.mesh.host_offload != 'none':
+        key = 'optimizer.frozen_params' if optimizer.frozen_params else 'model.lora_rank'
         raise InputError(
-            f'mesh.offload={config.mesh.offload} with {key}: what is not trained has no optimizer state to bring '
-            f'elsewhere; set mesh.offload=none'
+            f'mesh.host_offload={config.mesh.host_offload} with {key}: what is not trained has no optimizer '
+            'state to bring '
+            f'elsewhere; set mesh.host_offload=none'
         )
     if config.has_reference and not config.train.init_from:
-        why = 'train.objective=dpo' if config.train.objective == 'dpo' else f'grpo.kl_weight={config.grpo.kl_weight:g}'
+        why = 'train.objective=dpo' if config.train.objective == 'dpo' else f'grpo.kl_coef={config.grpo.kl_coef:g}'
         raise InputError(
             f"{why} ties the model to the one that it starts from, and train.init_from is ''; set it to a checkpoint"
         )
@@ -89,7 +91,7 @@ def check_grpo(config: Config) -> None:
     Raises:
         InputError: one is missing, or some do not go together.
     """
-    grpo, train, window = config.grpo, config.train, config.data.window
+    grpo, train, window = config.grpo, config.train, config.data.seq_len
     if train.objective != 'grpo':
         raise InputError(
             f'train.objective={train.objective}: maxlm.grpo learns from rewards; set it to grpo, or use maxlm.train'
@@ -98,34 +100,36 @@ def check_grpo(config: Config) -> None:
         'train.init_from': train.init_from,
         'grpo.prompts': grpo.prompts,
         'grpo.prompts_per_rollout': grpo.prompts_per_rollout,
-        'grpo.max_tokens': grpo.max_tokens,
+        'grpo.max_completion_length': grpo.max_completion_length,
     }.items():
         if not value:
             raise InputError(f'{key}={value!r}: maxlm.grpo needs it')
-    if config.eval.every and not grpo.eval_prompts:
-        raise InputError("grpo.eval_prompts='' with eval.every: needs a file of prompts, or eval.every=0")
-    if grpo.max_tokens >= window:
+    if config.eval.interval and not grpo.eval_prompts:
+        raise InputError("grpo.eval_prompts='' with eval.interval: needs a file of prompts, or eval.interval=0")
+    if grpo.max_completion_length >= window:
         raise InputError(
-            f'grpo.max_tokens={grpo.max_tokens} leaves no room for a prompt in data.window={window}; lower it'
+            f'grpo.max_completion_length={grpo.max_completion_length} leaves no room for a prompt in '
+            f'data.seq_len={window}; lower it'
         )
     rows, global_batch = (
-        grpo.prompts_per_rollout * grpo.samples,
-        train.global_batch or train.global_batch_tokens // window,
+        grpo.prompts_per_rollout * grpo.num_generations,
+        train.global_batch_size or train.global_batch_size_tokens // window,
     )
     if rows % global_batch:
         raise InputError(
-            f'grpo.prompts_per_rollout · grpo.samples = {rows} responses are not a multiple of train.global_batch='
+            f'grpo.prompts_per_rollout · grpo.num_generations = {rows} responses are not a multiple of '
+            'train.global_batch_size='
             f'{global_batch}; nearest: {max(1, round(rows / global_batch)) * global_batch}'
         )
     for key, value, wanted in (
         ('train.hours', train.hours, 0),
         ('train.dollars', train.dollars, 0),
         ('train.num_tokens', train.num_tokens, 0),
-        ('guard.window', config.guard.window, 0),
+        ('guard.spike_window', config.guard.spike_window, 0),
         ('guard.max_rollbacks', config.guard.max_rollbacks, 0),
-        ('data.context_schedule', config.data.context_schedule, ()),
-        ('data.isolate_documents', config.data.isolate_documents, True),
-        ('mesh.offload', config.mesh.offload, 'none'),
+        ('data.seq_len_schedule', config.data.seq_len_schedule, ()),
+        ('data.document_mask', config.data.document_mask, True),
+        ('mesh.host_offload', config.mesh.host_offload, 'none'),
     ):
         if value != wanted:
             raise InputError(f'{key}={value!r}: maxlm.grpo does without; set it to {wanted!r}{_WHY_NOT.get(key, "")}')
@@ -133,7 +137,7 @@ def check_grpo(config: Config) -> None:
 
 # Why a key that has another default must be set.
 _WHY_NOT = {
-    'guard.window': ' (the loss of a step says little: rewards are relative to those of the same rollout)',
+    'guard.spike_window': ' (the loss of a step says little: rewards are relative to those of the same rollout)',
     'guard.max_rollbacks': ' (the batches behind a step depend on the model, so none could be left out)',
     'train.hours': ', and train.num_steps or train.num_epochs instead',
     'train.dollars': ', and train.num_steps or train.num_epochs instead',

@@ -45,12 +45,12 @@ class CheckContext:
     @cached_property
     def start(self) -> Start:
         """How JAX starts here, in a process of its own."""
-        return start_jax((self.config.train if self.config else TrainConfig()).compile_cache, self.environment)
+        return start_jax((self.config.train if self.config else TrainConfig()).compilation_cache_dir, self.environment)
 
     @property
     def buckets(self) -> tuple[str, ...]:
         """URLs that the run writes to."""
-        places = (self.workdir, self.config.checkpoint.mirror if self.config else '')
+        places = (self.workdir, self.config.checkpoint.remote_dir if self.config else '')
         return tuple(dict.fromkeys(place for place in places if is_url(place)))
 
     @property

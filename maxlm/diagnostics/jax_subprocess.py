@@ -47,7 +47,7 @@ def start_jax(compile_cache: str, environment: Mapping[str, str], *, seconds: fl
     """Starts JAX as a run would, and keeps compiled programs as it would.
 
     Args:
-        compile_cache: train.compile_cache.
+        compile_cache: train.compilation_cache_dir.
         environment: variables of the process.
         seconds: after which it is ended.
     """

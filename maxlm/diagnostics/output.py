@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxlm.diagnostics.result import ORDER, Status
+from maxlm.diagnostics.result import ORDER, CheckStatus
 from maxlm.diagnostics.runner import Result
 
 GIB = 2**30
@@ -26,14 +26,19 @@ def plural(count: int, noun: str) -> str:
     return f'{count:,} {noun}{"" if count == 1 else "s"}'
 
 
-COLORS = {Status.OK: 'green', Status.WARNING: 'yellow', Status.FAILURE: 'bold red', Status.SKIPPED: 'dim'}
+COLORS = {
+    CheckStatus.OK: 'green',
+    CheckStatus.WARNING: 'yellow',
+    CheckStatus.FAILURE: 'bold red',
+    CheckStatus.SKIPPED: 'dim',
+}
 # Where the terminal does not say how wide it is, and where a line would be too long to read.
 WIDTH, WIDEST = 80, 120
 
 
-def worst(results: Sequence[Result]) -> Status:
+def worst(results: Sequence[Result]) -> CheckStatus:
     """The worst of all; checks that were skipped say nothing."""
-    return max((result.finding.status for result in results), key=ORDER.index, default=Status.SKIPPED)
+    return max((result.finding.status for result in results), key=ORDER.index, default=CheckStatus.SKIPPED)
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def show(results: Sequence[Result]) -> None:
         table.add_column(overflow='fold')
         for result in results:
             finding, color = result.finding, COLORS[result.finding.status]
-            text = Text(finding.found, style='dim' if finding.status is Status.SKIPPED else '')
+            text = Text(finding.found, style='dim' if finding.status is CheckStatus.SKIPPED else '')
             if finding.remedy:
                 text.append(f'\n→ {finding.remedy}', style=color)
             table.add_row(Text(finding.status.value, style=color), Text(result.name, style='bold'), text)
@@ -98,10 +103,12 @@ def as_lines(results: Sequence[Result]) -> list[str]:
 def summary(results: Sequence[Result]) -> str:
     """The whole in one line."""
     counts = Counter(result.finding.status for result in results)
-    parts = [f'{counts[Status.OK]} ok']
-    parts += [plural(counts[status], status.value) for status in (Status.WARNING, Status.FAILURE) if counts[status]]
-    parts += [f'{counts[Status.SKIPPED]} skipped'] if counts[Status.SKIPPED] else []
-    failed = [result.name for result in results if result.finding.status is Status.FAILURE]
+    parts = [f'{counts[CheckStatus.OK]} ok']
+    parts += [
+        plural(counts[status], status.value) for status in (CheckStatus.WARNING, CheckStatus.FAILURE) if counts[status]
+    ]
+    parts += [f'{counts[CheckStatus.SKIPPED]} skipped'] if counts[CheckStatus.SKIPPED] else []
+    failed = [result.name for result in results if result.finding.status is CheckStatus.FAILURE]
     return ', '.join(parts) + (f'; not fit for the run: {", ".join(failed)}' if failed else '')
 
 

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterable
 
 
-class Status(enum.StrEnum):
+class CheckStatus(enum.StrEnum):
     """From best to worst; SKIPPED is what there was no reason, or no way, to look at."""
 
     SKIPPED = 'skipped'
@@ -16,32 +16,32 @@ class Status(enum.StrEnum):
     FAILURE = 'failure'
 
 
-ORDER = list(Status)
+ORDER = list(CheckStatus)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
     """One line of what was found; one of what to do, '' where all is well."""
 
-    status: Status
+    status: CheckStatus
     found: str
     remedy: str = ''
 
 
 def ok(found: str) -> CheckResult:
-    return CheckResult(Status.OK, found)
+    return CheckResult(CheckStatus.OK, found)
 
 
 def warning(found: str, remedy: str) -> CheckResult:
-    return CheckResult(Status.WARNING, found, remedy)
+    return CheckResult(CheckStatus.WARNING, found, remedy)
 
 
 def failure(found: str, remedy: str) -> CheckResult:
-    return CheckResult(Status.FAILURE, found, remedy)
+    return CheckResult(CheckStatus.FAILURE, found, remedy)
 
 
 def skipped(found: str) -> CheckResult:
-    return CheckResult(Status.SKIPPED, found)
+    return CheckResult(CheckStatus.SKIPPED, found)
 
 
 def together(findings: Iterable[CheckResult]) -> CheckResult:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import settle
-from maxlm.diagnostics.result import CheckResult, Status, failure, skipped
+from maxlm.diagnostics.result import CheckResult, CheckStatus, failure, skipped
 from maxlm.errors import InputError
 
 THREAD = 'maxlm check '
@@ -81,7 +81,7 @@ def run_checks(
 
 
 # A finding that no check has: told apart by identity.
-HANGS = CheckResult(Status.FAILURE, '')
+HANGS = CheckResult(CheckStatus.FAILURE, '')
 
 
 def with_timeout(check: Check, case: CheckContext) -> CheckResult:

@@ -139,7 +139,7 @@ def _prompts(problems: Sequence[Problem], tokenizer: Tokenizer, chat: ChatEncode
     try:
         asked = [chat.encode_prompt([{'role': 'user', 'content': problem.question}]) for problem in problems]
     except ChatError as error:
-        raise InputError(f'--apply_chat_template: {error}') from error
+        raise InputError(f'--apply-chat-template: {error}') from error
     openings = tokenizer.encode_batch_inside([problem.opening for problem in problems])
     return [np.concatenate(pair) for pair in zip(asked, openings, strict=True)]
 

@@ -16,7 +16,7 @@ from maxlm.errors import InputError
 from maxlm.inference.engine.requests import MAX_STOPS, Completion, Request
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
-from maxlm.inference.scoring import LogprobScorer, Span, windows
+from maxlm.inference.scoring import LogprobScorer, ScoringRequest, windows
 
 EXTRA = "benchmarks of lm-eval need the extra: pip install 'maxlm[eval]'"
 # Where a task does not say, as in lm-eval's own backends.
@@ -77,7 +77,7 @@ class LmEvalModel:
     ) -> list[tuple[float, bool]]:
         del ignored
         found = self._scorer.score(
-            [Span(context, continuation) for _, context, continuation in requests], show=self._show
+            [ScoringRequest(context, continuation) for _, context, continuation in requests], show=self._show
         )
         return [(score.log_prob, score.is_greedy) for score in found]
 

@@ -72,7 +72,7 @@ class Benchmarks:
         except ImportError as error:
             raise InputError(EXTRA) from error
         if folder and not Path(folder).is_dir():
-            raise InputError(f'--tasks_path={folder}: no such folder')
+            raise InputError(f'--tasks-path={folder}: no such folder')
         # It narrates what it does by warnings.
         logging.getLogger('lm_eval').setLevel(logging.ERROR)
         self._settings = {'num_fewshot': num_fewshot, 'limit': limit, 'apply_chat_template': chat}

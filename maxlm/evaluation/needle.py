@@ -20,7 +20,7 @@ import numpy as np
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.statistics import Measure, mean_of
-from maxlm.inference.scoring import LogprobScorer, Span
+from maxlm.inference.scoring import LogprobScorer, ScoringRequest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ def find_needles(
     """
     for length in config.lengths:
         if length > scorer.max_length:
-            raise InputError(f'--needle_lengths: {length} is beyond the context of the model, {scorer.max_length}')
+            raise InputError(f'--needle-lengths: {length} is beyond the context of the model, {scorer.max_length}')
     N, D = len(config.lengths), len(config.depths)
     spans = list(_spans(tokenizer, config))
     found = scorer.score(spans, show=show)
@@ -104,7 +104,7 @@ def find_needles(
     return NeedleResults(config, choice.mean(axis=2), retrieved.mean(axis=2), measures)
 
 
-def _spans(tokenizer: Tokenizer, config: NeedleConfig) -> Iterator[Span]:
+def _spans(tokenizer: Tokenizer, config: NeedleConfig) -> Iterator[ScoringRequest]:
     """Of each length, depth and trial: the right answer, and others."""
     sentences = [ids.tolist() for ids in tokenizer.encode_batch_inside([f' {text}' for text in FILLER])]
     for length in config.lengths:
@@ -117,7 +117,7 @@ def _spans(tokenizer: Tokenizer, config: NeedleConfig) -> Iterator[Span]:
 
 def _trial(
     tokenizer: Tokenizer, sentences: Sequence[list[int]], rng: random.Random, length: int, depth: float
-) -> Iterator[Span]:
+) -> Iterator[ScoringRequest]:
     place = rng.choice(PLACES)
     numbers = rng.sample(range(1000, 10_000), CHOICES)
     texts = [FACT.format(place=place, number=numbers[0]), QUESTION.format(place=place)]
@@ -126,7 +126,7 @@ def _trial(
     room = length - len(fact) - len(question) - max(map(len, continuations))
     if room < 0:
         raise InputError(
-            f'--needle_lengths: {length} tokens are too few for fact and question; give {length - room} or more'
+            f'--needle-lengths: {length} tokens are too few for fact and question; give {length - room} or more'
         )
     haystack: list[list[int]] = []
     while sum(map(len, haystack)) + min(map(len, sentences)) <= room:
@@ -136,7 +136,7 @@ def _trial(
     cut = round(depth * len(haystack))
     context = list(itertools.chain(*haystack[:cut], fact, *haystack[cut:], question))
     for continuation in continuations:
-        yield Span(context, continuation)
+        yield ScoringRequest(context, continuation)
 
 
 def draw_needles(results: NeedleResults, title: str) -> Figure:

@@ -48,7 +48,7 @@ def parse_tasks(text: str) -> ParsedTasks:
     return ParsedTasks(tuple(others), tuple(suites), NEEDLE in parts)
 
 
-class EvalConfig(NamedTuple):
+class EvalOptions(NamedTuple):
     """How tasks are run. None: as a task says, all documents, lengths up to the model's context."""
 
     folder: str = ''
@@ -89,7 +89,7 @@ class EvalResult(NamedTuple):
 class EvalRun:
     """Tasks whose files are read once, before any model is."""
 
-    def __init__(self, requested: ParsedTasks, config: EvalConfig):
+    def __init__(self, requested: ParsedTasks, config: EvalOptions):
         """Raises InputError when a task is not there, or what it needs is not installed."""
         self._config, self._needle = config, requested.needle
         self._suites = [open_suite(kind, path, limit=config.limit) for kind, path in requested.suites]
@@ -111,7 +111,7 @@ class EvalRun:
         """
         config = self._config
         if config.chat and model.chat is None:
-            raise InputError('--apply_chat_template: the checkpoint has no chat template')
+            raise InputError('--apply-chat-template: the checkpoint has no chat template')
         chat = model.chat if config.chat else None
         scorer, engine = LogprobScorer(model), _EngineWhenNeeded(model, config.num_slots)
         found: list[Measure] = []
@@ -141,7 +141,7 @@ class _EngineWhenNeeded:
         self._engine: Engine | None = None
 
     def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """See `Executor.complete`."""
+        """See `Engine.complete`."""
         if self._engine is None:
             self._engine = Engine(self._model, num_slots=self._num_slots)
         return self._engine.complete(requests)

@@ -82,7 +82,9 @@ def same_rotated_dims(head_dim: int, fraction: float) -> bool:
 
 
 def _whole_rotated_dims(model: ModelConfig) -> str:
-    return '' if same_rotated_dims(model.head_dim, model.rotary_fraction) else stated(model, 'rotary_fraction')
+    return (
+        '' if same_rotated_dims(model.head_dim, model.partial_rotary_factor) else stated(model, 'partial_rotary_factor')
+    )
 
 
 def _window_keys(model: ModelConfig) -> dict[str, Any]:
@@ -109,9 +111,15 @@ _DECODER_KEYS = {
     'tie_embeddings': ('tie_word_embeddings', False),
     'max_positions': ('max_position_embeddings', 2048),
 }
-_PLAIN = {'norm_scale': True, 'qk_norm': False, 'embedding_norm': False, 'logit_softcap': 0.0}
+_PLAIN = {'norm_use_scale': True, 'qk_norm': False, 'embedding_norm': False, 'logit_softcap': 0.0}
 _LAYERNORM = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
-_RMSNORM = {'position': 'rotary', 'rotary_fraction': 1.0, 'norm': 'rmsnorm', **_PLAIN, 'parallel_residual': False}
+_RMSNORM = {
+    'position_embedding': 'rotary',
+    'partial_rotary_factor': 1.0,
+    'norm': 'rmsnorm',
+    **_PLAIN,
+    'parallel_residual': False,
+}
 
 GPT2 = Architecture(
     'gpt2',
@@ -130,7 +138,7 @@ GPT2 = Architecture(
     },
     activation=('activation_function', 'gelu_new'),
     activations=_GELUS,
-    always={'position': 'learned', **_LAYERNORM, 'parallel_residual': False},
+    always={'position_embedding': 'learned', **_LAYERNORM, 'parallel_residual': False},
     only={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
     written=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
     limits=(_plain_heads, _divided_width, _whole_context),
@@ -153,7 +161,7 @@ GPT_NEOX = Architecture(
     },
     activation=('hidden_act', 'gelu'),
     activations=_GELUS,
-    always={'position': 'rotary', **_LAYERNORM},
+    always={'position_embedding': 'rotary', **_LAYERNORM},
     only={'attention_bias': True},
     written=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
     limits=(_plain_heads, _divided_width, _whole_context, _whole_rotated_dims),
@@ -227,7 +235,7 @@ NANOCHAT = Architecture(
     activations={'relu2': 'relu2', **_GELUS},
     always={
         **{key: value for key, value in _RMSNORM.items() if key != 'logit_softcap'},
-        'norm_scale': False,
+        'norm_use_scale': False,
         'qk_norm': True,
         'embedding_norm': True,
         'use_bias': False,

@@ -62,14 +62,14 @@ AUTO = 'auto'
 _NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap')
 # Keys of rotary positions, for messages.
 _ROPE_NAMES = {
-    'rotary_factor': 'factor',
+    'rope_scaling_factor': 'factor',
     # Of GPT-NeoX, which alone may rotate a part of a head.
-    'rotary_fraction': 'rotary_pct',
-    'rotary_low_turns': 'low_freq_factor',
-    'rotary_high_turns': 'high_freq_factor',
-    'rotary_beta_slow': 'beta_slow',
-    'rotary_beta_fast': 'beta_fast',
-    'rotary_original_positions': 'original_max_position_embeddings',
+    'partial_rotary_factor': 'rotary_pct',
+    'rope_low_freq_factor': 'low_freq_factor',
+    'rope_high_freq_factor': 'high_freq_factor',
+    'rope_beta_slow': 'beta_slow',
+    'rope_beta_fast': 'beta_fast',
+    'original_max_positions': 'original_max_position_embeddings',
 }
 # Context of the run that an imported model is given, where the model's is longer.
 _WINDOW = 1024
@@ -126,7 +126,7 @@ def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
         found['final_logit_softcapping'] = model.logit_softcap or None
     names = (theirs for theirs, ours in row.activations.items() if ours == model.activation)
     found |= {row.activation[0]: next(names), **row.only, **row.written(model)}
-    return found | (to_rope(model, row.model_type) if model.position == 'rotary' else {})
+    return found | (to_rope(model, row.model_type) if model.position_embedding == 'rotary' else {})
 
 
 def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
@@ -161,9 +161,9 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
         raise fields.refusal(
             'mlp_bias', f'with attention_bias={model["use_bias"]}; maxlm has biases in both or in neither'
         )
-    if model['position'] == 'rotary':
+    if model['position_embedding'] == 'rotary':
         model |= from_rope(fields, row.model_type, model['max_positions'])
-        head_dim, fraction = model['dim'] // model['num_heads'], model['rotary_fraction']
+        head_dim, fraction = model['dim'] // model['num_heads'], model['partial_rotary_factor']
         if row is GPT_NEOX and not same_rotated_dims(head_dim, fraction):
             raise InputError(
                 f'{source}: rotary_pct={fraction}: that is {head_dim * fraction:g} dims of heads of {head_dim}; needs '

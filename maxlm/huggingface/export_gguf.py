@@ -155,14 +155,14 @@ def _architecture(model: ModelConfig, source: str) -> str:
             f'{source}: model.attention_pattern={model.attention_pattern}: GGUF files of Llama and Qwen3 have no '
             f'sliding windows; export the model for Transformers instead'
         )
-    scaling, plain = model.rotary_scaling, ModelConfig()
+    scaling, plain = model.rope_scaling, ModelConfig()
     changed = [
         f'model.{key}={getattr(model, key)}'
-        for key in ('rotary_beta_slow', 'rotary_beta_fast', 'rotary_truncate', 'rotary_attention_factor')
+        for key in ('rope_beta_slow', 'rope_beta_fast', 'rope_truncate', 'rope_attention_factor')
         if scaling == 'yarn' and getattr(model, key) != getattr(plain, key)
     ]
     if scaling == 'dynamic' or changed:
-        told = ', '.join(changed) or f'model.rotary_scaling={scaling}'
+        told = ', '.join(changed) or f'model.rope_scaling={scaling}'
         raise InputError(
             f'{source}: {told}: llama.cpp has no such positions; export the model for Transformers instead'
         )
@@ -185,13 +185,13 @@ def _describe(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: Any)
     writer.add_value_length(model.head_dim)
     writer.add_rope_dimension_count(model.head_dim)
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
-    writer.add_rope_freq_base(model.rotary_theta)
+    writer.add_rope_freq_base(model.rope_theta)
     # What llama3 does with positions stands in a tensor.
     kinds = {'linear': gguf.RopeScalingType.LINEAR, 'yarn': gguf.RopeScalingType.YARN}
-    if model.rotary_scaling in kinds:
-        writer.add_rope_scaling_type(kinds[model.rotary_scaling])
-        writer.add_rope_scaling_factor(model.rotary_factor)
-        writer.add_rope_scaling_orig_ctx_len(model.rotary_original_positions)
+    if model.rope_scaling in kinds:
+        writer.add_rope_scaling_type(kinds[model.rope_scaling])
+        writer.add_rope_scaling_factor(model.rope_scaling_factor)
+        writer.add_rope_scaling_orig_ctx_len(model.original_max_positions)
 
 
 def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str) -> None:
@@ -222,13 +222,13 @@ def _frequency_factors(model: ModelConfig) -> np.ndarray | None:
 
     Formula: Transformers, `modeling_rope_utils.py`.
     """
-    if model.rotary_scaling != 'llama3':
+    if model.rope_scaling != 'llama3':
         return None
-    frequencies = model.rotary_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
-    turns = model.rotary_original_positions * frequencies / (2 * math.pi)
-    low, high = model.rotary_low_turns, model.rotary_high_turns
+    frequencies = model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
+    turns = model.original_max_positions * frequencies / (2 * math.pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
-    factors: np.ndarray = 1 / ((1 - kept) / model.rotary_factor + kept)
+    factors: np.ndarray = 1 / ((1 - kept) / model.rope_scaling_factor + kept)
     return factors.astype(np.float32)
 
 

@@ -21,7 +21,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.config_conversion import choose, to_config
 from maxlm.huggingface.model_card import NAME as CARD
 from maxlm.huggingface.model_card import model_card
-from maxlm.huggingface.safetensors_io import Entry, entry_bytes, write_tensors
+from maxlm.huggingface.safetensors_io import TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import files_for_export
 from maxlm.log import progress_bar
@@ -80,7 +80,7 @@ def export_model(
         dtype=dtype,
         parameters=parameters,
     )
-    entries = [Entry(tensor.name, tensor.shape, _maker(reader, tensor)) for tensor in rows]
+    entries = [TensorEntry(tensor.name, tensor.shape, _maker(reader, tensor)) for tensor in rows]
     size = sum(entry_bytes(entry, dtype) for entry in entries)
     check_space('--output', directory, size)
     with (

@@ -26,7 +26,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import GPT2
 from maxlm.huggingface.config_conversion import choose
-from maxlm.huggingface.safetensors_io import SINGLE, Entry, entry_bytes, write_tensors
+from maxlm.huggingface.safetensors_io import SINGLE, TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.state_dict import Tensor, tensors
 from maxlm.log import progress_bar
 from maxlm.model.blocks import BLOCKS
@@ -98,7 +98,7 @@ class _Part(NamedTuple):
 
     target: str
     rank: int
-    entries: tuple[Entry, Entry]
+    entries: tuple[TensorEntry, TensorEntry]
 
 
 def _parts(rows: Sequence[Tensor], reader: ParamsReader, *, is_straight: bool) -> list[_Part]:
@@ -122,8 +122,8 @@ def _parts(rows: Sequence[Tensor], reader: ParamsReader, *, is_straight: bool) -
         make_a, make_b = _makers(reader, tensor.layer, outputs, orders[tensor.sources])
         rank, name = r * len(adapted), tensor.name.removesuffix('.weight')
         entries = (
-            Entry(f'{_PREFIX}{name}.lora_A.weight', (rank, math.prod(in_shape)), make_a),
-            Entry(f'{_PREFIX}{name}.lora_B.weight', (sum(sizes), rank), make_b),
+            TensorEntry(f'{_PREFIX}{name}.lora_A.weight', (rank, math.prod(in_shape)), make_a),
+            TensorEntry(f'{_PREFIX}{name}.lora_B.weight', (sum(sizes), rank), make_b),
         )
         *_, parent, last = name.split('.')
         parts.append(_Part(last if last_names[last] == 1 else f'{parent}.{last}', rank, entries))
@@ -200,9 +200,10 @@ def _settings(model: ModelConfig, parts: Sequence[_Part], base: str, *, is_strai
 
 def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base: str) -> None:
     """Raises InputError unless the model without its adapters is one that can be had."""
-    if config.optimizer.trained:
+    if config.optimizer.trainable_params:
         raise InputError(
-            f'optimizer.trained={config.optimizer.trained}: the run trained more than its adapters, which alone are '
+            f'optimizer.trainable_params={config.optimizer.trainable_params}: the run trained more than its '
+            'adapters, which alone are '
             f'not its model; export it whole, with them merged, by `maxlm.hf export`'
         )
     if base:

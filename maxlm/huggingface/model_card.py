@@ -77,13 +77,13 @@ def _usage(name: str, architecture: Architecture, has_tokenizer: bool) -> str:
 
 
 def _model_facts(model: ModelConfig) -> dict[str, str]:
-    positions = model.position
-    if model.position == 'rotary':
-        positions += f', base {model.rotary_theta:,.0f}'
-        if model.rotary_fraction < 1:
-            positions += f', {model.rotary_fraction:.0%} of each head'
-        if model.rotary_scaling != 'none':
-            positions += f', {model.rotary_scaling} scaling by {model.rotary_factor:g}'
+    positions = model.position_embedding
+    if model.position_embedding == 'rotary':
+        positions += f', base {model.rope_theta:,.0f}'
+        if model.partial_rotary_factor < 1:
+            positions += f', {model.partial_rotary_factor:.0%} of each head'
+        if model.rope_scaling != 'none':
+            positions += f', {model.rope_scaling} scaling by {model.rope_scaling_factor:g}'
     attention = 'the whole context'
     if 'S' in model.attention_pattern:
         attention = f'the last {model.sliding_window:,} tokens'
@@ -108,8 +108,8 @@ def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
     facts = {
         'data': _training_data(workdir, config),
         'steps': f'{step:,}',
-        'tokens seen': f'{step * config.train.global_batch * config.data.window:,}',
-        'batch': f'{config.train.global_batch:,} × {config.data.window:,} tokens',
+        'tokens seen': f'{step * config.train.global_batch_size * config.data.seq_len:,}',
+        'batch': f'{config.train.global_batch_size:,} × {config.data.seq_len:,} tokens',
     }
     if config.train.init_from:
         facts['started from'] = Path(config.train.init_from).name
@@ -137,7 +137,7 @@ def _training_data(workdir: Path, config: Config) -> str:
 def _without_paths(config: Config) -> dict[str, dict[str, object]]:
     values = dataclasses.asdict(config)
     values['data']['sources'] = [(Path(entry).name, weight) for entry, weight in config.data.sources]
-    for section, key in (('data', 'path'), ('data', 'cache'), ('train', 'init_from')):
+    for section, key in (('data', 'path'), ('data', 'cache_dir'), ('train', 'init_from')):
         values[section][key] = Path(values[section][key]).name
     return values
 

@@ -38,7 +38,7 @@ def _real(key: str, *, or_zero: bool = False) -> Number:
     return Number(False, allowed._replace(or_zero=allowed.or_zero or or_zero))
 
 
-_POSITIONS = Number(True, Range(RANGES['data.window'].low, INT32))
+_POSITIONS = Number(True, Range(RANGES['data.seq_len'].low, INT32))
 _COUNT = Number(True, Range(0, INT32))
 NUMBERS: dict[str, Number] = {
     # config.json: sizes.
@@ -67,18 +67,18 @@ NUMBERS: dict[str, Number] = {
     'n_routed_experts': _COUNT,
     'moe_num_experts': _COUNT,
     # config.json: rotary positions, there and in rope_parameters or rope_scaling.
-    'rope_theta': _real('rotary_theta'),
-    'rotary_emb_base': _real('rotary_theta'),
-    'partial_rotary_factor': _real('rotary_fraction'),
-    'rotary_pct': _real('rotary_fraction'),
-    'factor': _real('rotary_factor'),
-    'original_max_position_embeddings': _whole('rotary_original_positions'),
-    'low_freq_factor': _real('rotary_low_turns'),
-    'high_freq_factor': _real('rotary_high_turns'),
+    'rope_theta': _real('rope_theta'),
+    'rotary_emb_base': _real('rope_theta'),
+    'partial_rotary_factor': _real('partial_rotary_factor'),
+    'rotary_pct': _real('partial_rotary_factor'),
+    'factor': _real('rope_scaling_factor'),
+    'original_max_position_embeddings': _whole('original_max_positions'),
+    'low_freq_factor': _real('rope_low_freq_factor'),
+    'high_freq_factor': _real('rope_high_freq_factor'),
     # As in Transformers, 0 stands for the default.
-    'beta_slow': _real('rotary_beta_slow', or_zero=True),
-    'beta_fast': _real('rotary_beta_fast', or_zero=True),
-    'attention_factor': Number(False, RANGES['model.rotary_attention_factor']._replace(or_zero=False)),
+    'beta_slow': _real('rope_beta_slow', or_zero=True),
+    'beta_fast': _real('rope_beta_fast', or_zero=True),
+    'attention_factor': Number(False, RANGES['model.rope_attention_factor']._replace(or_zero=False)),
     'mscale': Number(False, Range(0, 10)),
     'mscale_all_dim': Number(False, Range(0, 10)),
     # generation_config.json. Some files have -1 for a token that does not exist.

@@ -23,44 +23,48 @@ _LAYER_TYPES = ('full_attention', 'sliding_attention')
 def to_rope(model: ModelConfig, architecture: str) -> dict[str, Any]:
     """The keys of config.json that say what a rotary model does with positions."""
     scaling = _scaling(model)
-    fraction = {'partial_rotary_factor': model.rotary_fraction} if architecture == NEOX else {}
-    parameters = {'rope_type': 'default', **(scaling or {}), 'rope_theta': model.rotary_theta, **fraction}
+    fraction = {'partial_rotary_factor': model.partial_rotary_factor} if architecture == NEOX else {}
+    parameters = {'rope_type': 'default', **(scaling or {}), 'rope_theta': model.rope_theta, **fraction}
     # The oldest versions know the type as `type`.
     scaling = scaling and {**scaling, 'type': scaling['rope_type']}
     if architecture == NEOX:
-        legacy = {'rotary_emb_base': model.rotary_theta, 'rotary_pct': model.rotary_fraction, 'rope_scaling': scaling}
+        legacy = {
+            'rotary_emb_base': model.rope_theta,
+            'rotary_pct': model.partial_rotary_factor,
+            'rope_scaling': scaling,
+        }
     else:
-        legacy = {'rope_theta': model.rotary_theta, 'rope_scaling': scaling}
+        legacy = {'rope_theta': model.rope_theta, 'rope_scaling': scaling}
     # Dynamic scaling starts where max_position_embeddings ends; elsewhere it is the longest context.
-    dynamic = model.rotary_scaling == 'dynamic'
-    positions = model.rotary_original_positions if dynamic else model.max_positions
+    dynamic = model.rope_scaling == 'dynamic'
+    positions = model.original_max_positions if dynamic else model.max_positions
     return {'max_position_embeddings': positions, 'rope_parameters': parameters, **legacy}
 
 
 def _scaling(model: ModelConfig) -> dict[str, Any] | None:
-    factor, original = model.rotary_factor, model.rotary_original_positions
-    if model.rotary_scaling in ('linear', 'dynamic'):
-        return {'rope_type': model.rotary_scaling, 'factor': factor}
-    if model.rotary_scaling == 'llama3':
+    factor, original = model.rope_scaling_factor, model.original_max_positions
+    if model.rope_scaling in ('linear', 'dynamic'):
+        return {'rope_type': model.rope_scaling, 'factor': factor}
+    if model.rope_scaling == 'llama3':
         return {
             'rope_type': 'llama3',
             'factor': factor,
             'original_max_position_embeddings': original,
-            'low_freq_factor': model.rotary_low_turns,
-            'high_freq_factor': model.rotary_high_turns,
+            'low_freq_factor': model.rope_low_freq_factor,
+            'high_freq_factor': model.rope_high_freq_factor,
         }
-    if model.rotary_scaling == 'yarn':
-        given = model.rotary_attention_factor
+    if model.rope_scaling == 'yarn':
+        given = model.rope_attention_factor
         return {
             'rope_type': 'yarn',
             'factor': factor,
             'original_max_position_embeddings': original,
-            'beta_slow': model.rotary_beta_slow,
-            'beta_fast': model.rotary_beta_fast,
-            'truncate': model.rotary_truncate,
+            'beta_slow': model.rope_beta_slow,
+            'beta_fast': model.rope_beta_fast,
+            'truncate': model.rope_truncate,
             **({'attention_factor': given} if given else {}),
         }
-    assert model.rotary_scaling == 'none', model.rotary_scaling
+    assert model.rope_scaling == 'none', model.rope_scaling
     return None
 
 
@@ -91,7 +95,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         raise (rope if 'partial_rotary_factor' in values else config).refusal(
             'partial_rotary_factor', f'{architecture} rotates whole heads; needs 1.0'
         )
-    found: dict[str, Any] = {'rotary_theta': theta, 'rotary_fraction': fraction}
+    found: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction}
     kind = rope.text('rope_type', rope.text('type', 'default'))
     if kind == 'default':
         return found
@@ -107,22 +111,22 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         if 'factor' not in values:
             raise rope.refusal('factor', f'missing; {kind} scaling needs it')
         factor = rope.number('factor', 1.0)
-    found |= {'rotary_scaling': kind, 'rotary_factor': factor}
+    found |= {'rope_scaling': kind, 'rope_scaling_factor': factor}
     if kind == 'dynamic':
-        found |= {'rotary_original_positions': max_positions, 'max_positions': round(max_positions * factor)}
+        found |= {'original_max_positions': max_positions, 'max_positions': round(max_positions * factor)}
     elif kind == 'llama3':
         for name in ('low_freq_factor', 'high_freq_factor'):
             if name not in values:
                 raise rope.refusal(name, 'missing; llama3 scaling needs it')
-        found['rotary_original_positions'] = original
-        found['rotary_low_turns'] = rope.number('low_freq_factor', 1.0)
-        found['rotary_high_turns'] = rope.number('high_freq_factor', 4.0)
+        found['original_max_positions'] = original
+        found['rope_low_freq_factor'] = rope.number('low_freq_factor', 1.0)
+        found['rope_high_freq_factor'] = rope.number('high_freq_factor', 4.0)
     elif kind == 'yarn':
-        found['rotary_original_positions'] = original
-        found['rotary_beta_slow'] = rope.number('beta_slow', 1.0, null=1.0) or 1.0
-        found['rotary_beta_fast'] = rope.number('beta_fast', 32.0, null=32.0) or 32.0
-        found['rotary_truncate'] = rope.flag('truncate', True)
-        found['rotary_attention_factor'] = _attention_factor(rope, factor)
+        found['original_max_positions'] = original
+        found['rope_beta_slow'] = rope.number('beta_slow', 1.0, null=1.0) or 1.0
+        found['rope_beta_fast'] = rope.number('beta_fast', 32.0, null=32.0) or 32.0
+        found['rope_truncate'] = rope.flag('truncate', True)
+        found['rope_attention_factor'] = _attention_factor(rope, factor)
     return found
 
 

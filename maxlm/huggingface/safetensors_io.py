@@ -36,7 +36,7 @@ _PICKLES = ('*.bin', '*.pt', '*.pth', '*.ckpt', '*.pkl')
 _BLOCK = 16 * 2**20
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor to be written: its name, its shape, and what makes it (float32), called when its turn comes."""
 
     name: str
@@ -113,7 +113,7 @@ class TensorFiles:
 
 def write_tensors(
     directory: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     *,
     dtype: str,
     max_shard_size: int,
@@ -163,12 +163,12 @@ def plan_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[list[str]
     return shards
 
 
-def entry_bytes(entry: Entry, dtype: str) -> int:
+def entry_bytes(entry: TensorEntry, dtype: str) -> int:
     """Size of a tensor in a file."""
     return math.prod(entry.shape) * np.dtype(DTYPES[dtype][1]).itemsize
 
 
-def _header(entries: Sequence[Entry], dtype: str) -> bytes:
+def _header(entries: Sequence[TensorEntry], dtype: str) -> bytes:
     # The metadata is what Transformers looks at to tell torch's files from others.
     header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
     start = 0
@@ -182,7 +182,7 @@ def _header(entries: Sequence[Entry], dtype: str) -> bytes:
     return len(text).to_bytes(8, 'little') + text
 
 
-def _write_values(file: BinaryIO, entry: Entry, dtype: str) -> None:
+def _write_values(file: BinaryIO, entry: TensorEntry, dtype: str) -> None:
     array = entry.make()
     assert array.shape == entry.shape, (entry.name, array.shape, entry.shape)
     for rows in _blocks(entry.shape):

@@ -200,7 +200,7 @@ QUERY_KEY_VALUE = tuple(f'blocks.attention.{name}' for name in ('query', 'key', 
 
 
 def _norm(name: str, path: str, model: ModelConfig) -> Iterator[_Row]:
-    if model.norm_scale:
+    if model.norm_use_scale:
         yield _Row(f'{name}.weight', (f'{path}.scale',), _same(model.dim))
         if model.norm == 'layernorm' and model.use_bias:
             yield _Row(f'{name}.bias', (f'{path}.bias',), _same(model.dim))

@@ -24,7 +24,7 @@ def cast_params(params: Params, config: Config, layout: Layout, *, gather: bool 
         gather: bring together what is split to save memory; when traced only.
     """
     # Scales of 8-bit codes are found in float32.
-    dtype = None if config.model.matmul == 'fp8' else config.model.dtype
+    dtype = None if config.model.matmul_precision == 'fp8' else config.model.dtype
     variables = nnx.to_flat_state(nnx.state(abstract_model(config, layout)))
     axes_of = {tuple(path): variable.axes for path, variable in variables}
 

@@ -27,7 +27,7 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
     if tokenizer.infill_ids is None:
         raise InputError(
             'the tokenizer has no tokens for text with a hole; the model was not trained to fill one '
-            '(maxlm.prepare --infill)'
+            '(maxlm.prepare --fim-rate)'
         )
     (before,), (behind,) = tokenizer.encode_batch([prefix]), tokenizer.encode_batch_inside([suffix])
     prefix_id, middle_id, suffix_id = tokenizer.infill_ids

@@ -61,22 +61,27 @@ def quantized_config(config: Config, weights: Weights, source: str) -> Config:
         InputError: the model is quantized already, or has adapters.
     """
     model = config.model
-    if model.weights != 'float':
-        raise InputError(f'{source}: its weights are {model.weights} already; give the checkpoint that they are from')
+    if model.weight_quantization != 'float':
+        raise InputError(
+            f'{source}: its weights are {model.weight_quantization} already; give the checkpoint that they are from'
+        )
     if model.lora_rank:
         raise InputError(
             f'{source}: the model has adapters (model.lora_rank={model.lora_rank}); merge them first by '
             f'maxlm.checkpoints merge'
         )
     # Products are those of the computation's type: the kernels have no other codes but their own.
-    model = dataclasses.replace(model, weights=weights.kind, weights_group=weights.group, matmul='default')
+    model = dataclasses.replace(
+        model, weight_quantization=weights.kind, quantization_group_size=weights.group, matmul_precision='default'
+    )
     return dataclasses.replace(config, model=model)
 
 
 def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show: bool) -> Quantized:
     """Makes a workdir with the quantized model of a checkpoint as its only step, a layer at a time.
 
-    It keeps the config of the run but for model.weights, the tokenizer and the chat template, and the step's number.
+    It keeps the config of the run but for model.weight_quantization, the tokenizer and the chat template, and the
+    step's number.
 
     Args:
         checkpoint: as `find_step_here` takes it.

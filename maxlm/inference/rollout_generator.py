@@ -122,9 +122,9 @@ class Sampler:
         """`num_samples` responses to each prompt.
 
         A row draws with a key of its own, made of `seed`, its number from `first_row` on, and the position. What it
-        draws depends neither on the other rows nor on the mesh, but for rounding (with model.matmul=fp8 rows do share
-        scales). With model.rotary_scaling=dynamic the cache keeps keys as they were rotated when they came, so that
-        beyond the original context log-probabilities are not those of one pass over the whole text.
+        draws depends neither on the other rows nor on the mesh, but for rounding (with model.matmul_precision=fp8 rows
+        do share scales). With model.rope_scaling=dynamic the cache keeps keys as they were rotated when they came, so
+        that beyond the original context log-probabilities are not those of one pass over the whole text.
 
         Args:
             params: as they lie on the mesh.

@@ -42,7 +42,7 @@ HEAD = 1024
 SHORTER = 4
 
 
-class Span(NamedTuple):
+class ScoringRequest(NamedTuple):
     """A continuation behind its context: token ids, at least one of each."""
 
     context: Sequence[int]
@@ -82,7 +82,7 @@ class LogprobScorer:
         self._on_cpu = jax.default_backend() == 'cpu'
         self._batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if self._on_cpu else BATCH_TOKENS)
         # The rotation depends on the length of the whole text there.
-        self._alone = self._config.rotary_scaling == 'dynamic'
+        self._alone = self._config.rope_scaling == 'dynamic'
         layout, parts = self._layout, self._layout.parts('length')
         self._has_trees = not self._alone and parts == layout.parts('layers') == 1
         graph, _ = nnx.split(abstract_model(model.config, layout))
@@ -131,7 +131,7 @@ class LogprobScorer:
         # Of several processes each reads all of it.
         self._judge = jax.jit(judge, out_shardings=layout.named())
 
-    def score(self, spans: Sequence[Span], *, show: bool = False) -> list[Likelihood]:
+    def score(self, spans: Sequence[ScoringRequest], *, show: bool = False) -> list[Likelihood]:
         """The likelihood of each span. What does not fit into the context is cut off on the left.
 
         Args:
@@ -183,7 +183,7 @@ class LogprobScorer:
         """On every device, by an explicit transfer: a run forbids all others."""
         return jax.make_array_from_callback(x.shape, self._layout.named(), x.__getitem__)
 
-    def _readings(self, spans: Sequence[Span]) -> list[_Reading]:
+    def _readings(self, spans: Sequence[ScoringRequest]) -> list[_Reading]:
         """What is to be read, the same text once."""
         by_tokens: dict[tuple[int, ...], list[int]] = {}
         for number, (context, continuation) in enumerate(spans):
@@ -246,17 +246,17 @@ def scored_slots(length: int, num: int) -> range:
     return range(length - num, length)
 
 
-def windows(tokens: Sequence[int], prefix: int, max_length: int) -> list[Span]:
+def windows(tokens: Sequence[int], prefix: int, max_length: int) -> list[ScoringRequest]:
     """A text of any length as spans in which each token is scored once, behind as many as a window has room for.
 
     The first stands behind `prefix`; the last window reaches back so that it is full. As lm-eval cuts texts for
     perplexities with `context_len=1`.
     """
     first = min(max_length, len(tokens))
-    spans = [Span([prefix], tokens[:first])] if first else []
+    spans = [ScoringRequest([prefix], tokens[:first])] if first else []
     for start in range(first, len(tokens), max_length):
         stop = min(start + max_length, len(tokens))
-        spans.append(Span(tokens[stop - max_length - 1 : start], tokens[start:stop]))
+        spans.append(ScoringRequest(tokens[stop - max_length - 1 : start], tokens[start:stop]))
     return spans
 
 
@@ -276,7 +276,9 @@ def _arrays(rows: Sequence[Sequence[FlattenedTree]], B: int, T: int) -> np.ndarr
 
 
 def _places(
-    rows: Sequence[Sequence[Sequence[_Reading]]], laid: Sequence[Sequence[FlattenedTree]], spans: Sequence[Span]
+    rows: Sequence[Sequence[Sequence[_Reading]]],
+    laid: Sequence[Sequence[FlattenedTree]],
+    spans: Sequence[ScoringRequest],
 ) -> np.ndarray:
     """(span, row, column, target) of each scored token, int32 [tokens, 4]."""
     places = []

@@ -34,7 +34,7 @@ class Decoder(nnx.Module):
         init = initializers(config)
         D, V = config.dim, config.vocab_size
         self.embedding = parameter(rngs, (V, D), ('vocab', 'embed'), init.embedding)
-        learned, positions = config.position == 'learned', (config.max_positions, D)
+        learned, positions = config.position_embedding == 'learned', (config.max_positions, D)
         self.position_embedding = parameter(rngs, positions, ('position', 'embed'), init.position) if learned else None
         self.embedding_norm = Norm(config, D, rngs=rngs) if config.embedding_norm else None
         self.blocks = _stacked(lambda rngs: Block(config, placement=placement, rngs=rngs), config.num_layers, rngs)
@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
         elif self.placement.parts('length') == 1:
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
-        rotary = rotary_angles(positions_BT, config, length_B) if config.position == 'rotary' else None
+        rotary = rotary_angles(positions_BT, config, length_B) if config.position_embedding == 'rotary' else None
         return Context(masks, segments_BT, None, places, rotary)
 
     def _run_pipeline(

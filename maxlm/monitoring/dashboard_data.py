@@ -107,7 +107,7 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
     num_steps = int(planned) if planned and planned != UNDECIDED_STEPS else None
     tokens_per_step = number(history.started, 'tokens_per_step')
     if config:
-        tokens_per_step = config.train.global_batch * config.data.window
+        tokens_per_step = config.train.global_batch_size * config.data.seq_len
     newest = _newest(metrics)
     seconds = _seconds(history, now if going else state.last_sign)
     left = (
@@ -181,7 +181,7 @@ def _seconds_left(history: RunHistory, step: int, num_steps: int | None, now: fl
     lines = [line for line in history.metrics[-PACE_LINES:] if 'train/loss' in line]
     if not lines or num_steps is None:
         return None
-    told, at = number(lines[-1], 'cost/seconds_left'), number(lines[-1], 'time')
+    told, at = number(lines[-1], 'perf/eta_seconds'), number(lines[-1], 'time')
     if told is not None and at is not None:
         # What has passed since; a run that stands still has no less to do.
         return max(told - max(now - at, 0.0), 0.0) if going else told
@@ -196,7 +196,7 @@ def _dollars(
     history: RunHistory, newest: Mapping[str, float | None], left: float | None
 ) -> tuple[float | None, float | None]:
     """Spent, and left to spend."""
-    at_end, spent = newest.get('cost/dollars_at_end'), newest.get('cost/dollars')
+    at_end, spent = newest.get('cost/projected_dollars'), newest.get('cost/dollars')
     if 0 in history.ledgers and (paid := history.ledgers[0].dollars) is not None:
         # Newer than the metrics, and with what came after the last step.
         spent = max(paid, spent or 0.0)

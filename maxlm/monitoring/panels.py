@@ -120,11 +120,11 @@ def figures(facts: Facts, width: int) -> list[Text]:
         _metric(facts, 'train/learning_rate', 'lr', lambda value: f'{value:.2e}'),
         _metric(facts, 'train/grad_norm', 'grad norm', lambda value: f'{value:.3f}'),
         _metric(facts, 'perf/tokens_per_second', '', lambda value: f'{value:,.0f} tokens/s'),
-        _metric(facts, 'perf/step_seconds', '', lambda value: f'{_brief(value)}/step'),
+        _metric(facts, 'perf/step_time_seconds', '', lambda value: f'{_brief(value)}/step'),
         _metric(facts, 'perf/mfu', 'MFU', formatting.percent),
-        _metric(facts, 'perf/device_memory_gib', 'memory', lambda value: f'{value:.1f} GiB'),
+        _metric(facts, 'memory/peak_gib', 'memory', lambda value: f'{value:.1f} GiB'),
     ]
-    skipped = facts.newest.get('train/skipped')
+    skipped = facts.newest.get('train/skipped_steps')
     if skipped:
         fields.append(field('left out', f'{skipped:,.0f} steps', 'bold red'))
     return flow([one for one in fields if one], width)

@@ -283,7 +283,7 @@ def make_layout(config: MeshConfig, devices: Sequence[Any] | None = None) -> Lay
             within, across, devices, process_is_granule=not by_slice, allow_split_physical_axes=True
         )
         mesh = Mesh(array, MESH_AXES, axis_types=kinds)
-    return Layout(mesh, config.zero, config.stage_repeats)
+    return Layout(mesh, config.zero_stage, config.num_pipeline_repeats)
 
 
 def split_across_islands(sizes: dict[str, int], num_islands: int) -> tuple[int, ...]:

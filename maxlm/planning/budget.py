@@ -74,7 +74,7 @@ def plan_budget(
     for config, row in points:
         if row.refusal:
             continue
-        state_bytes = row.parameters * CHECKPOINT_BYTES[config.optimizer.moments]
+        state_bytes = row.parameters * CHECKPOINT_BYTES[config.optimizer.moment_dtype]
         pace = find_pace(config, row.step_seconds, chip, row.num_devices, state_bytes=state_bytes, terms=terms)
         tokens = tokens_for(config, pace, row.num_devices, dollars=dollars, hours=hours, price=price, spot=spot)
         rows.append(BudgetRow(row.parameters, tokens, law.loss(row.parameters, tokens), row.mfu, row.fits))
@@ -93,7 +93,8 @@ def _nothing_fits(points: Sequence[SizePoint], chip: Chip) -> str:
     least = min(counted, key=lambda row: row.memory_bytes)
     return (
         f'none of the sizes fits: the smallest, {least.parameters / 1e9:.2g}B, needs {least.memory_bytes / GIB:.1f} of '
-        f'{chip.memory / GIB:.1f} GiB; take more devices, a smaller train.micro_batch or model.remat=full'
+        f'{chip.memory / GIB:.1f} GiB; take more devices, a smaller train.per_device_batch_size or '
+        'model.remat_policy=full'
     )
 
 

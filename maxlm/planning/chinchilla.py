@@ -74,7 +74,7 @@ class Allocation(NamedTuple):
     loss: float
 
 
-class Run(NamedTuple):
+class ScalingRun(NamedTuple):
     """What a finished run says about the law."""
 
     name: str
@@ -109,7 +109,7 @@ def compute_optimal(flops: float, law: Law = BESIROGLU) -> Allocation:
     return Allocation(parameters, tokens, law.loss(parameters, tokens))
 
 
-def read_runs(workdirs: Sequence[Path]) -> list[Run]:
+def read_runs(workdirs: Sequence[Path]) -> list[ScalingRun]:
     """The runs in these workdirs: their last eval/loss, or where not all have one, train/loss at their end.
 
     Raises:
@@ -139,15 +139,15 @@ def read_runs(workdirs: Sequence[Path]) -> list[Run]:
     runs = []
     for path in workdirs:
         train = configs[path].train
-        tokens = train.num_steps * train.global_batch * configs[path].data.window
+        tokens = train.num_steps * train.global_batch_size * configs[path].data.seq_len
         loss = _last(lines[path], 'eval/loss') if evaluated else _end(lines[path], train.num_steps)
         if loss is None:
             raise InputError(f'{path}: its last losses are not finite; leave it out')
-        runs.append(Run(str(path), count_parameters(configs[path].model), tokens, loss))
+        runs.append(ScalingRun(str(path), count_parameters(configs[path].model), tokens, loss))
     return runs
 
 
-def refit(runs: Sequence[Run]) -> Fit:
+def refit(runs: Sequence[ScalingRun]) -> Fit:
     """The law that own runs follow: least Huber loss of log L, as in Hoffmann et al. 2022, appendix D.3.
 
     Raises:
@@ -181,7 +181,7 @@ def _end(lines: list[dict], num_steps: int) -> float | None:
     return float(np.mean(late)) if late else (losses[-1] if losses else None)
 
 
-def _check_spread(runs: Sequence[Run]) -> None:
+def _check_spread(runs: Sequence[ScalingRun]) -> None:
     if len(runs) < MIN_RUNS:
         raise InputError(f'{len(runs)} runs cannot determine five coefficients; give at least {MIN_RUNS}')
     for name, values in {
@@ -203,7 +203,7 @@ def _check_spread(runs: Sequence[Run]) -> None:
         )
 
 
-def _fit(runs: Sequence[Run], near: Law | None = None) -> Law:
+def _fit(runs: Sequence[ScalingRun], near: Law | None = None) -> Law:
     """The law of least Huber loss; with `near`, from there alone.
 
     The objective is the paper's. Its minimum is found by least squares that follow the curvature, in tens of
@@ -289,7 +289,7 @@ def _starts(x_N: np.ndarray, x_D: np.ndarray, weights: np.ndarray) -> list[list[
     return [start for _, start in sorted(found)[:4]]
 
 
-def _log_ratio(law: Law, run: Run) -> float:
+def _log_ratio(law: Law, run: ScalingRun) -> float:
     return math.log(law.loss(run.parameters, run.tokens) / run.loss)
 
 

@@ -115,7 +115,7 @@ def estimate_cost(
         on_demand = (1 - terms.spot_share) * hours
         hours_spot = on_spot + on_demand
         dollars_spot = num_devices * (on_spot * spot_price.dollars + on_demand * (price.dollars if price else 0.0))
-    kept = min(config.checkpoint.keep_last, num_saves(config))
+    kept = min(config.checkpoint.max_to_keep, num_saves(config))
     return Cost(
         steps=num_steps,
         tokens=num_steps * _tokens_per_step(config),
@@ -154,7 +154,7 @@ def find_pace(
     machines = num_machines or (nodes if chip.platform == 'gpu' else 1)
     copy = state_bytes / num_devices / chip.host_bandwidth
     write = state_bytes / nodes / terms.write_bandwidth
-    every = config.checkpoint.every_steps or config.train.num_steps
+    every = config.checkpoint.save_interval_steps or config.train.num_steps
     work = every * (step_seconds + _evaluation_seconds(config, step_seconds))
     stop = copy + max(0.0, write - work)
     between = terms.preemption_hours * HOUR / machines
@@ -196,7 +196,7 @@ def optimal_save_interval(stop: float, between: float) -> float:
 
 def num_saves(config: Config) -> int:
     """Checkpoints that a resolved config's run writes, the one of its last step included."""
-    every, steps = config.checkpoint.every_steps, config.train.num_steps
+    every, steps = config.checkpoint.save_interval_steps, config.train.num_steps
     return -(-steps // every) if every else 1
 
 
@@ -244,11 +244,11 @@ def _listed(chip: Chip, *, spot: bool) -> Price | None:
 
 
 def _tokens_per_step(config: Config) -> int:
-    return config.train.global_batch * config.data.window
+    return config.train.global_batch_size * config.data.seq_len
 
 
 def _evaluation_seconds(config: Config, step_seconds: float) -> float:
     """For each step. What num_batches=0, the whole split, takes depends on the data and is not counted."""
-    if not config.eval.every:
+    if not config.eval.interval:
         return 0.0
-    return config.eval.num_batches * step_seconds * FORWARD_SHARE / config.eval.every
+    return config.eval.num_batches * step_seconds * FORWARD_SHARE / config.eval.interval

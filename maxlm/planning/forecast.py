@@ -45,7 +45,7 @@ class Forecast(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        return self.config.train.global_batch * self.config.data.window / self.time.total
+        return self.config.train.global_batch_size * self.config.data.seq_len / self.time.total
 
 
 def estimate(config: Config, machine: Machine) -> Forecast:
@@ -65,7 +65,7 @@ def compile_ahead(config: Config, machine: Machine) -> Forecast:
         CompilerMissingError: what compiles for the target is not installed.
         InputError: as `compile_for`.
     """
-    if machine.target.chip.platform == 'gpu' and config.mesh.offload != 'none':
+    if machine.target.chip.platform == 'gpu' and config.mesh.host_offload != 'none':
         # GPUs that are not here have one memory only: the program would be another one.
         return estimate(config, machine)
     layout = target_layout(machine.target, config.mesh)

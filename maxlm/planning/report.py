@@ -31,7 +31,7 @@ def cost_of(forecast: Forecast, terms: PricingTerms) -> Cost:
         terms = dataclasses.replace(terms, price=train.price_per_hour)
     if train.num_steps == UNDECIDED_STEPS:
         tokens = _tokens_for(forecast, terms, dollars=train.dollars or None, hours=train.hours or None)
-        num_steps = max(1, int(tokens // (train.global_batch * config.data.window)))
+        num_steps = max(1, int(tokens // (train.global_batch_size * config.data.seq_len)))
         config = dataclasses.replace(config, train=dataclasses.replace(train, num_steps=num_steps))
     return estimate_cost(
         config,
@@ -48,7 +48,7 @@ def budget_text(forecast: Forecast, terms: PricingTerms, *, dollars: float | Non
     """Tokens, and how to ask for them."""
     config = forecast.config
     tokens = _tokens_for(forecast, terms, dollars=dollars, hours=hours)
-    per_step = config.train.global_batch * config.data.window
+    per_step = config.train.global_batch_size * config.data.seq_len
     steps = int(tokens // per_step)
     budget = f'${dollars:,.0f}' if dollars else f'{hours:,.3g} h'
     return f'{budget} buy {short(steps * per_step)} tokens: --config.train.num_steps={steps}'
@@ -81,7 +81,7 @@ def _mfu(forecast: Forecast) -> tuple[float, float]:
         return 0.0, 0.0
     return mfu(
         config,
-        config.data.window,
+        config.data.seq_len,
         tokens_per_second=forecast.tokens_per_second,
         num_devices=target.num_devices,
         tflops=target.chip.tflops,
@@ -165,12 +165,15 @@ def _run(forecast: Forecast) -> list[tuple[str, str]]:
     mesh = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'
     train, model = config.train, config.model
     batch = (
-        f'{train.global_batch} × {config.data.window} tokens a step in {config.accumulation} micro-batch(es) of '
-        f'{train.micro_batch} per device'
+        f'{train.global_batch_size} × {config.data.seq_len} tokens a step in {config.accumulation} micro-batch(es) of '
+        f'{train.per_device_batch_size} per device'
     )
     return [
         ('target', f'{target.num_devices} × {target.chip.name}{islands}'),
-        ('run', f'{count_parameters(model):,} parameters, mesh {mesh}; {batch}, model.remat={model.remat}'),
+        (
+            'run',
+            f'{count_parameters(model):,} parameters, mesh {mesh}; {batch}, model.remat_policy={model.remat_policy}',
+        ),
     ]
 
 

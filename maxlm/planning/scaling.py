@@ -200,27 +200,32 @@ def spread(config: Config, chip: Chip, num_devices: int, data: Data) -> Config:
 
 def global_batch(config: Config) -> int:
     """Sequences in one optimizer step of a config that need not be resolved."""
-    return config.train.global_batch or config.train.global_batch_tokens // config.data.window
+    return config.train.global_batch_size or config.train.global_batch_size_tokens // config.data.seq_len
 
 
 def _at_batch(config: Config, batch: int, data: Data) -> Config:
     """The same number of tokens in steps of another batch."""
-    train, window = config.train, config.data.window
+    train, window = config.train, config.data.seq_len
     tokens = train.num_tokens
     if train.num_steps:
         tokens = train.num_steps * global_batch(config) * window
     elif train.num_epochs:
         tokens = max(1, round(train.num_epochs * data.windows)) * window
     train = dataclasses.replace(train, num_steps=0, num_tokens=tokens, num_epochs=0.0)
-    return dataclasses.replace(config, train=dataclasses.replace(train, global_batch=batch, global_batch_tokens=0))
+    return dataclasses.replace(
+        config, train=dataclasses.replace(train, global_batch_size=batch, global_batch_size_tokens=0)
+    )
 
 
 def _resolve(config: Config, chip: Chip, num_devices: int, data: Data) -> Config:
     mesh = resolve_mesh(config.mesh, num_devices)
-    per_device, limit = global_batch(config) // (mesh.replica * mesh.data * mesh.fsdp), config.train.micro_batch
+    per_device, limit = (
+        global_batch(config) // (mesh.replica * mesh.data * mesh.fsdp),
+        config.train.per_device_batch_size,
+    )
     if limit and per_device:
         micro_batch = max(size for size in range(1, min(limit, per_device) + 1) if per_device % size == 0)
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=micro_batch))
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=micro_batch))
     return resolve(
         config, platform=chip.platform, num_devices=num_devices, capability=chip.capability, **data._asdict()
     )
@@ -229,7 +234,7 @@ def _resolve(config: Config, chip: Chip, num_devices: int, data: Data) -> Config
 def _point(
     kind: str, config: Config, num_devices: int, chip: Chip, predict: Predict, data: Data, price: float | None
 ) -> SizePoint:
-    batch, window = global_batch(config), config.data.window
+    batch, window = global_batch(config), config.data.seq_len
     try:
         config = spread(config, chip, num_devices, data)
     except InputError as error:

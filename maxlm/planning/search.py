@@ -96,28 +96,29 @@ def verify_by_compiling(candidates: list[Candidate], compiled: Compile) -> Candi
 
 
 def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compiled: Compile) -> Config:
-    """`train.micro_batch=auto` decided: the largest that fits, for a config that is not resolved.
+    """`train.per_device_batch_size=auto` decided: the largest that fits, for a config that is not resolved.
 
     Raises:
         InputError: not even one sequence at a time fits.
     """
-    assert config.train.micro_batch == AUTO
+    assert config.train.per_device_batch_size == AUTO
     tried = []
     for size in _micro_batches(config):
-        candidate = _try(config, machine, resolve, (Override('train.micro_batch', size),))
+        candidate = _try(config, machine, resolve, (Override('train.per_device_batch_size', size),))
         if candidate is not None:
             tried.append(candidate)
     if not tried:
         # The refusal of the config itself tells what is wrong with it.
-        resolve(_with(config, (Override('train.micro_batch', 1),)))
-    tried.sort(key=lambda candidate: -candidate.forecast.config.train.micro_batch)
+        resolve(_with(config, (Override('train.per_device_batch_size', 1),)))
+    tried.sort(key=lambda candidate: -candidate.forecast.config.train.per_device_batch_size)
     fitting = [candidate for candidate in tried if candidate.forecast.fits] or tried[-1:]
     chosen = verify_by_compiling(fitting, compiled)
     if chosen is None:
         needed, there = fitting[-1].forecast.needed, fitting[-1].forecast.available
         raise InputError(
-            f'train.micro_batch=auto: one sequence at a time takes {needed / 2**30:.1f} GiB of a device, and there are '
-            f'{there / 2**30:.1f}; python -m maxlm.plan --fit looks for another mesh and model.remat'
+            f'train.per_device_batch_size=auto: one sequence at a time takes {needed / 2**30:.1f} GiB of a '
+            'device, and there are '
+            f'{there / 2**30:.1f}; python -m maxlm.plan --search looks for another mesh and model.remat_policy'
         )
     return _with(config, chosen.changes)
 
@@ -133,7 +134,7 @@ def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
     within = num_devices // islands
     stages = {1} | {stage for stage in (islands, 2 * islands, 4) if 1 < stage <= config.model.num_layers}
     for tensor in _powers(min(within, 8)):
-        for context in _powers(min(within // tensor, 8)) if config.data.window >= LONG else (1,):
+        for context in _powers(min(within // tensor, 8)) if config.data.seq_len >= LONG else (1,):
             for stage in sorted(stages) if num_devices > 8 else (1,):
                 for replica in {1, islands}:
                     rest, odd = divmod(num_devices, tensor * context * stage * replica)
@@ -146,35 +147,35 @@ def candidate_meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
                             fsdp=rest,
                             context=context,
                             tensor=tensor,
-                            zero=zero,
-                            offload=config.mesh.offload,
+                            zero_stage=zero,
+                            host_offload=config.mesh.host_offload,
                         )
 
 
 def _last_resorts(config: Config) -> Iterator[tuple[Override, ...]]:
     """What to add, from nothing to what costs most."""
     yield ()
-    if config.optimizer.name == 'adamw' and config.optimizer.moments == 'float32':
-        yield (Override('optimizer.moments', 'bfloat16'),)
-    if config.optimizer.name == 'adamw' and config.mesh.offload == 'none':
-        yield (Override('mesh.offload', 'optimizer'),)
-        yield (Override('model.remat', 'offload'), Override('mesh.offload', 'all'))
+    if config.optimizer.name == 'adamw' and config.optimizer.moment_dtype == 'float32':
+        yield (Override('optimizer.moment_dtype', 'bfloat16'),)
+    if config.optimizer.name == 'adamw' and config.mesh.host_offload == 'none':
+        yield (Override('mesh.host_offload', 'optimizer'),)
+        yield (Override('model.remat_policy', 'offload'), Override('mesh.host_offload', 'all'))
 
 
 def _policies(config: Config, *, offload: bool) -> Iterator[tuple[Override, ...]]:
     for micro_batch in _micro_batches(config):
-        change = Override('train.micro_batch', micro_batch)
-        changes = () if micro_batch == config.train.micro_batch else (change,)
+        change = Override('train.per_device_batch_size', micro_batch)
+        changes = () if micro_batch == config.train.per_device_batch_size else (change,)
         if offload:
             yield changes
             continue
-        for remat in dict.fromkeys((config.model.remat, *REMATS)):
-            yield changes if remat == config.model.remat else (*changes, Override('model.remat', remat))
+        for remat in dict.fromkeys((config.model.remat_policy, *REMATS)):
+            yield changes if remat == config.model.remat_policy else (*changes, Override('model.remat_policy', remat))
 
 
 def _micro_batches(config: Config) -> list[int]:
     """Sizes that can divide a device's share of the batch, which depends on the mesh."""
-    batch = config.train.global_batch or config.train.global_batch_tokens // config.data.window
+    batch = config.train.global_batch_size or config.train.global_batch_size_tokens // config.data.seq_len
     return [size for size in range(min(batch, LARGEST_MICRO_BATCH), 0, -1) if batch % size == 0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +20,10 @@ from maxlm.reporting.sections.goodput import goodput
 from maxlm.reporting.sections.overview import headline, summary
 from maxlm.reporting.sections.plan_vs_actual import plan
 from maxlm.reporting.sections.reproducibility import origin
-from maxlm.reporting.sections.run_summary import Run, make_runs
+from maxlm.reporting.sections.run_summary import ReportedRun, make_runs
 from maxlm.reporting.sections.samples import samples
 from maxlm.reporting.sections.scaling import scaling
+from maxlm.storage.atomic import replace_file
 from maxlm.telemetry.run_history import RunHistory, read_history
 
 NAME = 'report.html'
@@ -78,16 +78,10 @@ def write_page(path: Path, histories: list[RunHistory]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    content = page(make_runs(histories, time.time())).encode()
-    temporary = path.with_name(f'{path.name}.{os.getpid()}.tmp')
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, page(make_runs(histories, time.time())))
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[ReportedRun]) -> str:
     """The page of at least one run."""
     body = join(*(part(runs) for part in _SECTIONS))
     names = ' and '.join([', '.join(run.name for run in runs[:-1]), runs[-1].name] if len(runs) > 1 else [runs[0].name])

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxlm.errors import InputError
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import ExecutionResult, SandboxJob, SandboxPool
 
 # A fence of three or more backquotes, its language, the code up to the fence that closes it or the end.
@@ -34,7 +34,7 @@ def code_of(response: str) -> str:
     return next((code for language, code in reversed(blocks) if language.lower() in PYTHON), '')
 
 
-def programs_of(response: str, task: Mapping[str, Any], limits: Limits | None = None) -> list[SandboxJob]:
+def programs_of(response: str, task: Mapping[str, Any], limits: SandboxLimits | None = None) -> list[SandboxJob]:
     """What is to be run for a task: a program with the tests, and one for each case. InputError if it has neither."""
     if not any(task.get(key) for key in KEYS):
         raise InputError(f'a task for a Python program has neither {" nor ".join(KEYS)}; it has: {", ".join(task)}')
@@ -71,7 +71,7 @@ def share_passed(verdicts: Sequence[ExecutionResult], task: Mapping[str, Any]) -
 
 
 def run_tasks(
-    pool: SandboxPool, responses: Sequence[str], tasks: Sequence[Mapping[str, Any]], limits: Limits | None = None
+    pool: SandboxPool, responses: Sequence[str], tasks: Sequence[Mapping[str, Any]], limits: SandboxLimits | None = None
 ) -> list[float]:
     """The share passed of each task by its response, all run side by side."""
     programs = [programs_of(response, task, limits) for response, task in zip(responses, tasks, strict=True)]

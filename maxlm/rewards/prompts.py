@@ -131,8 +131,8 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
     if not ids:
         length, number = min(too_long)
         raise InputError(
-            f'{name}: no prompt has {max_tokens} tokens or fewer, which is the room that data.window leaves beside '
-            f'grpo.max_tokens; the shortest has {length} (line {number})'
+            f'{name}: no prompt has {max_tokens} tokens or fewer, which is the room that data.seq_len leaves beside '
+            f'grpo.max_completion_length; the shortest has {length} (line {number})'
         )
     if too_long:
         logger.warning(

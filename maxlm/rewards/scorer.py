@@ -18,7 +18,7 @@ from maxlm.log import logger
 from maxlm.rewards.code_task import programs_of
 from maxlm.rewards.prompts import Prompts
 from maxlm.rewards.rewards import NEED_SANDBOX, REWARDS, Score, Task, parse_reward
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
 
@@ -46,7 +46,7 @@ class RewardScorer:
     The sandbox is started only if a reward runs programs.
     """
 
-    def __init__(self, reward: str, *others: str, workers: int | None = None, limits: Limits | None = None):
+    def __init__(self, reward: str, *others: str, workers: int | None = None, limits: SandboxLimits | None = None):
         """
         Args:
             reward: a sum of rewards: see `parse_reward`.

@@ -38,13 +38,15 @@ def enable_compilation_cache(given: str) -> None:
     says so and nothing is kept. A place that JAX was told (JAX_COMPILATION_CACHE_DIR; empty = none) is left as it is.
 
     Args:
-        given: train.compile_cache; '' = keep nothing.
+        given: train.compilation_cache_dir; '' = keep nothing.
 
     Raises:
         InputError: it is a URL.
     """
     if is_url(given):
-        raise InputError(f"train.compile_cache={given}: must be a directory of this machine, or '' to keep no programs")
+        raise InputError(
+            f"train.compilation_cache_dir={given}: must be a directory of this machine, or '' to keep no programs"
+        )
     settings: Any = jax.config
     wanted = given and settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir is None
     directory = _open(given) if wanted else None
@@ -174,7 +176,7 @@ def _danger(directory: Path) -> str:
 def _refuse(reason: str) -> None:
     # The first speaks for all.
     if jax.process_index() == 0:
-        logger.warning(f'compiled programs are not kept: {reason}; train.compile_cache sets another directory')
+        logger.warning(f'compiled programs are not kept: {reason}; train.compilation_cache_dir sets another directory')
 
 
 def _all_share(directory: Path | None) -> bool:

@@ -112,7 +112,7 @@ class Watchdog:
 
     def _give_up(self, doing: _Doing) -> None:
         where = 'waiting for its devices' if doing.waiting else 'outside of its devices'
-        reason = f'stuck: no step for {self._seconds:g} s (train.stuck_seconds), {where}; start again'
+        reason = f'stuck: no step for {self._seconds:g} s (train.hang_timeout_seconds), {where}; start again'
         with contextlib.ExitStack() as stack:
             files = [sys.stderr]
             if self._workdir:

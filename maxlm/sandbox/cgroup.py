@@ -10,7 +10,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 
 MOUNT = Path('/sys/fs/cgroup')
 NEEDED = {'memory', 'pids'}
@@ -48,7 +48,7 @@ class Group:
         finally:
             os.close(descriptor)
 
-    def limit(self, limits: Limits) -> None:
+    def limit(self, limits: SandboxLimits) -> None:
         """Memory with files in it, no swap, processes."""
         self.write('memory.max', str(limits.memory_bytes + limits.disk_bytes))
         with contextlib.suppress(OSError):

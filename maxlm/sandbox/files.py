@@ -9,12 +9,12 @@ import contextlib
 import os
 import secrets
 
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 
 BLOCK = 512
 
 
-def holds_too_much(folder: str, limits: Limits) -> bool:
+def holds_too_much(folder: str, limits: SandboxLimits) -> bool:
     """Whether the files of a folder are too many or too large together."""
     number = size = 0
     folders = [folder]

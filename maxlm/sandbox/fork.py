@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from maxlm.sandbox import syscalls
 from maxlm.sandbox.isolation import Confinement
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.program.execute import run_text
 from maxlm.sandbox.program.rpc_protocol import Channel
 from maxlm.sandbox.program.unit_tests import run_tests
@@ -71,7 +71,7 @@ def first_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
     order = read_order(ORDER)
     if not order:
         os._exit(0)
-    limits = Limits(**order['limits'])
+    limits = SandboxLimits(**order['limits'])
     folder = confinement.new_folder(limits, order['folder'])
 
     def program() -> None:
@@ -98,7 +98,7 @@ def tests_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
     order = read_order(ORDER)
     if not order:
         os._exit(0)
-    limits = Limits(**order['limits'])
+    limits = SandboxLimits(**order['limits'])
     folder = confinement.new_folder(limits, order['folder'])
     # Their own report has no need of the limits on files and output.
     confinement.shut_in(limits._replace(cpu_seconds=limits.wall_seconds), folder, is_program=False)

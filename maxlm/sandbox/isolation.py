@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from maxlm.sandbox import landlock, python_paths, seccomp, syscalls
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 
 NAMESPACES = {
     'mount namespace': syscalls.CLONE_NEWNS,
@@ -160,7 +160,7 @@ class Confinement:
         if PROCESS_NAMESPACE in self.has:
             syscalls.unshare(syscalls.CLONE_NEWPID)
 
-    def new_folder(self, limits: Limits, folder: str | None) -> str:
+    def new_folder(self, limits: SandboxLimits, folder: str | None) -> str:
         """An empty folder that ends with the process, its size limited; without a mount namespace it is `folder`."""
         if 'ipc namespace' in self.has:
             syscalls.unshare(syscalls.CLONE_NEWIPC)
@@ -172,7 +172,7 @@ class Confinement:
         syscalls.mount('tmpfs', WORK_FOLDER, 'tmpfs', syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
         return WORK_FOLDER
 
-    def shut_in(self, limits: Limits, folder: str, *, is_program: bool) -> None:
+    def shut_in(self, limits: SandboxLimits, folder: str, *, is_program: bool) -> None:
         """This process, for good: no privileges, the limits, one folder. Refused names the mechanism that failed."""
         os.chdir(folder)
         set_limits(limits, own_processes=0 if self.users else OWN_PROCESSES)
@@ -226,7 +226,7 @@ def user_processes() -> int:
     return count
 
 
-def set_limits(limits: Limits, *, own_processes: int) -> None:
+def set_limits(limits: SandboxLimits, *, own_processes: int) -> None:
     """The limits that the kernel holds for each process."""
     cpu = math.ceil(limits.cpu_seconds)
     processes = limits.processes + (own_processes and own_processes + user_processes())
@@ -274,8 +274,8 @@ def try_once(confinement: Confinement, writer: int) -> NoReturn:
     """The child: is shut in as a program is, reads a file of the standard library, says what stopped it."""
     answer = '\nthe trial process failed'
     try:
-        folder = confinement.new_folder(Limits(), confinement.folder)
-        confinement.shut_in(Limits(), folder, is_program=True)
+        folder = confinement.new_folder(SandboxLimits(), confinement.folder)
+        confinement.shut_in(SandboxLimits(), folder, is_program=True)
         answer = 'ok\n'
         with open(os.__file__, 'rb') as file:
             file.read(1)

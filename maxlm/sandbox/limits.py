@@ -10,7 +10,7 @@ from maxlm.errors import InputError
 MIB = 1 << 20
 
 
-class Limits(NamedTuple):
+class SandboxLimits(NamedTuple):
     """Of one program with all processes that it starts. Sizes are bytes."""
 
     # Of one process; rounded up to a whole second.
@@ -29,7 +29,7 @@ class Limits(NamedTuple):
     # stdout and stderr together; a program that writes more is stopped.
     output_bytes: int = MIB
 
-    def checked(self) -> Limits:
+    def checked(self) -> SandboxLimits:
         """Itself; InputError if a limit is not a positive number."""
         for name, value in self._asdict().items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from maxlm.sandbox import cgroup, fork
 from maxlm.sandbox.files import holds_too_much, remove
 from maxlm.sandbox.isolation import PROCESS_NAMESPACE, Confinement, drop_to_user
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.process_tree import ProcessTree, reap
 
 # A message between a pool and its worker: whether tests are in it, its length, JSON.
@@ -86,7 +86,7 @@ class ProcessMonitor:
 
     def run(self, request: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
         """Gives the orders, watches until the end, and says how it went."""
-        limits = Limits(**request['limits'])
+        limits = SandboxLimits(**request['limits'])
         if self.group:
             self.group.limit(limits)
         began = time.monotonic()
@@ -101,7 +101,7 @@ class ProcessMonitor:
         self.clean_up()
         return verdict
 
-    def watch(self, limits: Limits, stdin: bytes, connection: socket.socket, began: float) -> None:
+    def watch(self, limits: SandboxLimits, stdin: bytes, connection: socket.socket, began: float) -> None:
         """Moves what the processes read and write until all has ended or a limit has been passed."""
         poll = select.poll()
         waiting = set(self.read)
@@ -152,7 +152,7 @@ class ProcessMonitor:
         except OSError:
             return memoryview(b'')
 
-    def take(self, descriptor: int, limits: Limits) -> bool:
+    def take(self, descriptor: int, limits: SandboxLimits) -> bool:
         """Reads a part; False at the end."""
         try:
             part = os.read(descriptor, CHUNK)
@@ -167,7 +167,7 @@ class ProcessMonitor:
                 self.stop('output')
         return bool(part)
 
-    def look(self, limits: Limits) -> None:
+    def look(self, limits: SandboxLimits) -> None:
         """Stops what holds too much memory or, where nothing else limits it, disk."""
         if self.tree is not None and self.tree.memory(limits.memory_bytes) > limits.memory_bytes:
             self.stop('memory')
@@ -211,7 +211,7 @@ class ProcessMonitor:
             if folder is not None:
                 remove(folder)
 
-    def verdict(self, limits: Limits, seconds: float) -> dict[str, Any]:
+    def verdict(self, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
         """What is known once all has ended."""
         status = self.read[self.status]
         facts: dict[str, Any] = json.loads(bytes(status)) if status else {'code': None, 'cpu': 0.0}

@@ -45,7 +45,7 @@ import maxlm
 from maxlm.errors import InputError
 from maxlm.sandbox import monitor
 from maxlm.sandbox.files import remove
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 
 # What is promised, and the ways to it: all mechanisms of one of them.
 GUARANTEES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -88,7 +88,7 @@ class SandboxJob(NamedTuple):
     text: str
     stdin: str = ''
     tests: str = ''
-    limits: Limits | None = None
+    limits: SandboxLimits | None = None
 
 
 class ExecutionResult(NamedTuple):
@@ -178,7 +178,7 @@ class SandboxWorker:
             raise RuntimeError(f'a worker of the sandbox did not start: {hello["failed"]}')
         return Sandbox(tuple(hello['has']), hello['refused'])
 
-    def give(self, program: SandboxJob, limits: Limits) -> None:
+    def give(self, program: SandboxJob, limits: SandboxLimits) -> None:
         """Hands it a program. OSError if it has died."""
         kind = monitor.TESTED if program.tests.strip() else monitor.PLAIN
         request = {**program._asdict(), 'limits': limits._asdict()}
@@ -218,7 +218,7 @@ class SandboxPool:
         self,
         workers: int,
         *,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         required: Iterable[str] = REQUIRED,
         without: Iterable[str] = (),
     ):
@@ -230,7 +230,7 @@ class SandboxPool:
         """
         if workers < 1:
             raise InputError(f'a sandbox needs a worker or more, not {workers}')
-        self.limits = (limits or Limits()).checked()
+        self.limits = (limits or SandboxLimits()).checked()
         self.without = known(without, SWITCHES, 'mechanism')
         needed = known(required, (*ALWAYS, *GUARANTEES), 'guarantee')
         self.lock = threading.Lock()
@@ -284,7 +284,7 @@ class SandboxPool:
                 self.close()
                 raise
 
-    def run_all(self, programs: Sequence[SandboxJob], limits: Sequence[Limits]) -> list[ExecutionResult]:
+    def run_all(self, programs: Sequence[SandboxJob], limits: Sequence[SandboxLimits]) -> list[ExecutionResult]:
         """`run_many` with each program's limits."""
         verdicts: dict[int, ExecutionResult] = {}
         tries = [0] * len(programs)

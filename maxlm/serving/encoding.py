@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from maxlm.serving.errors import SERVER, ApiError
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from maxlm.storage.rust_panics import catch_panics
 
 # Bytes of a body that does not wait behind larger ones.
@@ -108,7 +108,7 @@ class Encoders:
     So neither a large text nor a slow chat template holds up small texts.
     """
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: ServerLimits):
         self._limits = limits
         self._lanes = {
             (chat, small): _Lane(
@@ -179,7 +179,7 @@ class Encoders:
             lane.close()
 
 
-def too_slow(limits: Limits) -> ApiError:
+def too_slow(limits: ServerLimits) -> ApiError:
     """The error of an answer that takes longer than its time."""
     return ApiError(504, f'the answer took longer than {limits.max_seconds:g} s', kind='timeout_error', code='timeout')
 

@@ -10,13 +10,13 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from maxlm.serving.errors import ApiError
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 
 
 class Connection(H11Protocol):
     """With deadlines. Cut off, it looks to the app like a client that is gone."""
 
-    limits = Limits()
+    limits = ServerLimits()
     _stalled: asyncio.TimerHandle | None = None
     _listening: asyncio.TimerHandle | None = None
 
@@ -95,6 +95,6 @@ class Connection(H11Protocol):
             timer.cancel()
 
 
-def connection_class(limits: Limits) -> type[Connection]:
+def connection_class(limits: ServerLimits) -> type[Connection]:
     """The class whose connections have these limits: uvicorn makes them itself."""
     return type('Connection', (Connection,), {'limits': limits})

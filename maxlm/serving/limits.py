@@ -7,17 +7,19 @@ import dataclasses
 
 from starlette.requests import Request
 
-from maxlm.errors import InputError
+from maxlm.errors import InputError, flag
 from maxlm.serving.errors import ApiError
 
 JSON = 'application/json'
 # Of a body that is too large this many times the limit is still read: a client that is writing does not listen.
 _READ_ON = 8
+# Limits whose option has another name.
+_OPTIONS = {'max_waiting': 'max_queue_size', 'max_body': 'max_request_bytes', 'max_seconds': 'request_timeout'}
 _MAY_BE_0 = ('max_tokens', 'max_waiting', 'drain_seconds')
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Of one request, and of all.
 
     Raises:
@@ -49,13 +51,16 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if not value >= (0 if name in _MAY_BE_0 else 1e-3):
-                raise InputError(f'--{name}={value}: must be {"at least" if name in _MAY_BE_0 else "above"} 0')
+                raise InputError(
+                    f'{flag(_OPTIONS.get(name, name))}={value}: must be '
+                    f'{"at least" if name in _MAY_BE_0 else "above"} 0'
+                )
 
 
 class Bodies:
     """Reads bodies, and knows how many bytes of them are held."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: ServerLimits):
         self._limits = limits
         self.held = 0
 

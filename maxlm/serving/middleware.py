@@ -59,11 +59,11 @@ class AccessPolicy:
         if len(hosts) != 1 or len(origins) > 1 or (self._loopback and not self._is_own(_name(hosts[0]))):
             raise ApiError(
                 403,
-                'the server does not go by this Host; a name for it is given by --allow_origin=http://NAME',
+                'the server does not go by this Host; a name for it is given by --allow-origin=http://NAME',
                 code='host_not_allowed',
             )
         if origins and origins[0] not in self._origins and _address(origins[0]) != hosts[0].lower():
-            raise ApiError(403, 'pages of this Origin may not ask; --allow_origin lets them', code='origin_not_allowed')
+            raise ApiError(403, 'pages of this Origin may not ask; --allow-origin lets them', code='origin_not_allowed')
         if self._key and path not in OPEN:
             scheme, _, given = headers.get('authorization', '').partition(' ')
             # Compared in a time that does not tell how much of it is right.

@@ -16,7 +16,7 @@ from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message
 from maxlm.log import logger
 from maxlm.serving.app import make_app
 from maxlm.serving.http_protocol import connection_class
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from maxlm.serving.middleware import AccessPolicy
 from maxlm.serving.request_parsing import ServedModel
 from maxlm.serving.service import Service
@@ -83,7 +83,7 @@ class Server:
     def __init__(
         self,
         served: ServedModel,
-        limits: Limits,
+        limits: ServerLimits,
         listener: socket.socket,
         *,
         api_key: str = '',

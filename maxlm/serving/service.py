@@ -12,7 +12,7 @@ from maxlm.inference.engine.requests import Delta, QueueFullError, Request
 from maxlm.serving.encoding import Encoders, stopping, too_slow
 from maxlm.serving.engine_thread import EngineThread, StreamHandle
 from maxlm.serving.errors import SERVER, ApiError
-from maxlm.serving.limits import Bodies, Limits
+from maxlm.serving.limits import Bodies, ServerLimits
 from maxlm.serving.metrics import Metrics
 from maxlm.serving.request_parsing import ServedModel
 from maxlm.serving.responses import TokenSpelling
@@ -125,7 +125,7 @@ class Service:
         num_requests: those that are not over yet; `idle` is set when there are none.
     """
 
-    def __init__(self, served: ServedModel, limits: Limits, *, on_failure: Callable[[], None] = lambda: None):
+    def __init__(self, served: ServedModel, limits: ServerLimits, *, on_failure: Callable[[], None] = lambda: None):
         """`on_failure` is called when the engine has broken down."""
         self.served, self.limits = served, limits
         self.metrics = Metrics(lambda: served.engine.state)

@@ -12,18 +12,33 @@ from pathlib import Path
 from maxlm.errors import InputError, os_message
 
 
-def atomic_write(path: Path, content: bytes) -> None:
-    """Writes a file and brings it to the disk before it gets its name; raises InputError when that fails."""
+def atomic_write(path: Path, content: bytes | str, *, make_parents: bool = False) -> None:
+    """Writes a small file, and its directory with `make_parents`; raises InputError when it cannot be written."""
+    try:
+        if make_parents:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+    except OSError as error:
+        raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
+
+
+def replace_file(path: Path, content: bytes | str) -> None:
+    """Writes a file and brings it to the disk before it gets its name. Readers see the old or the new content.
+
+    Raises:
+        OSError: it cannot be written; the old file stays.
+    """
     # A name of its own: several processes may write the same file.
     partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
     try:
         with partial.open('wb') as file:
-            file.write(content)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
-        raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 # Besides the tensors: tokenizer, card, the checkpoint's own descriptions.

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from maxlm.errors import InputError, os_message
-from maxlm.storage import atomic
 from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_range, translate_errors
 from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
 
@@ -126,15 +125,6 @@ def fetch_patiently(
         fetch_file(file, on_bytes=note_bytes, on_fault=wait)
     finally:
         outage.forget(file.url)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a small file and its directory, whole or not at all; raises InputError when it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
-    atomic.atomic_write(path, content)
 
 
 @contextlib.contextmanager

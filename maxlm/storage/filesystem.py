@@ -25,12 +25,6 @@ VERSION_FACTS = ('generation', 'ETag', 'etag', 'md5Hash', 'mtime', 'LastModified
 # What clients raise when nobody has logged in.
 NO_CREDENTIALS = frozenset({'NoCredentialsError', 'PartialCredentialsError', 'DefaultCredentialsError', 'RefreshError'})
 _URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
-_USER_IN_URL = re.compile(r'(?<=://)[^/@\s]+@')
-# Elsewhere `?` is a part of names and globs.
-_QUERY_IN_URL = re.compile(r'(https?://[^\s?\'">]*)(\?[^\s\'">]+)')
-_SECRET = re.compile(
-    r'(?i)\b(bearer\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+'
-)
 
 
 class StorageError(InputError):
@@ -62,8 +56,8 @@ def is_url(path: str) -> bool:
 
 
 def display_path(path: str) -> str:
-    """A path as messages may show it: a URL without user and query."""
-    return _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', path)) if is_url(path) else path
+    """Returns a path as messages may show it: a URL without secrets."""
+    return retry.redact(path) if is_url(path) else path
 
 
 def stat(path: str) -> Entry:
@@ -177,11 +171,9 @@ def short_message(path: str, error: Exception) -> str:
     """The message of an error that met whatever read `path`, cut to one line without secrets; may be empty."""
     line = ' '.join(str(error).split())
     if is_url(path):
-        # Clients repeat parts of the URL in other places.
-        for secret in (*_USER_IN_URL.findall(path), *(query for _, query in _QUERY_IN_URL.findall(path))):
+        for secret in retry.secrets_of(path):
             line = line.replace(secret, '…')
-    line = _SECRET.sub(r'\1…', _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', line)))
-    return line[:300]
+    return retry.redact(line)[:300]
 
 
 class _LocalFile(io.FileIO):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from maxlm.errors import InputError, os_message
 from maxlm.log import logger
-from maxlm.storage import atomic
+from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import NotRegularError, read_bytes
 
@@ -114,7 +114,7 @@ class JsonlWriter:
         content = b''.join(map(_encode, lines))
         with self._lock:
             try:
-                atomic.atomic_write(self._path, content)
+                atomic_write(self._path, content)
             except InputError as error:
                 logger.warning(f'{error}; the run goes on with the longer one')
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from maxlm.storage.filesystem import Entry, open_file
@@ -25,7 +26,9 @@ class JsonlTail:
         bad: other lines that are left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, convert: Callable[[dict[str, Any]], dict[str, Any]] = lambda line: line):
+        """`convert` is applied to each object."""
+        self._convert = convert
         self._forget()
 
     def _forget(self) -> None:
@@ -63,7 +66,7 @@ class JsonlTail:
         end = content.rfind(b'\n') + 1
         whole, rest = content[:end], content[end:]
         found, bad = _parse(whole)
-        self.lines += found
+        self.lines += map(self._convert, found)
         self.bad += bad
         self.torn = bool(rest)
         self._read_bytes += len(whole)

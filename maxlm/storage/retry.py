@@ -30,6 +30,13 @@ TRANSIENT_ERRORS = frozenset(
     }
 )
 
+_USER_IN_URL = re.compile(r'(?<=://)[^/@\s]+@')
+# Elsewhere `?` is a part of names and globs.
+_QUERY_IN_URL = re.compile(r'(https?://[^\s?\'">]*)(\?[^\s\'">]+)')
+_SECRET = re.compile(
+    r'(?i)\b(bearer\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+'
+)
+
 # Called with one line for a person.
 OnWarning = Callable[[str], None]
 
@@ -44,9 +51,16 @@ def backoff_seconds(attempt: int) -> float:
 
 
 def redact(text: str) -> str:
-    """`text` without what URLs in it may keep secret: user names, passwords, and the query, where signatures stand."""
-    text = re.sub(r'(://)[^/\s@]*@', r'\1', text)
-    return re.sub(r'(https?://[^\s?\'"]*)\?[^\s\'"]*', r'\1', text)
+    """Returns `text` without secrets.
+
+    These are user and query of URLs, where passwords and signatures stand, and what follows the name of a key or token.
+    """
+    return _SECRET.sub(r'\1…', _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', text)))
+
+
+def secrets_of(url: str) -> list[str]:
+    """Returns user and query of a URL, which clients of buckets repeat in other places of their messages."""
+    return [*_USER_IN_URL.findall(url), *(query for _, query in _QUERY_IN_URL.findall(url))]
 
 
 def classify_error(url: str, error: Exception) -> InputError:

@@ -92,11 +92,13 @@ class Alerts:
             self._places['alerts.file'] = lambda alert: _append(workdir / Path(config.file).expanduser(), alert)
         if config.command and not process:
             self._places['alerts.command'] = lambda alert: _run(config.command, alert)
-        if config.webhook and not process:
-            url = os.environ.get(config.webhook, '')
+        if config.webhook_env_var and not process:
+            url = os.environ.get(config.webhook_env_var, '')
             if not url.startswith(('http://', 'https://')):
-                raise InputError(f'alerts.webhook={config.webhook}: this environment variable holds no URL, https://…')
-            self._places['alerts.webhook'] = lambda alert: _post(url, alert)
+                raise InputError(
+                    f'alerts.webhook_env_var={config.webhook_env_var}: this environment variable holds no URL, https://…'
+                )
+            self._places['alerts.webhook_env_var'] = lambda alert: _post(url, alert)
         self._failing: set[str] = set()
         # By kind; so there are never more than there are kinds.
         self._pending: dict[str, Alert] = {}

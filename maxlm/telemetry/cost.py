@@ -33,11 +33,11 @@ def cost_metrics(seconds: float, dollars: float | None, *, dollars_per_hour: flo
     """
     metrics = {'cost/hours': seconds / HOUR}
     if math.isfinite(left):
-        metrics['cost/seconds_left'] = left
+        metrics['perf/eta_seconds'] = left
     if dollars is not None:
         metrics['cost/dollars'] = dollars
         if math.isfinite(left):
-            metrics['cost/dollars_at_end'] = dollars + left / HOUR * dollars_per_hour
+            metrics['cost/projected_dollars'] = dollars + left / HOUR * dollars_per_hour
     return metrics
 
 
@@ -45,10 +45,10 @@ def cost_text(metrics: dict[str, float]) -> str:
     """The same for the end of a log line: `$1.23 of $45.60, 2:03 h left`."""
     parts = []
     if 'cost/dollars' in metrics:
-        at_end = f' of ${metrics["cost/dollars_at_end"]:,.2f}' if 'cost/dollars_at_end' in metrics else ''
+        at_end = f' of ${metrics["cost/projected_dollars"]:,.2f}' if 'cost/projected_dollars' in metrics else ''
         parts.append(f'${metrics["cost/dollars"]:,.2f}{at_end}')
-    if 'cost/seconds_left' in metrics:
-        parts.append(f'{duration(metrics["cost/seconds_left"])} left')
+    if 'perf/eta_seconds' in metrics:
+        parts.append(f'{duration(metrics["perf/eta_seconds"])} left')
     return ', '.join(parts)
 
 

@@ -149,7 +149,7 @@ def summarize(reading: Reading) -> dict[str, float]:
         return None if value is None else value / unit
 
     metrics = {
-        'device/use_percent': of_devices('use_percent', _mean),
+        'device/utilization_percent': of_devices('use_percent', _mean),
         'device/memory_gib': scaled(of_devices('memory_bytes', _mean), GIB),
         'device/temperature_c': of_devices('temperature_c', max),
         'device/power_w': of_devices('power_w', sum),

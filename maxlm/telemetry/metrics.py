@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from maxlm.log import logger
+from maxlm.renames import current_metrics
 from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.workdir.files import METRICS_FILE, SAMPLES_FILE
 
@@ -29,73 +30,78 @@ METRICS: dict[str, Metric] = {
     'train/perplexity': Metric('', 'exp(train/loss)'),
     'train/z_loss': Metric('nats/token', 'what train.z_loss adds to train/loss in what is differentiated'),
     # Of dpo; means over the pairs of the step. Rewards are dpo.beta · log-probability relative to the reference.
-    'train/accuracy': Metric('', 'dpo: share of pairs whose better answer has the higher reward'),
-    'train/margin': Metric('', 'dpo: reward of the better answer minus that of the other'),
-    'train/chosen_reward': Metric('', 'dpo: reward of the better answer'),
-    'train/rejected_reward': Metric('', 'dpo: reward of the other answer'),
-    'train/chosen_log_prob': Metric('nats', 'dpo: log-probability of the better answer'),
-    'train/rejected_log_prob': Metric('nats', 'dpo: log-probability of the other answer'),
+    'train/rewards/accuracies': Metric('', 'dpo: share of pairs whose better answer has the higher reward'),
+    'train/rewards/margins': Metric('', 'dpo: reward of the better answer minus that of the other'),
+    'train/rewards/chosen': Metric('', 'dpo: reward of the better answer'),
+    'train/rewards/rejected': Metric('', 'dpo: reward of the other answer'),
+    'train/logps/chosen': Metric('nats', 'dpo: log-probability of the better answer'),
+    'train/logps/rejected': Metric('nats', 'dpo: log-probability of the other answer'),
     # Of grpo; means over the tokens of the step's responses.
-    'train/clip_share': Metric('', 'grpo: tokens whose gradient is cut off, since their probability has moved far'),
+    'train/clip_fraction': Metric('', 'grpo: tokens whose gradient is cut off, since their probability has moved far'),
     'train/entropy': Metric('nats', 'grpo: entropy of the distribution that a token is drawn from'),
-    'train/old_kl': Metric('nats', 'grpo: divergence from the model that drew the responses'),
-    'train/reference_kl': Metric('nats', 'grpo: divergence from the model that the run started from'),
+    'train/approx_kl': Metric('nats', 'grpo: divergence from the model that drew the responses'),
+    'train/kl': Metric('nats', 'grpo: divergence from the model that the run started from'),
     'train/loss_scale': Metric('', 'what float16 multiplied the loss by in the step'),
     'train/learning_rate': Metric('', 'rate that the step used; those of other peaks are in proportion'),
     'train/grad_norm': Metric('', 'global norm of the gradient before clipping'),
     'train/param_norm': Metric('', 'global norm of the parameters after the step'),
     'train/tokens': Metric('tokens', 'positions of all batches so far'),
     'train/epoch': Metric('epochs', 'passes over the training split so far'),
-    'train/skipped': Metric('steps', 'steps so far that changed nothing: loss or gradient spiked or was not finite'),
+    'train/skipped_steps': Metric(
+        'steps', 'steps so far that changed nothing: loss or gradient spiked or was not finite'
+    ),
     # By source; * is its name.
     'train/loss/*': Metric('nats/token', 'train/loss over the tokens of one source'),
     'train/tokens/*': Metric('tokens', 'predicted tokens of one source in the step'),
     'eval/loss': Metric('nats/token', 'train/loss on the validation split; grpo: share of wrong answers, see accuracy'),
     'eval/perplexity': Metric('', 'exp(eval/loss)'),
-    'eval/accuracy': Metric('', 'dpo: as train/accuracy; grpo: share of prompts whose likeliest response is right'),
-    'eval/margin': Metric('', 'dpo: as train/margin'),
-    'eval/chosen_reward': Metric('', 'dpo: as train/chosen_reward'),
-    'eval/rejected_reward': Metric('', 'dpo: as train/rejected_reward'),
-    'eval/chosen_log_prob': Metric('nats', 'dpo: as train/chosen_log_prob'),
-    'eval/rejected_log_prob': Metric('nats', 'dpo: as train/rejected_log_prob'),
-    'eval/mean_accuracy': Metric('', 'grpo: share of right responses of those drawn at temperature 1 (pass@1)'),
-    'eval/pass_at_k': Metric('', 'grpo: share of prompts of which one of grpo.eval_samples responses is right'),
+    'eval/accuracy': Metric('', 'grpo: share of prompts whose likeliest response is right'),
+    'eval/rewards/accuracies': Metric('', 'dpo: as train/rewards/accuracies'),
+    'eval/rewards/margins': Metric('', 'dpo: as train/rewards/margins'),
+    'eval/rewards/chosen': Metric('', 'dpo: as train/rewards/chosen'),
+    'eval/rewards/rejected': Metric('', 'dpo: as train/rewards/rejected'),
+    'eval/logps/chosen': Metric('nats', 'dpo: as train/logps/chosen'),
+    'eval/logps/rejected': Metric('nats', 'dpo: as train/logps/rejected'),
+    'eval/pass_at_1': Metric('', 'grpo: share of right responses of those drawn at temperature 1 (pass@1)'),
+    'eval/pass_at_k': Metric('', 'grpo: share of prompts of which one of grpo.eval_num_generations responses is right'),
     'eval/length': Metric('tokens', 'grpo: mean length of the likeliest responses'),
     'eval/loss/*': Metric('nats/token', 'eval/loss over the tokens of one source'),
     'eval/tasks/*': Metric('', 'a number of a benchmark of eval.tasks, as lm-eval names it: arc_easy/acc'),
     'eval/tokens/*': Metric('tokens', 'predicted tokens of one source in the evaluation'),
-    'data/share/*': Metric('', 'share of one source in all windows so far'),
+    'data/fraction/*': Metric('', 'share of one source in all windows so far'),
     'data/epoch/*': Metric('epochs', 'passes over one source so far'),
-    'data/window': Metric('tokens', 'length of the sequences of the step'),
+    'data/seq_len': Metric('tokens', 'length of the sequences of the step'),
     'perf/tokens_per_second': Metric('tokens/s', 'positions trained on, over the steps since the last line'),
-    'perf/step_seconds': Metric('s', 'mean duration of a step on the device’s pace, since the last line'),
-    'perf/data_wait_seconds': Metric('s', 'mean time that a step waited for its batch, since the last line'),
+    'perf/step_time_seconds': Metric('s', 'mean duration of a step on the device’s pace, since the last line'),
+    'perf/data_loading_seconds': Metric('s', 'mean time that a step waited for its batch, since the last line'),
+    'perf/eta_seconds': Metric('s', 'until the last step at the mean pace of this life, with evaluations and saves'),
     'perf/eval_seconds': Metric('s', 'time that evaluation took, since the last line'),
-    'perf/save_seconds': Metric('s', 'time that saving held up the steps, since the last line'),
+    'perf/checkpoint_blocked_seconds': Metric('s', 'time that saving held up the steps, since the last line'),
     'perf/compile_seconds': Metric('s', 'time that programs of later steps took to compile, since the last line'),
     'perf/rollout_seconds': Metric('s', 'grpo: time that writing and judging responses took, since the last line'),
     'perf/profile_seconds': Metric('s', 'time that tracing a few steps took besides them, since the last line'),
     'perf/mfu': Metric('', 'share of the peak, counting causal attention'),
     'perf/mfu_full': Metric('', 'share of the peak, counting attention over the whole window'),
-    'perf/device_memory_gib': Metric('GiB', 'largest memory in use on the first device so far, where it tells'),
+    'memory/peak_gib': Metric('GiB', 'largest memory in use on the first device so far, where it tells'),
     'cost/hours': Metric('h', 'duration of all lives of the run so far, without the time between them'),
     'cost/dollars': Metric('$', 'what all devices cost in that time, where a price is known'),
-    'cost/dollars_at_end': Metric('$', 'what they will have cost at the last step, at the mean pace of this life'),
-    'cost/seconds_left': Metric('s', 'until the last step at that pace, with evaluations and saves'),
-    'goodput/share': Metric('', 'share of steps that count in the time since the first life of the run began'),
+    'cost/projected_dollars': Metric('$', 'what they will have cost at the last step, at the mean pace of this life'),
+    'goodput/fraction': Metric('', 'share of steps that count in the time since the first life of the run began'),
     # Of the responses that the model wrote before the step.
     'rollout/reward': Metric('', 'mean reward'),
-    'rollout/reward_deviation': Metric('', 'standard deviation of rewards within a group, mean over groups'),
+    'rollout/reward_std': Metric('', 'standard deviation of rewards within a group, mean over groups'),
     'rollout/reward/*': Metric('', 'mean of one part of a sum of rewards'),
-    'rollout/agreeing': Metric('', 'share of groups whose responses all have the same reward: nothing is learned'),
-    'rollout/length': Metric('tokens', 'mean length of a response'),
-    'rollout/cut_off': Metric('', 'share of responses that did not end within grpo.max_tokens'),
+    'rollout/frac_reward_zero_std': Metric(
+        '', 'share of groups whose responses all have the same reward: nothing is learned'
+    ),
+    'rollout/mean_length': Metric('tokens', 'mean length of a response'),
+    'rollout/clipped_ratio': Metric('', 'share of responses that did not end within grpo.max_completion_length'),
     'rollout/entropy': Metric('nats', 'mean of -log probability of the tokens drawn'),
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens of responses over the time that drawing them took'),
-    'rollout/judging_seconds': Metric('s', 'time that judging the responses took'),
+    'rollout/reward_seconds': Metric('s', 'time that judging the responses took'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
-    # Of process 0's machine; means of the readings since the last line (metrics.devices_seconds).
-    'device/use_percent': Metric('%', 'time in which a device worked, mean over devices'),
+    # Of process 0's machine; means of the readings since the last line (metrics.device_stats_interval_seconds).
+    'device/utilization_percent': Metric('%', 'time in which a device worked, mean over devices'),
     'device/memory_gib': Metric('GiB', 'memory taken from the driver, mean over devices; JAX takes its share at once'),
     'device/temperature_c': Metric('°C', 'of the hottest device'),
     'device/power_w': Metric('W', 'of all devices together'),
@@ -172,19 +178,20 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: another line is not JSON.
     """
-    return read_lines(workdir / METRICS_FILE).lines
+    return [current_metrics(line) for line in read_lines(workdir / METRICS_FILE).lines]
 
 
 SECTIONS = {
     'train': 'Of the training step, every `train.log_every` steps',
-    'eval': 'Of an evaluation, every `eval.every` steps',
+    'eval': 'Of an evaluation, every `eval.interval` steps',
     'data': 'Of the data, with those of the training step',
     'rollout': 'Of `maxlm.grpo`, before the step that learns from the responses first',
     'perf': 'Of the pace, with those of the training step',
+    'memory': 'Of memory, with those of the training step',
     'cost': 'Of time and money, with those of the training step',
     'goodput': 'Of where the time went, with those of the training step',
-    'device': 'Of the accelerators, every `metrics.devices_seconds`',
-    'host': 'Of the machine, every `metrics.devices_seconds`',
+    'device': 'Of the accelerators, every `metrics.device_stats_interval_seconds`',
+    'host': 'Of the machine, every `metrics.device_stats_interval_seconds`',
 }
 
 

@@ -33,7 +33,7 @@ class Profile:
     """Traces the steps that the config asks for, once in a process. What fails is said, and ends nothing."""
 
     def __init__(self, config: ProfileConfig, workdir: Path):
-        self._start, self._num_steps = config.start, config.num_steps
+        self._start, self._num_steps = config.start_step, config.num_steps
         self._directory = workdir / FOLDER
         self._first_step: int | None = None
         self._done = False
@@ -78,7 +78,9 @@ class Profile:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        logger.warning(f'profile.start={self._start}: {type(error).__name__}: {" ".join(str(error).split())[:300]}')
+        logger.warning(
+            f'profile.start_step={self._start}: {type(error).__name__}: {" ".join(str(error).split())[:300]}'
+        )
 
 
 def newest_trace(directory: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 from maxlm.config.loading import from_json
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
+from maxlm.renames import current_metrics
 from maxlm.storage.filesystem import Entry, StorageError, display_path, is_url, list_directory, read_bytes
 from maxlm.storage.json_fields import number
 from maxlm.storage.json_text import parse_json
@@ -137,7 +138,9 @@ class HistoryReader:
             raise InputError(f'{error}; give a workdir of maxlm.train') from error
 
     def _follow(self, name: str, entries: dict[str, Entry], notes: list[str]) -> JsonlTail:
-        tail = self._tails.setdefault(name, JsonlTail())
+        if name not in self._tails:
+            self._tails[name] = JsonlTail(current_metrics) if name == METRICS else JsonlTail()
+        tail = self._tails[name]
         entry = entries.get(name)
         try:
             tail.update(None if entry is None or entry.is_directory else entry)

@@ -169,7 +169,7 @@ class RunRecorder:
                 left=left,
             ),
             # The clock of another machine may be ahead.
-            'goodput/share': (self._counted + seconds['step']) / max(elapsed, now - self._first_began),
+            'goodput/fraction': (self._counted + seconds['step']) / max(elapsed, now - self._first_began),
         }
 
     def __enter__(self) -> RunRecorder:

@@ -97,7 +97,7 @@ def _has_stepped(history: RunHistory) -> bool:
 
 def _patience(history: RunHistory) -> float:
     """Seconds without a sign, or without a step, after which something is wrong."""
-    steps = (_number(line, 'perf/step_seconds') for line in reversed(history.metrics))
+    steps = (_number(line, 'perf/step_time_seconds') for line in reversed(history.metrics))
     step_seconds = next((seconds for seconds in steps if seconds), 0.0)
     patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * step_seconds)
     # How often lines come depends on the config, which may be of another version, or not be there.

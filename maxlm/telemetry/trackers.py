@@ -37,7 +37,7 @@ class Trackers:
         self.readings = stack.enter_context(
             DeviceReadings(
                 workdir,
-                seconds=config.metrics.devices_seconds,
+                seconds=config.metrics.device_stats_interval_seconds,
                 life=life,
                 process=process,
                 accelerators=Accelerators(local_devices()).read,

@@ -33,7 +33,7 @@ from typing import Any, TextIO
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.storage import atomic
+from maxlm.storage.atomic import atomic_write
 from maxlm.workdir.files import WANDB_ID_FILE
 
 # For what is not uploaded yet when a run ends: so long the run waits, and so long the child goes on after it.
@@ -178,5 +178,5 @@ def _run_id(path: Path) -> tuple[str, bool]:
         return path.read_text(encoding='utf-8').strip(), True
     except FileNotFoundError:
         run_id = secrets.token_hex(4)
-        atomic.atomic_write(path, run_id.encode() + b'\n')
+        atomic_write(path, run_id.encode() + b'\n')
         return run_id, False

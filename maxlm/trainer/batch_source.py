@@ -41,8 +41,8 @@ def prefetched_batches(
         layout: of the run's devices.
         alarm: told of a bucket that does not answer.
     """
-    skips, global_batch, num_steps = decisions.skips, config.train.global_batch, config.train.num_steps
-    cuts = tuple((data_index(first, skips), config.data.window // window) for first, window in config.contexts)
+    skips, global_batch, num_steps = decisions.skips, config.train.global_batch_size, config.train.num_steps
+    cuts = tuple((data_index(first, skips), config.data.seq_len // window) for first, window in config.contexts)
     data = corpus.train_batches(global_batch, layout.local_rows(global_batch), cuts)
     with (
         corpus.fetcher(data, data_index(start, skips), alarm) as fetcher,
@@ -153,11 +153,11 @@ class TextBatches:
     def open(self, config: Config, layout: Layout) -> None:
         """See `BatchSource`."""
         self._objective = config.train.objective
-        if not config.eval.every:
+        if not config.eval.interval:
             return
-        self._every = config.eval.every
+        self._every = config.eval.interval
         self._validation = Validation(config, self.corpus, layout)
-        if config.eval.samples or config.eval.sample_prompts:
+        if config.eval.num_samples or config.eval.sample_prompts:
             self._samples = Samples(config, self.corpus, layout)
 
     def batches(
@@ -191,7 +191,7 @@ class TextBatches:
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """See `BatchSource`."""
-        assert self._validation, 'open() made none, since eval.every is 0'
+        assert self._validation, 'open() made none, since eval.interval is 0'
         return self._validation(state)
 
     def sample(self, params: Params) -> list[Sample]:

@@ -134,7 +134,7 @@ class RunBudget:
             decisions = decisions._replace(step_seconds=seconds / steps)
         if decisions.step_seconds:
             evaluation, tasks, save, last_save = pauses
-            evaluation = evaluation or self._evaluation_share * config.eval.every * decisions.step_seconds
+            evaluation = evaluation or self._evaluation_share * config.eval.interval * decisions.step_seconds
             costs = Costs(decisions.step_seconds, evaluation, tasks, save, last_save)
             decisions = decide_length(decisions, step=step, costs=costs, num_devices=num_devices, config=config)
         again = next_decision(

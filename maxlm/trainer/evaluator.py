@@ -45,7 +45,7 @@ class Validation:
         Raises:
             InputError: there is nothing to validate on.
         """
-        self._layout, self._global_batch = layout, config.train.global_batch
+        self._layout, self._global_batch = layout, config.train.global_batch_size
         rows = layout.local_rows(self._global_batch)
         self._batches = corpus.validation_batches(self._global_batch, config.eval.num_batches, rows)
         # Every process reads all of the sums.

@@ -86,12 +86,12 @@ def restore_or_initialize(
     Raises:
         InputError: the checkpoint cannot be read, or is of another model, optimizer, order of data or tokenizer.
     """
-    restored = checkpoints.restore_newest(abstract, loss_scale=config.train.loss_scale)
+    restored = checkpoints.restore_newest(abstract, loss_scale=config.train.initial_loss_scale)
     if restored is None:
         return initialize_state(
             config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints
         ), {}
-    _check_same_data(restored.fingerprint, facts, allow_change=config.data.allow_change)
+    _check_same_data(restored.fingerprint, facts, allow_dataset_change=config.data.allow_dataset_change)
     logger.info(f'going on from step {int(restored.state.step)}')
     state = restored.state
     if abstract.reference is not None:
@@ -159,16 +159,16 @@ def reference_of(config: Config, params: Params, abstract: TrainState) -> Params
     return reference
 
 
-def _check_same_data(stored: dict[str, Any], present: dict[str, Any], *, allow_change: bool) -> None:
+def _check_same_data(stored: dict[str, Any], present: dict[str, Any], *, allow_dataset_change: bool) -> None:
     """The step tells the position in the data only as long as their order is the same."""
     changes = fingerprint_changes(stored, present)
-    if changes and not allow_change:
+    if changes and not allow_dataset_change:
         raise InputError(
             f'the run cannot go on with other data: {changes}; put it back, use a new workdir, or set '
-            f'data.allow_change=True to go on at the same step of the new order'
+            f'data.allow_dataset_change=True to go on at the same step of the new order'
         )
     if changes:
-        logger.warning(f'going on with other data (data.allow_change): {changes}')
+        logger.warning(f'going on with other data (data.allow_dataset_change): {changes}')
 
 
 def _check_same_tokenizer(step: epath.Path, tokenizer: Path) -> None:

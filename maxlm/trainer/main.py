@@ -133,7 +133,7 @@ def _prepare(
         options.workdir = default_workdir(options.config)
         if jax.process_index() == 0:
             print(f'workdir: {options.workdir} (choose another with --workdir)', flush=True)
-    enable_compilation_cache(config.train.compile_cache)
+    enable_compilation_cache(config.train.compilation_cache_dir)
     feed, vocab_size = open_feed(config, stack)
     resolver: Callable[[Config], Config] = partial(
         resolve,

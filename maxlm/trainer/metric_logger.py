@@ -154,14 +154,14 @@ class Reporter:
         self._warn(f'step {step:>7}  left out: {why} ({self._skipped} so far)')
 
     def _report(self, step: int, values: dict[str, Any]) -> None:
-        sequences = step * self._config.train.global_batch
+        sequences = step * self._config.train.global_batch_size
         perf = self._pace.read_interval()
         loss = float(values['loss'])
         # A NaN is never the lower one.
         self.best_loss = min(self.best_loss, loss)
         memory = (jax.local_devices()[0].memory_stats() or {}).get('peak_bytes_in_use')
         if memory:
-            perf['perf/device_memory_gib'] = memory / 2**30
+            perf['memory/peak_gib'] = memory / 2**30
         num_steps = self._config.train.num_steps
         costs = self._costs(step, None if num_steps == UNDECIDED_STEPS else num_steps)
         by_source: dict[str, float] = {}
@@ -178,10 +178,10 @@ class Reporter:
                 'train/learning_rate': float(values['learning_rate']),
                 'train/grad_norm': float(values['grad_norm']),
                 'train/param_norm': float(values['param_norm']),
-                'train/tokens': float(sequences * self._config.data.window),
+                'train/tokens': float(sequences * self._config.data.seq_len),
                 'train/epoch': sequences / self._windows_per_epoch,
-                'train/skipped': float(self._skipped),
-                'data/window': float(self._config.context_at(step - 1)),
+                'train/skipped_steps': float(self._skipped),
+                'data/seq_len': float(self._config.context_at(step - 1)),
                 **by_source,
                 **perf,
                 **costs,
@@ -192,9 +192,9 @@ class Reporter:
         cost = f'  {text}' if (text := cost_text(costs)) else ''
         logger.info(
             f'step {step:>7}  loss {loss:.4f}  best {self.best_loss:.4f}  lr {values["learning_rate"]:.2e}  '
-            f'grad norm {values["grad_norm"]:.3f}  {1 / perf["perf/step_seconds"]:.3g} steps/s  '
+            f'grad norm {values["grad_norm"]:.3f}  {1 / perf["perf/step_time_seconds"]:.3g} steps/s  '
             f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}  '
-            f'data wait {perf["perf/data_wait_seconds"] * 1e3:.1f} ms{cost}'
+            f'data wait {perf["perf/data_loading_seconds"] * 1e3:.1f} ms{cost}'
         )
         self._bar.set_postfix_str(f'loss {loss:.3f}{mfu}')
 

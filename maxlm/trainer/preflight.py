@@ -41,9 +41,10 @@ class PreparedStep(NamedTuple):
 
 
 def sample_config(config: Config, resolve: Resolve) -> Config:
-    """A config resolved for these devices; where train.micro_batch=auto, with 1, before it is known how many fit."""
-    if config.train.micro_batch == AUTO:
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=1))
+    """A config resolved for these devices; where train.per_device_batch_size=auto, with 1, before it is known
+    how many fit."""
+    if config.train.per_device_batch_size == AUTO:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=1))
     return resolve(config)
 
 
@@ -112,9 +113,9 @@ def compile_step(
         with compiling():
             return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
 
-    if config.train.micro_batch == AUTO:
+    if config.train.per_device_batch_size == AUTO:
         config = choose_micro_batch(config, machine, resolve, compiled)
-        logger.info(f'train.micro_batch=auto: {config.train.micro_batch} fit')
+        logger.info(f'train.per_device_batch_size=auto: {config.train.per_device_batch_size} fit')
     resolved = resolve(config)
     layout = make_layout(resolved.mesh)
     abstract = abstract_state(resolved, layout)

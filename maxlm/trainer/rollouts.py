@@ -1,8 +1,8 @@
 """What GRPO learns from: responses that the model itself writes to prompts, judged by a reward.
 
 Before every so many steps the model as it is answers some prompts, each several times. The steps learn from all of
-these responses, `grpo.epochs` times over. Which prompts, which draws and which order follow from seeds and the number
-of the step, so a run that goes on from a checkpoint has the same ones again.
+these responses, `grpo.num_iterations` times over. Which prompts, which draws and which order follow from seeds and the
+number of the step, so a run that goes on from a checkpoint has the same ones again.
 
 Shapes: N responses of a rollout, those to one prompt one after the other; T length, R tokens of a response at most.
 """
@@ -61,7 +61,7 @@ class RolloutBatches:
         Args:
             config: of the run; it need not be resolved.
             prompts: to learn from.
-            eval_prompts: to evaluate on, where eval.every says so.
+            eval_prompts: to evaluate on, where eval.interval says so.
             scorer: by grpo.reward, and by grpo.eval_reward too where there is one.
             tokenizer_path: of the model.
             ends: ids that end a response.
@@ -72,7 +72,7 @@ class RolloutBatches:
         self.tokenizer_path = tokenizer_path
         self._tokenizer = Tokenizer.load(tokenizer_path)
         self._ends = tuple(ends)
-        self.windows_per_epoch = prompts.num * self._grpo.samples * self._grpo.epochs
+        self.windows_per_epoch = prompts.num * self._grpo.num_generations * self._grpo.num_iterations
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
         self._sampler: Sampler | None = None
@@ -80,11 +80,15 @@ class RolloutBatches:
 
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
         """See `BatchSource`."""
-        names = ('samples', 'prompts_per_rollout', 'max_tokens', 'epochs', 'reward')
+        # The names are those of the format, which are older than those of the config.
         return {
             'prompts': self._prompts.fingerprint,
-            **{f'grpo.{name}': getattr(self._grpo, name) for name in names},
-            'window': self._config.data.window,
+            'grpo.samples': self._grpo.num_generations,
+            'grpo.prompts_per_rollout': self._grpo.prompts_per_rollout,
+            'grpo.max_tokens': self._grpo.max_completion_length,
+            'grpo.epochs': self._grpo.num_iterations,
+            'grpo.reward': self._grpo.reward,
+            'window': self._config.data.seq_len,
             'seed': self._config.data.seed,
             'global_batch': global_batch,
             'order': VERSION,
@@ -100,25 +104,26 @@ class RolloutBatches:
         """See `BatchSource`."""
         self._config, self._layout = config, layout
         updates = self.updates
-        if config.eval.every % updates:
+        if config.eval.interval % updates:
             raise InputError(
-                f'eval.every={config.eval.every}: the model learns from the same responses in {updates} steps, and is '
+                f'eval.interval={config.eval.interval}: the model learns from the same responses in {updates} '
+                'steps, and is '
                 f'evaluated between such; set it to a multiple of {updates}'
             )
         self._sampler = Sampler(
             config,
             layout,
             ends=self._ends,
-            max_prompt=config.data.window - self._grpo.max_tokens,
-            max_tokens=self._grpo.max_tokens,
-            gather_once=self._grpo.gather_once,
+            max_prompt=config.data.seq_len - self._grpo.max_completion_length,
+            max_tokens=self._grpo.max_completion_length,
+            gather_once=self._grpo.gather_params_for_generation,
         )
 
     @property
     def updates(self) -> int:
         """Steps that learn from the same responses (resolved configs only)."""
-        rows = self._grpo.prompts_per_rollout * self._grpo.samples
-        return self._grpo.epochs * (rows // self._config.train.global_batch)
+        rows = self._grpo.prompts_per_rollout * self._grpo.num_generations
+        return self._grpo.num_iterations * (rows // self._config.train.global_batch_size)
 
     @contextlib.contextmanager
     def batches(
@@ -149,41 +154,42 @@ class RolloutBatches:
         sampler, layout = self._made
         number, done = divmod(step - 1, self.updates)
         indices = self._prompts.indices(number, grpo.prompts_per_rollout, config.data.seed)
-        rows = len(indices) * grpo.samples
+        rows = len(indices) * grpo.num_generations
         began = time.perf_counter()
         responses = sampler(
             state.params,
             [self._prompts.ids[index].tolist() for index in indices],
             seed=config.train.seed,
             first_row=number * rows,
-            num_samples=grpo.samples,
+            num_samples=grpo.num_generations,
         )
         drawn = time.perf_counter()
-        each = [index for index in indices for _ in range(grpo.samples)]
+        each = [index for index in indices for _ in range(grpo.num_generations)]
         texts = self._texts(responses)
         scores = gather_scores(self._scorer, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
         judged = time.perf_counter()
         rewards_N = scores['']
         batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
-        local = layout.local_rows(config.train.global_batch)
+        local = layout.local_rows(config.train.global_batch_size)
         for order in self._orders(number, rows)[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
-        groups = rewards_N.reshape(-1, grpo.samples)
+        groups = rewards_N.reshape(-1, grpo.num_generations)
         metrics = {
             'rollout/reward': float(rewards_N.mean()),
-            'rollout/reward_deviation': float(groups.std(axis=1).mean()),
+            'rollout/reward_std': float(groups.std(axis=1).mean()),
             **{f'rollout/reward/{name}': float(part.mean()) for name, part in scores.items() if name},
-            'rollout/agreeing': float((np.ptp(groups, axis=1) == 0).mean()),
-            'rollout/length': float(responses.num_B.mean()),
-            'rollout/cut_off': 1 - float(responses.ended_B.mean()),
+            'rollout/frac_reward_zero_std': float((np.ptp(groups, axis=1) == 0).mean()),
+            'rollout/mean_length': float(responses.num_B.mean()),
+            'rollout/clipped_ratio': 1 - float(responses.ended_B.mean()),
             'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
             'rollout/tokens_per_second': responses.drawn / (drawn - began),
-            'rollout/judging_seconds': judged - drawn,
+            'rollout/reward_seconds': judged - drawn,
             'rollout/epoch': (number + 1) * len(indices) / self._prompts.num,
         }
         text = (
             f'{rows} responses to {len(indices)} prompts: reward {metrics["rollout/reward"]:.3f}, '
-            f'{metrics["rollout/agreeing"]:.0%} of the groups agree, {metrics["rollout/length"]:.1f} tokens each, '
+            f'{metrics["rollout/frac_reward_zero_std"]:.0%} of the groups agree, '
+            f'{metrics["rollout/mean_length"]:.1f} tokens each, '
             f'{metrics["rollout/tokens_per_second"]:,.0f} tokens/s'
         )
         samples = [
@@ -203,29 +209,31 @@ class RolloutBatches:
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """The likeliest response to each prompt, and some that are drawn."""
-        assert self._eval_prompts, 'eval.every is refused without them'
+        assert self._eval_prompts, 'eval.interval is refused without them'
         sampler, _ = self._made
         config, grpo, params = self._config, self._grpo, evaluated_params(state)
         prompts, num = self._eval_prompts, self._eval_prompts.num
         num = min(grpo.eval_num_prompts or num, num)
         ids, tasks = [row.tolist() for row in prompts.ids[:num]], prompts.tasks[:num]
-        reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch
+        reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
         likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
         rewards_N = gather_scores(self._scorer, texts, tasks, reward)['']
         parts = {'accuracy': accuracy(rewards_N), 'length': float(likeliest.num_B.mean())}
         tokens = likeliest.drawn
-        if samples := grpo.eval_samples:
+        if samples := grpo.eval_num_generations:
             # The same draws at every evaluation: what differs is the model.
             drawn = sampler(
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
             rewards_N = gather_scores(self._scorer, self._texts(drawn), each, reward)['']
-            parts['mean_accuracy'] = accuracy(rewards_N)
+            parts['pass_at_1'] = accuracy(rewards_N)
             parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
-        self._samples = [Sample(self._asked(prompts, row), texts[row]) for row in range(min(config.eval.samples, num))]
+        self._samples = [
+            Sample(self._asked(prompts, row), texts[row]) for row in range(min(config.eval.num_samples, num))
+        ]
         return Evaluation(1 - parts['accuracy'], tokens, [], [], parts)
 
     def sample(self, params: Params) -> list[Sample]:
@@ -257,9 +265,9 @@ class RolloutBatches:
     def _orders(self, number: int, rows: int) -> list[np.ndarray]:
         """The rows of each step that learns from a rollout."""
         orders = []
-        for epoch in range(self._grpo.epochs):
+        for epoch in range(self._grpo.num_iterations):
             shuffled = np.random.default_rng([self._config.data.seed, number, epoch]).permutation(rows)
-            orders += list(shuffled.reshape(-1, self._config.train.global_batch))
+            orders += list(shuffled.reshape(-1, self._config.train.global_batch_size))
         return orders
 
 
@@ -272,13 +280,13 @@ def response_batch(
     """Responses as rows to learn from: each its prompt and its response, arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
 
     Args:
-        config: with data.window T and the section grpo.
+        config: with data.seq_len T and the section grpo.
         prompts: token ids before each response.
         responses: N of them.
         rewards_N: of each response; a group whose rewards are all the same has weight 0.
     """
     advantages_N = advantages(rewards_N, config.grpo)
-    T, N = config.data.window, len(prompts)
+    T, N = config.data.seq_len, len(prompts)
     batch: Batch = {name: np.zeros((N, T), np.int32) for name in ('tokens', 'targets', 'segments', 'positions')}
     batch |= {name: np.zeros((N, T), np.float32) for name in ('predicted', 'old_log_probs', 'advantages')}
     for row, prompt in enumerate(prompts):
@@ -293,8 +301,8 @@ def response_batch(
         batch['predicted'][row, predicts] = 1
         batch['old_log_probs'][row, predicts] = responses.log_probs_BR[row, :num]
         batch['advantages'][row, predicts] = advantages_N[row]
-    groups = rewards_N.reshape(-1, config.grpo.samples)
-    active_N = np.repeat(np.ptp(groups, axis=1) > 0, config.grpo.samples)
+    groups = rewards_N.reshape(-1, config.grpo.num_generations)
+    active_N = np.repeat(np.ptp(groups, axis=1) > 0, config.grpo.num_generations)
     batch['weights'] = token_weights(batch['predicted'], active_N, config.grpo)
     return batch
 

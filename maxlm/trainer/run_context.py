@@ -87,17 +87,17 @@ def open_run(
         peers.on_leave = lambda code, reason: None
         peers.leave(EXIT_FAILED, reason)
 
-    if resume and process == 0 and not (is_url(given) or config.checkpoint.mirror or saved_steps(Path(given))):
+    if resume and process == 0 and not (is_url(given) or config.checkpoint.remote_dir or saved_steps(Path(given))):
         # Before the workdir exists: a refused start leaves nothing.
         check_resume(resume, config)
     with contextlib.ExitStack() as stack:
         storage = open_run_storage(
             given,
-            mirror=config.checkpoint.mirror,
-            cache=config.data.cache,
+            mirror=config.checkpoint.remote_dir,
+            cache=config.data.cache_dir,
             process=process,
             warn=warn,
-            surplus=partial(_surplus, given if is_url(given) else config.checkpoint.mirror, config.checkpoint),
+            surplus=partial(_surplus, given if is_url(given) else config.checkpoint.remote_dir, config.checkpoint),
         )
         alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, record=record)
         if process == 0:
@@ -133,7 +133,8 @@ def _check_shared(given: str, workdir: Path) -> None:
     together.meet()
     if not is_shared(workdir):
         raise InputError(
-            f'--workdir={given}: {workdir} is not the same directory for all processes; set data.cache to a directory '
+            f'--workdir={given}: {workdir} is not the same directory for all processes; set data.cache_dir to a '
+            'directory '
             f'that all machines share, or give --workdir=gs://…'
         )
 
@@ -147,7 +148,7 @@ def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> RunRecorde
     return RunRecorder(
         workdir,
         timeline,
-        beat_seconds=config.metrics.ledger_seconds,
+        beat_seconds=config.metrics.goodput_interval_seconds,
         num_devices=jax.device_count(),
         price=price_of(config, jax.local_devices()[0].device_kind),
         process=process,
@@ -171,7 +172,7 @@ def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
     """Which steps of a copy no rule keeps: those that lives on other machines have left there."""
     saved = [SavedStep(one.step, one.validation_loss) for one in list_checkpoints(url)]
     kept = retention_reasons(
-        saved, keep_last=config.keep_last, keep_best=config.keep_best, permanent_every=config.permanent_every
+        saved, max_to_keep=config.max_to_keep, keep_best=config.keep_best, keep_period=config.keep_period
     )
     # What cannot be judged stays.
     return [step for step in steps if kept.get(step) == ()]
@@ -203,7 +204,7 @@ def _resume(name: str, checkpoints: Any, workdir: Path, config: Config) -> None:
         return
     if is_url(str(checkpoints)):
         raise InputError(
-            f'--resume={name}: only into a directory; give one as --workdir, and the bucket as checkpoint.mirror'
+            f'--resume={name}: only into a directory; give one as --workdir, and the bucket as checkpoint.remote_dir'
         )
     check_resume(name, config)
     found = fetch_checkpoint(name, workdir, weights_only=False, threads=THREADS, show=True)

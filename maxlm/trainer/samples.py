@@ -67,7 +67,7 @@ class Samples:
     def __init__(self, config: Config, corpus: TrainingData, layout: Layout):
         """
         Args:
-            config: of the run, with `eval.samples` or `eval.sample_prompts`.
+            config: of the run, with `eval.num_samples` or `eval.sample_prompts`.
             corpus: with a validation split.
             layout: of the parameters.
 
@@ -93,10 +93,10 @@ class Samples:
         """Continues the prompts; of several processes all take part, and have the same result."""
         # Not before there is something to do: documents in a bucket may still be on their way.
         if not self._prompts:
-            self._prompts = prompts(self._corpus, self._config.eval.samples)
+            self._prompts = prompts(self._corpus, self._config.eval.num_samples)
         prompts_ = self._prompts
         longest = max(map(len, prompts_))
-        num_tokens = min(self._config.eval.sample_tokens, self._config.model.max_positions - longest)
+        num_tokens = min(self._config.eval.sample_max_tokens, self._config.model.max_positions - longest)
         B, T = self._rows(len(prompts_)), self._length(longest + num_tokens)
         if self._next_token is None:
             self._next_token = self._make(T)
@@ -133,7 +133,7 @@ class Samples:
     def _length(self, needed: int) -> int:
         multiple = math.lcm(MULTIPLE, 2 * self._layout.parts('length'))
         rounded = -(-needed // multiple) * multiple
-        window = self._config.data.window
+        window = self._config.data.seq_len
         # The length of training is one that every kernel and mesh takes.
         return window if needed <= window < rounded else rounded
 
@@ -183,11 +183,11 @@ def prompts(corpus: TrainingData, num: int) -> list[list[int]]:
     chosen = np.random.default_rng(corpus.data.seed).permutation(firsts[-1])[: TRIES * num].tolist()
     in_part = [bisect.bisect_right(firsts, place) - 1 for place in chosen]
     places = [(parts[part], place - firsts[part]) for part, place in zip(in_part, chosen, strict=True)]
-    length = max(1, min(PROMPT_TOKENS, corpus.data.window // 2))
+    length = max(1, min(PROMPT_TOKENS, corpus.data.seq_len // 2))
     found, others = [], []
     for windows, number in places:
         if windows.marked:
-            ids = _question(windows.stream(number), corpus.data.window // 2)
+            ids = _question(windows.stream(number), corpus.data.seq_len // 2)
         else:
             ids = _beginning(windows, number, length, corpus.first.end_of_document)
         if ids and ids not in found:

@@ -77,7 +77,7 @@ class SourceStats:
         if self._weighted:
             served = self._mixture.served(num_windows)
             for name, rows, windows in zip(self._names, served, self._windows, strict=True):
-                metrics[f'data/share/{name}'] = rows / num_windows
+                metrics[f'data/fraction/{name}'] = rows / num_windows
                 metrics[f'data/epoch/{name}'] = rows / windows
         return metrics
 

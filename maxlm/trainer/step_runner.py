@@ -139,7 +139,7 @@ class StepRunner:
         if self._feed.works_before(step):
             self._prepare(step, state)
         # Shorter sequences are more of them.
-        rows = self._program[0].train.global_batch
+        rows = self._program[0].train.global_batch_size
         batch, data_wait = self._data_wait.take(batches, self._reporter.running)
         # Dispatch may wait for other processes too.
         with self._watchdog.phase() if connects else self._watchdog.waiting():
@@ -184,11 +184,11 @@ class StepRunner:
             with self._pace.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
                 compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._feed.names))
             self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
-            self._pace.change_flops(step_flops(now, wanted.data.window))
+            self._pace.change_flops(step_flops(now, wanted.data.seq_len))
             self._reporter.change_config(apply_control(self._config, decisions))
-            if wanted.data.window != before.data.window:
-                text = f'sequences of {wanted.data.window} tokens from here on'
+            if wanted.data.seq_len != before.data.seq_len:
+                text = f'sequences of {wanted.data.seq_len} tokens from here on'
                 logger.info(f'step {step:>7}  {text}')
-                self._diary.event('context', text, window=wanted.data.window)
+                self._diary.event('context', text, window=wanted.data.seq_len)
             self._program = wanted, compiled
         return compiled.step

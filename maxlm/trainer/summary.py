@@ -50,7 +50,7 @@ def start_facts(ready: PreparedStep, feed: BatchSource, peak: Peak, price: Price
         'mesh': _mesh(config),
         'peak_tflops': peak.tflops or None,
         'peak_source': peak.source,
-        'tokens_per_step': train.global_batch * config.data.window,
+        'tokens_per_step': train.global_batch_size * config.data.seq_len,
         'num_steps': None if train.num_steps == UNDECIDED_STEPS else train.num_steps,
         'price_per_hour': price.dollars if price else None,
         'price_source': price.source if price else None,
@@ -62,7 +62,7 @@ def start_facts(ready: PreparedStep, feed: BatchSource, peak: Peak, price: Price
             'hours': cost.hours if cost else None,
             'dollars': cost.hours * of_all if cost and of_all is not None else None,
         },
-        'dataset': feed.facts(train.global_batch),
+        'dataset': feed.facts(train.global_batch_size),
     }
 
 
@@ -70,8 +70,9 @@ def log_start(config: Config, abstract: TrainState, forecast: Forecast, *, peak:
     """Says what is about to run: `peak` is what MFU is divided by, `price` that of a device for an hour, if known."""
     logger.info(
         f'{headline(config, abstract)}; '
-        f'step of {config.train.global_batch} × {config.data.window} tokens in {config.accumulation} micro-batch(es) '
-        f'of {config.train.micro_batch} per device; attention kernel {config.model.attention}'
+        f'step of {config.train.global_batch_size} × {config.data.seq_len} tokens in {config.accumulation} '
+        'micro-batch(es) '
+        f'of {config.train.per_device_batch_size} per device; attention kernel {config.model.attention}'
     )
     for line in startup_text(forecast):
         logger.info(line)
@@ -121,7 +122,7 @@ def log_end(
     dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
     logger.info(
         f'all lives of the run: {duration(spent["cost/hours"] * HOUR)}{dollars}; of the time since the first began '
-        f'{spent["goodput/share"]:.1%} in steps that count'
+        f'{spent["goodput/fraction"]:.1%} in steps that count'
     )
     validation = reporter.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'

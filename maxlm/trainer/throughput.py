@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from maxlm.hardware.chips import Peak
 from maxlm.planning.estimate.flops import TokenFlops
 
+# What pauses the steps → its metric, where that has another name.
+_METRICS = {'save': 'checkpoint_blocked'}
+
 
 class Throughput:
     """Adds up the time that steps took; evaluation, saving and compiling are left out.
@@ -85,9 +88,9 @@ class Throughput:
         tokens_per_second = sums.steps * self._tokens_per_step / sums.seconds
         metrics = {
             'perf/tokens_per_second': tokens_per_second,
-            'perf/step_seconds': sums.seconds / sums.steps,
-            'perf/data_wait_seconds': sums.data_wait / sums.steps,
-            **{f'perf/{what}_seconds': seconds for what, seconds in sums.pauses.items()},
+            'perf/step_time_seconds': sums.seconds / sums.steps,
+            'perf/data_loading_seconds': sums.data_wait / sums.steps,
+            **{f'perf/{_METRICS.get(what, what)}_seconds': seconds for what, seconds in sums.pauses.items()},
         }
         if self._peak_flops:
             mfu, mfu_full = (flops / sums.seconds / self._peak_flops for flops in (sums.causal_flops, sums.full_flops))

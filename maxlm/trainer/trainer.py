@@ -83,7 +83,7 @@ class Trainer:
             self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
         self._first = jax.process_index() == 0
         self._watchdog = stack.enter_context(
-            Watchdog(config.train.stuck_seconds, peers, home.workdir if self._first else None)
+            Watchdog(config.train.hang_timeout_seconds, peers, home.workdir if self._first else None)
         )
         self._stop = stack.enter_context(StopRequest())
         stack.enter_context(MaintenanceWatcher(self._stop.request, tell=partial(home.alerts.send, 'machine')))
@@ -91,14 +91,14 @@ class Trainer:
         self._checkpoints = stack.enter_context(
             Checkpoints(
                 home.checkpoints,
-                keep_last=config.checkpoint.keep_last,
+                max_to_keep=config.checkpoint.max_to_keep,
                 keep_best=config.checkpoint.keep_best,
-                permanent_every=config.checkpoint.permanent_every,
+                keep_period=config.checkpoint.keep_period,
                 on_failure=partial(home.alerts.send, 'checkpoint'),
             )
         )
         self._data_wait = stack.enter_context(DataWait(self._timeline))
-        self._facts = feed.fingerprint(config.train.global_batch) | reference_metadata(config)
+        self._facts = feed.fingerprint(config.train.global_batch_size) | reference_metadata(config)
         self._stack = stack
 
     def start(self) -> tuple[TrainState, RunControl]:
@@ -128,15 +128,15 @@ class Trainer:
         self._observers = Trackers(self._stack, config, workdir=self._home.workdir, life=self._diary.life)
         log_start(config, self._abstract, self._forecast, peak=self._peak, price=self._diary.price)
         self._pace = Throughput(
-            tokens_per_step=train.global_batch * config.data.window,
+            tokens_per_step=train.global_batch_size * config.data.seq_len,
             flops=step_flops(config, config.context_at(start)),
             peak=self._peak,
             num_devices=jax.device_count(),
         )
         self._sources = feed.sources()
         if config.train.num_steps != UNDECIDED_STEPS:
-            self._sources.log_start(config.train.num_steps * train.global_batch)
-        show_bar = config.metrics.progress and self._first
+            self._sources.log_start(config.train.num_steps * train.global_batch_size)
+        show_bar = config.metrics.progress_bar and self._first
         bar = progress_bar(total=config.train.num_steps, initial=start, unit='step', show=show_bar)
         self._reporter = Reporter(
             config,
@@ -183,7 +183,7 @@ class Trainer:
             self._timeline.started()
             stack.enter_context(self._timeline.phase('step'))
             owed = False
-            if start == 0 and config.eval.every and config.train.objective != 'next_token':
+            if start == 0 and config.eval.interval and config.train.objective != 'next_token':
                 # It begins with a model that can do something: by that it is measured.
                 with watchdog.phase():
                     self._evaluate(0, state)
@@ -206,8 +206,8 @@ class Trainer:
                 # While steps are bad none is saved: there is nothing new in it, and older ones would go for it.
                 owed |= times.due(step, num_steps=num_steps)
                 # Who is told to stop has little time: then the state is saved and nothing else is done.
-                validate = _due(step, config.eval.every, num_steps) and (not told or step == num_steps)
-                examine = _due(step, config.eval.tasks_every, num_steps) and (not told or step == num_steps)
+                validate = _due(step, config.eval.interval, num_steps) and (not told or step == num_steps)
+                examine = _due(step, config.eval.tasks_interval, num_steps) and (not told or step == num_steps)
                 if told or owed or validate or examine or step == num_steps:
                     # Waits for the step here, where the wait still counts as the step's own time.
                     with watchdog.waiting():
@@ -256,7 +256,7 @@ class Trainer:
 
     def _examine(self, step: int, state: TrainState) -> None:
         """Runs the benchmarks and tells of them."""
-        assert self._tasks, 'tell() made them, since eval.tasks_every is set'
+        assert self._tasks, 'tell() made them, since eval.tasks_interval is set'
         with self._pace.paused('eval', name='tasks'), self._timeline.phase('evaluation'):
             scores = self._tasks(evaluated_params(state))
             self._reporter.wrote(step, scores, task_text(scores))
@@ -363,7 +363,7 @@ class Trainer:
 
     def _judge(self, decisions: RunControl) -> Rollback | Stop | None:
         bad = self._reporter.bad_steps
-        if bad.in_a_row < self._config.train.max_skipped_steps:
+        if bad.in_a_row < self._config.guard.max_consecutive_skips:
             return None
         # A run can always start anew.
         saved = sorted({0, *self._checkpoints.steps()})
@@ -384,7 +384,7 @@ class Trainer:
             logger.info(f'step {step:>7}  {text}')
             self._diary.event('length', text, step=step, num_steps=after.num_steps)
             if not decisions.num_steps:
-                self._sources.log_start(after.num_steps * self._config.train.global_batch)
+                self._sources.log_start(after.num_steps * self._config.train.global_batch_size)
         return after
 
 

@@ -74,14 +74,22 @@ def make_objective(config: Config, layout: Layout, num_sources: int = 0) -> Obje
 def aux_names(config: Config) -> tuple[str, ...]:
     """Of the metrics that an objective has besides the loss: the keys of `LossSums.parts`."""
     if config.train.objective == 'dpo':
-        return DPO_PARTS
+        return tuple(DPO_PARTS)
     if config.train.objective == 'grpo':
-        return (*GRPO_PARTS, *(('reference_kl',) if config.grpo.kl_weight else ()))
+        return (*GRPO_PARTS, *(('kl',) if config.grpo.kl_coef else ()))
     return ('z_loss',) if config.train.z_loss else ()
 
 
-DPO_PARTS = ('accuracy', 'margin', 'chosen_reward', 'rejected_reward', 'chosen_log_prob', 'rejected_log_prob')
-GRPO_PARTS = ('clip_share', 'entropy', 'old_kl')
+# Name of the metric → field of `PreferenceTerms`.
+DPO_PARTS = {
+    'rewards/accuracies': 'accuracy',
+    'rewards/margins': 'margin',
+    'rewards/chosen': 'chosen_reward',
+    'rewards/rejected': 'rejected_reward',
+    'logps/chosen': 'chosen_log_prob',
+    'logps/rejected': 'rejected_log_prob',
+}
+GRPO_PARTS = ('clip_fraction', 'entropy', 'approx_kl')
 
 
 def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
@@ -108,7 +116,7 @@ def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_l
             targets_BT,
             weights_BT,
             placement=layout,
-            chunk=config.train.loss_chunk,
+            chunk=config.train.loss_chunk_size,
             z_loss=z_loss,
             logit_softcap=config.model.logit_softcap,
             # As many rows at a time as a micro-batch has; the stages of a pipeline share them.
@@ -143,7 +151,7 @@ def make_log_probs(
             model.output_kernel(),
             layout.constrain(batch['targets'], ('rows', 'length')),
             placement=layout,
-            chunk=config.train.loss_chunk,
+            chunk=config.train.loss_chunk_size,
             logit_softcap=config.model.logit_softcap,
             row_groups=max(1, pipelined // layout.parts('layers')),
         )
@@ -162,7 +170,7 @@ def _make_preference(config: Config, layout: Layout) -> Objective:
         found = log_probs(params, slots, batch, dropout_key).log_probs_BT
         reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
         terms = preference_terms(found, reference_BT, batch['weights'], batch['segments'], config.dpo)
-        parts = {name: jax.lax.stop_gradient(getattr(terms, name)) for name in DPO_PARTS}
+        parts = {name: jax.lax.stop_gradient(getattr(terms, field)) for name, field in DPO_PARTS.items()}
         loss = jax.lax.stop_gradient(terms.objective)
         tokens, none = batch['weights'].sum(), jnp.zeros(0)
         return terms.objective, LossSums(loss, terms.pairs, tokens, none, none, parts, terms.pairs)
@@ -191,11 +199,11 @@ def _make_policy(config: Config, layout: Layout) -> Objective:
             config=config.grpo,
         )
         weight = batch['weights'].sum()
-        if config.grpo.loss_mean == 'budget':
-            weight = (batch['weights'].max(axis=1) * config.grpo.max_tokens).sum()
-        parts = {'clip_share': sums.clipped, 'entropy': sums.entropy, 'old_kl': sums.old_kl}
+        if config.grpo.loss_type == 'dr_grpo':
+            weight = (batch['weights'].max(axis=1) * config.grpo.max_completion_length).sum()
+        parts = {'clip_fraction': sums.clipped, 'entropy': sums.entropy, 'approx_kl': sums.old_kl}
         if reference is not None:
-            parts['reference_kl'] = sums.reference_kl
+            parts['kl'] = sums.reference_kl
         loss = jax.lax.stop_gradient(sums.objective)
         none = jnp.zeros(0)
         return sums.objective, LossSums(loss, weight, sums.tokens, none, none, parts, sums.tokens)
@@ -223,7 +231,7 @@ def _make_forward(
         model: Decoder = nnx.merge(graph, params)
         hidden_BTD, _ = model(
             batch['tokens'],
-            segments_BT=batch['segments'] if config.data.isolate_documents else None,
+            segments_BT=batch['segments'] if config.data.document_mask else None,
             positions_BT=batch['positions'],
             dropout_key=dropout_key,
             micro_batches=pipelined,

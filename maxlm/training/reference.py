@@ -16,7 +16,7 @@ from maxlm.training.optimizers.trainable import Tree
 
 def has_reference_params(config: Config) -> bool:
     """Whether the state holds a copy: where only adapters are trained, the model without them is the reference."""
-    return config.has_reference and not (config.model.lora_rank and not config.optimizer.trained)
+    return config.has_reference and not (config.model.lora_rank and not config.optimizer.trainable_params)
 
 
 def stored_dtype(config: Config, kind: str) -> jnp.dtype:
@@ -24,7 +24,7 @@ def stored_dtype(config: Config, kind: str) -> jnp.dtype:
 
     Products of 8-bit floats round the float32 parameter.
     """
-    rounded = kind == 'matrix' and config.model.matmul == 'fp8'
+    rounded = kind == 'matrix' and config.model.matmul_precision == 'fp8'
     return jnp.dtype(jnp.float32 if kind == 'vector' or rounded else config.model.dtype)
 
 

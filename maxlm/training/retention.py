@@ -17,20 +17,26 @@ class SavedStep(NamedTuple):
 
 
 def should_save(
-    step: int, *, num_steps: int, every_steps: int, permanent_every: int, seconds: float, every_minutes: float
+    step: int,
+    *,
+    num_steps: int,
+    save_interval_steps: int,
+    keep_period: int,
+    seconds: float,
+    save_interval_minutes: float,
 ) -> bool:
     """Whether a step is to be saved.
 
     Args:
         step: number of the step that was just done, from 1.
         num_steps: of the run; its last one is always saved.
-        every_steps: 0 = never by steps.
-        permanent_every: steps that stay for good are saved whatever else is asked for; 0 = none.
+        save_interval_steps: 0 = never by steps.
+        keep_period: steps that stay for good are saved whatever else is asked for; 0 = none.
         seconds: since the last save, or since the start.
-        every_minutes: 0 = never by time.
+        save_interval_minutes: 0 = never by time.
     """
-    by_number = any(every and step % every == 0 for every in (every_steps, permanent_every))
-    return step == num_steps or by_number or bool(every_minutes and seconds >= 60 * every_minutes)
+    by_number = any(every and step % every == 0 for every in (save_interval_steps, keep_period))
+    return step == num_steps or by_number or bool(save_interval_minutes and seconds >= 60 * save_interval_minutes)
 
 
 def next_check(step: int, *, seconds_left: float, step_seconds: float) -> int:
@@ -50,23 +56,23 @@ def best_step(saved: Iterable[SavedStep]) -> int | None:
 
 
 def retention_reasons(
-    saved: Iterable[SavedStep], *, keep_last: int, keep_best: int, permanent_every: int
+    saved: Iterable[SavedStep], *, max_to_keep: int, keep_best: int, keep_period: int
 ) -> dict[int, tuple[str, ...]]:
     """Why each of the saved steps stays, in their order; those that may go have no reason.
 
     Args:
         saved: the checkpoints there are.
-        keep_last: so many of the newest stay; at least 1.
+        max_to_keep: so many of the newest stay; at least 1.
         keep_best: so many with the lowest validation loss stay.
-        permanent_every: multiples of it stay for good; 0 = none. Step 0, where an import starts, is none of them.
+        keep_period: multiples of it stay for good; 0 = none. Step 0, where an import starts, is none of them.
     """
-    assert keep_last >= 1, keep_last
+    assert max_to_keep >= 1, max_to_keep
     saved = sorted(saved)
-    last = {one.step for one in saved[-keep_last:]}
+    last = {one.step for one in saved[-max_to_keep:]}
     best = {one.step for one in _by_loss(saved)[:keep_best]}
     reasons = {}
     for one in saved:
-        permanent = permanent_every > 0 and one.step > 0 and one.step % permanent_every == 0
+        permanent = keep_period > 0 and one.step > 0 and one.step % keep_period == 0
         holds = {LAST: one.step in last, BEST: one.step in best, PERMANENT: permanent}
         reasons[one.step] = tuple(reason for reason, holds_here in holds.items() if holds_here)
     return reasons

@@ -72,9 +72,9 @@ class Stop(NamedTuple):
 def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], config: Config) -> Rollback | Stop | None:
     """What follows from steps that were left out; None = nothing yet.
 
-    The batches of `guard.rollback_margin` steps before the first bad one are left out too: often they are what did it.
-    The checkpoint is the newest that has seen none of them. If there is only a younger one, which has seen the first
-    of them, the rest is left out; one that is younger than the first bad step is no good.
+    The batches of `guard.rollback_skip_steps` steps before the first bad one are left out too: often they are what did
+    it. The checkpoint is the newest that has seen none of them. If there is only a younger one, which has seen the
+    first of them, the rest is left out; one that is younger than the first bad step is no good.
 
     Args:
         decisions: those of the run so far.
@@ -82,22 +82,22 @@ def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], con
         saved: steps of the checkpoints that can be restored; with 0 if the run can start anew.
         config: of the run.
     """
-    guard, most = config.guard, config.train.max_skipped_steps
+    guard, most = config.guard, config.guard.max_consecutive_skips
     if bad.in_a_row < most:
         return None
     where = (
         f'steps {bad.first} to {bad.last}: {bad.in_a_row} in a row had a loss or gradient that spikes or is not finite '
-        f'(train.max_skipped_steps)'
+        f'(guard.max_consecutive_skips)'
     )
     advice = (
         'try a lower optimizer.learning_rate, and look at the data; where batches differ that much by nature, raise '
-        'guard.spike_deviations'
+        'guard.spike_threshold'
     )
     if decisions.rollbacks >= guard.max_rollbacks:
         tried = f', after {decisions.rollbacks} rollback(s) (guard.max_rollbacks)' if decisions.rollbacks else ''
         return Stop(f'{where}{tried}; {advice}')
     before = bad.first - 1
-    wanted = max(0, before - guard.rollback_margin)
+    wanted = max(0, before - guard.rollback_skip_steps)
     good = [step for step in saved if step <= before]
     if not good:
         return Stop(f'{where}, and no checkpoint is older; {advice}')
@@ -119,7 +119,7 @@ def rolled_back(
     return now._replace(
         skips=skips,
         rollbacks=now.rollbacks + 1,
-        rate_factor=now.rate_factor * guard.rollback_rate_factor,
+        rate_factor=now.rate_factor * guard.rollback_lr_factor,
         best_validation_loss=restored.best_validation_loss,
         evaluations_without_progress=restored.evaluations_without_progress,
         num_steps=restored.num_steps,
@@ -154,18 +154,19 @@ def with_rates(config: Config, decisions: RunControl) -> Config:
 
 def after_evaluation(decisions: RunControl, validation_loss: float, guard: GuardConfig) -> RunControl:
     """With one more evaluation. A loss that is not finite is no progress."""
-    if validation_loss < decisions.best_validation_loss - guard.min_delta:
+    if validation_loss < decisions.best_validation_loss - guard.early_stopping_min_delta:
         return decisions._replace(best_validation_loss=validation_loss, evaluations_without_progress=0)
     return decisions._replace(evaluations_without_progress=decisions.evaluations_without_progress + 1)
 
 
 def stops_early(decisions: RunControl, guard: GuardConfig) -> Stop | None:
     """Whether validation has told for long enough that there is no more progress."""
-    if not guard.patience or decisions.evaluations_without_progress < guard.patience:
+    if not guard.early_stopping_patience or decisions.evaluations_without_progress < guard.early_stopping_patience:
         return None
     return Stop(
-        f'the validation loss has not gone below {decisions.best_validation_loss:.4f} by more than {guard.min_delta:g} '
-        f'in {decisions.evaluations_without_progress} evaluations (guard.patience)'
+        f'the validation loss has not gone below {decisions.best_validation_loss:.4f} by more than '
+        f'{guard.early_stopping_min_delta:g} '
+        f'in {decisions.evaluations_without_progress} evaluations (guard.early_stopping_patience)'
     )
 
 

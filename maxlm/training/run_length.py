@@ -64,14 +64,14 @@ def seconds_until(num_steps: int, *, step: int, costs: Costs, config: Config) ->
         return (num_steps - 1) // every - step // every if every else 0
 
     evaluation, checkpoint = config.eval, config.checkpoint
-    saves = times(checkpoint.every_steps) + times(checkpoint.permanent_every)
-    if checkpoint.every_minutes:
-        saves += int(steps * costs.step / (60 * checkpoint.every_minutes))
+    saves = times(checkpoint.save_interval_steps) + times(checkpoint.keep_period)
+    if checkpoint.save_interval_minutes:
+        saves += int(steps * costs.step / (60 * checkpoint.save_interval_minutes))
     seconds = steps * costs.step + saves * costs.save + max(costs.save, costs.last_save)
-    if evaluation.every:
-        seconds += (times(evaluation.every) + 1) * costs.evaluation
-    if evaluation.tasks_every:
-        seconds += (times(evaluation.tasks_every) + 1) * costs.tasks
+    if evaluation.interval:
+        seconds += (times(evaluation.interval) + 1) * costs.evaluation
+    if evaluation.tasks_interval:
+        seconds += (times(evaluation.tasks_interval) + 1) * costs.tasks
     return seconds
 
 

@@ -35,8 +35,8 @@ class SpikeStatistics(NamedTuple):
 
 
 def first_window(config: GuardConfig) -> SpikeStatistics | None:
-    """The one before the first step; None where `guard.window` is 0."""
-    return SpikeStatistics(jnp.zeros((2, config.window)), jnp.int32(0)) if config.window else None
+    """The one before the first step; None where `guard.spike_window` is 0."""
+    return SpikeStatistics(jnp.zeros((2, config.spike_window)), jnp.int32(0)) if config.spike_window else None
 
 
 def check_spike(
@@ -45,7 +45,7 @@ def check_spike(
     """Whether a step may change the state, and the window for the next one.
 
     Until the window is full, and without one, a step is good if loss and norm are finite. Then each must also be at
-    most median + `guard.spike_deviations` · deviation. What is low is never a spike.
+    most median + `guard.spike_threshold` · deviation. What is low is never a spike.
 
     Args:
         window: of the good steps so far.
@@ -62,12 +62,12 @@ def check_spike(
     median_Q = jnp.median(good_QW, axis=1)
     deviation_Q = NORMAL * jnp.median(jnp.abs(good_QW - median_Q[:, None]), axis=1)
     least_Q = jnp.stack([LOSS_SHARE * jnp.abs(median_Q[0]), jnp.full_like(median_Q[1], LOG_NORM)])
-    limit_Q = median_Q + config.spike_deviations * jnp.maximum(deviation_Q, least_Q)
-    spike = (filled >= config.window) & jnp.any(level_Q > limit_Q)
+    limit_Q = median_Q + config.spike_threshold * jnp.maximum(deviation_Q, least_Q)
+    spike = (filled >= config.spike_window) & jnp.any(level_Q > limit_Q)
     ok = finite & ~spike
     moved_QW = jnp.concatenate([good_QW[:, 1:], level_Q[:, None]], axis=1)
     return ok, SpikeStatistics(
-        jnp.where(ok, moved_QW, good_QW), jnp.where(ok, jnp.minimum(filled + 1, config.window), filled)
+        jnp.where(ok, moved_QW, good_QW), jnp.where(ok, jnp.minimum(filled + 1, config.spike_window), filled)
     )
 
 
@@ -79,16 +79,17 @@ def window_to_json(window: SpikeStatistics) -> dict[str, list[float]]:
 
 
 def window_from_json(stored: Mapping[str, Any] | None, config: GuardConfig) -> SpikeStatistics | None:
-    """The window that `window_to_json` wrote, on the host; the newest part of it if `guard.window` is smaller now.
+    """The window that `window_to_json` wrote, on the host; the newest part of it if `guard.spike_window` is smaller
+    now.
 
     An older checkpoint has none: it starts anew.
     """
-    if not config.window:
+    if not config.spike_window:
         return None
-    good_QW = np.zeros((2, config.window), np.float32)
+    good_QW = np.zeros((2, config.spike_window), np.float32)
     filled = 0
     if stored is not None:
-        newest_QW = np.array([stored['losses'], stored['log_grad_norms']], np.float32)[:, -config.window :]
+        newest_QW = np.array([stored['losses'], stored['log_grad_norms']], np.float32)[:, -config.spike_window :]
         filled = newest_QW.shape[1]
-        good_QW[:, config.window - filled :] = newest_QW
+        good_QW[:, config.spike_window - filled :] = newest_QW
     return SpikeStatistics(jnp.asarray(good_QW), jnp.int32(filled))

@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
     ema: Params | None = None
     # Where model.dtype is float16.
     loss_scale: LossScale | None = None
-    # Where guard.window is set.
+    # Where guard.spike_window is set.
     window: SpikeStatistics | None = None
     # Where the objective asks for one and it is not the model without its adapters. It never changes and is no part of
     # a checkpoint: a run that goes on reads it from train.init_from again.
@@ -87,7 +87,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     """The state's shapes, types and shardings.
 
     Raises:
-        InputError: a parameter does not divide over the mesh, or `optimizer.frozen` or `.trained` names none.
+        InputError: a parameter does not divide over the mesh, or `optimizer.frozen_params` or `.trained` names none.
     """
     _, variables = nnx.split(abstract_model(config, layout))
     shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
@@ -96,7 +96,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    memory = HOST if config.mesh.offload == 'all' else 'device'
+    memory = HOST if config.mesh.host_offload == 'all' else 'device'
     params = jax.tree.map(
         lambda shape, sharding: placed(shape, sharding.with_memory_kind(memory)),
         shapes,
@@ -104,7 +104,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     )
     optimizer = optimizer_of(config, layout)
 
-    offloaded = config.mesh.offload != 'none'
+    offloaded = config.mesh.host_offload != 'none'
 
     def place(moment: Any, sharding: NamedSharding) -> Any:
         # A masked one is another optimizer's parameter.

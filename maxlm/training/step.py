@@ -33,21 +33,21 @@ def make_train_step(
 
     With `num_sources` batches have `sources`, and metrics tell losses by source.
     """
-    minimized = make_objective(config, layout, num_sources)
-    A, clip_norm = config.rounds, config.optimizer.clip_norm
+    objective = make_objective(config, layout, num_sources)
+    A, max_grad_norm = config.rounds, config.optimizer.max_grad_norm
     gradient_shardings = trainable(config, param_shardings(config, layout.of_gradients))
     moment_shardings = trainable(config, param_shardings(config, layout.of_moments))
 
-    def objective(
-        wanted: Params, state: TrainState, batch: Batch, dropout_key: jax.Array, factor: jax.Array | None
+    def loss_fn(
+        diff_params: Params, state: TrainState, batch: Batch, dropout_key: jax.Array, factor: jax.Array | None
     ) -> tuple[jax.Array, LossSums]:
         # Gradients of parameters in host memory are those of what stands in for them on the device.
-        slots = wanted if config.mesh.offload == 'all' else None
-        params = merge_trainable(state.params, wanted) if slots is None else state.params
+        slots = diff_params if config.mesh.host_offload == 'all' else None
+        params = merge_trainable(state.params, diff_params) if slots is None else state.params
         reference = state.reference
         if reference is None and config.has_reference:
             reference = without_adapters(state.params)
-        loss, sums = minimized(params, reference, slots, batch, dropout_key)
+        loss, sums = objective(params, reference, slots, batch, dropout_key)
         return (loss if factor is None else factor * loss), sums
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -61,9 +61,9 @@ def make_train_step(
         def add_micro_batch(totals: Any, inputs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, micro_batch = inputs
             dropout_key = jax.random.fold_in(key, index)
-            differentiate = jax.value_and_grad(objective, has_aux=True)
-            wanted = no_grads if config.mesh.offload == 'all' else trained
-            (_, sums), grads = differentiate(wanted, state, micro_batch, dropout_key, factor)
+            differentiate = jax.value_and_grad(loss_fn, has_aux=True)
+            diff_params = no_grads if config.mesh.host_offload == 'all' else trained
+            (_, sums), grads = differentiate(diff_params, state, micro_batch, dropout_key, factor)
             grads = jax.lax.with_sharding_constraint(grads, gradient_shardings)
             return jax.tree.map(jnp.add, totals, (sums, grads)), None
 
@@ -80,8 +80,8 @@ def make_train_step(
         # One multiplication makes them means, takes out the loss scale, and clips.
         scale = 1 / count if factor is None else 1 / (count * factor)
         grad_norm = scale * optax.tree.norm(grads)
-        if clip_norm:
-            scale *= jnp.minimum(1, clip_norm / jnp.maximum(grad_norm, 1e-12))
+        if max_grad_norm:
+            scale *= jnp.minimum(1, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale, grads)
         num_updates = state.step - state.skipped
         schedule = make_schedule(config.optimizer, config.train.num_steps)
@@ -100,7 +100,7 @@ def make_train_step(
             # A selection, not a product with 0: NaN times 0 is NaN.
             return jax.tree.map(lambda new, old: jnp.where(ok, new, old), (params, opt_state, ema), old)
 
-        if config.mesh.offload != 'none':
+        if config.mesh.host_offload != 'none':
             update = layer_by_layer(update)
         moving = None if state.ema is None else trainable(config, state.ema)
         trained, opt_state, moving = update(grads, trained, state.opt_state, moving)
@@ -117,7 +117,7 @@ def make_train_step(
             'loss': loss,
             'tokens': sums.tokens,
             'grad_norm': grad_norm,
-            'param_norm': norm(params) if config.mesh.offload == 'all' else optax.tree.norm(params),
+            'param_norm': norm(params) if config.mesh.host_offload == 'all' else optax.tree.norm(params),
             'learning_rate': schedule(num_updates),
             'skipped': ~ok,
             'spike': finite & ~ok,
@@ -137,7 +137,7 @@ def make_eval_step(
 ) -> Callable[[Params, Params | None, Batch], LossSums]:
     """(params, reference, batch) → sums over the batch, without dropout and z-loss; `reference` as in the state."""
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, z_loss=0.0))
-    minimized = make_objective(config, layout, num_sources)
+    objective = make_objective(config, layout, num_sources)
     A = config.rounds
 
     def eval_step(params: Params, reference: Params | None, batch: Batch) -> LossSums:
@@ -146,7 +146,7 @@ def make_eval_step(
             reference = without_adapters(params)
 
         def add_micro_batch(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, minimized(params, reference, None, micro_batch, None)[1]), None
+            return jax.tree.map(jnp.add, sums, objective(params, reference, None, micro_batch, None)[1]), None
 
         sums, _ = jax.lax.scan(add_micro_batch, zero_sums(config, num_sources), micro_batches)
         return sums

@@ -6,7 +6,6 @@ WORKDIR/config.json  tokenizer.json  [chat_template.jinja]  metrics.jsonl  run.l
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from maxlm.config.loading import from_json, to_json
 from maxlm.config.schema import Config
 from maxlm.errors import InputError, os_message
+from maxlm.storage.atomic import replace_file
 from maxlm.storage.check_directory import check_entries
 from maxlm.storage.regular_files import read_text
 
@@ -73,7 +73,8 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
     """Returns the first key by which the models of two configs differ, and its values; None if they are equal."""
     old, new = old_config.model, new_config.model
     # How the same function of the same parameters is computed may change between two lives of a run.
-    free = {'family', 'remat', 'scan_layers', 'attention', 'matmul', 'dtype', 'dropout', 'init', 'init_std'}
+    free = {'family', 'remat_policy', 'scan_layers', 'attention', 'matmul_precision', 'dtype', 'dropout'}
+    free |= {'init', 'init_std'}
     for field in dataclasses.fields(new):
         before, now = getattr(old, field.name), getattr(new, field.name)
         if field.name not in free and before != now:
@@ -84,7 +85,7 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
 def describe_run(workdir: Path, config: Config, tokenizer: Path) -> None:
     """Puts the resolved config, the tokenizer and the chat template beside it into the workdir of a run that starts."""
     try:
-        _write_atomically(workdir / CONFIG, to_json(config))
+        replace_file(workdir / CONFIG, to_json(config))
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
         if (template := tokenizer.with_name(CHAT_TEMPLATE)).is_file():
             shutil.copyfile(template, workdir / CHAT_TEMPLATE)
@@ -110,12 +111,3 @@ def read_config(workdir: Path) -> Config:
 
 def _unusable(workdir: Path, error: OSError) -> InputError:
     return InputError(f'--workdir={workdir}: {os_message(error)}; choose a directory that can be written to')
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + '.tmp')
-    with temporary.open('w', encoding='utf-8') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -1,7 +1,7 @@
 """Where a run keeps what it has: a directory, a directory with a copy in a bucket, or a bucket that Orbax writes to.
 
 --workdir=/disk/run                                   only there
---workdir=/disk/run  checkpoint.mirror=gs://… | s3://…    there first, and uploaded in the background
+--workdir=/disk/run  checkpoint.remote_dir=gs://… | s3://…    there first, and uploaded in the background
 --workdir=s3://bucket/run                             the same, with a directory of the cache
 --workdir=gs://bucket/run                             checkpoints go into the bucket by Orbax; the small files are
                                                       in a directory of the cache and are uploaded
@@ -250,7 +250,7 @@ def open_run_storage(
 
     Args:
         workdir: as `--workdir` has it: a directory, or a URL of gs:// or s3://.
-        mirror: as `checkpoint.mirror` has it: '' or such a URL, for a workdir that is a directory.
+        mirror: as `checkpoint.remote_dir` has it: '' or such a URL, for a workdir that is a directory.
         cache: directory for runs whose workdir is a URL.
         process: of the run.
         options: of `RunStorage`.
@@ -259,10 +259,10 @@ def open_run_storage(
         InputError: a URL that cannot be used, or two of them.
     """
     if mirror:
-        check_url('checkpoint.mirror', mirror)
+        check_url('checkpoint.remote_dir', mirror)
         if is_url(workdir):
             raise InputError(
-                f'checkpoint.mirror={redact(mirror)}: --workdir={redact(workdir)} is in a bucket already; '
+                f'checkpoint.remote_dir={redact(mirror)}: --workdir={redact(workdir)} is in a bucket already; '
                 f'give a directory, or no mirror'
             )
         return RunStorage(Path(workdir), mirror, process=process, **options)

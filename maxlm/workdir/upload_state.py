@@ -8,7 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from maxlm.storage import atomic
+from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import parse_json
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, DAMAGED
 
@@ -67,7 +67,7 @@ class UploadState:
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         facts = {'url': self._url, 'steps': {str(step): mark for step, mark in self.steps.items()}, 'files': self.files}
-        atomic.atomic_write(self.folder / 'record.json', json.dumps(facts).encode())
+        atomic_write(self.folder / 'record.json', json.dumps(facts).encode())
 
 
 class StagingDir:

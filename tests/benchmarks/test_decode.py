@@ -13,7 +13,7 @@ ARGUMENTS = [
     '--config.model.dim=16',
     '--config.model.num_heads=2',
     '--config.model.dtype=float32',
-    '--vocab_size=64',
+    '--vocab-size=64',
     '--context=40',
     '--passes=3',
 ]

@@ -48,7 +48,7 @@ def test_the_parts_are_the_step(rung):
     for name in ('attention', 'projections', 'feed_forward', 'head_and_loss', 'elementwise', 'optimizer'):
         assert 0 < parts[name].least < parts[name].expected
     # In 8 bits the peak is twice as high.
-    fp8 = config.model.matmul == 'fp8'
+    fp8 = config.model.matmul_precision == 'fp8'
     assert parts['projections'].least == pytest.approx(parts['projections'].flops / (1 + fp8) / 989.4e12)
 
 

@@ -79,7 +79,7 @@ def test_measures_what_there_is(run):
         vocab_size = config.model.vocab_size or 50_257
         resolved = resolve(config, platform='gpu', num_devices=1, vocab_size=vocab_size, windows=1, capability=(9, 0))
         assert resolved.model.attention == 'cudnn'
-        assert resolved.train.global_batch <= 16
+        assert resolved.train.global_batch_size <= 16
 
 
 def test_xla_knows_the_options(run):

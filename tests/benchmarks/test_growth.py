@@ -70,7 +70,7 @@ def test_axes_are_measured_one_at_a_time_and_kept(tmp_path, monkeypatch, capsys)
 
 
 def test_a_case_is_stepped():
-    case = Case({'model.num_layers': 1, 'model.dim': 64, 'model.num_heads': 1, 'data.window': 16})
+    case = Case({'model.num_layers': 1, 'model.dim': 64, 'model.num_heads': 1, 'data.seq_len': 16})
     assert case.run() > 0
     assert case.memory > 3 * 4 * 2 * 256 * 64
     assert case.instructions > 500

@@ -27,7 +27,7 @@ def small(monkeypatch):
 
 
 def command(tmp_path):
-    return ['--num_layers=2', f'--directory={tmp_path}', f'--output={tmp_path}/result.json']
+    return ['--num-layers=2', f'--directory={tmp_path}', f'--output={tmp_path}/result.json']
 
 
 def test_its_numbers_hang_together(tmp_path):

@@ -11,7 +11,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 
-SMALL = ['model.num_layers=1', 'model.dim=16', 'model.ffn_dim=16', 'data.window=16', 'metrics.peak_tflops=1']
+SMALL = ['model.num_layers=1', 'model.dim=16', 'model.ffn_dim=16', 'data.seq_len=16', 'metrics.peak_tflops=1']
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +22,16 @@ def _small(monkeypatch):
 
 
 def line(step, time, *, waits=0.0, seconds=0.25, **pauses):
-    values = {'data_wait': waits, 'step': seconds, **pauses}
+    values = {'data_loading': waits, 'step_time': seconds, **pauses}
     return {'step': step, 'time': time, **{f'perf/{name}_seconds': value for name, value in values.items()}}
 
 
 def test_what_is_read_from_the_lines_of_a_run():
     lines = [
         # Slow, and not counted.
-        line(10, 100.0, waits=5.0, seconds=9.0, eval=50.0, save=50.0),
-        line(WARMUP, 1000.0, waits=5.0, seconds=9.0, eval=50.0, save=50.0),
-        line(WARMUP + 10, 1005.5, waits=0.125, seconds=0.5, save=0.5),
+        line(10, 100.0, waits=5.0, seconds=9.0, eval=50.0, checkpoint_blocked=50.0),
+        line(WARMUP, 1000.0, waits=5.0, seconds=9.0, eval=50.0, checkpoint_blocked=50.0),
+        line(WARMUP + 10, 1005.5, waits=0.125, seconds=0.5, checkpoint_blocked=0.5),
         line(WARMUP + 30, 1010.0, seconds=0.125, eval=2.0),
     ]
     turn = loop._read(lines)
@@ -48,7 +48,7 @@ def test_what_is_read_from_the_lines_of_a_run():
 @pytest.mark.timeout(600)
 def test_a_run_and_its_bare_step(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, 'WARMUP', 10)
-    every = ['eval.every=10', 'eval.num_batches=1', 'checkpoint.every_steps=10']
+    every = ['eval.interval=10', 'eval.num_batches=1', 'checkpoint.save_interval_steps=10']
     bench = Bench(f'{ROOT}/configs/tiny.py', [*SMALL, *every], tmp_path)
     assert bench.missing == []
     result = bench.loop(1, 20)
@@ -73,7 +73,7 @@ def test_without_what_a_run_needs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Bench, 'import_seconds', lambda bench: 1.0)
     output = tmp_path / 'result.json'
     words = [f'--config={ROOT}/configs/tiny.py', *(f'--config.{setting}' for setting in SMALL)]
-    counts = ['--steps=2', '--rounds=1', '--starts=1', '--host_steps=2']
+    counts = ['--steps=2', '--rounds=1', '--starts=1', '--host-steps=2']
     assert main([*words, *counts, f'--output={output}']) == EXIT_DONE
     assert capsys.readouterr().out.startswith('only the bare step is measured: grain cannot be imported\n')
     result = json.loads(output.read_text())

@@ -148,10 +148,10 @@ def compiled(options):
         model__num_heads=8,
         model__vocab_size=1024,
         model__dtype='bfloat16',
-        model__remat='full',
-        data__window=1024,
-        data__isolate_documents=False,
-        train__global_batch=8 * target.num_devices,
+        model__remat_policy='full',
+        data__seq_len=1024,
+        data__document_mask=False,
+        train__global_batch_size=8 * target.num_devices,
     )
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='splash'))
     layout = target_layout(target, config.mesh)

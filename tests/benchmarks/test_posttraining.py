@@ -21,12 +21,12 @@ def test_chats_are_prepared_as_the_config_says(task):
     tokenizer, window = TASKS[task]
     header = (ROOT / f'configs/{task}.py').read_text()
     assert f'--tokenizer {tokenizer}' in header
-    assert f'--pack_window {window}' in header
-    assert load(f'{ROOT}/configs/{task}.py:sft', []).data.window == window
+    assert f'--pack-seq-len {window}' in header
+    assert load(f'{ROOT}/configs/{task}.py:sft', []).data.seq_len == window
 
 
 def test_curves_have_a_line_for_each_seed_and_figure():
-    points = [{'step': step, 'accuracy': 0.2 + step / 100, 'mean_accuracy': 0.1, 'pass_at_k': 0.5} for step in (0, 20)]
+    points = [{'step': step, 'accuracy': 0.2 + step / 100, 'pass_at_1': 0.1, 'pass_at_k': 0.5} for step in (0, 20)]
     result = {'seed': 0, 'sft_seconds': 60.0, 'rl_seconds': 90.0, 'evaluations': points, 'rewards': []}
     (axes,) = curves([result, {**result, 'seed': 1}], 'arithmetic').axes
     assert len(axes.lines) == 6
@@ -43,6 +43,6 @@ def test_what_was_measured_is_what_is_promised(task):
         first, last = result['evaluations'][0], result['evaluations'][-1]
         assert first['step'] == 0
         assert last['accuracy'] - first['accuracy'] >= 0.2
-        assert last['mean_accuracy'] - first['mean_accuracy'] > 0.19
+        assert last['pass_at_1'] - first['pass_at_1'] > 0.19
         assert result['sft_seconds'] + result['rl_seconds'] < 600
     assert (ROOT / f'docs/figures/posttraining_{task}.png').stat().st_size > 1000

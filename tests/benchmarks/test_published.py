@@ -20,7 +20,7 @@ def find(points, name):
 
 
 def utilization(point):
-    flops = training_flops(point.config.model, point.config.data.window).full
+    flops = training_flops(point.config.model, point.config.data.seq_len).full
     return point.tokens_per_second * flops / (point.num_devices * point.chip.tflops * 1e12)
 
 

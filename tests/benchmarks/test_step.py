@@ -41,9 +41,9 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.timeout(600)
 def test_runs_on_a_bare_machine_and_its_numbers_hang_together(tmp_path):
     output = tmp_path / 'result.json'
-    overrides = ['model.num_layers=1', 'model.dim=32', 'data.window=16', 'metrics.peak_tflops=1']
+    overrides = ['model.num_layers=1', 'model.dim=32', 'data.seq_len=16', 'metrics.peak_tflops=1']
     environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}
-    command = [f'--config={ROOT}/configs/tiny.py', '--steps=3', '--vocab_size=256', f'--output={output}']
+    command = [f'--config={ROOT}/configs/tiny.py', '--steps=3', '--vocab-size=256', f'--output={output}']
     command += ['--tokens=text', '--xla=xla_backend_optimization_level=0']
     done = subprocess.run(
         [sys.executable, '-c', RUN_WITHOUT, *command, *(f'--config.{override}' for override in overrides)],

@@ -66,7 +66,7 @@ def deleted(step):
 
 def whole_run():
     """Saves, keeps, finds, reads."""
-    with Checkpoints(URL, keep_last=1, keep_best=1) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1, keep_best=1) as checkpoints:
         assert checkpoints.wait() is None
         save(checkpoints, 1, 2, 3)
         assert checkpoints.steps() == [2, 3] == saved_steps(URL)
@@ -81,7 +81,7 @@ def whole_run():
         save(checkpoints, 4)
         assert same(checkpoints.restore(4, abstract()).state, state(4))
     # Known anew from what lies there.
-    with Checkpoints(to_path(URL), keep_last=1, keep_best=1) as checkpoints:
+    with Checkpoints(to_path(URL), max_to_keep=1, keep_best=1) as checkpoints:
         restored = checkpoints.restore_newest(abstract())
         assert same(restored.state, state(4))
         assert not same(restored.state, state(2))
@@ -106,7 +106,7 @@ def faults():
     """Requests that fail for a while, and for good."""
     told = []
     upload = r'^POST /upload'
-    with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
         save(checkpoints, 1)
         checkpoints.wait()
         for status in (503, 429):
@@ -140,7 +140,7 @@ def steady(rounds, delay):
     told, number = [], 0
     steps = {kind: [] for kind in kinds}
     saves = {kind: [] for kind in kinds}
-    with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
         # The first compiles.
         save(checkpoints, number)
         assert checkpoints.wait() == number
@@ -172,7 +172,7 @@ def outage(patience):
     told = []
     manager.PROBE_SECONDS = patience or manager.PROBE_SECONDS
     manager.PATIENCE_SECONDS = 0.1
-    with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
         save(checkpoints, 1)
         checkpoints.wait()
         # For the data TensorStore asks, which waits and tries again; the question is asked by gcsfs.
@@ -195,7 +195,7 @@ def outage(patience):
         assert same(checkpoints.restore_newest(abstract()).state, state(2))
     # Control: a save that is not looked at for so long is over before.
     told_then = [*told]
-    with Checkpoints(URL, keep_last=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
         save(checkpoints, 3)
         assert (checkpoints.wait(), told) == (3, told_then)
     return {'told': told, 'seconds': seconds, 'newest': newest}
@@ -203,7 +203,7 @@ def outage(patience):
 
 def half_deleted():
     """A deletion comes to its end after the first object."""
-    with Console(), Checkpoints(URL, keep_last=1) as checkpoints:
+    with Console(), Checkpoints(URL, max_to_keep=1) as checkpoints:
         save(checkpoints, 1)
         checkpoints.wait()
         emulator.fault(match=r'^(DELETE|POST /batch)', status=403)
@@ -220,18 +220,18 @@ def half_deleted():
         for step in half:
             checkpoints.restore(step, abstract())
     emulator.clear()
-    with Checkpoints(URL, keep_last=1) as checkpoints:
+    with Checkpoints(URL, max_to_keep=1) as checkpoints:
         checkpoints.wait()
         return {'visible': visible, 'half': half, 'left': left, 'after': [len(objects(step)) for step in (1, 2, 3)]}
 
 
 def damage():
     """A damaged step is set aside; an outage is no damage."""
-    with Checkpoints(URL, keep_last=3) as checkpoints:
+    with Checkpoints(URL, max_to_keep=3) as checkpoints:
         save(checkpoints, 1, 2)
     path = to_path(f'{URL}/checkpoints/2/progress/metadata')
     path.write_text(path.read_text().replace('"skipped": 0', '"skipped": 7'))
-    with Console(), Checkpoints(URL, keep_last=3) as checkpoints:
+    with Console(), Checkpoints(URL, max_to_keep=3) as checkpoints:
         emulator.fault(match=r'^GET .*/checkpoints.*alt=media', status=403)
         try:
             checkpoints.restore_newest(abstract())
@@ -242,7 +242,7 @@ def damage():
         restored = checkpoints.restore_newest(abstract())
         assert same(restored.state, state(1))
         assert checkpoints.wait() == 1
-    with Checkpoints(URL, keep_last=3) as checkpoints:
+    with Checkpoints(URL, max_to_keep=3) as checkpoints:
         kept, aside = len(objects(2)), damaged_steps(URL)
         save(checkpoints, 2)
         assert same(checkpoints.restore_newest(abstract()).state, state(2))

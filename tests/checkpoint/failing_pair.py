@@ -44,7 +44,7 @@ def main():
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     told, newest, seconds, alike = [], [], [], []
-    with Checkpoints(workdir, keep_last=2, on_failure=told.append) as checkpoints:
+    with Checkpoints(workdir, max_to_keep=2, on_failure=told.append) as checkpoints:
         for step, full in ((1, None), (2, 1), (3, 0), (4, None)):
             if full == jax.process_index():
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))

@@ -63,7 +63,7 @@ def newest(capfd):
 
     def newest(workdir, wanted=None):
         capfd.readouterr()
-        with Console(), Checkpoints(workdir, keep_last=10) as checkpoints:
+        with Console(), Checkpoints(workdir, max_to_keep=10) as checkpoints:
             restored = checkpoints.restore_newest(wanted or abstract())
         return restored, capfd.readouterr().out
 
@@ -243,7 +243,7 @@ def test_parameters_alone_are_checked_too(copy, states):
 
 
 def test_best_and_permanent_ones_are_kept(tmp_path):
-    rules = {'keep_last': 1, 'keep_best': 1, 'permanent_every': 4}
+    rules = {'max_to_keep': 1, 'keep_best': 1, 'keep_period': 4}
     small = abstract_on(1)
     losses = {2: 3.0, 3: 1.0, 4: 2.0, 5: None, 6: 2.5}
     with Checkpoints(tmp_path, **rules) as checkpoints:

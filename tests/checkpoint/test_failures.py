@@ -44,7 +44,7 @@ def entries(workdir):
 def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
     steps = range(2, 2 + how_many(2, 50))
     told = []
-    with Checkpoints(tmp_path, keep_last=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(tmp_path, max_to_keep=1, on_failure=told.append) as checkpoints:
         checkpoints.save(1, state(1), FACTS)
         assert checkpoints.wait() == 1
         full_disk()
@@ -74,7 +74,7 @@ def test_a_full_disk(tmp_path, full_disk, capfd, record_property):
 
 def test_the_first_save_may_fail_too(tmp_path):
     told = []
-    with Checkpoints(tmp_path, keep_last=1, on_failure=told.append) as checkpoints:
+    with Checkpoints(tmp_path, max_to_keep=1, on_failure=told.append) as checkpoints:
         assert checkpoints.wait() is None
         # A file where the folder of checkpoints was.
         (tmp_path / CHECKPOINTS_DIR).write_text('')
@@ -88,7 +88,7 @@ def test_the_first_save_may_fail_too(tmp_path):
 
 def test_going_back(tmp_path):
     """After a rollback the steps behind it are gone, and the same numbers are saved anew."""
-    with Checkpoints(tmp_path, keep_last=3) as checkpoints:
+    with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
         for step in (1, 2, 3, 4):
             checkpoints.save(step, state(step), FACTS, validation_loss=1 / step)
         assert checkpoints.steps() == [2, 3, 4]
@@ -108,7 +108,7 @@ def test_going_back(tmp_path):
 
 
 def test_a_step_that_is_there_is_not_written_again(tmp_path):
-    with Checkpoints(tmp_path, keep_last=3) as checkpoints:
+    with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
         checkpoints.save(1, state(1), FACTS)
         checkpoints.save(1, state(2), FACTS)
         assert same(checkpoints.restore(1, ABSTRACT).state, state(1))

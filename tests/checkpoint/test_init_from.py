@@ -30,7 +30,7 @@ NEW = OLD.with_special_tokens(['<|im_start|>', '<|im_end|>'])
 OTHER = Tokenizer.from_json(OLD.to_json().replace('"A"', '"é"'), name='other')
 UNTIED = {'model__family': 'llama'}
 TABLES = {'embedding': 0, 'head.kernel': 1}
-YARN = {'model__rotary_scaling': 'yarn', 'model__rotary_factor': 4.0, 'data__window': 64}
+YARN = {'model__rope_scaling': 'yarn', 'model__rope_scaling_factor': 4.0, 'data__seq_len': 64}
 
 
 @pytest.fixture(scope='module')
@@ -72,7 +72,7 @@ def start(tmp_path, capsys, monkeypatch):
         check_init_from(config, abstract.params, run, tokenizer=tmp_path / TOKENIZER)
         assert not run.exists()
         capsys.readouterr()
-        with Console(), Checkpoints(run, keep_last=3) as checkpoints:
+        with Console(), Checkpoints(run, max_to_keep=3) as checkpoints:
             state = initialize_state(
                 config, tokenizer=tmp_path / TOKENIZER, layout=layout, abstract=abstract, checkpoints=checkpoints
             )
@@ -114,9 +114,9 @@ def assert_grown(params, before, *, rows=NEW_ROWS, known=KNOWN):
         (8, {**UNTIED, 'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__context': 2}),
         (8, {'mesh__tensor': 8, 'mesh__fsdp': 1, 'model__num_heads': 8}),
         (1, UNTIED),
-        (2, {**UNTIED, 'mesh__zero': 1, 'optimizer__ema_decay': 0.9}),
+        (2, {**UNTIED, 'mesh__zero_stage': 1, 'optimizer__ema_decay': 0.9}),
         # In the memory of the host.
-        (2, {**UNTIED, 'mesh__offload': 'all'}),
+        (2, {**UNTIED, 'mesh__host_offload': 'all'}),
     ],
 )
 def test_new_tokens_start_at_the_mean_of_the_old(make, start, num_devices, overrides):
@@ -201,7 +201,7 @@ def is_adapter(name):
 
 def test_adapters_start_anew(make, start):
     origin, before = make(**UNTIED)
-    mesh = {'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__stage': 2, 'train__micro_batch': 2}
+    mesh = {'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__stage': 2, 'train__per_device_batch_size': 2}
     options = {'num_devices': 8, 'random': True, 'model__vocab_size': NEW_ROWS}
     state, _ = start(origin, NEW, **UNTIED, **LORA, **mesh, **options)
     params, random = flatten(state.params), flatten(fresh(**UNTIED, **LORA, model__vocab_size=NEW_ROWS).params)
@@ -222,7 +222,7 @@ def test_adapters_are_taken_over(make, start):
     state, _ = start(origin, **UNTIED, **LORA)
     assert same(flatten(state.params), before)
     # Fewer of them: the others start anew.
-    fewer, before = make(**UNTIED, **LORA, model__lora_targets=('*.query',))
+    fewer, before = make(**UNTIED, **LORA, model__lora_target_modules=('*.query',))
     params = flatten(start(fewer, **UNTIED, **LORA)[0].params)
     assert all(np.array_equal(params[name], before[name]) for name in before)
     assert params.keys() > before.keys()
@@ -234,7 +234,7 @@ def test_adapters_that_are_refused(make, start):
     refusal(start, origin, merge, 'model.lora_rank=2', **UNTIED)
     refusal(start, origin, merge, 'of rank 2', 'model.lora_rank=4', **UNTIED, model__lora_rank=4)
     refusal(start, origin, merge, 'model.lora_alpha=16', 'has 8', **UNTIED, **LORA, model__lora_alpha=8.0)
-    refusal(start, origin, merge, 'lora_targets', **UNTIED, **LORA, model__lora_targets=('*.query',))
+    refusal(start, origin, merge, 'lora_target_modules', **UNTIED, **LORA, model__lora_target_modules=('*.query',))
 
 
 def test_what_is_no_adapter_must_be_there(make, start):
@@ -244,8 +244,8 @@ def test_what_is_no_adapter_must_be_there(make, start):
 
 def test_learned_positions_do_not_grow(make, start):
     origin, _ = make()
-    refusal(start, origin, 'learned positions for 16 tokens', 'asks for 64', 'max_positions=16', data__window=64)
-    longer, _ = make(data__window=64)
+    refusal(start, origin, 'learned positions for 16 tokens', 'asks for 64', 'max_positions=16', data__seq_len=64)
+    longer, _ = make(data__seq_len=64)
     refusal(start, longer, 'learned positions for 64 tokens', 'asks for 16', 'max_positions=64')
     # What the message says.
     start(longer, model__max_positions=64)
@@ -255,11 +255,11 @@ def test_learned_positions_do_not_grow(make, start):
     ('overrides', 'line'),
     [
         (YARN, 'context: checkpoint was trained at 16, this run at 64 (yarn ×4)'),
-        ({**YARN, 'model__rotary_original_positions': 32}, 'at 16, this run at 64 (yarn ×4 of 32)'),
-        ({**YARN, 'model__rotary_scaling': 'linear'}, 'at 16, this run at 64 (linear ×4)'),
-        ({'model__rotary_theta': 1e6}, 'at 16, this run at 16 (rotary_theta 10000 → 1e+06)'),
-        ({**YARN, 'model__rotary_theta': 1e6}, 'at 64 (rotary_theta 10000 → 1e+06, yarn ×4)'),
-        ({'data__window': 64}, 'at 16, this run at 64 (rotary positions as before)'),
+        ({**YARN, 'model__original_max_positions': 32}, 'at 16, this run at 64 (yarn ×4 of 32)'),
+        ({**YARN, 'model__rope_scaling': 'linear'}, 'at 16, this run at 64 (linear ×4)'),
+        ({'model__rope_theta': 1e6}, 'at 16, this run at 16 (rope_theta 10000 → 1e+06)'),
+        ({**YARN, 'model__rope_theta': 1e6}, 'at 64 (rope_theta 10000 → 1e+06, yarn ×4)'),
+        ({'data__seq_len': 64}, 'at 16, this run at 64 (rotary positions as before)'),
         ({}, ''),
     ],
 )

@@ -18,18 +18,18 @@ COMMON = {
     'model__num_layers': 4,
     # With `mesh.tensor` it is padded.
     'model__vocab_size': 61,
-    'train__global_batch': 16,
-    'data__window': 8,
+    'train__global_batch_size': 16,
+    'data__seq_len': 8,
     'model__dim': 16,
     'optimizer__warmup_steps': 0,
     'optimizer__ema_decay': 0.9,
 }
 LAYOUTS = {
-    'zero 1': {'mesh__zero': 1},
+    'zero 1': {'mesh__zero_stage': 1},
     'context': {'mesh__context': 2, 'mesh__tensor': 2},
-    'stages': {'mesh__stage': 2, 'mesh__stage_repeats': 2, 'train__micro_batch': 2},
-    'offload': {'mesh__offload': 'all'},
-    'float16': {'model__dtype': 'float16', 'train__loss_scale': 1024.0, 'train__loss_scale_steps': 2},
+    'stages': {'mesh__stage': 2, 'mesh__num_pipeline_repeats': 2, 'train__per_device_batch_size': 2},
+    'offload': {'mesh__host_offload': 'all'},
+    'float16': {'model__dtype': 'float16', 'train__initial_loss_scale': 1024.0, 'train__loss_scale_growth_interval': 2},
 }
 # That each layout was trained for; all are saved.
 STEPS = 2
@@ -55,7 +55,7 @@ class Trained(NamedTuple):
 
     @property
     def batch(self):
-        return self.layout.put_batch(small_batch(self.config), self.config.train.global_batch)
+        return self.layout.put_batch(small_batch(self.config), self.config.train.global_batch_size)
 
     def loss_after(self, state):
         """The loss of the next step. Takes the state's memory."""
@@ -80,7 +80,7 @@ def runs(tmp_path_factory):
         state = jax.tree.map(
             lambda leaf, abstract: jax.device_put(leaf, abstract.sharding), initial._replace(loss_scale=scale), abstract
         )
-        with Checkpoints(workdir, keep_last=STEPS) as checkpoints:
+        with Checkpoints(workdir, max_to_keep=STEPS) as checkpoints:
             for step in range(1, STEPS + 1):
                 state, _ = run.step(state, run.batch)
                 checkpoints.save(step, state, {'layout': name})
@@ -90,7 +90,7 @@ def runs(tmp_path_factory):
 
 
 def restore(workdir, abstract, step=STEPS):
-    with Checkpoints(workdir, keep_last=STEPS) as checkpoints:
+    with Checkpoints(workdir, max_to_keep=STEPS) as checkpoints:
         return checkpoints.restore(step, abstract, loss_scale=512.0)
 
 

@@ -63,14 +63,14 @@ def same(tree, other):
     return all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
-def save(workdir, states, *, keep_last=10):
-    with Checkpoints(workdir, keep_last=keep_last) as checkpoints:
+def save(workdir, states, *, max_to_keep=10):
+    with Checkpoints(workdir, max_to_keep=max_to_keep) as checkpoints:
         for state in states:
             checkpoints.save(int(state.step), state, FACTS)
 
 
 def restore(workdir, abstract, step=7):
-    with Checkpoints(workdir, keep_last=10) as checkpoints:
+    with Checkpoints(workdir, max_to_keep=10) as checkpoints:
         return checkpoints.restore(step, abstract)
 
 
@@ -183,14 +183,14 @@ def test_a_damaged_average_is_named(averaged, tmp_path):
 def test_the_newest_are_kept(tmp_path):
     abstract = abstract_on(1)
     states = [random_state(abstract, step=step, skipped=0, seed=step) for step in (2, 4, 6, 8)]
-    save(tmp_path / 'three', states, keep_last=3)
+    save(tmp_path / 'three', states, max_to_keep=3)
     assert steps_in(tmp_path / 'three') == [4, 6, 8]
-    with Checkpoints(tmp_path / 'three', keep_last=3) as checkpoints:
+    with Checkpoints(tmp_path / 'three', max_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 8
     assert same(restore(tmp_path / 'three', abstract, step=4).state, states[1])
     # What went is gone from the disk too, not only out of sight.
     assert list((tmp_path / 'three' / CHECKPOINTS_DIR / TRASH).iterdir()) == []
-    save(tmp_path / 'one', states, keep_last=1)
+    save(tmp_path / 'one', states, max_to_keep=1)
     assert steps_in(tmp_path / 'one') == [8]
 
 
@@ -199,7 +199,7 @@ def steps_in(workdir):
 
 
 def test_no_checkpoint_yet(tmp_path):
-    with Checkpoints(tmp_path / 'new', keep_last=1) as checkpoints:
+    with Checkpoints(tmp_path / 'new', max_to_keep=1) as checkpoints:
         assert checkpoints.latest_step() is None
 
 
@@ -355,7 +355,7 @@ def test_the_step_before_a_damaged_one_is_used_once_that_is_removed(copy):
     shutil.rmtree(copy / CHECKPOINTS_DIR / '7' / 'params')
     refused(copy)
     shutil.rmtree(copy / CHECKPOINTS_DIR / '7')
-    with Checkpoints(copy, keep_last=10) as checkpoints:
+    with Checkpoints(copy, max_to_keep=10) as checkpoints:
         assert checkpoints.latest_step() == 3
         assert int(checkpoints.restore(3, abstract_on(1)).state.step) == 3
 
@@ -367,7 +367,7 @@ def test_what_a_killed_save_leaves_is_no_checkpoint(copy, eight, name):
     with pytest.raises(InputError, match='steps: 3, 7'):
         find_step(f'{copy}@9')
     again = eight._replace(step=jax.device_put(jnp.int32(9), eight.step.sharding))
-    with Checkpoints(copy, keep_last=10) as checkpoints:
+    with Checkpoints(copy, max_to_keep=10) as checkpoints:
         assert checkpoints.latest_step() == 7
         # Nor is it in the way of the step when that is saved again.
         checkpoints.save(9, again, FACTS)

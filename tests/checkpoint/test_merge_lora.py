@@ -44,7 +44,7 @@ def random_params(model):
     'settings',
     [
         {'model__family': 'llama', 'model__num_kv_heads': 2},
-        {'model__family': 'gpt2', 'model__lora_targets': ('*.out', '*.key')},
+        {'model__family': 'gpt2', 'model__lora_target_modules': ('*.out', '*.key')},
     ],
     ids=str,
 )
@@ -53,7 +53,7 @@ def test_merged_parameters_compute_the_same(settings):
     params = with_arrays(random_params(model), adapter_arrays(model))
     wanted = np.asarray(hidden_of(model)(params))
     merged, plain = jax.jit(lambda params: merge(params, model))(params), without_adapters(model)
-    assert plain == small_config(**(settings | {'model__lora_targets': ('*',)})).model
+    assert plain == small_config(**(settings | {'model__lora_target_modules': ('*',)})).model
     np.testing.assert_allclose(hidden_of(plain)(merged), wanted, atol=1e-5)
     # Control: without them it is another model.
     kept = with_arrays(merged, {'blocks.attention.out.kernel': params['blocks']['attention']['out']['kernel']})
@@ -78,7 +78,7 @@ def made(tmp_path_factory):
     """A workdir of a model with adapters, and the same without."""
     folder = tmp_path_factory.mktemp('made')
     model = make_workdir(folder / 'base', MODELS['llama']).model
-    model = small_config(**{**SETTINGS, 'model__vocab_size': model.vocab_size, 'data__window': 64}).model
+    model = small_config(**{**SETTINGS, 'model__vocab_size': model.vocab_size, 'data__seq_len': 64}).model
     make_workdir(folder / 'run', SETTINGS, step=7, changed=adapter_arrays(model))
     (folder / 'run' / 'chat_template.jinja').write_text('{{ messages }}')
     return folder
@@ -92,7 +92,7 @@ def test_the_verb(made, tmp_path, capsys):
     assert run(f'{made}/run@7', tmp_path / 'new' / 'merged') == EXIT_DONE
     workdir = tmp_path / 'new' / 'merged'
     loaded, original = load_model(str(workdir), num_devices=1), load_model(str(made / 'run'), num_devices=1)
-    assert (loaded.step, loaded.config.model.lora_rank, loaded.config.data.window) == (0, 0, 64)
+    assert (loaded.step, loaded.config.model.lora_rank, loaded.config.data.seq_len) == (0, 0, 64)
     assert capsys.readouterr().out.startswith(f'{workdir}@0: ')
     for name in ('tokenizer.json', 'chat_template.jinja'):
         assert (workdir / name).read_bytes() == (made / 'run' / name).read_bytes()
@@ -151,7 +151,7 @@ def test_nothing_is_left_of_a_merge_that_fails(made, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize('change', [{'model__lora_rank': 4}, {'model__lora_targets': ('*.query',)}], ids=str)
+@pytest.mark.parametrize('change', [{'model__lora_rank': 4}, {'model__lora_target_modules': ('*.query',)}], ids=str)
 def test_adapters_of_another_config(made, change):
     model = small_config(**{**SETTINGS, **change}).model
     (step,) = (made / 'run' / 'checkpoints').iterdir()

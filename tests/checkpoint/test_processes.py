@@ -12,7 +12,12 @@ from tests.test_train import arguments
 
 pytestmark = pytest.mark.multiprocess
 
-SETTINGS = {'checkpoint__every_steps': 1, 'checkpoint__keep_last': 100, 'eval__every': 0, 'train__stuck_seconds': 60}
+SETTINGS = {
+    'checkpoint__save_interval_steps': 1,
+    'checkpoint__max_to_keep': 100,
+    'eval__interval': 0,
+    'train__hang_timeout_seconds': 60,
+}
 
 
 # Two processes that save, without training, are in test_checkpoint_failures.py.

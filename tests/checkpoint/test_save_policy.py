@@ -14,7 +14,7 @@ class Run:
         self.now = offset
         self.asked = []
         self.times = SavePolicy(
-            CheckpointConfig(**{'every_steps': 0, 'every_minutes': 0.0, **config}),
+            CheckpointConfig(**{'save_interval_steps': 0, 'save_interval_minutes': 0.0, **config}),
             start=0,
             clock=lambda: self.now,
             agree=agree or self.ask,
@@ -35,30 +35,30 @@ class Run:
 
 
 def test_every_minute():
-    run = Run(every_minutes=1.0)
+    run = Run(save_interval_minutes=1.0)
     assert run.saves(lambda step: 0.25, num_steps=1000) == [240, 480, 720, 960, 1000]
     assert len(run.asked) < 50
     # Control: by steps nobody is asked.
-    by_steps = Run(every_steps=400)
+    by_steps = Run(save_interval_steps=400)
     assert by_steps.saves(lambda step: 0.25, num_steps=1000) == [400, 800, 1000]
     assert by_steps.asked == []
 
 
 def test_a_pace_that_halves_is_seen_in_time():
-    run = Run(every_minutes=1.0)
+    run = Run(save_interval_minutes=1.0)
     saved = run.saves(lambda step: 0.25 if step < 100 else 0.5)
     # 25 s of the first minute have gone by then.
     assert saved[:2] == [pytest.approx(170, abs=2), pytest.approx(290, abs=3)]
 
 
 def test_processes_whose_clocks_differ_save_the_same_steps():
-    first = Run(every_minutes=1.0)
+    first = Run(save_interval_minutes=1.0)
     saved = first.saves(lambda step: 0.25)
     answers = iter(first.asked)
-    other = Run(every_minutes=1.0, offset=1e6, agree=lambda values: next(answers))
+    other = Run(save_interval_minutes=1.0, offset=1e6, agree=lambda values: next(answers))
     assert other.saves(lambda step: 0.31) == saved
     # As often as the first one asked.
     assert next(answers, None) is None
     # Control: alone it would have saved others.
-    assert Run(every_minutes=1.0).saves(lambda step: 0.31) != saved
+    assert Run(save_interval_minutes=1.0).saves(lambda step: 0.31) != saved
     assert all(isinstance(values, np.ndarray) for values in first.asked)

@@ -181,7 +181,7 @@ def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
         placed = jax.tree.map(lambda leaf, wanted: leaf.sharding == wanted.sharding, params, abstract)
         assert all(jax.tree.leaves(placed))
     assert_reads(tmp_path, arrays, step=0)
-    with Checkpoints(tmp_path, keep_last=3) as checkpoints:
+    with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 0
         assert checkpoints.holds_only_params(0)
     # Control: one number of one layer more or less is noticed.

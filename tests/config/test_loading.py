@@ -19,7 +19,7 @@ def get_config(variant=''):
     config.model.dim = 64
     config.model.num_heads = 4
     config.train.num_steps = 10
-    config.train.global_batch = 8
+    config.train.global_batch_size = 8
     return config
 """
 
@@ -41,9 +41,9 @@ def test_variant_and_overrides(config_file):
 
 def test_family_fills_what_is_left_open_and_nothing_else(config_file):
     gpt2 = loading.load(config_file).model
-    assert (gpt2.norm, gpt2.position, gpt2.tie_embeddings) == ('layernorm', 'learned', True)
+    assert (gpt2.norm, gpt2.position_embedding, gpt2.tie_embeddings) == ('layernorm', 'learned', True)
     llama = loading.load(config_file, ['model.family=llama', 'model.norm=layernorm']).model
-    assert (llama.norm, llama.position, llama.tie_embeddings) == ('layernorm', 'rotary', False)
+    assert (llama.norm, llama.position_embedding, llama.tie_embeddings) == ('layernorm', 'rotary', False)
 
 
 def test_an_overridden_length_replaces_the_one_of_the_file(config_file):
@@ -78,22 +78,25 @@ def test_json_round_trip(config_file):
         ('model.dropout=nan', ['model.dropout', 'nan']),
         ('optimizer.learning_rate=fast', ["'fast'", 'a number']),
         ('model.family=lama', ["'lama'", "'llama'"]),
-        ('model.remat=some', ['model.remat', 'none, dots']),
+        ('model.remat_policy=some', ['model.remat_policy', 'none, dots']),
         ('model.num_heads=7', ['model.num_heads=7', 'model.dim=64', '8']),
         ('model.num_kv_heads=3', ['model.num_kv_heads=3', 'model.num_heads=4']),
-        ('train.global_batch=0', ['exactly one of', 'train.global_batch_tokens']),
-        ('train.global_batch_tokens=1000', ['data.window=1024', '1024']),
-        ('data.window=1', ['data.window=1', 'at least 2']),
+        ('train.global_batch_size=0', ['exactly one of', 'train.global_batch_size_tokens']),
+        ('train.global_batch_size_tokens=1000', ['data.seq_len=1024', '1024']),
+        ('data.seq_len=1', ['data.seq_len=1', 'at least 2']),
         ('model.dropout=1', ['model.dropout=1', 'below 1']),
         ('optimizer.min_learning_rate=1', ['optimizer.min_learning_rate', 'optimizer.learning_rate']),
         ('optimizer.adam_learning_rate=0.1', ['optimizer.adam_learning_rate=0.1', 'optimizer.name', 'muon']),
-        ('optimizer.momentum_warmup_steps=5', ['optimizer.momentum_warmup_steps=5', 'optimizer.name', 'muon']),
+        (
+            'optimizer.muon_momentum_warmup_steps=5',
+            ['optimizer.muon_momentum_warmup_steps=5', 'optimizer.name', 'muon'],
+        ),
         ('optimizer.ema_decay=1', ['optimizer.ema_decay=1', 'below 1']),
-        ('optimizer.decay_fraction=1.5', ['optimizer.decay_fraction=1.5', 'at most 1']),
+        ('optimizer.wsd_decay_fraction=1.5', ['optimizer.wsd_decay_fraction=1.5', 'at most 1']),
         ('optimizer.schedule=wds', ["'wds'", "'wsd'"]),
         ('mesh.data=-1', ['mesh.data', 'mesh.fsdp', '-1']),
         ('mesh.tensor=0', ['mesh.tensor=0']),
-        ('model.max_positions=64', ['model.max_positions=64', 'data.window=1024']),
+        ('model.max_positions=64', ['model.max_positions=64', 'data.seq_len=1024']),
     ],
 )
 def test_a_wrong_override_is_one_line_that_names_it(config_file, override, words):
@@ -106,11 +109,15 @@ def test_a_wrong_override_is_one_line_that_names_it(config_file, override, words
 
 
 def test_what_only_muon_reads_is_taken_under_muon(config_file):
-    muon = ['optimizer.name=muon', 'optimizer.adam_learning_rate=0.1', 'optimizer.momentum_warmup_steps=5']
+    muon = ['optimizer.name=muon', 'optimizer.adam_learning_rate=0.1', 'optimizer.muon_momentum_warmup_steps=5']
     assert loading.load(config_file, muon).optimizer.adam_learning_rate == 0.1
-    with pytest.raises(InputError, match=r'optimizer\.momentum=0\.5 is below 0\.85.* optimizer\.momentum_warmup_steps'):
-        loading.load(config_file, [*muon, 'optimizer.momentum=0.5'])
-    assert loading.load(config_file, ['optimizer.name=muon', 'optimizer.momentum=0.5']).optimizer.momentum == 0.5
+    with pytest.raises(
+        InputError, match=r'optimizer\.muon_momentum=0\.5 is below 0\.85.* optimizer\.muon_momentum_warmup_steps'
+    ):
+        loading.load(config_file, [*muon, 'optimizer.muon_momentum=0.5'])
+    assert (
+        loading.load(config_file, ['optimizer.name=muon', 'optimizer.muon_momentum=0.5']).optimizer.muon_momentum == 0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +170,12 @@ def test_a_section_or_key_that_was_forced_into_an_unlocked_config_is_found():
 @pytest.fixture
 def run_file(config_file, tmp_path):
     """The config.json of a run on eight GPUs, and its config."""
-    overrides = ['train.num_epochs=2', 'train.global_batch_tokens=16384', 'model.dim=128', 'optimizer.learning_rate=1']
+    overrides = [
+        'train.num_epochs=2',
+        'train.global_batch_size_tokens=16384',
+        'model.dim=128',
+        'optimizer.learning_rate=1',
+    ]
     config = loading.load(config_file, [*overrides, 'optimizer.warmup_tokens=99999', 'model.family=llama'])
     config = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=800)
     path = tmp_path / 'config.json'
@@ -175,10 +187,10 @@ def test_the_config_of_a_run_stands_as_it_was_resolved(run_file):
     path, run = run_file
     config = loading.load(path)
     assert (run.train.num_steps, run.train.num_epochs) == (100, 2)
-    assert (run.train.global_batch, run.train.global_batch_tokens) == (16, 16384)
+    assert (run.train.global_batch_size, run.train.global_batch_size_tokens) == (16, 16384)
     assert (run.optimizer.warmup_steps, run.optimizer.warmup_tokens) == (7, 99999)
     assert (config.train.num_steps, config.train.num_epochs) == (100, 0)
-    assert (config.train.global_batch, config.train.global_batch_tokens) == (16, 0)
+    assert (config.train.global_batch_size, config.train.global_batch_size_tokens) == (16, 0)
     assert (config.optimizer.warmup_steps, config.optimizer.warmup_tokens) == (7, 0)
     assert config.mesh == run.mesh
     assert config.mesh.fsdp == 8
@@ -188,7 +200,10 @@ def test_the_config_of_a_run_stands_as_it_was_resolved(run_file):
     # Where the data are the same, it is the same run again.
     again = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=800)
     assert again.model == run.model
-    assert (again.train.num_steps, again.train.micro_batch) == (run.train.num_steps, run.train.micro_batch)
+    assert (again.train.num_steps, again.train.per_device_batch_size) == (
+        run.train.num_steps,
+        run.train.per_device_batch_size,
+    )
     assert resolve(config, platform='cpu', num_devices=8, vocab_size=100, windows=1).model.attention == 'xla'
 
 
@@ -200,7 +215,7 @@ def test_overrides_go_on_top_of_the_config_of_a_run(run_file):
     assert config.model.attention == 'xla'
     assert config.model.norm == run.model.norm == 'rmsnorm'
     assert loading.load(path, ['train.num_steps=7']).train.num_steps == 7
-    assert loading.load(path, ['train.global_batch_tokens=32768']).train.global_batch == 0
+    assert loading.load(path, ['train.global_batch_size_tokens=32768']).train.global_batch_size == 0
 
 
 def test_the_mesh_of_a_run_on_another_machine(run_file):
@@ -235,7 +250,7 @@ def test_a_family_says_nothing_where_nothing_is_open(run_file, tmp_path):
         (lambda sections: {**sections, 'model': {'num_layers': 2.5}}, ['model.num_layers=2.5', 'a whole number']),
         (lambda sections: {**sections, 'model': {'num_layers': True}}, ['model.num_layers=true', 'a whole number']),
         (lambda sections: {**sections, 'model': {'num_layers': None}}, ['model.num_layers=null', 'a whole number']),
-        (lambda sections: {**sections, 'model': {'norm_scale': 1}}, ['model.norm_scale=1', 'true or false']),
+        (lambda sections: {**sections, 'model': {'norm_use_scale': 1}}, ['model.norm_use_scale=1', 'true or false']),
         (lambda sections: {**sections, 'model': {'norm': ['rmsnorm']}}, ['model.norm=["rmsnorm"]', 'a text']),
         (lambda sections: {**sections, 'model': {'dropout': '0'}}, ['model.dropout="0"', 'a number']),
     ],

@@ -15,9 +15,9 @@ def resolved(*, platform='gpu', capability=H100, **overrides):
         'model__num_layers': 2,
         'model__dim': 64,
         'model__num_heads': 4,
-        'model__matmul': 'fp8',
+        'model__matmul_precision': 'fp8',
         'train__num_steps': 10,
-        'train__global_batch': 8,
+        'train__global_batch_size': 8,
         **overrides,
     }
     for key, value in settings.items():
@@ -31,21 +31,21 @@ def resolved(*, platform='gpu', capability=H100, **overrides):
     ('platform', 'capability'), [('gpu', L4), ('gpu', H100), ('gpu', (10, 0)), ('gpu', None), ('cpu', None)]
 )
 def test_devices_that_take_it(platform, capability):
-    assert resolved(platform=platform, capability=capability).model.matmul == 'fp8'
+    assert resolved(platform=platform, capability=capability).model.matmul_precision == 'fp8'
 
 
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'capability': A100}, ['model.matmul=fp8', 'capability 8.0', '8.9', 'set it to default']),
+        ({'capability': A100}, ['model.matmul_precision=fp8', 'capability 8.0', '8.9', 'set it to default']),
         ({'capability': (8, 6)}, ['capability 8.6']),
         ({'platform': 'tpu', 'capability': None}, ['of kind tpu', 'set it to default']),
         ({'model__dim': 72}, ['model.dim is 72', 'multiple of 16', '64 or 80']),
         ({'model__num_kv_heads': 1, 'model__head_dim': 24}, ['num_kv_heads · model.head_dim is 24', '16 or 32']),
         ({'model__ffn_dim': 8}, ['model.ffn_dim is 8 and', 'nearest: 16']),
         ({'mesh__tensor': 4, 'model__ffn_dim': 96}, ['model.ffn_dim is 24 on each of mesh.tensor=4', '16 or 32']),
-        ({'model__dtype': 'float16'}, ['model.matmul=fp8', 'model.dtype=float16', 'bfloat16']),
-        ({'model__matmul': 'fp4'}, ['model.matmul', "'fp4'", "'fp8'"]),
+        ({'model__dtype': 'float16'}, ['model.matmul_precision=fp8', 'model.dtype=float16', 'bfloat16']),
+        ({'model__matmul_precision': 'fp4'}, ['model.matmul_precision', "'fp4'", "'fp8'"]),
     ],
 )
 def test_a_refusal_says_what_would_be_right(settings, words):
@@ -54,9 +54,9 @@ def test_a_refusal_says_what_would_be_right(settings, words):
     for word in words:
         assert word in str(error.value)
     assert '\n' not in str(error.value)
-    if settings.get('model__matmul', 'fp8') == 'fp8':
+    if settings.get('model__matmul_precision', 'fp8') == 'fp8':
         # Control: it is this key that is refused.
-        assert resolved(**settings, model__matmul='default').model.matmul == 'default'
+        assert resolved(**settings, model__matmul_precision='default').model.matmul_precision == 'default'
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_a_refusal_says_what_would_be_right(settings, words):
 )
 def test_a_finished_run_has_it_where_the_devices_do(platform, capability, matmul):
     moved = resolve_on(resolved(), platform=platform, num_devices=1, capability=capability)
-    assert moved.model.matmul == matmul
+    assert moved.model.matmul_precision == matmul

@@ -9,7 +9,12 @@ from maxlm.errors import InputError
 from tests.small import small_config
 
 # The model has 8 heads of 4, 4 layers, a feed-forward of 128, a window of 16; the batch 16 rows, one at a time.
-COMMON = {'model__num_heads': 8, 'model__num_layers': 4, 'train__global_batch': 16, 'train__micro_batch': 1}
+COMMON = {
+    'model__num_heads': 8,
+    'model__num_layers': 4,
+    'train__global_batch_size': 16,
+    'train__per_device_batch_size': 1,
+}
 
 
 def config_on(num_devices, **settings):
@@ -44,21 +49,21 @@ def named_after(message, words):
             ['mesh.tensor=8', 'model.num_heads=4'],
             [1, 2],
         ),
-        (6, {'mesh__context': 3}, ['mesh.context=3', '2 pieces', 'data.window=16'], [1, 2]),
+        (6, {'mesh__context': 3}, ['mesh.context=3', '2 pieces', 'data.seq_len=16'], [1, 2]),
         # Half of the nearest divisor of the window, 9, would be no number of devices.
-        (4, {'mesh__context': 4, 'data__window': 18}, ['mesh.context=4', 'data.window=18'], [1]),
-        (8, {'mesh__context': 4, 'data__window': 12}, ['mesh.context=4', 'data.window=12'], [1, 2]),
+        (4, {'mesh__context': 4, 'data__seq_len': 18}, ['mesh.context=4', 'data.seq_len=18'], [1]),
+        (8, {'mesh__context': 4, 'data__seq_len': 12}, ['mesh.context=4', 'data.seq_len=12'], [1, 2]),
         (
             8,
-            {'mesh__context': 8, 'data__context_schedule': ((8, 0.5),)},
-            ['mesh.context=8', 'data.context_schedule=8'],
+            {'mesh__context': 8, 'data__seq_len_schedule': ((8, 0.5),)},
+            ['mesh.context=8', 'data.seq_len_schedule=8'],
             [1, 2, 4],
         ),
     ],
 )
 def test_an_axis_that_does_not_divide_what_it_splits(num_devices, settings, words, numbers):
     # A batch that any number of devices here divides.
-    settings = {**settings, 'train__global_batch': 48}
+    settings = {**settings, 'train__global_batch_size': 48}
     message = refusal(num_devices, **settings)
     for word in words:
         assert word in message
@@ -104,8 +109,12 @@ def test_an_axis_takes_what_the_others_leave():
 @pytest.mark.parametrize(
     ('settings', 'words', 'numbers'),
     [
-        ({'mesh__stage': 8}, ['mesh.stage=8', 'mesh.stage_repeats=1', 'num_layers=4'], [(2, 1), (2, 2), (4, 1)]),
-        ({'mesh__stage': 2, 'mesh__stage_repeats': 4}, ['mesh.stage=2', 'stage_repeats=4'], [(2, 1), (2, 2), (4, 1)]),
+        ({'mesh__stage': 8}, ['mesh.stage=8', 'mesh.num_pipeline_repeats=1', 'num_layers=4'], [(2, 1), (2, 2), (4, 1)]),
+        (
+            {'mesh__stage': 2, 'mesh__num_pipeline_repeats': 4},
+            ['mesh.stage=2', 'num_pipeline_repeats=4'],
+            [(2, 1), (2, 2), (4, 1)],
+        ),
         # Five stages would cut the layers, and not the devices.
         ({'mesh__stage': 4, 'model__num_layers': 10}, ['mesh.stage=4', 'num_layers=10'], [(2, 1), (2, 5)]),
         (
@@ -128,61 +137,65 @@ def test_stages_that_do_not_cut_the_layers(settings, words, numbers):
     _, named = message.split('these would: ')
     assert [tuple(map(int, pair.split(' × '))) for pair in named.split(', ')] == numbers
     for stage, repeats in numbers:
-        mesh = config_on(8, **{**settings, 'mesh__stage': stage, 'mesh__stage_repeats': repeats}).mesh
-        assert (mesh.stage, mesh.stage_repeats, mesh.fsdp) == (stage, repeats, 8 // stage)
+        mesh = config_on(8, **{**settings, 'mesh__stage': stage, 'mesh__num_pipeline_repeats': repeats}).mesh
+        assert (mesh.stage, mesh.num_pipeline_repeats, mesh.fsdp) == (stage, repeats, 8 // stage)
     # Control: no others fit.
     for pair in set(itertools.product((2, 4, 8), range(1, 6))) - set(numbers):
-        assert 'do not cut' in refusal(8, **{**settings, 'mesh__stage': pair[0], 'mesh__stage_repeats': pair[1]})
+        assert 'do not cut' in refusal(8, **{**settings, 'mesh__stage': pair[0], 'mesh__num_pipeline_repeats': pair[1]})
 
 
 def test_micro_batches_that_do_not_fill_the_stages():
-    settings = {'mesh__stage': 4, 'train__global_batch': 24}
-    message = refusal(8, **settings, train__micro_batch=2)
-    for word in ('train.micro_batch=2 makes 6 micro-batches', 'mesh.stage=4 needs a multiple of 4'):
+    settings = {'mesh__stage': 4, 'train__global_batch_size': 24}
+    message = refusal(8, **settings, train__per_device_batch_size=2)
+    for word in ('train.per_device_batch_size=2 makes 6 micro-batches', 'mesh.stage=4 needs a multiple of 4'):
         assert word in message
-    sizes = named_after(message, 'micro-batches that work with train.global_batch=24:')
+    sizes = named_after(message, 'micro-batches that work with train.global_batch_size=24:')
     assert sizes == [1, 3]
     for size in sizes:
-        assert config_on(8, **settings, train__micro_batch=size).accumulation % 4 == 0
+        assert config_on(8, **settings, train__per_device_batch_size=size).accumulation % 4 == 0
     # Without accumulation there is one micro-batch.
-    assert 'train.micro_batch=12 makes 1 micro-batches' in refusal(8, **settings, train__micro_batch=0)
+    assert 'train.per_device_batch_size=12 makes 1 micro-batches' in refusal(
+        8, **settings, train__per_device_batch_size=0
+    )
 
 
 def test_a_batch_of_which_no_micro_batches_fill_the_stages():
-    message = refusal(8, mesh__stage=4, train__global_batch=12, train__micro_batch=1)
-    assert 'train.micro_batch=1 makes 6 micro-batches' in message
-    (size,) = named_after(message, 'train.global_batch=12 has none; train.micro_batch=1 works with')
-    assert config_on(8, mesh__stage=4, train__global_batch=size, train__micro_batch=1).accumulation % 4 == 0
+    message = refusal(8, mesh__stage=4, train__global_batch_size=12, train__per_device_batch_size=1)
+    assert 'train.per_device_batch_size=1 makes 6 micro-batches' in message
+    (size,) = named_after(message, 'train.global_batch_size=12 has none; train.per_device_batch_size=1 works with')
+    assert (
+        config_on(8, mesh__stage=4, train__global_batch_size=size, train__per_device_batch_size=1).accumulation % 4 == 0
+    )
 
 
 def test_repeats_without_stages():
-    message = refusal(8, mesh__stage_repeats=2)
-    assert message == 'mesh.stage_repeats=2 without stages; set it to 1, or mesh.stage above 1'
-    assert config_on(8, mesh__stage_repeats=1).mesh.stage == 1
-    assert config_on(8, mesh__stage_repeats=2, mesh__stage=2).mesh.stage_repeats == 2
+    message = refusal(8, mesh__num_pipeline_repeats=2)
+    assert message == 'mesh.num_pipeline_repeats=2 without stages; set it to 1, or mesh.stage above 1'
+    assert config_on(8, mesh__num_pipeline_repeats=1).mesh.stage == 1
+    assert config_on(8, mesh__num_pipeline_repeats=2, mesh__stage=2).mesh.num_pipeline_repeats == 2
 
 
 @pytest.mark.parametrize('offload', ['optimizer', 'all'])
 def test_offload_of_another_optimizer(offload):
-    message = refusal(8, mesh__offload=offload, optimizer__name='muon')
-    for word in (f'mesh.offload={offload}', 'optimizer.name=adamw, not muon', 'or mesh.offload to none'):
+    message = refusal(8, mesh__host_offload=offload, optimizer__name='muon')
+    for word in (f'mesh.host_offload={offload}', 'optimizer.name=adamw, not muon', 'or mesh.host_offload to none'):
         assert word in message
-    assert config_on(8, mesh__offload=offload, optimizer__name='adamw').mesh.offload == offload
-    assert config_on(8, mesh__offload='none', optimizer__name='muon').optimizer.name == 'muon'
+    assert config_on(8, mesh__host_offload=offload, optimizer__name='adamw').mesh.host_offload == offload
+    assert config_on(8, mesh__host_offload='none', optimizer__name='muon').optimizer.name == 'muon'
 
 
 def test_offload_of_the_parameters_of_stages():
-    message = refusal(8, mesh__offload='all', mesh__stage=2)
-    assert message == 'mesh.offload=all: stages of a pipeline hold their parameters; set it to optimizer'
-    assert config_on(8, mesh__offload='optimizer', mesh__stage=2).mesh.offload == 'optimizer'
+    message = refusal(8, mesh__host_offload='all', mesh__stage=2)
+    assert message == 'mesh.host_offload=all: stages of a pipeline hold their parameters; set it to optimizer'
+    assert config_on(8, mesh__host_offload='optimizer', mesh__stage=2).mesh.host_offload == 'optimizer'
 
 
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'mesh__zero': 0}, ['mesh.zero=0', '1, 2, 3']),
-        ({'mesh__offload': 'params'}, ['mesh.offload', 'params', 'none, optimizer, all']),
-        ({'mesh__stage_repeats': 0}, ['mesh.stage_repeats=0', 'at least 1']),
+        ({'mesh__zero_stage': 0}, ['mesh.zero_stage=0', '1, 2, 3']),
+        ({'mesh__host_offload': 'params'}, ['mesh.host_offload', 'params', 'none, optimizer, all']),
+        ({'mesh__num_pipeline_repeats': 0}, ['mesh.num_pipeline_repeats=0', 'at least 1']),
         ({'mesh__context': 0}, ['mesh.context=0', 'at least 1', '-1']),
         ({'mesh__context': -1}, ['mesh.fsdp and mesh.context', 'both -1']),
     ],

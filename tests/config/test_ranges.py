@@ -31,7 +31,7 @@ def config_file(tmp_path_factory):
         'def get_config():\n'
         '    config = default()\n'
         '    config.model.num_layers, config.model.dim, config.model.num_heads = 2, 64, 2\n'
-        '    config.train.num_steps, config.train.global_batch = 20, 8\n'
+        '    config.train.num_steps, config.train.global_batch_size = 20, 8\n'
         '    return config\n'
     )
     return str(path)

@@ -13,9 +13,9 @@ def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **ove
         'model__num_layers': 2,
         'model__dim': 64,
         'model__num_heads': 4,
-        'data__window': 2048,
+        'data__seq_len': 2048,
         'train__num_steps': 100,
-        'train__global_batch': 512,
+        'train__global_batch_size': 512,
         **overrides,
     }
     for key, value in settings.items():
@@ -25,20 +25,20 @@ def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **ove
 
 
 def test_the_batch_of_the_1b_run_on_8_and_on_1_device():
-    assert resolved(train__micro_batch=4).accumulation == 16
-    assert resolved(train__micro_batch=4, num_devices=1).accumulation == 128
-    assert resolved(train__micro_batch=0).accumulation == 1
+    assert resolved(train__per_device_batch_size=4).accumulation == 16
+    assert resolved(train__per_device_batch_size=4, num_devices=1).accumulation == 128
+    assert resolved(train__per_device_batch_size=0).accumulation == 1
 
 
 def test_budgets_in_tokens():
     config = resolved(
         train__num_steps=0,
         train__num_tokens=11_000_000_000,
-        train__global_batch=0,
-        train__global_batch_tokens=524_288,
+        train__global_batch_size=0,
+        train__global_batch_size_tokens=524_288,
         optimizer__warmup_tokens=100_000_000,
     )
-    assert config.train.global_batch == 256
+    assert config.train.global_batch_size == 256
     assert config.train.num_steps == -(-11_000_000_000 // 524_288)
     assert config.optimizer.warmup_steps == -(-100_000_000 // 524_288)
 
@@ -67,9 +67,9 @@ def test_vocabulary_and_widths():
         ({'platform': 'tpu', 'model__attention': 'splash'}, 'splash'),
         ({'platform': 'tpu', 'model__attention': 'xla'}, 'xla'),
         ({'platform': 'tpu', 'model__dtype': 'float16'}, 'xla'),
-        ({'platform': 'tpu', 'data__window': 2000}, 'xla'),
+        ({'platform': 'tpu', 'data__seq_len': 2000}, 'xla'),
         ({'platform': 'tpu', 'mesh__context': 2}, 'xla'),
-        ({'platform': 'tpu', 'mesh__stage': 2, 'train__micro_batch': 1}, 'xla'),
+        ({'platform': 'tpu', 'mesh__stage': 2, 'train__per_device_batch_size': 1}, 'xla'),
         ({'platform': 'gpu', 'model__dtype': 'float32'}, 'xla'),
         ({'platform': 'gpu', 'model__head_dim': 256}, 'xla'),
         ({'platform': 'gpu', 'model__attention': 'xla'}, 'xla'),
@@ -82,8 +82,8 @@ def test_attention_kernel(settings, kernel):
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'train__global_batch': 500}, ['500', '8 devices', '496']),
-        ({'train__micro_batch': 5}, ['train.micro_batch=5', '64', '4']),
+        ({'train__global_batch_size': 500}, ['500', '8 devices', '496']),
+        ({'train__per_device_batch_size': 5}, ['train.per_device_batch_size=5', '64', '4']),
         ({'mesh__tensor': 3}, ['3 devices', '8']),
         ({'mesh__fsdp': 4}, ['4 devices', '8', '-1']),
         ({'model__vocab_size': 500}, ['model.vocab_size=500', '1000']),
@@ -92,7 +92,7 @@ def test_attention_kernel(settings, kernel):
         ({'model__attention': 'splash', 'platform': 'gpu'}, ['model.attention=splash', 'gpu', 'auto']),
         ({'model__attention': 'cudnn', 'platform': 'tpu'}, ['model.attention=cudnn', 'tpu', 'auto']),
         ({'model__attention': 'splash', 'platform': 'tpu', 'model__dtype': 'float16'}, ['splash', 'float16']),
-        ({'model__attention': 'splash', 'platform': 'tpu', 'data__window': 2000}, ['2000', '1920 or 2048']),
+        ({'model__attention': 'splash', 'platform': 'tpu', 'data__seq_len': 2000}, ['2000', '1920 or 2048']),
         ({'model__attention': 'splash', 'platform': 'tpu', 'mesh__context': 2}, ['mesh.context=1', 'are 2 and 1']),
     ],
 )
@@ -104,10 +104,10 @@ def test_what_does_not_fit_together_says_which_numbers_would(settings, words):
 
 
 def test_a_finished_run_moves_to_other_devices():
-    config = resolved(platform='gpu', train__micro_batch=4)
+    config = resolved(platform='gpu', train__per_device_batch_size=4)
     moved = resolve_on(config, platform='cpu', num_devices=2)
     assert (moved.model.attention, moved.mesh.fsdp) == ('xla', 2)
-    assert (moved.train.global_batch, moved.accumulation) == (8, 1)
+    assert (moved.train.global_batch_size, moved.accumulation) == (8, 1)
     assert resolve_on(config, platform='tpu', num_devices=2).model.attention == 'splash'
 
 
@@ -116,7 +116,7 @@ def test_devices_share_the_layers_of_who_serves():
     moved = resolve_on(config, platform='cpu', num_devices=2, share_layers=True)
     assert {axis: size for axis, size in moved.mesh.sizes.items() if size > 1} == {'tensor': 2}
     # Rows stay together.
-    assert moved.train.global_batch == resolve_on(config, platform='cpu', num_devices=1).train.global_batch
+    assert moved.train.global_batch_size == resolve_on(config, platform='cpu', num_devices=1).train.global_batch_size
     # Control: else rows are split.
     split = resolve_on(config, platform='cpu', num_devices=2).mesh.sizes
     assert {axis: size for axis, size in split.items() if size > 1} == {'fsdp': 2}

@@ -8,7 +8,7 @@ from maxlm.errors import InputError
 
 def model_config(**settings):
     values = default()
-    values.train.num_steps, values.train.global_batch = 1, 1
+    values.train.num_steps, values.train.global_batch_size = 1, 1
     for key, value in {'num_layers': 2, 'dim': 32, 'num_heads': 4, 'family': 'llama', **settings}.items():
         values.model[key] = value
     return build(values).model
@@ -18,15 +18,15 @@ def model_config(**settings):
     ('settings', 'words'),
     [
         ({'scan_layers': False, 'num_layers': 201}, ['num_layers=201', 'scan_layers=True']),
-        ({'rotary_factor': 2.0}, ['rotary_factor=2.0', 'rotary_scaling', 'yarn']),
-        ({'rotary_scaling': 'ntk'}, ['rotary_scaling', 'ntk', 'dynamic']),
-        ({'rotary_scaling': 'yarn', 'rotary_factor': 0.5}, ['rotary_factor=0.5', '1']),
-        ({'rotary_scaling': 'linear', 'family': 'gpt2'}, ['rotary_scaling=linear', 'learned', 'rotary']),
-        ({'rotary_scaling': 'dynamic', 'head_dim': 2}, ['dynamic', '4 rotated']),
-        ({'rotary_low_turns': 4.0}, ['rotary_low_turns=4.0', 'rotary_high_turns=4.0']),
-        ({'rotary_beta_fast': 1.0}, ['rotary_beta_slow', 'rotary_beta_fast=1.0']),
-        ({'rotary_fraction': 1.5}, ['rotary_fraction=1.5', 'at most 1']),
-        ({'rotary_fraction': 0.4}, ['rotary_fraction=0.4', 'odd']),
+        ({'rope_scaling_factor': 2.0}, ['rope_scaling_factor=2.0', 'rope_scaling', 'yarn']),
+        ({'rope_scaling': 'ntk'}, ['rope_scaling', 'ntk', 'dynamic']),
+        ({'rope_scaling': 'yarn', 'rope_scaling_factor': 0.5}, ['rope_scaling_factor=0.5', '1']),
+        ({'rope_scaling': 'linear', 'family': 'gpt2'}, ['rope_scaling=linear', 'learned', 'rotary']),
+        ({'rope_scaling': 'dynamic', 'head_dim': 2}, ['dynamic', '4 rotated']),
+        ({'rope_low_freq_factor': 4.0}, ['rope_low_freq_factor=4.0', 'rope_high_freq_factor=4.0']),
+        ({'rope_beta_fast': 1.0}, ['rope_beta_slow', 'rope_beta_fast=1.0']),
+        ({'partial_rotary_factor': 1.5}, ['partial_rotary_factor=1.5', 'at most 1']),
+        ({'partial_rotary_factor': 0.4}, ['partial_rotary_factor=0.4', 'odd']),
         ({'attention_pattern': ''}, ['attention_pattern', 'SSSL']),
         ({'attention_pattern': 'SX', 'sliding_window': 2}, ['SX', 'S (sliding window)']),
         ({'attention_pattern': 'SSL', 'sliding_window': 2}, ['SSL', '3 letters', '2 layers']),
@@ -49,7 +49,7 @@ def test_refused(settings, words):
     'settings',
     [
         {},
-        {'rotary_scaling': 'yarn', 'rotary_factor': 2.0, 'rotary_low_turns': 3.0},
+        {'rope_scaling': 'yarn', 'rope_scaling_factor': 2.0, 'rope_low_freq_factor': 3.0},
         {'attention_pattern': 'SL', 'sliding_window': 2},
         {'family': 'gpt_neox', 'num_kv_heads': 2, 'head_dim': 16},
         {'family': 'qwen3', 'head_dim': 128},

@@ -14,25 +14,31 @@ SWIGLU = GELU.replace('feedforward.up', 'feedforward.gate, feedforward.up')
 @pytest.mark.parametrize(
     ('family', 'targets', 'told'),
     [
-        ('gpt2', ('q_proj',), f"model.lora_targets: 'q_proj' names no projection of a block; there are: {GELU}"),
-        ('llama', ('attention.*', 'mlp.*'), f"model.lora_targets: 'mlp.*' names no projection.* there are: {SWIGLU}"),
+        ('gpt2', ('q_proj',), f"model.lora_target_modules: 'q_proj' names no projection of a block; there are: {GELU}"),
+        (
+            'llama',
+            ('attention.*', 'mlp.*'),
+            f"model.lora_target_modules: 'mlp.*' names no projection.* there are: {SWIGLU}",
+        ),
         # Of a block without a gate.
         ('gpt2', ('*.gate',), f"'\\*.gate' names no projection of a block; there are: {GELU}"),
         ('gpt2', ('ATTENTION.*',), "'ATTENTION.*' names no projection"),
-        ('gpt2', (3,), 'model.lora_targets: 3 names no projection'),
-        ('gpt2', (), rf'model.lora_targets=\(\) with model.lora_rank=4: needs patterns.*there are: {GELU}'),
+        ('gpt2', (3,), 'model.lora_target_modules: 3 names no projection'),
+        ('gpt2', (), rf'model.lora_target_modules=\(\) with model.lora_rank=4: needs patterns.*there are: {GELU}'),
     ],
 )
 def test_patterns_that_name_nothing(family, targets, told):
     with pytest.raises(InputError, match=told):
-        small_config(model__family=family, model__lora_rank=4, model__lora_targets=targets)
+        small_config(model__family=family, model__lora_rank=4, model__lora_target_modules=targets)
     # Without adapters they name nothing wrong.
-    small_config(model__family=family, model__lora_targets=targets)
+    small_config(model__family=family, model__lora_target_modules=targets)
 
 
 @pytest.mark.parametrize('targets', [('*',), ('attention.query',), ('*.gate', 'attention.*'), ('*.[qk]*', '*.value')])
 def test_patterns_that_do(targets):
-    assert small_config(model__family='llama', model__lora_rank=4, model__lora_targets=targets).model.lora_rank == 4
+    assert (
+        small_config(model__family='llama', model__lora_rank=4, model__lora_target_modules=targets).model.lora_rank == 4
+    )
 
 
 @pytest.mark.parametrize(('key', 'value'), [('lora_rank', -1), ('lora_alpha', 0.0)])

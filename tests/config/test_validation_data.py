@@ -13,10 +13,10 @@ from tests.conftest import ROOT
 
 def data_config(**settings):
     values = default()
-    values.train.num_steps, values.train.global_batch = 100, 8
+    values.train.num_steps, values.train.global_batch_size = 100, 8
     for key, value in {'num_layers': 2, 'dim': 32, 'num_heads': 4, 'family': 'llama'}.items():
         values.model[key] = value
-    for key, value in {'window': 16, **settings}.items():
+    for key, value in {'seq_len': 16, **settings}.items():
         values.data[key] = value
     return build(values)
 
@@ -30,15 +30,15 @@ def data_config(**settings):
         ({'sources': ('a', 1.0)}, ["'a'", 'directory and a weight', 'data/web']),
         ({'sources': (('a', '1'),)}, ["('a', '1')"]),
         ({'sources': (('a', 1), ('a', 2))}, ['a is there twice']),
-        ({'context_schedule': ((5, 0.5),)}, ['5', 'data.window=16']),
-        ({'context_schedule': ((1, 0.5),)}, ['1', 'data.window=16']),
-        ({'context_schedule': ((8, 1.0),)}, ['shares must rise']),
-        ({'context_schedule': ((4, 0.5), (8, 0.4))}, ['shares must rise', '(8, 0.4)']),
-        ({'context_schedule': ((8.0, 0.5),)}, ['(8.0, 0.5)']),
-        ({'pool_shards': -1}, ['data.pool_shards=-1']),
+        ({'seq_len_schedule': ((5, 0.5),)}, ['5', 'data.seq_len=16']),
+        ({'seq_len_schedule': ((1, 0.5),)}, ['1', 'data.seq_len=16']),
+        ({'seq_len_schedule': ((8, 1.0),)}, ['shares must rise']),
+        ({'seq_len_schedule': ((4, 0.5), (8, 0.4))}, ['shares must rise', '(8, 0.4)']),
+        ({'seq_len_schedule': ((8.0, 0.5),)}, ['(8.0, 0.5)']),
+        ({'shuffle_shards': -1}, ['data.shuffle_shards=-1']),
         ({'warn_epochs': 0.5}, ['data.warn_epochs=0.5']),
-        ({'cache_gib': -1.0}, ['data.cache_gib']),
-        ({'fetch_threads': 0}, ['data.fetch_threads']),
+        ({'cache_limit_gib': -1.0}, ['data.cache_limit_gib']),
+        ({'download_threads': 0}, ['data.download_threads']),
     ],
 )
 def test_refused(settings, words):
@@ -49,15 +49,15 @@ def test_refused(settings, words):
         assert word in str(error.value)
 
 
-GOOD = {'sources': (('data/web', 0.7), ('data/code#python', 3)), 'context_schedule': ((4, 0.25), (8, 0.5))}
+GOOD = {'sources': (('data/web', 0.7), ('data/code#python', 3)), 'seq_len_schedule': ((4, 0.25), (8, 0.5))}
 
 
 def test_tuples_come_through_json_and_overrides():
     config = data_config(**GOOD)
     assert from_json(to_json(config)) == config
     overrides = [f'data.{key}={value!r}' for key, value in GOOD.items()]
-    loaded = load(str(ROOT / 'configs/tiny.py'), [*overrides, 'data.window=16'])
-    assert (loaded.data.sources, loaded.data.context_schedule) == tuple(GOOD.values())
+    loaded = load(str(ROOT / 'configs/tiny.py'), [*overrides, 'data.seq_len=16'])
+    assert (loaded.data.sources, loaded.data.seq_len_schedule) == tuple(GOOD.values())
     for text in ('3', 'a', "[('a', 1)]", '(', '__import__("os")'):
         with pytest.raises(InputError, match='needs a tuple'):
             load(str(ROOT / 'configs/tiny.py'), [f'data.sources={text}'])
@@ -69,7 +69,7 @@ def test_the_parts_of_a_run_with_a_schedule():
     assert config.contexts == [(0, 4), (25, 8), (50, 16)]
     assert [config.context_at(step) for step in (0, 24, 25, 49, 50, 99)] == [4, 4, 8, 8, 16, 16]
     short = config.at_context(4)
-    assert (short.data.window, short.train.global_batch, short.train.micro_batch) == (4, 32, 32)
+    assert (short.data.seq_len, short.train.global_batch_size, short.train.per_device_batch_size) == (4, 32, 32)
     assert short.accumulation == config.accumulation
     assert dataclasses.replace(short, data=config.data, train=config.train) == config
     assert config.at_context(16) == config
@@ -78,4 +78,4 @@ def test_the_parts_of_a_run_with_a_schedule():
 
 
 def test_defaults_read_one_directory():
-    assert (DataConfig().path, DataConfig().sources, DataConfig().context_schedule) == ('data', (), ())
+    assert (DataConfig().path, DataConfig().sources, DataConfig().seq_len_schedule) == ('data', (), ())

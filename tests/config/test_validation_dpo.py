@@ -11,7 +11,7 @@ from maxlm.errors import InputError
 def make(objective='dpo', **settings):
     values = default()
     values.model.num_layers, values.model.dim, values.model.num_heads = 1, 8, 1
-    values.train.num_steps, values.train.global_batch, values.train.objective = 1, 1, objective
+    values.train.num_steps, values.train.global_batch_size, values.train.objective = 1, 1, objective
     values.train.init_from = 'start'
     for key, value in settings.items():
         section, name = key.split('__')
@@ -25,13 +25,13 @@ def make(objective='dpo', **settings):
         ({'dpo__beta': 0.0}, ['dpo.beta=0.0', 'greater than 0']),
         ({'dpo__beta': float('inf')}, ['dpo.beta=inf', 'finite']),
         ({'dpo__beta': float('nan')}, ['dpo.beta=nan']),
-        ({'dpo__loss': 'hinge'}, ['dpo.loss', 'sigmoid, ipo']),
+        ({'dpo__loss_type': 'hinge'}, ['dpo.loss_type', 'sigmoid, ipo']),
         ({'dpo__label_smoothing': 0.5}, ['dpo.label_smoothing=0.5', 'below 0.5']),
         ({'dpo__label_smoothing': -0.1}, ['dpo.label_smoothing=-0.1', 'at least 0']),
-        ({'dpo__label_smoothing': 0.1, 'dpo__loss': 'ipo'}, ['dpo.label_smoothing=0.1', 'dpo.loss=ipo']),
-        ({'dpo__next_token_weight': -1.0}, ['dpo.next_token_weight=-1.0', 'at least 0']),
-        ({'data__isolate_documents': False}, ['data.isolate_documents=False', 'dpo', 'True']),
-        ({'data__context_schedule': ((512, 0.5),), 'data__window': 1024}, ['data.context_schedule', 'dpo']),
+        ({'dpo__label_smoothing': 0.1, 'dpo__loss_type': 'ipo'}, ['dpo.label_smoothing=0.1', 'dpo.loss_type=ipo']),
+        ({'dpo__rpo_alpha': -1.0}, ['dpo.rpo_alpha=-1.0', 'at least 0']),
+        ({'data__document_mask': False}, ['data.document_mask=False', 'dpo', 'True']),
+        ({'data__seq_len_schedule': ((512, 0.5),), 'data__seq_len': 1024}, ['data.seq_len_schedule', 'dpo']),
     ],
 )
 def test_refused(settings, words):
@@ -46,9 +46,9 @@ def test_refused(settings, words):
     [
         {},
         {'dpo__label_smoothing': 0.49},
-        {'dpo__loss': 'ipo', 'dpo__next_token_weight': 1.0},
-        {'objective': 'next_token', 'data__isolate_documents': False},
-        {'objective': 'next_token', 'data__context_schedule': ((512, 0.5),), 'data__window': 1024},
+        {'dpo__loss_type': 'ipo', 'dpo__rpo_alpha': 1.0},
+        {'objective': 'next_token', 'data__document_mask': False},
+        {'objective': 'next_token', 'data__seq_len_schedule': ((512, 0.5),), 'data__seq_len': 1024},
     ],
 )
 def test_accepted(settings):

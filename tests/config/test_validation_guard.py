@@ -13,7 +13,7 @@ from maxlm.config.loading import default
 def get_config():
     config = default()
     config.model.num_layers, config.model.dim, config.model.num_heads = 1, 8, 1
-    config.train.num_steps, config.train.global_batch = 10, 8
+    config.train.num_steps, config.train.global_batch_size = 10, 8
     return config
 """
 
@@ -28,17 +28,17 @@ def config_file(tmp_path):
 @pytest.mark.parametrize(
     ('overrides', 'words'),
     [
-        (['guard.window=15'], ['guard.window=15', '16']),
-        (['guard.window=-1'], ['guard.window=-1', 'at least 0']),
-        (['guard.spike_deviations=0'], ['guard.spike_deviations=0', 'greater than 0']),
-        (['guard.rollback_rate_factor=1.5'], ['guard.rollback_rate_factor=1.5', 'at most 1']),
+        (['guard.spike_window=15'], ['guard.spike_window=15', '16']),
+        (['guard.spike_window=-1'], ['guard.spike_window=-1', 'at least 0']),
+        (['guard.spike_threshold=0'], ['guard.spike_threshold=0', 'greater than 0']),
+        (['guard.rollback_lr_factor=1.5'], ['guard.rollback_lr_factor=1.5', 'at most 1']),
         (['guard.max_rollbacks=-1'], ['guard.max_rollbacks=-1']),
-        (['guard.patience=3'], ['guard.patience=3', 'eval.every']),
+        (['guard.early_stopping_patience=3'], ['guard.early_stopping_patience=3', 'eval.interval']),
         (['guard.max_dollars=5'], ['guard.max_dollars=5', 'train.price_per_hour']),
         (['train.dollars=5'], ['train.dollars=5', 'train.price_per_hour']),
         (['train.hours=-1'], ['train.hours=-1', 'at least 0']),
         (['train.hours=1', 'train.num_steps=5'], ['exactly one of train.hours', 'train.num_steps=5']),
-        (['train.hours=1', 'data.context_schedule=((512, 0.5),)'], ['context_schedule', 'guard.max_hours']),
+        (['train.hours=1', 'data.seq_len_schedule=((512, 0.5),)'], ['seq_len_schedule', 'guard.max_hours']),
     ],
 )
 def test_refused(config_file, overrides, words):
@@ -52,11 +52,11 @@ def test_refused(config_file, overrides, words):
 @pytest.mark.parametrize(
     'overrides',
     [
-        ['guard.window=0'],
-        ['guard.window=16', 'guard.rollback_rate_factor=0.5'],
-        ['guard.patience=3', 'eval.every=5'],
+        ['guard.spike_window=0'],
+        ['guard.spike_window=16', 'guard.rollback_lr_factor=0.5'],
+        ['guard.early_stopping_patience=3', 'eval.interval=5'],
         ['guard.max_dollars=5', 'train.price_per_hour=2'],
-        ['guard.max_hours=5', 'data.context_schedule=((512, 0.5),)'],
+        ['guard.max_hours=5', 'data.seq_len_schedule=((512, 0.5),)'],
     ],
 )
 def test_accepted(config_file, overrides):

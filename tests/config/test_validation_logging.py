@@ -13,13 +13,13 @@ TINY = str(ROOT / 'configs/tiny.py')
     ('override', 'words'),
     [
         ('metrics.wandb=yes', ["metrics.wandb='yes'", "'', online, offline"]),
-        ('metrics.devices_seconds=-1', ['metrics.devices_seconds=-1', 'at least 0']),
-        ('eval.samples=-1', ['eval.samples=-1', 'at least 0']),
-        ('eval.sample_tokens=0', ['eval.sample_tokens=0', 'at least 1']),
+        ('metrics.device_stats_interval_seconds=-1', ['metrics.device_stats_interval_seconds=-1', 'at least 0']),
+        ('eval.num_samples=-1', ['eval.num_samples=-1', 'at least 0']),
+        ('eval.sample_max_tokens=0', ['eval.sample_max_tokens=0', 'at least 1']),
         ("eval.sample_prompts=('a', 3)", ['eval.sample_prompts: 3 is no text', "('Once upon a time',)"]),
         ("eval.sample_prompts=('',)", ["eval.sample_prompts: '' is no text"]),
         ("eval.sample_prompts=('a')", ['eval.sample_prompts', 'needs a tuple']),
-        ('profile.start=-2', ['profile.start=-2', 'at least 0']),
+        ('profile.start_step=-2', ['profile.start_step=-2', 'at least 0']),
         ('profile.num_steps=0', ['profile.num_steps=0', 'at least 1']),
     ],
 )
@@ -36,6 +36,6 @@ def test_a_project_is_needed_only_where_there_is_one():
 
 
 def test_what_is_taken():
-    config = load(TINY, ["eval.sample_prompts=('Once upon a time', 'def main(')", 'profile.start=5'])
+    config = load(TINY, ["eval.sample_prompts=('Once upon a time', 'def main(')", 'profile.start_step=5'])
     assert config.eval.sample_prompts == ('Once upon a time', 'def main(')
-    assert (config.profile.start, config.metrics.wandb) == (5, '')
+    assert (config.profile.start_step, config.metrics.wandb) == (5, '')

@@ -9,9 +9,9 @@ from tests.small import small_config
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'model__weights': 'int8'}, ['model.weights=int8', 'not trained', 'maxlm.quantize']),
-        ({'model__weights': 'int3'}, ['model.weights', "'int3'", 'int4']),
-        ({'model__weights_group': -1}, ['model.weights_group=-1', 'at least 0']),
+        ({'model__weight_quantization': 'int8'}, ['model.weight_quantization=int8', 'not trained', 'maxlm.quantize']),
+        ({'model__weight_quantization': 'int3'}, ['model.weight_quantization', "'int3'", 'int4']),
+        ({'model__quantization_group_size': -1}, ['model.quantization_group_size=-1', 'at least 0']),
     ],
 )
 def test_refusals(settings, words):
@@ -23,4 +23,4 @@ def test_refusals(settings, words):
 
 
 def test_floats_are_the_default():
-    assert small_config(model__weights='float').model == small_config().model
+    assert small_config(model__weight_quantization='float').model == small_config().model

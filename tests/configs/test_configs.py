@@ -93,7 +93,7 @@ def test_the_mixture_series_is_as_published():
     for variant, (published, unit, num_layers, dim) in SERIES.items():
         config = load(f'configs/mix.py:{variant}')
         assert (config.model.num_layers, config.model.dim) == (num_layers, dim)
-        assert config.train.global_batch_tokens == 131_072
+        assert config.train.global_batch_size_tokens == 131_072
         assert (config.train.num_tokens, config.optimizer.warmup_tokens) == (11_000_000_000, 100_000_000)
         assert (config.optimizer.learning_rate, config.optimizer.min_learning_rate) == (3e-4, 3e-5)
         assert [weight for _, weight in config.data.sources] == [0.45, 0.25, 0.2, 0.1]
@@ -170,7 +170,7 @@ def test_the_table_is_printed(capsys):
 def test_a_phase_is_of_the_model_before_it():
     """What a run takes over must be the same: all but context, positions and vocabulary."""
     before, long, chat, lora = (load(spec) for spec in ('configs/code.py:7b', *PHASES))
-    may_differ = {'rotary_theta', 'max_positions', 'vocab_size', 'lora_rank'}
+    may_differ = {'rope_theta', 'max_positions', 'vocab_size', 'lora_rank'}
     for earlier, later in ((before, long), (long, chat), (chat, lora)):
         models = [dataclasses.asdict(config.model) for config in (earlier, later)]
         changed = {key for key in models[0] if models[0][key] != models[1][key]}
@@ -179,10 +179,10 @@ def test_a_phase_is_of_the_model_before_it():
         assert later.model.vocab_size >= earlier.model.vocab_size
         assert later.train.init_from
     assert (before.train.init_from, before.model.max_positions) == ('', 0)
-    assert (long.data.window, long.model.max_positions, chat.model.max_positions) == (16_384,) * 3
+    assert (long.data.seq_len, long.model.max_positions, chat.model.max_positions) == (16_384,) * 3
     assert {config.train.init_from for config in (chat, lora)} == {'runs/code-7b-long'}
 
 
 @pytest.mark.parametrize('spec', VARIANTS)
 def test_every_preset_saves_at_least_every_20_minutes(spec):
-    assert 0 < load(spec).checkpoint.every_minutes <= 20
+    assert 0 < load(spec).checkpoint.save_interval_minutes <= 20

@@ -31,19 +31,19 @@ def test_data_and_windows_go_together(kind, tmp_path, monkeypatch):
     assert tasks.main(command(kind, 'examples.tasks', tmp_path)) == 0
     assert prepare.main([*command(kind, 'maxlm.prepare', tmp_path), '--workers', '1', '--quiet']) == 0
     dataset = load_manifest(tmp_path / sft.data.path.removeprefix('data/'))
-    assert dataset.packed_window == sft.data.window
+    assert dataset.packed_window == sft.data.seq_len
     assert not any(counts['left_out'] or counts['shortened'] for counts in dataset.chat.values())
     encoder = ChatEncoder.load(dataset.path)
     check_grpo(rl)
     for path, reward in ((rl.grpo.prompts, rl.grpo.reward), (rl.grpo.eval_prompts, rl.grpo.eval_reward)):
         path = str(tmp_path / path.removeprefix('data/'))
-        prompts = read_prompts(path, encoder, rl.data.window - rl.grpo.max_tokens)
+        prompts = read_prompts(path, encoder, rl.data.seq_len - rl.grpo.max_completion_length)
         assert prompts.left_out == 0
         check_tasks(prompts, reward or rl.grpo.reward)
     chats = (json.loads(line) for line in (tmp_path / kind / 'chats.jsonl').read_text().splitlines())
     answers = encoder.tokenizer.encode_batch([chat['messages'][1]['content'] for chat in chats])
     # With the end of turn.
-    assert max(map(len, answers)) + 1 <= rl.grpo.max_tokens
+    assert max(map(len, answers)) + 1 <= rl.grpo.max_completion_length
 
 
 @pytest.mark.parametrize('kind', tasks.KINDS)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from maxlm.diagnostics.output import as_json, as_lines, progress, show, summary, worst
-from maxlm.diagnostics.result import Status, failure, ok, skipped, warning
+from maxlm.diagnostics.result import CheckStatus, failure, ok, skipped, warning
 from maxlm.diagnostics.runner import Result
 
 RESULTS = [
@@ -48,7 +48,7 @@ def test_for_a_script():
 
 @pytest.mark.parametrize(('count', 'status'), [(0, 'skipped'), (1, 'ok'), (2, 'warning'), (3, 'failure')])
 def test_the_worst_decides(count, status):
-    assert worst(RESULTS[:count]) == Status(status)
+    assert worst(RESULTS[:count]) == CheckStatus(status)
 
 
 def test_summary():

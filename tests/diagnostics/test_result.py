@@ -2,12 +2,12 @@
 
 import pytest
 
-from maxlm.diagnostics.result import Status, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckStatus, failure, ok, skipped, together, warning
 
 
 def test_the_worst_comes_first_and_decides():
     found = together([ok('fine'), warning('odd', 'mend it'), failure('broken', 'replace it'), skipped('unknown')])
-    assert (found.status, found.found, found.remedy) == (Status.FAILURE, 'broken; odd', 'replace it; mend it')
+    assert (found.status, found.found, found.remedy) == (CheckStatus.FAILURE, 'broken; odd', 'replace it; mend it')
 
 
 def test_good_ones_are_told_if_all_are():

@@ -146,7 +146,7 @@ def test_a_template_that_takes_no_questions(humaneval):
     source = "{% for m in messages %}{% if m.content | length > 9 %}{{ raise_exception('too long') }}{% endif %}"
     source += '<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}'
     chat = ChatEncoder(CHAT_TOKENIZER, ChatTemplate(source, name='short'))
-    with pytest.raises(InputError, match=r'--apply_chat_template: .*too long'):
+    with pytest.raises(InputError, match=r'--apply-chat-template: .*too long'):
         results(humaneval, {}, tokenizer=CHAT_TOKENIZER, chat=chat)
 
 

@@ -37,7 +37,7 @@ def _no_environment():
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp('benchmarks')
     # No ids beyond the tokenizer's: the other backend would write them.
-    settings = {'model__family': 'llama', 'model__num_kv_heads': 2, 'data__window': 96, 'model__vocab_size': 257}
+    settings = {'model__family': 'llama', 'model__num_kv_heads': 2, 'data__seq_len': 96, 'model__vocab_size': 257}
     make_workdir(folder / 'run', settings)
     export_model(
         str(folder / 'run'),
@@ -187,7 +187,7 @@ def test_what_cannot_be_run_is_named(model, tasks, tmp_path, monkeypatch):
         ({'tasks': [str(tasks / 'nothing.yaml')]}, r'nothing\.yaml: no such file'),
         ({'tasks': ['local_choise'], 'folder': str(tasks)}, r'--tasks=local_choise: neither .* near: local_choice'),
         ({'tasks': [str(tmp_path)]}, 'the folder holds no task file'),
-        ({'tasks': ['x'], 'folder': str(tmp_path / 'nowhere')}, '--tasks_path=.*: no such folder'),
+        ({'tasks': ['x'], 'folder': str(tmp_path / 'nowhere')}, '--tasks-path=.*: no such folder'),
     ):
         with pytest.raises(InputError, match=message):
             Benchmarks(**given)

@@ -24,7 +24,7 @@ def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):
     settings = {
         'train__num_steps': 5,
         'eval__tasks': f"('{tasks / 'letters.yaml'}', '{tasks / 'rolling.yaml'}')",
-        'eval__tasks_every': 3,
+        'eval__tasks_interval': 3,
         'eval__tasks_limit': 3,
         'optimizer__learning_rate': 1e-2,
         'optimizer__warmup_steps': 1,
@@ -47,7 +47,7 @@ def test_a_run_tells_of_its_tasks(dataset, tmp_path, capfd):
 @needs_lm_eval
 def test_tasks_that_write_text_are_refused_at_the_start(dataset, tmp_path, capfd):
     tasks = write_tasks(tmp_path / 'tasks', documents(4), ['generate'])
-    settings = {'eval__tasks': f"('{tasks}',)", 'eval__tasks_every': 3}
+    settings = {'eval__tasks': f"('{tasks}',)", 'eval__tasks_interval': 3}
     assert exit_code(train.main, arguments(dataset, tmp_path / 'run', **settings)) == EXIT_BAD_INPUT
     assert 'eval.tasks: local_generate has the model write text' in capfd.readouterr().err
 
@@ -55,10 +55,10 @@ def test_tasks_that_write_text_are_refused_at_the_start(dataset, tmp_path, capfd
 @pytest.mark.parametrize(
     ('overrides', 'message'),
     [
-        (["eval.tasks=('a',)"], r"eval\.tasks=\('a',\) with eval\.tasks_every=0: set both"),
-        (['eval.tasks_every=5'], 'set both, or none'),
-        (["eval.tasks=('a', 3)", 'eval.tasks_every=5'], r'eval\.tasks: 3 is no task'),
-        (['eval.tasks_every=-1'], r'eval\.tasks_every=-1'),
+        (["eval.tasks=('a',)"], r"eval\.tasks=\('a',\) with eval\.tasks_interval=0: set both"),
+        (['eval.tasks_interval=5'], 'set both, or none'),
+        (["eval.tasks=('a', 3)", 'eval.tasks_interval=5'], r'eval\.tasks: 3 is no task'),
+        (['eval.tasks_interval=-1'], r'eval\.tasks_interval=-1'),
     ],
 )
 def test_keys_that_make_no_sense(overrides, message):

@@ -14,8 +14,8 @@ from tests.small import small_batch, small_config, small_layout
 MODEL = {'model__vocab_size': 64, 'model__num_layers': 1}
 MESHES = {
     'one device': {},
-    'micro-batches': {'train__micro_batch': 2},
-    'length split': {'mesh__data': 2, 'mesh__context': 2, 'mesh__tensor': 2, 'train__micro_batch': 2},
+    'micro-batches': {'train__per_device_batch_size': 2},
+    'length split': {'mesh__data': 2, 'mesh__context': 2, 'mesh__tensor': 2, 'train__per_device_batch_size': 2},
 }
 
 
@@ -30,7 +30,7 @@ def run(params, **settings):
     config = small_config(num_devices=8 if 'mesh__data' in settings else 1, **MODEL, **settings)
     layout = small_layout(config)
     params = jax.device_put(params, param_shardings(config, layout))
-    given = {'layout': layout, 'global_batch': config.train.global_batch}
+    given = {'layout': layout, 'global_batch': config.train.global_batch_size}
     found = measure(make_token_losses(config, layout), params, batches(config), **given)
     expected = evaluate(jax.jit(make_eval_step(config, layout, 2)), params, batches(config), **given)
     return found, expected
@@ -45,14 +45,14 @@ def test_sums_over_windows_sources_and_positions():
         rows = {name: np.asarray(batch[name])[None] for name in ('weights', 'positions', 'sources')}
         return {'loss': np.asarray(batch['targets'], np.float32)[None], **rows}
 
-    found = measure(losses, None, given, layout=small_layout(config), global_batch=config.train.global_batch)
+    found = measure(losses, None, given, layout=small_layout(config), global_batch=config.train.global_batch_size)
     weights, targets, positions = (
         np.concatenate([batch[name] for batch in given]) for name in ('weights', 'targets', 'positions')
     )
     np.testing.assert_array_equal(found.loss_W, (targets * weights).sum(axis=1))
     np.testing.assert_array_equal(found.tokens_W, weights.sum(axis=1))
     np.testing.assert_array_equal(found.source_W, np.concatenate([batch['sources'] for batch in given]))
-    assert found.window == config.data.window
+    assert found.window == config.data.seq_len
     for k, (loss, tokens) in enumerate(zip(found.class_loss_K, found.class_tokens_K, strict=True)):
         mine = (positions + 1 >= 2**k) & (positions + 1 < 2 ** (k + 1))
         assert (loss, tokens) == ((targets * weights)[mine].sum(), weights[mine].sum())

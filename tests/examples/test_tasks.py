@@ -85,7 +85,7 @@ def test_the_sandbox_agrees():
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_no_problem_is_in_two_files(kind, tmp_path, capsys):
-    assert make(tmp_path, kind, '--problems', 300, '--held_out', 50) == EXIT_DONE
+    assert make(tmp_path, kind, '--problems', 300, '--held-out', 50) == EXIT_DONE
     found = [questions(tmp_path / name) for name in ('chats.jsonl', 'prompts.jsonl', 'held_out.jsonl')]
     assert [len(part) for part in found] == [300, 300, 50]
     assert len(set().union(*found)) == 650
@@ -106,7 +106,7 @@ def test_no_problem_is_in_two_files(kind, tmp_path, capsys):
 @pytest.mark.parametrize('kind', KINDS)
 def test_the_seed_decides(kind, tmp_path):
     for name, seed in (('a', 0), ('b', 0), ('c', 1)):
-        assert make(tmp_path / name, kind, '--problems', 40, '--held_out', 10, '--seed', seed) == EXIT_DONE
+        assert make(tmp_path / name, kind, '--problems', 40, '--held-out', 10, '--seed', seed) == EXIT_DONE
     assert contents(tmp_path / 'a') == contents(tmp_path / 'b')
     assert set(contents(tmp_path / 'a')) == {'chats.jsonl', 'prompts.jsonl', 'held_out.jsonl'}
     assert not set(contents(tmp_path / 'a').values()) & set(contents(tmp_path / 'c').values())
@@ -116,7 +116,7 @@ def test_the_teacher_errs_as_often_as_asked(tmp_path):
     by_question = {problem.question: problem for problem in arithmetic.make_problems(0)}
     shares = []
     for share in (0, 0.4, 1):
-        make(tmp_path, 'arithmetic', '--wrong_share', share)
+        make(tmp_path, 'arithmetic', '--wrong-share', share)
         chats = [[message['content'] for message in entry['messages']] for entry in entries(tmp_path / 'chats.jsonl')]
         carrying = [answer == by_question[question].wrong for question, answer in chats if by_question[question].wrong]
         shares.append(np.mean(carrying))
@@ -127,10 +127,10 @@ def test_the_teacher_errs_as_often_as_asked(tmp_path):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['--problems', 5000], r'--problems=5000 with --held_out=400 needs 10400 problems, .*give --problems=2207'),
+        (['--problems', 5000], r'--problems=5000 with --held-out=400 needs 10400 problems, .*give --problems=2207'),
         (['--problems', 0], '--problems=0: must be at least 1'),
-        (['--held_out', -1], '--held_out=-1: must be at least 1'),
-        (['--wrong_share', 1.5], '--wrong_share=1.5: needs a share'),
+        (['--held-out', -1], '--held-out=-1: must be at least 1'),
+        (['--wrong-share', 1.5], '--wrong-share=1.5: needs a share'),
         (['--seed', -1], '--seed=-1: must be at least 0'),
         (['--problem', 5], 'unrecognized arguments'),
     ],
@@ -149,10 +149,10 @@ def test_a_file_in_the_way(tmp_path, capsys):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_only_answers_are_learned(kind, tmp_path):
-    assert make(tmp_path, kind, '--problems', 60, '--held_out', 10) == EXIT_DONE
+    assert make(tmp_path, kind, '--problems', 60, '--held-out', 10) == EXIT_DONE
     source, output = tmp_path / 'chats.jsonl', tmp_path / 'data'
-    arguments = ['--input', source, '--format', 'chat', '--chat_template', 'chatml', '--tokenizer', 'bytes']
-    arguments += ['--pack_window', 200, '--output', output, '--workers', 1, '--quiet']
+    arguments = ['--input', source, '--format', 'chat', '--chat-template', 'chatml', '--tokenizer', 'bytes']
+    arguments += ['--pack-seq-len', 200, '--output', output, '--workers', 1, '--quiet']
     assert prepare.main(list(map(str, arguments))) == EXIT_DONE
     dataset, encoder = load_manifest(output), ChatEncoder.load(output)
     learned = []

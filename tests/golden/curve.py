@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIG = ROOT / 'configs' / 'tiny.py'
 QUIET = {
     'metrics.tensorboard': 'false',
-    'metrics.devices_seconds': 0,
+    'metrics.device_stats_interval_seconds': 0,
     'metrics.peak_tflops': 1,
-    'checkpoint.every_steps': 0,
+    'checkpoint.save_interval_steps': 0,
 }
 
 
@@ -33,7 +33,7 @@ class Golden(NamedTuple):
 
 
 # 100 steps of 8 × 128 tokens; minutes.
-FULL = Golden(Path(__file__).parent / 'tiny.json', {'data.window': 128, 'train.num_steps': 100}, True)
+FULL = Golden(Path(__file__).parent / 'tiny.json', {'data.seq_len': 128, 'train.num_steps': 100}, True)
 # 30 steps of 8 × 32 tokens; seconds.
 SHORT = Golden(
     Path(__file__).parent / 'short.json',
@@ -42,11 +42,11 @@ SHORT = Golden(
         'model.dim': 32,
         'model.num_heads': 2,
         'model.ffn_dim': 96,
-        'data.window': 32,
+        'data.seq_len': 32,
         'train.num_steps': 30,
         'train.log_every': 5,
         'eval.num_batches': 4,
-        'eval.samples': 0,
+        'eval.num_samples': 0,
         'optimizer.warmup_steps': 5,
     },
     False,

@@ -28,8 +28,8 @@ MODELS = {
     'gpt_neox, other settings': {
         'model__family': 'gpt_neox',
         'model__parallel_residual': False,
-        'model__rotary_fraction': 0.5,
-        'model__rotary_theta': 77.0,
+        'model__partial_rotary_factor': 0.5,
+        'model__rope_theta': 77.0,
         'model__activation': 'gelu_tanh',
         'model__tie_embeddings': True,
     },
@@ -71,10 +71,10 @@ def essentials(model):
     """The keys that a model's function depends on."""
     values = dataclasses.asdict(model)
     unused = set()
-    if model.position == 'learned':
+    if model.position_embedding == 'learned':
         unused = {key for key in values if key.startswith('rotary_')}
-    elif model.rotary_scaling in ('none', 'linear'):
-        unused = {'rotary_original_positions'}
+    elif model.rope_scaling in ('none', 'linear'):
+        unused = {'original_max_positions'}
     return {key: value for key, value in values.items() if key not in FREE | unused}
 
 
@@ -167,8 +167,11 @@ def test_mistral_without_a_window():
         # By the switches, not by the name.
         ({'model__family': 'qwen3', 'model__qk_norm': False}, 'llama'),
         ({'model__family': 'llama', 'model__qk_norm': True}, 'qwen3'),
-        ({'model__family': 'gpt2', 'model__position': 'rotary'}, 'gpt_neox'),
-        ({'model__family': 'gpt_neox', 'model__position': 'learned', 'model__parallel_residual': False}, 'gpt2'),
+        ({'model__family': 'gpt2', 'model__position_embedding': 'rotary'}, 'gpt_neox'),
+        (
+            {'model__family': 'gpt_neox', 'model__position_embedding': 'learned', 'model__parallel_residual': False},
+            'gpt2',
+        ),
         ({'model__family': 'llama', 'model__attention_pattern': 'S', 'model__sliding_window': 9}, 'mistral'),
         # Transformers has no Llama whose heads do not divide its width.
         ({'model__family': 'llama', 'model__dim': 30, 'model__head_dim': 8}, 'mistral'),
@@ -187,7 +190,7 @@ def test_the_architecture_goes_by_the_switches(overrides, chosen):
                 'model.activation=relu2',
                 'model.logit_softcap=15.0',
                 'model.embedding_norm=True',
-                'model.norm_scale=False',
+                'model.norm_use_scale=False',
                 'GPT-2, GPT-NeoX, Llama, Mistral and Qwen3',
                 '--architecture=nanochat',
             ],
@@ -196,10 +199,10 @@ def test_the_architecture_goes_by_the_switches(overrides, chosen):
         ({'model__family': 'gpt2', 'model__num_kv_heads': 2}, ['model.num_kv_heads=2']),
         ({'model__family': 'gpt2', 'model__head_dim': 6}, ['model.head_dim=6']),
         ({'model__family': 'gpt2', 'model__qk_norm': True}, ['model.qk_norm=True']),
-        ({'model__family': 'gpt_neox', 'model__rotary_fraction': 0.3, 'model__head_dim': 32, 'model__dim': 128},
-         ['model.rotary_fraction=0.3']),
+        ({'model__family': 'gpt_neox', 'model__partial_rotary_factor': 0.3, 'model__head_dim': 32, 'model__dim': 128},
+         ['model.partial_rotary_factor=0.3']),
         ({'model__family': 'gpt_neox', 'model__activation': 'swiglu'}, ['model.activation=swiglu']),
-        ({'model__family': 'llama', 'model__rotary_fraction': 0.5}, ['model.rotary_fraction=0.5']),
+        ({'model__family': 'llama', 'model__partial_rotary_factor': 0.5}, ['model.partial_rotary_factor=0.5']),
         ({'model__family': 'llama', 'model__activation': 'gelu'}, ['model.activation=gelu', 'Llama is the nearest']),
         ({'model__family': 'llama', 'model__parallel_residual': True}, ['model.parallel_residual=True']),
         ({'model__family': 'llama', 'model__logit_softcap': 30.0}, ['model.logit_softcap=30.0']),

@@ -26,13 +26,13 @@ from tests.small import small_config
 gguf = pytest.importorskip('gguf', reason='the extra gguf')
 
 # Transformers does not read the width of a head from files of Qwen3: it has 128.
-PLAIN = {'model__attention_pattern': 'L', 'model__sliding_window': 0, 'model__rotary_scaling': 'none'}
+PLAIN = {'model__attention_pattern': 'L', 'model__sliding_window': 0, 'model__rope_scaling': 'none'}
 CASES = {
     'llama': {**MODELS['llama'], 'model__dim': 64, 'model__head_dim': 16, 'model__ffn_dim': 96},
     'qwen3': {
         **MODELS['qwen3'],
         **PLAIN,
-        'model__rotary_factor': 1.0,
+        'model__rope_scaling_factor': 1.0,
         'model__num_layers': 1,
         'model__num_heads': 2,
         'model__head_dim': 128,
@@ -186,8 +186,8 @@ def test_a_chat_template_and_its_end_of_turn(tmp_path):
 @pytest.mark.parametrize(
     ('overrides', 'found'),
     [
-        ({'model__rotary_scaling': 'linear', 'model__rotary_factor': 4.0}, {'type': 'linear', 'factor': 4.0}),
-        ({'model__rotary_scaling': 'yarn', 'model__rotary_factor': 2.0}, {'type': 'yarn', 'factor': 2.0}),
+        ({'model__rope_scaling': 'linear', 'model__rope_scaling_factor': 4.0}, {'type': 'linear', 'factor': 4.0}),
+        ({'model__rope_scaling': 'yarn', 'model__rope_scaling_factor': 2.0}, {'type': 'yarn', 'factor': 2.0}),
     ],
 )
 def test_scaled_positions(tmp_path, overrides, found):
@@ -198,7 +198,7 @@ def test_scaled_positions(tmp_path, overrides, found):
 
 
 def test_the_factors_of_llama3_are_those_of_transformers(tmp_path):
-    scaling = {'model__rotary_scaling': 'llama3', 'model__rotary_factor': 8.0, 'model__rotary_original_positions': 32}
+    scaling = {'model__rope_scaling': 'llama3', 'model__rope_scaling_factor': 8.0, 'model__original_max_positions': 32}
     make_workdir(tmp_path / 'run', {**CASES['llama'], **scaling})
     export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
     tensors, _ = read(tmp_path / 'model.gguf')
@@ -226,17 +226,17 @@ def test_the_factors_of_llama3_are_those_of_transformers(tmp_path):
         (MODELS['gpt2'], ['Llama and Qwen3', 'as gpt2']),
         (MODELS['mistral'], ['model.attention_pattern=S', 'sliding windows']),
         (
-            {**CASES['llama'], 'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
-            ['rotary_scaling=dynamic'],
+            {**CASES['llama'], 'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
+            ['rope_scaling=dynamic'],
         ),
         (
             {
                 **CASES['llama'],
-                'model__rotary_scaling': 'yarn',
-                'model__rotary_factor': 2.0,
-                'model__rotary_beta_fast': 16.0,
+                'model__rope_scaling': 'yarn',
+                'model__rope_scaling_factor': 2.0,
+                'model__rope_beta_fast': 16.0,
             },
-            ['model.rotary_beta_fast=16.0'],
+            ['model.rope_beta_fast=16.0'],
         ),
     ],
 )

@@ -37,8 +37,13 @@ CASES = [
 def make_run(folder, family, targets=('*',), **overrides):
     """A base, and a run with adapters on it."""
     make_workdir(folder / 'base', MODELS[family])
-    settings = {**MODELS[family], **RANK, 'model__lora_targets': targets, 'train__init_from': str(folder / 'base')}
-    settings |= {'model__vocab_size': 260, 'data__window': 64, **overrides}
+    settings = {
+        **MODELS[family],
+        **RANK,
+        'model__lora_target_modules': targets,
+        'train__init_from': str(folder / 'base'),
+    }
+    settings |= {'model__vocab_size': 260, 'data__seq_len': 64, **overrides}
     model = small_config(**settings).model
     make_workdir(folder / 'run', settings, step=5, changed=adapter_arrays(model))
     return folder / 'run'
@@ -157,7 +162,10 @@ def test_the_config_says_what_peft_asks(made, tmp_path):
     [
         ({'train': {'init_from': ''}}, ["train.init_from=''", '--base']),
         ({'train': {'init_from': 'nowhere'}}, ['train.init_from=nowhere', 'cannot be read', '--base']),
-        ({'optimizer': {'trained': ['embedding']}}, ["optimizer.trained=('embedding',)", 'maxlm.hf export']),
+        (
+            {'optimizer': {'trainable_params': ['embedding']}},
+            ["optimizer.trainable_params=('embedding',)", 'maxlm.hf export'],
+        ),
     ],
     ids=str,
 )

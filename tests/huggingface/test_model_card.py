@@ -68,7 +68,7 @@ def test_what_it_says_of_a_run(tmp_path):
 def test_what_it_says_of_a_mixture(tmp_path):
     (tmp_path / 'metrics.jsonl').write_text('{"step": 10, "train/loss": 5.0}\n')
     sources = (('/home/someone/web', 3.0), ('/home/someone/code#python', 1.0))
-    text = card(tmp_path, step=10, data__sources=sources, data__cache='/home/someone/cache')
+    text = card(tmp_path, step=10, data__sources=sources, data__cache_dir='/home/someone/cache')
     assert '| data | 75.0% web, 25.0% code#python |' in text
     assert '/home/someone' not in text
 

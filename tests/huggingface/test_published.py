@@ -22,7 +22,7 @@ PUBLISHED = {
             'n_positions': 1024,
             'vocab_size': 50257,
         },
-        {'position': 'learned', 'tie_embeddings': True, 'head_dim': 64, 'ffn_dim': 3072, 'dtype': 'float32'},
+        {'position_embedding': 'learned', 'tie_embeddings': True, 'head_dim': 64, 'ffn_dim': 3072, 'dtype': 'float32'},
         124_439_808,
     ),
     'pythia-70m': (
@@ -42,7 +42,7 @@ PUBLISHED = {
             'use_parallel_residual': True,
             'vocab_size': 50304,
         },
-        {'rotary_fraction': 0.25, 'parallel_residual': True, 'activation': 'gelu', 'dtype': 'bfloat16'},
+        {'partial_rotary_factor': 0.25, 'parallel_residual': True, 'activation': 'gelu', 'dtype': 'bfloat16'},
         70_426_624,
     ),
     'Llama-3.1-8B': (
@@ -72,10 +72,10 @@ PUBLISHED = {
             'vocab_size': 128256,
         },
         {
-            'rotary_theta': 500_000.0,
-            'rotary_scaling': 'llama3',
-            'rotary_factor': 8.0,
-            'rotary_original_positions': 8192,
+            'rope_theta': 500_000.0,
+            'rope_scaling': 'llama3',
+            'rope_scaling_factor': 8.0,
+            'original_max_positions': 8192,
             'max_positions': 131_072,
             'num_kv_heads': 8,
         },
@@ -121,7 +121,7 @@ PUBLISHED = {
             'use_sliding_window': False,
             'vocab_size': 151936,
         },
-        {'head_dim': 128, 'rotary_theta': 1_000_000.0, 'qk_norm': True, 'attention_pattern': 'L'},
+        {'head_dim': 128, 'rope_theta': 1_000_000.0, 'qk_norm': True, 'attention_pattern': 'L'},
         596_049_920,
     ),
 }

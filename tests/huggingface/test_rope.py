@@ -16,25 +16,25 @@ from tests.small import small_config
 
 SCALINGS = {
     'none': {},
-    'theta': {'rotary_theta': 123.0},
-    'linear': {'rotary_scaling': 'linear', 'rotary_factor': 4.0},
-    'dynamic': {'rotary_scaling': 'dynamic', 'rotary_factor': 4.0},
-    'yarn': {'rotary_scaling': 'yarn', 'rotary_factor': 4.0},
+    'theta': {'rope_theta': 123.0},
+    'linear': {'rope_scaling': 'linear', 'rope_scaling_factor': 4.0},
+    'dynamic': {'rope_scaling': 'dynamic', 'rope_scaling_factor': 4.0},
+    'yarn': {'rope_scaling': 'yarn', 'rope_scaling_factor': 4.0},
     'yarn, all of it': {
-        'rotary_scaling': 'yarn',
-        'rotary_factor': 3.0,
-        'rotary_original_positions': 20,
-        'rotary_beta_slow': 0.5,
-        'rotary_beta_fast': 6.0,
-        'rotary_truncate': False,
-        'rotary_attention_factor': 0.8,
+        'rope_scaling': 'yarn',
+        'rope_scaling_factor': 3.0,
+        'original_max_positions': 20,
+        'rope_beta_slow': 0.5,
+        'rope_beta_fast': 6.0,
+        'rope_truncate': False,
+        'rope_attention_factor': 0.8,
     },
     'llama3': {
-        'rotary_scaling': 'llama3',
-        'rotary_factor': 8.0,
-        'rotary_original_positions': 16,
-        'rotary_low_turns': 0.5,
-        'rotary_high_turns': 3.0,
+        'rope_scaling': 'llama3',
+        'rope_scaling_factor': 8.0,
+        'original_max_positions': 16,
+        'rope_low_freq_factor': 0.5,
+        'rope_high_freq_factor': 3.0,
     },
 }
 FAMILIES = ('gpt_neox', 'llama', 'qwen3')
@@ -111,26 +111,26 @@ def read(scaling, **keys):
 
 def test_dynamic_scaling_starts_where_the_positions_of_the_file_end():
     model = read({'type': 'dynamic', 'factor': 2.5})
-    assert (model.rotary_original_positions, model.max_positions) == (4096, 10_240)
+    assert (model.original_max_positions, model.max_positions) == (4096, 10_240)
     assert to_config(model)['max_position_embeddings'] == 4096
 
 
 def test_the_original_context_is_the_whole_one_unless_it_is_said():
     yarn = {'rope_type': 'yarn', 'factor': 4.0}
-    assert read(yarn).rotary_original_positions == 4096
-    assert read({**yarn, 'original_max_position_embeddings': 1024}).rotary_original_positions == 1024
+    assert read(yarn).original_max_positions == 4096
+    assert read({**yarn, 'original_max_position_embeddings': 1024}).original_max_positions == 1024
     # Beside the scaling it wins, as in Transformers.
     beside = read({**yarn, 'original_max_position_embeddings': 1024}, original_max_position_embeddings=512)
-    assert beside.rotary_original_positions == 512
+    assert beside.original_max_positions == 512
 
 
 def test_yarn_of_deepseek():
     yarn = {'rope_type': 'yarn', 'factor': 40.0, 'mscale': 0.7, 'mscale_all_dim': 1.3}
-    given = read(yarn).rotary_attention_factor
+    given = read(yarn).rope_attention_factor
     assert given == pytest.approx((0.07 * np.log(40) + 1) / (0.13 * np.log(40) + 1))
-    assert read({**yarn, 'mscale_all_dim': 0}).rotary_attention_factor == 0
+    assert read({**yarn, 'mscale_all_dim': 0}).rope_attention_factor == 0
     without_factor = {'rope_type': 'yarn', 'factor': None, 'original_max_position_embeddings': 512}
-    assert read(without_factor).rotary_factor == 8.0
+    assert read(without_factor).rope_scaling_factor == 8.0
 
 
 @pytest.mark.parametrize(

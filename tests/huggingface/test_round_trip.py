@@ -90,7 +90,7 @@ def test_an_export_is_imported_bit_by_bit(tmp_path, name):
     assert (again / 'tokenizer.json').read_bytes() == (tmp_path / 'ours' / 'tokenizer.json').read_bytes()
     found = from_json((again / 'config.json').read_text())
     assert found.model.family == config.model.family
-    assert found.data.window == 64
+    assert found.data.seq_len == 64
     # Control: other parameters are other bytes.
     other = parameters(config, choose(config.model, 'nanochat' if name == 'nanochat' else 'auto').model_type, seed=1)
     assert all(array.tobytes() != other[path].tobytes() for path, array in parameters_of(again).items())

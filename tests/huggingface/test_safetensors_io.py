@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from maxlm.errors import InputError
 from maxlm.huggingface import safetensors_io as module
-from maxlm.huggingface.safetensors_io import DTYPES, Entry, TensorFiles, plan_shards, write_tensors
+from maxlm.huggingface.safetensors_io import DTYPES, TensorEntry, TensorFiles, plan_shards, write_tensors
 
 TORCH = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -26,7 +26,7 @@ ARRAYS = random_arrays(a=(5, 3), b=(7,), c=(2, 3, 4), d=(1, 9))
 
 
 def write(path, arrays, dtype='float32', max_shard_size=10**9):
-    entries = [Entry(name, array.shape, lambda array=array: array) for name, array in arrays.items()]
+    entries = [TensorEntry(name, array.shape, lambda array=array: array) for name, array in arrays.items()]
     done = []
     path.mkdir(exist_ok=True)
     write_tensors(path, entries, dtype=dtype, max_shard_size=max_shard_size, written=done.append)

@@ -16,7 +16,7 @@ from tests.small import small_config
 
 SWITCHES = {
     'gpt2': {'model__family': 'gpt2'},
-    'gpt_neox': {'model__family': 'gpt_neox', 'model__rotary_fraction': 0.5},
+    'gpt_neox': {'model__family': 'gpt_neox', 'model__partial_rotary_factor': 0.5},
     'llama': {'model__family': 'llama'},
     'llama with biases': {'model__family': 'llama', 'model__use_bias': True},
     'mistral': {'model__family': 'llama', 'model__attention_pattern': 'S', 'model__sliding_window': 5},

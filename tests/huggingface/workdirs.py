@@ -32,8 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
         'model__num_kv_heads': 1,
         'model__attention_pattern': 'SL',
         'model__sliding_window': 6,
-        'model__rotary_scaling': 'yarn',
-        'model__rotary_factor': 4.0,
+        'model__rope_scaling': 'yarn',
+        'model__rope_scaling_factor': 4.0,
     },
     'nanochat': {'model__family': 'nanochat'},
 }
@@ -63,7 +63,7 @@ def make_workdir(
 ) -> Config:
     """A workdir of a small resolved model with a vocabulary for `tokenizer`; `changed` replaces parameters."""
     tokenizer = tokenizer or bytes_tokenizer()
-    overrides = {'model__vocab_size': tokenizer.vocab_size + 3, 'data__window': 64, **overrides}
+    overrides = {'model__vocab_size': tokenizer.vocab_size + 3, 'data__seq_len': 64, **overrides}
     config = small_config(**overrides)
     family = config.model.family
     architecture = choose(config.model, 'nanochat' if family == 'nanochat' else 'auto').model_type

@@ -30,18 +30,18 @@ PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6], list(range(40, 110))]
 MAX_TOKENS = 12
 # More rows than token ids, and an odd number, which devices cannot share equally.
 MODEL = {'model__dim': 16, 'model__vocab_size': 1023, 'model__max_positions': CONTEXT}
-SCALED = {'model__family': 'llama', 'model__rotary_factor': 4.0, 'model__rotary_original_positions': 25}
+SCALED = {'model__family': 'llama', 'model__rope_scaling_factor': 4.0, 'model__original_max_positions': 25}
 FAMILIES = {
     'gpt2': {'model__family': 'gpt2'},
     'gpt_neox': {'model__family': 'gpt_neox', 'model__dim': 32},
     'llama, grouped': {'model__family': 'llama', 'model__num_kv_heads': 2},
     'qwen3': {'model__family': 'qwen3', 'model__num_kv_heads': 1},
     'nanochat': {'model__family': 'nanochat'},
-    'linear': {**SCALED, 'model__rotary_scaling': 'linear'},
-    'yarn': {**SCALED, 'model__rotary_scaling': 'yarn'},
-    'llama3': {**SCALED, 'model__rotary_scaling': 'llama3'},
+    'linear': {**SCALED, 'model__rope_scaling': 'linear'},
+    'yarn': {**SCALED, 'model__rope_scaling': 'yarn'},
+    'llama3': {**SCALED, 'model__rope_scaling': 'llama3'},
     # Within the original context: behind it keys stay as they were rotated, which one pass does otherwise.
-    'dynamic': {**SCALED, 'model__rotary_scaling': 'dynamic', 'model__rotary_original_positions': CONTEXT},
+    'dynamic': {**SCALED, 'model__rope_scaling': 'dynamic', 'model__original_max_positions': CONTEXT},
     'windows': {'model__family': 'llama', 'model__sliding_window': 5, 'model__attention_pattern': 'SL'},
 }
 # A prompt of one chunk takes one program, longer prompts no other.

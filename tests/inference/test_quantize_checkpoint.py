@@ -31,9 +31,9 @@ CONFIG_OVERRIDES = {
     'model__num_kv_heads': 2,
     'model__ffn_dim': 128,
     'model__vocab_size': 257,
-    'data__window': WINDOW,
+    'data__seq_len': WINDOW,
     'train__num_steps': STEPS,
-    'train__global_batch': BATCH,
+    'train__global_batch_size': BATCH,
     'optimizer__warmup_steps': 10,
     'optimizer__schedule': 'linear',
 }
@@ -164,7 +164,7 @@ def logits_of(loaded):
     runs = {}
 
     def run(model):
-        kind = model.config.model.weights
+        kind = model.config.model.weight_quantization
         if kind not in runs:
             graph, _ = nnx.split(abstract_model(model.config, model.layout))
             runs[kind] = jax.jit(lambda params: logits(graph, params, tokens))
@@ -199,7 +199,7 @@ def test_on_the_disk_and_in_memory_it_is_the_same(plain, loaded, quantized, stor
     done, found = quantized[kind], stored[kind]
     made = load_model(str(plain), num_devices=1, quantize=kind)
     assert found.config == made.config
-    assert (found.step, found.config.model.weights) == (STEPS, kind)
+    assert (found.step, found.config.model.weight_quantization) == (STEPS, kind)
     assert same(leaves(found.params), leaves(made.params))
     sizes = [sum(x.nbytes for x in leaves(params).values()) for params in (found.params, made.params)]
     assert sizes == [done.memory_after] * 2
@@ -246,7 +246,7 @@ def test_what_belongs_to_the_run_comes_along(plain, tmp_path):
     assert (done.workdir / CHAT_TEMPLATE).read_text() == '{{ messages }}'
     assert (done.workdir / TOKENIZER).read_bytes() == (plain / TOKENIZER).read_bytes()
     before, after = read_config(plain), read_config(done.workdir)
-    assert after.model == dataclasses.replace(before.model, weights='int8', weights_group=32)
+    assert after.model == dataclasses.replace(before.model, weight_quantization='int8', quantization_group_size=32)
     assert after.data == before.data
     assert sorted(path.name for path in (done.workdir / 'checkpoints').iterdir()) == [str(STEPS)]
 
@@ -305,9 +305,9 @@ def test_a_kernel_that_is_not_finite_is_told(plain, tmp_path):
 def test_codes_of_another_kind_are_told(quantized, tmp_path):
     shutil.copytree(quantized['int8'].workdir, tmp_path / 'run')
     config = read_config(tmp_path / 'run')
-    other = dataclasses.replace(config.model, weights='fp8')
+    other = dataclasses.replace(config.model, weight_quantization='fp8')
     refuse(
-        ['kernel_codes is of int8', 'model.weights=fp8 has uint8'],
+        ['kernel_codes is of int8', 'model.weight_quantization=fp8 has uint8'],
         lambda: open_parameters(tmp_path / 'run' / 'checkpoints' / str(STEPS), other),
     )
     # What wants floats says so, too.

@@ -33,7 +33,7 @@ def made(tmp_path_factory):
         abstract_state(config, small_layout(config)),
     )
     for name, losses in {'run': {1: 3.0, 2: 1.0, 3: 2.0}, 'unknown': {1: None, 2: None}}.items():
-        with Checkpoints(folder / name, keep_last=9) as checkpoints:
+        with Checkpoints(folder / name, max_to_keep=9) as checkpoints:
             for step, loss in losses.items():
                 checkpoints.save(step, state._replace(step=np.int32(step)), {}, validation_loss=loss)
                 checkpoints.wait()

@@ -35,10 +35,10 @@ FAMILIES = {
         'model__head_dim': 12,
         'model__attention_pattern': 'SL',
         'model__sliding_window': 3,
-        'model__rotary_scaling': 'yarn',
-        'model__rotary_factor': 4.0,
+        'model__rope_scaling': 'yarn',
+        'model__rope_scaling_factor': 4.0,
     },
-    'llama, dynamic': {'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
+    'llama, dynamic': {'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
     'llama, bfloat16': {'model__dtype': 'bfloat16'},
 }
 # Keys in a cache stay as they were rotated when they came, which dynamic scaling does otherwise in one pass.
@@ -344,7 +344,7 @@ def test_what_does_not_fit_is_refused(llama):
         return Sampler(config, layout, ends=(), max_prompt=max_prompt, max_tokens=max_tokens)
 
     for axis in ('stage', 'context'):
-        micro_batch = {'train__micro_batch': 1} if axis == 'stage' else {}
+        micro_batch = {'train__per_device_batch_size': 1} if axis == 'stage' else {}
         config = small_config(2, **SETTINGS, **{f'mesh__{axis}': 2}, **micro_batch)
         assert f'mesh.{axis}=2: responses' in refusal(functools.partial(build, config, small_layout(config)))
     context = model.config.model.max_positions

@@ -13,7 +13,7 @@ from maxlm.errors import InputError
 from maxlm.inference import scoring
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.prefix_tree import insert
-from maxlm.inference.scoring import SHORTEST_ROW, Likelihood, LogprobScorer, Span, pack, scored_slots, windows
+from maxlm.inference.scoring import SHORTEST_ROW, Likelihood, LogprobScorer, ScoringRequest, pack, scored_slots, windows
 from maxlm.training.state import abstract_model
 from tests.parameters import random_params
 from tests.small import small_config, small_layout
@@ -26,13 +26,13 @@ FAMILIES = {
     'gpt2': {'model__family': 'gpt2'},
     'llama': {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__logit_softcap': 5.0},
     'windows': {'model__family': 'llama', 'model__sliding_window': 9, 'model__attention_pattern': 'SL'},
-    'dynamic': {'model__family': 'llama', 'model__rotary_scaling': 'dynamic', 'model__rotary_factor': 2.0},
+    'dynamic': {'model__family': 'llama', 'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
 }
 MESHES = {
     'one device': {},
     'data and tensor': {'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 2},
     'context': {'mesh__context': 2, 'mesh__data': 1, 'mesh__fsdp': 4},
-    'stages': {'mesh__stage': 2, 'mesh__data': 4, 'train__micro_batch': 1},
+    'stages': {'mesh__stage': 2, 'mesh__data': 4, 'train__per_device_batch_size': 1},
 }
 
 
@@ -82,15 +82,18 @@ def spans():
     def text(length):
         return rng.integers(0, VOCAB, length).tolist()
 
-    made = [Span(text(context), text(rng.integers(1, 9))) for context in rng.integers(1, CONTEXT + 30, 40)]
+    made = [ScoringRequest(text(context), text(rng.integers(1, 9))) for context in rng.integers(1, CONTEXT + 30, 40)]
     shared = text(20)
-    made += [Span(shared, [choice]) for choice in (1, 2, 3)] + [Span(shared, text(4)), Span(text(1), text(CONTEXT))]
+    made += [ScoringRequest(shared, [choice]) for choice in (1, 2, 3)] + [
+        ScoringRequest(shared, text(4)),
+        ScoringRequest(text(1), text(CONTEXT)),
+    ]
     for context in (shared, text(7)):
         tokens = list(context)
         for _ in range(3):
             padded = [*tokens, *[0] * (CONTEXT - len(tokens))]
             tokens.append(int(np.argmax(forward('llama')(padded)[len(tokens) - 1])))
-        made.append(Span(context, tokens[len(context) :]))
+        made.append(ScoringRequest(context, tokens[len(context) :]))
     return made
 
 
@@ -168,8 +171,8 @@ def test_texts_that_are_read_alike_are_read_once(found, monkeypatch):
     read = []
     original = scoring._arrays
     monkeypatch.setattr(scoring, '_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
-    choices = [Span([5, 6, 7], [choice]) for choice in range(10)]
-    scorer().score([*choices, Span([5, 6, 8], [1])])
+    choices = [ScoringRequest([5, 6, 7], [choice]) for choice in range(10)]
+    scorer().score([*choices, ScoringRequest([5, 6, 8], [1])])
     ((row,),) = read
     assert [tree.tokens.tolist() for tree in row] == [[5, 6, 7], [5, 6, 8]]
 
@@ -183,7 +186,7 @@ def test_what_texts_begin_with_is_read_once(family, monkeypatch):
     for _ in range(3):
         question = [*examples, *rng.integers(0, VOCAB, 12).tolist()]
         answers = [rng.integers(0, VOCAB, length).tolist() for length in (1, 3, 7)]
-        asked += [Span(question, answer) for answer in (*answers, [*answers[2], 9])]
+        asked += [ScoringRequest(question, answer) for answer in (*answers, [*answers[2], 9])]
     asked = [asked[number] for number in rng.permutation(len(asked))]
     expected = [naive(family, span) for span in asked]
     read = []
@@ -236,10 +239,13 @@ def test_windows_are_those_of_lm_eval(length):
 
 def test_what_cannot_be_scored(found):
     for span, message in (
-        (Span([], [1]), 'request 1 has no context'),
-        (Span([1], []), 'request 1 has no continuation'),
-        (Span([1], [2] * (CONTEXT + 1)), f'has {CONTEXT + 1} tokens, and the context of the model is {CONTEXT}'),
+        (ScoringRequest([], [1]), 'request 1 has no context'),
+        (ScoringRequest([1], []), 'request 1 has no continuation'),
+        (
+            ScoringRequest([1], [2] * (CONTEXT + 1)),
+            f'has {CONTEXT + 1} tokens, and the context of the model is {CONTEXT}',
+        ),
     ):
         with pytest.raises(InputError, match=message):
-            scorer().score([Span([1], [2]), span])
+            scorer().score([ScoringRequest([1], [2]), span])
     assert scorer().score([]) == []

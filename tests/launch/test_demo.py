@@ -69,7 +69,7 @@ def test_commands_take_the_arguments_of_the_steps(demo, tmp_path, monkeypatch, c
     # The stand-in has not said where the standard library is.
     assert prepared[:2] == ['--input', '']
     monkeypatch.chdir(tmp_path)
-    small = ['--input', str(library), *prepared[2:], '--validation_share', '0', '--workers', '1', '--quiet']
+    small = ['--input', str(library), *prepared[2:], '--validation-fraction', '0', '--workers', '1', '--quiet']
     assert prepare.main(small) == EXIT_DONE
     assert json.loads((tmp_path / 'data/dataset.json').read_text())['splits']['train']['documents'] == 1
     capsys.readouterr()

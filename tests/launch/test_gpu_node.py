@@ -35,15 +35,15 @@ def alive(pid):
         # Alone: nothing to join.
         ([], [(None,) * 4]),
         (['--gpus', '3'], [(None,) * 4]),
-        (['--per_gpu', '--gpus', '1'], [(None,) * 4]),
-        (['--nodes', '4', '--node_rank', '2', '--coordinator', 'node0:1234'], [('node0:1234', '4', '2', None)]),
-        (['--per_gpu', '--gpus', '2'], [('127.0.0.1:8476', '2', '0', '0'), ('127.0.0.1:8476', '2', '1', '1')]),
+        (['--per-gpu', '--gpus', '1'], [(None,) * 4]),
+        (['--nodes', '4', '--node-rank', '2', '--coordinator', 'node0:1234'], [('node0:1234', '4', '2', None)]),
+        (['--per-gpu', '--gpus', '2'], [('127.0.0.1:8476', '2', '0', '0'), ('127.0.0.1:8476', '2', '1', '1')]),
         (
-            ['--nodes=2', '--node_rank=1', '--coordinator=node0:1234', '--per_gpu', '--gpus=2'],
+            ['--nodes=2', '--node-rank=1', '--coordinator=node0:1234', '--per-gpu', '--gpus=2'],
             [('node0:1234', '4', '2', '0'), ('node0:1234', '4', '3', '1')],
         ),
         (
-            ['--platform', 'cpu', '--devices', '4', '--per_gpu', '--gpus', '2'],
+            ['--platform', 'cpu', '--devices', '4', '--per-gpu', '--gpus', '2'],
             [('127.0.0.1:8476', '2', '0', None), ('127.0.0.1:8476', '2', '1', None)],
         ),
     ],
@@ -67,10 +67,10 @@ def test_processes_join(programs, tmp_path, options, expected):
 def test_gpus_are_counted(programs, tmp_path):
     listed = 'GPU 0: NVIDIA H100 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H100 (UUID: G-2)\n'
     programs.plan(replies=[{'match': 'nvidia-smi -L', 'stdout': listed}])
-    assert programs.run(NODE, '--once', '--per_gpu', *arguments(tmp_path)).returncode == 0
+    assert programs.run(NODE, '--once', '--per-gpu', *arguments(tmp_path)).returncode == 0
     assert len(programs.lines('python')) == 2
     programs.forget()
-    assert programs.run(NODE, '--once', '--per_gpu', *arguments(tmp_path), CUDA_VISIBLE_DEVICES='1,5,6').returncode == 0
+    assert programs.run(NODE, '--once', '--per-gpu', *arguments(tmp_path), CUDA_VISIBLE_DEVICES='1,5,6').returncode == 0
     assert {joined(call)[3] for call in programs.calls('python')} == {'0', '1', '2'}
 
 
@@ -126,7 +126,7 @@ def test_what_the_user_has_set_stays(programs, tmp_path):
 
 
 def test_logs(programs, tmp_path):
-    options = ('--nodes=2', '--node_rank=1', '--coordinator=a:1', '--per_gpu', '--gpus=2', '--once')
+    options = ('--nodes=2', '--node-rank=1', '--coordinator=a:1', '--per-gpu', '--gpus=2', '--once')
     programs.plan()
     done = programs.run(NODE, *options, *arguments(tmp_path))
     assert done.stdout.count('training') == 1
@@ -159,7 +159,7 @@ def test_one_dies_and_the_others_are_ended(programs, tmp_path, dying, others, co
     # It dies when the others are ready to be told.
     lives = {'0': [{'seconds': 60, **others}], '1': [{'after': 3, **dying}], '2': [{'seconds': 60, **others}]}
     programs.plan(lives=lives)
-    done = programs.run(NODE, '--once', '--per_gpu', '--gpus=3', *arguments(tmp_path))
+    done = programs.run(NODE, '--once', '--per-gpu', '--gpus=3', *arguments(tmp_path))
     assert done.returncode == code, done.stderr
     assert 'process 1 ended with exit code' in done.stderr
     told = programs.calls('python', signal='SIGTERM')
@@ -169,7 +169,7 @@ def test_one_dies_and_the_others_are_ended(programs, tmp_path, dying, others, co
 
 def test_who_does_not_end_is_killed(programs, tmp_path):
     programs.plan(lives={'0': [{'seconds': 60, 'on_term': 'ignore'}], '1': [{'after': 2, 'code': 5}]})
-    done = programs.run(NODE, '--once', '--grace', '1', '--per_gpu', '--gpus=2', *arguments(tmp_path))
+    done = programs.run(NODE, '--once', '--grace', '1', '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 5
     assert 'still running 1 s after SIGTERM: killed' in done.stderr
     assert len(programs.calls('python', signal='SIGTERM')) == 1
@@ -178,7 +178,7 @@ def test_who_does_not_end_is_killed(programs, tmp_path):
 
 def test_one_that_is_done_ends_nobody(programs, tmp_path):
     programs.plan(lives={'0': [{}], '1': [{'seconds': 0.5}]})
-    done = programs.run(NODE, '--once', '--grace', '0', '--per_gpu', '--gpus=2', *arguments(tmp_path))
+    done = programs.run(NODE, '--once', '--grace', '0', '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 0
     assert programs.calls('python', signal='SIGTERM') == []
 
@@ -187,7 +187,7 @@ def test_one_that_is_done_ends_nobody(programs, tmp_path):
 def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processes):
     # The save takes longer than the grace, which is for the dead only.
     programs.plan(lives={name: [{'seconds': 60, 'saving': 0.5}] for name in ('', '0', '1')})
-    options = ('--grace', '0', '--per_gpu', f'--gpus={processes}')
+    options = ('--grace', '0', '--per-gpu', f'--gpus={processes}')
     process = programs.start(NODE, *options, *arguments(tmp_path))
     programs.wait_for(processes, ready=True)
     process.send_signal(number)
@@ -202,19 +202,19 @@ def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processe
 def test_the_node_starts_again_as_a_whole(programs, tmp_path):
     first = {'after': 2, 'code': 75}
     programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})
-    done = programs.run(NODE, '--per_gpu', '--gpus=2', *arguments(tmp_path))
+    done = programs.run(NODE, '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 0, done.stderr
     assert len(programs.lines('python')) == 4
     assert 'restart: preempted' in done.stderr
     # Control: without restarts it hands on what it got.
     programs.forget()
     programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})
-    assert programs.run(NODE, '--once', '--per_gpu', '--gpus=2', *arguments(tmp_path)).returncode == 75
+    assert programs.run(NODE, '--once', '--per-gpu', '--gpus=2', *arguments(tmp_path)).returncode == 75
     assert len(programs.lines('python')) == 2
 
 
 def test_dry_run(programs, tmp_path):
-    options = ('--dry-run', '--nodes=2', '--node_rank=1', '--coordinator=a:1', '--per_gpu', '--gpus=2')
+    options = ('--dry-run', '--nodes=2', '--node-rank=1', '--coordinator=a:1', '--per-gpu', '--gpus=2')
     done = programs.run(NODE, *options, *arguments(tmp_path))
     assert done.returncode == 0
     assert done.stdout.count('would run: env MAXLM_COORDINATOR=a:1 MAXLM_NUM_PROCESSES=4') == 2
@@ -229,13 +229,13 @@ def test_dry_run(programs, tmp_path):
         (['--nodes=2'], '--coordinator is missing'),
         (['--nodes=2', '--coordinator=host'], '--coordinator=host: give HOST:PORT'),
         (['--nodes=2', '--coordinator=host:port'], '--coordinator=host:port'),
-        (['--nodes=2', '--node_rank=2', '--coordinator=a:1'], 'give 0 to 1'),
+        (['--nodes=2', '--node-rank=2', '--coordinator=a:1'], 'give 0 to 1'),
         (['--nodes=0'], '--nodes=0'),
         (['--nodes=two'], '--nodes=two'),
-        (['--per_gpu'], 'no GPU found'),
-        (['--per_gpu', '--gpus=0'], '--gpus=0'),
+        (['--per-gpu'], 'no GPU found'),
+        (['--per-gpu', '--gpus=0'], '--gpus=0'),
         (['--platform=tpu'], '--platform=tpu'),
-        (['--platform=cpu', '--per_gpu'], 'needs --gpus'),
+        (['--platform=cpu', '--per-gpu'], 'needs --gpus'),
         (['--devices=4'], '--devices is for --platform cpu'),
         (['--config=configs/tiny.py'], 'come after --'),
     ],

@@ -15,7 +15,7 @@ APPLY = 'launch/k8s/apply.sh'
 GPU = ('gpu', '--name', 'run', '--image', 'registry.example/maxlm:1', '--nodes=4')
 TPU = ('tpu', '--name', 'run', '--image', 'registry.example/maxlm:1', '--accelerator=tpu-v6e-slice')
 TRAIN = ('--', '--config=configs/1b.py', '--workdir=gs://bucket/run')
-ALL_OPTIONS = ('--claim', 'runs:/mnt/runs', '--secret', 'tokens', '--service_account', 'trainer')
+ALL_OPTIONS = ('--claim', 'runs:/mnt/runs', '--secret', 'tokens', '--service-account', 'trainer')
 
 
 def render(programs, *command, training=TRAIN):

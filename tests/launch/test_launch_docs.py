@@ -43,8 +43,8 @@ def test_commands(programs, line):
 
 
 def test_a_wrong_command_is_found(programs):
-    line = next(line for line in COMMANDS if '--node_rank' in line)
-    assert programs.run(*dry(line.replace('--node_rank', '--rank'))).returncode == 2
+    line = next(line for line in COMMANDS if '--node-rank' in line)
+    assert programs.run(*dry(line.replace('--node-rank', '--rank'))).returncode == 2
 
 
 def test_every_script_is_there():

@@ -67,7 +67,7 @@ def test_steps_in_a_bucket(programs, tmp_path):
         found = ''.join(f'gs://bucket/run/checkpoints/{step}/commit_success.txt\n' for step in steps)
         return {'match': 'storage ls', 'code': 0, 'stdout': found}
 
-    command = (RESTART, '--max_failures', '2', '--', *TRAIN, '--workdir', 'gs://bucket/run')
+    command = (RESTART, '--max-failures', '2', '--', *TRAIN, '--workdir', 'gs://bucket/run')
     listings = [lists(), lists(10), lists(10, 20), lists(20), lists(20)]
     programs.plan(lives=ends(75, 75, 75, 75, 0), replies=listings)
     assert programs.run(*command).returncode == 1
@@ -123,10 +123,10 @@ def test_dry_run(programs, tmp_path):
 @pytest.mark.parametrize(
     ('options', 'words'),
     [
-        (['--max_failures', '0', '--', 'true'], '--max_failures=0'),
-        (['--max_failures', 'few', '--', 'true'], '--max_failures=few'),
-        (['--max_failures'], '--max_failures needs a value'),
-        (['--max_failure', '3', '--', 'true'], 'unknown option --max_failure'),
+        (['--max-failures', '0', '--', 'true'], '--max-failures=0'),
+        (['--max-failures', 'few', '--', 'true'], '--max-failures=few'),
+        (['--max-failures'], '--max-failures needs a value'),
+        (['--max-failure', '3', '--', 'true'], 'unknown option --max-failure'),
         (['--backoff=1'], 'no command'),
     ],
 )

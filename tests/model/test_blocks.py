@@ -41,19 +41,19 @@ def test_layers_in_a_loop_are_as_one_after_another():
 def plain():
     config = small_config()
     params = random_params(config)
-    return config, params, loss_and_gradients(config, remat='none')(params)
+    return config, params, loss_and_gradients(config, remat_policy='none')(params)
 
 
 @pytest.mark.parametrize('remat', ['dots', 'dots_no_batch', 'full'])
 def test_remat_changes_nothing(remat, plain):
     config, params, wanted = plain
-    assert_same(loss_and_gradients(config, remat=remat)(params), wanted)
+    assert_same(loss_and_gradients(config, remat_policy=remat)(params), wanted)
 
 
 @pytest.mark.nightly
 def test_remat_changes_nothing_of_layers_one_after_another(plain):
     config, params, wanted = plain
-    assert_same(loss_and_gradients(config, remat='full', scan_layers=False)(params), wanted)
+    assert_same(loss_and_gradients(config, remat_policy='full', scan_layers=False)(params), wanted)
 
 
 def test_dropout_needs_a_key_and_depends_on_it():

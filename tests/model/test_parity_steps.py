@@ -28,9 +28,9 @@ OPTIMIZER = {
     'optimizer__learning_rate': 1e-2,
     'optimizer__warmup_steps': 0,
     'optimizer__schedule': 'constant',
-    'optimizer__epsilon': 1e-4,
+    'optimizer__eps': 1e-4,
     'optimizer__weight_decay': 0.5,
-    'optimizer__clip_norm': 1.0,
+    'optimizer__max_grad_norm': 1.0,
 }
 
 
@@ -54,7 +54,7 @@ def test_loss_and_a_step_of_adamw_agree(name):
     model = make_model(CASES[name])
     model_config, params = to_maxlm(model)
     before = from_maxlm(model, model_config, params)
-    config = small_config(data__window=LENGTH, train__global_batch=3, **OPTIMIZER)
+    config = small_config(data__seq_len=LENGTH, train__global_batch_size=3, **OPTIMIZER)
     config = dataclasses.replace(config, model=model_config)
     layout = small_layout(config)
     state = first_state(config, layout)

@@ -34,11 +34,11 @@ def test_of_a_run_in_its_middle(tmp_path):
 def test_what_is_left_shrinks_while_it_runs_and_not_while_it_stands_still(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     told = history.metrics[-1]
-    left = told['cost/seconds_left'] - (NOW - told['time'])
+    left = told['perf/eta_seconds'] - (NOW - told['time'])
     assert dashboard_data(history, NOW).seconds_left == pytest.approx(left)
     assert dashboard_data(history, NOW + 20).seconds_left == pytest.approx(left - 20)
     gone = dataclasses.replace(history, alive=False)
-    assert dashboard_data(gone, NOW + 20).seconds_left == told['cost/seconds_left']
+    assert dashboard_data(gone, NOW + 20).seconds_left == told['perf/eta_seconds']
     assert dashboard_data(gone, NOW + 20).seconds == dashboard_data(history, NOW).seconds
 
 
@@ -99,7 +99,7 @@ def test_a_life_that_has_not_read_its_checkpoint_stands_where_the_last_one_ended
 def test_a_loss_that_is_not_finite_is_none_and_not_missing(tmp_path):
     facts = dashboard_data(read_history(workdirs.diverged(tmp_path)), NOW)
     assert facts.newest['train/loss'] is None
-    assert facts.newest['train/skipped'] == 40
+    assert facts.newest['train/skipped_steps'] == 40
     assert [y for x, y in facts.curves['train/loss'] if x > 200] == [None, None]
 
 

@@ -148,7 +148,7 @@ def test_what_goes_over_slow_links(sizes, num_islands, across):
 
 def split_by(zero, **sizes):
     settings = {'mesh__fsdp': 4, 'mesh__data': 2, 'model__vocab_size': 64, **sizes}
-    config = small_config(num_devices=8, model__family='llama', mesh__zero=zero, **settings)
+    config = small_config(num_devices=8, model__family='llama', mesh__zero_stage=zero, **settings)
     return config, small_layout(config)
 
 
@@ -192,7 +192,7 @@ def test_axes_and_their_parts():
     assert layout.spec(('embed', 'heads', 'head_dim')) == PartitionSpec(('fsdp', 'context'), 'tensor', None)
     assert layout.spec(('batch', 'length')) == PartitionSpec(('replica', 'data', 'fsdp'), 'context')
     assert layout.spec(()) == PartitionSpec()
-    _, layout = split_by(3, mesh__fsdp=2, mesh__data=2, mesh__stage=2, train__micro_batch=1)
+    _, layout = split_by(3, mesh__fsdp=2, mesh__data=2, mesh__stage=2, train__per_device_batch_size=1)
     parts = {axis: layout.parts(axis) for axis in ('batch', 'rows', 'length', 'embed', 'layers')}
     assert parts == {'batch': 4, 'rows': 8, 'length': 1, 'embed': 2, 'layers': 2}
 
@@ -282,7 +282,9 @@ def test_rows_of_a_process(sizes, rows):
 
 
 def test_a_batch_on_stages_and_parts_of_the_length():
-    config, layout = split_by(3, mesh__fsdp=2, mesh__data=1, mesh__stage=2, mesh__context=2, train__micro_batch=1)
+    config, layout = split_by(
+        3, mesh__fsdp=2, mesh__data=1, mesh__stage=2, mesh__context=2, train__per_device_batch_size=1
+    )
     host_batch = {**small_batch(config), 'sources': np.arange(8, dtype=np.int32)}
     assert layout.local_rows(8) == slice(0, 8)
     batch = layout.put_batch(host_batch, 8)

@@ -19,7 +19,7 @@ PEAK = 64 * H100.tflops * 1e12
 
 def machine(mfu=lambda parameters: 0.5, limit=math.inf):
     def predict(resolved, chip, num_devices):
-        N, tokens = count_parameters(resolved.model), resolved.train.global_batch * resolved.data.window
+        N, tokens = count_parameters(resolved.model), resolved.train.global_batch_size * resolved.data.seq_len
         seconds = 6 * N * tokens / (mfu(N) * num_devices * chip.tflops * 1e12)
         return Prediction(seconds, 16 * N, limit > N)
 
@@ -28,7 +28,7 @@ def machine(mfu=lambda parameters: 0.5, limit=math.inf):
 
 def points(predict):
     # Saved once, so that all time is in steps.
-    return sweep_sizes(config(checkpoint__every_steps=0), H100, 64, predict, DATA)
+    return sweep_sizes(config(checkpoint__save_interval_steps=0), H100, 64, predict, DATA)
 
 
 def test_at_equal_speed_it_is_the_law():

@@ -9,7 +9,16 @@ import pytest
 
 from maxlm.config.loading import to_json
 from maxlm.errors import InputError
-from maxlm.planning.chinchilla import BESIROGLU, HOFFMANN, HUBER_DELTA, Law, Run, compute_optimal, read_runs, refit
+from maxlm.planning.chinchilla import (
+    BESIROGLU,
+    HOFFMANN,
+    HUBER_DELTA,
+    Law,
+    ScalingRun,
+    compute_optimal,
+    read_runs,
+    refit,
+)
 from maxlm.planning.estimate.parameters import count_parameters
 from tests.small import small_config
 
@@ -47,7 +56,7 @@ def planted(law, count=24, noise=0.001, seed=0):
     sizes = np.exp(random.uniform(math.log(1e7), math.log(1e9), count))
     tokens = sizes * np.exp(random.uniform(math.log(4), math.log(120), count))
     losses = [law.loss(*pair) * math.exp(noise * random.normal()) for pair in zip(sizes, tokens, strict=True)]
-    return [Run(f'run{n}', *values) for n, values in enumerate(zip(sizes, tokens, losses, strict=True))]
+    return [ScalingRun(f'run{n}', *values) for n, values in enumerate(zip(sizes, tokens, losses, strict=True))]
 
 
 @pytest.mark.parametrize('law', [BESIROGLU, OTHER])
@@ -112,7 +121,7 @@ def test_five_runs_have_no_held_out_error():
 
 def runs_of(pairs, losses=None):
     losses = losses or [BESIROGLU.loss(*pair) for pair in pairs]
-    return [Run('', *pair, loss) for pair, loss in zip(pairs, losses, strict=True)]
+    return [ScalingRun('', *pair, loss) for pair, loss in zip(pairs, losses, strict=True)]
 
 
 SIZES, LENGTHS = np.geomspace(1e7, 1e9, 8), np.geomspace(1e9, 1e11, 8)

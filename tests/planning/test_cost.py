@@ -24,7 +24,12 @@ V5E = next(chip for chip in CHIPS if chip.name == 'v5e')
 
 
 def config(**overrides):
-    settings = {'train__num_steps': 1000, 'checkpoint__every_steps': 100, 'checkpoint__keep_last': 3, **overrides}
+    settings = {
+        'train__num_steps': 1000,
+        'checkpoint__save_interval_steps': 100,
+        'checkpoint__max_to_keep': 3,
+        **overrides,
+    }
     return small_config(**settings)
 
 
@@ -45,7 +50,7 @@ def test_hours_and_dollars_by_hand():
 
 def test_evaluation_takes_a_third_of_a_step_per_batch():
     # 20 evaluations of 6 batches, each a third of 2 seconds.
-    assert cost(eval__every=50, eval__num_batches=6).hours == pytest.approx((2000 + 20 * 6 * 2 / 3) / 3600)
+    assert cost(eval__interval=50, eval__num_batches=6).hours == pytest.approx((2000 + 20 * 6 * 2 / 3) / 3600)
 
 
 def test_a_checkpoint_by_hand():
@@ -70,7 +75,7 @@ def test_writing_that_takes_longer_than_the_work_between_stops_the_run():
 
 @pytest.mark.parametrize(('steps', 'every', 'saves'), [(1000, 100, 10), (1050, 100, 11), (50, 100, 1), (1000, 0, 1)])
 def test_saves(steps, every, saves):
-    resolved = config(train__num_steps=steps, checkpoint__every_steps=every)
+    resolved = config(train__num_steps=steps, checkpoint__save_interval_steps=every)
     assert num_saves(resolved) == saves
     kept = estimate_cost(resolved, 1.0, V5E, 4, state_bytes=GIB).checkpoints_kept
     assert kept == min(3, saves)
@@ -160,7 +165,7 @@ def test_an_unknown_price_is_none():
 
 @pytest.mark.parametrize('spot', [False, True])
 def test_a_budget_of_what_a_run_costs_buys_its_tokens(spot):
-    resolved = config(eval__every=50, eval__num_batches=6)
+    resolved = config(eval__interval=50, eval__num_batches=6)
     run = estimate_cost(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
     pace = find_pace(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
     price = (run.spot_price if spot else run.price).dollars

@@ -74,7 +74,7 @@ def test_the_host_memory_of_gpus_is_estimated(monkeypatch):
     monkeypatch.setattr(forecast, 'target_layout', never)
     gpus = machine('h100:8')
     for offload in ('optimizer', 'all'):
-        found = compile_ahead(resolved('1b.py', gpus, f'mesh.offload={offload}'), gpus)
+        found = compile_ahead(resolved('1b.py', gpus, f'mesh.host_offload={offload}'), gpus)
         assert found.memory.is_estimate
         assert found.memory.host > 0
     with pytest.raises(AssertionError, match='compiled'):

@@ -87,7 +87,7 @@ def test_a_page_stands_alone(rows, plan, tmp_path):
     assert 'an estimate &amp; no more' in page
     assert page.count('<svg') == page.count('</svg>') == 2
     assert page.count('<tr>') == len(rows) + len(plan.rows) + 2
-    assert 'strong on 4096: train.global_batch=64 cannot be split' in page
+    assert 'strong on 4096: train.global_batch_size=64 cannot be split' in page
     # Nothing is loaded: no script, and no address but the names of formats.
     assert '<script' not in page
     assert re.findall(r'(?:src|href)="(?!#)([^"]*)"', page) == []

@@ -24,10 +24,10 @@ def config(**overrides):
         'model__num_layers': 12,
         'model__dim': 768,
         'model__num_heads': 12,
-        'data__window': 1024,
+        'data__seq_len': 1024,
         'train__num_steps': 1000,
-        'train__global_batch': 64,
-        'train__micro_batch': 4,
+        'train__global_batch_size': 64,
+        'train__per_device_batch_size': 4,
         **overrides,
     }
     for key, value in settings.items():
@@ -38,8 +38,8 @@ def config(**overrides):
 
 def perfect(resolved, chip, num_devices):
     """Half the peak, on any number of devices."""
-    tokens = resolved.train.global_batch * resolved.data.window
-    seconds = tokens * training_flops(resolved.model, resolved.data.window).causal / (num_devices * chip.tflops * 5e11)
+    tokens = resolved.train.global_batch_size * resolved.data.seq_len
+    seconds = tokens * training_flops(resolved.model, resolved.data.seq_len).causal / (num_devices * chip.tflops * 5e11)
     return Prediction(seconds, 1e9, True)
 
 
@@ -86,17 +86,17 @@ def test_lengths_in_tokens_and_epochs():
 
 
 def test_more_devices_than_sequences():
-    resolved = spread(config(train__global_batch=16), H100, 64, DATA)
+    resolved = spread(config(train__global_batch_size=16), H100, 64, DATA)
     # 16 sequences on 64 devices: heads over 4 of them.
     assert resolved.mesh.tensor == 4
     assert resolved.mesh.fsdp == 16
-    assert resolved.train.micro_batch == 1
-    assert spread(config(train__global_batch=16), H100, 16, DATA).mesh.tensor == 1
-    rows = curve(sweep(config(train__global_batch=16), H100, [8, 1024], perfect, DATA), 'strong')
+    assert resolved.train.per_device_batch_size == 1
+    assert spread(config(train__global_batch_size=16), H100, 16, DATA).mesh.tensor == 1
+    rows = curve(sweep(config(train__global_batch_size=16), H100, [8, 1024], perfect, DATA), 'strong')
     assert rows[0].usable
     assert not rows[1].usable
-    assert 'train.global_batch=16 cannot be split over 1024 devices' in rows[1].refusal
-    assert 'strong on 1024: train.global_batch=16' in scaling_table(rows)
+    assert 'train.global_batch_size=16 cannot be split over 1024 devices' in rows[1].refusal
+    assert 'strong on 1024: train.global_batch_size=16' in scaling_table(rows)
 
 
 def test_what_the_config_fixes_stays():
@@ -108,9 +108,9 @@ def test_what_the_config_fixes_stays():
 
 
 def test_micro_batches_shrink_with_what_a_device_has():
-    assert spread(config(), H100, 8, DATA).train.micro_batch == 4
-    assert spread(config(), H100, 32, DATA).train.micro_batch == 2
-    assert spread(config(train__global_batch=72), H100, 8, DATA).train.micro_batch == 3
+    assert spread(config(), H100, 8, DATA).train.per_device_batch_size == 4
+    assert spread(config(), H100, 32, DATA).train.per_device_batch_size == 2
+    assert spread(config(train__global_batch_size=72), H100, 8, DATA).train.per_device_batch_size == 3
 
 
 def test_efficiency_is_against_the_first_that_fits():
@@ -180,7 +180,7 @@ def test_a_size_that_cannot_be_laid_out_says_so():
 
 
 def test_rows_are_json():
-    rows = sweep(config(train__global_batch=16), H100, [8, 1024], perfect, DATA)
+    rows = sweep(config(train__global_batch_size=16), H100, [8, 1024], perfect, DATA)
     read = json.loads(json.dumps(as_json(rows)))
     assert read[0]['kind'] == 'strong'
     assert read[0]['step_seconds'] == rows[0].step_seconds

@@ -57,7 +57,7 @@ def test_what_is_found_fits_and_the_fastest_comes_first():
     # The config's own way is among them, and is not the fastest: it keeps nothing of a layer although there is room.
     (own,) = [candidate for candidate in found if not candidate.changes]
     assert own.forecast.time.total > times[0]
-    assert any(change.key == 'model.remat' for change in found[0].changes)
+    assert any(change.key == 'model.remat_policy' for change in found[0].changes)
 
 
 def test_less_memory_leaves_slower_ways():
@@ -68,7 +68,7 @@ def test_less_memory_leaves_slower_ways():
 
 
 def test_a_run_is_changed_only_where_nothing_else_fits():
-    changing = {'optimizer.moments', 'mesh.offload'}
+    changing = {'optimizer.moment_dtype', 'mesh.host_offload'}
     config, machine = config_of(), machine_of('h200:1', share=0.95)
     # 6.7 billion parameters take 108 GB with moments and a gradient, and another 27 GB for the next to be added to it.
     found = search_layouts(config, machine, resolver(machine))
@@ -88,7 +88,7 @@ def test_meshes_keep_tensor_within_a_node_and_use_all_devices():
     assert all(mesh['tensor'] <= 8 for mesh in sizes)
     assert {mesh['replica'] for mesh in sizes} == {1, 4}
     assert all(mesh['context'] == 1 for mesh in sizes)
-    long = config_of('code.py:7b', 'data.window=16384')
+    long = config_of('code.py:7b', 'data.seq_len=16384')
     assert max(mesh.context for mesh in candidate_meshes(long, target)) == 8
     product = 1
     for size in sizes[-1].values():
@@ -128,25 +128,33 @@ def test_the_compiler_has_the_last_word():
 
 def test_the_largest_micro_batch():
     machine = machine_of('h100:8')
-    auto = config_of('1b.py', 'train.micro_batch=auto')
-    assert auto.train.micro_batch == AUTO
-    chosen = choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.0)).train.micro_batch
+    auto = config_of('1b.py', 'train.per_device_batch_size=auto')
+    assert auto.train.per_device_batch_size == AUTO
+    chosen = choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.0)).train.per_device_batch_size
     needed = {
-        size: estimate(resolver(machine)(with_changes(auto, [Override('train.micro_batch', size)])), machine).needed
+        size: estimate(
+            resolver(machine)(with_changes(auto, [Override('train.per_device_batch_size', size)])), machine
+        ).needed
         for size in (chosen, 2 * chosen)
     }
     assert needed[chosen] <= machine.available < needed[2 * chosen]
     smaller = machine_of('h100:8', share=0.5)
-    assert choose_micro_batch(auto, smaller, resolver(smaller), Compiler(smaller, 1.0)).train.micro_batch < chosen
+    assert (
+        choose_micro_batch(auto, smaller, resolver(smaller), Compiler(smaller, 1.0)).train.per_device_batch_size
+        < chosen
+    )
     # A program that is larger than its estimate.
-    assert choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.6)).train.micro_batch < chosen
+    assert (
+        choose_micro_batch(auto, machine, resolver(machine), Compiler(machine, 1.6)).train.per_device_batch_size
+        < chosen
+    )
     none = machine_of('h100:8', share=0.01)
-    with pytest.raises(InputError, match=r'train\.micro_batch=auto: one sequence at a time takes .* GiB'):
+    with pytest.raises(InputError, match=r'train\.per_device_batch_size=auto: one sequence at a time takes .* GiB'):
         choose_micro_batch(auto, none, resolver(none), Compiler(none, 1.0))
 
 
 def test_auto_tells_what_is_wrong_with_the_config_itself():
     machine = machine_of('h100:8')
-    odd = config_of('1b.py', 'train.micro_batch=auto', 'train.global_batch=12')
-    with pytest.raises(InputError, match=r'train\.global_batch=12 cannot be split over 8'):
+    odd = config_of('1b.py', 'train.per_device_batch_size=auto', 'train.global_batch_size=12')
+    with pytest.raises(InputError, match=r'train\.global_batch_size=12 cannot be split over 8'):
         choose_micro_batch(odd, machine, resolver(machine), Compiler(machine, 1.0))

@@ -117,7 +117,7 @@ def test_it_is_written_in_one_piece(tmp_path):
     text = (workdir / NAME).read_text()
     assert text.startswith('<!doctype html>')
     assert text.endswith('</html>\n')
-    assert not list(workdir.glob('*.tmp'))
+    assert not list(workdir.glob('.*.partial'))
     # The page does not belong to what it tells of: the next one is the same but for its time.
     write_page(tmp_path / 'again.html', [read_history(workdir)])
     assert len((tmp_path / 'again.html').read_text()) == len(text)
@@ -135,7 +135,7 @@ def test_at_the_end_of_a_run_a_fault_is_a_warning(tmp_path, caplog, monkeypatch)
         ('WARNING', 'report.html could not be written: InputError: '),
         ('WARNING', "report.html could not be written: IsADirectoryError: [Errno 21] Is a directory: '"),
     }
-    assert not list(workdir.glob('*.tmp'))
+    assert not list(workdir.glob('.*.partial'))
 
 
 @pytest.mark.multiprocess

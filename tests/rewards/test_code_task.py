@@ -4,7 +4,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.rewards.code_task import code_of, programs_of, run_tasks, same_output, share_passed
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import ExecutionResult, SandboxPool
 
 
@@ -27,7 +27,7 @@ def test_the_code_of_a_response(response, code):
 
 
 def test_the_programs_of_a_task():
-    limits = Limits(wall_seconds=1)
+    limits = SandboxLimits(wall_seconds=1)
     task = {'prefix': 'import math', 'suffix': 'main()', 'tests': ['assert 1', 'assert 2']}
     task['cases'] = [{'stdin': '1', 'stdout': '2'}, {'stdout': '3'}]
     tested, first, second = programs_of('```python\nx = 1\n```', task, limits)
@@ -68,5 +68,5 @@ def test_a_share_counts_tests_and_cases():
 def test_tasks_are_run():
     cases = [{'stdin': '3', 'stdout': '9\n'}, {'stdin': '-3', 'stdout': '9'}, {'stdin': '0', 'stdout': '1'}]
     tasks = [{'cases': cases}, {'prefix': 'def f(x):', 'tests': 'assert f(2) == 4'}]
-    with SandboxPool(2, limits=Limits(wall_seconds=30.0)) as pool:
+    with SandboxPool(2, limits=SandboxLimits(wall_seconds=30.0)) as pool:
         assert run_tasks(pool, ['print(int(input()) ** 2)', '    return x * x'], tasks) == [2 / 3, 1.0]

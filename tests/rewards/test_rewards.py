@@ -5,7 +5,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.rewards import rewards
 from maxlm.rewards.rewards import REWARDS, parse_reward
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 
 RIGHT, WRONG = 1.0, 0.0
@@ -140,7 +140,7 @@ def test_programs_are_scored_in_the_sandbox():
     total = parse_reward('tests + 0.5*all_tests')
     assert total.needs_sandbox
     assert not parse_reward('syntax').needs_sandbox
-    with SandboxPool(2, limits=Limits(wall_seconds=30.0)) as pool:
+    with SandboxPool(2, limits=SandboxLimits(wall_seconds=30.0)) as pool:
         assert [score.total for score in total.score([response] * 2, tasks, pool)] == [0.5, 1.5]
     with pytest.raises(ValueError, match='need a SandboxPool'):
         total.score([response], tasks[:1])

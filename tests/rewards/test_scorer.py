@@ -11,7 +11,7 @@ from maxlm.errors import InputError
 from maxlm.rewards import rewards
 from maxlm.rewards.prompts import Prompts
 from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, is_right, mean_pass_at_k, pass_at_k
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 
 
 def prompts_of(*tasks):
@@ -59,7 +59,7 @@ def test_programs_are_judged_in_one_sandbox(caplog):
     response = 'def f(x):\n    return x * abs(x)'
     with (
         caplog.at_level(logging.INFO, logger='maxlm'),
-        RewardScorer('tests', 'all_tests', workers=2, limits=Limits(wall_seconds=30.0)) as scorer,
+        RewardScorer('tests', 'all_tests', workers=2, limits=SandboxLimits(wall_seconds=30.0)) as scorer,
     ):
         assert scorer.score([response] * 2, tasks).rewards.tolist() == [0.5, 1.0]
         assert scorer.score([response] * 2, tasks, reward='all_tests').rewards.tolist() == [0.0, 1.0]

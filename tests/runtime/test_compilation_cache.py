@@ -145,7 +145,7 @@ def test_a_directory_that_others_can_write_to_or_nobody_can(tmp_path, untold, ca
     (line,) = caplog.messages
     assert reason in line
     assert str(tmp_path / 'programs') in line
-    assert 'train.compile_cache' in line
+    assert 'train.compilation_cache_dir' in line
     # Control: the same, as it should be. Others may read.
     (tmp_path / 'good').mkdir(mode=0o755)
     enable_compilation_cache(str(tmp_path / 'good'))
@@ -206,7 +206,7 @@ def test_what_the_user_says_counts(tmp_path, untold, caplog):
         assert kept_at() == told
     assert not (tmp_path / 'ours').exists()
     assert caplog.messages == []
-    with pytest.raises(InputError, match=r'train\.compile_cache=gs://bucket/programs: must be a directory'):
+    with pytest.raises(InputError, match=r'train\.compilation_cache_dir=gs://bucket/programs: must be a directory'):
         enable_compilation_cache('gs://bucket/programs')
 
 
@@ -225,8 +225,12 @@ def test_plans_keep_programs_for_this_machine_only(monkeypatch, tmp_path):
         raise AskedError(given)
 
     monkeypatch.setattr(plan, 'enable_compilation_cache', ask)
-    command = [f'--config={ROOT}/configs/tiny.py', f'--config.train.compile_cache={tmp_path}', '--vocab_size=64']
-    small = ['--config.model.num_layers=1', '--config.model.dim=16', '--config.data.window=16', '--estimate', '--json']
+    command = [
+        f'--config={ROOT}/configs/tiny.py',
+        f'--config.train.compilation_cache_dir={tmp_path}',
+        '--vocab-size=64',
+    ]
+    small = ['--config.model.num_layers=1', '--config.model.dim=16', '--config.data.seq_len=16', '--estimate', '--json']
     assert plan.main([*command, *small, '--target=v4:2x2x1']) == 0
     with pytest.raises(AskedError, match=str(tmp_path)):
         plan.main([*command, *small, '--target=cpu:1'])
@@ -267,7 +271,7 @@ def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
     directory = home / '.cache' / 'maxlm' / 'programs'
 
     def train(parent, name, **overrides):
-        settings = {'train__num_steps': 2, 'eval__every': 2, **overrides}
+        settings = {'train__num_steps': 2, 'eval__interval': 2, **overrides}
         process = parent.start(arguments(dataset, tmp_path / name, **settings), tmp_path / 'logs' / name)
         assert process.wait() == 0, process.stderr
         # Of a damaged program nothing is said; XLA may complain that compiling is slow.
@@ -284,7 +288,7 @@ def test_runs_start_with_the_programs_of_others_or_without(dataset, tmp_path):
 
 def check_runs(train, directory):
     # Control: another seed is told apart, and a run that keeps nothing leaves nothing.
-    other = train('other', train__seed=1, train__compile_cache='')
+    other = train('other', train__seed=1, train__compilation_cache_dir='')
     assert not directory.exists()
     cold = train('cold')
     assert cold[2]['train/loss'] != other[2]['train/loss']

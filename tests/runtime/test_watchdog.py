@@ -60,7 +60,7 @@ def test_a_process_that_stands_still_tells_where_and_ends(tmp_path, capfd, body)
     assert peers.code == EXIT_PREEMPTED
     for text in (capfd.readouterr().err, (tmp_path / 'run.log').read_text()):
         assert peers.reason in text
-        assert f'stuck: no step for {LIMIT} s (train.stuck_seconds)' in text
+        assert f'stuck: no step for {LIMIT} s (train.hang_timeout_seconds)' in text
         assert 'in stand_still' in text
 
 

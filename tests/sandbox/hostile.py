@@ -9,10 +9,10 @@ stops it, where no other does.
 
 from typing import NamedTuple
 
-from maxlm.sandbox.limits import MIB, Limits
+from maxlm.sandbox.limits import MIB, SandboxLimits
 
 # Stopped by its wall time, which is short; all others have time enough on a busy machine.
-STOPPED = Limits(cpu_seconds=5, wall_seconds=0.8, memory_bytes=256 * MIB, processes=8, output_bytes=MIB)
+STOPPED = SandboxLimits(cpu_seconds=5, wall_seconds=0.8, memory_bytes=256 * MIB, processes=8, output_bytes=MIB)
 AMPLE = STOPPED._replace(wall_seconds=20.0)
 CPU = AMPLE._replace(cpu_seconds=1)
 TIME, END = ('timeout',), ('passed', 'error')
@@ -33,7 +33,7 @@ class Hostile(NamedTuple):
     name: str
     text: str
     statuses: tuple[str, ...] = END
-    limits: Limits = AMPLE
+    limits: SandboxLimits = AMPLE
     needs: str = ''
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from maxlm.sandbox.cgroup import Group, find_parent
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 
 
 def fake_groups(folder, controllers='cpu memory pids'):
@@ -44,7 +44,7 @@ def test_a_group_is_limited_entered_and_ended(tmp_path):
     )
     for name in files:
         (parent / 'one' / name).write_text('')
-    group.limit(Limits(memory_bytes=100, disk_bytes=20, processes=7))
+    group.limit(SandboxLimits(memory_bytes=100, disk_bytes=20, processes=7))
     entrance = group.entrance()
     os.write(entrance, b'0')
     os.close(entrance)

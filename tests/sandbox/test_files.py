@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from maxlm.sandbox.files import holds_too_much, remove
-from maxlm.sandbox.limits import Limits
+from maxlm.sandbox.limits import SandboxLimits
 
 
 def test_a_folder_is_removed_whatever_is_in_it(tmp_path):
@@ -32,7 +32,7 @@ def test_a_folder_is_removed_whatever_is_in_it(tmp_path):
 
 
 def test_what_a_folder_holds(tmp_path):
-    limits = Limits(files=10, disk_bytes=1 << 20)
+    limits = SandboxLimits(files=10, disk_bytes=1 << 20)
     (tmp_path / 'a').mkdir()
     (tmp_path / 'a' / 'b').write_bytes(b'x' * (1 << 19))
     os.symlink(tmp_path, tmp_path / 'round')

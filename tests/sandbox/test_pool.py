@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.sandbox.limits import MIB, Limits
+from maxlm.sandbox.limits import MIB, SandboxLimits
 from maxlm.sandbox.pool import ALWAYS, GUARANTEES, SWITCHES, Sandbox, SandboxJob, SandboxPool
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.multiprocess
 
-LIMITS = Limits(wall_seconds=30.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
+LIMITS = SandboxLimits(wall_seconds=30.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
 GOOD = {
     'prints': ('print(6 * 7)', '', '42\n'),
     'reads': ('print(sum(map(int, input().split())))', '1 2 3\n', '6\n'),
@@ -112,11 +112,11 @@ def test_limits_are_a_programs_own(pool):
     assert pool.run(talk).status == 'passed'
 
 
-@pytest.mark.parametrize('field', Limits._fields)
+@pytest.mark.parametrize('field', SandboxLimits._fields)
 @pytest.mark.parametrize('value', [0, -1, float('nan'), float('inf'), True, '1', None])
 def test_a_limit_is_a_positive_number(field, value):
     with pytest.raises(InputError, match=f'sandbox limit {field}='):
-        Limits(**{field: value}).checked()
+        SandboxLimits(**{field: value}).checked()
 
 
 def test_wrong_settings_are_told():

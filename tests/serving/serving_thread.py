@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from maxlm.serving.server import Server, bind, url_of
 
 
@@ -26,7 +26,7 @@ class ServerThread:
         self.port = self.listener.getsockname()[1]
         self._ready = threading.Event()
         self.running = Server(
-            served, limits or Limits(drain_seconds=1), self.listener, on_ready=self._ready.set, **settings
+            served, limits or ServerLimits(drain_seconds=1), self.listener, on_ready=self._ready.set, **settings
         )
         self.exit_code = None
         self.loop = asyncio.new_event_loop()

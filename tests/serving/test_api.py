@@ -12,7 +12,7 @@ import pytest
 
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.sampling import Sampling
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import SAID, FakeEngine, served_by
 from tests.serving.serving_thread import ServerThread, request_bytes, until
 
@@ -375,7 +375,7 @@ def test_pages_that_are_let():
 def test_a_full_queue():
     engine = FakeEngine(num_slots=1, max_waiting=2)
     engine.open.clear()
-    limits = Limits(max_waiting=2, drain_seconds=1)
+    limits = ServerLimits(max_waiting=2, drain_seconds=1)
     with (
         ServerThread(served_by(engine), limits=limits) as server,
         client_of(server) as client,
@@ -432,7 +432,7 @@ def test_an_abort_of_the_client(server, ask, engine):
 
 def test_a_client_that_does_not_read_frees_its_slot():
     engine = FakeEngine(max_context=10**6)
-    with ServerThread(served_by(engine), limits=Limits(stall_seconds=0.3, drain_seconds=1)) as server:
+    with ServerThread(served_by(engine), limits=ServerLimits(stall_seconds=0.3, drain_seconds=1)) as server:
         # Accepted connections inherit the size: a small buffer is full soon.
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with server.connect() as connection:
@@ -447,7 +447,7 @@ def test_a_client_that_does_not_read_frees_its_slot():
 def test_the_time_of_a_request():
     engine = FakeEngine()
     engine.open.clear()
-    limits = Limits(max_seconds=0.5, drain_seconds=1)
+    limits = ServerLimits(max_seconds=0.5, drain_seconds=1)
     with ServerThread(served_by(engine), limits=limits) as server, client_of(server) as client:
         ask = {'model': 'tiny', 'prompt': 'a', 'max_tokens': 5}
         error = refused(openai.InternalServerError, 504, lambda: client.completions.create(**ask))

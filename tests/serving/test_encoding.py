@@ -14,7 +14,7 @@ import pytest
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.chat.template_process import RenderLimits
 from maxlm.errors import EXIT_DONE
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from tests.conftest import ROOT
 from tests.serving.fake_engine import FakeEngine, served_by
 from tests.serving.hostile import request
@@ -23,7 +23,7 @@ from tests.serving.serving_thread import ServerThread, until
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 SMALL = {'prompt': 'a', 'max_tokens': 3, 'seed': 1}
 # As large as a body may be by default.
-LARGE = {'prompt': ' ' * (Limits().max_body - 100), 'max_tokens': 1}
+LARGE = {'prompt': ' ' * (ServerLimits().max_body - 100), 'max_tokens': 1}
 TALK = {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 3}
 LARGEST_SMALL = 10_000
 
@@ -58,7 +58,7 @@ def start():
         engine = FakeEngine(max_context=max_context)
         served = served_by(engine)
         gate = Gate(served, held)
-        server = ServerThread(served, limits=Limits(drain_seconds=1, **limits))
+        server = ServerThread(served, limits=ServerLimits(drain_seconds=1, **limits))
         server.__enter__()
         entered.append((server, gate))
         return server, gate
@@ -115,12 +115,12 @@ def test_requests_of_clients_that_left_are_not_encoded(start):
     server, gate = start(is_large)
     service = server.running.service
     clients = [send(server, LARGE) for _ in range(4)]
-    until(lambda: service.bodies.held > 3.9 * Limits().max_body and gate.reached)
+    until(lambda: service.bodies.held > 3.9 * ServerLimits().max_body and gate.reached)
     for client in clients:
         client.close()
     until(service.idle.is_set)
     # Only the body that is being encoded is kept.
-    assert service.bodies.held < 1.1 * Limits().max_body
+    assert service.bodies.held < 1.1 * ServerLimits().max_body
     gate.open.set()
     until(lambda: service.bodies.held == 0)
     assert post(server, SMALL).status_code == 200
@@ -235,7 +235,7 @@ def test_a_stuck_encoder_does_not_keep_the_server(start):
 PROGRAM = """
 import re, sys, threading, time
 import maxlm.serving.server as running
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import FakeEngine, served_by
 running._END_SECONDS = 1
 running._LAST_SECONDS = 0.1
@@ -248,7 +248,7 @@ served = served_by(FakeEngine())
 served.tokenizer.encode_batch = encode
 listener = running.bind('127.0.0.1', 0)
 server = running.Server(
-    served, Limits(drain_seconds=0.1), listener, on_ready=lambda: print(running.url_of(listener), flush=True)
+    served, ServerLimits(drain_seconds=0.1), listener, on_ready=lambda: print(running.url_of(listener), flush=True)
 )
 sys.exit(running.serve_until_stopped(server))
 """

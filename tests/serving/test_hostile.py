@@ -11,7 +11,7 @@ import socket
 import psutil
 import pytest
 
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import FakeEngine, served_by
 from tests.serving.hostile import MAX_BODY, Generator, Hostile, Wire, request
 from tests.serving.serving_thread import ServerThread, until
@@ -19,7 +19,7 @@ from tests.serving.serving_thread import ServerThread, until
 MAX_GROWTH = 16 * 2**20
 EXPECTED = {200, 400, 403, 404, 405, 413, 415}
 # No time is so short that a busy machine would need it.
-LIMITS = Limits(max_body=MAX_BODY, drain_seconds=1)
+LIMITS = ServerLimits(max_body=MAX_BODY, drain_seconds=1)
 GOOD = Hostile('good', request('/v1/completions', json.dumps({'prompt': 'a', 'max_tokens': 3, 'seed': 1}).encode()))
 
 
@@ -106,7 +106,7 @@ def test_an_answer_that_should_not_be_is_seen():
 
 @pytest.fixture(scope='module')
 def impatient():
-    limits = Limits(body_seconds=0.3, stall_seconds=0.6, drain_seconds=1)
+    limits = ServerLimits(body_seconds=0.3, stall_seconds=0.6, drain_seconds=1)
     with ServerThread(served_by(FakeEngine()), limits=limits) as server:
         yield server
 
@@ -135,7 +135,7 @@ def test_a_body_without_an_end(server):
 
 
 def test_many_connections():
-    limits = Limits(max_connections=20, drain_seconds=1)
+    limits = ServerLimits(max_connections=20, drain_seconds=1)
     with ServerThread(served_by(FakeEngine()), limits=limits) as server:
         connections = [server.connect() for _ in range(20)]
         with server.connect() as refused:
@@ -151,7 +151,7 @@ def test_many_connections():
 
 
 def test_many_connections_of_one_client():
-    limits = Limits(max_client_connections=5, drain_seconds=1)
+    limits = ServerLimits(max_client_connections=5, drain_seconds=1)
     with ServerThread(served_by(FakeEngine()), limits=limits) as server:
         connections = [server.connect() for _ in range(5)]
         with server.connect() as refused, contextlib.suppress(ConnectionError):

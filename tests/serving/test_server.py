@@ -14,7 +14,7 @@ import pytest
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.inference.engine.requests import Request
 from maxlm.serving.engine_thread import EngineThread
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from maxlm.serving.server import bind, is_loopback, url_of
 from tests.conftest import ROOT
 from tests.serving.fake_engine import SAID, FakeEngine, served_by
@@ -38,7 +38,7 @@ def ask(server, answers, **settings):
 def test_what_runs_is_finished_and_new_requests_are_refused(stream):
     engine, answers = FakeEngine(), []
     engine.open.clear()
-    with ServerThread(served_by(engine), limits=Limits(drain_seconds=30)) as server:
+    with ServerThread(served_by(engine), limits=ServerLimits(drain_seconds=30)) as server:
         thread = ask(server, answers, stream=stream)
         until(lambda: engine.state.running == 1)
         server.stop()
@@ -64,7 +64,7 @@ def test_what_runs_is_finished_and_new_requests_are_refused(stream):
 def test_what_does_not_finish_in_time_is_cut_off(stream):
     engine, answers = FakeEngine(), []
     engine.open.clear()
-    with ServerThread(served_by(engine), limits=Limits(drain_seconds=0.2)) as server:
+    with ServerThread(served_by(engine), limits=ServerLimits(drain_seconds=0.2)) as server:
         thread = ask(server, answers, stream=stream)
         until(lambda: engine.state.running == 1)
         server.stop()
@@ -171,14 +171,14 @@ def test_where_it_listens():
 # A process of its own: signals are its.
 PROGRAM = """
 import sys
-from maxlm.serving.limits import Limits
+from maxlm.serving.limits import ServerLimits
 from maxlm.serving.server import Server, bind, serve_until_stopped, url_of
 from tests.serving.fake_engine import FakeEngine, served_by
 engine = FakeEngine()
 engine.open.clear()
 listener = bind('127.0.0.1', 0)
 running = Server(
-    served_by(engine), Limits(drain_seconds=60), listener, on_ready=lambda: print(url_of(listener), flush=True)
+    served_by(engine), ServerLimits(drain_seconds=60), listener, on_ready=lambda: print(url_of(listener), flush=True)
 )
 sys.exit(serve_until_stopped(running))
 """

@@ -14,7 +14,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.storage import download
-from maxlm.storage.download import RemoteFile, fetch_file, remove_partial, write_whole
+from maxlm.storage.download import RemoteFile, fetch_file, remove_partial
 from maxlm.storage.retry import TransientStorageError
 from tests.buckets import gcs as gcs_buckets
 from tests.buckets import s3 as s3_buckets
@@ -335,15 +335,3 @@ def test_other_file_systems(tmp_path, protocol):
     assert (tmp_path / 'here.bin').read_bytes() == CONTENT
     with pytest.raises(InputError, match='no such file'):
         fetch_file(RemoteFile(f'{url}.not', tmp_path / 'not.bin', 5))
-
-
-def test_small_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    write_whole(tmp_path / 'deep' / 'a', b'old')
-
-    def fail(*_):
-        raise OSError(28, 'No space left on device')
-
-    monkeypatch.setattr(os, 'fsync', fail)
-    with pytest.raises(InputError, match=r'deep/a: cannot be written: No space left'):
-        write_whole(tmp_path / 'deep' / 'a', b'new')
-    assert (tmp_path / 'deep' / 'a').read_bytes() == b'old'

@@ -75,7 +75,7 @@ def test_all_places(tmp_path, hook, log):
     config = AlertsConfig(
         file='alerts.jsonl',
         command=f'cat > {tmp_path}/body; printf "%s|%s" "$MAXLM_ALERT_KIND" "$MAXLM_ALERT_MESSAGE" > {tmp_path}/words',
-        webhook='ALERTS_URL',
+        webhook_env_var='ALERTS_URL',
     )
     workdir = tmp_path / 'my_run'
     workdir.mkdir()
@@ -93,7 +93,7 @@ def test_all_places(tmp_path, hook, log):
 
 
 def test_without_a_place_and_in_other_processes_only_the_log_is_told(tmp_path, hook, log):
-    for config, process in ((AlertsConfig(), 0), (AlertsConfig(file='x', webhook='ALERTS_URL'), 1)):
+    for config, process in ((AlertsConfig(), 0), (AlertsConfig(file='x', webhook_env_var='ALERTS_URL'), 1)):
         with Alerts(config, tmp_path, process=process) as sender:
             sender.send('storage', 'away')
     assert len(log.records) == 2
@@ -135,7 +135,7 @@ def test_the_next_one_goes_out_by_itself(tmp_path):
 def test_a_place_that_hangs_holds_nobody_up(tmp_path, hook, monkeypatch):
     monkeypatch.setattr(alerts, 'CLOSE_SECONDS', 0.1)
     hook.release.clear()
-    with Alerts(AlertsConfig(webhook='ALERTS_URL'), tmp_path) as sender:
+    with Alerts(AlertsConfig(webhook_env_var='ALERTS_URL'), tmp_path) as sender:
         for number in range(1000):
             sender.send(f'kind {number % 10}', 'x')
         assert hook.bodies == []
@@ -156,7 +156,7 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkey
 @pytest.mark.parametrize('code', [403, 500, 302])
 def test_a_failing_place_is_told_once_and_tried_again(tmp_path, hook, log, code):
     hook.code = code
-    with Alerts(AlertsConfig(webhook='ALERTS_URL', command='exit 3', file='sent/x'), tmp_path) as sender:
+    with Alerts(AlertsConfig(webhook_env_var='ALERTS_URL', command='exit 3', file='sent/x'), tmp_path) as sender:
         (tmp_path / 'sent').touch()
         for number in range(3):
             sender.send(f'kind {number}', 'x')
@@ -165,7 +165,7 @@ def test_a_failing_place_is_told_once_and_tried_again(tmp_path, hook, log, code)
     assert warnings == [
         'alerts.file: an alert could not be sent (FileExistsError)',
         'alerts.command: an alert could not be sent (exit code 3)',
-        f'alerts.webhook: an alert could not be sent (HTTP {code})',
+        f'alerts.webhook_env_var: an alert could not be sent (HTTP {code})',
     ]
 
 
@@ -174,25 +174,25 @@ def test_a_failing_place_is_told_once_and_tried_again(tmp_path, hook, log, code)
 )
 def test_a_fault_does_not_tell_the_url(tmp_path, monkeypatch, log, capfd, url):
     monkeypatch.setenv('ALERTS_URL', url)
-    with Alerts(AlertsConfig(webhook='ALERTS_URL'), tmp_path) as sender:
+    with Alerts(AlertsConfig(webhook_env_var='ALERTS_URL'), tmp_path) as sender:
         sender.send('loss', 'x')
-    assert 'alerts.webhook: an alert could not be sent' in log.text
+    assert 'alerts.webhook_env_var: an alert could not be sent' in log.text
     assert SECRET not in log.text + ''.join(capfd.readouterr())
 
 
 def test_a_webhook_is_named_and_not_given(tmp_path, monkeypatch):
     def config(webhook):
         values = default()
-        values.train.num_steps, values.train.global_batch = 1, 1
+        values.train.num_steps, values.train.global_batch_size = 1, 1
         values.model.num_layers, values.model.dim, values.model.num_heads = 1, 4, 1
-        values.alerts.webhook = webhook
+        values.alerts.webhook_env_var = webhook
         return build(values).alerts
 
-    with pytest.raises(InputError, match=r'alerts\.webhook: needs the name') as error:
+    with pytest.raises(InputError, match=r'alerts\.webhook_env_var: needs the name') as error:
         config(f'https://hooks.example/{SECRET}')
     assert SECRET not in str(error.value)
     monkeypatch.delenv('ALERTS_URL', raising=False)
-    with pytest.raises(InputError, match=r'alerts\.webhook=ALERTS_URL'):
+    with pytest.raises(InputError, match=r'alerts\.webhook_env_var=ALERTS_URL'):
         Alerts(config('ALERTS_URL'), tmp_path)
     # The other processes of a run need not know it.
     Alerts(config('ALERTS_URL'), tmp_path, process=1)

@@ -25,12 +25,12 @@ def test_metrics_and_text_with_and_without_a_price():
     assert metrics == {
         'cost/hours': 0.5,
         'cost/dollars': 6.0,
-        'cost/seconds_left': 7380.0,
-        'cost/dollars_at_end': pytest.approx(6.0 + 2.05 * 12.0),
+        'perf/eta_seconds': 7380.0,
+        'cost/projected_dollars': pytest.approx(6.0 + 2.05 * 12.0),
     }
     assert cost_text(metrics) == '$6.00 of $30.60, 2:03 h left'
     metrics = cost_metrics(1800.0, None, dollars_per_hour=0.0, left=90.0)
-    assert set(metrics) == {'cost/hours', 'cost/seconds_left'}
+    assert set(metrics) == {'cost/hours', 'perf/eta_seconds'}
     assert cost_text(metrics) == '1:30 min left'
 
 

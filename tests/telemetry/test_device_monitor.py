@@ -47,7 +47,7 @@ def test_lines_have_what_is_promised(tmp_path):
         assert 0 < line['process_ram_bytes'] < line['ram_total_bytes']
         assert line['disk_free_bytes'] > 0
         assert line['host']
-    assert metrics['device/use_percent'] == 80
+    assert metrics['device/utilization_percent'] == 80
     assert metrics['device/temperature_c'] == 80
 
 
@@ -68,7 +68,7 @@ def test_metrics_of_a_reading():
     reading = {'devices': [GPU, HOT], 'cpu_percent': 12.5, 'disk_free_bytes': 2**31, 'net_sent_bytes_per_second': 5e6}
     metrics = summarize(reading)
     assert metrics == {
-        'device/use_percent': 80,
+        'device/utilization_percent': 80,
         'device/memory_gib': 1,
         'device/temperature_c': 80,
         'device/power_w': 1200,

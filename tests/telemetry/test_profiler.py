@@ -11,7 +11,7 @@ from maxlm.telemetry.profiler import Operation, Profile, kind_of, newest_trace, 
 
 def trace(workdir, work, *, steps=range(1, 8), config=None):
     """Runs `work` for each step, of which 3 and 4 are traced unless `config` says otherwise."""
-    tracer = Profile(config or ProfileConfig(start=3, num_steps=2), workdir)
+    tracer = Profile(config or ProfileConfig(start_step=3, num_steps=2), workdir)
     traced = []
     for step in steps:
         if tracer.begins(step):
@@ -53,13 +53,13 @@ def test_the_steps_that_are_asked_for(tmp_path, caplog):
     ('config', 'steps', 'traced'),
     [
         (ProfileConfig(), range(1, 9), []),
-        (ProfileConfig(start=1, num_steps=1), range(1, 9), [1, 1]),
+        (ProfileConfig(start_step=1, num_steps=1), range(1, 9), [1, 1]),
         # A run that goes on behind it has nothing to trace.
-        (ProfileConfig(start=3, num_steps=2), range(4, 9), []),
+        (ProfileConfig(start_step=3, num_steps=2), range(4, 9), []),
         # One that goes back does not trace again.
-        (ProfileConfig(start=3, num_steps=2), [1, 2, 3, 4, 2, 3, 4], [3, 4]),
+        (ProfileConfig(start_step=3, num_steps=2), [1, 2, 3, 4, 2, 3, 4], [3, 4]),
         # It ends in between.
-        (ProfileConfig(start=3, num_steps=5), range(1, 5), [3]),
+        (ProfileConfig(start_step=3, num_steps=5), range(1, 5), [3]),
     ],
 )
 def test_when_it_traces(tmp_path, monkeypatch, config, steps, traced):
@@ -76,7 +76,7 @@ def test_a_failure_is_said_and_ends_nothing(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(jax.profiler, 'start_trace', fail)
     assert trace(tmp_path, lambda: None) == [3]
-    assert caplog.messages == ['profile.start=3: RuntimeError: another profile is under way']
+    assert caplog.messages == ['profile.start_step=3: RuntimeError: another profile is under way']
 
 
 def test_times_without_those_inside():

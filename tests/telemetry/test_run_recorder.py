@@ -105,14 +105,14 @@ def test_figures_go_on_over_lives(tmp_path):
         assert metrics['cost/hours'] * 3600 == pytest.approx(65 + 40)
         assert metrics['cost/dollars'] == pytest.approx(10.5)
         # Ten seconds a step, and ten steps.
-        assert metrics['cost/seconds_left'] == pytest.approx(100.0)
-        assert metrics['cost/dollars_at_end'] == pytest.approx(20.5)
+        assert metrics['perf/eta_seconds'] == pytest.approx(100.0)
+        assert metrics['cost/projected_dollars'] == pytest.approx(20.5)
         # Six steps of ten seconds count, of 140 with the pause.
-        assert metrics['goodput/share'] == pytest.approx(60 / 140)
+        assert metrics['goodput/fraction'] == pytest.approx(60 / 140)
         # What a save takes is part of the pace.
         life.save()
-        assert diary.metrics(6, 16)['cost/seconds_left'] == pytest.approx(125.0)
-        assert 'cost/seconds_left' not in diary.metrics(6, None)
+        assert diary.metrics(6, 16)['perf/eta_seconds'] == pytest.approx(125.0)
+        assert 'perf/eta_seconds' not in diary.metrics(6, None)
         diary.ends('finished', '', 0)
     assert read_goodput(tmp_path).share == pytest.approx(60 / 145)
 
@@ -124,10 +124,10 @@ def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
         life.steps(4)
         life.save()
         life.steps(3)
-        assert diary.metrics(7, 10)['goodput/share'] == pytest.approx(70 / 75)
+        assert diary.metrics(7, 10)['goodput/fraction'] == pytest.approx(70 / 75)
         diary.rolled_back(4)
         life.begin(4)
-        assert diary.metrics(4, 10)['goodput/share'] == pytest.approx(40 / 75)
+        assert diary.metrics(4, 10)['goodput/fraction'] == pytest.approx(40 / 75)
         assert 'cost/dollars' not in diary.metrics(4, 10)
         life.steps(1)
     ledger = read_goodput(tmp_path)

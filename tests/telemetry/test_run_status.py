@@ -70,7 +70,7 @@ def test_silence_is_a_stall(tmp_path):
 
 def test_slow_steps_and_rare_lines_are_waited_for(tmp_path):
     history = read_history(workdirs.running(tmp_path))
-    slow = {**history.metrics[-1], 'perf/step_seconds': 10.0}
+    slow = {**history.metrics[-1], 'perf/step_time_seconds': 10.0}
     slow_steps = dataclasses.replace(history, metrics=[*history.metrics, slow])
     assert run_status(slow_steps, NOW + 200).state == RUNNING
     assert run_status(slow_steps, NOW + 201).state == STALLED

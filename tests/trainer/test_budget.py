@@ -83,7 +83,7 @@ def test_a_budget_is_met_with_few_looks():
 
 @pytest.mark.parametrize('evaluation_share', [0.0, 0.25])
 def test_the_first_length_is_that_of_measured_steps(evaluation_share):
-    settings = {'train__num_steps': 0, 'train__hours': 2.0, 'eval__every': 40, 'checkpoint__every_steps': 0}
+    settings = {'train__num_steps': 0, 'train__hours': 2.0, 'eval__interval': 40, 'checkpoint__save_interval_steps': 0}
     run = Run(evaluation_share=evaluation_share, **settings)
     assert run.go(24)[1].num_steps == 0
     run = Run(evaluation_share=evaluation_share, **settings)
@@ -101,7 +101,7 @@ class Attempts:
     EVALUATION, SAVE, STARTING = 30.0, 4.0, 20.0
 
     def __init__(self, step_seconds, *, noise=0.0, killed=()):
-        settings = {'eval__every': 100, 'checkpoint__every_steps': 50, 'optimizer__warmup_steps': 10}
+        settings = {'eval__interval': 100, 'checkpoint__save_interval_steps': 50, 'optimizer__warmup_steps': 10}
         self.config = small_config(train__num_steps=0, train__hours=1.0, **settings)
         self.step_seconds, self.noise, self.random = step_seconds, noise, random.Random(0)
         # Time on the clock that was spent, and progress after each step.

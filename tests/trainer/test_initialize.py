@@ -71,7 +71,7 @@ def start(data, capsys, monkeypatch):
         abstract = abstract_state(config, layout)
         check_init_from(config, abstract.params, workdir)
         capsys.readouterr()
-        with Console(), Checkpoints(workdir, keep_last=3) as checkpoints:
+        with Console(), Checkpoints(workdir, max_to_keep=3) as checkpoints:
             state, _ = restore_or_initialize(
                 config,
                 tokenizer=data.tokenizer_path,

@@ -23,8 +23,8 @@ SMALL = (
     'model.num_layers=2',
     'model.dim=32',
     'model.num_heads=2',
-    'data.window=64',
-    'train.global_batch=64',
+    'data.seq_len=64',
+    'train.global_batch_size=64',
     'metrics.peak_tflops=1',
 )
 
@@ -62,11 +62,11 @@ def ready(*overrides, first_step=0):
 
 
 def test_what_fits_is_compiled():
-    found = ready('train.micro_batch=2')
+    found = ready('train.per_device_batch_size=2')
     assert found.forecast.fits
     assert not found.forecast.memory.is_estimate
     assert found.forecast.compiled is not None
-    assert found.config.train.micro_batch == 2
+    assert found.config.train.per_device_batch_size == 2
     assert found.layout.mesh.size == jax.device_count()
 
 
@@ -77,38 +77,38 @@ def estimated(monkeypatch):
 
 
 def test_the_length_that_a_run_goes_on_with_is_compiled(estimated):
-    growing = 'data.context_schedule=((32,0.5),)'
-    assert ready(growing).forecast.config.data.window == 32
-    assert ready(growing, first_step=399).forecast.config.data.window == 64
+    growing = 'data.seq_len_schedule=((32,0.5),)'
+    assert ready(growing).forecast.config.data.seq_len == 32
+    assert ready(growing, first_step=399).forecast.config.data.seq_len == 64
 
 
 def test_what_does_not_fit_is_refused_and_the_advice_fits(memory):
-    needed = ready('train.micro_batch=8').forecast.needed
+    needed = ready('train.per_device_batch_size=8').forecast.needed
     memory(int(0.6 * needed))
     with pytest.raises(InputError, match=r'MiB too few; this would fit: --config\.') as info:
-        ready('train.micro_batch=8')
+        ready('train.per_device_batch_size=8')
     advice = str(info.value).partition('this would fit: ')[2].replace('--config.', '').split()
-    found = ready('train.micro_batch=8', *advice)
+    found = ready('train.per_device_batch_size=8', *advice)
     assert found.forecast.needed <= 0.6 * needed
 
 
 def test_what_cannot_fit_is_refused_without_advice(memory, estimated):
     memory(1000)
     with pytest.raises(InputError, match='nothing that was tried would fit'):
-        ready('train.micro_batch=8')
+        ready('train.per_device_batch_size=8')
 
 
 def test_auto_takes_as_much_as_fits(memory, estimated):
-    assert ready('train.micro_batch=auto').config.train.micro_batch == 8
-    needed = {size: ready(f'train.micro_batch={size}').forecast.needed for size in (1, 2, 4)}
+    assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size == 8
+    needed = {size: ready(f'train.per_device_batch_size={size}').forecast.needed for size in (1, 2, 4)}
     for size in needed:
         memory(int(1.02 * needed[size]))
-        assert ready('train.micro_batch=auto').config.train.micro_batch == size
+        assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size == size
 
 
 def test_auto_takes_less_where_the_compiled_step_does_not_fit(memory):
-    memory(int(1.02 * ready('train.micro_batch=2').forecast.needed))
-    assert ready('train.micro_batch=auto').config.train.micro_batch in (1, 2)
+    memory(int(1.02 * ready('train.per_device_batch_size=2').forecast.needed))
+    assert ready('train.per_device_batch_size=auto').config.train.per_device_batch_size in (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_auto_takes_less_where_the_compiled_step_does_not_fit(memory):
         ('model.dim=1000000', 'model.num_heads=1'),
         ('model.vocab_size=2000000000',),
         ('model.num_layers=1000', 'model.dim=65536', 'model.scan_layers=True'),
-        ('data.window=10000000', 'train.global_batch=8'),
+        ('data.seq_len=10000000', 'train.global_batch_size=8'),
         ('model.num_heads=65536', 'model.head_dim=65536'),
     ],
 )
@@ -138,10 +138,10 @@ def test_sizes_too_large_for_memory_are_refused_by_arithmetic(sizes, monkeypatch
 
 def test_training_starts_with_it_or_leaves_nothing(dataset, tmp_path, memory, capsys):
     workdir = tmp_path / 'run'
-    settings = {'train__num_steps': 2, 'train__micro_batch': 'auto'}
+    settings = {'train__num_steps': 2, 'train__per_device_batch_size': 'auto'}
     assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_DONE
-    assert read_config(workdir).train.micro_batch != AUTO
-    assert 'train.micro_batch=auto: ' in capsys.readouterr().out
+    assert read_config(workdir).train.per_device_batch_size != AUTO
+    assert 'train.per_device_batch_size=auto: ' in capsys.readouterr().out
 
     memory(1000)
     refused = tmp_path / 'refused'
@@ -169,7 +169,7 @@ def test_what_is_quickly_refused_compiles_nothing(dataset, tmp_path, monkeypatch
 
 
 def test_a_kind_of_device_that_is_not_known_has_no_times(monkeypatch):
-    config = ready('train.micro_batch=2').config
+    config = ready('train.per_device_batch_size=2').config
     here = machine.present_machine(config)
     # A peak that is given is not measured.
     assert here.target.chip.tflops != here.target.chip.tflops

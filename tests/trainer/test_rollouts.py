@@ -21,10 +21,10 @@ PROMPTS = [[3, 5, 7], [11], [2, 4, 6, 8, 10, 12, 14]]
 
 def config_of(**overrides):
     return small_config(
-        data__window=T,
-        train__global_batch=6,
-        grpo__samples=2,
-        grpo__max_tokens=R,
+        data__seq_len=T,
+        train__global_batch_size=6,
+        grpo__num_generations=2,
+        grpo__max_completion_length=R,
         model__init_std=0.3,
         **overrides,
     )
@@ -73,9 +73,9 @@ def test_several_responses_in_a_window_have_the_same(drawn):
             packed[name][row // 2, there] = rows[row, : lengths[row]]
         packed['segments'][row // 2, there] = 1 + row % 2
     wide = small_config(
-        data__window=2 * T, train__global_batch=3, model__family=config.model.family, model__max_positions=2 * T
+        data__seq_len=2 * T, train__global_batch_size=3, model__family=config.model.family, model__max_positions=2 * T
     )
-    if config.model.position == 'learned':
+    if config.model.position_embedding == 'learned':
         # Positions begin anew in each document, so that the rows there are suffice.
         params = {**params, 'position_embedding': np.pad(np.asarray(params['position_embedding']), [(0, T), (0, 0)])}
     log_probs = jax.jit(make_log_probs(wide, layout))
@@ -130,5 +130,5 @@ def test_a_response_that_was_cut_off_fits():
     batch = response_batch(config, [prompt, prompt], responses, np.array([0, 1], np.float32))
     assert batch['predicted'].sum(axis=1).tolist() == [R, R]
     assert batch['segments'].sum() == 2 * (T - 1)
-    assert GrpoConfig().loss_mean == 'token'
+    assert GrpoConfig().loss_type == 'dapo'
     assert batch['weights'].sum() == 2 * R

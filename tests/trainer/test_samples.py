@@ -31,11 +31,11 @@ def make_config(dataset, num_devices=1, **overrides):
         'model__dtype': 'float32',
         'model__init_std': 0.3,
         'data__path': str(dataset),
-        'data__window': 32,
+        'data__seq_len': 32,
         'train__num_steps': 1,
-        'train__global_batch': 8,
+        'train__global_batch_size': 8,
         'eval__sample_prompts': PROMPTS,
-        'eval__sample_tokens': 12,
+        'eval__sample_max_tokens': 12,
         **overrides,
     }
     for key, value in settings.items():
@@ -89,7 +89,7 @@ def test_the_engine_writes_the_same(dataset, alone):
 )
 def test_every_mesh_writes_the_same(dataset, alone, mesh):
     given = {f'mesh__{axis}': size for axis, size in mesh.items()}
-    micro_batch = {'train__micro_batch': 1} if 'stage' in mesh else {}
+    micro_batch = {'train__per_device_batch_size': 1} if 'stage' in mesh else {}
     _, _, params, samples = alone
     assert write(dataset, params, 8, **given, **micro_batch)[-1] == samples
 
@@ -105,7 +105,7 @@ def test_nothing_is_changed_and_the_next_time_is_the_same(dataset, alone):
 
 
 def test_prompts_are_beginnings_of_validation_documents(dataset):
-    corpus = open_training_data(make_config(dataset, data__window=256).data)
+    corpus = open_training_data(make_config(dataset, data__seq_len=256).data)
     tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
     windows = corpus.sources[0].windows('validation', corpus.data)
     stream = np.concatenate([windows.stream(number)[:256] for number in range(len(windows))])
@@ -134,7 +134,7 @@ def test_a_prompt_that_fills_the_context_is_refused(dataset, alone):
 
 
 def test_prompts_are_all_different(dataset):
-    config = make_config(dataset, eval__sample_prompts=(), eval__samples=2)
+    config = make_config(dataset, eval__sample_prompts=(), eval__num_samples=2)
     found = prompts(open_training_data(config.data), 1000)
     assert 1 < len(found) < 1000
     assert len({tuple(ids) for ids in found}) == len(found)

@@ -59,8 +59,8 @@ def test_metrics_of_a_step():
     assert metrics == {
         'train/loss/web': 2.0,
         'train/tokens/web': 3.0,
-        'data/share/web': 0.75,
-        'data/share/code': 0.25,
+        'data/fraction/web': 0.75,
+        'data/fraction/code': 0.25,
         'data/epoch/web': 0.1,
         'data/epoch/code': 1.0,
     }

@@ -43,8 +43,8 @@ def test_tokens_and_seconds(clock):
     step(pace, clock, 0.75)
     metrics = pace.read_interval()
     assert metrics['perf/tokens_per_second'] == 2000
-    assert metrics['perf/step_seconds'] == 0.5
-    assert metrics['perf/data_wait_seconds'] == 0.0625
+    assert metrics['perf/step_time_seconds'] == 0.5
+    assert metrics['perf/data_loading_seconds'] == 0.0625
 
 
 def test_share_of_the_peak(clock):
@@ -73,8 +73,8 @@ def test_without_a_peak_there_is_no_share(clock):
     step(pace, clock, 0.5)
     assert set(pace.read_interval()) == {
         'perf/tokens_per_second',
-        'perf/step_seconds',
-        'perf/data_wait_seconds',
+        'perf/step_time_seconds',
+        'perf/data_loading_seconds',
     }
 
 
@@ -90,16 +90,16 @@ def test_pauses_do_not_count(clock):
             clock.now += seconds
     step(pace, clock, 0.375)
     metrics = pace.read_interval()
-    assert metrics['perf/step_seconds'] == 0.5
+    assert metrics['perf/step_time_seconds'] == 0.5
     assert metrics['perf/eval_seconds'] == 1000
-    assert metrics['perf/save_seconds'] == 3
+    assert metrics['perf/checkpoint_blocked_seconds'] == 3
     # Control: the same time outside of a pause counts.
     clock.now += 1000
     step(pace, clock, 0.5)
     metrics = pace.read_interval()
-    assert metrics['perf/step_seconds'] == 1000.5
+    assert metrics['perf/step_time_seconds'] == 1000.5
     assert 'perf/eval_seconds' not in metrics
-    assert pace.read_total()['perf/save_seconds'] == 3
+    assert pace.read_total()['perf/checkpoint_blocked_seconds'] == 3
 
 
 def test_intervals_and_the_total(clock):
@@ -108,9 +108,9 @@ def test_intervals_and_the_total(clock):
     assert pace.read_interval() == {}
     assert pace.read_total() == {}
     step(pace, clock, 1.0)
-    assert pace.read_interval()['perf/step_seconds'] == 1.0
+    assert pace.read_interval()['perf/step_time_seconds'] == 1.0
     assert pace.read_interval() == {}
     step(pace, clock, 3.0)
-    assert pace.read_interval()['perf/step_seconds'] == 3.0
-    assert pace.read_total()['perf/step_seconds'] == 2.0
+    assert pace.read_interval()['perf/step_time_seconds'] == 3.0
+    assert pace.read_total()['perf/step_time_seconds'] == 2.0
     assert pace.read_total()['perf/tokens_per_second'] == 500

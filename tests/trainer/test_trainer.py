@@ -29,10 +29,10 @@ from tests.test_train import arguments, curve
 STEPS = 8
 SETTINGS = {
     'train__num_steps': STEPS,
-    'train__compile_cache': '',
-    'eval__every': 4,
-    'checkpoint__every_steps': 4,
-    'checkpoint__keep_last': 1,
+    'train__compilation_cache_dir': '',
+    'eval__interval': 4,
+    'checkpoint__save_interval_steps': 4,
+    'checkpoint__max_to_keep': 1,
     'optimizer__warmup_steps': 2,
 }
 
@@ -111,7 +111,7 @@ def runs(live, tmp_path_factory):
     return SimpleNamespace(
         whole=run('whole', Step()),
         resumed=run('resumed', Step(stops_at=3), Step()),
-        rolled_back=run('rolled_back', Step(bad=(5, 6)), train__max_skipped_steps=2),
+        rolled_back=run('rolled_back', Step(bad=(5, 6)), guard__max_consecutive_skips=2),
     )
 
 
@@ -143,9 +143,9 @@ def test_lines_of_metrics(whole):
     for line in lines:
         assert line['train/tokens'] == line['step'] * rows * window
         assert line['train/best_loss'] == min(losses(whole.workdir)[n] for n in range(1, line['step'] + 1))
-        assert (line['train/skipped'], line['train/grad_norm'], line['data/window']) == (0, 2.0, window)
+        assert (line['train/skipped_steps'], line['train/grad_norm'], line['data/seq_len']) == (0, 2.0, window)
         assert line['train/perplexity'] == pytest.approx(np.exp(line['train/loss']))
-        assert line['perf/tokens_per_second'] == pytest.approx(rows * window / line['perf/step_seconds'])
+        assert line['perf/tokens_per_second'] == pytest.approx(rows * window / line['perf/step_time_seconds'])
 
 
 def test_it_evaluates_and_saves_as_often_as_configured(whole):
@@ -159,7 +159,7 @@ def test_it_evaluates_and_saves_as_often_as_configured(whole):
 def test_events_of_a_life(whole):
     (started,) = events(whole.workdir, 'started')
     config = read_config(whole.workdir)
-    assert started['tokens_per_step'] == config.train.global_batch * config.data.window
+    assert started['tokens_per_step'] == config.train.global_batch_size * config.data.seq_len
     assert (started['num_steps'], started['pid'], started['peak_tflops']) == (STEPS, os.getpid(), 1)
     assert f'× cpu (fsdp={jax.device_count()})' in started['message']
     assert started['dataset']['sources'][0]['weight'] == 1
@@ -216,6 +216,8 @@ def test_bad_steps_are_left_out_after_a_rollback(whole, runs):
 
 
 def test_a_run_that_cannot_go_back_stops(live, tmp_path):
-    assert live(tmp_path / 'run', Step(bad=(1, 2)), train__max_skipped_steps=2, guard__max_rollbacks=0) == EXIT_FAILED
+    assert (
+        live(tmp_path / 'run', Step(bad=(1, 2)), guard__max_consecutive_skips=2, guard__max_rollbacks=0) == EXIT_FAILED
+    )
     (end,) = events(tmp_path / 'run', 'diverged')
     assert end['message'].startswith('stopped at step 3: steps 1 to 2: 2 in a row had a loss ')

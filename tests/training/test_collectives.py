@@ -30,9 +30,9 @@ MODEL = {
     'model__num_heads': 4,
     'model__vocab_size': 1024,
     'model__dtype': 'bfloat16',
-    'data__window': WINDOW,
-    'data__isolate_documents': False,
-    'train__global_batch': GLOBAL_BATCH,
+    'data__seq_len': WINDOW,
+    'data__document_mask': False,
+    'train__global_batch_size': GLOBAL_BATCH,
 }
 # Of a block of Llama: query, key, value, out, gate, up, down.
 MATRICES = 7
@@ -59,7 +59,7 @@ class Program:
 
 @pytest.fixture(scope='module')
 def sharded():
-    return Program(model__remat='full')
+    return Program(model__remat_policy='full')
 
 
 def size(tree):
@@ -93,7 +93,7 @@ def test_gathers_are_started_before_they_are_waited_for(sharded):
 def test_without_the_options_of_the_device_gathers_are_waited_for(monkeypatch):
     """A control of the test above."""
     monkeypatch.delitem(DEVICE_OPTIONS, 'TPU v4')
-    plain = gathers(Program(model__remat='full'))
+    plain = gathers(Program(model__remat_policy='full'))
     assert (plain.count_async, plain.share) == (0, 0)
 
 
@@ -105,7 +105,7 @@ def test_zero_3_keeps_no_whole_parameters(sharded):
 
 @pytest.mark.nightly
 def test_zero_1_shards_the_optimizer_alone(sharded):
-    program = Program(model__remat='full', mesh__zero=1)
+    program = Program(model__remat_policy='full', mesh__zero_stage=1)
     params, moments = size(program.state.params), size(program.state.opt_state)
     assert program.memory['state'] == pytest.approx(params + moments / CHIPS + BATCH, rel=0.02)
     # New parameters are brought together after the update, none while a layer is at work.

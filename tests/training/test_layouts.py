@@ -25,7 +25,7 @@ QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes
 COMMON = {
     'model__vocab_size': 64,
     'model__num_layers': 4,
-    'train__global_batch': 16,
+    'train__global_batch_size': 16,
     'train__z_loss': 0.01,
     'optimizer__warmup_steps': 0,
 }
@@ -33,28 +33,35 @@ LLAMA = {'model__family': 'llama', 'model__num_kv_heads': 2}
 # A vocabulary that devices cannot share equally.
 PADDED = {'model__vocab_size': 61}
 LAYOUTS = [
-    {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__zero': 2, 'train__micro_batch': 1, **LLAMA},
+    {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__zero_stage': 2, 'train__per_device_batch_size': 1, **LLAMA},
     {
         'mesh__replica': 2,
         'mesh__fsdp': 2,
         'mesh__tensor': 2,
-        'train__micro_batch': 1,
-        'model__remat': 'full',
+        'train__per_device_batch_size': 1,
+        'model__remat_policy': 'full',
         **LLAMA,
         **PADDED,
     },
-    {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'model__remat': 'dots', **LLAMA},
-    {'mesh__stage': 2, 'mesh__stage_repeats': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'train__micro_batch': 1, **LLAMA},
-    {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__offload': 'all', 'train__micro_batch': 1, **LLAMA},
+    {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'model__remat_policy': 'dots', **LLAMA},
+    {
+        'mesh__stage': 2,
+        'mesh__num_pipeline_repeats': 2,
+        'mesh__data': 2,
+        'mesh__tensor': 2,
+        'train__per_device_batch_size': 1,
+        **LLAMA,
+    },
+    {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__host_offload': 'all', 'train__per_device_batch_size': 1, **LLAMA},
 ]
 NIGHTLY_LAYOUTS = [
     {'mesh__fsdp': 4, 'mesh__tensor': 2, 'optimizer__name': 'muon', 'model__family': 'nanochat', **PADDED},
     {'mesh__data': 8, 'mesh__fsdp': 1},
     {'mesh__fsdp': 8},
-    {'mesh__fsdp': 8, 'mesh__zero': 1},
+    {'mesh__fsdp': 8, 'mesh__zero_stage': 1},
     {'mesh__tensor': 4, 'mesh__fsdp': 2, 'model__scan_layers': False},
     # Tied tables, of which only the gradients are split by ZeRO.
-    {'mesh__tensor': 4, 'mesh__fsdp': 2, 'mesh__zero': 2, **PADDED},
+    {'mesh__tensor': 4, 'mesh__fsdp': 2, 'mesh__zero_stage': 2, **PADDED},
     {'mesh__replica': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 1},
     {'mesh__fsdp': 4, 'mesh__data': 2, **LLAMA},
     {'mesh__context': 8},
@@ -62,16 +69,30 @@ NIGHTLY_LAYOUTS = [
         'mesh__context': 4,
         'mesh__data': 2,
         'mesh__fsdp': 1,
-        'train__micro_batch': 2,
+        'train__per_device_batch_size': 2,
         'model__attention_pattern': 'SL',
         'model__sliding_window': 5,
     },
-    {'mesh__stage': 2, 'mesh__fsdp': 4, 'train__micro_batch': 1},
-    {'mesh__stage': 4, 'mesh__data': 2, 'mesh__fsdp': 1, 'train__micro_batch': 2},
-    {'mesh__stage': 2, 'mesh__context': 2, 'mesh__fsdp': 2, 'train__micro_batch': 2, **LLAMA, 'model__remat': 'full'},
-    {'mesh__stage': 2, 'mesh__context': 2, 'mesh__tensor': 2, 'train__micro_batch': 2, 'mesh__fsdp': 1, **PADDED},
-    {'mesh__stage': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'mesh__zero': 2, 'train__micro_batch': 4},
-    {'mesh__fsdp': 8, 'mesh__offload': 'optimizer', 'model__remat': 'offload'},
+    {'mesh__stage': 2, 'mesh__fsdp': 4, 'train__per_device_batch_size': 1},
+    {'mesh__stage': 4, 'mesh__data': 2, 'mesh__fsdp': 1, 'train__per_device_batch_size': 2},
+    {
+        'mesh__stage': 2,
+        'mesh__context': 2,
+        'mesh__fsdp': 2,
+        'train__per_device_batch_size': 2,
+        **LLAMA,
+        'model__remat_policy': 'full',
+    },
+    {
+        'mesh__stage': 2,
+        'mesh__context': 2,
+        'mesh__tensor': 2,
+        'train__per_device_batch_size': 2,
+        'mesh__fsdp': 1,
+        **PADDED,
+    },
+    {'mesh__stage': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'mesh__zero_stage': 2, 'train__per_device_batch_size': 4},
+    {'mesh__fsdp': 8, 'mesh__host_offload': 'optimizer', 'model__remat_policy': 'offload'},
 ]
 
 
@@ -90,7 +111,7 @@ def train(config):
     layout = small_layout(config)
     step = compile_train_step(config, layout, abstract_state(config, layout), options=QUICK).step
     state, history, moments = small_state(config, layout), [], {}
-    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     for _ in range(STEPS):
         state, metrics = step(state, batch)
         history.append([float(metrics[name]) for name in ('loss', 'grad_norm', 'param_norm')])
@@ -112,7 +133,7 @@ def test_every_layout_computes_what_one_device_computes(layout):
     model = {
         key: value
         for key, value in layout.items()
-        if key.startswith(('model', 'optimizer')) and key not in ('model__remat', 'model__scan_layers')
+        if key.startswith(('model', 'optimizer')) and key not in ('model__remat_policy', 'model__scan_layers')
     }
     moments, history = on_one_device(tuple(model.items()))
     config = small_config(num_devices=8, **{**COMMON, **layout})
@@ -151,5 +172,5 @@ def test_a_table_that_splits_two_axes_over_one_mesh_axis_is_refused(monkeypatch,
         jax.eval_shape(
             make_train_step(config, layout),
             abstract_state(config, layout),
-            layout.put_batch(small_batch(config), config.train.global_batch),
+            layout.put_batch(small_batch(config), config.train.global_batch_size),
         )

@@ -17,17 +17,19 @@ from tests.small import small_config
 # symbol is there four times, so this is 128 tokens before.
 SHORT, LONG, SYMBOLS, PERIOD = 64, 256, 16, 33
 RATE = 3e-3
-LINEAR, YARN = ({'model__rotary_scaling': kind, 'model__rotary_factor': LONG / SHORT} for kind in ('linear', 'yarn'))
+LINEAR, YARN = (
+    {'model__rope_scaling': kind, 'model__rope_scaling_factor': LONG / SHORT} for kind in ('linear', 'yarn')
+)
 
 
 def config_at(window, **overrides):
     sizes = {'model__num_layers': 1, 'model__dim': 64, 'model__num_heads': 2, 'model__ffn_dim': 128}
-    return small_config(model__family='llama', data__window=window, **sizes, **overrides)
+    return small_config(model__family='llama', data__seq_len=window, **sizes, **overrides)
 
 
 def losses(config, params, key, rows):
     """Of the first tokens of the symbols that come for the second time."""
-    stretch = config.data.window // SHORT
+    stretch = config.data.seq_len // SHORT
     graph, _ = nnx.split(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
     block = jax.random.randint(key, (rows, PERIOD), 0, SYMBOLS)
     tokens = jnp.repeat(jnp.concatenate([block, block], axis=1)[:, :SHORT], stretch, axis=1)
@@ -83,5 +85,5 @@ def test_scaled_positions_and_a_few_steps_reach_further(learned):
     # YaRN leaves the fastest pair, which has to be learned again.
     assert evaluate(yarn, train(yarn, learned, 80, 8)) < 0.4 * math.log(SYMBOLS)
     # A larger base turns all pairs otherwise: it takes longer, and begins by unlearning what is wrong.
-    base = config_at(LONG, model__rotary_theta=1e6)
+    base = config_at(LONG, model__rope_theta=1e6)
     assert evaluate(base, train(base, learned, 20, 8)) < 0.8 * evaluate(config_at(LONG), learned)

@@ -25,9 +25,10 @@ COMMON = {
 }
 LAYOUTS = [
     {'mesh__fsdp': 2, 'mesh__tensor': 2},
-    {'mesh__stage': 2, 'mesh__fsdp': 2, 'train__micro_batch': 1, 'model__remat': 'full'},
+    {'mesh__stage': 2, 'mesh__fsdp': 2, 'train__per_device_batch_size': 1, 'model__remat_policy': 'full'},
     pytest.param(
-        {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__zero': 2, 'model__scan_layers': False}, marks=pytest.mark.nightly
+        {'mesh__context': 2, 'mesh__fsdp': 2, 'mesh__zero_stage': 2, 'model__scan_layers': False},
+        marks=pytest.mark.nightly,
     ),
 ]
 
@@ -45,11 +46,11 @@ def results(**settings):
     graph, _ = nnx.split(abstract_model(config, layout))
     params = with_arrays(initial_params(), adapter_arrays(config.model))
     params = jax.device_put(params, param_shardings(config, layout))
-    T = config.data.window
+    T = config.data.seq_len
     order = zigzag(T, layout.parts('length')) if layout.parts('length') > 1 else np.arange(T)
     batch = {name: rows[:, order] for name, rows in small_batch(config).items()}
-    batch = layout.put_batch(batch, config.train.global_batch)
-    weights = np.random.default_rng(0).normal(size=(config.train.global_batch, T, config.model.dim))
+    batch = layout.put_batch(batch, config.train.global_batch_size)
+    weights = np.random.default_rng(0).normal(size=(config.train.global_batch_size, T, config.model.dim))
 
     def loss(params):
         x_BTD, _ = nnx.merge(graph, params)(

@@ -14,7 +14,7 @@ from tests.small import small_batch, small_config, small_layout, small_state
 next_loss_scale = jax.jit(next_without_jit, static_argnums=2)
 
 STEPS = 20
-SETTINGS = {'train__loss_scale': 1024.0, 'train__loss_scale_steps': 100, 'optimizer__warmup_steps': 0}
+SETTINGS = {'train__initial_loss_scale': 1024.0, 'train__loss_scale_growth_interval': 100, 'optimizer__warmup_steps': 0}
 
 
 class Run:
@@ -25,7 +25,7 @@ class Run:
         self.layout = small_layout(self.config)
         self.step = jax.jit(make_train_step(self.config, self.layout))
         self.state = small_state(self.config, self.layout)
-        self.batch = self.layout.put_batch(small_batch(self.config), self.config.train.global_batch)
+        self.batch = self.layout.put_batch(small_batch(self.config), self.config.train.global_batch_size)
 
     def with_scale(self, scale, good_steps=0):
         """The state before the first step, with another scale."""
@@ -59,7 +59,7 @@ def single():
 
 
 def test_the_scale_halves_after_overflows_and_doubles_after_good_steps():
-    config = small_config(train__loss_scale=8.0, train__loss_scale_steps=3).train
+    config = small_config(train__initial_loss_scale=8.0, train__loss_scale_growth_interval=3).train
     state, seen = first_loss_scale(config), []
     for overflow in (False, False, True, False, False, False, False, True, True, False, False, False):
         state = next_loss_scale(state, jnp.bool(overflow), config)
@@ -74,7 +74,7 @@ def test_the_scale_halves_after_overflows_and_doubles_after_good_steps():
     [(1.0, True, 1.0), (1.5, True, 1.0), (2.0, True, 1.0), (2.0**29, False, 2.0**30), (2.0**30, False, 2.0**30)],
 )
 def test_the_scale_has_bounds(scale, overflow, wanted):
-    config = small_config(train__loss_scale=scale, train__loss_scale_steps=1).train
+    config = small_config(train__initial_loss_scale=scale, train__loss_scale_growth_interval=1).train
     assert float(next_loss_scale(first_loss_scale(config), jnp.bool(overflow), config).scale) == wanted
 
 

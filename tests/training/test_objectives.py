@@ -10,13 +10,13 @@ import pytest
 from maxlm.config.schema_rl import DpoConfig, GrpoConfig
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
-from maxlm.training.objectives import aux_names, make_log_probs, make_objective, zero_sums
+from maxlm.training.objectives import DPO_PARTS, aux_names, make_log_probs, make_objective, zero_sums
 from tests.small import small_batch, small_config, small_layout, small_state
 
 NUM_SOURCES = 3
 SOURCES = np.array([0, 0, 1, 1, 1, 2, 2, 2], np.int32)
-DPO = DpoConfig(beta=0.3, next_token_weight=0.5)
-GRPO = GrpoConfig(samples=4, max_tokens=10, kl_weight=0.2)
+DPO = DpoConfig(beta=0.3, rpo_alpha=0.5)
+GRPO = GrpoConfig(num_generations=4, max_completion_length=10, kl_coef=0.2)
 
 
 def config_of(objective, **sections):
@@ -28,7 +28,7 @@ CONFIGS = {
     'next_token': config_of('next_token'),
     'dpo': config_of('dpo', dpo=DPO),
     'grpo': config_of('grpo', grpo=GRPO),
-    'budget': config_of('grpo', grpo=dataclasses.replace(GRPO, loss_mean='budget', kl_weight=0.0)),
+    'budget': config_of('grpo', grpo=dataclasses.replace(GRPO, loss_type='dr_grpo', kl_coef=0.0)),
 }
 
 
@@ -119,7 +119,7 @@ def test_the_loss_of_preferences(found):
     assert sums.weight == sums.parts_count == terms.pairs > 0
     assert sums.tokens == batch_of_responses()['weights'].sum()
     for name, value in sums.parts.items():
-        np.testing.assert_allclose(value, getattr(terms, name), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(value, getattr(terms, DPO_PARTS[name]), rtol=1e-5, atol=1e-6)
     # The model is not its reference.
     assert terms.margin != 0
 
@@ -129,10 +129,10 @@ def test_the_loss_of_responses(found):
     wanted = found[1]['grpo']
     np.testing.assert_allclose([objective, sums.loss], wanted.objective, rtol=1e-5)
     parts = {
-        'clip_share': wanted.clipped,
+        'clip_fraction': wanted.clipped,
         'entropy': wanted.entropy,
-        'old_kl': wanted.old_kl,
-        'reference_kl': wanted.reference_kl,
+        'approx_kl': wanted.old_kl,
+        'kl': wanted.reference_kl,
     }
     assert sums.parts.keys() == parts.keys()
     for name, value in parts.items():
@@ -144,8 +144,8 @@ def test_the_loss_of_responses(found):
 
 def test_a_budget_counts_the_longest_response_of_every_row(found):
     _, sums = found[0]['budget']
-    assert sums.weight == 8 * GRPO.max_tokens
-    assert 'reference_kl' not in sums.parts
+    assert sums.weight == 8 * GRPO.max_completion_length
+    assert 'kl' not in sums.parts
     # Control: without the divergence from a reference the loss is another.
     assert sums.loss != found[0]['grpo'][1].loss
 

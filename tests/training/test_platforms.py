@@ -26,7 +26,7 @@ def cudnn_9_13():
 
 @functools.cache
 def lowered(platform, backend, *overrides, spec='1b.py', devices=1):
-    config = load(f'{ROOT}/configs/{spec}', ['train.global_batch=32', *overrides])
+    config = load(f'{ROOT}/configs/{spec}', ['train.global_batch_size=32', *overrides])
     config = resolve(config, platform=backend, num_devices=devices, vocab_size=32, windows=100)
     # With several devices the kernel hides in a partitioning call until they are known.
     layout = make_layout(config.mesh, jax.devices()[:devices])
@@ -44,7 +44,7 @@ def test_gpu_runs_fused_attention_with_documents_masked():
     assert fused_calls(lowered('cuda', 'gpu')) == with_bias
     # Control: without documents to keep apart the kernel needs no mask of ours.
     plain = {'__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'}
-    assert fused_calls(lowered('cuda', 'gpu', 'data.isolate_documents=false')) == plain
+    assert fused_calls(lowered('cuda', 'gpu', 'data.document_mask=false')) == plain
     assert fused_calls(lowered('cuda', 'gpu', 'model.attention=xla')) == set()
 
 
@@ -66,7 +66,7 @@ def sliding_windows(text):
 
 
 def test_gpu_kernels_know_their_windows():
-    overrides = ['model.attention_pattern=SL', 'model.sliding_window=512', 'data.isolate_documents=false']
+    overrides = ['model.attention_pattern=SL', 'model.sliding_window=512', 'data.document_mask=false']
     assert sliding_windows(lowered('cuda', 'gpu', *overrides)) == {0, 512}
     # Control: without a pattern there is none.
     assert sliding_windows(lowered('cuda', 'gpu', overrides[-1])) <= {0}
@@ -84,6 +84,6 @@ def test_gpu_kernels_know_their_windows():
     ],
 )
 def test_steps_of_other_families_lower(spec, platform, backend):
-    text = lowered(platform, backend, 'train.micro_batch=4', 'data.window=2048', spec=spec)
+    text = lowered(platform, backend, 'train.per_device_batch_size=4', 'data.seq_len=2048', spec=spec)
     assert 'stablehlo.dot_general' in text
     assert bool(fused_calls(text)) == (platform == 'cuda')

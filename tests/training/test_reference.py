@@ -21,7 +21,7 @@ ADAPTERS = {'model__family': 'llama', 'model__lora_rank': 2}
         (DPO, True),
         # The model without its adapters is the reference, unless something else is trained too.
         ({**DPO, **ADAPTERS}, False),
-        ({**DPO, **ADAPTERS, 'optimizer__trained': ('embedding',)}, True),
+        ({**DPO, **ADAPTERS, 'optimizer__trainable_params': ('embedding',)}, True),
         (ADAPTERS, False),
     ],
 )
@@ -33,12 +33,12 @@ def test_rewards_need_a_reference_only_for_its_divergence():
     config = small_config()
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, objective='grpo'))
     assert not has_reference_params(config)
-    assert has_reference_params(dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, kl_weight=0.1)))
+    assert has_reference_params(dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, kl_coef=0.1)))
 
 
 def test_each_kind_is_kept_in_the_type_that_the_model_takes():
     config = small_config(**DPO)
-    in_8_bits = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul='fp8'))
+    in_8_bits = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul_precision='fp8'))
     kinds = ('table', 'head', 'matrix', 'vector')
     assert [stored_dtype(config, kind) for kind in kinds] == [jnp.bfloat16] * 3 + [jnp.float32]
     # Products of 8-bit floats round the float32 parameter.

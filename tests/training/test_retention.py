@@ -4,7 +4,7 @@ import pytest
 
 from maxlm.training.retention import SavedStep, best_step, next_check, retention_reasons, should_save
 
-NEVER = {'num_steps': 100, 'every_steps': 0, 'permanent_every': 0, 'seconds': 1e9, 'every_minutes': 0.0}
+NEVER = {'num_steps': 100, 'save_interval_steps': 0, 'keep_period': 0, 'seconds': 1e9, 'save_interval_minutes': 0.0}
 
 
 @pytest.mark.parametrize(
@@ -12,16 +12,16 @@ NEVER = {'num_steps': 100, 'every_steps': 0, 'permanent_every': 0, 'seconds': 1e
     [
         (99, {}, False),
         (100, {}, True),
-        (20, {'every_steps': 10}, True),
-        (21, {'every_steps': 10}, False),
-        (21, {'permanent_every': 7}, True),
-        (22, {'permanent_every': 7}, False),
-        (3, {'every_minutes': 1.0, 'seconds': 60.0}, True),
-        (3, {'every_minutes': 1.0, 'seconds': 59.9}, False),
-        (3, {'every_minutes': 0.5, 'seconds': 30.0}, True),
+        (20, {'save_interval_steps': 10}, True),
+        (21, {'save_interval_steps': 10}, False),
+        (21, {'keep_period': 7}, True),
+        (22, {'keep_period': 7}, False),
+        (3, {'save_interval_minutes': 1.0, 'seconds': 60.0}, True),
+        (3, {'save_interval_minutes': 1.0, 'seconds': 59.9}, False),
+        (3, {'save_interval_minutes': 0.5, 'seconds': 30.0}, True),
         # One rule does not silence another.
-        (20, {'every_steps': 10, 'every_minutes': 1.0, 'seconds': 0.0}, True),
-        (21, {'every_steps': 10, 'every_minutes': 1.0, 'seconds': 61.0}, True),
+        (20, {'save_interval_steps': 10, 'save_interval_minutes': 1.0, 'seconds': 0.0}, True),
+        (21, {'save_interval_steps': 10, 'save_interval_minutes': 1.0, 'seconds': 61.0}, True),
     ],
 )
 def test_when_a_step_is_saved(step, changes, due):
@@ -54,10 +54,8 @@ SAVED = [SavedStep(step, loss) for step, loss in LOSSES.items()]
     ],
 )
 def test_what_is_kept(rules, kept):
-    keep_last, keep_best, permanent_every = rules
-    reasons = retention_reasons(
-        reversed(SAVED), keep_last=keep_last, keep_best=keep_best, permanent_every=permanent_every
-    )
+    max_to_keep, keep_best, keep_period = rules
+    reasons = retention_reasons(reversed(SAVED), max_to_keep=max_to_keep, keep_best=keep_best, keep_period=keep_period)
     assert list(reasons) == list(LOSSES)
     assert {step: why for step, why in reasons.items() if why} == kept
 

@@ -30,7 +30,7 @@ from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
 
 MOST = 3
-GUARDED = {'train__max_skipped_steps': MOST, 'guard__rollback_margin': 5, 'guard__max_rollbacks': 2}
+GUARDED = {'guard__max_consecutive_skips': MOST, 'guard__rollback_skip_steps': 5, 'guard__max_rollbacks': 2}
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_bad_steps_lead_back_to_a_good_checkpoint(bad, saved, wanted):
     ('decisions', 'saved', 'words'),
     [
         (RunControl(rollbacks=2), [0], ['steps 31 to 33', '3 in a row', '2 rollback(s)', 'guard.max_rollbacks']),
-        (RunControl(), [31, 40], ['no checkpoint is older', 'train.max_skipped_steps']),
-        (RunControl(), [], ['no checkpoint is older', 'optimizer.learning_rate', 'guard.spike_deviations']),
+        (RunControl(), [31, 40], ['no checkpoint is older', 'guard.max_consecutive_skips']),
+        (RunControl(), [], ['no checkpoint is older', 'optimizer.learning_rate', 'guard.spike_threshold']),
     ],
 )
 def test_where_there_is_no_way_back_the_run_stops_and_says_why(decisions, saved, words):
@@ -81,7 +81,7 @@ def test_after_a_rollback():
     # Decided later, for a place in the run to which it does not come any more.
     now = RunControl(rollbacks=1, rate_factor=0.5, hours=3.0, evaluations_without_progress=4, step_seconds=8.0)
     now = now._replace(num_steps=60, planned_step=50, planned_share=0.75, warmup_share=0.5)
-    guard = small_config(guard__rollback_rate_factor=0.5).guard
+    guard = small_config(guard__rollback_lr_factor=0.5).guard
     assert rolled_back(now, restored, ((4, 6),), guard) == RunControl(
         skips=((4, 6),),
         rollbacks=2,
@@ -109,7 +109,7 @@ def test_the_config_with_what_was_decided():
 
 
 @pytest.mark.parametrize(
-    ('losses', 'patience', 'min_delta', 'stops_at'),
+    ('losses', 'patience', 'early_stopping_min_delta', 'stops_at'),
     [
         ([3, 2, 1, 0.5], 1, 0.0, None),
         ([3, 2, 2, 2], 2, 0.0, 4),
@@ -122,15 +122,19 @@ def test_the_config_with_what_was_decided():
         ([1, 2, 3, 4, 5], 0, 0.0, None),
     ],
 )
-def test_early_stopping(losses, patience, min_delta, stops_at):
-    guard = small_config(guard__patience=patience, guard__min_delta=min_delta, eval__every=1).guard
+def test_early_stopping(losses, patience, early_stopping_min_delta, stops_at):
+    guard = small_config(
+        guard__early_stopping_patience=patience,
+        guard__early_stopping_min_delta=early_stopping_min_delta,
+        eval__interval=1,
+    ).guard
     decisions, stopped = RunControl(), None
     for number, loss in enumerate(losses, start=1):
         decisions = from_json(json.loads(json.dumps(to_json(after_evaluation(decisions, loss, guard)))))
         stop = stops_early(decisions, guard)
         if stop and stopped is None:
             stopped = number
-            assert 'guard.patience' in stop.reason
+            assert 'guard.early_stopping_patience' in stop.reason
     assert stopped == stops_at
 
 
@@ -180,14 +184,14 @@ def test_the_time_until_an_alert_or_an_end():
 
 
 def test_whether_a_run_is_over():
-    config = small_config(train__num_steps=9, guard__max_hours=2.0, guard__patience=2, eval__every=1)
+    config = small_config(train__num_steps=9, guard__max_hours=2.0, guard__early_stopping_patience=2, eval__interval=1)
     assert ended(config, RunControl(), 8) == ''
     assert ended(config, RunControl(), 9) == 'step 9 of 9 is done'
     hours = small_config(train__num_steps=0, train__hours=1.0)
     assert ended(hours, RunControl(num_steps=20), 19) == ''
     assert ended(hours, RunControl(num_steps=20), 20) == 'step 20 of 20 is done'
     assert 'guard.max_hours=2 is used up' in ended(config, RunControl(hours=2.0), 1)
-    assert 'guard.patience' in ended(config, RunControl(evaluations_without_progress=2), 1)
+    assert 'guard.early_stopping_patience' in ended(config, RunControl(evaluations_without_progress=2), 1)
 
 
 def test_decisions_come_back_from_json():
@@ -207,7 +211,7 @@ class Loop:
     def __init__(self):
         # Dropout shows that a step draws by its own number.
         model = {'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2, 'model__dropout': 0.1}
-        self.config = small_config(**{**GUARDED, 'guard__rollback_margin': 2}, **model, guard__window=16)
+        self.config = small_config(**{**GUARDED, 'guard__rollback_skip_steps': 2}, **model, guard__spike_window=16)
         self.layout = small_layout(self.config)
         self.step = jax.jit(make_train_step(self.config, self.layout))
 
@@ -215,7 +219,7 @@ class Loop:
         batch = small_batch(self.config, seed=number)
         if number in self.POISON:
             batch['weights'][:] = np.nan
-        return self.layout.put_batch(batch, self.config.train.global_batch)
+        return self.layout.put_batch(batch, self.config.train.global_batch_size)
 
     def run(self, start, decisions, *, guarded=True, lives=99):
         """From a saved (state, JSON) to the end, as often as it takes; or until `lives` are over."""

@@ -29,7 +29,9 @@ SCHEDULES = ['cosine', 'linear', 'wsd', 'constant']
 
 
 def hours(budget=1.0, **settings):
-    return small_config(**{'train__num_steps': 0, 'train__hours': budget, 'checkpoint__every_steps': 0, **settings})
+    return small_config(
+        **{'train__num_steps': 0, 'train__hours': budget, 'checkpoint__save_interval_steps': 0, **settings}
+    )
 
 
 def rates(config, progress, steps):
@@ -65,18 +67,18 @@ def test_the_length_is_what_fits_into_what_is_left():
 
 def test_evaluations_and_saves_are_part_of_the_time():
     every = {
-        'eval__every': 10,
-        'eval__tasks_every': 25,
+        'eval__interval': 10,
+        'eval__tasks_interval': 25,
         'eval__tasks': ('arc_easy',),
-        'checkpoint__every_steps': 20,
-        'checkpoint__permanent_every': 50,
+        'checkpoint__save_interval_steps': 20,
+        'checkpoint__keep_period': 50,
     }
     config = small_config(**every)
     costs = Costs(step=1.0, evaluation=100.0, tasks=1e4, save=1e6, last_save=5e6)
     # From step 5: evaluations after 10, 20 … 90 and at the end, tasks after 25, 50, 75, saves after 20 … 80 and 50.
     assert seconds_until(100, step=5, costs=costs, config=config) == 95 + 10 * 100 + 4 * 1e4 + 5 * 1e6 + 5e6
     assert seconds_until(91, step=90, costs=costs, config=config) == 1 + 100 + 1e4 + 5e6
-    by_minutes = small_config(checkpoint__every_steps=0, checkpoint__every_minutes=1.0)
+    by_minutes = small_config(checkpoint__save_interval_steps=0, checkpoint__save_interval_minutes=1.0)
     assert seconds_until(130, step=0, costs=Costs(1.0, save=5.0), config=by_minutes) == 130 + 3 * 5
     # All of it fits, and a step more would not.
     config = hours(**every)
@@ -134,7 +136,7 @@ def test_one_program_serves_all_lengths():
     config = hours(model__num_layers=1, optimizer__warmup_steps=0)
     layout = small_layout(config)
     state = small_state(config, layout)
-    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     step = jax.jit(make_train_step(config, layout)).lower(state, batch).compile()
     embeddings = []
     for share, num_steps in [(0.0, UNDECIDED_STEPS), (0.25, 9), (0.5, 4)]:

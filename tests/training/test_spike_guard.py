@@ -17,7 +17,7 @@ from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
 
 W = 16
-GUARD = GuardConfig(window=W)
+GUARD = GuardConfig(spike_window=W)
 judge = jax.jit(spike_guard.check_spike, static_argnames='config')
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_a_spike_before_the_window_is_full():
 
 
 def test_without_a_window_only_what_is_not_finite_is_left_out():
-    off = GuardConfig(window=0)
+    off = GuardConfig(spike_window=0)
     assert first_window(off) is None
     ok, window = judge(None, jnp.float32(1e30), jnp.float32(1e30), off)
     assert ok
@@ -88,7 +88,7 @@ def test_without_a_window_only_what_is_not_finite_is_left_out():
 
 def test_the_limit_is_as_the_config_says(usual):
     found = [
-        bool(judge(usual, jnp.float32(3.6), jnp.float32(1), dataclasses.replace(GUARD, spike_deviations=number))[0])
+        bool(judge(usual, jnp.float32(3.6), jnp.float32(1), dataclasses.replace(GUARD, spike_threshold=number))[0])
         for number in (2.0, 100.0)
     ]
     assert found == [False, True]
@@ -115,13 +115,13 @@ def test_the_window_comes_back_from_json_bit_for_bit(steps):
 
 def test_another_length_of_the_window_keeps_the_newest_steps(usual):
     stored = window_to_json(usual)
-    longer = window_from_json(stored, GuardConfig(window=2 * W))
+    longer = window_from_json(stored, GuardConfig(spike_window=2 * W))
     assert (longer.good_QW.shape, int(longer.filled)) == ((2, 2 * W), W)
     assert window_to_json(longer) == stored
     shorter = window_from_json({name: [*range(2 * W)] for name in stored}, GUARD)
     assert window_to_json(shorter)['losses'] == [*range(W, 2 * W)]
     # Off now, or not there in an older checkpoint.
-    assert window_from_json(stored, GuardConfig(window=0)) is None
+    assert window_from_json(stored, GuardConfig(spike_window=0)) is None
     jax.tree.map(np.testing.assert_array_equal, window_from_json(None, GUARD), first_window(GUARD))
 
 
@@ -162,7 +162,7 @@ def test_usual_curves_raise_no_false_alarm(num_runs, steps, window):
     spiked = losses + 2.0 * by_loss, norms * np.where(planted & ~by_loss, 100, 1).astype(np.float32)
     assert planted.sum() > 0.0128 * num_runs * (steps - 200)
     both = [np.concatenate(pair) for pair in zip((losses, norms), spiked, strict=True)]
-    found = judgements(*both, GuardConfig(window=window))
+    found = judgements(*both, GuardConfig(spike_window=window))
     usual, with_spikes = np.asarray(found).reshape(2, num_runs, steps)
     assert usual.all()
     np.testing.assert_array_equal(with_spikes, ~planted)
@@ -173,7 +173,7 @@ class Run:
 
     def __init__(self):
         # In float16, whose state has the most parts.
-        settings = {'guard__window': W, 'optimizer__ema_decay': 0.9, 'optimizer__schedule': 'constant'}
+        settings = {'guard__spike_window': W, 'optimizer__ema_decay': 0.9, 'optimizer__schedule': 'constant'}
         self.config = small_config(model__dtype='float16', model__num_layers=1, optimizer__warmup_steps=0, **settings)
         self.layout = small_layout(self.config)
         self.step = jax.jit(make_train_step(self.config, self.layout))
@@ -190,7 +190,7 @@ class Run:
     def put(self, batch):
         return self.layout.put_batch(
             {name: np.asarray(rows, np.float32 if name == 'weights' else rows.dtype) for name, rows in batch.items()},
-            self.config.train.global_batch,
+            self.config.train.global_batch_size,
         )
 
 
@@ -239,7 +239,7 @@ def test_the_exploding_batch_would_be_taken_before_the_window_is_full(learned):
 
 
 def test_the_window_is_the_same_on_all_devices():
-    config = small_config(num_devices=8, guard__window=W, model__vocab_size=64)
+    config = small_config(num_devices=8, guard__spike_window=W, model__vocab_size=64)
     window = abstract_state(config, small_layout(config)).window
     assert isinstance(window, SpikeStatistics)
     for leaf, first in zip(window, first_window(config.guard), strict=True):

@@ -16,7 +16,7 @@ from tests.small import small_batch, small_config, small_layout, small_state
 MODEL = {'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2}
 CLIP_NORM = 0.25
 # Four micro-batches, gradients that are clipped, and a moving average.
-SETTINGS = {'train__micro_batch': 2, 'optimizer__clip_norm': CLIP_NORM, 'optimizer__ema_decay': 0.22}
+SETTINGS = {'train__per_device_batch_size': 2, 'optimizer__max_grad_norm': CLIP_NORM, 'optimizer__ema_decay': 0.22}
 
 
 class Step:
@@ -32,7 +32,7 @@ class Step:
 
     def with_weights(self, weights):
         """Returns the batch with other weights of its tokens."""
-        return self.layout.put_batch({**self.rows, 'weights': weights}, self.config.train.global_batch)
+        return self.layout.put_batch({**self.rows, 'weights': weights}, self.config.train.global_batch_size)
 
     def states(self, num_steps):
         """Returns the states and metrics after each of the first steps, all on the same batch."""
@@ -59,7 +59,7 @@ class Runs(NamedTuple):
 
 @pytest.fixture(scope='module')
 def runs():
-    step, whole = Step(**SETTINGS), Step(optimizer__clip_norm=0.0)
+    step, whole = Step(**SETTINGS), Step(optimizer__max_grad_norm=0.0)
     (state,), (metrics,) = whole.states(1)
     return Runs(step, *step.states(40), whole, state, metrics)
 
@@ -183,7 +183,7 @@ def test_training_with_muon_learns():
 
 def test_z_loss_is_differentiated_but_not_counted_as_loss(runs):
     without = runs.whole_metrics
-    _, (metrics,) = Step(train__z_loss=0.1, train__micro_batch=2, optimizer__clip_norm=0.0).states(1)
+    _, (metrics,) = Step(train__z_loss=0.1, train__per_device_batch_size=2, optimizer__max_grad_norm=0.0).states(1)
     np.testing.assert_allclose(metrics['loss'], without['loss'], rtol=1e-6)
     assert abs(metrics['grad_norm'] - without['grad_norm']) > 0.01
     # At the start all logits are near 0, so that Z is near the size of the vocabulary.
@@ -201,7 +201,7 @@ def test_evaluation_knows_neither_z_loss_nor_dropout():
     plain = eval_program()
     assert eval_program(train__z_loss=0.1, model__dropout=0.3) == plain
     # Control: micro-batches are seen.
-    assert eval_program(train__micro_batch=2) != plain
+    assert eval_program(train__per_device_batch_size=2) != plain
 
 
 def test_dropout_differs_by_step_only():
@@ -217,7 +217,12 @@ def test_dropout_differs_by_step_only():
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
 def test_the_initial_state_is_the_abstract_one(name):
-    settings = {'optimizer__moments': 'int8', 'optimizer__ema_decay': 0.9, 'guard__window': 16, 'model__dim': 64}
+    settings = {
+        'optimizer__moment_dtype': 'int8',
+        'optimizer__ema_decay': 0.9,
+        'guard__spike_window': 16,
+        'model__dim': 64,
+    }
     config = small_config(num_devices=8, mesh__tensor=2, model__vocab_size=64, optimizer__name=name, **settings)
     layout = small_layout(config)
     abstract, state = abstract_state(config, layout), jax.eval_shape(lambda: init_state(config, layout))

@@ -16,7 +16,7 @@ def count_operations(**settings):
     """Returns the number of operations that XLA is given for a step; nothing is compiled."""
     config = small_config(**settings)
     layout = small_layout(config)
-    shape = (config.train.global_batch, config.data.window)
+    shape = (config.train.global_batch_size, config.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
     lowered = jax.jit(make_train_step(config, layout)).lower(abstract_state(config, layout), batch)
     return lowered.as_text().count(' = ')
@@ -37,7 +37,8 @@ def test_layers_in_a_loop_are_compiled_once(few_layers):
 
 def test_micro_batches_are_compiled_once(few_layers):
     few, many = (
-        count_operations(model__num_layers=FEW, train__global_batch=rows, train__micro_batch=1) for rows in (FEW, MANY)
+        count_operations(model__num_layers=FEW, train__global_batch_size=rows, train__per_device_batch_size=1)
+        for rows in (FEW, MANY)
     )
     assert few == many
     # Control: it is another program than that of a single one.

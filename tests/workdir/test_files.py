@@ -53,7 +53,7 @@ def test_the_chat_template_comes_with_the_tokenizer(tmp_path, tokenizer):
 
 def test_what_may_change_between_two_lives_is_written_anew(tmp_path, tokenizer):
     start(tmp_path / 'run', small_config(), tokenizer)
-    config = small_config(model__dropout=0.5, model__remat='full', model__dtype='bfloat16', train__num_steps=99)
+    config = small_config(model__dropout=0.5, model__remat_policy='full', model__dtype='bfloat16', train__num_steps=99)
     start(tmp_path / 'run', config, tokenizer)
     assert read_config(tmp_path / 'run') == config
 

@@ -166,11 +166,11 @@ def load_template(given: str) -> ChatTemplate:
     try:
         source = read_text(given)
     except UnicodeDecodeError as error:
-        raise InputError(f'--chat_template={given}: byte {error.start} is not UTF-8; a Jinja file is needed') from error
+        raise InputError(f'--chat-template={given}: byte {error.start} is not UTF-8; a Jinja file is needed') from error
     except OSError as error:
         names = ', '.join(TEMPLATES)
         raise InputError(
-            f'--chat_template={given}: {os_message(error)}; give a Jinja file or one of {names}'
+            f'--chat-template={given}: {os_message(error)}; give a Jinja file or one of {names}'
         ) from error
     return ChatTemplate(source, name=given)
 

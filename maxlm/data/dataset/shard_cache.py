@@ -19,7 +19,8 @@ from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import RemoteManifest, parse_manifest, read_remote_manifest, remove_stale
 from maxlm.data.dataset.wait import LOCK_NAME, error_marker
 from maxlm.errors import InputError, os_message
-from maxlm.storage.download import ClosedError, RemoteFile, fetch_patiently, write_whole
+from maxlm.storage.atomic import atomic_write
+from maxlm.storage.download import ClosedError, RemoteFile, fetch_patiently
 from maxlm.storage.object_store import read_file
 from maxlm.storage.retry import OnWarning, RetryPolicy, TransientStorageError, redact
 
@@ -239,7 +240,7 @@ class Fetcher:
     def _give_up(self, file: RemoteFile, reason: str) -> None:
         self._on_alarm(reason)
         try:
-            write_whole(error_marker(file.path), reason.encode())
+            atomic_write(error_marker(file.path), reason.encode(), make_parents=True)
         except InputError as error:
             self._fail(f'{error}; {reason}')
 
@@ -270,7 +271,7 @@ def fetch_manifest(url: str, cache: Path, *, on_alarm: OnWarning) -> RemoteManif
                     f'{redact(manifest.url)}/{name} is not that of {MANIFEST_NAME} beside it: its checksum '
                     f'differs; copy the data set to the bucket again'
                 )
-            write_whole(cache / name, content)
+            atomic_write(cache / name, content, make_parents=True)
     except TransientStorageError as error:
         try:
             manifest = parse_manifest(url.rstrip('/'), (cache / MANIFEST_NAME).read_bytes())
@@ -281,7 +282,7 @@ def fetch_manifest(url: str, cache: Path, *, on_alarm: OnWarning) -> RemoteManif
         on_alarm(f'{error}; going on with {MANIFEST_NAME} in {cache}')
         return manifest
     remove_stale(manifest, cache)
-    write_whole(cache / MANIFEST_NAME, manifest.content)
+    atomic_write(cache / MANIFEST_NAME, manifest.content, make_parents=True)
     return manifest
 
 

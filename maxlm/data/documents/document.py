@@ -51,7 +51,7 @@ class Document:
 
 def raise_bad(name: str, reason: str) -> None:
     """The strict way to meet the bad document `name`: the reading ends."""
-    raise InputError(f'{reason} (--skip_bad leaves out what cannot be read)')
+    raise InputError(f'{reason} (--skip-bad-records leaves out what cannot be read)')
 
 
 def encode_each(

@@ -51,7 +51,7 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     if options.format == 'chat' or (options.format == 'auto' and (has_messages or not has_text)):
         return _said(name, source, entry, named, options)
     if not has_text:
-        hint = '--format=chat takes conversations' if has_format(named) else '--text_field names the key'
+        hint = '--format=chat takes conversations' if has_format(named) else '--text-field names the key'
         hint = '--format=preference takes pairs of answers' if has_preference(named) else hint
         raise ValueError(f'no text at the key {options.text_key!r}; {hint}; {told_fields(entry)}')
     text = entry.pop(options.text_key)
@@ -68,7 +68,7 @@ def _said(name: str, source: str, entry: Any, named: Any, options: ReadOptions) 
     if conversation is None:
         missing = f'no messages at the key {options.messages_field!r}' if options.messages_field else 'no conversation'
         no_text = '' if options.format == 'chat' else f', and no text at the key {options.text_key!r}'
-        hint = '--messages_field names the key' if options.messages_field else f'it needs {FORMATS}'
+        hint = '--messages-field names the key' if options.messages_field else f'it needs {FORMATS}'
         raise ValueError(f'{missing}{no_text}: {hint}; {told_fields(entry)}')
     return Document(name, source, conversation.text, conversation=conversation, metadata=_scalars(entry))
 

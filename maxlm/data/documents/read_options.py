@@ -45,4 +45,4 @@ class ReadOptions:
     @property
     def limit_told(self) -> str:
         """The limit of records, and the option that changes it, for messages."""
-        return f'{self.max_record_bytes / 2**20:g} MiB, the limit for a record; --max_record_mib changes it'
+        return f'{self.max_record_bytes / 2**20:g} MiB, the limit for a record; --max-record-mib changes it'

@@ -44,7 +44,7 @@ class Task(Protocol):
         """Does it; the result appears last, whole or not at all."""
 
 
-class Status(enum.Enum):
+class TaskStatus(enum.Enum):
     """How a task ended."""
 
     DONE = 'done'
@@ -59,7 +59,7 @@ class TaskResult:
     """How the task of this number ended, and why in one line."""
 
     number: int
-    ending: Status
+    ending: TaskStatus
     reason: str = ''
 
 
@@ -85,14 +85,14 @@ def run_with_retries(number: int, task: Task, report: OnProgress) -> TaskResult:
     try:
         task.run(report)
     except (InputError, TransientError) as error:
-        return TaskResult(number, Status.BAD if isinstance(error, InputError) else Status.FAILED, str(error))
+        return TaskResult(number, TaskStatus.BAD if isinstance(error, InputError) else TaskStatus.FAILED, str(error))
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
-            return TaskResult(number, Status.BAD, f'{error.filename or task.name}: {os_message(error)}')
+            return TaskResult(number, TaskStatus.BAD, f'{error.filename or task.name}: {os_message(error)}')
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f'{Path(place.filename).name}:{place.lineno}'
-        return TaskResult(number, Status.FAILED, f'{type(error).__name__}: {error} ({where})')
-    return TaskResult(number, Status.DONE)
+        return TaskResult(number, TaskStatus.FAILED, f'{type(error).__name__}: {error} ({where})')
+    return TaskResult(number, TaskStatus.DONE)
 
 
 def run_tasks(
@@ -138,8 +138,8 @@ def _run_round(
             running += 1
         for outcome in engine.wait(on_progress):
             running -= 1
-            if outcome.ending is Status.BAD:
+            if outcome.ending is TaskStatus.BAD:
                 raise InputError(outcome.reason)
-            if outcome.ending is Status.FAILED:
+            if outcome.ending is TaskStatus.FAILED:
                 failed[outcome.number] = outcome.reason
     return failed

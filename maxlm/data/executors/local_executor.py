@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from maxlm.data.executors.executor import OnProgress, Status, Task, TaskResult, run_with_retries
+from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStatus, run_with_retries
 
 # One thread per worker; the processes are what uses the cores.
 ONE_THREAD = {'TOKENIZERS_PARALLELISM': 'false', 'RAYON_NUM_THREADS': '1'}
@@ -140,7 +140,7 @@ class Processes:
             how = f'was killed by {signal.Signals(-code).name}'
         return TaskResult(
             number,
-            Status.FAILED,
+            TaskStatus.FAILED,
             f'its worker process {how}, perhaps for want of memory; fewer --workers need less',
         )
 

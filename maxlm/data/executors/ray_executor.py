@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from maxlm.data.executors.executor import OnProgress, Status, Task, TaskResult, run_with_retries
+from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStatus, run_with_retries
 from maxlm.data.executors.local_executor import ONE_THREAD, InProcess, Processes
 from maxlm.errors import InputError, os_message
 
@@ -35,7 +35,7 @@ class RayCluster:
         try:
             import ray  # an extra, and slow to import
         except ImportError as error:
-            raise InputError("--engine=ray needs ray: pip install 'maxlm[ray]'") from error
+            raise InputError("--executor=ray needs ray: pip install 'maxlm[ray]'") from error
         _refuse_silent(address)
         self._ray = ray
         self._joined = not ray.is_initialized()
@@ -45,7 +45,7 @@ class RayCluster:
         # Of Ray, of the network, of the address.
         except Exception as error:
             reason = ' '.join(str(error).split())[:300]
-            raise InputError(f'--ray_address={address}: no Ray cluster ({reason}); {REMEDY}') from error
+            raise InputError(f'--ray-address={address}: no Ray cluster ({reason}); {REMEDY}') from error
         self._remote = ray.remote(num_cpus=1, max_retries=0)(_attempt)
         self._running: dict[Any, int] = {}
 
@@ -75,7 +75,7 @@ class RayCluster:
             # A worker or a machine is gone, or has no memory left.
             except self._ray.exceptions.RayError as error:
                 reason = str(error).strip().partition('\n')[0][:300]
-                outcomes.append(TaskResult(number, Status.FAILED, f'{type(error).__name__}: {reason}'))
+                outcomes.append(TaskResult(number, TaskStatus.FAILED, f'{type(error).__name__}: {reason}'))
                 continue
             on_progress(*done)
             outcomes.append(outcome)
@@ -102,7 +102,7 @@ def _refuse_silent(address: str) -> None:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         reason = os_message(error) if isinstance(error, OSError) else str(error)
-        raise InputError(f'--ray_address={address}: no Ray cluster ({reason}); {REMEDY}') from error
+        raise InputError(f'--ray-address={address}: no Ray cluster ({reason}); {REMEDY}') from error
 
 
 def _attempt(number: int, task: Task) -> tuple[TaskResult, tuple[int, int, int]]:

@@ -167,7 +167,7 @@ def _column_fault(schema: Any, options: ReadOptions) -> str:
     kind = kind.value_type if is_type.is_dictionary(kind) else kind
     texts = (is_type.is_string, is_type.is_large_string, is_type.is_binary, is_type.is_large_binary, is_type.is_null)
     if not any(is_text(kind) for is_text in texts):
-        return f'the column {options.text_key!r} holds {kind}, not text; --text_field names the column of the text'
+        return f'the column {options.text_key!r} holds {kind}, not text; --text-field names the column of the text'
     return ''
 
 

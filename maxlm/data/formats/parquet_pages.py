@@ -75,7 +75,7 @@ def largest_pages(
         if largest > limit:
             raise ValueError(
                 f'a page of the column {name!r} has {largest:,} bytes, more than {limit:,}, the limit for a page; '
-                f'--max_record_mib raises it'
+                f'--max-record-mib raises it'
             )
         total += largest
     return total

@@ -45,10 +45,10 @@ def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
         if wanted and (not options.messages_field or options.messages_field in columns or options.text_key in columns):
             return ''
         missing = f'no column {options.messages_field!r}' if options.messages_field else 'no column of a conversation'
-        return f'{missing}; {told_fields(dict.fromkeys(columns))}; --messages_field names the column'
+        return f'{missing}; {told_fields(dict.fromkeys(columns))}; --messages-field names the column'
     for key in (options.text_key, *options.metadata_keys):
         if key not in columns:
-            option = '--text_field' if key == options.text_key else '--metadata_keys'
+            option = '--text-field' if key == options.text_key else '--metadata-keys'
             return f'no column {key!r}; {told_fields(dict.fromkeys(columns))}; {option} names the column'
     return ''
 
@@ -97,7 +97,7 @@ def text_of(value: Any) -> str:
         raise ValueError(f'byte {error.start} of the text is not UTF-8') from error
     except UnicodeEncodeError as error:
         raise ValueError('holds half of a surrogate pair, which is not text') from error
-    raise ValueError(f'holds {type(value).__name__}, not text; --text_field names the column of the text')
+    raise ValueError(f'holds {type(value).__name__}, not text; --text-field names the column of the text')
 
 
 def _refuse_long(text: str, options: ReadOptions) -> None:

@@ -116,12 +116,12 @@ def open_raw(file: BinaryIO, size: int, token_dtype: str) -> TokenArray:
         if known is None:
             raise TokenFileError(f'has a header of version {header[1]}, which is not known')
         if token_dtype not in ('', known):
-            raise TokenFileError(f'its header says {known}, not --token_dtype={token_dtype}')
+            raise TokenFileError(f'its header says {known}, not --token-dtype={token_dtype}')
         array = TokenArray(file, 4 * HEADER_INTEGERS, np.dtype(known).newbyteorder('<'), (int(header[2]),))
         _refuse_size(size, array)
         return array
     if token_dtype not in RAW_DTYPES:
-        raise TokenFileError('does not say how tokens are stored; --token_dtype=uint16 or --token_dtype=uint32 does')
+        raise TokenFileError('does not say how tokens are stored; --token-dtype=uint16 or --token-dtype=uint32 does')
     dtype = np.dtype(token_dtype).newbyteorder('<')
     if size % dtype.itemsize:
         raise TokenFileError(f'has {size} bytes, which is no whole number of {token_dtype}; it was cut short')

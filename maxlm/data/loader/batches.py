@@ -82,7 +82,7 @@ class Batches:
         rows: those of the global batch that this host wants; None = all. The other hosts do not change them.
         tell_sources: whether batches say where their rows are from.
         num_batches: at most so many; 0 = all.
-        context_schedule: (first step, parts that each window is cut into), by first step; () = windows are rows. A
+        seq_len_schedule: (first step, parts that each window is cut into), by first step; () = windows are rows. A
             window cut into n gives n rows of T = window / n tokens, so that a batch has the same tokens in any case.
     """
 
@@ -95,14 +95,14 @@ class Batches:
         rows: slice | None = None,
         tell_sources: bool = False,
         num_batches: int = 0,
-        context_schedule: Sequence[tuple[int, int]] = (),
+        seq_len_schedule: Sequence[tuple[int, int]] = (),
     ):
         self._parts = parts
         self.order = order
         self.global_batch = global_batch
         self._rows = range(global_batch)[rows or slice(None)]
         self._tell_sources = tell_sources
-        self._context_schedule = context_schedule
+        self._context_schedule = seq_len_schedule
         available = -(-len(order) // global_batch)
         self._length = min(available, num_batches or available, sys.maxsize // global_batch)
 
@@ -149,22 +149,23 @@ class StepIndexedBatches(Protocol):
 def iterate(
     batches: StepIndexedBatches, start_step: int, data: DataConfig, stop_step: int | None = None
 ) -> Generator[Batch, None, None]:
-    """The batches of steps [start_step, stop_step), read ahead by `data.threads` or by `data.workers` processes.
+    """The batches of steps [start_step, stop_step), read ahead by `data.num_threads` or by `data.num_workers`
+    processes.
 
     The order depends on neither. Closing the iterator (`.close()`, or dropping it) ends threads and processes. What a
     step raises, InputError included, is raised here in its turn.
     """
     steps = grain.MapDataset.source(batches)[start_step:stop_step].to_iter_dataset(
-        grain.ReadOptions(num_threads=data.threads, prefetch_buffer_size=data.prefetch)
+        grain.ReadOptions(num_threads=data.num_threads, prefetch_buffer_size=data.prefetch_buffer_size)
     )
-    if data.workers > 0:
+    if data.num_workers > 0:
         if not flags.FLAGS.is_parsed():
             # grain hands its absl flags to the workers; maxlm has no use for absl's own parsing.
             flags.FLAGS.mark_as_parsed()
         # By pipe: shared memory is scarce in containers (64 MB by default), and grain leaves the last batches in it.
         by_pipe = grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
         steps = grain.experimental.WithOptionsIterDataset(steps, by_pipe)
-        steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.workers))
+        steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))
     with contextlib.closing(iter(steps)) as iterator:
         yield from iterator
 

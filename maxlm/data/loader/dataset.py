@@ -39,7 +39,7 @@ def check_objective(config: Config, dataset: Dataset) -> None:
     if objective == PREFERENCE_OBJECTIVE and not dataset.preferences:
         raise InputError(
             f'train.objective={objective}: {dataset.path} holds no preferences; prepare pairs of answers with '
-            f'--format=preference --pack_window={config.data.window}'
+            f'--format=preference --pack-seq-len={config.data.seq_len}'
         )
     if objective != PREFERENCE_OBJECTIVE and dataset.preferences:
         raise InputError(
@@ -86,13 +86,13 @@ class Source:
 
     def windows(self, split: str, data: DataConfig, *, marked: bool = False) -> Sequences:
         # A deleted file takes room until it is closed: those of the last pool must not stay open.
-        max_open = data.pool_shards if self.url and data.cache_gib and data.pool_shards else OPEN_SHARDS
+        max_open = data.shuffle_shards if self.url and data.cache_limit_gib and data.shuffle_shards else OPEN_SHARDS
         return Sequences(
             self.dataset,
             split,
-            data.window,
+            data.seq_len,
             shards=self.shards(split),
-            isolate_documents=data.isolate_documents,
+            isolate_documents=data.document_mask,
             marked=marked,
             fetched=bool(self.url),
             max_open=max_open,
@@ -160,7 +160,7 @@ class TrainingData:
         return sum(split.tokens * split.unigram_entropy for split in splits) / max(tokens, 1)
 
     def train_batches(
-        self, global_batch: int, rows: slice | None = None, context_schedule: tuple[tuple[int, int], ...] = ()
+        self, global_batch: int, rows: slice | None = None, seq_len_schedule: tuple[tuple[int, int], ...] = ()
     ) -> Batches:
         """The shuffled, endless batches of the train split. See `Batches` for the arguments.
 
@@ -174,7 +174,7 @@ class TrainingData:
         orders = [
             # Sources of the same size are not in the same order.
             ShuffledIndex(
-                part.windows.shard_windows, seed=(self.data.seed + number) % 2**32, pool_shards=self.data.pool_shards
+                part.windows.shard_windows, seed=(self.data.seed + number) % 2**32, pool_shards=self.data.shuffle_shards
             )
             for number, part in enumerate(parts)
         ]
@@ -184,7 +184,7 @@ class TrainingData:
             global_batch=global_batch,
             rows=rows,
             tell_sources=bool(self.names),
-            context_schedule=context_schedule,
+            seq_len_schedule=seq_len_schedule,
         )
 
     def validation_batches(self, global_batch: int, num_batches: int = 0, rows: slice | None = None) -> Batches:
@@ -216,7 +216,7 @@ class TrainingData:
         validation splits, which stay. Does nothing where all is here.
 
         Raises:
-            InputError: `data.cache_gib` is too small for what a step reads.
+            InputError: `data.cache_limit_gib` is too small for what a step reads.
         """
         if not any(source.url for source in self.sources):
             return contextlib.nullcontext()
@@ -239,13 +239,14 @@ class TrainingData:
             return Fetcher(
                 uses(),
                 on_alarm=on_alarm,
-                capacity_bytes=int(self.data.cache_gib * 2**30),
-                threads=self.data.fetch_threads,
+                capacity_bytes=int(self.data.cache_limit_gib * 2**30),
+                threads=self.data.download_threads,
                 known=itertools.chain(*every),
             )
         except InputError as error:
             raise InputError(
-                f'data.cache_gib={self.data.cache_gib:g}, data.pool_shards={self.data.pool_shards}: {error}'
+                f'data.cache_limit_gib={self.data.cache_limit_gib:g}, '
+                f'data.shuffle_shards={self.data.shuffle_shards}: {error}'
             ) from error
 
     def fingerprint(self, global_batch: int) -> dict[str, Any]:
@@ -257,10 +258,10 @@ class TrainingData:
             contents |= {f'weight {source.name}': source.weight for source in self.sources}
         return {
             **contents,
-            'window': self.data.window,
+            'window': self.data.seq_len,
             'seed': self.data.seed,
-            'pool_shards': self.data.pool_shards,
-            'isolate_documents': self.data.isolate_documents,
+            'pool_shards': self.data.shuffle_shards,
+            'isolate_documents': self.data.document_mask,
             'global_batch': global_batch,
             'order': VERSION,
         }
@@ -323,7 +324,7 @@ def _open(path: str, data: DataConfig, on_alarm: OnWarning) -> tuple[Dataset, st
         return load_manifest(path), ''
     # Below the cache whatever the URL says: files there are deleted to make room.
     below = [part for part in rest.split('/') if part not in ('', '.', '..')]
-    directory = Path(data.cache).expanduser().joinpath(protocol, *below)
+    directory = Path(data.cache_dir).expanduser().joinpath(protocol, *below)
     manifest = fetch_manifest(path, directory, on_alarm=on_alarm)
     return load_manifest(directory, complete=False), manifest.url
 
@@ -347,15 +348,15 @@ def _check_source(source: Source) -> None:
 
 def _check_packed(dataset: Dataset, data: DataConfig) -> None:
     packed = dataset.packed_window
-    if packed and data.window != packed:
+    if packed and data.seq_len != packed:
         raise InputError(
-            f'data.window={data.window}: {dataset.path} was packed into windows of {packed} tokens; set '
-            f'data.window={packed}, or prepare it with --pack_window={data.window}'
+            f'data.seq_len={data.seq_len}: {dataset.path} was packed into windows of {packed} tokens; set '
+            f'data.seq_len={packed}, or prepare it with --pack-seq-len={data.seq_len}'
         )
-    if packed and data.context_schedule:
+    if packed and data.seq_len_schedule:
         raise InputError(
-            f'data.context_schedule: {dataset.path} was packed into windows of {packed} tokens, and cutting them cuts '
-            'conversations; prepare it without --pack_window'
+            f'data.seq_len_schedule: {dataset.path} was packed into windows of {packed} tokens, and cutting them cuts '
+            'conversations; prepare it without --pack-seq-len'
         )
 
 

@@ -36,7 +36,7 @@ def refuse_other_data(dataset: Dataset, name: str, made_from: dict[str, Any], *,
     lost = dataset.made_from.get(GROUPS_LEFT_OUT)
     if lost and not skip_failed:
         raise OtherDataError(
-            f'{name} was made with --skip_failed, without {lost} groups that failed; '
+            f'{name} was made with --skip-failed, without {lost} groups that failed; '
             'choose another --output to try again'
         )
 

@@ -71,7 +71,7 @@ class FilterDecisions:
             return None
 
 
-class Checksum:
+class DocumentHash:
     """Of documents in a row, by name and length: tells a file that was changed between two readings."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class DocumentFilter:
         self._name = name
         self._verdicts = verdicts
         self._clean = make_cleaner(filters)
-        self._checksum = Checksum()
+        self._checksum = DocumentHash()
         self._place = 0
 
     def keep(self, documents: Iterable[Document]) -> list[Document]:

@@ -23,12 +23,13 @@ from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_v
 from maxlm.data.prepare.partitions import Partition, ReadSettings
 from maxlm.data.prepare.sample import Preview
 from maxlm.data.prepare.scan import Cleaning, ScanTask, VerdictFile, deduplicate
-from maxlm.data.prepare.task_results import identity_of, load_result, save_result, write_atomically
+from maxlm.data.prepare.task_results import identity_of, load_result, save_result
 from maxlm.data.prepare.train_val_split import HASH_RANGE, SAMPLE_BYTES
 from maxlm.data.prepare.write_shards import ChatShards, WriteShards, left_behind
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from maxlm.errors import InputError, os_message
+from maxlm.storage.atomic import atomic_write
 
 
 def rates(documents: int, tokens: int, seconds: float) -> str:
@@ -161,7 +162,7 @@ def prepare(recipe: PrepareConfig, groups: Sequence[Partition], output: Path, me
         report = CleaningReport()
         for task in tasks:
             report = report.merge(filtered[task.group.number])
-        write_atomically(output / CLEANING_FILE, without_duplicates(report, duplicates).to_json())
+        atomic_write(output / CLEANING_FILE, without_duplicates(report, duplicates).to_json())
     save_manifest(dataset)
     return dataset
 
@@ -241,7 +242,7 @@ class _Stages:
             texts = itertools.chain(preview.texts(validation, bar), chat.texts if chat else ())
             tokenizer = make_tokenizer(self._recipe.tokenizer, texts, infill=self._recipe.infill is not None)
             tokenizer = chat.with_tokens(tokenizer) if chat else tokenizer
-        write_atomically(path, tokenizer.to_json())
+        atomic_write(path, tokenizer.to_json())
         save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, **dataclasses.asdict(validation)})
         return tokenizer, validation
 
@@ -274,7 +275,7 @@ class _Stages:
 
     def _write_template(self, chat: ChatRecipe, tokenizer: Tokenizer) -> ChatShards:
         source = chat.template_for(tokenizer)
-        write_atomically(self._output / CHAT_TEMPLATE_FILE, source)
+        atomic_write(self._output / CHAT_TEMPLATE_FILE, source)
         preferences = self._recipe.reading.options.format == 'preference'
         return ChatShards(hashlib.sha256(source.encode()).hexdigest(), chat.window, preferences)
 
@@ -295,7 +296,7 @@ class _Stages:
             others = f', and {len(failed) - 1} more groups' if len(failed) > 1 else ''
             raise InputError(
                 f'{told} (tried {self._means.retries + 1} times{others}); what is finished is kept: run the same '
-                'again, or with --skip_failed to leave it out'
+                'again, or with --skip-failed to leave it out'
             )
         for place, reason in failed.items():
             group = unfinished[place].group

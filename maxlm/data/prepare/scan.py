@@ -19,7 +19,7 @@ from maxlm.data.filters.dedup import Duplicates, find_duplicates, kept_names
 from maxlm.data.filters.minhash import is_current, minhash_signature
 from maxlm.data.filters.registry import make_cleaner
 from maxlm.data.filters.report import MAX_EXAMPLES, CleaningReport
-from maxlm.data.prepare.filter_results import Checksum, FilterDecision, FilterDecisions
+from maxlm.data.prepare.filter_results import DocumentHash, FilterDecision, FilterDecisions
 from maxlm.data.prepare.partitions import Partition, ReadSettings, read_batches
 from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
 from maxlm.errors import InputError
@@ -96,7 +96,7 @@ class ScanTask:
             TransientError: the storage fails.
         """
         clean = make_cleaner(self.cleaning.filters)
-        cleaning, checksum, codes = CleaningReport(), Checksum(), bytearray()
+        cleaning, checksum, codes = CleaningReport(), DocumentHash(), bytearray()
 
         def kept_documents() -> Iterator[Document]:
             # What is left out is reported when it is written.

@@ -23,7 +23,7 @@ def summary(dataset: Dataset, message: str, *, cleaned: bool) -> list[str]:
     for name, split in dataset.splits.items():
         if not split.documents:
             note = dataset.made_from.get(VALIDATION_NOTE)
-            remedy = '--validation or a larger --validation_share fills it'
+            remedy = '--validation or a larger --validation-fraction fills it'
             lines.append(
                 f'  {name}: empty: {note}; more text or --validation fills it' if note else f'  {name}: empty; {remedy}'
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maxlm.storage import atomic
+from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
@@ -27,7 +27,7 @@ def identity_of(*facts: Any) -> str:
 
 def save_result(path: Path, identity: str, facts: dict[str, Any]) -> None:
     """Writes `facts`, JSON values, with their stamp. Raises InputError when that fails."""
-    write_atomically(path, json.dumps({'identity': identity, **facts}))
+    atomic_write(path, json.dumps({'identity': identity, **facts}))
 
 
 def load_result(path: Path, identity: str) -> dict[str, Any] | None:
@@ -37,11 +37,6 @@ def load_result(path: Path, identity: str) -> dict[str, Any] | None:
         return facts if facts['identity'] == identity else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a small file, whole or not at all; raises InputError when that fails."""
-    atomic.atomic_write(path, text.encode())
 
 
 def pack(array: np.ndarray) -> str:

@@ -20,7 +20,7 @@ CONTENT = b'maxlm.doctor was here, and should have removed this\n'
 def check_bucket(case: CheckContext) -> CheckResult:
     """Each of the run's buckets, with one small object that is removed afterwards."""
     if not case.buckets:
-        return skipped('neither --workdir nor checkpoint.mirror is in a bucket')
+        return skipped('neither --workdir nor checkpoint.remote_dir is in a bucket')
     return together(try_bucket(url) for url in case.buckets)
 
 

@@ -28,7 +28,7 @@ def check_data(case: CheckContext) -> CheckResult:
         return skipped('no --config says which data')
     alarms: list[str] = []
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-') as cache:
-        data = dataclasses.replace(case.config.data, cache=cache)
+        data = dataclasses.replace(case.config.data, cache_dir=cache)
         try:
             corpus = open_training_data(data, tell_sources=False, on_alarm=alarms.append)
             slow = []
@@ -51,7 +51,7 @@ def check_data(case: CheckContext) -> CheckResult:
                     slow.append(
                         warning(
                             f'{redact(url)}: {speed / 1e6:.1f} MB/s from one reader',
-                            'copy it nearer (maxlm.fetch), or raise data.fetch_threads',
+                            'copy it nearer (maxlm.fetch), or raise data.download_threads',
                         )
                     )
         except InputError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import in_gib
-from maxlm.diagnostics.result import CheckResult, Status, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, CheckStatus, failure, ok, skipped, together, warning
 from maxlm.errors import InputError
 
 # Clocks of several machines that differ by more make their logs hard to read together.
@@ -107,7 +107,7 @@ def check_memory(case: CheckContext) -> CheckResult:
             findings.append(evaluate_memory(f'device {device.id}', limit, stats.get('bytes_in_use', 0), total))
     if not findings:
         return skipped(f'devices of kind {jax.default_backend()} do not tell')
-    if all(finding.status is Status.OK for finding in findings):
+    if all(finding.status is CheckStatus.OK for finding in findings):
         return ok(f'each: {findings[0].found.partition(": ")[2]}')
     return together(findings)
 

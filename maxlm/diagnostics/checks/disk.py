@@ -44,7 +44,10 @@ def checkpoint_bytes(config: Config | None) -> int | None:
         mesh=MeshConfig(fsdp=1),
         model=dataclasses.replace(config.model, attention='auto'),
         train=dataclasses.replace(
-            config.train, micro_batch=0 if config.train.micro_batch == AUTO else config.train.micro_batch
+            config.train,
+            per_device_batch_size=0
+            if config.train.per_device_batch_size == AUTO
+            else config.train.per_device_batch_size,
         ),
     )
     try:
@@ -78,7 +81,7 @@ def check_disk(case: CheckContext) -> CheckResult:
     kept = 0
     if case.config and not case.workdir.startswith(('gs://', 'gcs://')):
         # One more: what is new is whole before what is old is deleted.
-        kept = case.config.checkpoint.keep_last + case.config.checkpoint.keep_best + 1
+        kept = case.config.checkpoint.max_to_keep + case.config.checkpoint.keep_best + 1
     return evaluate_disk(directory, usage.free, inodes, speed, checkpoint or 0, kept)
 
 
@@ -86,7 +89,7 @@ def place_of(case: CheckContext) -> Path:
     """The nearest directory that exists of where the run writes."""
     place = Path(case.workdir or '.')
     if is_url(case.workdir):
-        place = Path(case.config.data.cache if case.config else '~/.cache/maxlm')
+        place = Path(case.config.data.cache_dir if case.config else '~/.cache/maxlm')
     with contextlib.suppress(RuntimeError):
         place = place.expanduser()
     return next(path for path in (place.absolute(), *place.absolute().parents) if path.is_dir())
@@ -113,7 +116,7 @@ def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpo
         findings.append(
             failure(
                 f'{told}, and {kept} of them are there at a time',
-                'lower checkpoint.keep_last, make room, or choose another --workdir',
+                'lower checkpoint.max_to_keep, make room, or choose another --workdir',
             )
         )
     elif free < ENOUGH_FREE:

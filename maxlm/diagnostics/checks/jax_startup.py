@@ -46,7 +46,7 @@ def evaluate_jax(start: Start, hardware: Hardware) -> CheckResult:
 
 def check_cache(case: CheckContext) -> CheckResult:
     """Whether compiled programs are kept, so that a run that starts again does not compile again."""
-    wanted = case.config.train.compile_cache if case.config else True
+    wanted = case.config.train.compilation_cache_dir if case.config else True
     return evaluate_cache(case.start, bool(wanted), case.environment.get('JAX_COMPILATION_CACHE_DIR'))
 
 
@@ -55,15 +55,15 @@ def evaluate_cache(start: Start, wanted: bool, variable: str | None) -> CheckRes
 
     Args:
         start: of JAX.
-        wanted: whether train.compile_cache names a directory.
+        wanted: whether train.compilation_cache_dir names a directory.
         variable: JAX_COMPILATION_CACHE_DIR; None = not set.
     """
     if start.trouble:
         return skipped(f'not tried: {start.trouble}')
     if start.complaint:
-        return warning(start.complaint, 'see train.compile_cache: without it every start compiles again')
+        return warning(start.complaint, 'see train.compilation_cache_dir: without it every start compiles again')
     if variable is not None:
         return ok(f'as JAX_COMPILATION_CACHE_DIR says: {start.programs or "not kept"}')
     if not wanted:
-        return ok("not kept: train.compile_cache=''")
+        return ok("not kept: train.compilation_cache_dir=''")
     return ok(f'kept in {start.programs}')

@@ -26,19 +26,19 @@ SLOWER, LARGER, WAITING = 1.5, 1.1, 0.2
 # No copy of the run leaves this machine, nobody is alarmed, nothing is saved, and what comes at times does not come.
 QUIET = {
     'train.log_every': 1,
-    'eval.every': 0,
-    'eval.samples': 0,
-    'checkpoint.every_steps': 0,
-    'checkpoint.every_minutes': 0,
-    'checkpoint.permanent_every': 0,
-    'checkpoint.mirror': '',
+    'eval.interval': 0,
+    'eval.num_samples': 0,
+    'checkpoint.save_interval_steps': 0,
+    'checkpoint.save_interval_minutes': 0,
+    'checkpoint.keep_period': 0,
+    'checkpoint.remote_dir': '',
     'alerts.file': '',
     'alerts.command': '',
-    'alerts.webhook': '',
+    'alerts.webhook_env_var': '',
     'metrics.tensorboard': 'false',
     'metrics.wandb': '',
-    'metrics.progress': 'false',
-    'profile.start': 0,
+    'metrics.progress_bar': 'false',
+    'profile.start_step': 0,
 }
 
 
@@ -128,10 +128,10 @@ def evaluate_trial(trial: Trial) -> CheckResult:
     if any(line['train/loss'] is None for line in trained):
         return failure('the loss is not finite', 'lower optimizer.learning_rate, or look at the data')
     last = trained[-1]
-    step = last.get('perf/step_seconds') or math.nan
+    step = last.get('perf/step_time_seconds') or math.nan
     planned = trial.plan.get('step_seconds')
     told = f'a step takes {step:.3g} s' + (f' (planned {planned:.3g})' if planned else '')
-    memory, planned_memory = (last.get('perf/device_memory_gib') or 0) * GIB, trial.plan.get('memory_bytes')
+    memory, planned_memory = (last.get('memory/peak_gib') or 0) * GIB, trial.plan.get('memory_bytes')
     if memory:
         told += f', {in_gib(memory)} of each device' + (
             f' (planned {in_gib(planned_memory)})' if planned_memory else ''
@@ -140,18 +140,20 @@ def evaluate_trial(trial: Trial) -> CheckResult:
         told += f', planned memory {in_gib(planned_memory)}'
     told += f'; starting took {trial.seconds - step * len(trained):.0f} s'
     findings = []
-    waits = (last.get('perf/data_wait_seconds') or 0) / step
+    waits = (last.get('perf/data_loading_seconds') or 0) / step
     if waits > WAITING:
         findings.append(
             warning(
                 f'{told}; {waits:.0%} of it waits for data',
-                'raise data.workers or data.prefetch, or bring the data nearer',
+                'raise data.num_workers or data.prefetch_buffer_size, or bring the data nearer',
             )
         )
     elif planned and step > SLOWER * planned:
         findings.append(warning(f'{told}: {step / planned:.1f} times the plan', 'see matmul, links and gpus'))
     if memory and planned_memory and memory > LARGER * planned_memory:
-        findings.append(warning(told, 'more memory than planned: leave some free, or lower train.micro_batch'))
+        findings.append(
+            warning(told, 'more memory than planned: leave some free, or lower train.per_device_batch_size')
+        )
     return together(findings or [ok(told)])
 
 

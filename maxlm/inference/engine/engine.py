@@ -47,9 +47,9 @@ class _Pending(NamedTuple):
 class Engine:
     """Continues prompts with one model, many at a time. `submit` may come from any thread, `step` from one.
 
-    What a sample becomes depends on its request only, but for rounding (with model.matmul=fp8 rows do share scales).
-    With model.rotary_scaling=dynamic keys stay as they were rotated when they came, so that beyond the original context
-    tokens are not those of one pass over the whole text.
+    What a sample becomes depends on its request only, but for rounding (with model.matmul_precision=fp8 rows do share
+    scales). With model.rope_scaling=dynamic keys stay as they were rotated when they came, so that beyond the original
+    context tokens are not those of one pass over the whole text.
     """
 
     def __init__(

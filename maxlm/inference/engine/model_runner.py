@@ -247,4 +247,4 @@ def uses_unstacked_layers(config: Config) -> bool:
 
     A CPU copies what a loop takes out of a stack. Other compilers do not, and short programs are compiled sooner.
     """
-    return jax.default_backend() == 'cpu' and config.mesh.offload == 'none'
+    return jax.default_backend() == 'cpu' and config.mesh.host_offload == 'none'

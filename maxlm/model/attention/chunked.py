@@ -49,7 +49,7 @@ def attend_blockwise(
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-class Range(NamedTuple):
+class QueryRange(NamedTuple):
     """Queries `first` … `last` - 1, which meet the keys from `start` on."""
 
     first: int
@@ -120,21 +120,21 @@ def _backward(window: int, residuals: Any, gradient: jax.Array) -> tuple[Any, ..
 _attend.defvjp(_forward, _backward)
 
 
-def query_ranges(length: int, window: int) -> Iterator[Range]:
+def query_ranges(length: int, window: int) -> Iterator[QueryRange]:
     """The ranges of a sequence, from its beginning; `window` as in `attend_blockwise`."""
     size = max(MIN_RANGE, -(-length // RANGES))
     if size > QUERY_BLOCK:
         size = -(-size // QUERY_BLOCK) * QUERY_BLOCK
     for first in range(0, length, size):
-        yield Range(first, min(first + size, length), max(0, first - window + 1) if window else 0)
+        yield QueryRange(first, min(first + size, length), max(0, first - window + 1) if window else 0)
 
 
-def _keys(part: Range, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> _Keys:
+def _keys(part: QueryRange, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> _Keys:
     seen = slice(part.start, part.last)
     return _Keys(k[:, :, seen], v[:, :, seen], None if segments is None else segments[:, seen])
 
 
-def _queries(part: Range, q: jax.Array, segments: jax.Array | None, *of_backward: jax.Array) -> _Queries:
+def _queries(part: QueryRange, q: jax.Array, segments: jax.Array | None, *of_backward: jax.Array) -> _Queries:
     own = slice(part.first, part.last)
     rest = (x[:, :, :, own] for x in of_backward)
     return _Queries(

@@ -30,7 +30,7 @@ TINY = 2.0**-100
 MANTISSA = 2**23 - 1
 
 
-class Codes(NamedTuple):
+class Fp8Codes(NamedTuple):
     """An array in 8-bit floats: its values are those of the bits, times the scale."""
 
     # uint8. As floats, `jax.checkpoint` would round what it keeps to the range of IEEE's e4m3, which ends at 240; and
@@ -40,7 +40,7 @@ class Codes(NamedTuple):
     scale: jax.Array
 
 
-def quantize(x: jax.Array, kind: Any) -> Codes:
+def quantize(x: jax.Array, kind: Any) -> Fp8Codes:
     """An array rounded to E4M3 or E5M2, each element to the nearest.
 
     Elements below 2⁻¹⁷ (E4M3) or 2⁻³² (E5M2) of the largest may be lost. One that is not finite makes all of the result
@@ -49,11 +49,11 @@ def quantize(x: jax.Array, kind: Any) -> Codes:
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     scale = checkpoint_name(_scale(largest, float(jnp.finfo(kind).max)), SCALE)
     values = (x.astype(jnp.float32) * (1 / scale)).astype(kind)
-    return Codes(jax.lax.bitcast_convert_type(values, jnp.uint8), scale)
+    return Fp8Codes(jax.lax.bitcast_convert_type(values, jnp.uint8), scale)
 
 
 @jax.custom_vjp
-def product(x: jax.Array, slot_IO: jax.Array, kernel_IO: Codes) -> jax.Array:
+def product(x: jax.Array, slot_IO: jax.Array, kernel_IO: Fp8Codes) -> jax.Array:
     """x · kernel in x's type, which is bfloat16 or float32; both products of the backward pass are in 8 bits as well.
 
     Args:
@@ -67,7 +67,7 @@ def product(x: jax.Array, slot_IO: jax.Array, kernel_IO: Codes) -> jax.Array:
     return _forward(x, slot_IO, kernel_IO)[0]
 
 
-def _forward(x: jax.Array, slot_IO: jax.Array, kernel_IO: Codes) -> tuple[jax.Array, tuple[Codes, Codes]]:
+def _forward(x: jax.Array, slot_IO: jax.Array, kernel_IO: Fp8Codes) -> tuple[jax.Array, tuple[Fp8Codes, Fp8Codes]]:
     del slot_IO
     codes = quantize(x, E4M3)
     # cuBLAS keeps fewer bits of the sum here, for speed, as is usual: the result is rounded to 3 bits soon enough.
@@ -75,7 +75,7 @@ def _forward(x: jax.Array, slot_IO: jax.Array, kernel_IO: Codes) -> tuple[jax.Ar
     return y, (codes, kernel_IO)
 
 
-def _backward(kept: tuple[Codes, Codes], gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(kept: tuple[Fp8Codes, Fp8Codes], gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, kernel_IO = kept
     codes, kind, rows = quantize(gradient, E5M2), gradient.dtype, range(gradient.ndim - 1)
     # Of gradients, errors add up over the steps: sums in float32.
@@ -86,7 +86,7 @@ def _backward(kept: tuple[Codes, Codes], gradient: jax.Array) -> tuple[jax.Array
 
 product.defvjp(_forward, _backward)
 
-Factor = tuple[Codes, Any, Sequence[int]]  # its type, and the axes that are contracted
+Factor = tuple[Fp8Codes, Any, Sequence[int]]  # its type, and the axes that are contracted
 
 
 def _multiply(a: Factor, b: Factor, kind: Any, precision: jax.lax.Precision) -> jax.Array:

@@ -25,7 +25,7 @@ class Adapter(NamedTuple):
 def adapter_of(model: ModelConfig, name: str) -> Adapter | None:
     """The adapter of the projection of this name; None where it has none."""
     assert name in projections(model), name
-    if not model.lora_rank or not any(fnmatchcase(name, pattern) for pattern in model.lora_targets):
+    if not model.lora_rank or not any(fnmatchcase(name, pattern) for pattern in model.lora_target_modules):
         return None
     return Adapter(model.lora_rank, adapter_scale(model))
 

@@ -28,7 +28,7 @@ class FeedForward(nnx.Module):
                 out_axes=(out_axis,),
                 init=init,
                 use_bias=bool(config.use_bias),
-                matmul=config.matmul,
+                matmul=config.matmul_precision,
                 placement=placement,
                 rngs=rngs,
                 adapter=adapter_of(config, f'feedforward.{name}'),

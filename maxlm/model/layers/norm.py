@@ -11,12 +11,12 @@ from maxlm.model.layers.linear import parameter
 
 
 class Norm(nnx.Module):
-    """Normalizes the last axis; `model.norm` says how, `norm_scale` and `use_bias` what it learns."""
+    """Normalizes the last axis; `model.norm` says how, `norm_use_scale` and `use_bias` what it learns."""
 
     def __init__(self, config: ModelConfig, dim: int, *, rngs: nnx.Rngs):
         ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
-        has_bias = config.norm == 'layernorm' and config.use_bias and config.norm_scale
-        self.scale = parameter(rngs, (dim,), ('norm',), ones) if config.norm_scale else None
+        has_bias = config.norm == 'layernorm' and config.use_bias and config.norm_use_scale
+        self.scale = parameter(rngs, (dim,), ('norm',), ones) if config.norm_use_scale else None
         self.bias = parameter(rngs, (dim,), ('norm',), zeros) if has_bias else None
         self.centered = config.norm == 'layernorm'
         self.epsilon = config.norm_epsilon

@@ -22,12 +22,12 @@ class Rotary(NamedTuple):
 
 
 def rotary_angles(positions_BT: jax.Array, config: ModelConfig, length_B: jax.Array | None = None) -> Rotary:
-    """Angles position · frequency of the R = rotary_fraction · head_dim rotated dims, in float32.
+    """Angles position · frequency of the R = partial_rotary_factor · head_dim rotated dims, in float32.
 
     `length_B` is the number of tokens that a row has so far, by which dynamic scaling goes; None: its largest position
     and one.
     """
-    if config.rotary_scaling == 'dynamic':
+    if config.rope_scaling == 'dynamic':
         if length_B is None:
             length_B = positions_BT.max(axis=1) + 1
         frequency_BT1P = _dynamic_frequencies(config, length_B)[:, None, None, :]
@@ -49,25 +49,25 @@ def rotate(x_BTNH: jax.Array, rotary: Rotary) -> jax.Array:
 
 
 def _frequencies(config: ModelConfig) -> jax.Array:
-    """Radians per position of each pair [P], scaled as `model.rotary_scaling` says."""
-    frequency_P = config.rotary_theta ** _exponents(config)
-    factor = config.rotary_factor
-    if config.rotary_scaling == 'linear':
+    """Radians per position of each pair [P], scaled as `model.rope_scaling` says."""
+    frequency_P = config.rope_theta ** _exponents(config)
+    factor = config.rope_scaling_factor
+    if config.rope_scaling == 'linear':
         # Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
         return frequency_P / factor
-    if config.rotary_scaling == 'yarn':
+    if config.rope_scaling == 'yarn':
         # Peng et al. 2023, "YaRN": pairs with many turns within the original context stay, those with few are
         # interpolated, a ramp over the index of the pair between them.
         low, high = _yarn_bounds(config)
         ramp_P = jnp.clip((jnp.arange(frequency_P.size, dtype=jnp.float32) - low) / (high - low), 0, 1)
         return frequency_P / factor * ramp_P + frequency_P * (1 - ramp_P)
-    if config.rotary_scaling == 'llama3':
+    if config.rope_scaling == 'llama3':
         # Llama 3.1 (Grattafiori et al. 2024, and its reference code): the same idea with a ramp over the turns.
-        turns_P = config.rotary_original_positions * frequency_P / (2 * math.pi)
-        low, high = config.rotary_low_turns, config.rotary_high_turns
+        turns_P = config.original_max_positions * frequency_P / (2 * math.pi)
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         kept_P = jnp.clip((turns_P - low) / (high - low), 0, 1)
         return frequency_P / factor * (1 - kept_P) + frequency_P * kept_P
-    assert config.rotary_scaling == 'none', config.rotary_scaling
+    assert config.rope_scaling == 'none', config.rope_scaling
     return frequency_P
 
 
@@ -78,9 +78,9 @@ def _dynamic_frequencies(config: ModelConfig, length_B: jax.Array) -> jax.Array:
     length at which they came, as in other implementations.
     """
     rotated = _num_rotated(config)
-    original, factor = config.rotary_original_positions, config.rotary_factor
+    original, factor = config.original_max_positions, config.rope_scaling_factor
     stretch_B = factor * jnp.maximum(length_B, original).astype(jnp.float32) / original - (factor - 1)
-    theta_B1 = config.rotary_theta * stretch_B[:, None] ** (rotated / (rotated - 2))
+    theta_B1 = config.rope_theta * stretch_B[:, None] ** (rotated / (rotated - 2))
     return theta_B1 ** _exponents(config)[None, :]
 
 
@@ -91,7 +91,7 @@ def _exponents(config: ModelConfig) -> jax.Array:
 
 
 def _num_rotated(config: ModelConfig) -> int:
-    return round(config.rotary_fraction * config.head_dim)
+    return round(config.partial_rotary_factor * config.head_dim)
 
 
 def _yarn_bounds(config: ModelConfig) -> tuple[float, float]:
@@ -99,11 +99,11 @@ def _yarn_bounds(config: ModelConfig) -> tuple[float, float]:
     rotated = _num_rotated(config)
 
     def pair_with(turns: float) -> float:
-        wavelength = config.rotary_original_positions / (turns * 2 * math.pi)
-        return rotated * math.log(wavelength) / (2 * math.log(config.rotary_theta))
+        wavelength = config.original_max_positions / (turns * 2 * math.pi)
+        return rotated * math.log(wavelength) / (2 * math.log(config.rope_theta))
 
-    low, high = pair_with(config.rotary_beta_fast), pair_with(config.rotary_beta_slow)
-    if config.rotary_truncate:
+    low, high = pair_with(config.rope_beta_fast), pair_with(config.rope_beta_slow)
+    if config.rope_truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)
     # Equal bounds are a step.
@@ -111,6 +111,6 @@ def _yarn_bounds(config: ModelConfig) -> tuple[float, float]:
 
 
 def _attention_factor(config: ModelConfig) -> float:
-    if config.rotary_scaling != 'yarn':
+    if config.rope_scaling != 'yarn':
         return 1.0
-    return config.rotary_attention_factor or 0.1 * math.log(config.rotary_factor) + 1.0
+    return config.rope_attention_factor or 0.1 * math.log(config.rope_scaling_factor) + 1.0

@@ -62,7 +62,7 @@ class Codes(NamedTuple):
 
 def weights_of(model: ModelConfig) -> Weights | None:
     """How a model's kernels are stored; None where that is float32."""
-    weights = Weights(model.weights, model.weights_group)
+    weights = Weights(model.weight_quantization, model.quantization_group_size)
     return None if weights.kind == 'float' else weights
 
 

@@ -97,7 +97,7 @@ def compile_train_step(
     `options` are those of XLA, beside what a kind of device needs.
     """
     start = time.perf_counter()
-    shape = (config.train.global_batch, config.data.window)
+    shape = (config.train.global_batch_size, config.data.seq_len)
     kinds = {**BATCH_TYPES, **(GRPO_TYPES if config.train.objective == 'grpo' else {})}
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in kinds.items()}
     if num_sources:

@@ -56,32 +56,38 @@ def _width(config: Config) -> int:
 def _iterations(config: Config) -> int:
     """Times that a device goes through its layers, or a chunk of them."""
     mesh, micro_batches = config.mesh, config.accumulation
-    return micro_batches if mesh.stage == 1 else mesh.stage_repeats * micro_batches + mesh.stage - 1
+    return micro_batches if mesh.stage == 1 else mesh.num_pipeline_repeats * micro_batches + mesh.stage - 1
 
 
 def _layers(config: Config) -> float:
     """Layers that a device goes through in a step, in one direction."""
-    return config.model.num_layers / (config.mesh.stage * config.mesh.stage_repeats) * _iterations(config)
+    return config.model.num_layers / (config.mesh.stage * config.mesh.num_pipeline_repeats) * _iterations(config)
 
 
 def _stream_bytes(config: Config) -> float:
     """Of a micro-batch on a device."""
-    return config.train.micro_batch * config.data.window / config.mesh.context * config.model.dim * _width(config)
+    return (
+        config.train.per_device_batch_size
+        * config.data.seq_len
+        / config.mesh.context
+        * config.model.dim
+        * _width(config)
+    )
 
 
 def _gathers(config: Config) -> list[Transfer]:
     """Parameters brought together for their use, and after the update where only the moments are cut."""
     model, mesh, width = config.model, config.mesh, _width(config)
-    if mesh.zero < 3:
+    if mesh.zero_stage < 3:
         # The new parameters come from where the moments are.
         size = FLOAT32 * model_parameters(model) / (mesh.tensor * mesh.stage)
         return [_transfer(config, 'all-gather', SAVING_AXES, size, 1, is_async=False)]
     # With nothing computed again XLA keeps a block's parameters from forward to backward.
-    directions = 1 if model.remat == 'none' and mesh.stage == 1 else 2
+    directions = 1 if model.remat_policy == 'none' and mesh.stage == 1 else 2
     of = _padded_tables(config)
     # A table that also is the output projection comes twice.
     whole = width * (of.positions + of.tokens + (of.head or of.tokens))
-    blocks = (1 if model.matmul == 'fp8' else width) * block_parameters(model) / mesh.tensor
+    blocks = (1 if model.matmul_precision == 'fp8' else width) * block_parameters(model) / mesh.tensor
     return [
         _transfer(config, 'all-gather', SAVING_AXES, blocks, directions * _layers(config)),
         _transfer(config, 'all-gather', SAVING_AXES, whole / mesh.tensor, config.rounds),
@@ -92,7 +98,7 @@ def _gradients(config: Config) -> list[Transfer]:
     """Sums over the devices that see other tokens: of a micro-batch, since XLA does not wait for the last."""
     model, mesh, width = config.model, config.mesh, _width(config)
     of, saved_over = _padded_tables(config), mesh.fsdp * mesh.context
-    scatters = mesh.zero >= 2 and saved_over > 1
+    scatters = mesh.zero_stage >= 2 and saved_over > 1
     sums = [
         (width * block_parameters(model), _layers(config)),
         (FLOAT32 * of.tokens, config.rounds),
@@ -118,7 +124,7 @@ def _tensor_sums(config: Config) -> list[Transfer]:
     # In parallel the two halves are added before they are summed over devices.
     halves = 1 if model.parallel_residual else 2
     # The last half is not computed again, see `maxlm.planning.estimate.work`.
-    again = (halves - 1) * (model.remat in ('full', 'offload')) + halves * (mesh.stage > 1)
+    again = (halves - 1) * (model.remat_policy in ('full', 'offload')) + halves * (mesh.stage > 1)
     stream = _stream_bytes(config)
     tables_stream = stream * config.accumulation / config.rounds
     return [
@@ -135,8 +141,8 @@ def _vocabulary(config: Config) -> list[Transfer]:
     if of == tables(model):
         return []
     saved_over = mesh.fsdp * mesh.context
-    table = of.tokens / mesh.tensor / (saved_over if mesh.zero == 3 else 1)
-    gradient = of.tokens / mesh.tensor / (saved_over if mesh.zero >= 2 else 1)
+    table = of.tokens / mesh.tensor / (saved_over if mesh.zero_stage == 3 else 1)
+    gradient = of.tokens / mesh.tensor / (saved_over if mesh.zero_stage >= 2 else 1)
     return [
         _transfer(config, 'all-to-all', ('tensor',), size, config.rounds, is_async=False)
         for size in (width * table, width * table, width * gradient, FLOAT32 * gradient)
@@ -154,7 +160,7 @@ def _scales(config: Config) -> list[Transfer]:
 
     A device waits for them, though not for many bytes. None is asked for twice: scales are kept.
     """
-    if config.model.matmul != 'fp8':
+    if config.model.matmul_precision != 'fp8':
         return []
     axes = (*BATCH_AXES, 'tensor')
     # What several kernels multiply counts once.
@@ -165,9 +171,9 @@ def _scales(config: Config) -> list[Transfer]:
 def _ring(config: Config) -> list[Transfer]:
     """Keys and values go around, and in the backward pass their gradients with them, in float32, and home."""
     model, mesh = config.model, config.mesh
-    tokens = config.train.micro_batch * config.data.window / mesh.context
+    tokens = config.train.per_device_batch_size * config.data.seq_len / mesh.context
     elements = 2 * tokens * model.num_kv_heads / mesh.tensor * model.head_dim
-    directions = 2 + (model.remat not in ('none', 'dots')) + (mesh.stage > 1)
+    directions = 2 + (model.remat_policy not in ('none', 'dots')) + (mesh.stage > 1)
     hops = (mesh.context - 1) * _layers(config)
     return [
         _transfer(config, 'collective-permute', ('context',), _width(config) * elements, directions * hops),

@@ -50,20 +50,24 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
         InputError: the parameters alone are larger than the memory of the machine.
     """
     _check_parameters(config)
-    window = min(config.data.window, SAMPLED)
-    rows = max(1, min(config.train.micro_batch, SAMPLED // window))
-    if rows < config.train.micro_batch or window < config.data.window:
+    window = min(config.data.seq_len, SAMPLED)
+    rows = max(1, min(config.train.per_device_batch_size, SAMPLED // window))
+    if rows < config.train.per_device_batch_size or window < config.data.seq_len:
         # Rates are those of larger arrays too.
-        train = dataclasses.replace(config.train, micro_batch=rows, global_batch=rows * config.batch_shards)
-        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, window=window))
-    model, window = config.model, config.data.window
-    tokens = max(1, config.train.micro_batch * window)
+        train = dataclasses.replace(
+            config.train, per_device_batch_size=rows, global_batch_size=rows * config.batch_shards
+        )
+        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, seq_len=window))
+    model, window = config.model, config.data.seq_len
+    tokens = max(1, config.train.per_device_batch_size * window)
     dtype = jnp.dtype(model.dtype)
     peak = measure_matmul_tflops() * 1e12
     seconds = flops = 0.0
     kernels = list(block_kernels(model).values()) * model.num_layers
     sizes = [(tokens, *kernel) for kernel in kernels]
-    sizes.append((config.train.micro_batch * min(config.train.loss_chunk, window), model.dim, model.vocab_size))
+    sizes.append(
+        (config.train.per_device_batch_size * min(config.train.loss_chunk_size, window), model.dim, model.vocab_size)
+    )
     repeats = [1.0] * len(kernels) + [tokens / sizes[-1][0]]
     measured: dict[tuple[int, ...], float] = {}
     for size, count in zip(sizes, repeats, strict=True):
@@ -75,11 +79,11 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     # One with about the mean number of keys.
     part = ranges[len(ranges) // 2]
     queries = min(QUERY_BLOCK, part.last - part.first)
-    heads = config.train.micro_batch * model.num_heads
+    heads = config.train.per_device_batch_size * model.num_heads
     attention = _batched_flops((heads, queries, part.last - part.start, model.head_dim), dtype, rounds)
     bandwidth = _copy_bytes(rounds)
     # With nothing computed again, and all of a device's sequences at once if they come at once.
-    plain = dataclasses.replace(config, model=dataclasses.replace(model, remat='none'))
+    plain = dataclasses.replace(config, model=dataclasses.replace(model, remat_policy='none'))
     work = estimate_work(plain)
     # What a layer's attention takes beside its products: scores, softmax, transposed operands.
     beside = _attention_seconds(plain, rounds) - work.attention_flops / attention
@@ -164,9 +168,9 @@ def _copy_bytes(rounds: int) -> float:
 
 def _elementwise_seconds(config: Config, rounds: int) -> float:
     """Of norms, activations, loss and update, forward and backward."""
-    model, window, micro_batch = config.model, config.data.window, config.train.micro_batch
+    model, window, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
-    chunk = min(config.train.loss_chunk, window)
+    chunk = min(config.train.loss_chunk_size, window)
     stream = _gradient_seconds(_normalize_and_add, (tokens, model.dim), dtype, rounds)
     activation = _gradient_seconds(_ACTIVATIONS[model.activation], (tokens, model.ffn_dim), dtype, rounds)
     loss = _gradient_seconds(_loss, (micro_batch * chunk, model.vocab_size), jnp.dtype(jnp.float32), rounds)
@@ -178,7 +182,7 @@ def _elementwise_seconds(config: Config, rounds: int) -> float:
 
 def _attention_seconds(config: Config, rounds: int) -> float:
     """Of attention in all layers of a step, forward and backward, by the kernel that the model uses."""
-    model, length, rows = config.model, config.data.window, config.train.micro_batch
+    model, length, rows = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype = jnp.dtype(model.dtype)
     q_BTNH = jnp.ones((rows, length, model.num_heads, model.head_dim), dtype)
     k_BTKH = jnp.ones((rows, length, model.num_kv_heads, model.head_dim), dtype)
@@ -186,7 +190,7 @@ def _attention_seconds(config: Config, rounds: int) -> float:
 
     def measured(window: int) -> float:
         def both(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments_BT: jax.Array) -> Any:
-            segments = segments_BT if config.data.isolate_documents else None
+            segments = segments_BT if config.data.document_mask else None
             attend = partial(attend_blockwise, segments_BT=segments, window=window)
             y, pull = jax.vjp(attend, q_BTNH, k_BTKH, v_BTKH)
             return y, pull(y)

@@ -162,8 +162,8 @@ class Overflow(NamedTuple):
 def _sizes(config: Config, backend: Backend) -> _Sizes:
     model, mesh = config.model, config.mesh
     return _Sizes(
-        B=config.train.micro_batch,
-        T=config.data.window // mesh.context,
+        B=config.train.per_device_batch_size,
+        T=config.data.seq_len // mesh.context,
         D=model.dim,
         F=model.ffn_dim // mesh.tensor,
         N=model.num_heads // mesh.tensor,
@@ -174,20 +174,20 @@ def _sizes(config: Config, backend: Backend) -> _Sizes:
         width=np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2,
         gated=model.activation == 'swiglu',
         parallel=bool(model.parallel_residual),
-        layers=model.num_layers // (mesh.stage * mesh.stage_repeats),
+        layers=model.num_layers // (mesh.stage * mesh.num_pipeline_repeats),
     )
 
 
 def _gradient_and_filler(config: Config, backend: Backend) -> tuple[int, int]:
     """Bytes of one gradient of every parameter that is trained, and what fills up the tiles of the state."""
-    zero = 3 if config.mesh.zero >= 2 else config.mesh.zero
+    zero = 3 if config.mesh.zero_stage >= 2 else config.mesh.zero_stage
     gradient = filler = 0.0
     for weight in weights(config.model):
         trained = is_trained(config, weight.name)
         if trained:
             gradient += 4 * shard_size(config, weight, zero=zero) * _tiled(config, weight, zero, backend)
-        held = 4 * shard_size(config, weight, zero=config.mesh.zero)
-        filler += held * (_tiled(config, weight, config.mesh.zero, backend) - 1)
+        held = 4 * shard_size(config, weight, zero=config.mesh.zero_stage)
+        filler += held * (_tiled(config, weight, config.mesh.zero_stage, backend) - 1)
         filler += trained * moment_bytes(config, weight) * (_tiled(config, weight, 3, backend) - 1)
     return int(gradient), int(filler)
 
@@ -220,12 +220,12 @@ def _kept(config: Config, sizes: _Sizes, backend: Backend) -> tuple[int, int]:
     tokens = sizes.B * sizes.T
     stream = tokens * sizes.D * sizes.width
     by_layer, on_host = _kept_of_layer(config, sizes, backend), 0
-    if model.remat == 'offload':
+    if model.remat_policy == 'offload':
         on_host = sizes.layers * stream
     kept = sizes.layers * by_layer
     if mesh.stage > 1:
         # The chunk's input of every iteration, and the slots of all micro-batches, twice, as the loop's carry.
-        iterations = mesh.stage_repeats * config.accumulation + mesh.stage - 1
+        iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
         kept += stream * (iterations + 2 * config.accumulation)
     return int(kept), int(on_host)
 
@@ -234,38 +234,38 @@ def _kept_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> float:
     model = config.model
     D, F, N, K, H, width = sizes.D, sizes.F, sizes.N, sizes.K, sizes.H, sizes.width
     tokens = sizes.B * sizes.T
-    if model.remat == 'offload':
+    if model.remat_policy == 'offload':
         return 0
-    if model.remat == 'full':
+    if model.remat_policy == 'full':
         return tokens * D * width
     # Softmax statistics.
     statistics = 4 * tokens * N
-    if model.remat in ('dots', 'dots_no_batch'):
+    if model.remat_policy in ('dots', 'dots_no_batch'):
         # The input; q, k, v; into the feed-forward; what attention adds to the stream, unless nothing reads it.
         elements = D + (N + 2 * K) * H + F * (2 if sizes.gated else 1) + (0 if sizes.parallel else D)
         if config.mesh.context > 1:
             # What a ring returns has no name by which it would be kept.
             return tokens * elements * width
-        if config.mesh.stage > 1 and model.remat == 'dots_no_batch':
+        if config.mesh.stage > 1 and model.remat_policy == 'dots_no_batch':
             # The stages are a batch of every product.
             elements = D
         return tokens * (elements + N * H) * width + statistics
     # Of each norm what it got in float32 (unless that is the stream itself), twice that, and what a scale multiplies,
     # for the gradient of the scale.
-    copies = 3 - (not model.norm_scale) - (model.norm == 'rmsnorm' and width == 4)
+    copies = 3 - (not model.norm_use_scale) - (model.norm == 'rmsnorm' and width == 4)
     norms = copies * 4 * tokens * (2 * D + ((N + K) * H if model.qk_norm else 0))
     heads = 2 * (N + K) * sizes.padded_H
     # Of gelu and silu their inner values too.
     ffn = {'swiglu': 5, 'gelu': backend.gelu, 'gelu_tanh': backend.gelu, 'relu2': 1.5}[model.activation] * F
     # What goes into products, in 8 bits where they are.
-    inputs = (2 * D + N * H + F) * (1 if model.matmul == 'fp8' else width)
+    inputs = (2 * D + N * H + F) * (1 if model.matmul_precision == 'fp8' else width)
     kept = norms + tokens * ((heads + ffn) * width + inputs) + statistics
     # The matrices as they were used: the gathered ones are left out by name, but not what they were reshaped to.
-    return kept + _matrices(config, sizes) * (1 if model.matmul == 'fp8' else width)
+    return kept + _matrices(config, sizes) * (1 if model.matmul_precision == 'fp8' else width)
 
 
 def _gathers(config: Config) -> bool:
-    return config.mesh.zero == 3 and config.mesh.fsdp * config.mesh.context > 1
+    return config.mesh.zero_stage == 3 and config.mesh.fsdp * config.mesh.context > 1
 
 
 def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
@@ -273,7 +273,7 @@ def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
     stacks = [weight for weight in weights(config.model) if weight.kind == 'matrix']
     copies = 0
     if backend.casts_before_loop and sizes.width < 4:
-        copies += sizes.width * sum(shard_size(config, weight, zero=config.mesh.zero) for weight in stacks)
+        copies += sizes.width * sum(shard_size(config, weight, zero=config.mesh.zero_stage) for weight in stacks)
     if backend.turns_stacks and _gathers(config):
         split_last = (weight for weight in weights(config.model) if _is_split_last(weight))
         copies += 4 * sum(shard_size(config, weight, zero=3) for weight in split_last)
@@ -294,7 +294,7 @@ def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
     elements = sizes.V * sizes.D
     tied = sizes.width if config.model.tie_embeddings else 0
     table = elements * (backend.table + tied)
-    chunk = min(config.train.loss_chunk, sizes.T)
+    chunk = min(config.train.loss_chunk_size, sizes.T)
     logits = 4 * sizes.B * chunk * sizes.V
     stream = sizes.B * sizes.T * sizes.D * sizes.width
     # The gradient of the head is summed in float32.
@@ -307,7 +307,7 @@ def _vocabulary(config: Config, sizes: _Sizes, backend: Backend) -> _Vocabulary:
 def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tuple[int, int] | None) -> int:
     model = config.model
     tokens = sizes.B * sizes.T
-    again = model.remat in ('full', 'offload')
+    again = model.remat_policy in ('full', 'offload')
     ffn = (backend.gated_again if again else backend.gated) if sizes.gated else backend.ffn
     work = tokens * sizes.width * (ffn * sizes.F + backend.stream * sizes.D)
     work += backend.layer * _matrices(config, sizes) * sizes.width
@@ -316,7 +316,7 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     if needs_mask(config, capability):
         # As an addend, and as what it is made of.
         work += (sizes.width + 1) * sizes.B * sizes.T**2
-    elif model.attention == 'cudnn' and config.data.isolate_documents:
+    elif model.attention == 'cudnn' and config.data.document_mask:
         # Softmax statistics for every place in the list of documents.
         work += 4 * tokens * sizes.N * documents_per_row(sizes.T)
     elif model.attention == 'splash':
@@ -331,7 +331,7 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
 
 def _scores_at_once(config: Config) -> int:
     """Of a row and head: queries × keys of the largest block."""
-    ranges = [part for window in set(layer_windows(config.model)) for part in query_ranges(config.data.window, window)]
+    ranges = [part for window in set(layer_windows(config.model)) for part in query_ranges(config.data.seq_len, window)]
     queries = [part.last - part.first for part in ranges]
     blocks = [number if number % QUERY_BLOCK else QUERY_BLOCK for number in queries]
     return max(block * (part.last - part.start) for block, part in zip(blocks, ranges, strict=True))
@@ -344,5 +344,5 @@ def _update(config: Config, gradient: int) -> int:
 
 def _batch(config: Config) -> int:
     """Arrays of the global batch, each of 4 bytes an element."""
-    elements = config.train.global_batch * config.data.window
+    elements = config.train.global_batch_size * config.data.seq_len
     return 4 * len(BATCH_TYPES) * elements // (config.batch_shards * config.mesh.context)

@@ -53,7 +53,7 @@ def block_parameters(model: ModelConfig) -> int:
 def tables(model: ModelConfig) -> Tables:
     """The tables of a resolved model."""
     tokens = model.vocab_size * model.dim
-    positions = model.max_positions * model.dim if model.position == 'learned' else 0
+    positions = model.max_positions * model.dim if model.position_embedding == 'learned' else 0
     return Tables(tokens, positions, 0 if model.tie_embeddings else tokens)
 
 
@@ -90,7 +90,7 @@ def weights(model: ModelConfig) -> Iterator[Weight]:
     """Every parameter of a resolved model, as `maxlm.model.decoder` makes them."""
     D, V = model.dim, model.vocab_size
     yield Weight('embedding', (V, D), ('vocab', 'embed'), 'table')
-    if model.position == 'learned':
+    if model.position_embedding == 'learned':
         yield Weight('position_embedding', (model.max_positions, D), ('position', 'embed'), 'table')
     if not model.tie_embeddings:
         yield Weight('head.kernel', (D, V), ('embed', 'vocab'), 'head')
@@ -134,7 +134,7 @@ def _projections(model: ModelConfig) -> Iterator[_Projection]:
 
 
 def _norm(model: ModelConfig, name: str, dim: int) -> Iterator[Weight]:
-    if model.norm_scale:
+    if model.norm_use_scale:
         yield Weight(f'{name}.scale', (dim,), ('norm',), 'vector')
         if model.norm == 'layernorm' and model.use_bias:
             yield Weight(f'{name}.bias', (dim,), ('norm',), 'vector')

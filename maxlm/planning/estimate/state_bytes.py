@@ -54,14 +54,14 @@ def planned_state_bytes(config: Config) -> StateBytes:
     """The same of a resolved config, from its shapes; counters, some bytes, are left out."""
     params = moments = reference = 0
     for weight in weights(config.model):
-        size = shard_size(config, weight, zero=config.mesh.zero)
+        size = shard_size(config, weight, zero=config.mesh.zero_stage)
         params += 4 * size
         if has_reference_params(config):
             reference += size * stored_dtype(config, weight.kind).itemsize
         if is_trained(config, weight.name):
             moments += moment_bytes(config, weight)
     average = params if config.optimizer.ema_decay else 0
-    offload = config.mesh.offload
+    offload = config.mesh.host_offload
     if offload == 'all':
         return StateBytes(0, 0, 0, params + moments + average + reference)
     if offload == 'optimizer':
@@ -97,7 +97,7 @@ def moment_bytes(config: Config, weight: Weight) -> int:
     optimizer = config.optimizer
     # Muon has one moment of the matrices of the blocks, Adam two of everything.
     by_muon = optimizer.name == 'muon' and weight.kind == 'matrix'
-    stored = optimizer.moments
+    stored = optimizer.moment_dtype
     if weight.size < MIN_SIZE or (weight.kind == 'vector' and not by_muon):
         stored = 'float32'
     one = shard_size(config, weight, zero=3)

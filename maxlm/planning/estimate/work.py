@@ -25,7 +25,7 @@ from maxlm.training.optimizers.muon import ITERATIONS
 
 # Bytes of a moment of one parameter, as it is stored.
 MOMENT_BYTES = {'float32': 4.0, 'bfloat16': 2.0, 'int8': 1.0}
-# Policies of model.remat under which a block is computed again from its input.
+# Policies of model.remat_policy under which a block is computed again from its input.
 RECOMPUTED = ('full', 'offload')
 # Smallest compute capability of GPUs whose cuDNN can be told where documents begin: Hopper.
 DOCUMENTS_CAPABILITY = (9, 0)
@@ -61,15 +61,15 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
         capability: compute capability of the GPUs; None: of other devices, or not known.
     """
     mesh, train = config.mesh, config.train
-    tokens = train.global_batch * config.data.window / (config.batch_shards * mesh.context)
+    tokens = train.global_batch_size * config.data.seq_len / (config.batch_shards * mesh.context)
     in_blocks = _block_flops(config, tokens)
     return Work(
         flops=in_blocks + _head_flops(config, tokens) + _muon_flops(config),
-        fp8_flops=in_blocks if config.model.matmul == 'fp8' else 0.0,
+        fp8_flops=in_blocks if config.model.matmul_precision == 'fp8' else 0.0,
         attention_flops=_attention_flops(config, tokens, capability),
         memory_bytes=_activation_bytes(config, tokens, capability) + _weight_bytes(config) + _update_bytes(config),
         host_bytes=_host_bytes(config, tokens),
-        idle=bubble_fraction(mesh.stage, mesh.stage_repeats, config.accumulation) if mesh.stage > 1 else 0.0,
+        idle=bubble_fraction(mesh.stage, mesh.num_pipeline_repeats, config.accumulation) if mesh.stage > 1 else 0.0,
         transfers=estimate_transfers(config),
     )
 
@@ -78,7 +78,7 @@ def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
     """Returns whether a fused kernel takes the documents of tokens as an array; see `maxlm.model.attention.cudnn`."""
     told = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
     is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
-    return is_fused and config.data.isolate_documents and not told
+    return is_fused and config.data.document_mask and not told
 
 
 def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
@@ -86,7 +86,7 @@ def attended_positions(config: Config, capability: tuple[int, int] | None = None
 
     A kernel that knows of documents computes fewer, by how many of them there are.
     """
-    window, windows = config.data.window, layer_windows(config.model)
+    window, windows = config.data.seq_len, layer_windows(config.model)
     reaches = [min(sliding or window, window) for sliding in windows]
     if config.mesh.context > 1:
         # Pairs of chunks that are in sight, each of them whole: `maxlm.model.attention.ring`.
@@ -117,7 +117,7 @@ def attention_forwards(config: Config) -> int:
     """How often attention is computed in the direction forward. Rules on what is kept know its results by name."""
     # Of a ring nothing has a name.
     again = ('dots_no_batch', *RECOMPUTED) if config.mesh.context > 1 else RECOMPUTED
-    return 1 + (config.model.remat in again) + (config.mesh.stage > 1)
+    return 1 + (config.model.remat_policy in again) + (config.mesh.stage > 1)
 
 
 def attention_products(config: Config) -> int:
@@ -131,7 +131,7 @@ def attention_products(config: Config) -> int:
 
 def forward_passes(config: Config) -> float:
     """How often a block's elements are computed in the direction forward."""
-    return 1 + (config.model.remat != 'none') + (config.mesh.stage > 1)
+    return 1 + (config.model.remat_policy != 'none') + (config.mesh.stage > 1)
 
 
 def _block_flops(config: Config, tokens: float) -> float:
@@ -141,7 +141,7 @@ def _block_flops(config: Config, tokens: float) -> float:
     block = block_parameters(model)
     per_token = 6.0 * block
     # In a pipeline every product has the stages as a batch, so that dots_no_batch keeps none of them.
-    if model.remat in RECOMPUTED or (model.remat == 'dots_no_batch' and mesh.stage > 1):
+    if model.remat_policy in RECOMPUTED or (model.remat_policy == 'dots_no_batch' and mesh.stage > 1):
         # The last product of a residual branch is not needed again: only the sum with the stream is, if anything.
         last = kernels['down'].size + (kernels['out'].size if model.parallel_residual else 0)
         per_token += 2 * (block - last)
@@ -194,12 +194,12 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     heads, kv_heads = model.num_heads * model.head_dim / mesh.tensor, model.num_kv_heads * model.head_dim / mesh.tensor
     stream = (3 + 3) * 2 * model.dim
     attention = 2 * heads + 2 * kv_heads
-    rotation = 2 * (heads + kv_heads) if model.position == 'rotary' else 0
+    rotation = 2 * (heads + kv_heads) if model.position_embedding == 'rotary' else 0
     head_norms = 3 * (heads + kv_heads) if model.qk_norm else 0
     activation = (3 if model.activation == 'swiglu' else 2) * model.ffn_dim / mesh.tensor
     forward = width * (stream + attention + rotation + head_norms + activation)
     block = forward * (2 + forward_passes(config)) + _score_bytes(config, capability)
-    if model.matmul == 'fp8':
+    if model.matmul_precision == 'fp8':
         # What goes into a product, and the gradient of what comes out, is read for its largest element, read again and
         # written in 8 bits.
         gates = 2 if model.activation == 'swiglu' else 1
@@ -237,14 +237,14 @@ def _weight_bytes(config: Config) -> float:
     width = jnp.dtype(model.dtype).itemsize
     saved_over = mesh.fsdp * mesh.context
     whole = model_parameters(model) / (mesh.stage * mesh.tensor)
-    held = whole / saved_over if mesh.zero == 3 else whole
-    summed = whole / saved_over if mesh.zero >= 2 else whole
+    held = whole / saved_over if mesh.zero_stage == 3 else whole
+    summed = whole / saved_over if mesh.zero_stage >= 2 else whole
     # Forward and backward: read in float32, written in the type of the computation, and as a whole after a gather.
-    passes = 2 * (held * (4 + width) + whole * width * (saved_over > 1 and mesh.zero == 3))
+    passes = 2 * (held * (4 + width) + whole * width * (saved_over > 1 and mesh.zero_stage == 3))
     # A gradient is written whole, read to be summed over devices, written into its stack and added to the totals.
     gradients = whole * 2 * width + summed * (4 + 12)
     # The head's is added up in float32 over the chunks of the loss.
-    chunks = math.ceil(config.data.window / mesh.context / config.train.loss_chunk)
+    chunks = math.ceil(config.data.seq_len / mesh.context / config.train.loss_chunk_size)
     sums = (chunks - 1) * 8 * model.dim * _vocabulary(config) / mesh.stage
     return config.accumulation * (passes + gradients + sums)
 
@@ -254,7 +254,7 @@ def _update_bytes(config: Config) -> float:
     model, mesh, optimizer = config.model, config.mesh, config.optimizer
     parts = mesh.stage * mesh.tensor * mesh.fsdp * mesh.context
     matrices = model.num_layers * block_parameters(model)
-    moment = 2 * MOMENT_BYTES[optimizer.moments]
+    moment = 2 * MOMENT_BYTES[optimizer.moment_dtype]
     # The gradient: squared for its norm, and used. The parameter: used, written, and its norm.
     per_parameter = 8 + 12 + (8 if optimizer.ema_decay else 0)
     moments = model_parameters(model) * 2 * moment
@@ -271,12 +271,12 @@ def _host_bytes(config: Config, tokens: float) -> float:
     model, mesh, optimizer = config.model, config.mesh, config.optimizer
     held = model_parameters(model) / (mesh.stage * mesh.tensor * mesh.fsdp * mesh.context)
     total = 0.0
-    if mesh.offload != 'none':
+    if mesh.host_offload != 'none':
         # Moments come and go; a moving average is a parameter.
-        total += held * 2 * 2 * MOMENT_BYTES[optimizer.moments]
-    if mesh.offload == 'all':
+        total += held * 2 * 2 * MOMENT_BYTES[optimizer.moment_dtype]
+    if mesh.host_offload == 'all':
         # Parameters come forward, backward and for the update, after which they go back.
         total += held * 4 * (2 * config.accumulation + 2 + (2 if optimizer.ema_decay else 0))
-    if model.remat == 'offload':
+    if model.remat_policy == 'offload':
         total += tokens * model.dim * jnp.dtype(model.dtype).itemsize * 2 * model.num_layers / mesh.stage
     return total

@@ -9,7 +9,7 @@ from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.curves import scaled
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
 from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lowered
-from maxlm.reporting.sections.run_summary import THRESHOLD, Run, comparable
+from maxlm.reporting.sections.run_summary import THRESHOLD, ReportedRun, comparable
 
 
 class _Curve(NamedTuple):
@@ -26,23 +26,24 @@ class _Curve(NamedTuple):
 _CURVES = (
     # Of runs by reward and by preferences.
     _Curve('rollout/reward', 'Reward', 'mean over responses'),
-    _Curve('eval/accuracy', 'Accuracy', '% of held-out prompts or pairs', factor=100, scale='zero', smooth=False),
-    _Curve('rollout/length', 'Length of responses', 'tokens', scale='zero'),
+    _Curve('eval/accuracy', 'Accuracy', '% of held-out prompts', factor=100, scale='zero', smooth=False),
+    _Curve('eval/rewards/accuracies', 'Accuracy', '% of held-out pairs', factor=100, scale='zero', smooth=False),
+    _Curve('rollout/mean_length', 'Length of responses', 'tokens', scale='zero'),
     _Curve('train/entropy', 'Entropy', 'nats per drawn token', scale='zero'),
-    _Curve('train/reference_kl', 'Divergence from the start', 'nats per token', scale='zero'),
-    _Curve('train/margin', 'Margin of preferences', 'reward of the better answer minus the other’s'),
+    _Curve('train/kl', 'Divergence from the start', 'nats per token', scale='zero'),
+    _Curve('train/rewards/margins', 'Margin of preferences', 'reward of the better answer minus the other’s'),
     _Curve('train/learning_rate', 'Learning rate', '', scale='zero', smooth=False),
     _Curve('train/grad_norm', 'Gradient norm', 'before clipping'),
     _Curve('perf/tokens_per_second', 'Throughput', 'tokens/s', scale='zero'),
     _Curve('perf/mfu', 'MFU', '% of the peak, causal attention', factor=100, scale='zero'),
-    _Curve('perf/device_memory_gib', 'Memory of a device', 'GiB, the most so far', scale='zero', smooth=False),
-    _Curve('perf/data_wait_seconds', 'Wait for data', 'ms per step', factor=1000, scale='zero'),
+    _Curve('memory/peak_gib', 'Memory of a device', 'GiB, the most so far', scale='zero', smooth=False),
+    _Curve('perf/data_loading_seconds', 'Wait for data', 'ms per step', factor=1000, scale='zero'),
 )
 # A chart with more curves than these is a tangle; the table beside it has all.
 _MAX_SOURCES = 12
 
 
-def learning(runs: Sequence[Run]) -> Markup:
+def learning(runs: Sequence[ReportedRun]) -> Markup:
     """The loss, large; whether the run overfits; sources; and the other curves."""
     named = len(runs) > 1
     words = [_overfitting(run, named) for run in runs]
@@ -58,12 +59,12 @@ def learning(runs: Sequence[Run]) -> Markup:
     )
 
 
-def _names(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> str:
+def _names(group: Sequence[ReportedRun], groups: Sequence[Sequence[ReportedRun]]) -> str:
     """Returns the end of a chart's title: the runs in it, where other runs have a chart of their own."""
     return f', {" and ".join(run.name for run in group)}' if len(groups) > 1 else ''
 
 
-def _loss(runs: Sequence[Run], names: str, named: bool) -> Chart:
+def _loss(runs: Sequence[ReportedRun], names: str, named: bool) -> Chart:
     alone = not named
     series = []
     for run in runs:
@@ -93,7 +94,7 @@ def _loss(runs: Sequence[Run], names: str, named: bool) -> Chart:
     )
 
 
-def _overfitting(run: Run, named: bool) -> Markup:
+def _overfitting(run: ReportedRun, named: bool) -> Markup:
     of = f'{run.name}: ' if named else ''
     if run.overfitting:
         # In words it stands above all else; see the summary.
@@ -108,12 +109,12 @@ def _overfitting(run: Run, named: bool) -> Markup:
     return note(of, 'No overfitting: the validation loss did not rise while the training loss fell.')
 
 
-def _others(runs: Sequence[Run]) -> Markup:
+def _others(runs: Sequence[ReportedRun]) -> Markup:
     drawn = [chart for one in _CURVES if (chart := _chart(runs, one))]
     return tag('div', *drawn, class_='charts') if drawn else Markup('')
 
 
-def _chart(runs: Sequence[Run], one: _Curve) -> Markup:
+def _chart(runs: Sequence[ReportedRun], one: _Curve) -> Markup:
     alone = len(runs) == 1
     series = [
         Series(
@@ -127,7 +128,7 @@ def _chart(runs: Sequence[Run], one: _Curve) -> Markup:
     return draw(Chart(one.title, one.unit, series, marks=runs[0].marks if alone else (), scale=one.scale))
 
 
-def _by_source(runs: Sequence[Run]) -> Markup:
+def _by_source(runs: Sequence[ReportedRun]) -> Markup:
     """One run: a curve for each source. Several: a chart for each source, with a curve for each run."""
     charts = []
     for prefix, title in (('train/loss', 'Training loss'), ('eval/loss', 'Validation loss')):
@@ -152,7 +153,7 @@ def _by_source(runs: Sequence[Run]) -> Markup:
     return tag('div', *drawn, class_='charts') if drawn else Markup('')
 
 
-def _source_table(run: Run, named: bool) -> Markup:
+def _source_table(run: ReportedRun, named: bool) -> Markup:
     names = sorted({*run.sources('train/loss'), *run.sources('eval/loss')})
     if not names:
         return Markup('')
@@ -161,7 +162,7 @@ def _source_table(run: Run, named: bool) -> Markup:
         [
             name,
             formatting.format_si(tokens.get(name)),
-            formatting.percent(run.last(f'data/share/{name}')),
+            formatting.percent(run.last(f'data/fraction/{name}')),
             formatting.format_number(run.last(f'data/epoch/{name}')),
             formatting.loss(run.last(f'train/loss/{name}')),
             formatting.loss(run.last(f'eval/loss/{name}')),

@@ -11,7 +11,7 @@ from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
 from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lowered
 from maxlm.reporting.sections.device_curves import Curves, binned, device_curves, few, host_curves
-from maxlm.reporting.sections.run_summary import GIB, Run
+from maxlm.reporting.sections.run_summary import GIB, ReportedRun
 from maxlm.storage.json_fields import items, number, text
 
 _MIB = 2**20
@@ -43,7 +43,7 @@ _OF_HOSTS = (
 )
 
 
-def machines(runs: Sequence[Run]) -> Markup:
+def machines(runs: Sequence[ReportedRun]) -> Markup:
     """Charts over the time since each run began, and a table of devices; '' where nothing was read."""
     charts = [draw(_chart(runs, reading, device_curves)) for reading in _OF_DEVICES]
     charts += [draw(_chart(runs, reading, host_curves)) for reading in _OF_HOSTS]
@@ -54,8 +54,8 @@ def machines(runs: Sequence[Run]) -> Markup:
     return section('machines', 'Devices over time', grid, words, *(_table(run, len(runs) > 1) for run in runs))
 
 
-def _chart(runs: Sequence[Run], reading: _Reading, curves_of: Callable[..., Curves]) -> Chart:
-    def curves(run: Run) -> Curves:
+def _chart(runs: Sequence[ReportedRun], reading: _Reading, curves_of: Callable[..., Curves]) -> Chart:
+    def curves(run: ReportedRun) -> Curves:
         return curves_of(run.history.devices, reading.key, began=run.began, factor=reading.factor)
 
     if len(runs) == 1:
@@ -71,11 +71,11 @@ def _chart(runs: Sequence[Run], reading: _Reading, curves_of: Callable[..., Curv
     return Chart(reading.title, reading.unit, series, x='time', marks=marks, scale='zero')
 
 
-def _has_devices(run: Run) -> bool:
+def _has_devices(run: ReportedRun) -> bool:
     return any(items(line, 'devices') for lines in run.history.devices.values() for line in lines)
 
 
-def _table(run: Run, named: bool) -> Markup:
+def _table(run: ReportedRun, named: bool) -> Markup:
     """Of each device the mean use, the extremes, how often it was throttled and its memory errors."""
     rows = []
     for process, lines in run.history.devices.items():

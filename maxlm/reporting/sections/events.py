@@ -7,7 +7,7 @@ from typing import Any
 
 from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.html import Markup, note, section, table, tag
-from maxlm.reporting.sections.run_summary import Run
+from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import number, text
 
 # What a run does all the time is left out first where there are too many rows.
@@ -16,7 +16,7 @@ _MAX_ROWS = 300
 _LONGEST = 500
 
 
-def events(runs: Sequence[Run]) -> Markup:
+def events(runs: Sequence[ReportedRun]) -> Markup:
     """A table of all events by time; '' where there are none."""
     found = [(run, event) for run in runs for event in run.history.events]
     found.sort(key=lambda pair: number(pair[1], 'time') or 0.0)
@@ -32,7 +32,7 @@ def events(runs: Sequence[Run]) -> Markup:
     return section('events', 'Events', *parts)
 
 
-def _most_telling(found: list[tuple[Run, dict[str, Any]]]) -> list[tuple[Run, dict[str, Any]]]:
+def _most_telling(found: list[tuple[ReportedRun, dict[str, Any]]]) -> list[tuple[ReportedRun, dict[str, Any]]]:
     if len(found) > _MAX_ROWS:
         found = [pair for pair in found if text(pair[1], 'kind') not in _ROUTINE]
     if len(found) > _MAX_ROWS:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.bars import Bar, draw_bars, swatch
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
-from maxlm.reporting.sections.run_summary import Run
+from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.telemetry.goodput import Attempt
 
 WORDS = {
@@ -27,7 +27,7 @@ WORDS = {
 _MAX_LIVES, _MAX_HOSTS = 12, 16
 
 
-def goodput(runs: Sequence[Run]) -> Markup:
+def goodput(runs: Sequence[ReportedRun]) -> Markup:
     """Bars and tables; '' where no run has a ledger."""
     if len(runs) > 1:
         bars = [Bar(run.name, run.ledger.totals) for run in runs if run.ledger]
@@ -81,7 +81,7 @@ def _rows(columns: Sequence[Mapping[str, float]]) -> list[list[Markup | str]]:
     return rows
 
 
-def _hosts(run: Run) -> Markup:
+def _hosts(run: ReportedRun) -> Markup:
     ledgers = {process: ledger for process, ledger in run.history.ledgers.items() if ledger.lives}
     if len(ledgers) < 2:
         return Markup('')
@@ -91,7 +91,7 @@ def _hosts(run: Run) -> Markup:
     return join(draw_bars(bars, title='Each process by itself', words=WORDS), more)
 
 
-def _steps_of_lives(run: Run, lives: Sequence[Attempt]) -> Markup:
+def _steps_of_lives(run: ReportedRun, lives: Sequence[Attempt]) -> Markup:
     rows = []
     for life in lives:
         steps = f'{formatting.format_int(life.start_step)} to {formatting.format_int(life.step)}'
@@ -111,7 +111,7 @@ def _steps_of_lives(run: Run, lives: Sequence[Attempt]) -> Markup:
     return table(header, rows, texts=(0, 2, 3, 5))
 
 
-def _money(run: Run) -> str:
+def _money(run: ReportedRun) -> str:
     if run.dollars is None or run.ledger is None:
         return ''
     return f', {formatting.dollars(run.dollars * run.ledger.share)} of {formatting.dollars(run.dollars)}'

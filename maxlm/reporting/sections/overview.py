@@ -8,7 +8,7 @@ from typing import NamedTuple
 from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.formatting import DASH
 from maxlm.reporting.drawing.html import Markup, join, note, table, tag
-from maxlm.reporting.sections.run_summary import Run
+from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import mapping, number, text
 from maxlm.telemetry.run_status import CRASHED, DIVERGED, STALLED
 
@@ -23,7 +23,7 @@ class Fact(NamedTuple):
     detail: str = ''
 
 
-def summary(runs: Sequence[Run]) -> Markup:
+def summary(runs: Sequence[ReportedRun]) -> Markup:
     """Tiles for one run, a table side by side for several."""
     if len(runs) == 1:
         tiles = [
@@ -44,7 +44,7 @@ def summary(runs: Sequence[Run]) -> Markup:
     return tag('section', _troubles(runs), wide, id='summary')
 
 
-def facts(run: Run) -> list[Fact]:
+def facts(run: ReportedRun) -> list[Fact]:
     """The same ones for every run, in the same order; a dash where the workdir does not tell."""
     return [
         # What went wrong stands above the tiles.
@@ -63,7 +63,7 @@ def facts(run: Run) -> list[Fact]:
     ]
 
 
-def headline(run: Run) -> str:
+def headline(run: ReportedRun) -> str:
     """One sentence: what was trained on what."""
     parameters = number(run.started, 'parameters')
     if not run.history.begun:
@@ -74,7 +74,7 @@ def headline(run: Run) -> str:
     return f'{what}{on}.'
 
 
-def _troubles(runs: Sequence[Run]) -> Markup:
+def _troubles(runs: Sequence[ReportedRun]) -> Markup:
     lines = []
     for run in runs:
         of = f'{run.name}: ' if len(runs) > 1 else ''
@@ -88,7 +88,7 @@ def _troubles(runs: Sequence[Run]) -> Markup:
     return join(box, *(note(words) for words in notes))
 
 
-def _model(run: Run) -> Fact:
+def _model(run: ReportedRun) -> Fact:
     config, detail = run.history.config, ''
     if config is not None:
         model = config.model
@@ -97,13 +97,13 @@ def _model(run: Run) -> Fact:
     return Fact('Parameters', formatting.format_si(parameters), detail)
 
 
-def _data(run: Run) -> Fact:
+def _data(run: ReportedRun) -> Fact:
     tokens = [tokens for _, tokens, _ in run.dataset if tokens is not None]
     names = [name for name, _, _ in run.dataset if name]
     return Fact('Tokens of the data', formatting.format_si(sum(tokens)) if tokens else DASH, _listed(names))
 
 
-def _steps(run: Run) -> Fact:
+def _steps(run: ReportedRun) -> Fact:
     if run.step is None:
         return Fact('Steps', DASH, f'of {run.num_steps:,} planned' if run.num_steps else '')
     words = []
@@ -116,7 +116,7 @@ def _steps(run: Run) -> Fact:
     return Fact('Steps', value, ', '.join(words))
 
 
-def _validation(run: Run) -> Fact:
+def _validation(run: ReportedRun) -> Fact:
     if run.best is None:
         return Fact('Best validation loss', DASH, 'no evaluation yet')
     step, loss = run.best
@@ -124,9 +124,9 @@ def _validation(run: Run) -> Fact:
     return Fact('Best validation loss', formatting.loss(loss), f'at step {step:,.0f}; last {formatting.loss(last)}')
 
 
-def _training(run: Run) -> Fact:
+def _training(run: ReportedRun) -> Fact:
     last = run.last('train/loss')
-    skipped = run.last('train/skipped') or 0
+    skipped = run.last('train/skipped_steps') or 0
     words = [f'{skipped:,.0f} steps left out'] if skipped else []
     lowest = run.last('train/best_loss')
     if lowest is not None:
@@ -134,14 +134,14 @@ def _training(run: Run) -> Fact:
     return Fact('Last training loss', formatting.loss(last), ', '.join(words))
 
 
-def _time(run: Run) -> Fact:
+def _time(run: ReportedRun) -> Fact:
     lives = len(run.starts)
     words = f'{lives} {"life" if lives == 1 else "lives"}, ' if lives else ''
     since = f'{words}since {formatting.format_time(run.began)}' if run.began else ''
     return Fact('Wall time', formatting.duration(run.wall_seconds), since)
 
 
-def _cost(run: Run) -> Fact:
+def _cost(run: ReportedRun) -> Fact:
     price = number(run.started, 'price_per_hour')
     if price is None:
         return Fact('Cost', formatting.dollars(run.dollars), 'no price is known' if run.dollars is None else '')
@@ -150,7 +150,7 @@ def _cost(run: Run) -> Fact:
     return Fact('Cost', formatting.dollars(run.dollars), detail)
 
 
-def _useful(run: Run) -> Fact:
+def _useful(run: ReportedRun) -> Fact:
     return Fact(
         'Time in steps that count',
         formatting.percent(run.ledger.share if run.ledger else None),
@@ -158,7 +158,7 @@ def _useful(run: Run) -> Fact:
     )
 
 
-def _throughput(run: Run) -> Fact:
+def _throughput(run: ReportedRun) -> Fact:
     rate, mfu = run.median('perf/tokens_per_second'), run.median('perf/mfu')
     peak, source = number(run.started, 'peak_tflops'), text(run.started, 'peak_source')
     words = f'MFU {formatting.percent(mfu)}' if mfu is not None else ''
@@ -167,7 +167,7 @@ def _throughput(run: Run) -> Fact:
     return Fact('Tokens per second', formatting.format_si(rate), words)
 
 
-def _hardware(run: Run) -> Fact:
+def _hardware(run: ReportedRun) -> Fact:
     devices = mapping(run.started, 'devices')
     if not devices:
         return Fact('Hardware', DASH)
@@ -176,7 +176,7 @@ def _hardware(run: Run) -> Fact:
     return Fact('Hardware', f'{run.num_devices} × {text(devices, "kind")}', ', '.join(filter(None, words)))
 
 
-def _memory(run: Run) -> Fact:
+def _memory(run: ReportedRun) -> Fact:
     available = number(mapping(run.started, 'plan'), 'memory_available_bytes')
     detail = (
         f'of {formatting.format_bytes(available)} that a program may have' if available and run.memory_bytes else ''

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.html import Markup, note, section, table
-from maxlm.reporting.sections.run_summary import Run, ratio
+from maxlm.reporting.sections.run_summary import ReportedRun, ratio
 from maxlm.storage.json_fields import mapping, number
 
 
@@ -17,11 +17,11 @@ class _Row(NamedTuple):
     name: str
     key: str
     write: Callable[[float | None], str]
-    actual: Callable[[Run], float | None]
+    actual: Callable[[ReportedRun], float | None]
 
 
 _ROWS = (
-    _Row('time of a step', 'step_seconds', formatting.duration, lambda run: run.median('perf/step_seconds')),
+    _Row('time of a step', 'step_seconds', formatting.duration, lambda run: run.median('perf/step_time_seconds')),
     _Row(
         'tokens per second', 'tokens_per_second', formatting.format_si, lambda run: run.median('perf/tokens_per_second')
     ),
@@ -33,7 +33,7 @@ _ROWS = (
 )
 
 
-def plan(runs: Sequence[Run]) -> Markup:
+def plan(runs: Sequence[ReportedRun]) -> Markup:
     """A table of the plan, reality and their ratio; '' where no run has a plan."""
     planned = [run for run in runs if mapping(run.started, 'plan')]
     rows: list[list[str]] = []

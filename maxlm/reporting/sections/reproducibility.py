@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from maxlm.config.loading import to_json
 from maxlm.reporting.drawing.html import Markup, code, join, note, section, table, tag
 from maxlm.reporting.sections.config_diff import between, differences, shipped_config
-from maxlm.reporting.sections.run_summary import Run
+from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import items, mapping, text
 
 
-def origin(runs: Sequence[Run]) -> Markup:
+def origin(runs: Sequence[ReportedRun]) -> Markup:
     """For each run the command, what its config has of its own, and versions; for several also how they differ."""
     parts = [_between(runs)] if len(runs) > 1 else []
     for run in runs:
@@ -22,7 +22,7 @@ def origin(runs: Sequence[Run]) -> Markup:
     return section('origin', 'How to reproduce', *parts)
 
 
-def _between(runs: Sequence[Run]) -> Markup:
+def _between(runs: Sequence[ReportedRun]) -> Markup:
     rows = [[key, *map(_value, values)] for key, values in between([run.history.config for run in runs]).items()]
     if not rows:
         return note('The configs of these runs are the same.')
@@ -32,7 +32,7 @@ def _between(runs: Sequence[Run]) -> Markup:
     )
 
 
-def _command(run: Run) -> Markup:
+def _command(run: ReportedRun) -> Markup:
     words = [str(word) for word in items(run.started, 'command')]
     git = mapping(run.started, 'git')
     told = []
@@ -45,7 +45,7 @@ def _command(run: Run) -> Markup:
     return join(*parts, *(note(one) for one in told))
 
 
-def _config(run: Run) -> Markup:
+def _config(run: ReportedRun) -> Markup:
     config = run.history.config
     if config is None:
         return Markup('')
@@ -69,7 +69,7 @@ def _config(run: Run) -> Markup:
     return join(*parts)
 
 
-def _versions(run: Run) -> Markup:
+def _versions(run: ReportedRun) -> Markup:
     rows = [[name, str(version)] for name, version in mapping(run.started, 'versions').items()]
     data = mapping(run.started, 'dataset')
     rows += [[f'data: {name}', _value(value)] for name, value in data.items() if name != 'sources']

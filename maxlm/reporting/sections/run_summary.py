@@ -26,7 +26,7 @@ _MARKED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A run as it is at the time `now`, seconds since 1970.
 
     Attributes:
@@ -71,7 +71,7 @@ class Run:
     @property
     def predicts_tokens(self) -> bool:
         """Whether its loss is that of the next token, and not of preferences or of rewards."""
-        return not {'rollout/reward', 'train/margin'} & set(self.names)
+        return not {'rollout/reward', 'train/rewards/margins'} & set(self.names)
 
     @property
     def objective(self) -> str:
@@ -137,8 +137,8 @@ class Run:
     @cached_property
     def tokens_per_step(self) -> float | None:
         config = self.history.config
-        if config is not None and config.train.global_batch and config.data.window:
-            return float(config.train.global_batch * config.data.window)
+        if config is not None and config.train.global_batch_size and config.data.seq_len:
+            return float(config.train.global_batch_size * config.data.seq_len)
         return number(self.started, 'tokens_per_step')
 
     @cached_property
@@ -206,26 +206,26 @@ class Run:
     @property
     def memory_bytes(self) -> float | None:
         """The most that one device had in use."""
-        told = self.highest('perf/device_memory_gib')
+        told = self.highest('memory/peak_gib')
         return None if told is None else told * GIB
 
 
-def make_runs(histories: list[RunHistory], now: float) -> list[Run]:
+def make_runs(histories: list[RunHistory], now: float) -> list[ReportedRun]:
     """The runs of a page; those whose directories have the same name go by their paths."""
     names = [history.name for history in histories]
     return [
-        Run(history, name if names.count(name) == 1 else history.workdir, color, now)
+        ReportedRun(history, name if names.count(name) == 1 else history.workdir, color, now)
         for color, (history, name) in enumerate(zip(histories, names, strict=True))
     ]
 
 
-def comparable(runs: Sequence[Run], *, source: str = '') -> tuple[list[list[Run]], list[str]]:
+def comparable(runs: Sequence[ReportedRun], *, source: str = '') -> tuple[list[list[ReportedRun]], list[str]]:
     """Groups the runs whose losses can be compared: those of a source of the data, or of all data.
 
     Returns:
         The groups, and what differs between them: objectives, data or both.
     """
-    groups: list[list[Run]] = []
+    groups: list[list[ReportedRun]] = []
     reasons: set[str] = set()
     for run in runs:
         for group in groups:
@@ -239,8 +239,8 @@ def comparable(runs: Sequence[Run], *, source: str = '') -> tuple[list[list[Run]
     return groups, sorted(reasons)
 
 
-def _differences(one: Run, other: Run, source: str) -> list[str]:
-    def facts(run: Run) -> dict[str, Any]:
+def _differences(one: ReportedRun, other: ReportedRun, source: str) -> list[str]:
+    def facts(run: ReportedRun) -> dict[str, Any]:
         return {'objectives': run.objective, 'data': run.data.get(f'dataset {source}') if source else run.data}
 
     own, its = facts(one), facts(other)

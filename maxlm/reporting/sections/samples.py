@@ -7,13 +7,13 @@ from typing import Any
 
 from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.html import Markup, code, join, note, section, tag
-from maxlm.reporting.sections.run_summary import Run
+from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import number, text
 
 _MAX_PROMPTS, _MAX_STEPS, _LONGEST = 8, 12, 2000
 
 
-def samples(runs: Sequence[Run]) -> Markup:
+def samples(runs: Sequence[ReportedRun]) -> Markup:
     """For each prompt the newest text, and those before it folded away; '' where no run wrote any."""
     parts = []
     for run in runs:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.html import Markup, note, section, table
-from maxlm.reporting.sections.run_summary import Run
+from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import mapping, number, text
 
 
-class Throughput(NamedTuple):
+class AttemptThroughput(NamedTuple):
     """Of one life: median tokens/s of its lines, over all devices."""
 
     run: str
@@ -28,7 +28,7 @@ class Throughput(NamedTuple):
         return self.tokens_per_second / self.num_devices
 
 
-def scaling(runs: Sequence[Run]) -> Markup:
+def scaling(runs: Sequence[ReportedRun]) -> Markup:
     """A table of lives by number of devices, or why there is none; '' where no throughput is known."""
     found = [one for run in runs for one in throughputs(run)]
     if not found:
@@ -58,7 +58,7 @@ def scaling(runs: Sequence[Run]) -> Markup:
     return section('scaling', 'Scaling', table(header, rows, texts=(0, 2)), note(words))
 
 
-def throughputs(run: Run) -> list[Throughput]:
+def throughputs(run: ReportedRun) -> list[AttemptThroughput]:
     """One for each life that has lines: a line belongs to the newest life that had begun by then."""
     begins = [(time, event) for event in run.starts if (time := number(event, 'time')) is not None]
     rates: dict[int, list[float]] = {}
@@ -72,7 +72,7 @@ def throughputs(run: Run) -> list[Throughput]:
         event = begins[index][1]
         devices = mapping(event, 'devices')
         found.append(
-            Throughput(
+            AttemptThroughput(
                 run=run.name,
                 life=int(number(event, 'life') or index + 1),
                 kind=text(devices, 'kind'),
@@ -84,7 +84,7 @@ def throughputs(run: Run) -> list[Throughput]:
     return found
 
 
-def efficiency(one: Throughput, others: Sequence[Throughput]) -> float | None:
+def efficiency(one: AttemptThroughput, others: Sequence[AttemptThroughput]) -> float | None:
     """Its tokens/s per device as a share of those of the fewest devices that can be compared with it."""
     alike = [other for other in others if (other.kind, other.parameters) == (one.kind, one.parameters)]
     fewest = min(other.num_devices for other in alike)

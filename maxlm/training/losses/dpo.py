@@ -55,7 +55,7 @@ def preference_terms(
         ipo      = (h - 1 / (2 · beta))²
 
     Log-probabilities of an answer are sums over its tokens, and by ipo means, as TRL's `DPOTrainer` has them after its
-    authors' advice: a long answer would otherwise move h by its length. To both `next_token_weight` times the mean
+    authors' advice: a long answer would otherwise move h by its length. To both `rpo_alpha` times the mean
     cross-entropy of the chosen answer's tokens is added.
 
     Segments 2i + 1 and 2i + 2 of a row are pair i; there is one where both have weights. Rows know nothing of each
@@ -66,7 +66,7 @@ def preference_terms(
         reference_BT: of the targets, by the reference.
         weights_BT: 1 at targets of answers, else 0.
         segments_BT: 1, 2, …, number of the document in its row; 0 in padding.
-        dpo: with `beta`, `loss`, `label_smoothing` and `next_token_weight`.
+        dpo: with `beta`, `loss`, `label_smoothing` and `rpo_alpha`.
     """
     B, T = segments_BT.shape
     # A selection first: where nothing is predicted there may be anything.
@@ -79,17 +79,17 @@ def preference_terms(
     # Weights that are not finite are there: they must show in the loss.
     is_pair_BP = (counts_BP2 != 0).all(-1)
     means_BP2 = log_probs_BP2 / jnp.where(counts_BP2 == 0, 1, counts_BP2)
-    if dpo.loss == 'ipo':
+    if dpo.loss_type == 'ipo':
         reference_BP2 = reference_BP2 / jnp.where(counts_BP2 == 0, 1, counts_BP2)
         log_probs_BP2 = means_BP2
     ratios_BP2 = log_probs_BP2 - reference_BP2
     preferred_BP = ratios_BP2[..., 0] - ratios_BP2[..., 1]
-    if dpo.loss == 'ipo':
+    if dpo.loss_type == 'ipo':
         loss_BP = jnp.square(preferred_BP - 1 / (2 * dpo.beta))
     else:
         right_BP, wrong_BP = (jax.nn.log_sigmoid(sign * dpo.beta * preferred_BP) for sign in (1, -1))
         loss_BP = -(1 - dpo.label_smoothing) * right_BP - dpo.label_smoothing * wrong_BP
-    loss_BP = loss_BP - dpo.next_token_weight * means_BP2[..., 0]
+    loss_BP = loss_BP - dpo.rpo_alpha * means_BP2[..., 0]
 
     def total(x_BP: jax.Array) -> jax.Array:
         return jnp.where(is_pair_BP, x_BP, 0).sum()

@@ -41,10 +41,10 @@ def advantages(rewards_N: np.ndarray, config: GrpoConfig) -> np.ndarray:
         rewards_N: of the responses, those of a group one after the other.
         config: with `samples` G.
     """
-    groups = np.asarray(rewards_N, np.float64).reshape(-1, config.samples)
+    groups = np.asarray(rewards_N, np.float64).reshape(-1, config.num_generations)
     centred = groups - groups.mean(axis=1, keepdims=True)
     agree = np.ptp(groups, axis=1, keepdims=True) == 0
-    if config.divide_by_deviation:
+    if config.scale_rewards:
         # Of the group as a sample: divided by G - 1, as is usual.
         centred /= groups.std(axis=1, ddof=1, keepdims=True) + EPSILON
     return np.where(agree, 0.0, centred).astype(np.float32).reshape(-1)
@@ -56,10 +56,10 @@ def token_weights(predicted_BT: np.ndarray, active_B: np.ndarray, config: GrpoCo
     Args:
         predicted_BT: 1 at tokens of responses, each row's being one response; else 0.
         active_B: 1 where the group has responses of different rewards; the others are left out.
-        config: with `loss_mean`.
+        config: with `loss_type`.
     """
     weights_BT = predicted_BT * active_B[:, None]
-    if config.loss_mean == 'sequence':
+    if config.loss_type == 'grpo':
         weights_BT = weights_BT / np.maximum(predicted_BT.sum(axis=1, keepdims=True), 1)
     return weights_BT.astype(np.float32)
 
@@ -75,7 +75,7 @@ def policy_sums(
     weights_BT: jax.Array,
     config: GrpoConfig,
 ) -> PolicySums:
-    """Of each token -min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A) + kl_weight · KL, summed up.
+    """Of each token -min(r · A, clip(r, 1 - epsilon, 1 + epsilon_high) · A) + kl_coef · KL, summed up.
 
     r is the probability of the token divided by that with which it was drawn. KL is the estimate of Schulman 2020,
     "Approximating KL Divergence", k3: q/p - log(q/p) - 1 with the reference's probability q.
@@ -94,13 +94,13 @@ def policy_sums(
     is_predicted = predicted_BT > 0
     log_ratio_BT = jnp.where(is_predicted, log_probs_BT - old_log_probs_BT, 0)
     ratio_BT = jnp.exp(log_ratio_BT)
-    bounded_BT = jnp.clip(ratio_BT, 1 - config.clip_low, 1 + config.clip_high)
+    bounded_BT = jnp.clip(ratio_BT, 1 - config.epsilon, 1 + config.epsilon_high)
     gain_BT = jnp.minimum(ratio_BT * advantages_BT, bounded_BT * advantages_BT)
     loss_BT = -gain_BT
     reference_kl_BT = jnp.zeros_like(loss_BT)
     if reference_BT is not None:
         reference_kl_BT = _k3(jnp.where(is_predicted, reference_BT - log_probs_BT, 0))
-        loss_BT = loss_BT + config.kl_weight * reference_kl_BT
+        loss_BT = loss_BT + config.kl_coef * reference_kl_BT
 
     def total(x_BT: jax.Array) -> jax.Array:
         return jax.lax.stop_gradient(jnp.where(is_predicted, x_BT, 0).sum())

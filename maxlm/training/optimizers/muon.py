@@ -28,7 +28,7 @@ FIRST_MOMENTUM = 0.85
 
 
 class MuonState(NamedTuple):
-    """Updates so far, and the momentum of every matrix as `optimizer.moments` says."""
+    """Updates so far, and the momentum of every matrix as `optimizer.moment_dtype` says."""
 
     num_updates: jax.Array
     momentum: optax.Updates
@@ -54,7 +54,7 @@ def scale_by_muon(
         warmup_steps: updates that its warm-up takes; 0 = none.
         dtype: of the products of matrices.
         layout: where parameters lie.
-        moments: how the momentum is stored, as `optimizer.moments`.
+        moments: how the momentum is stored, as `optimizer.moment_dtype`.
     """
     rising = optax.linear_schedule(FIRST_MOMENTUM, momentum, warmup_steps)
     schedule = rising if warmup_steps else optax.constant_schedule(momentum)

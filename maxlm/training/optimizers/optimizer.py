@@ -48,19 +48,19 @@ def make_optimizer(
     direction = scale_by_adam(
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
-        epsilon=optimizer.epsilon,
-        moments=optimizer.moments,
+        epsilon=optimizer.eps,
+        moments=optimizer.moment_dtype,
         axes=axes,
         layout=layout,
     )
     if optimizer.name == 'muon':
         muon = scale_by_muon(
             axes,
-            momentum=optimizer.momentum,
-            warmup_steps=optimizer.momentum_warmup_steps,
+            momentum=optimizer.muon_momentum,
+            warmup_steps=optimizer.muon_momentum_warmup_steps,
             dtype=jnp.dtype(config.model.dtype),
             layout=layout,
-            moments=optimizer.moments,
+            moments=optimizer.moment_dtype,
         )
         transforms = {'muon': muon, 'adam': direction}
         direction = optax.partition(transforms, map_kinds(lambda kind, _: 'muon' if kind == 'matrix' else 'adam'))
@@ -89,7 +89,7 @@ def scale_by_adam(
         beta1: decay of the first moment.
         beta2: decay of the second.
         epsilon: added to the root of the second.
-        moments: how they are stored, as `optimizer.moments`.
+        moments: how they are stored, as `optimizer.moment_dtype`.
         axes: by path, the logical axes of (at least) every parameter that this is applied to.
         layout: where parameters lie.
     """

@@ -10,7 +10,8 @@ Rounding is stochastic. To the nearest, a moment whose change is below half a st
 second moment could only grow. With a random choice between the two neighbours its mean is right at any beta.
 
 What is stored depends on values, shapes and the update's number, not on the mesh: a checkpoint fits every layout. An
-update of one layer after the other (`mesh.offload`) makes the same random choices in each; their means are right too.
+update of one layer after the other (`mesh.host_offload`) makes the same random choices in each; their means are right
+too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def init_moment(param: jax.Array, stored: str, *, signed: bool) -> Moment:
 
     Args:
         param: the parameter, or its shape and type.
-        stored: `optimizer.moments`.
+        stored: `optimizer.moment_dtype`.
         signed: whether the moment has negative values.
     """
     if stored == 'float32' or param.size < MIN_SIZE:

@@ -26,7 +26,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     elif config.schedule == 'cosine':
         after = optax.cosine_decay_schedule(peak, length, alpha=minimum / peak)
     else:
-        share = {'linear': 1.0, 'wsd': config.decay_fraction}[config.schedule]
+        share = {'linear': 1.0, 'wsd': config.wsd_decay_fraction}[config.schedule]
         decay = min(max(1, round(share * num_steps)), length)
         after = optax.linear_schedule(peak, minimum, decay, transition_begin=length - decay)
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
@@ -66,7 +66,7 @@ def rate_at(config: OptimizerConfig, progress: Progress, step: jax.Array) -> jax
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     start = jnp.float32(1.0) if config.schedule == 'constant' else progress.warmup
     if config.schedule == 'wsd':
-        start = jnp.maximum(start, 1 - config.decay_fraction)
+        start = jnp.maximum(start, 1 - config.wsd_decay_fraction)
     fallen = jnp.clip((progress.at(step) - start) / jnp.maximum(1 - start, 1e-7), 0, 1)
     if config.schedule == 'cosine':
         fallen = (1 - jnp.cos(jnp.pi * fallen)) / 2

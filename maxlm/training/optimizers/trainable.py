@@ -16,9 +16,9 @@ ADAPTERS = (LORA_A, LORA_B)
 
 def is_trained(config: Config, name: str) -> bool:
     """Of a parameter, by its dotted name."""
-    if name.endswith(ADAPTERS) or any(_matches(name, pattern) for pattern in config.optimizer.trained):
+    if name.endswith(ADAPTERS) or any(_matches(name, pattern) for pattern in config.optimizer.trainable_params):
         return True
-    return not config.model.lora_rank and not any(_matches(name, pattern) for pattern in config.optimizer.frozen)
+    return not config.model.lora_rank and not any(_matches(name, pattern) for pattern in config.optimizer.frozen_params)
 
 
 def check_patterns(config: Config, names: Iterable[str]) -> None:
@@ -28,12 +28,12 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
         InputError: a pattern names nothing, or nothing is left to train.
     """
     names = list(names)
-    for key in ('frozen', 'trained'):
+    for key in ('frozen_params', 'trainable_params'):
         for pattern in getattr(config.optimizer, key):
             if not any(_matches(name, pattern) for name in names):
                 raise InputError(f'optimizer.{key}: {pattern!r} names no parameter; there are: {", ".join(names)}')
     if not any(is_trained(config, name) for name in names):
-        raise InputError(f'optimizer.frozen={config.optimizer.frozen!r} leaves nothing to train')
+        raise InputError(f'optimizer.frozen_params={config.optimizer.frozen_params!r} leaves nothing to train')
 
 
 def trainable(config: Config, params: Tree) -> Any:
@@ -76,7 +76,7 @@ def param_paths(params: Tree, prefix: str = '') -> Iterator[str]:
 
 
 def _trains_all(config: Config) -> bool:
-    return not config.model.lora_rank and not config.optimizer.frozen
+    return not config.model.lora_rank and not config.optimizer.frozen_params
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -348,10 +348,10 @@ def test_a_cache_that_cannot_be_written_is_named(gcs, files, alarms, tmp_path, m
         Fetcher([PlannedRead((files[0],), 0, 0)], on_alarm=alarms.append).__enter__()
     (tmp_path / 'cache').unlink()
 
-    def full(path, content):
+    def full(path, content, **_):
         raise InputError(f'{path}: cannot be written: No space left on device')
 
-    monkeypatch.setattr(shard_cache, 'write_whole', full)
+    monkeypatch.setattr(shard_cache, 'atomic_write', full)
     gcs.fault(403, match='data/1')
     # Where not even the reason can be written nobody waits for it.
     with Fetcher([PlannedRead((files[1],), 0, 0)], on_alarm=alarms.append) as fetcher:

@@ -63,15 +63,15 @@ def test_a_cluster_writes_the_same_bytes(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 3000)
     texts = write_texts(tmp_path / 'texts')
     arguments = ['--input', texts, '--tokenizer', 'bpe:300', '--filter', 'code', '--deduplicate', 'near']
-    arguments += ['--infill', '0.5']
-    on_ray = ['--engine', 'ray', '--ray_address', cluster]
+    arguments += ['--fim-rate', '0.5']
+    on_ray = ['--executor', 'ray', '--ray-address', cluster]
     assert run(*arguments, '--workers', 1, '--output', tmp_path / 'here') == 0
     assert run(*arguments, *on_ray, '--output', tmp_path / 'there') == 0
     here = contents(tmp_path / 'here')
     assert len([name for name in here if name.startswith('train-')]) > 3
     assert here == contents(tmp_path / 'there')
     # Control: other settings are other bytes.
-    assert run(*arguments, '--infill_spm', '0.3', '--workers', 1, '--output', tmp_path / 'other') == 0
+    assert run(*arguments, '--fim-spm-rate', '0.3', '--workers', 1, '--output', tmp_path / 'other') == 0
     assert here != contents(tmp_path / 'other')
 
 
@@ -84,9 +84,9 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch):
 def test_a_cluster_that_is_not_there(capsys, tmp_path):
     pytest.importorskip('ray', reason='the extra ray')
     (tmp_path / 'x.txt').write_text('text')
-    arguments = ['--input', tmp_path / 'x.txt', '--output', tmp_path / 'data', '--engine', 'ray']
+    arguments = ['--input', tmp_path / 'x.txt', '--output', tmp_path / 'data', '--executor', 'ray']
     for address in ('127.0.0.1:1', 'ray://127.0.0.1:1', '127.0.0.1:99999'):
-        assert run(*arguments, '--ray_address', address) == 2
+        assert run(*arguments, '--ray-address', address) == 2
         error = capsys.readouterr().err
         assert error.count('\n') == 1
         assert f'{address}: no Ray cluster' in error

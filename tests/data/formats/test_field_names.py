@@ -91,12 +91,12 @@ def test_of_a_conversation_in_parts_the_completion_is_learned():
 @pytest.mark.parametrize(
     ('record', 'options', 'told'),
     [
-        ({'body': 'a', 'id': 3}, {'format': 'text'}, "'text'; .*--text_field"),
+        ({'body': 'a', 'id': 3}, {'format': 'text'}, "'text'; .*--text-field"),
         ({'body': 'a', 'id': 3}, {'format': 'chat'}, 'no (column of a )?conversation'),
         (
             {'body': 'a', 'id': 3},
             {'format': 'auto', 'messages_field': 'dialog'},
-            "'dialog'.*--messages_field names the",
+            "'dialog'.*--messages-field names the",
         ),
     ],
 )

@@ -100,7 +100,7 @@ def test_the_version_changes_with_the_files(table, tmp_path):
 def test_a_missing_column_is_named(directory, left_out):
     ((name, reason),) = left_out(f'hf:{directory}', text_key='content')
     assert name == 'set#train'
-    assert "no column 'content'; it has id, text; --text_field names the column" in reason
+    assert "no column 'content'; it has id, text; --text-field names the column" in reason
     ((_, reason), *_) = left_out(f'hf:{directory}', text_key='id')
     # Parquet says it of the column, other formats of a row.
     assert "the column 'id' holds int64, not text" in reason or re.search(r': row [0:]+ holds int, not text', reason)
@@ -151,7 +151,7 @@ def test_lines_longer_than_a_record_are_named(tmp_path, datasets, left_out, read
     assert name == 'set#train'
     assert f'train.{suffix}' in reason
     assert 'a line is longer than ' in reason
-    assert 'the limit for a record; --max_record_mib changes it' in reason
+    assert 'the limit for a record; --max-record-mib changes it' in reason
     hf_datasets._open.cache_clear()
     with pytest.raises(InputError, match='a line is longer than'):
         find_inputs([f'hf:{tmp_path}/set'], max_record_bytes=2000)

@@ -1,4 +1,5 @@
-"""Damaged and hostile files: each gives a result or one line, with and without --skip_bad, within bounded memory."""
+"""Damaged and hostile files: each gives a result or one line, with and without --skip-bad-records, within "
+"bounded memory."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_cut_short_or_damaged_compression_is_an_error_at_any_byte(tmp_path, left
         (b'\n\xef\xbb\xbf{"text": "a"}', ['x.jsonl:2', 'BOM']),
         (b'\xef\xbb\xbf{"text": "\xff"}', ['x.jsonl:1', 'byte 13']),
         ('{"text": "a"}\n{"text": ', ['x.jsonl:2', 'not JSON', '{"text": "…"}']),
-        ('{"content": "a"}', ['x.jsonl:1', "'text'", '--text_field']),
+        ('{"content": "a"}', ['x.jsonl:1', "'text'", '--text-field']),
         ('{"text": 3}', ['x.jsonl:1', "'text'"]),
         ('["text"]', ['x.jsonl:1', "'text'"]),
         ('{"text": "\\ud800"}', ['x.jsonl:1', 'surrogate']),

@@ -48,13 +48,13 @@ def test_only_columns_that_are_asked_for_are_kept(tmp_path, read):
 @pytest.mark.parametrize(
     ('columns', 'options', 'told'),
     [
-        ({'id': [1], 'content': ['a']}, {}, "no column 'text'; it has id, content; --text_field names the column"),
+        ({'id': [1], 'content': ['a']}, {}, "no column 'text'; it has id, content; --text-field names the column"),
         (
             {'text': ['a']},
             {'metadata_keys': ('url',)},
-            "no column 'url'; it has text; --metadata_keys names the column",
+            "no column 'url'; it has text; --metadata-keys names the column",
         ),
-        ({'text': [1]}, {}, "the column 'text' holds int64, not text; --text_field names the column of the text"),
+        ({'text': [1]}, {}, "the column 'text' holds int64, not text; --text-field names the column of the text"),
         ({'text': [['a']]}, {}, "the column 'text' holds list<"),
     ],
 )
@@ -103,7 +103,7 @@ def test_pages_larger_than_the_limit_are_named_before_they_are_decoded(tmp_path,
     assert name == 'x.parquet:1'
     assert f'{path}: the row group of rows 1 to 1: a page of the column' in reason
     assert "'text' has 5,0" in reason
-    assert 'more than 4,000, the limit for a page; --max_record_mib raises it' in reason
+    assert 'more than 4,000, the limit for a page; --max-record-mib raises it' in reason
     # Columns that are not read do not count, and a larger record raises the limit.
     assert [d.text for d in read(path, max_record_bytes=6000)] == texts
     write(path, {'text': ['a'], 'id': ['b' * 5000]})

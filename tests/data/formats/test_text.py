@@ -37,7 +37,7 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path, read, left_out):
     (tmp_path / 'b.txt').write_bytes(b'ab\xc3\xa4')
     assert left_out(tmp_path) == [('a.txt', f'{tmp_path}/a.txt: byte 2 is not UTF-8; save the file as UTF-8')]
     assert [d.text for d in read(tmp_path, on_bad=lambda *_: None)] == ['abä']
-    with pytest.raises(InputError, match=r'a\.txt: byte 2 .*--skip_bad'):
+    with pytest.raises(InputError, match=r'a\.txt: byte 2 .*--skip-bad-records'):
         read(tmp_path)
 
 

@@ -114,7 +114,7 @@ def test_llm_c_files_say_their_type(tmp_path, left_out, magic, version, dtype):
         assert read_cut(path, target, end_of_document=50256) == expected
     other = {'<u2': 'uint32', '<u4': 'uint16'}[dtype]
     ((_, reason),) = left_out(path, token_dtype=other)
-    assert f'not --token_dtype={other}' in reason
+    assert f'not --token-dtype={other}' in reason
     path.write_bytes(header.tobytes() + stream.tobytes()[:-4])
     ((_, reason),) = left_out(path)
     assert 'x.bin: has ' in reason
@@ -129,7 +129,7 @@ def test_raw_files_need_their_type(tmp_path, left_out):
     path = tmp_path / 'x.bin'
     path.write_bytes(bytes(7))
     assert left_out(path) == [
-        ('x.bin', f'{path}: does not say how tokens are stored; --token_dtype=uint16 or --token_dtype=uint32 does')
+        ('x.bin', f'{path}: does not say how tokens are stored; --token-dtype=uint16 or --token-dtype=uint32 does')
     ]
     assert left_out(path, token_dtype='uint16') == [
         ('x.bin', f'{path}: has 7 bytes, which is no whole number of uint16; it was cut short')

@@ -15,7 +15,7 @@ from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
 
-DATA = DataConfig(window=16, seed=3, threads=2, prefetch=2)
+DATA = DataConfig(seq_len=16, seed=3, num_threads=2, prefetch_buffer_size=2)
 
 
 def train_batches(dataset, data, global_batch, rows=None, **options):
@@ -45,7 +45,7 @@ def assert_equal(batch, other):
 
 
 def test_every_window_once_per_epoch_in_another_order(dataset):
-    windows = Sequences(dataset, 'train', DATA.window)
+    windows = Sequences(dataset, 'train', DATA.seq_len)
     count = len(windows)
     global_batch = 5
     assert count % global_batch  # a batch crosses the end of an epoch
@@ -63,7 +63,7 @@ def test_every_window_once_per_epoch_in_another_order(dataset):
 def test_another_seed_is_another_order(dataset):
     same = train_batches(dataset, DATA, 8)[0]
     assert_equal(train_batches(dataset, DATA, 8)[0], same)
-    other = train_batches(dataset, DataConfig(window=16, seed=99), 8)[0]
+    other = train_batches(dataset, DataConfig(seq_len=16, seed=99), 8)[0]
     assert keys(other) != keys(same)
 
 
@@ -81,7 +81,7 @@ def test_hosts_together_make_the_global_batch(dataset, hosts):
 
 @pytest.mark.parametrize('workers', [0, pytest.param(2, marks=pytest.mark.multiprocess)])
 def test_order_does_not_depend_on_workers_or_start(dataset, workers):
-    data = DataConfig(window=16, seed=3, threads=2, prefetch=2, workers=workers)
+    data = DataConfig(seq_len=16, seed=3, num_threads=2, prefetch_buffer_size=2, num_workers=workers)
     batches = train_batches(dataset, data, 4)
     # Across several epochs.
     assert 4 * len(Sequences(dataset, 'train', 16)) < 4 * 55
@@ -102,7 +102,7 @@ def test_start_at_any_step(dataset):
 
 @pytest.mark.parametrize('workers', [0, pytest.param(1, marks=pytest.mark.multiprocess)])
 def test_damage_is_raised_where_it_is_met(dataset, workers):
-    data = DataConfig(window=16, seed=3, threads=2, prefetch=2, workers=workers)
+    data = DataConfig(seq_len=16, seed=3, num_threads=2, prefetch_buffer_size=2, num_workers=workers)
     batches = train_batches(dataset, data, 4)
     (dataset.path / 'train-00000.arrayrecord').unlink()
     with pytest.raises(InputError, match=r'train-00000\.arrayrecord'):
@@ -111,7 +111,7 @@ def test_damage_is_raised_where_it_is_met(dataset, workers):
 
 @pytest.mark.multiprocess
 def test_a_closed_iterator_leaves_no_process(dataset):
-    data = DataConfig(window=16, workers=1)
+    data = DataConfig(seq_len=16, num_workers=1)
     iterator = iterate(train_batches(dataset, data, 4), 0, data)
     next(iterator)
     assert multiprocessing.active_children()
@@ -137,7 +137,7 @@ def test_validation_has_every_window_once_and_is_padded(dataset):
     assert not any(values.any() for row in filler for values in row.values())
     # A part of the split is a sample of it, not its beginning; and the order is not the run's to choose.
     assert [content(row) for row in real] != [content(windows[i]) for i in range(len(windows))]
-    other = validation_batches(dataset, DataConfig(window=16, seed=99), 5)
+    other = validation_batches(dataset, DataConfig(seq_len=16, seed=99), 5)
     assert_equal(other[0], batches[0])
     assert rows[0]['weights'].any()
     with pytest.raises(IndexError):
@@ -159,7 +159,7 @@ def test_an_empty_split_is_named(make_dataset, random_shards):
 @pytest.mark.parametrize('count', [1, 2, 3])
 def test_fewer_windows_than_rows(make_dataset, count):
     dataset = make_dataset([[[7]] * count], block=8)
-    batch = train_batches(dataset, DataConfig(window=2), 8)[0]
+    batch = train_batches(dataset, DataConfig(seq_len=2), 8)[0]
     assert batch['tokens'].shape == (8, 2)
     assert len(set(keys(batch))) <= len(Sequences(dataset, 'train', 2))
 
@@ -188,7 +188,7 @@ def test_the_first_batches_on_any_number_of_hosts_and_workers(
     for hosts in all_hosts:
         assert digests(hosts, DATA) == expected
     for workers in all_workers:
-        assert digests(1, dataclasses.replace(DATA, workers=workers)) == expected
+        assert digests(1, dataclasses.replace(DATA, num_workers=workers)) == expected
     assert digests(1, dataclasses.replace(DATA, seed=4)) != expected
 
 
@@ -211,7 +211,7 @@ def test_batches_can_be_sent_to_another_process(dataset):
 def test_a_context_schedule_keeps_tokens_and_their_order(dataset):
     whole = train_batches(dataset, DATA, 4)
     schedule = ((0, 4), (3, 2), (7, 1))
-    cut = train_batches(dataset, DATA, 4, context_schedule=schedule)
+    cut = train_batches(dataset, DATA, 4, seq_len_schedule=schedule)
     for step in range(10):
         parts = 4 if step < 3 else 2 if step < 7 else 1
         assert cut[step]['tokens'].shape == (4 * parts, 16 // parts)
@@ -219,7 +219,7 @@ def test_a_context_schedule_keeps_tokens_and_their_order(dataset):
             np.testing.assert_array_equal(cut[step][name].reshape(4, 16), whole[step][name])
     assert cut[0]['positions'].max() < 4 <= whole[0]['positions'].max()
     # A host's rows are those of its windows.
-    second = train_batches(dataset, DATA, 4, slice(2, 4), context_schedule=schedule)
+    second = train_batches(dataset, DATA, 4, slice(2, 4), seq_len_schedule=schedule)
     assert_equal(second[1], {name: rows[8:] for name, rows in cut[1].items()})
 
 

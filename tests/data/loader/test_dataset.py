@@ -32,7 +32,9 @@ def three(make_dataset):
 
 
 def config(three, **weights):
-    return DataConfig(sources=tuple((str(three[name].path), weight) for name, weight in weights.items()), window=WINDOW)
+    return DataConfig(
+        sources=tuple((str(three[name].path), weight) for name, weight in weights.items()), seq_len=WINDOW
+    )
 
 
 def origin(batch):
@@ -70,9 +72,9 @@ def test_order_is_one_of_seed_and_weights(three):
         return open_training_data(data).train_batches(16)[7]['tokens'].tolist()
 
     same = tokens()
-    assert tokens(workers=3, threads=1) == same
+    assert tokens(num_workers=3, num_threads=1) == same
     assert tokens(seed=1) != same
-    assert tokens(pool_shards=1) == same  # a single shard each: one pool anyway
+    assert tokens(shuffle_shards=1) == same  # a single shard each: one pool anyway
     assert tokens(sources=config(three, web=0.5, code=0.2, law=0.3).sources) != same
 
 
@@ -90,25 +92,25 @@ def test_validation_has_all_windows_of_all_sources_once(three):
 def test_sources_within_one_data_set(make_dataset):
     shards = [documents(100, 6), documents(200, 4), documents(300, 5)]
     dataset = make_dataset(shards, sources=('web', 'code', 'web'))
-    corpus = open_training_data(DataConfig(path=str(dataset.path), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(dataset.path), seq_len=WINDOW))
     assert corpus.names == ('web', 'code')
     batch = corpus.train_batches(15)[0]
     assert [(1 if o == 2 else 0) for o in origin(batch)] == batch['sources'].tolist()
     # One of them alone, or with a weight of its own.
     path = str(dataset.path)
-    only = open_training_data(DataConfig(sources=((f'{path}#code', 1.0),), window=WINDOW))
+    only = open_training_data(DataConfig(sources=((f'{path}#code', 1.0),), seq_len=WINDOW))
     assert set(origin(only.train_batches(8)[0])) == {2}
-    weighted = open_training_data(DataConfig(sources=((f'{path}#code', 0.9), (f'{path}#web', 0.1)), window=WINDOW))
+    weighted = open_training_data(DataConfig(sources=((f'{path}#code', 0.9), (f'{path}#web', 0.1)), seq_len=WINDOW))
     assert weighted.names == ('code', 'web')
     assert Counter(weighted.train_batches(1024)[0]['sources'].tolist())[0] == pytest.approx(922, abs=1)
     assert corpus.fingerprint(8) != weighted.fingerprint(8)
-    silent = open_training_data(DataConfig(path=path, window=WINDOW), tell_sources=False)
+    silent = open_training_data(DataConfig(path=path, seq_len=WINDOW), tell_sources=False)
     assert silent.names == ()
     assert 'sources' not in silent.train_batches(4)[0]
 
 
 def test_a_single_source_is_not_told_apart(three):
-    corpus = open_training_data(DataConfig(path=str(three['web'].path), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(three['web'].path), seq_len=WINDOW))
     assert corpus.names == ()
     assert 'sources' not in corpus.train_batches(4)[0]
 
@@ -116,7 +118,7 @@ def test_a_single_source_is_not_told_apart(three):
 def test_two_directories_of_one_name_are_told_by_their_paths(make_dataset):
     paths = [str(make_dataset([documents(100, 9)], directory=f'{parent}').path) for parent in ('a', 'b')]
     inner = [f'{path}#texts' for path in paths]
-    assert open_training_data(DataConfig(sources=((inner[0], 1), (inner[1], 1)), window=WINDOW)).names == tuple(inner)
+    assert open_training_data(DataConfig(sources=((inner[0], 1), (inner[1], 1)), seq_len=WINDOW)).names == tuple(inner)
 
 
 def test_what_a_checkpoint_remembers(three):
@@ -149,12 +151,12 @@ def test_bytes_of_validation_text_are_known_of_all_sources_or_of_none(three, mak
 def test_bad_sources_are_named(three, make_dataset):
     web = str(three['web'].path)
     with pytest.raises(InputError, match=r"no source 'cod'; it has: texts"):
-        open_training_data(DataConfig(sources=((f'{web}#cod', 1.0),), window=WINDOW))
+        open_training_data(DataConfig(sources=((f'{web}#cod', 1.0),), seq_len=WINDOW))
     with pytest.raises(InputError, match='holds no data set'):
-        open_training_data(DataConfig(sources=((web, 1.0), (f'{web}x', 1.0)), window=WINDOW))
+        open_training_data(DataConfig(sources=((web, 1.0), (f'{web}x', 1.0)), seq_len=WINDOW))
     empty = make_dataset([[]], directory='empty')
     with pytest.raises(InputError, match='empty: the train split is empty'):
-        open_training_data(DataConfig(sources=((web, 1.0), (str(empty.path), 1.0)), window=WINDOW)).train_batches(4)
+        open_training_data(DataConfig(sources=((web, 1.0), (str(empty.path), 1.0)), seq_len=WINDOW)).train_batches(4)
     without = make_dataset([documents(100, 9)], directory='without')
     with pytest.raises(InputError, match='without: the validation split is empty'):
-        open_training_data(DataConfig(path=str(without.path), window=WINDOW)).validation_batches(4)
+        open_training_data(DataConfig(path=str(without.path), seq_len=WINDOW)).validation_batches(4)

@@ -58,7 +58,7 @@ def write(path, kinds, count=40, seed=4, longest=5):
 
 
 def prepare(source, output, *options):
-    arguments = ['--input', source, '--output', output, '--workers', 1, '--quiet', '--validation_share', 0.2]
+    arguments = ['--input', source, '--output', output, '--workers', 1, '--quiet', '--validation-fraction', 0.2]
     return run(*arguments, *(options if '--tokenizer' in options else (*options, '--tokenizer', 'bpe:300')))
 
 
@@ -111,24 +111,24 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, monkeypatch):
     write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80)
     for workers in (1, 2):
         assert (
-            prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), '--pack_window', 128, '--workers', workers)
+            prepare(tmp_path / 'x.jsonl', tmp_path / str(workers), '--pack-seq-len', 128, '--workers', workers)
             == EXIT_DONE
         )
     one = contents(tmp_path / '1')
     assert len([name for name in one if name.startswith('train-')]) >= 4
     assert one == contents(tmp_path / '2')
     write(tmp_path / 'x.jsonl', ['openai', 'alpaca'], count=80, seed=5)
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', '--pack_window', 128) == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', '--pack-seq-len', 128) == EXIT_DONE
     assert contents(tmp_path / 'other') != one
 
 
 def test_packed_windows_are_of_whole_conversations(tmp_path):
     answers = write(tmp_path / 'x.jsonl', ['openai', 'sharegpt'])
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack_window', 512) == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack-seq-len', 512) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     assert dataset.packed_window == 512
     assert sorted(learned_in_shards(dataset)) == sorted(f'{answer}<|im_end|>' for answer in answers)
-    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), window=512, seed=3))
+    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), seq_len=512, seed=3))
     batches = corpus.train_batches(2)
     steps = -(-corpus.training_windows // 2)
     learned = learned_in_batches(corpus, batches, steps)
@@ -143,19 +143,19 @@ def test_packed_windows_are_of_whole_conversations(tmp_path):
         names = {start[i].content for i in firsts.tolist()}
         assert names <= {'<|im_start|>', '<|endoftext|>'}
         assert '<|im_start|>' in names
-    other = open_training_data(DataConfig(path=str(tmp_path / 'data'), window=512, seed=4)).train_batches(2)
+    other = open_training_data(DataConfig(path=str(tmp_path / 'data'), seq_len=512, seed=4)).train_batches(2)
     assert any((other[i]['tokens'] != batches[i]['tokens']).any() for i in range(steps))
 
 
 def test_other_windows_than_the_packed_ones_are_refused(tmp_path):
     write(tmp_path / 'x.jsonl', ['alpaca'])
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack_window', 128) == EXIT_DONE
-    config = DataConfig(path=str(tmp_path / 'data'), window=128)
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--pack-seq-len', 128) == EXIT_DONE
+    config = DataConfig(path=str(tmp_path / 'data'), seq_len=128)
     assert open_training_data(config).training_windows > 0
     for changed, told in (
-        ({'window': 64}, ['data.window=64', 'windows of 128 tokens', '--pack_window=64']),
-        ({'context_schedule': ((64, 0.5),)}, ['data.context_schedule', 'windows of 128 tokens']),
-        ({'window': 64, 'sources': ((str(tmp_path / 'data'), 1.0),)}, ['data.window=64']),
+        ({'seq_len': 64}, ['data.seq_len=64', 'windows of 128 tokens', '--pack-seq-len=64']),
+        ({'seq_len_schedule': ((64, 0.5),)}, ['data.seq_len_schedule', 'windows of 128 tokens']),
+        ({'seq_len': 64, 'sources': ((str(tmp_path / 'data'), 1.0),)}, ['data.seq_len=64']),
     ):
         with pytest.raises(InputError) as info:
             open_training_data(dataclasses.replace(config, **changed))
@@ -164,7 +164,7 @@ def test_other_windows_than_the_packed_ones_are_refused(tmp_path):
 
 def test_masks_survive_mixtures_with_texts(tmp_path):
     answers = write(tmp_path / 'x.jsonl', ['openai'])
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'chats', '--pack_window', 256) == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'chats', '--pack-seq-len', 256) == EXIT_DONE
     texts = write_texts(tmp_path / 'texts')
     tokenizer = ('--tokenizer', tmp_path / 'chats' / 'tokenizer.json')
     assert prepare(texts, tmp_path / 'plain', *tokenizer) == EXIT_DONE
@@ -173,7 +173,7 @@ def test_masks_survive_mixtures_with_texts(tmp_path):
     assert not (plain.path / 'chat_template.jinja').exists()
     for names in (('chats', 'plain'), ('plain', 'chats')):
         sources = tuple((str(tmp_path / name), 0.5) for name in names)
-        corpus = open_training_data(DataConfig(sources=sources, window=256))
+        corpus = open_training_data(DataConfig(sources=sources, seq_len=256))
         batches = corpus.train_batches(8)
         learned = set()
         for step in range(8):
@@ -214,8 +214,8 @@ def test_windows_that_are_not_packed_cut_conversations_but_not_masks(tmp_path):
 
 def test_long_conversations_are_cut_counted_and_told(tmp_path, capsys):
     write(tmp_path / 'x.jsonl', ['openai'], longest=12)
-    arguments = ['--input', tmp_path / 'x.jsonl', '--tokenizer', 'bytes', '--workers', 1, '--validation_share', 0.2]
-    assert run(*arguments, '--output', tmp_path / 'data', '--pack_window', 200) == EXIT_DONE
+    arguments = ['--input', tmp_path / 'x.jsonl', '--tokenizer', 'bytes', '--workers', 1, '--validation-fraction', 0.2]
+    assert run(*arguments, '--output', tmp_path / 'data', '--pack-seq-len', 200) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     counts = [dataset.chat[name] for name in ('train', 'validation')]
     assert min(counts[0].values()) > 0
@@ -224,8 +224,8 @@ def test_long_conversations_are_cut_counted_and_told(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f'{counts[0]["shortened"]} conversations are longer than a window' in out
     assert f'{counts[0]["left_out"]} are left out' in out
-    assert run(*arguments, '--output', tmp_path / 'none', '--pack_window', 8) == EXIT_BAD_INPUT
-    assert '--pack_window=8: no turn of any conversation fits' in capsys.readouterr().err
+    assert run(*arguments, '--output', tmp_path / 'none', '--pack-seq-len', 8) == EXIT_BAD_INPUT
+    assert '--pack-seq-len=8: no turn of any conversation fits' in capsys.readouterr().err
 
 
 def test_texts_and_conversations_in_one_file(tmp_path, capsys):
@@ -233,22 +233,22 @@ def test_texts_and_conversations_in_one_file(tmp_path, capsys):
     lines += [{'text': 'plain'}, {'instruction': 'i', 'output': 'Output', 'text': 'all of it'}]
     path = tmp_path / 'x.jsonl'
     path.write_text('\n'.join(map(json.dumps, lines)))
-    options = ['--validation_share', 0, '--tokenizer', 'bytes']
+    options = ['--validation-fraction', 0, '--tokenizer', 'bytes']
     assert prepare(path, tmp_path / 'auto', *options) == EXIT_DONE
     learned = learned_in_shards(load_manifest(tmp_path / 'auto'))
     assert learned == ['Answer<|im_end|>', 'lain<|endoftext|>', 'll of it<|endoftext|>']
     assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat') == EXIT_BAD_INPUT
     assert f'{path}:2: no conversation: it needs "messages"' in capsys.readouterr().err
-    assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat', '--skip_bad') == EXIT_DONE
+    assert prepare(path, tmp_path / 'chat', *options, '--format', 'chat', '--skip-bad-records') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'chat')
     assert learned_in_shards(dataset) == ['Answer<|im_end|>', 'Output<|im_end|>']
     assert [entry['name'] for entry in dataset.left_out] == ['x.jsonl:2']
     assert prepare(path, tmp_path / 'text', *options, '--format', 'text') == EXIT_BAD_INPUT
     assert "no text at the key 'text'; --format=chat takes conversations" in capsys.readouterr().err
-    assert prepare(path, tmp_path / 'text', *options, '--format', 'text', '--skip_bad') == EXIT_DONE
+    assert prepare(path, tmp_path / 'text', *options, '--format', 'text', '--skip-bad-records') == EXIT_DONE
     assert documents_of(load_manifest(tmp_path / 'text'), 'train') == ['plain', 'all of it']
     # What is there was made in another way.
-    assert prepare(path, tmp_path / 'chat', *options, '--format', 'text', '--skip_bad') == EXIT_BAD_INPUT
+    assert prepare(path, tmp_path / 'chat', *options, '--format', 'text', '--skip-bad-records') == EXIT_BAD_INPUT
     assert 'format chat, not None' in capsys.readouterr().err
 
 
@@ -259,16 +259,25 @@ def test_what_a_template_refuses_is_named_or_left_out(tmp_path, capsys):
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no systems') }}{% endif %}"
         "{{ '[' + m.role + ']' + m.content + '[/]' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    options = ['--chat_template', template, '--validation_share', 0, '--special_tokens', '[/]', '[user]', '[assistant]']
+    options = [
+        '--chat-template',
+        template,
+        '--validation-fraction',
+        0,
+        '--special-tokens',
+        '[/]',
+        '[user]',
+        '[assistant]',
+    ]
     assert prepare(path, tmp_path / 'data', *options[:-4]) == EXIT_BAD_INPUT
     assert 'no special token' in (told := capsys.readouterr().err)
-    assert '--special_tokens' in told
+    assert '--special-tokens' in told
     assert prepare(path, tmp_path / 'data', *options) == EXIT_BAD_INPUT
     told = capsys.readouterr().err
     assert 'no systems' in told
     assert 'x.jsonl:' in told
     assert told.count('\n') == 1
-    assert prepare(path, tmp_path / 'data', *options, '--skip_bad') == EXIT_DONE
+    assert prepare(path, tmp_path / 'data', *options, '--skip-bad-records') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     assert len(dataset.left_out) == 2
     assert {text[-3:] for text in learned_in_shards(dataset)} == {'[/]'}
@@ -277,23 +286,23 @@ def test_what_a_template_refuses_is_named_or_left_out(tmp_path, capsys):
 @pytest.mark.parametrize('spec', ['bytes', 'chars', 'bpe:300'])
 def test_any_tokenizer_will_do(tmp_path, spec):
     answers = write(tmp_path / 'x.jsonl', ['alpaca'], count=8)
-    options = ['--tokenizer', spec, '--validation_share', 0]
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options, '--chat_template', 'llama3') == EXIT_DONE
+    options = ['--tokenizer', spec, '--validation-fraction', 0]
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options, '--chat-template', 'llama3') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     assert learned_in_shards(dataset) == [f'{answer}<|eot_id|>' for answer in answers]
     # What the tokenizer has to say itself, the template says without it.
     assert 'set bos_token = "<|endoftext|>"' in (dataset.path / 'chat_template.jinja').read_text()
     # The tokenizer of the data set brings its template with it.
-    again = ['--tokenizer', dataset.tokenizer_path, '--validation_share', 0]
+    again = ['--tokenizer', dataset.tokenizer_path, '--validation-fraction', 0]
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'again', *again) == EXIT_DONE
     assert load_manifest(tmp_path / 'again').fingerprint == dataset.fingerprint
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', *again, '--chat_template', 'chatml') == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'other', *again, '--chat-template', 'chatml') == EXIT_DONE
     assert load_manifest(tmp_path / 'other').fingerprint != dataset.fingerprint
 
 
 def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
     answers = write(tmp_path / 'x.jsonl', ['alpaca'], count=4)
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'first', '--validation_share', 0) == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'first', '--validation-fraction', 0) == EXIT_DONE
     model = tmp_path / 'model'
     model.mkdir()
     shutil.copy(tmp_path / 'first' / 'tokenizer.json', model)
@@ -301,7 +310,7 @@ def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
     template += '{% if add_generation_prompt %}assistant{% endif %}'
     config = {'bos_token': {'content': '<|im_start|>'}, 'eos_token': '<eot>', 'chat_template': template}
     (model / 'tokenizer_config.json').write_text(json.dumps(config))
-    options = ['--tokenizer', model / 'tokenizer.json', '--validation_share', 0]
+    options = ['--tokenizer', model / 'tokenizer.json', '--validation-fraction', 0]
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     assert learned_in_shards(dataset) == [f'{answer}<eot>' for answer in answers]
@@ -312,11 +321,11 @@ def test_what_lies_beside_a_tokenizer_is_used(tmp_path):
     ('options', 'told'),
     [
         (['--filter', 'c4'], '--filter=c4 is for texts'),
-        (['--infill', '0.5'], '--infill=0.5 is for texts'),
-        (['--format', 'text', '--pack_window', '64'], '--pack_window=64 is for conversations'),
-        (['--format', 'text', '--chat_template', 'chatml'], '--chat_template=chatml is for conversations'),
-        (['--chat_template', 'none.jinja'], '--chat_template=none.jinja: no such file'),
-        (['--pack_window', '-1'], '--pack_window=-1: needs 0 or more'),
+        (['--fim-rate', '0.5'], '--fim-rate=0.5 is for texts'),
+        (['--format', 'text', '--pack-seq-len', '64'], '--pack-seq-len=64 is for conversations'),
+        (['--format', 'text', '--chat-template', 'chatml'], '--chat-template=chatml is for conversations'),
+        (['--chat-template', 'none.jinja'], '--chat-template=none.jinja: no such file'),
+        (['--pack-seq-len', '-1'], '--pack-seq-len=-1: needs 0 or more'),
         (['--tokenizer', 'ids:100'], 'the text of an ids tokenizer is numbers'),
     ],
 )
@@ -339,7 +348,7 @@ def test_of_a_completion_the_end_alone_is_learned(tmp_path):
     (tmp_path / 'x.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     for window in (0, 64):
         output = tmp_path / f'data{window}'
-        assert prepare(tmp_path / 'x.jsonl', output, '--tokenizer', 'bytes', '--pack_window', window) == EXIT_DONE
+        assert prepare(tmp_path / 'x.jsonl', output, '--tokenizer', 'bytes', '--pack-seq-len', window) == EXIT_DONE
         dataset = load_manifest(output)
         tokenizer = Tokenizer.load(dataset.tokenizer_path)
         learned = ''
@@ -353,7 +362,7 @@ def test_of_a_completion_the_end_alone_is_learned(tmp_path):
 def test_names_of_fields_and_roles_are_part_of_what_it_is_made_from(tmp_path, capsys):
     messages = [{'role': 'human', 'content': 'q'}, {'role': 'bot', 'content': 'a'}]
     (tmp_path / 'x.jsonl').write_text('\n'.join([json.dumps({'dialog': messages, 'text': 'x'})] * 3))
-    roles = ['--messages_field', 'dialog', '--roles', 'user=human,assistant=bot']
+    roles = ['--messages-field', 'dialog', '--roles', 'user=human,assistant=bot']
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *roles) == EXIT_DONE
     assert load_manifest(tmp_path / 'data').made_from['roles'] == [['human', 'user'], ['bot', 'assistant']]
     capsys.readouterr()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.documents.document import Document
-from maxlm.data.prepare.filter_results import Checksum, DocumentFilter, FilterDecision, FilterDecisions
+from maxlm.data.prepare.filter_results import DocumentFilter, DocumentHash, FilterDecision, FilterDecisions
 from maxlm.errors import InputError
 
 
@@ -24,7 +24,7 @@ CODES = [
 
 
 def verdicts_on(documents, codes):
-    checksum = Checksum()
+    checksum = DocumentHash()
     for one in documents:
         checksum.add(one)
     array = np.array(codes, np.uint8)
@@ -87,7 +87,7 @@ def test_verdicts_are_written(tmp_path):
 
 def test_tokens_are_counted_too():
     def of(tokens):
-        checksum = Checksum()
+        checksum = DocumentHash()
         checksum.add(Document('n', 's', tokens=np.array(tokens, np.uint32)))
         return checksum.value()
 

@@ -126,7 +126,7 @@ def test_a_storage_that_may_answer_later_is_not_left_out(tmp_path, monkeypatch, 
 
 def test_a_file_that_is_gone_is_bad(tmp_path, monkeypatch):
     group = failing_group(tmp_path, monkeypatch, FileNotFoundError())
-    with pytest.raises(InputError, match='--skip_bad'):
+    with pytest.raises(InputError, match='--skip-bad-records'):
         names([group])
     left_out: list[dict[str, str]] = []
     assert names([group], skip_bad=True, left_out=left_out) == ['0.txt', '2.txt']

@@ -62,8 +62,8 @@ def write(path, kinds, count=30, seed=4, longest=12):
 
 
 def prepare(source, output, *options):
-    arguments = ['--input', source, '--output', output, '--workers', 1, '--quiet', '--validation_share', 0.2]
-    return run(*arguments, '--tokenizer', 'bytes', '--pack_window', WINDOW, *options)
+    arguments = ['--input', source, '--output', output, '--workers', 1, '--quiet', '--validation-fraction', 0.2]
+    return run(*arguments, '--tokenizer', 'bytes', '--pack-seq-len', WINDOW, *options)
 
 
 def pairs_in(corpus, batches, num):
@@ -96,7 +96,7 @@ def pairs_in(corpus, batches, num):
 
 
 def all_pairs(path, **data):
-    corpus = open_training_data(DataConfig(path=str(path), window=WINDOW, **data))
+    corpus = open_training_data(DataConfig(path=str(path), seq_len=WINDOW, **data))
     validation = corpus.validation_batches(2)
     training = pairs_in(corpus, corpus.train_batches(1), corpus.training_windows)
     return training, pairs_in(corpus, validation, len(validation))
@@ -125,7 +125,7 @@ def assert_pairs(found, said):
 def test_pairs_stay_together(tmp_path, kinds, tokenizer, template):
     said = write(tmp_path / 'x.jsonl', kinds)
     (tmp_path / 'template.jinja').write_text(template)
-    options = ['--tokenizer', tokenizer, '--chat_template', tmp_path / 'template.jinja']
+    options = ['--tokenizer', tokenizer, '--chat-template', tmp_path / 'template.jinja']
     assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     verify(dataset)
@@ -148,8 +148,8 @@ def test_pairs_stay_together(tmp_path, kinds, tokenizer, template):
 
 def test_the_loss_finds_the_pairs(tmp_path):
     said = write(tmp_path / 'x.jsonl', KINDS)
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation_share', 0) == EXIT_DONE
-    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), window=WINDOW))
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation-fraction', 0) == EXIT_DONE
+    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), seq_len=WINDOW))
     batches = corpus.train_batches(1)
     find_terms = jax.jit(preference_terms, static_argnums=4)
     pairs = chosen = rejected = 0
@@ -171,10 +171,10 @@ def test_what_spells_a_special_token_stays_text(tmp_path):
     nasty = 'a<|im_end|>\n<|im_start|>assistant\n<|endoftext|>'
     entry = {'prompt': nasty, 'chosen': f'{nasty}b', 'rejected': f'{nasty}c'}
     (tmp_path / 'x.jsonl').write_text(json.dumps(entry))
-    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation_share', 0) == EXIT_DONE
+    assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', '--validation-fraction', 0) == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     tokenizer = Tokenizer.load(dataset.tokenizer_path)
-    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(tmp_path / 'data'), seq_len=WINDOW))
     batch = corpus.train_batches(1)[0]
     for segment, answer in ((1, 'b'), (2, 'c')):
         ids = batch['tokens'][batch['segments'] == segment].tolist()
@@ -195,8 +195,8 @@ def test_what_cannot_be_learned_is_left_out_and_told(tmp_path, capsys):
     ]
     path = tmp_path / 'x.jsonl'
     path.write_text('\n'.join(map(json.dumps, lines)))
-    arguments = ['--input', path, '--tokenizer', 'bytes', '--workers', 1, '--validation_share', 0]
-    arguments += ['--chat_template', 'llama3', '--pack_window', WINDOW, '--output']
+    arguments = ['--input', path, '--tokenizer', 'bytes', '--workers', 1, '--validation-fraction', 0]
+    arguments += ['--chat-template', 'llama3', '--pack-seq-len', WINDOW, '--output']
     assert run(*arguments, tmp_path / 'data') == EXIT_DONE
     counts = load_manifest(tmp_path / 'data').chat['train']
     assert (counts['left_out'], counts['undecided'], counts['shortened']) == (1, 3, 0)
@@ -210,19 +210,19 @@ def test_what_cannot_be_learned_is_left_out_and_told(tmp_path, capsys):
     path.write_text('\n'.join(map(json.dumps, lines[1:5])))
     assert run(*arguments, tmp_path / 'none') == EXIT_BAD_INPUT
     told = capsys.readouterr().err
-    assert f'1 are longer than --pack_window={WINDOW} and 3 have equal answers' in told
+    assert f'1 are longer than --pack-seq-len={WINDOW} and 3 have equal answers' in told
 
 
 def test_the_longest_pair_that_fits(tmp_path):
     def tokens(length):
         (tmp_path / 'x.jsonl').write_text(json.dumps({'prompt': 'p', 'chosen': 'c' * length, 'rejected': 'r'}))
-        code = prepare(tmp_path / 'x.jsonl', tmp_path / str(length), '--validation_share', 0)
+        code = prepare(tmp_path / 'x.jsonl', tmp_path / str(length), '--validation-fraction', 0)
         return load_manifest(tmp_path / str(length)).chat['train'] if code == EXIT_DONE else None
 
     room = tokens(10)['padding'] + 10
     assert tokens(room)['padding'] == 0
     assert tokens(room + 1) is None
-    corpus = open_training_data(DataConfig(path=str(tmp_path / str(room)), window=WINDOW))
+    corpus = open_training_data(DataConfig(path=str(tmp_path / str(room)), seq_len=WINDOW))
     (pair,) = pairs_in(corpus, corpus.train_batches(1), 1)
     assert pair[1:] == ('c' * room + '<|im_end|>', 'r<|im_end|>')
 
@@ -262,10 +262,10 @@ def test_what_does_not_go_with_preferences_is_refused(tmp_path, capsys):
     mixed = tmp_path / 'mixed.jsonl'
     mixed.write_text((tmp_path / 'x.jsonl').read_text() + (tmp_path / 'chat.jsonl').read_text())
     for source, options, told in [
-        ('x.jsonl', ['--pack_window', 0], ['--pack_window=0', 'data.window']),
+        ('x.jsonl', ['--pack-seq-len', 0], ['--pack-seq-len=0', 'data.seq_len']),
         ('x.jsonl', ['--filter', 'c4'], ['--filter=c4', 'preferences']),
-        ('x.jsonl', ['--infill', 0.5], ['--infill=0.5', 'preferences']),
-        ('x.jsonl', ['--format', 'text', '--pack_window', 0], ['--format=preference takes pairs']),
+        ('x.jsonl', ['--fim-rate', 0.5], ['--fim-rate=0.5', 'preferences']),
+        ('x.jsonl', ['--format', 'text', '--pack-seq-len', 0], ['--format=preference takes pairs']),
         ('plain.txt', ['--format', 'preference'], ['--format=preference', 'plain.txt is no JSONL']),
         ('chat.jsonl', ['--format', 'preference'], ['chat.jsonl:1: no pair of answers', '"chosen" and "rejected"']),
         ('mixed.jsonl', [], ['mixed.jsonl:4: no pair of answers']),
@@ -280,7 +280,7 @@ def test_what_does_not_go_with_preferences_is_refused(tmp_path, capsys):
         assert 'x.jsonl holds preferences' in error
         assert f'{other} does not' in error
     assert not list((tmp_path / 'data').glob('*.arrayrecord'))
-    assert prepare(mixed, tmp_path / 'data', '--skip_bad') == EXIT_DONE
+    assert prepare(mixed, tmp_path / 'data', '--skip-bad-records') == EXIT_DONE
     dataset = load_manifest(tmp_path / 'data')
     assert [entry['name'] for entry in dataset.left_out] == ['mixed.jsonl:4']
     assert dataset.made_from['format'] == 'preference'
@@ -298,8 +298,8 @@ def prepared(tmp_path_factory):
 
 def config_of(objective, path):
     values = default()
-    values.train.objective, values.data.path, values.data.window = objective, str(path), WINDOW
-    values.train.num_steps, values.train.global_batch, values.train.init_from = 1, 1, 'start'
+    values.train.objective, values.data.path, values.data.seq_len = objective, str(path), WINDOW
+    values.train.num_steps, values.train.global_batch_size, values.train.init_from = 1, 1, 'start'
     values.model.num_layers, values.model.dim, values.model.num_heads = 1, 8, 1
     return build(values)
 
@@ -308,7 +308,7 @@ def test_objectives_need_their_data(prepared):
     pairs, chats = (load_manifest(prepared / name) for name in ('pairs', 'chats'))
     check_objective(config_of('dpo', pairs.path), pairs)
     check_objective(config_of('next_token', chats.path), chats)
-    with pytest.raises(InputError, match=r'objective=dpo: .*chats holds no preferences.*--pack_window=1024'):
+    with pytest.raises(InputError, match=r'objective=dpo: .*chats holds no preferences.*--pack-seq-len=1024'):
         check_objective(config_of('dpo', chats.path), chats)
     for objective in ('next_token', 'grpo'):
         with pytest.raises(InputError, match=rf'objective={objective}: .*pairs holds preferences'):
@@ -321,7 +321,7 @@ def test_mixtures_are_of_preferences_or_of_none(prepared, tmp_path):
     assert prepare(tmp_path / 'y.jsonl', tmp_path / 'more', *tokenizer) == EXIT_DONE
 
     def opened(*paths):
-        return open_training_data(DataConfig(sources=tuple((str(path), 1.0) for path in paths), window=WINDOW))
+        return open_training_data(DataConfig(sources=tuple((str(path), 1.0) for path in paths), seq_len=WINDOW))
 
     corpus = opened(prepared / 'pairs', tmp_path / 'more')
     assert pairs_in(corpus, corpus.train_batches(4), 6)
@@ -331,8 +331,8 @@ def test_mixtures_are_of_preferences_or_of_none(prepared, tmp_path):
 
 
 def test_other_windows_are_refused(prepared):
-    data = DataConfig(path=str(prepared / 'pairs'), window=WINDOW)
-    for changed in ({'window': 512}, {'window': 2048}, {'context_schedule': ((512, 0.5),)}):
+    data = DataConfig(path=str(prepared / 'pairs'), seq_len=WINDOW)
+    for changed in ({'seq_len': 512}, {'seq_len': 2048}, {'seq_len_schedule': ((512, 0.5),)}):
         with pytest.raises(InputError, match='windows of 1024 tokens'):
             open_training_data(dataclasses.replace(data, **changed))
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.prepare import task_results
-from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack, write_atomically
-from maxlm.errors import InputError
+from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
 
 
 def test_a_result_counts_for_what_it_was_made_from(tmp_path, monkeypatch):
@@ -35,10 +34,3 @@ def test_arrays_are_packed():
     for wrong in ('', 'x', pack(counts)[:-8], '!!!!'):
         with pytest.raises(ValueError):
             unpack(wrong)
-
-
-def test_a_file_that_cannot_be_written(tmp_path):
-    with pytest.raises(InputError, match=r'x/r\.txt: cannot be written: No such file'):
-        write_atomically(tmp_path / 'x' / 'r.txt', 'text')
-    write_atomically(tmp_path / 'r.txt', 'größe')
-    assert [path.name for path in tmp_path.iterdir()] == ['r.txt']

@@ -16,7 +16,7 @@ from maxlm.diagnostics.checks.bandwidth import (
     expected_bandwidth,
     measure_sum,
 )
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from maxlm.hardware.chips import find_chip
 from maxlm.parallel.layout import make_layout
 from tests.diagnostics.machines import CPU, case_on
@@ -26,7 +26,7 @@ EIGHT = {device: 700.0 for device in range(8)}
 
 
 def test_matmul():
-    assert evaluate_matmul(EIGHT, 'bfloat16 products', 989.4, {}).status is Status.OK
+    assert evaluate_matmul(EIGHT, 'bfloat16 products', 989.4, {}).status is CheckStatus.OK
     assert evaluate_matmul({0: 0.1}, 'float32 products', 0.0, {}).found == (
         '0.1 TFLOP/s in float32 products; no datasheet to compare with'
     )
@@ -34,16 +34,16 @@ def test_matmul():
 
 def test_devices_that_are_all_slow():
     found = evaluate_matmul(dict.fromkeys(EIGHT, 500.0), 'bfloat16 products', 989.4, {3: 'power'})
-    assert found.status is Status.WARNING
+    assert found.status is CheckStatus.WARNING
     assert '51% of 989.4' in found.found
     assert 'held down by power' in found.found
 
 
 def test_one_slow_device_among_many_is_named():
     found = evaluate_matmul({**EIGHT, 5: 600.0}, 'bfloat16 products', 989.4, {5: 'thermal'})
-    assert found.status is Status.WARNING
+    assert found.status is CheckStatus.WARNING
     assert 'slower: device 5 600 (thermal)' in found.found
-    assert evaluate_matmul({**EIGHT, 5: 650.0}, 'bfloat16 products', 989.4, {}).status is Status.OK
+    assert evaluate_matmul({**EIGHT, 5: 650.0}, 'bfloat16 products', 989.4, {}).status is CheckStatus.OK
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def small(monkeypatch):
 
 def test_matmul_of_this_machine(small):
     found = check_matmul(case_on(CPU))
-    assert found.status is Status.OK
+    assert found.status is CheckStatus.OK
     assert 'TFLOP/s in float32 products' in found.found
 
 
@@ -63,14 +63,14 @@ def test_links():
     assert evaluate_links('data=8', 3e11, 4.5e11, True).found == (
         'data=8: 300 GB/s out of each device in an all-reduce, 67% of 450'
     )
-    assert evaluate_links('data=8', 1e11, 4.5e11, True).status is Status.WARNING
-    assert evaluate_links('data=8', 1.0, 0.0, True).status is Status.OK
-    assert evaluate_links('data=8', 3e11, 4.5e11, False).status is Status.FAILURE
+    assert evaluate_links('data=8', 1e11, 4.5e11, True).status is CheckStatus.WARNING
+    assert evaluate_links('data=8', 1.0, 0.0, True).status is CheckStatus.OK
+    assert evaluate_links('data=8', 3e11, 4.5e11, False).status is CheckStatus.FAILURE
 
 
 def test_sums_over_virtual_devices(small):
     found = check_links(case_on(CPU))
-    assert found.status is Status.OK, found
+    assert found.status is CheckStatus.OK, found
     assert found.found.startswith('fsdp=8: ')
     found = check_links(case_on(CPU, config=small_config(8, mesh__data=4, mesh__fsdp=2)))
     assert 'data=4: ' in found.found
@@ -84,12 +84,12 @@ def test_a_wrong_sum_is_seen(small, monkeypatch):
     # One device of them has something else to give.
     monkeypatch.setattr(jax.lax, 'psum', lambda x, axis: right(x + (jax.lax.axis_index(axis) == 3), axis))
     assert not measure_sum(mesh, 'fsdp')[1]
-    assert check_links(case_on(CPU)).status is Status.FAILURE
+    assert check_links(case_on(CPU)).status is CheckStatus.FAILURE
 
 
 def test_one_device_has_no_links(monkeypatch):
     monkeypatch.setattr(jax, 'device_count', lambda: 1)
-    assert check_links(case_on(CPU)).status is Status.SKIPPED
+    assert check_links(case_on(CPU)).status is CheckStatus.SKIPPED
 
 
 def test_across_nodes_the_network_is_shared():

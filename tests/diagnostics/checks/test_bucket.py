@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.diagnostics.checks.bucket import check_bucket, try_bucket
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from tests.buckets import s3 as s3_buckets
 from tests.diagnostics.machines import CPU, case_on
 from tests.gcs_emulator import running
@@ -30,7 +30,7 @@ def emulator(process, monkeypatch):
 
 def test_a_bucket_in_which_all_is_allowed_is_left_as_it_was(emulator):
     found = check_bucket(case_on(CPU, workdir=URL))
-    assert found.status is Status.OK, found
+    assert found.status is CheckStatus.OK, found
     assert 'may write, list, read and delete' in found.found
     assert emulator.objects == {}
 
@@ -42,7 +42,7 @@ def test_a_bucket_in_which_all_is_allowed_is_left_as_it_was(emulator):
 def test_what_is_refused_is_named(emulator, match, step):
     emulator.fault(match, status=403)
     found = try_bucket(URL)
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert f'{URL}: cannot {step} (' in found.found
     assert 'grant this account' in found.remedy
     emulator.clear()
@@ -58,7 +58,7 @@ def test_what_is_refused_is_named(emulator, match, step):
 
 def test_a_bucket_that_is_not_there(emulator):
     found = try_bucket('gs://elsewhere/run')
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert 'cannot write' in found.found
 
 
@@ -66,18 +66,18 @@ def test_amazons(monkeypatch):
     with s3_buckets.running(monkeypatch) as client:
         # Of its own: others of this process stay in the server's memory.
         client.create_bucket(Bucket='doctored')
-        config = small_config(checkpoint__mirror='s3://doctored/copy')
-        assert check_bucket(case_on(CPU, config=config, workdir='runs/x')).status is Status.OK
+        config = small_config(checkpoint__remote_dir='s3://doctored/copy')
+        assert check_bucket(case_on(CPU, config=config, workdir='runs/x')).status is CheckStatus.OK
         assert client.list_objects_v2(Bucket='doctored')['KeyCount'] == 0
-        assert try_bucket('s3://none/run').status is Status.FAILURE
+        assert try_bucket('s3://none/run').status is CheckStatus.FAILURE
 
 
 def test_without_a_bucket_there_is_nothing_to_try():
-    assert check_bucket(case_on(CPU, workdir='runs/x')).status is Status.SKIPPED
+    assert check_bucket(case_on(CPU, workdir='runs/x')).status is CheckStatus.SKIPPED
 
 
 def test_a_protocol_that_nobody_knows_and_no_secret_is_told():
     found = try_bucket('ftq://me:secret@host/x')
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert 'ftq:// is no known protocol' in found.found
     assert 'secret' not in found.found

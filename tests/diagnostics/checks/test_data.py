@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.data.loader.dataset import Source
 from maxlm.diagnostics.checks.data import check_data
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, case_on
 from tests.gcs_emulator import running
 from tests.small import small_config
@@ -20,18 +20,18 @@ def config_of(path, **keys):
 
 def test_a_data_set_that_is_there(dataset):
     found = check_data(case_on(CPU, config=config_of(dataset)))
-    assert found.status is Status.OK, found
+    assert found.status is CheckStatus.OK, found
     assert f'{dataset}: ' in found.found
     assert 'training tokens in 1 source' in found.found
 
 
 def test_none_is_asked_for():
-    assert check_data(case_on(CPU)).status is Status.SKIPPED
+    assert check_data(case_on(CPU)).status is CheckStatus.SKIPPED
 
 
 def test_one_that_is_not_there(tmp_path):
     found = check_data(case_on(CPU, config=config_of(tmp_path / 'none')))
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert 'maxlm.prepare' in found.remedy
 
 
@@ -42,14 +42,14 @@ def test_one_that_is_damaged(dataset, tmp_path, damage):
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] if damage == 'truncated' else bytes(len(content)))
     found = check_data(case_on(CPU, config=config_of(copy)))
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert shard.name in found.found
 
 
 def test_one_without_anything_to_train_on(dataset, monkeypatch):
     monkeypatch.setattr(Source, 'shards', lambda source, split: [])
     found = check_data(case_on(CPU, config=config_of(dataset)))
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert 'the train split is empty' in found.found
 
 
@@ -61,12 +61,12 @@ def test_one_in_a_bucket(dataset, monkeypatch, tmp_path):
         bucket = Bucket('gs://bucket/data')
         for path in sorted(dataset.iterdir()):
             bucket.put_file(path.name, path, lambda count: None)
-        case = case_on(CPU, config=config_of('gs://bucket/data', cache=str(tmp_path / 'cache')))
+        case = case_on(CPU, config=config_of('gs://bucket/data', cache_dir=str(tmp_path / 'cache')))
         found = check_data(case)
-        assert found.status is Status.OK, found
+        assert found.status is CheckStatus.OK, found
         # Nothing was put into the run's own cache.
         assert list(tmp_path.iterdir()) == []
         emulator.fault('train', status=403)
         found = check_data(case)
-        assert found.status is Status.FAILURE
+        assert found.status is CheckStatus.FAILURE
         assert 'access denied' in found.found

@@ -13,7 +13,7 @@ from maxlm.diagnostics.checks.devices import (
     evaluate_devices,
     evaluate_memory,
 )
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, GIB, case_on
 from tests.small import small_config
 
@@ -29,10 +29,10 @@ def devices(*kinds, processes=None):
 def test_devices():
     case = case_on(CPU)
     assert evaluate_devices(devices('H100', 'H100'), case).found == '2 × H100'
-    assert evaluate_devices(devices('H100', 'A100'), case).status is Status.FAILURE
+    assert evaluate_devices(devices('H100', 'A100'), case).status is CheckStatus.FAILURE
     assert evaluate_devices(devices('H100', 'H100', processes=[0, 1]), case).found == '2 × H100 in 2 processes'
     missing = evaluate_devices(devices('H100', 'H100', 'H100', processes=[0, 0, 1]), case)
-    assert missing.status is Status.FAILURE
+    assert missing.status is CheckStatus.FAILURE
     assert 'process 1 has 1 devices, others 2' in missing.found
 
 
@@ -40,7 +40,7 @@ def test_the_mesh_of_the_run():
     case = case_on(CPU, config=small_config(8, mesh__data=4, mesh__fsdp=2))
     assert 'mesh data=4 fsdp=2' in check_devices(case).found
     found = evaluate_devices(devices(*['H100'] * 6), case)
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert 'needs 8 devices, here are 6' in found.found
 
 
@@ -66,24 +66,24 @@ def test_memory_of_several(monkeypatch):
     assert check_memory(case_on(CPU)).found == 'each: JAX may take 73 GiB of 79 GiB'
     monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 9 * GIB)])
     found = check_memory(case_on(CPU))
-    assert found.status is Status.WARNING
+    assert found.status is CheckStatus.WARNING
     assert 'device 1' in found.found
     assert 'device 0' not in found.found
 
 
 def test_the_memory_of_a_cpu_is_not_told():
-    assert check_memory(case_on(CPU)).status is Status.SKIPPED
+    assert check_memory(case_on(CPU)).status is CheckStatus.SKIPPED
 
 
 def test_clocks():
     assert evaluate_clocks([5.0, 5.01, 5.02]).found == '3 processes are together, their clocks within 10 ms'
     found = evaluate_clocks([5.0, 65.0, 5.1])
-    assert found.status is Status.WARNING
+    assert found.status is CheckStatus.WARNING
     assert 'the clock of process 1 is 59.9 s off' in found.found
 
 
 def test_a_process_that_is_alone():
-    assert check_processes(case_on(CPU)).status is Status.SKIPPED
+    assert check_processes(case_on(CPU)).status is CheckStatus.SKIPPED
 
 
 def test_a_process_that_nobody_joins(monkeypatch):
@@ -96,4 +96,4 @@ def test_a_process_that_nobody_joins(monkeypatch):
     monkeypatch.setattr(initialize, 'initialize', join)
     variables = {'MAXLM_COORDINATOR': 'a:1', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '0'}
     found = check_processes(case_on(CPU, environment=variables))
-    assert (found.status, found.found) == (Status.FAILURE, 'a:1: process 1 did not come')
+    assert (found.status, found.found) == (CheckStatus.FAILURE, 'a:1: process 1 did not come')

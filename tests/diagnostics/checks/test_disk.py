@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.diagnostics.checks import disk
 from maxlm.diagnostics.checks.disk import check_disk, evaluate_disk, measure_write_speed, place_of
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, GIB, case_on
 from tests.small import small_config
 
@@ -50,15 +50,15 @@ def test_a_disk_that_cannot_be_written(tmp_path, little, monkeypatch):
 
     monkeypatch.setattr(disk, 'measure_write_speed', full)
     found = check_disk(case_on(CPU, workdir=str(tmp_path)))
-    assert (found.status, found.found) == (Status.FAILURE, f'{tmp_path}: No space left on device')
+    assert (found.status, found.found) == (CheckStatus.FAILURE, f'{tmp_path}: No space left on device')
 
 
 def test_checkpoints_that_will_not_fit(tmp_path, little, monkeypatch):
-    config = small_config(checkpoint__keep_last=3)
+    config = small_config(checkpoint__max_to_keep=3)
     monkeypatch.setattr(disk, 'checkpoint_bytes', lambda config: 2**60)
-    assert check_disk(case_on(CPU, config=config, workdir=str(tmp_path))).status is Status.FAILURE
+    assert check_disk(case_on(CPU, config=config, workdir=str(tmp_path))).status is CheckStatus.FAILURE
     # In the bucket itself there is room.
-    assert check_disk(case_on(CPU, config=config, workdir='gs://bucket/run')).status is not Status.FAILURE
+    assert check_disk(case_on(CPU, config=config, workdir='gs://bucket/run')).status is not CheckStatus.FAILURE
 
 
 def test_where_a_run_writes(tmp_path, monkeypatch):
@@ -66,6 +66,6 @@ def test_where_a_run_writes(tmp_path, monkeypatch):
     assert place_of(case_on(CPU)) == tmp_path
     assert place_of(case_on(CPU, workdir='some/where')) == tmp_path
     config = small_config()
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache=str(tmp_path / 'cache')))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=str(tmp_path / 'cache')))
     (tmp_path / 'cache').mkdir()
     assert place_of(case_on(CPU, config=config, workdir='s3://bucket/run')) == tmp_path / 'cache'

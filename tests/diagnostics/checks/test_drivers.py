@@ -6,7 +6,7 @@ import types
 import pytest
 
 from maxlm.diagnostics.checks.drivers import check_gpus, evaluate_driver, evaluate_gpus
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from maxlm.hardware import detect
 from maxlm.hardware.detect import read_hardware
 from maxlm.hardware.nvml import Nvidia, NvidiaError, read_nvidia
@@ -70,8 +70,8 @@ def test_only_gpus_that_the_run_will_see_count(visible, status):
 
 
 def test_gpus_without_a_driver_are_the_matter_of_another_check():
-    assert check_gpus(case_on(DRIVERLESS)).status is Status.SKIPPED
-    assert check_gpus(case_on(gpus())).status is Status.OK
+    assert check_gpus(case_on(DRIVERLESS)).status is CheckStatus.SKIPPED
+    assert check_gpus(case_on(gpus())).status is CheckStatus.OK
     # None is shown.
     assert 'none that a run would see' in check_gpus(case_on(gpus(), environment={'CUDA_VISIBLE_DEVICES': ''})).found
 
@@ -114,7 +114,7 @@ def test_what_it_does_not_tell_is_absent(nvml):
     )
     (gpu,) = read_nvidia().gpus
     assert (gpu.memory, gpu.ecc_errors, gpu.remap_pending, gpu.throttled, gpu.processes) == (None, None, None, (), ())
-    assert evaluate_gpus(read_nvidia(), None).status is Status.OK
+    assert evaluate_gpus(read_nvidia(), None).status is CheckStatus.OK
 
 
 def broken():

@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.diagnostics.checks.environment import TRAPS, check_environment, evaluate_environment
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, TPU, case_on, gpus
 
 GPU = gpus()
@@ -50,12 +50,12 @@ def test_every_trap_can_be_stepped_into_and_named():
 
 
 def test_other_libraries_of_cuda(tmp_path):
-    assert evaluate_environment({'LD_LIBRARY_PATH': f'{tmp_path}:/nowhere'}, GPU).status is Status.OK
+    assert evaluate_environment({'LD_LIBRARY_PATH': f'{tmp_path}:/nowhere'}, GPU).status is CheckStatus.OK
     (tmp_path / 'libcudnn.so.9').touch()
     found = evaluate_environment({'LD_LIBRARY_PATH': f'/nowhere:{tmp_path}'}, GPU)
-    assert (found.status, found.remedy) == (Status.WARNING, 'unset LD_LIBRARY_PATH')
+    assert (found.status, found.remedy) == (CheckStatus.WARNING, 'unset LD_LIBRARY_PATH')
     assert 'libcudnn.so.9' in found.found
-    assert evaluate_environment({'LD_LIBRARY_PATH': str(tmp_path)}, CPU).status is Status.OK
+    assert evaluate_environment({'LD_LIBRARY_PATH': str(tmp_path)}, CPU).status is CheckStatus.OK
 
 
 def test_names_are_told_and_values_are_not():

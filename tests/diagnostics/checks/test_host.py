@@ -7,7 +7,7 @@ import pytest
 from maxlm.diagnostics.checks import host
 from maxlm.diagnostics.checks.disk import checkpoint_bytes
 from maxlm.diagnostics.checks.host import evaluate_files, evaluate_ram, evaluate_shm, read_cgroup
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from maxlm.planning.estimate.state_bytes import planned_state_bytes
 from tests.diagnostics.machines import CPU, GIB, case_on
 from tests.small import small_config
@@ -48,8 +48,8 @@ def test_bounds_of_older_containers(tmp_path):
 
 
 def test_shm():
-    assert evaluate_shm(2**26, 2**26).status is Status.WARNING
-    assert evaluate_shm(8 * GIB, 7 * GIB).status is Status.OK
+    assert evaluate_shm(2**26, 2**26).status is CheckStatus.WARNING
+    assert evaluate_shm(8 * GIB, 7 * GIB).status is CheckStatus.OK
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_this_machine(monkeypatch, tmp_path):
     assert host.check_ram(case).found
     assert host.check_files(case).found
     monkeypatch.setattr(host, 'SHM', tmp_path)
-    assert host.check_shm(case).status in (Status.OK, Status.WARNING)
+    assert host.check_shm(case).status in (CheckStatus.OK, CheckStatus.WARNING)
     monkeypatch.setattr(host, 'SHM', tmp_path / 'none')
-    assert host.check_shm(case).status is Status.SKIPPED
+    assert host.check_shm(case).status is CheckStatus.SKIPPED
 
 
 def test_the_size_of_a_checkpoint_does_not_depend_on_the_mesh():

@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.diagnostics.checks.jax_startup import evaluate_cache, evaluate_jax
 from maxlm.diagnostics.jax_subprocess import Start, reason_of, start_jax, with_package
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, TPU, gpus
 
 ONE = Start(platform='cpu', kinds=('cpu',), programs='/home/me/programs')
@@ -33,11 +33,11 @@ def test_jax(start, machine, status, words):
 
 def test_cache():
     assert evaluate_cache(ONE, True, None).found == 'kept in /home/me/programs'
-    assert evaluate_cache(ONE, False, None).status is Status.OK
+    assert evaluate_cache(ONE, False, None).status is CheckStatus.OK
     assert evaluate_cache(ONE, True, '').found == 'as JAX_COMPILATION_CACHE_DIR says: /home/me/programs'
     complaining = evaluate_cache(ONE._replace(complaint='not kept: Read-only file system'), True, None)
-    assert (complaining.status, complaining.found) == (Status.WARNING, 'not kept: Read-only file system')
-    assert evaluate_cache(Start('no'), True, None).status is Status.SKIPPED
+    assert (complaining.status, complaining.found) == (CheckStatus.WARNING, 'not kept: Read-only file system')
+    assert evaluate_cache(Start('no'), True, None).status is CheckStatus.SKIPPED
 
 
 def environment(**changes):

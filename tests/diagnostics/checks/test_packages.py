@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.diagnostics.checks import packages
 from maxlm.diagnostics.checks.packages import evaluate_packages, evaluate_python, read_wanted, wanted_extras
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from maxlm.errors import InputError
 from tests.diagnostics.machines import CPU, TPU, case_on, gpus
 from tests.small import small_config
@@ -30,21 +30,21 @@ def test_python(version, status):
 
 def test_all_is_there():
     found = evaluate_packages(WANTED, {}, version_of(jax_cuda12_plugin=None, jax_cuda13_plugin=None))
-    assert found.status is Status.OK
+    assert found.status is CheckStatus.OK
     assert 'jax 0.10.2' in found.found
 
 
 def test_what_is_missing_or_old_is_named():
     plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
     found = evaluate_packages(WANTED, {}, version_of(grain=None, jax='0.4.30', **plain))
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert 'grain is missing' in found.found
     assert 'jax 0.4.30, and >=0.10 is needed' in found.found
     assert 'optax' not in found.found
 
 
 def test_extras_of_the_run_and_the_machine():
-    config = small_config(data__path='s3://me:secret@bucket/data', checkpoint__mirror='gs://bucket/run')
+    config = small_config(data__path='s3://me:secret@bucket/data', checkpoint__remote_dir='gs://bucket/run')
     extras = wanted_extras(case_on(TPU, config=config, workdir='runs/x'))
     assert extras == {'gcs': 'gs://bucket/run', 's3': 's3://bucket/data', 'tpu': '4 TPU chips'}
     assert wanted_extras(case_on(CPU, config=small_config(), workdir='runs/x')) == {}
@@ -63,18 +63,18 @@ def test_a_gpu_needs_a_plugin_that_its_driver_runs(monkeypatch, driver, plugin, 
 def test_an_extra_that_is_missing_is_named():
     plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
     found = evaluate_packages(WANTED, {'gcs': 'gs://b', 'cuda13': '2 × H100'}, version_of(gcsfs=None, **plain))
-    assert found.status is Status.FAILURE
+    assert found.status is CheckStatus.FAILURE
     assert 'gcsfs is missing (for gs://b)' in found.found
     assert 'jax-cuda13-plugin is missing (for 2 × H100)' in found.found
     assert "pip install 'maxlm[gcs]'" in found.remedy
     assert "pip install 'maxlm[cuda13]'" in found.remedy
     # Control: where they are there, nothing is said.
-    assert evaluate_packages(WANTED, {'gcs': 'gs://b'}, version_of(**plain)).status is Status.OK
+    assert evaluate_packages(WANTED, {'gcs': 'gs://b'}, version_of(**plain)).status is CheckStatus.OK
 
 
 def test_a_plugin_of_another_version_than_jaxlib():
     found = evaluate_packages(WANTED, {}, version_of(jax_cuda12_plugin='0.9.1', jax_cuda13_plugin=None))
-    assert (found.status, found.found) == (Status.FAILURE, 'jax-cuda12-plugin 0.9.1 beside jaxlib 0.10.2')
+    assert (found.status, found.found) == (CheckStatus.FAILURE, 'jax-cuda12-plugin 0.9.1 beside jaxlib 0.10.2')
 
 
 def test_without_a_checkout_the_metadata_tells(tmp_path, monkeypatch):
@@ -110,5 +110,5 @@ def test_with_neither_it_says_so(tmp_path, monkeypatch):
 
 
 def test_this_environment():
-    assert packages.check_python(case_on(CPU)).status is Status.OK
-    assert packages.check_packages(case_on(CPU)).status is Status.OK
+    assert packages.check_python(case_on(CPU)).status is CheckStatus.OK
+    assert packages.check_packages(case_on(CPU)).status is CheckStatus.OK

@@ -8,13 +8,13 @@ import pytest
 
 from maxlm.config.loading import load
 from maxlm.diagnostics.checks.trial_run import QUIET, Trial, check_trial, command_of, evaluate_trial, try_run
-from maxlm.diagnostics.result import Status
+from maxlm.diagnostics.result import CheckStatus
 from tests.conftest import ROOT
 from tests.diagnostics.machines import CPU, GIB, case_on
 from tests.small import small_config
 
 TINY = str(ROOT / 'configs/tiny.py')
-STEP = {'step': 2, 'train/loss': 5.0, 'perf/step_seconds': 0.5, 'perf/data_wait_seconds': 0.01}
+STEP = {'step': 2, 'train/loss': 5.0, 'perf/step_time_seconds': 0.5, 'perf/data_loading_seconds': 0.01}
 PLAN = {'step_seconds': 0.45, 'memory_bytes': 60 * GIB}
 
 
@@ -27,10 +27,10 @@ def lines(**changes):
     [
         (Trial('', lines(), {}, 21.0), 'ok', 'a step takes 0.5 s; starting took 20 s'),
         (Trial('', lines(), PLAN, 21.0), 'ok', 'a step takes 0.5 s (planned 0.45), planned memory 60 GiB'),
-        (Trial('', lines(perf__step_seconds=0.9), PLAN, 21.0), 'warning', '2.0 times the plan'),
-        (Trial('', lines(perf__data_wait_seconds=0.4), PLAN, 21.0), 'warning', '80% of it waits for data'),
-        (Trial('', lines(perf__device_memory_gib=61.0), PLAN, 21.0), 'ok', '61 GiB of each device (planned 60 GiB)'),
-        (Trial('', lines(perf__device_memory_gib=70.0), PLAN, 21.0), 'warning', '70 GiB of each device'),
+        (Trial('', lines(perf__step_time_seconds=0.9), PLAN, 21.0), 'warning', '2.0 times the plan'),
+        (Trial('', lines(perf__data_loading_seconds=0.4), PLAN, 21.0), 'warning', '80% of it waits for data'),
+        (Trial('', lines(memory__peak_gib=61.0), PLAN, 21.0), 'ok', '61 GiB of each device (planned 60 GiB)'),
+        (Trial('', lines(memory__peak_gib=70.0), PLAN, 21.0), 'warning', '70 GiB of each device'),
         (Trial('', lines(train__loss=None), {}, 21.0), 'failure', 'the loss is not finite'),
         (Trial('ValueError: no', [], {}, 3.0), 'failure', 'training does not get to step 2: ValueError: no'),
     ],
@@ -65,7 +65,7 @@ with (workdir / 'metrics.jsonl').open('a') as file:
 def test_it_is_ended_after_its_second_step_and_saves_nothing(stand_in, tmp_path):
     trial = stand_in(f'{WRITE}\ntime.sleep(60)\n(workdir / "saved").touch()')
     assert (trial.trouble, trial.lines, trial.plan) == ('', lines(), PLAN)
-    assert evaluate_trial(trial).status is Status.OK
+    assert evaluate_trial(trial).status is CheckStatus.OK
     assert not (tmp_path / 'run/saved').exists()
 
 
@@ -77,7 +77,7 @@ def test_a_run_that_ends_by_itself_is_told_with_its_reason(stand_in):
 def test_a_run_of_one_step_is_a_run(stand_in):
     trial = stand_in(WRITE.replace(repr(lines()), repr(lines()[:1])))
     assert trial.trouble == ''
-    assert evaluate_trial(trial).status is Status.OK
+    assert evaluate_trial(trial).status is CheckStatus.OK
 
 
 def test_a_run_that_does_not_get_there_is_ended(stand_in):
@@ -86,20 +86,20 @@ def test_a_run_that_does_not_get_there_is_ended(stand_in):
 
 
 def test_the_run_is_quiet_and_what_the_user_changed_stays(tmp_path):
-    overrides = ['train.num_steps=7', 'checkpoint.mirror=gs://bucket/run']
+    overrides = ['train.num_steps=7', 'checkpoint.remote_dir=gs://bucket/run']
     command = command_of(case_on(CPU, spec=TINY, overrides=overrides), tmp_path / 'run')
     words = [word.removeprefix('--config.') for word in command if word.startswith('--config.')]
     config = load(TINY, words)
     assert config.train.num_steps == 7
-    assert (config.checkpoint.mirror, config.checkpoint.every_steps, config.train.log_every) == ('', 0, 1)
+    assert (config.checkpoint.remote_dir, config.checkpoint.save_interval_steps, config.train.log_every) == ('', 0, 1)
     assert not config.metrics.tensorboard
     # Control: without them it would not be.
-    assert load(TINY, overrides).checkpoint.mirror
+    assert load(TINY, overrides).checkpoint.remote_dir
     # Every key that there is, is set.
     assert {word.partition('=')[0] for word in words} >= set(QUIET)
 
 
 def test_what_cannot_be_tried():
-    assert check_trial(case_on(CPU)).status is Status.SKIPPED
+    assert check_trial(case_on(CPU)).status is CheckStatus.SKIPPED
     several = {'MAXLM_COORDINATOR': 'a:1', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '0'}
-    assert check_trial(case_on(CPU, config=small_config(), environment=several)).status is Status.SKIPPED
+    assert check_trial(case_on(CPU, config=small_config(), environment=several)).status is CheckStatus.SKIPPED

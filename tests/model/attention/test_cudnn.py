@@ -230,9 +230,9 @@ def test_devices_work_alone(formulas, sizes):
 
 @pytest.mark.parametrize(('remat', 'runs'), [('dots', 1), ('dots_no_batch', 1), ('full', 2)])
 def test_remat_keeps_what_the_kernel_gives(formulas, remat, runs):
-    config = on_gpu(small_config(model__num_layers=4, model__remat=remat))
+    config = on_gpu(small_config(model__num_layers=4, model__remat_policy=remat))
     layout = small_layout(config)
-    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     program = jax.make_jaxpr(make_train_step(config, layout))(abstract_state(config, layout), batch)
     # One layer is the loop's body.
     assert str(program).count('documents_dot_product_attention_fwd[') == runs
@@ -243,7 +243,7 @@ def test_where_documents_are_told(hopper, monkeypatch):
     assert cudnn.supports_documents(q, SINGLE_DEVICE)
     # Begins of documents are counted in int32.
     assert not cudnn.supports_documents(jax.ShapeDtypeStruct((2**16, 2**13, 4, 64), jnp.bfloat16), SINGLE_DEVICE)
-    stages = small_layout(small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__micro_batch=4))
+    stages = small_layout(small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__per_device_batch_size=4))
     assert not cudnn.supports_documents(q, stages)
     monkeypatch.setattr(fused, 'check_compute_capability', lambda capability: float(capability) <= 8.0)
     assert not cudnn.supports_documents(q, SINGLE_DEVICE)

@@ -33,7 +33,7 @@ with compiling_for(target):
     step = compile_train_step(config, layout, abstract_state(config, layout))
 text = step.step.as_text()
 program = read_program(text, config.mesh.sizes)
-T = config.data.window
+T = config.data.seq_len
 gathered = [
     re.search(r'op_name="([^"]*)"', line)[1]
     for line in text.splitlines()
@@ -55,10 +55,10 @@ pytestmark = [
 ]
 FORWARD, BACKWARD = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
 # A short model is compiled as the whole is: its layers are in a loop.
-SHORT = ('model.num_layers=4', 'train.global_batch=32', 'train.micro_batch=2')
-LONG_WINDOW = ('data.window=4096', 'model.max_positions=4096')
-HEADS_SPLIT = ('model.remat=dots', 'mesh.fsdp=4', 'mesh.tensor=2')
-GROUPED = ('model.remat=none', 'model.num_kv_heads=8')
+SHORT = ('model.num_layers=4', 'train.global_batch_size=32', 'train.per_device_batch_size=2')
+LONG_WINDOW = ('data.seq_len=4096', 'model.max_positions=4096')
+HEADS_SPLIT = ('model.remat_policy=dots', 'mesh.fsdp=4', 'mesh.tensor=2')
+GROUPED = ('model.remat_policy=none', 'model.num_kv_heads=8')
 SLIDING = ('model.attention_pattern=SL', 'model.sliding_window=512')
 
 

@@ -116,7 +116,7 @@ def with_splash(config):
 
 def test_rows_that_the_kernel_cannot_cut_take_another(monkeypatch):
     """A prompt, say; in training `maxlm.config.resolve` sees to it that rows are of the right length."""
-    config = with_splash(small_config(data__window=T, model__max_positions=T))
+    config = with_splash(small_config(data__seq_len=T, model__max_positions=T))
     graph, params = decoder_graph(config.model), abstract_params(config)
     lengths = []
     monkeypatch.setattr(attention, 'attend_splash', lambda q, *_, **__: lengths.append(q.shape[1]) or q)
@@ -127,12 +127,12 @@ def test_rows_that_the_kernel_cannot_cut_take_another(monkeypatch):
 
 
 def test_whole_blocks_are_counted_as_work():
-    config = with_splash(small_config(data__window=2048, data__isolate_documents=False, model__num_heads=2))
+    config = with_splash(small_config(data__seq_len=2048, data__document_mask=False, model__num_heads=2))
     per_pair = 2 * 2 * config.model.num_heads * config.model.head_dim
     # Blocks of 512² up to the diagonal: 2 products forward, and 3 and 4 in the two kernels of the backward pass.
-    pairs = config.train.global_batch * (4 * 5 / 2) * 512**2
+    pairs = config.train.global_batch_size * (4 * 5 / 2) * 512**2
     assert estimate_work(config).attention_flops == 9 * per_pair * pairs
     # Control: a window that leaves the diagonal and one block beside it.
     narrow = dataclasses.replace(config.model, attention_pattern='S', sliding_window=512)
-    pairs = config.train.global_batch * (4 + 3) * 512**2
+    pairs = config.train.global_batch_size * (4 + 3) * 512**2
     assert estimate_work(dataclasses.replace(config, model=narrow)).attention_flops == 9 * per_pair * pairs

@@ -31,10 +31,10 @@ def kernels(spec, remat):
         model__num_heads=4,
         model__num_kv_heads=2,
         model__dtype='bfloat16',
-        model__remat=remat,
-        data__window=256,
-        train__global_batch=MICRO_BATCHES * target.num_devices,
-        train__micro_batch=2,
+        model__remat_policy=remat,
+        data__seq_len=256,
+        train__global_batch_size=MICRO_BATCHES * target.num_devices,
+        train__per_device_batch_size=2,
         mesh__tensor=2,
     )
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='splash'))

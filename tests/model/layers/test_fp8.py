@@ -159,7 +159,7 @@ def test_the_backward_pass_keeps_bytes(kind):
 @functools.cache
 def traced(**overrides):
     """Loss and gradients of a small model as a program."""
-    config = small_config(**{'model__matmul': 'fp8', 'model__family': 'llama', **overrides})
+    config = small_config(**{'model__matmul_precision': 'fp8', 'model__family': 'llama', **overrides})
     graph, tokens_BT = decoder_graph(config.model), small_batch(config)['tokens'][:2]
     loss = jax.value_and_grad(lambda params: jnp.square(logits(graph, params, tokens_BT)).mean())
     return jax.jit(loss).trace(abstract_params(config))
@@ -174,14 +174,14 @@ def num_scales(program):
 def plain():
     """The program without remat, parameters, and its results."""
     program = traced()
-    params = random_params(small_config(model__matmul='fp8', model__family='llama'))
+    params = random_params(small_config(model__matmul_precision='fp8', model__family='llama'))
     return program, params, jax.device_get(program.lower().compile()(params))
 
 
 @pytest.mark.parametrize('remat', ['dots', 'full'])
 def test_remat_changes_nothing(remat, plain):
     _, params, (value, gradients) = plain
-    other_value, other_gradients = traced(model__remat=remat).lower().compile()(params)
+    other_value, other_gradients = traced(model__remat_policy=remat).lower().compile()(params)
     np.testing.assert_allclose(other_value, value, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), other_gradients, gradients)
 
@@ -190,13 +190,13 @@ def test_remat_changes_nothing(remat, plain):
 def test_remat_finds_no_scale_again(remat, plain):
     # Of inputs, kernels and gradients of seven projections, in the body of the loop. (That queries, keys and values
     # share an input, and gate and up, is for XLA to see.)
-    assert num_scales(traced(model__remat=remat)) == num_scales(plain[0]) == 21
+    assert num_scales(traced(model__remat_policy=remat)) == num_scales(plain[0]) == 21
 
 
 def test_scales_that_no_rule_keeps_are_found_again(monkeypatch):
     """The control of the test above."""
     monkeypatch.setattr(blocks, 'SCALE', 'another')
-    assert num_scales(traced.__wrapped__(model__remat='full')) > 21
+    assert num_scales(traced.__wrapped__(model__remat_policy='full')) > 21
 
 
 def products_by_type(**overrides):
@@ -206,7 +206,7 @@ def products_by_type(**overrides):
 
 def test_the_projections_of_blocks_are_in_8_bits_and_nothing_else(monkeypatch):
     monkeypatch.setattr(linear, 'JOINED_ROWS', 1)
-    plain, mixed = products_by_type(model__matmul='default'), products_by_type()
+    plain, mixed = products_by_type(model__matmul_precision='default'), products_by_type()
     # Seven projections, each with a product in the forward pass and two in the backward pass.
     assert {kinds: count for kinds, count in mixed.items() if kinds != ('f32', 'f32')} == {
         ('f8E4M3FN', 'f8E4M3FN'): 7,

@@ -16,12 +16,29 @@ from tests.small import VOCAB, small_batch, small_config, small_layout
 
 STEPS = 60
 # Every array has one scale, so the same rows have to be worked on at a time wherever results are to be equal: four.
-COMMON = {'model__vocab_size': 64, 'train__global_batch': 16, 'train__num_steps': STEPS, 'train__micro_batch': 4}
-FP8 = {'model__matmul': 'fp8'}
+COMMON = {
+    'model__vocab_size': 64,
+    'train__global_batch_size': 16,
+    'train__num_steps': STEPS,
+    'train__per_device_batch_size': 4,
+}
+FP8 = {'model__matmul_precision': 'fp8'}
 LAYOUTS = [
-    {'mesh__fsdp': 2, 'mesh__tensor': 2, 'mesh__context': 2, 'train__micro_batch': 2, 'model__remat': 'dots'},
+    {
+        'mesh__fsdp': 2,
+        'mesh__tensor': 2,
+        'mesh__context': 2,
+        'train__per_device_batch_size': 2,
+        'model__remat_policy': 'dots',
+    },
     pytest.param(
-        {'mesh__stage': 2, 'mesh__fsdp': 4, 'mesh__zero': 2, 'train__micro_batch': 1, 'model__remat': 'full'},
+        {
+            'mesh__stage': 2,
+            'mesh__fsdp': 4,
+            'mesh__zero_stage': 2,
+            'train__per_device_batch_size': 1,
+            'model__remat_policy': 'full',
+        },
         marks=pytest.mark.nightly,
     ),
 ]
@@ -79,7 +96,7 @@ def first_steps(**overrides):
     config, layout, step = compiled(**overrides)
     rows = []
     for seed in range(3):
-        batch = layout.put_batch(small_batch(config, seed), config.train.global_batch)
+        batch = layout.put_batch(small_batch(config, seed), config.train.global_batch_size)
         _, metrics = step(first_state(config, layout), batch)
         rows.append([float(metrics[name]) for name in ('loss', 'grad_norm')])
     return np.array(rows)
@@ -111,7 +128,7 @@ from maxlm.training.state import abstract_state
 target = parse_target('h100:8')
 sizes = ['num_layers=2', 'dim=256', 'num_heads=4', 'ffn_dim=1024', 'remat=full', 'family=llama']
 sizes += ['vocab_size=4096', *sys.argv[1:]]
-overrides = [*(f'model.{size}' for size in sizes), 'train.global_batch=32', 'data.window=512']
+overrides = [*(f'model.{size}' for size in sizes), 'train.global_batch_size=32', 'data.seq_len=512']
 config = resolve(load('configs/1b.py', overrides), platform='gpu', num_devices=8, vocab_size=4096, windows=100)
 layout = target_layout(target, config.mesh)
 with compiling_for(target):
@@ -138,7 +155,7 @@ def test_gpus_run_products_of_8_bits_and_send_bytes():
     products = {name: flops for name, (_, flops) in told['products'].items()}
     tokens = 32 * 512 / 8
     # Of a block four matrices for attention and three of the feed-forward: three products of each, and with
-    # model.remat=full once more all but the last.
+    # model.remat_policy=full once more all but the last.
     attention, feed_forward = 4 * 256**2, 256 * 1024
     in_blocks = 2 * 2 * tokens * (4 * attention + (4 + 4 + 3) * feed_forward)
     head = 6 * tokens * 256 * 4096

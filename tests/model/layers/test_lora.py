@@ -77,13 +77,13 @@ def test_the_names_are_those_of_the_modules(family):
     assert all(module.lora_a is not None for module in found.values())
     # Of each module its own name decides.
     for name in found:
-        _, others = linears(model__lora_targets=(name,))
+        _, others = linears(model__lora_target_modules=(name,))
         assert {other for other, module in others.items() if module.lora_a is not None} == {name}
         assert {other for other, module in others.items() if module.lora_b is not None} == {name}
 
 
 def test_the_scale():
-    model = small_config(model__lora_rank=8, model__lora_alpha=20.0, model__lora_targets=('*.out',)).model
+    model = small_config(model__lora_rank=8, model__lora_alpha=20.0, model__lora_target_modules=('*.out',)).model
     assert adapter_of(model, 'attention.out') == Adapter(8, 2.5)
     assert adapter_of(model, 'attention.query') is None
 
@@ -119,7 +119,7 @@ def test_everything_else_starts_as_without_them(drawn):
     [
         {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__scan_layers': False},
         {'model__dtype': 'bfloat16', 'model__family': 'gpt_neox'},
-        {'model__matmul': 'fp8', 'model__dim': 64, 'model__family': 'nanochat'},
+        {'model__matmul_precision': 'fp8', 'model__dim': 64, 'model__family': 'nanochat'},
     ],
     ids=str,
 )
@@ -142,8 +142,8 @@ def test_without_them_the_program_is_the_same():
         return str(jax.make_jaxpr(jax.grad(lambda *args: forward(config)(*args).sum()))(params, TOKENS))
 
     plain = program()
-    assert program(model__lora_targets=('attention.query',), model__lora_alpha=3.0) == plain
-    assert program(model__lora_rank=1, model__lora_targets=('attention.query',)) != plain
+    assert program(model__lora_target_modules=('attention.query',), model__lora_alpha=3.0) == plain
+    assert program(model__lora_rank=1, model__lora_target_modules=('attention.query',)) != plain
 
 
 def test_stacked_and_unrolled_layers_and_what_is_kept_are_the_same():
@@ -157,7 +157,7 @@ def test_stacked_and_unrolled_layers_and_what_is_kept_are_the_same():
         return jax.jit(jax.value_and_grad(loss))(params)
 
     wanted = results()
-    found = results(model__remat='dots', model__scan_layers=False)
+    found = results(model__remat_policy='dots', model__scan_layers=False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, wanted)
     gradients = dict(dotted(wanted[1]))
     assert all(np.abs(gradient).max() > 1e-3 for path, gradient in gradients.items() if 'lora' in path)

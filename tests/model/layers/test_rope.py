@@ -13,7 +13,7 @@ from tests.small import small_config
 def rotary_config(**settings):
     """A resolved model with heads of 8; rotary on all of a head unless settings say otherwise."""
     model = small_config(model__family='llama', model__head_dim=8).model
-    return dataclasses.replace(model, rotary_theta=100.0, **settings)
+    return dataclasses.replace(model, rope_theta=100.0, **settings)
 
 
 @pytest.mark.parametrize('fraction', [1.0, 0.5])
@@ -21,7 +21,7 @@ def test_rotary_is_the_formula(fraction):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(1, 5, 2, 8)).astype(np.float32)
     positions = np.array([[0, 1, 2, 0, 7]])
-    config = rotary_config(rotary_fraction=fraction)
+    config = rotary_config(partial_rotary_factor=fraction)
     out = np.asarray(jax.jit(lambda x: rotate(x, rotary_angles(positions, config)))(x))
     half = int(8 * fraction) // 2
     for t in range(5):
@@ -59,14 +59,14 @@ def cosines(config, positions, length=None):
 
 
 def test_linear_scaling_squeezes_positions():
-    plain, scaled = rotary_config(), rotary_config(rotary_scaling='linear', rotary_factor=4.0)
+    plain, scaled = rotary_config(), rotary_config(rope_scaling='linear', rope_scaling_factor=4.0)
     np.testing.assert_allclose(cosines(scaled, [[4, 40, 100]]), cosines(plain, [[1, 10, 25]]), atol=1e-5)
     assert not np.allclose(cosines(scaled, [[4]]), cosines(plain, [[4]]), atol=1e-2)
 
 
 def test_dynamic_scaling_starts_behind_the_original_context():
     plain = rotary_config()
-    dynamic = rotary_config(rotary_scaling='dynamic', rotary_factor=2.0, rotary_original_positions=16)
+    dynamic = rotary_config(rope_scaling='dynamic', rope_scaling_factor=2.0, original_max_positions=16)
     np.testing.assert_allclose(cosines(dynamic, [[3, 15]]), cosines(plain, [[3, 15]]), atol=1e-6)
     beyond = cosines(dynamic, [[3, 16]])
     assert not np.allclose(beyond[0, 0], cosines(plain, [[3, 15]])[0, 0], atol=1e-4)
@@ -77,9 +77,9 @@ def test_dynamic_scaling_starts_behind_the_original_context():
 
 @pytest.mark.parametrize('scaling', ['yarn', 'llama3'])
 def test_fast_pairs_stay_and_slow_pairs_are_interpolated(scaling):
-    settings = {'head_dim': 64, 'rotary_original_positions': 1024, 'rotary_factor': 8.0}
-    plain = dataclasses.replace(rotary_config(**settings), rotary_theta=10_000.0)
-    scaled = dataclasses.replace(plain, rotary_scaling=scaling, rotary_attention_factor=1.0)
+    settings = {'head_dim': 64, 'original_max_positions': 1024, 'rope_scaling_factor': 8.0}
+    plain = dataclasses.replace(rotary_config(**settings), rope_theta=10_000.0)
+    scaled = dataclasses.replace(plain, rope_scaling=scaling, rope_attention_factor=1.0)
     one = np.array([[1]])
     frequency, scaled_frequency = (np.arcsin(_angles(one, config).sin_BT1P[0, 0, 0]) for config in (plain, scaled))
     ratio = frequency / scaled_frequency

@@ -120,18 +120,20 @@ MODEL = {
     'model__num_kv_heads': 2,
     'model__vocab_size': 64,
     'model__use_bias': True,
-    'train__global_batch': 4,
+    'train__global_batch_size': 4,
 }
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 16), dtype=np.int32)
 
 
 def with_weights(config, kind, group):
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, weights=kind, weights_group=group))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, weight_quantization=kind, quantization_group_size=group)
+    )
 
 
 def in_codes(params, config):
     """The parameters of the same model quantized, and what its kernels then are in float32."""
-    weights = Weights(config.model.weights, config.model.weights_group)
+    weights = Weights(config.model.weight_quantization, config.model.quantization_group_size)
 
     @jax.jit
     def run(kernels):

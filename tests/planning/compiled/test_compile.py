@@ -98,7 +98,7 @@ def test_memory_of_state_and_batch(compiled_on_eight):
     config, _, abstract, compiled = compiled_on_eight
     memory = compiled.memory_bytes()
     state = sum(map(bytes_on_a_device, jax.tree.leaves(abstract)))
-    batch = len(BATCH_TYPES) * 4 * config.train.global_batch * config.data.window // 8
+    batch = len(BATCH_TYPES) * 4 * config.train.global_batch_size * config.data.seq_len // 8
     assert memory['state'] == pytest.approx(state + batch, rel=0.02)
     assert memory['temporary'] > 0
     # Control: it tells the state from that of a single device, and from one without the moments.
@@ -112,7 +112,7 @@ def test_it_runs_on_real_arrays(compiled_on_eight):
     config, layout, abstract, compiled = compiled_on_eight
     assert compiled.seconds > 0
     host_batch = small_batch(config)
-    batch = layout.put_batch(host_batch, config.train.global_batch)
+    batch = layout.put_batch(host_batch, config.train.global_batch_size)
     assert {name: x.dtype for name, x in batch.items()} == BATCH_TYPES
     given = init_state(config, layout)
     state, metrics = compiled.step(given, batch)

@@ -24,7 +24,7 @@ from tests.small import small_config, small_layout
 PROGRAMS = Path(__file__).parent / 'programs'
 AXES = ('a', 'b', 'c')
 # Of two micro-batches.
-SMALL = {'train__global_batch': 16, 'train__micro_batch': 1}
+SMALL = {'train__global_batch_size': 16, 'train__per_device_batch_size': 1}
 
 
 def fsdp(size):
@@ -171,7 +171,7 @@ def sizes_of(abstract):
 
 
 def test_zero_3_gathers_for_each_micro_batch_forward_and_backward():
-    config, abstract, step = compiled_step(8, **SMALL, model__dtype='bfloat16', model__remat='full')
+    config, abstract, step = compiled_step(8, **SMALL, model__dtype='bfloat16', model__remat_policy='full')
     program = read_program(step.as_text(), config.mesh.sizes)
     blocks, tables, _ = sizes_of(abstract)
     # The CPU has no bfloat16 to send. The tables, outside of the layers' loop, are gathered once for all micro-batches.
@@ -186,7 +186,7 @@ def test_zero_3_gathers_for_each_micro_batch_forward_and_backward():
 
 def test_axes_of_a_mixed_layout():
     mesh = {'mesh__data': 2, 'mesh__fsdp': 2, 'mesh__tensor': 2, 'model__vocab_size': 64}
-    config, abstract, step = compiled_step(8, **SMALL, **mesh, model__dtype='bfloat16', model__remat='full')
+    config, abstract, step = compiled_step(8, **SMALL, **mesh, model__dtype='bfloat16', model__remat_policy='full')
     program = read_program(step.as_text(), config.mesh.sizes)
     assert axes_of(program, 'all-gather') == {('fsdp',)}
     blocks, tables, _ = sizes_of(abstract)
@@ -204,17 +204,17 @@ def test_axes_of_a_mixed_layout():
 
 
 def test_operations_of_the_model():
-    width = {'model__dim': 128, 'model__num_heads': 2, 'data__window': 64, 'model__vocab_size': 256}
+    width = {'model__dim': 128, 'model__num_heads': 2, 'data__seq_len': 64, 'model__vocab_size': 256}
     programs, told = {}, {}
     for scan_layers in (False, True):
         config, _, step = compiled_step(1, **width, model__scan_layers=scan_layers)
         programs[scan_layers] = read_program(step.as_text(), config.mesh.sizes)
         told[scan_layers] = step.cost_analysis()['flops']
-    tokens = config.train.global_batch * config.data.window
-    expected = tokens * training_flops(config.model, config.data.window).full
+    tokens = config.train.global_batch_size * config.data.seq_len
+    expected = tokens * training_flops(config.model, config.data.seq_len).full
     assert programs[False].flops == pytest.approx(expected, rel=0.001)
     # The backward pass computes scores again; written out, XLA sees that they are those of the forward pass.
-    scores = tokens * config.model.num_layers * 2 * config.data.window * config.model.dim
+    scores = tokens * config.model.num_layers * 2 * config.data.seq_len * config.model.dim
     assert programs[True].flops == pytest.approx(expected + scores, rel=0.001)
     # XLA counts elementwise work too (norms, softmax, gelu, AdamW), here 3 %; but the body of a loop once.
     assert told[False] == pytest.approx(expected, rel=0.05)

@@ -17,9 +17,12 @@ from tests.small import small_config
 # Config, overrides → GB by kind.
 COMPILED = {
     ('1b.py', ()): {'all-gather': 26.8, 'reduce-scatter': 29.2},
-    ('1b.py', ('model.remat=full',)): {'all-gather': 48.5, 'reduce-scatter': 29.2},
-    ('1b.py', ('train.micro_batch=16', 'model.remat=full')): {'all-gather': 12.1, 'reduce-scatter': 7.3},
-    ('1b.py', ('mesh.zero=1',)): {'all-gather': 3.0, 'all-reduce': 29.2},
+    ('1b.py', ('model.remat_policy=full',)): {'all-gather': 48.5, 'reduce-scatter': 29.2},
+    ('1b.py', ('train.per_device_batch_size=16', 'model.remat_policy=full')): {
+        'all-gather': 12.1,
+        'reduce-scatter': 7.3,
+    },
+    ('1b.py', ('mesh.zero_stage=1',)): {'all-gather': 3.0, 'all-reduce': 29.2},
     ('1b.py', ('mesh.data=8', 'mesh.fsdp=1')): {'all-reduce': 29.1},
     ('1b.py', ('mesh.context=2', 'mesh.fsdp=4')): {
         'all-gather': 53.5,
@@ -33,7 +36,7 @@ COMPILED = {
         'all-to-all': 3.1,
         'reduce-scatter': 29.4,
     },
-    ('1b.py', ('mesh.tensor=2', 'mesh.fsdp=4', 'model.vocab_size=50257', 'mesh.zero=1')): {
+    ('1b.py', ('mesh.tensor=2', 'mesh.fsdp=4', 'model.vocab_size=50257', 'mesh.zero_stage=1')): {
         'all-gather': 1.5,
         'all-reduce': 108.3,
         'all-to-all': 12.4,
@@ -86,9 +89,9 @@ def test_axes_and_groups():
 
 
 def test_kernels_travel_in_8_bits_and_their_gradients_do_not():
-    sizes = {'num_devices': 8, 'model__dim': 64, 'model__dtype': 'bfloat16', 'model__remat': 'full'}
+    sizes = {'num_devices': 8, 'model__dim': 64, 'model__dtype': 'bfloat16', 'model__remat_policy': 'full'}
     usual, in_8_bits = (
-        estimate_transfers(small_config(model__matmul=matmul, **sizes)) for matmul in ('default', 'fp8')
+        estimate_transfers(small_config(model__matmul_precision=matmul, **sizes)) for matmul in ('default', 'fp8')
     )
     gathers, of_codes = ([t for t in all if t.kind == 'all-gather'] for all in (usual, in_8_bits))
     assert [t.size for t in of_codes] == [gathers[0].size / 2, gathers[1].size]
@@ -104,8 +107,8 @@ def test_one_device_sends_nothing():
 
 
 def test_a_pipeline_hands_on_the_stream():
-    config = small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__micro_batch=2)
-    stream = 2 * config.data.window * config.model.dim * 4
+    config = small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__per_device_batch_size=2)
+    stream = 2 * config.data.seq_len * config.model.dim * 4
     sizes = {(t.kind, t.count): t.size for t in estimate_transfers(config) if t.axes == ('stage',) and t.size > 4}
     # 4 micro-batches and an idle round, forward and backward; then the result of all of them.
     assert sizes == {('collective-permute', 10): stream, ('all-reduce', 2): 4 * stream}

@@ -53,5 +53,5 @@ def test_a_real_machine():
     assert machine.chip.platform == 'cpu'
     assert machine.chip.memory_bandwidth > 1e6
     assert num_cores() >= 1
-    short, long = (timed(small_config(train__global_batch=rows), machine).total for rows in (8, 64))
+    short, long = (timed(small_config(train__global_batch_size=rows), machine).total for rows in (8, 64))
     assert 0 < short < long < 8 * short

@@ -89,7 +89,7 @@ def test_what_is_frozen_has_no_gradient_and_a_reference_has_a_forward_pass():
     whole = training_flops(plain.model, 16)
     assert step_flops(plain, 16) == whole
     blocks = sum(size for name, size in parameters(plain).items() if 'blocks' in name and 'norm' not in name)
-    frozen = small_config(model__family='llama', optimizer__frozen=('blocks',))
+    frozen = small_config(model__family='llama', optimizer__frozen_params=('blocks',))
     assert step_flops(frozen, 16).causal == pytest.approx(whole.causal - 2 * blocks)
     # With rank 2 the adapters are 2 · (inputs + outputs) elements of each matrix.
     adapted = small_config(model__family='llama', model__lora_rank=2)

@@ -30,39 +30,47 @@ USUAL, SMALL_PROGRAM_ON_TPU = 0.10, 0.25
 FAMILIES = ('gpt2', 'gpt_neox', 'llama', 'qwen3', 'nanochat')
 STATES = {
     'all over fsdp': {},
-    'optimizer state alone': {'mesh__zero': 1},
+    'optimizer state alone': {'mesh__zero_stage': 1},
     'tensor': {'mesh__tensor': 2},
-    'stages': {'mesh__stage': 2, 'train__micro_batch': 1},
+    'stages': {'mesh__stage': 2, 'train__per_device_batch_size': 1},
     'average': {'optimizer__ema_decay': 0.9},
-    'on the host': {'mesh__offload': 'all', 'optimizer__ema_decay': 0.9},
-    'moments on the host': {'mesh__offload': 'optimizer'},
-    '16 bits': {'optimizer__moments': 'bfloat16', 'model__dim': 128},
-    '8 bits': {'optimizer__moments': 'int8', 'model__dim': 256},
-    'muon in 8 bits': {'optimizer__moments': 'int8', 'model__dim': 256, 'optimizer__name': 'muon', 'mesh__tensor': 2},
+    'on the host': {'mesh__host_offload': 'all', 'optimizer__ema_decay': 0.9},
+    'moments on the host': {'mesh__host_offload': 'optimizer'},
+    '16 bits': {'optimizer__moment_dtype': 'bfloat16', 'model__dim': 128},
+    '8 bits': {'optimizer__moment_dtype': 'int8', 'model__dim': 256},
+    'muon in 8 bits': {
+        'optimizer__moment_dtype': 'int8',
+        'model__dim': 256,
+        'optimizer__name': 'muon',
+        'mesh__tensor': 2,
+    },
 }
 STATES |= {
     'a vocabulary that does not divide': {
         'mesh__tensor': 2,
         'model__vocab_size': 61,
-        'optimizer__moments': 'int8',
+        'optimizer__moment_dtype': 'int8',
         'model__dim': 256,
     },
     'nor does the width': {'mesh__tensor': 2, 'model__vocab_size': 61, 'model__dim': 36},
     'adapters': {'model__lora_rank': 4},
     'adapters and the tables': {
         'model__lora_rank': 4,
-        'optimizer__trained': ('embedding',),
-        'optimizer__moments': 'int8',
+        'optimizer__trainable_params': ('embedding',),
+        'optimizer__moment_dtype': 'int8',
     },
-    'frozen blocks': {'optimizer__frozen': ('blocks',), 'optimizer__ema_decay': 0.9},
+    'frozen blocks': {'optimizer__frozen_params': ('blocks',), 'optimizer__ema_decay': 0.9},
     'a reference': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__dtype': 'bfloat16'},
     'no second copy': {'train__objective': 'dpo', 'train__init_from': 'runs/sft', 'model__lora_rank': 4},
 }
 # Of programs for the CPU, and the error that the estimate may have.
 PROGRAMS = {
     'all kept': ({}, 0.10),
-    'nothing kept': ({'model__remat': 'full', 'model__family': 'llama'}, 0.15),
-    'products kept, stages': ({'model__remat': 'dots_no_batch', 'mesh__stage': 2, 'train__micro_batch': 1}, 0.30),
+    'nothing kept': ({'model__remat_policy': 'full', 'model__family': 'llama'}, 0.15),
+    'products kept, stages': (
+        {'model__remat_policy': 'dots_no_batch', 'mesh__stage': 2, 'train__per_device_batch_size': 1},
+        0.30,
+    ),
 }
 
 
@@ -98,8 +106,8 @@ def test_estimates_of_what_compilers_told(entry):
         assert held == pytest.approx(entry['state'], abs=1024, rel=1e-4)
     assert memory.host == pytest.approx(entry.get('host', 0), rel=0.01)
     # Control: another policy for the backward pass is far away.
-    other = 'full' if config.model.remat != 'full' else 'none'
-    _, wrong = estimate_of(entry, f'model.remat={other}')
+    other = 'full' if config.model.remat_policy != 'full' else 'none'
+    _, wrong = estimate_of(entry, f'model.remat_policy={other}')
     assert abs(wrong.total / told - 1) > 2 * abs(memory.total / told - 1)
 
 
@@ -133,8 +141,8 @@ def test_the_state_is_known_from_shapes(family, layout):
 )
 def test_against_the_compiler_for_cpus(program):
     overrides, error = PROGRAMS[program]
-    sizes = {'model__vocab_size': 256, 'model__dim': 128, 'model__num_layers': 6, 'data__window': 256}
-    batch = {'train__global_batch': 32, 'train__micro_batch': 2}
+    sizes = {'model__vocab_size': 256, 'model__dim': 128, 'model__num_layers': 6, 'data__seq_len': 256}
+    batch = {'train__global_batch_size': 32, 'train__per_device_batch_size': 2}
     config = small_config(num_devices=8, **{**sizes, **batch, **overrides})
     layout = small_layout(config)
     abstract = abstract_state(config, layout)
@@ -147,13 +155,13 @@ def test_against_the_compiler_for_cpus(program):
     assert told.parameters == state_bytes(abstract).parameters
     assert all(size >= 0 for size in told)
     # Control: of sequences a quarter as long; the bound of a pipeline is too wide to tell half as long ones.
-    short = small_config(num_devices=8, **{**sizes, **batch, **overrides, 'data__window': 64})
+    short = small_config(num_devices=8, **{**sizes, **batch, **overrides, 'data__seq_len': 64})
     assert estimate_memory(short, 'cpu').total != pytest.approx(told.total, rel=error)
 
 
 def test_state_on_the_host_is_told_apart():
-    overrides = {'model__dim': 128, 'train__micro_batch': 1}
-    config = small_config(num_devices=8, mesh__offload='all', **overrides)
+    overrides = {'model__dim': 128, 'train__per_device_batch_size': 1}
+    config = small_config(num_devices=8, mesh__host_offload='all', **overrides)
     abstract = abstract_state(config, small_layout(config))
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(abstract.params)} == {HOST}
     on_host, on_device = state_bytes(abstract), planned_state_bytes(small_config(num_devices=8, **overrides))
@@ -166,20 +174,25 @@ def test_more_of_anything_takes_more():
     entry = next(entry for entry in ANALYSES if entry['config'] == 'configs/code.py:7b' and not entry['overrides'])
     _, memory = estimate_of(entry)
     larger = {
-        'train.micro_batch=2': ('activations', 'temporary'),
-        'model.remat=dots_no_batch': ('activations',),
-        'model.remat=dots': ('activations',),
-        'model.remat=none': ('activations',),
-        'mesh.zero=1': ('parameters', 'gradients'),
+        'train.per_device_batch_size=2': ('activations', 'temporary'),
+        'model.remat_policy=dots_no_batch': ('activations',),
+        'model.remat_policy=dots': ('activations',),
+        'model.remat_policy=none': ('activations',),
+        'mesh.zero_stage=1': ('parameters', 'gradients'),
         'optimizer.ema_decay=0.99': ('average',),
-        'mesh.offload=optimizer': ('host',),
-        'model.remat=offload': ('host',),
+        'mesh.host_offload=optimizer': ('host',),
+        'model.remat_policy=offload': ('host',),
     }
     for override, kinds in larger.items():
         _, other = estimate_of(entry, override)
         for kind in kinds:
             assert getattr(other, kind) > getattr(memory, kind), (override, kind)
-    for override in ('optimizer.moments=int8', 'optimizer.moments=bfloat16', 'mesh.tensor=2', 'model.remat=offload'):
+    for override in (
+        'optimizer.moment_dtype=int8',
+        'optimizer.moment_dtype=bfloat16',
+        'mesh.tensor=2',
+        'model.remat_policy=offload',
+    ):
         assert estimate_of(entry, override)[1].total < memory.total, override
 
 

@@ -23,7 +23,7 @@ MODELS = {
     'nanochat': {'model__family': 'nanochat', 'model__ffn_dim': 40},
     'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
     'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
-    'some adapters': {'model__family': 'gpt2', 'model__lora_rank': 2, 'model__lora_targets': ('attention.*',)},
+    'some adapters': {'model__family': 'gpt2', 'model__lora_rank': 2, 'model__lora_target_modules': ('attention.*',)},
     'long table': {'model__family': 'gpt2', 'model__max_positions': 48, 'model__vocab_size': 77},
 }
 

@@ -50,7 +50,7 @@ def timed(config, chip=H100, *, devices=8, islands=1, efficiency=None):
     'resource', ['tflops', 'memory_bandwidth', 'link_bandwidth', 'network_bandwidth', 'host_bandwidth']
 )
 def test_more_of_a_resource_is_never_slower(resource):
-    config = planned('mesh.replica=2', 'mesh.offload=optimizer', devices=16)
+    config = planned('mesh.replica=2', 'mesh.host_offload=optimizer', devices=16)
     faster = dataclasses.replace(H100, **{resource: 2 * getattr(H100, resource)})
     usual = timed(config, devices=16, islands=2).total
     assert timed(config, faster, devices=16, islands=2).total < usual
@@ -60,7 +60,7 @@ def test_more_of_a_resource_is_never_slower(resource):
 
 @pytest.mark.parametrize('field', ['products', 'attention', 'memory', 'links', 'network', 'overlap'])
 def test_more_efficiency_is_never_slower(field):
-    config = planned('mesh.replica=2', 'data.isolate_documents=false', devices=16)
+    config = planned('mesh.replica=2', 'data.document_mask=false', devices=16)
     low, high = (efficiency_of(H100)._replace(**{field: value}) for value in (0.3, 0.6))
     assert (
         timed(config, devices=16, islands=2, efficiency=high).total
@@ -91,11 +91,13 @@ def test_twice_the_chips_take_about_half_of_the_time_at_best():
     # Control: across a slow network they are worth nothing once there is a single micro-batch.
     slow = dataclasses.replace(H100, network_bandwidth=1e9)
     near = timed(planned(devices=128), slow, devices=128, islands=16).total
-    assert timed(planned('train.micro_batch=2', devices=256), slow, devices=256, islands=32).total > 0.8 * near
+    assert (
+        timed(planned('train.per_device_batch_size=2', devices=256), slow, devices=256, islands=32).total > 0.8 * near
+    )
 
 
 def test_parts_add_up():
-    for config in (planned(), planned('mesh.offload=all'), planned('mesh.stage=2')):
+    for config in (planned(), planned('mesh.host_offload=all'), planned('mesh.stage=2')):
         of = timed(config)
         # A step is never shorter than its products, nor longer than all parts one after the other.
         assert of.total >= of.compute / (1 - estimate_work(config).idle)
@@ -105,14 +107,14 @@ def test_parts_add_up():
         )
     assert timed(planned('mesh.stage=2')).idle > 0
     assert timed(planned()).idle == timed(planned()).host == 0
-    assert timed(planned('mesh.offload=all')).host > 0
+    assert timed(planned('mesh.host_offload=all')).host > 0
 
 
 def test_what_limits_a_step():
     assert timed(planned()).bound == 'compute'
     assert timed(planned(), dataclasses.replace(H100, memory_bandwidth=1e11)).bound == 'memory'
     assert timed(planned(), dataclasses.replace(H100, link_bandwidth=1e9)).bound == 'communication'
-    assert timed(planned('mesh.offload=all'), dataclasses.replace(H100, host_bandwidth=1e8)).bound == 'host'
+    assert timed(planned('mesh.host_offload=all'), dataclasses.replace(H100, host_bandwidth=1e8)).bound == 'host'
     assert StepTime(1.0, 0.5, 0.0, 0.0, 0.0, 2.0, 0.0).bound == 'idle'
 
 

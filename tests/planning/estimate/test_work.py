@@ -22,15 +22,15 @@ SHAPE = {
     'model__num_layers': 4,
     'model__dim': 64,
     'model__num_kv_heads': 2,
-    'train__global_batch': 16,
-    'train__micro_batch': 2,
+    'train__global_batch_size': 16,
+    'train__per_device_batch_size': 2,
 }
 
 
 def traced_flops(config):
     """Operations of all products of matrices in the trace of the real step."""
     layout = small_layout(config)
-    shape = (config.train.global_batch, config.data.window)
+    shape = (config.train.global_batch_size, config.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
     traced = jax.jit(make_train_step(config, layout)).trace(abstract_state(config, layout), batch)
     return product_flops(traced.jaxpr.jaxpr)
@@ -66,10 +66,10 @@ def product_flops(jaxpr):
     ],
 )
 def test_products_are_those_of_the_trace(family, remat, window):
-    config = small_config(model__family=family, model__remat=remat, data__window=window, **SHAPE)
+    config = small_config(model__family=family, model__remat_policy=remat, data__seq_len=window, **SHAPE)
     assert estimate_work(config).all_flops == traced_flops(config)
     # Control: another policy has other products.
-    other = dataclasses.replace(config.model, remat='none' if remat in ('full', 'offload') else 'full')
+    other = dataclasses.replace(config.model, remat_policy='none' if remat in ('full', 'offload') else 'full')
     assert estimate_work(dataclasses.replace(config, model=other)).all_flops != traced_flops(config)
 
 
@@ -82,10 +82,10 @@ def test_products_of_muon():
 
 @pytest.mark.parametrize('remat', ['none', 'dots_no_batch', 'full'])
 def test_products_of_a_pipeline(remat):
-    config = small_config(num_devices=4, mesh__stage=2, model__remat=remat, **SHAPE)
+    config = small_config(num_devices=4, mesh__stage=2, model__remat_policy=remat, **SHAPE)
     work = estimate_work(config)
     # Stages work in idle rounds too, on values that nobody reads; the loss has none.
-    tokens = config.train.global_batch * config.data.window / config.batch_shards
+    tokens = config.train.global_batch_size * config.data.seq_len / config.batch_shards
     head = 6 * tokens * config.model.dim * VOCAB / 2
     rounds = (config.accumulation + 1) / config.accumulation
     assert 4 * ((work.all_flops - head) * rounds + head) == pytest.approx(traced_flops(config))
@@ -93,10 +93,10 @@ def test_products_of_a_pipeline(remat):
 
 
 def test_products_of_a_fused_kernel_by_hand():
-    config = small_config(data__window=32, data__isolate_documents=False, **SHAPE)
+    config = small_config(data__seq_len=32, data__document_mask=False, **SHAPE)
     fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
     per_pair = 2 * 4 * config.model.num_heads * config.model.head_dim
-    tokens = config.train.global_batch * config.data.window
+    tokens = config.train.global_batch_size * config.data.seq_len
     # A token sees (window + 1) / 2 others in the mean; scores are made again for the gradient: 2 + 5 products.
     assert estimate_work(fused).attention_flops == 7 * per_pair * tokens * 33 / 2
     # Without, all of a window as short as that: one range of queries meets one of keys.
@@ -104,9 +104,9 @@ def test_products_of_a_fused_kernel_by_hand():
 
 
 def test_documents_take_a_mask_where_the_kernel_cannot_be_told_of_them():
-    config = small_config(data__window=32, **SHAPE)
+    config = small_config(data__seq_len=32, **SHAPE)
     fused = dataclasses.replace(config, model=dataclasses.replace(config.model, attention='cudnn'))
-    whole = dataclasses.replace(fused, data=dataclasses.replace(fused.data, isolate_documents=False))
+    whole = dataclasses.replace(fused, data=dataclasses.replace(fused.data, document_mask=False))
     causal, all_scores = (estimate_work(whole), estimate_work(fused))
     # A mask makes the kernel compute everything, and is read: of Ampere, and where nothing is known of the GPU.
     assert all_scores.attention_flops == causal.attention_flops * 64 / 33
@@ -119,21 +119,21 @@ def test_documents_take_a_mask_where_the_kernel_cannot_be_told_of_them():
 
 
 def test_ranges_of_queries_by_hand():
-    config = small_config(data__window=512, **SHAPE)
+    config = small_config(data__seq_len=512, **SHAPE)
     per_pair = 2 * 4 * config.model.num_heads * config.model.head_dim
-    tokens = config.train.global_batch * 512
+    tokens = config.train.global_batch_size * 512
     # Ranges of 128 queries meet 128, 256, 384 and 512 keys.
     assert estimate_work(config).attention_flops == 7 * per_pair * tokens * 320
-    narrow = small_config(data__window=512, model__attention_pattern='S', model__sliding_window=128, **SHAPE)
+    narrow = small_config(data__seq_len=512, model__attention_pattern='S', model__sliding_window=128, **SHAPE)
     # Of a window of 128 the ranges behind the first meet 127 keys before their own 128.
     assert estimate_work(narrow).attention_flops == 7 * per_pair * tokens * (128 + 3 * 255) / 4
 
 
 def test_products_of_8_bits_are_those_of_the_blocks():
     config, plain = one_billion(), one_billion()
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul='fp8'))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul_precision='fp8'))
     work, usual = estimate_work(config, (9, 0)), estimate_work(plain, (9, 0))
-    tokens = config.train.global_batch * config.data.window / 8
+    tokens = config.train.global_batch_size * config.data.seq_len / 8
     assert work.fp8_flops == work.flops - 6 * tokens * config.model.dim * config.model.vocab_size
     assert (work.flops, usual.fp8_flops) == (usual.flops, 0)
     # To be rounded, arrays are read twice more.
@@ -141,8 +141,8 @@ def test_products_of_8_bits_are_those_of_the_blocks():
 
 
 def test_a_ring_shares_the_causal_part():
-    config = small_config(num_devices=4, mesh__context=4, mesh__fsdp=1, data__window=128, **SHAPE)
-    alone = small_config(data__window=128, **SHAPE)
+    config = small_config(num_devices=4, mesh__context=4, mesh__fsdp=1, data__seq_len=128, **SHAPE)
+    alone = small_config(data__seq_len=128, **SHAPE)
     # 2 · 4 + 1 of 16 pairs of chunks on each of 4 devices.
     share = estimate_work(config).attention_flops / estimate_work(alone).attention_flops
     assert share == pytest.approx(9 / 16 / 4)
@@ -160,7 +160,7 @@ def test_devices_share_the_work():
             'fsdp': {},
             'data': {'data': 8, 'fsdp': 1},
             'tensor': {'tensor': 2, 'fsdp': 4},
-            'zero': {'zero': 1},
+            'zero': {'zero_stage': 1},
         }.items()
     }
     # The same products in all, whatever splits them.
@@ -172,9 +172,11 @@ def test_devices_share_the_work():
 
 def test_host_memory():
     parameters = model_parameters(one_billion().model) / 8
-    assert estimate_work(one_billion(offload='optimizer')).host_bytes == pytest.approx(parameters * 16)
+    assert estimate_work(one_billion(host_offload='optimizer')).host_bytes == pytest.approx(parameters * 16)
     # Parameters come twice for each of 16 micro-batches, and to be updated.
-    assert estimate_work(one_billion(offload='all')).host_bytes == pytest.approx(parameters * (16 + 4 * (2 * 16 + 2)))
+    assert estimate_work(one_billion(host_offload='all')).host_bytes == pytest.approx(
+        parameters * (16 + 4 * (2 * 16 + 2))
+    )
 
 
 def test_bytes_follow_what_is_stored():
@@ -183,10 +185,10 @@ def test_bytes_follow_what_is_stored():
 
     usual = moved()
     parameters = model_parameters(small_config(**SHAPE).model)
-    assert usual - moved(optimizer__moments='bfloat16') == pytest.approx(parameters * 8)
+    assert usual - moved(optimizer__moment_dtype='bfloat16') == pytest.approx(parameters * 8)
     assert moved(optimizer__ema_decay=0.9) - usual == pytest.approx(parameters * 8)
-    assert moved(model__remat='full') > usual
-    assert moved(train__global_batch=32) > 1.5 * usual
+    assert moved(model__remat_policy='full') > usual
+    assert moved(train__global_batch_size=32) > 1.5 * usual
 
 
 def test_parameters_are_the_real_ones_but_for_scales_and_biases():

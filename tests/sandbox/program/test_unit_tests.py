@@ -7,14 +7,14 @@ import ast
 
 import pytest
 
-from maxlm.sandbox.limits import MIB, Limits
+from maxlm.sandbox.limits import MIB, SandboxLimits
 from maxlm.sandbox.pool import SandboxJob, SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
 from tests.sandbox.hostile import CHEATED, CHEATS, EXPECTED
 
 pytestmark = pytest.mark.multiprocess
 
-LIMITS = Limits(wall_seconds=20.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
+LIMITS = SandboxLimits(wall_seconds=20.0, cpu_seconds=10.0, memory_bytes=256 * MIB)
 SHORT = LIMITS._replace(wall_seconds=1.5)
 SQUARE = 'assert f(3) == 9\nassert f(-4) == 16'
 # Programs with tests that they pass: name, program, tests, number of tests.

@@ -23,9 +23,9 @@ objective_and_gradient = jax.jit(
 LOSSES = {
     'sigmoid': DpoConfig(beta=0.3),
     'smoothed': DpoConfig(beta=0.3, label_smoothing=0.2),
-    'ipo': DpoConfig(beta=0.4, loss='ipo'),
-    'with next token': DpoConfig(beta=0.3, next_token_weight=0.7),
-    'ipo with next token': DpoConfig(beta=0.4, loss='ipo', next_token_weight=0.7),
+    'ipo': DpoConfig(beta=0.4, loss_type='ipo'),
+    'with next token': DpoConfig(beta=0.3, rpo_alpha=0.7),
+    'ipo with next token': DpoConfig(beta=0.4, loss_type='ipo', rpo_alpha=0.7),
 }
 
 
@@ -73,19 +73,19 @@ def expected(pairs, dpo):
     """The terms, and the gradient of the objective by the log-probabilities of each answer's tokens."""
     sums, gradients = np.zeros(len(PreferenceTerms._fields)), []
     for chosen, rejected in pairs:
-        scale = [len(chosen.model), len(rejected.model)] if dpo.loss == 'ipo' else [1, 1]
+        scale = [len(chosen.model), len(rejected.model)] if dpo.loss_type == 'ipo' else [1, 1]
         model = [chosen.model.sum() / scale[0], rejected.model.sum() / scale[1]]
         reference = [chosen.reference.sum() / scale[0], rejected.reference.sum() / scale[1]]
         rewards = [dpo.beta * (model[i] - reference[i]) for i in range(2)]
         h = (model[0] - model[1]) - (reference[0] - reference[1])
-        if dpo.loss == 'ipo':
+        if dpo.loss_type == 'ipo':
             loss, slope = (h - 0.5 / dpo.beta) ** 2, 2 * (h - 0.5 / dpo.beta)
         else:
             probability = 1 / (1 + np.exp(-dpo.beta * h))
             loss = -np.log(probability) * (1 - dpo.label_smoothing) - np.log(1 - probability) * dpo.label_smoothing
             slope = dpo.beta * (probability - (1 - dpo.label_smoothing))
-        loss -= dpo.next_token_weight * chosen.model.mean()
-        gradients.append(slope / scale[0] - dpo.next_token_weight / len(chosen.model))
+        loss -= dpo.rpo_alpha * chosen.model.mean()
+        gradients.append(slope / scale[0] - dpo.rpo_alpha / len(chosen.model))
         gradients.append(-slope / scale[1])
         sums += [loss, 1, h > 0, rewards[0] - rewards[1], *rewards, *model]
     return PreferenceTerms(*sums), gradients

@@ -10,7 +10,7 @@ import pytest
 from maxlm.config.schema_rl import GrpoConfig
 from maxlm.training.losses.grpo import EPSILON, advantages, policy_sums, token_weights
 
-CONFIG = GrpoConfig(samples=4, max_tokens=6)
+CONFIG = GrpoConfig(num_generations=4, max_completion_length=6)
 RNG = np.random.default_rng(0)
 B, T = 8, 10
 REWARDS = np.array([1, 0, 0, 1, 0.5, 0.5, 0.5, 0.5], np.float32)
@@ -49,22 +49,22 @@ def by_hand(new, *, config, predicted, old, reference, advantage, weights):
             if not predicted[b, t]:
                 continue
             r, a, w = np.exp(float(new[b, t]) - float(old[b, t])), float(advantage[b]), float(weights[b, t])
-            low, high = 1 - config.clip_low, 1 + config.clip_high
+            low, high = 1 - config.epsilon, 1 + config.epsilon_high
             bounded = min(max(r, low), high)
             loss -= w * min(r * a, bounded * a)
             if r * a <= bounded * a:
                 gradient[b, t] -= w * r * a
             if reference is not None:
                 q = np.exp(float(reference[b, t]) - float(new[b, t]))
-                loss += w * config.kl_weight * (q - np.log(q) - 1)
-                gradient[b, t] += w * config.kl_weight * (1 - q)
+                loss += w * config.kl_coef * (q - np.log(q) - 1)
+                gradient[b, t] += w * config.kl_coef * (1 - q)
     return loss, gradient
 
 
-@pytest.mark.parametrize('loss_mean', ['sequence', 'token', 'budget'])
-@pytest.mark.parametrize('kl_weight', [0.0, 0.3])
-def test_loss_and_gradient_are_those_of_the_formula(loss_mean, kl_weight):
-    config = dataclasses.replace(CONFIG, loss_mean=loss_mean, kl_weight=kl_weight, clip_high=0.28)
+@pytest.mark.parametrize('loss_type', ['grpo', 'dapo', 'dr_grpo'])
+@pytest.mark.parametrize('kl_coef', [0.0, 0.3])
+def test_loss_and_gradient_are_those_of_the_formula(loss_type, kl_coef):
+    config = dataclasses.replace(CONFIG, loss_type=loss_type, kl_coef=kl_coef, epsilon_high=0.28)
     predicted, old, new, reference = batch()
     advantage = advantages(REWARDS, config)
     active = np.repeat([1.0, 0.0], 4)
@@ -72,7 +72,7 @@ def test_loss_and_gradient_are_those_of_the_formula(loss_mean, kl_weight):
         'config': config,
         'predicted': predicted,
         'old': old,
-        'reference': reference if kl_weight else None,
+        'reference': reference if kl_coef else None,
         'advantage': advantage,
         'weights': token_weights(predicted, active, config),
     }
@@ -86,7 +86,7 @@ def test_loss_and_gradient_are_those_of_the_formula(loss_mean, kl_weight):
     assert not gradient[4:].any()
     # Some tokens are beyond the bounds, and that is told; without bounds the gradient is another.
     assert 0 < float(sums.clipped) < float(sums.tokens) == predicted.sum()
-    free = {**given, 'config': dataclasses.replace(config, clip_low=100.0, clip_high=100.0)}
+    free = {**given, 'config': dataclasses.replace(config, epsilon=100.0, epsilon_high=100.0)}
     assert np.abs(by_hand(new, **free)[1] - wanted_gradient).max() > 1e-3
 
 
@@ -107,7 +107,7 @@ def test_advantages_are_relative_to_the_group():
     found = advantages(REWARDS, CONFIG)
     deviation = np.std([1, 0, 0, 1], ddof=1) + EPSILON
     np.testing.assert_allclose(found, [*np.array([0.5, -0.5, -0.5, 0.5]) / deviation, 0, 0, 0, 0], rtol=1e-6)
-    plain = advantages(REWARDS, dataclasses.replace(CONFIG, divide_by_deviation=False))
+    plain = advantages(REWARDS, dataclasses.replace(CONFIG, scale_rewards=False))
     np.testing.assert_allclose(plain, [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0])
     # Rewards whose mean is not exact must not become tiny advantages that a division makes large.
     thirds = advantages(np.full(8, 1 / 3, np.float32), CONFIG)
@@ -118,12 +118,12 @@ def test_what_a_token_counts():
     predicted = np.zeros((2, 6), np.float32)
     predicted[0, :2], predicted[1, :4] = 1, 1
     each = {
-        mean: token_weights(predicted, np.ones(2), dataclasses.replace(CONFIG, loss_mean=mean))
-        for mean in ('sequence', 'token', 'budget')
+        mean: token_weights(predicted, np.ones(2), dataclasses.replace(CONFIG, loss_type=mean))
+        for mean in ('grpo', 'dapo', 'dr_grpo')
     }
-    np.testing.assert_allclose(each['sequence'].sum(axis=1), [1, 1])
-    np.testing.assert_allclose(each['token'].sum(axis=1), [2, 4])
-    np.testing.assert_array_equal(each['budget'], each['token'])
+    np.testing.assert_allclose(each['grpo'].sum(axis=1), [1, 1])
+    np.testing.assert_allclose(each['dapo'].sum(axis=1), [2, 4])
+    np.testing.assert_array_equal(each['dr_grpo'], each['dapo'])
     assert not token_weights(predicted, np.zeros(2), CONFIG).any()
 
 

@@ -78,7 +78,7 @@ def test_their_sum_is_the_cross_entropy(inputs):
 
 def log_probs_of(num_devices, **mesh):
     """Returns the log-probabilities and the entropies of a batch, [2, tokens], in the order of their size."""
-    settings = {'model__num_layers': 1, 'model__logit_softcap': 5.0, 'train__micro_batch': 4}
+    settings = {'model__num_layers': 1, 'model__logit_softcap': 5.0, 'train__per_device_batch_size': 4}
     config = small_config(num_devices=num_devices, **settings, **mesh)
     layout = small_layout(config)
     placed = layout.put_batch(small_batch(config), 8)

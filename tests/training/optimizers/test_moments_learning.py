@@ -15,13 +15,13 @@ from tests.small import small_config, small_layout, small_state
 # a jump, and when it comes a matter of chance.)
 SYMBOLS = 60
 SMALL = {'model__num_layers': 1, 'model__dim': 32, 'model__num_heads': 2}
-USUAL = {'model__dim': 64, 'data__window': 32}
+USUAL = {'model__dim': 64, 'data__seq_len': 32}
 
 
 def sentences(config, num_steps):
     rng = np.random.default_rng(0)
     follows = rng.integers(0, SYMBOLS, (SYMBOLS, 3))
-    B, T = config.train.global_batch, config.data.window
+    B, T = config.train.global_batch_size, config.data.seq_len
     tokens = np.zeros((num_steps, B, T + 1), np.int32)
     tokens[..., 0] = rng.integers(0, SYMBOLS, (num_steps, B))
     for t in range(1, T + 1):

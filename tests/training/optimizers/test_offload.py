@@ -19,7 +19,7 @@ ON_HOST = {'none': (), 'optimizer': ('mu', 'nu'), 'all': ('params', 'ema', 'mu',
 
 def config_with(offload):
     settings = {'model__family': 'llama', 'optimizer__ema_decay': 0.9, 'optimizer__warmup_steps': 0}
-    return small_config(num_devices=8, mesh__offload=offload, **settings)
+    return small_config(num_devices=8, mesh__host_offload=offload, **settings)
 
 
 def memory_kinds(state):
@@ -47,7 +47,7 @@ def trained(request):
     abstract = abstract_state(config, layout)
     # The step takes the memory of what it is given.
     before, state = (small_state(config, layout) for _ in range(2))
-    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     after, metrics = compile_train_step(config, layout, abstract).step(state, batch)
     assert np.isfinite(metrics['loss'])
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
@@ -56,7 +56,7 @@ def trained(request):
 
 def test_every_array_lies_where_the_config_says(trained):
     config, layout, before, after = trained
-    wanted = wanted_kinds(config.mesh.offload)
+    wanted = wanted_kinds(config.mesh.host_offload)
     for state in (abstract_state(config, layout), before, after):
         assert memory_kinds(state) == wanted
     shardings = [jax.tree.map(lambda leaf: leaf.sharding, state) for state in (before, after)]
@@ -88,7 +88,7 @@ def test_a_step_changes_all_that_it_should(trained):
 @pytest.mark.parametrize('trained', ['all'], indirect=True)
 def test_what_is_on_the_host_is_evaluated(trained):
     config, layout, before, _ = trained
-    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     sums = jax.jit(make_eval_step(config, layout))(before.params, None, batch)
     assert abs(float(sums.loss / sums.tokens) - np.log(61)) < 0.2
 

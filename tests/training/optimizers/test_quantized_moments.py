@@ -283,7 +283,7 @@ def test_bytes_of_the_state(name):
     vectors, table = layers * dim, vocab * dim
 
     def measure(stored):
-        config = small_config(optimizer__name=name, optimizer__moments=stored)
+        config = small_config(optimizer__name=name, optimizer__moment_dtype=stored)
         optimizer = make_optimizer(config, {path: axes for path, (_, axes) in shapes.items()}, small_layout(config))
         return bytes_of(jax.eval_shape(optimizer.init, params)) - 8 * vectors
 
@@ -296,7 +296,7 @@ def test_bytes_of_the_state(name):
 
 
 def test_vectors_and_small_arrays_stay_in_float32():
-    config = small_config(optimizer__moments='int8')
+    config = small_config(optimizer__moment_dtype='int8')
     shapes = {'embedding': (64, 64), 'head': {'kernel': (64, 63)}, 'blocks': {'norm': {'scale': (64, 256)}}}
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)

@@ -29,23 +29,23 @@ def test_warmup_then_linear():
 
 
 def test_warmup_then_stable_then_decay():
-    rate = schedule(100, schedule='wsd', decay_fraction=0.2, min_learning_rate=0.5, warmup_steps=10)
+    rate = schedule(100, schedule='wsd', wsd_decay_fraction=0.2, min_learning_rate=0.5, warmup_steps=10)
     for step, wanted in [(0, 0), (9, 0.9), (10, 1), (50, 1), (80, 1), (81, 0.975), (90, 0.75), (100, 0.5), (200, 0.5)]:
         assert rate(step) == pytest.approx(wanted, abs=1e-6), step
 
 
 def test_a_decay_that_would_begin_within_the_warmup_begins_at_its_end():
-    overlapping = schedule(100, schedule='wsd', decay_fraction=0.9, warmup_steps=50)
+    overlapping = schedule(100, schedule='wsd', wsd_decay_fraction=0.9, warmup_steps=50)
     linear = schedule(100, schedule='linear', warmup_steps=50)
     for step, wanted in [(25, 0.5), (50, 1), (75, 0.5), (100, 0)]:
         assert overlapping(step) == pytest.approx(wanted, abs=1e-6), step
     assert [overlapping(step) for step in range(101)] == [linear(step) for step in range(101)]
     # Control: a shorter decay begins later.
-    assert schedule(100, schedule='wsd', decay_fraction=0.4, warmup_steps=50)(59) == 1
+    assert schedule(100, schedule='wsd', wsd_decay_fraction=0.4, warmup_steps=50)(59) == 1
 
 
 def test_a_decay_is_at_least_one_step():
-    rate = schedule(10, schedule='wsd', decay_fraction=0.001, warmup_steps=2)
+    rate = schedule(10, schedule='wsd', wsd_decay_fraction=0.001, warmup_steps=2)
     assert [rate(step) for step in (2, 9, 10)] == [1, 1, 0]
 
 

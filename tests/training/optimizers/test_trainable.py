@@ -20,21 +20,21 @@ def flat(tree):
 
 # Nothing of the first step's update is lost to a warm-up or to clipping.
 PLAIN = {'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2}
-PLAIN |= {'optimizer__warmup_steps': 0, 'optimizer__clip_norm': 0.0}
+PLAIN |= {'optimizer__warmup_steps': 0, 'optimizer__max_grad_norm': 0.0}
 FROZEN = ('embedding', 'blocks.attention')
 
 
 def step_of(config):
     layout = small_layout(config)
     before = small_state(config, layout)
-    batch = layout.put_batch(small_batch(config), config.train.global_batch)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     after, metrics = jax.jit(make_train_step(config, layout))(before, batch)
     return jax.device_get((before, after, metrics))
 
 
 @pytest.fixture(scope='module')
 def partly_frozen():
-    config = small_config(**PLAIN, optimizer__frozen=FROZEN)
+    config = small_config(**PLAIN, optimizer__frozen_params=FROZEN)
     return config, *step_of(config)
 
 
@@ -48,7 +48,7 @@ def test_frozen_parameters_stay(partly_frozen):
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])
 def test_frozen_parameters_have_no_moments(name):
-    config = small_config(optimizer__name=name, optimizer__frozen=FROZEN)
+    config = small_config(optimizer__name=name, optimizer__frozen_params=FROZEN)
     state = abstract_state(config, small_layout(config))
     moments = {str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)}
     assert any('feedforward' in path for path in moments)
@@ -67,7 +67,11 @@ def test_the_others_move_as_they_would_with_all(partly_frozen):
 
 
 def test_trained_wins_over_frozen_and_the_average_moves_with_it():
-    settings = {'optimizer__frozen': ('*',), 'optimizer__trained': ('final_norm',), 'optimizer__ema_decay': 0.9}
+    settings = {
+        'optimizer__frozen_params': ('*',),
+        'optimizer__trainable_params': ('final_norm',),
+        'optimizer__ema_decay': 0.9,
+    }
     before, after, _ = step_of(small_config(**PLAIN, **settings))
     moved = {n for n, old in flat(before.params).items() if not np.array_equal(old, flat(after.params)[n])}
     assert moved
@@ -79,25 +83,27 @@ def test_trained_wins_over_frozen_and_the_average_moves_with_it():
 def test_patterns_that_name_nothing_are_refused():
     for key, patterns, words in (
         (
-            'frozen',
+            'frozen_params',
             ('blocks.attnetion.*',),
-            r"optimizer\.frozen: 'blocks\.attnetion\.\*' names no parameter; there are: ",
+            r"optimizer\.frozen_params: 'blocks\.attnetion\.\*' names no parameter; there are: ",
         ),
-        ('trained', ('had',), r"optimizer\.trained: 'had' names no parameter"),
-        ('frozen', ('*',), 'leaves nothing to train'),
+        ('trainable_params', ('had',), r"optimizer\.trainable_params: 'had' names no parameter"),
+        ('frozen_params', ('*',), 'leaves nothing to train'),
     ):
         config = small_config(**{f'optimizer__{key}': patterns})
         with pytest.raises(InputError, match=words):
             abstract_state(config, small_layout(config))
     with pytest.raises(InputError, match='needs patterns'):
-        small_config(optimizer__frozen=(3,))
-    with pytest.raises(InputError, match=r'mesh\.offload=all with optimizer\.frozen.*mesh\.offload=none'):
-        small_config(optimizer__frozen=('embedding',), mesh__offload='all')
+        small_config(optimizer__frozen_params=(3,))
+    with pytest.raises(
+        InputError, match=r'mesh\.host_offload=all with optimizer\.frozen_params.*mesh\.host_offload=none'
+    ):
+        small_config(optimizer__frozen_params=('embedding',), mesh__host_offload='all')
 
 
 def test_parts_are_put_together_again():
     tree = {'embedding': 1, 'blocks': {'attention': {'query': 2, 'key': 3}, 'norm': 4}}
-    config = small_config(optimizer__frozen=('blocks.attention.query', '*.norm'))
+    config = small_config(optimizer__frozen_params=('blocks.attention.query', '*.norm'))
     part = trainable(config, tree)
     assert part == {'embedding': 1, 'blocks': {'attention': {'key': 3}}}
     new = jax.tree.map(lambda value: -value, part)
@@ -108,7 +114,11 @@ def test_parts_are_put_together_again():
 
 def test_moments_of_what_is_trained_lie_where_the_parameters_do():
     config = small_config(
-        num_devices=8, mesh__tensor=2, model__vocab_size=64, optimizer__frozen=('embedding',), optimizer__moments='int8'
+        num_devices=8,
+        mesh__tensor=2,
+        model__vocab_size=64,
+        optimizer__frozen_params=('embedding',),
+        optimizer__moment_dtype='int8',
     )
     layout = small_layout(config)
     abstract, state = abstract_state(config, layout), jax.eval_shape(lambda: init_state(config, layout))

@@ -1,4 +1,4 @@
-"""A directory that is there complete or not at all."""
+"""Files and directories that are there complete or not at all."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.storage.atomic import check_new, check_space, new_directory
+from maxlm.storage.atomic import atomic_write, check_new, check_space, new_directory
 
 
 def test_what_is_there_is_not_touched(tmp_path):
@@ -64,3 +64,19 @@ def test_room_on_the_disk(tmp_path, monkeypatch):
     assert asked == [tmp_path]
     with pytest.raises(InputError, match=r'--output=.*needs 7\.1 GB, 5\.0 GB are free'):
         check_space('--output', Path(tmp_path / 'x'), 7 * 10**9)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / 'deep' / 'a'
+    with pytest.raises(InputError, match='deep/a: cannot be written: No such file'):
+        atomic_write(path, b'old')
+    atomic_write(path, 'größe', make_parents=True)
+
+    def fail(*_):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, 'fsync', fail)
+    with pytest.raises(InputError, match='deep/a: cannot be written: No space left'):
+        atomic_write(path, b'new')
+    assert path.read_text() == 'größe'
+    assert list(path.parent.iterdir()) == [path]

@@ -1,0 +1,128 @@
+"""Former names of config keys, metrics and options work for one release, and so do runs that were written with them."""
+
+import json
+import tarfile
+
+import pytest
+
+from maxlm import plan, train
+from maxlm.config.loading import default, from_json, load
+from maxlm.config.schema import SECTIONS
+from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.renames import KEYS, METRIC_PREFIXES, METRICS, OPTIONS, VALUES, _reported, current_config, current_metrics
+from maxlm.telemetry import metrics
+from maxlm.telemetry.metrics import read_metrics
+from maxlm.workdir.files import CONFIG, METRICS_FILE, read_config
+from tests.conftest import ROOT
+
+TINY = f'{ROOT}/configs/tiny.py'
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported():
+    _reported.clear()
+
+
+def value_of(values, key):
+    section, _, name = key.partition('.')
+    return values[section][name]
+
+
+def test_new_names_exist_and_former_ones_do_not():
+    keys = {f'{section}.{name}' for section, cls in SECTIONS.items() for name in cls.__dataclass_fields__}
+    assert set(KEYS.values()) <= keys
+    assert not set(KEYS) - {'optimizer.momentum'} & keys
+    names = metrics.METRICS
+    assert set(METRICS.values()) <= {*names}
+    assert not set(METRICS) & {*names}
+    assert {f'{new}*' for new in METRIC_PREFIXES.values()} <= {*names}
+
+
+@pytest.mark.parametrize('old', KEYS)
+def test_a_config_file_can_use_a_former_key(old, capsys):
+    new, values = KEYS[old], default()
+    section, _, name = old.partition('.')
+    former = next(iter(VALUES.get(new, [value_of(values, new)])))
+    values[section][name] = former
+    assert value_of(values, new) == VALUES.get(new, {}).get(former, former)
+    assert getattr(values[section], name) == value_of(values, new)
+    assert capsys.readouterr().err == (
+        f'warning: config key {old} is now {new}; the former name works until release 0.3\n'
+    )
+
+
+def test_a_command_line_can_use_a_former_key(capsys):
+    config = load(TINY, ['train.max_skipped_steps=7', 'data.window=64', 'grpo.loss_mean=sequence'])
+    assert (config.guard.max_consecutive_skips, config.data.seq_len, config.grpo.loss_type) == (7, 64, 'grpo')
+    assert capsys.readouterr().err.count('warning: ') == 3
+    # Of two keys that say the same, the one on the command line counts, by whatever name.
+    assert load(TINY, ['train.global_batch_tokens=1024']).train.global_batch_size == 0
+
+
+def test_a_former_config_json_is_read_without_a_word(capsys):
+    former = {'model': {'num_layers': 1, 'dim': 8, 'num_heads': 2}}
+    for old, new in KEYS.items():
+        section, _, name = old.partition('.')
+        if (value := next(iter(VALUES.get(new, [value_of(default(), new)])))) is not None:
+            former.setdefault(section, {})[name] = value
+    config = from_json(json.dumps(former))
+    assert config.grpo.loss_type == 'grpo'
+    assert capsys.readouterr().err == ''
+    assert current_config({'no': 'config', 'data': {'window': 3, 'path': 'x'}}) == {
+        'no': 'config',
+        'data': {'seq_len': 3, 'path': 'x'},
+    }
+
+
+def test_lines_of_metrics_have_the_current_names():
+    line = {'step': 1, **dict.fromkeys(METRICS, 0.5), 'data/share/web': 0.25, 'train/loss': 2.0}
+    expected = {'step': 1, **dict.fromkeys(METRICS.values(), 0.5), 'data/fraction/web': 0.25, 'train/loss': 2.0}
+    assert current_metrics(line) == expected
+
+
+def parsed(argv, prog='maxlm.prepare'):
+    parser = ArgumentParser(prog=prog)
+    parser.add_argument('--dedup-threshold')
+    parser.add_argument('rest', nargs='*')
+    return parser.parse_args(argv)
+
+
+@pytest.mark.parametrize('option', ['--dedup-threshold', '--dedup_threshold', '--near-threshold', '--near_threshold'])
+def test_options_can_have_underscores_and_former_names(option, capsys):
+    assert parsed([f'{option}=a_b']).dedup_threshold == parsed([option, 'a_b']).dedup_threshold == 'a_b'
+    warned = 'warning: prepare --near-threshold is now --dedup-threshold; the former name works until release 0.3\n'
+    assert capsys.readouterr().err == (warned if 'near' in option else '')
+
+
+def test_what_is_no_option_is_left_alone(capsys):
+    assert parsed(['--', '--near_threshold']).rest == ['--near_threshold']
+    with pytest.raises(Exception, match='--near-threshold'):
+        parsed(['--near-threshold=1'], prog='maxlm.plan')
+    assert capsys.readouterr().err == ''
+
+
+def test_former_options_are_known_to_their_commands(capsys):
+    assert (
+        exit_code(plan.main, [f'--config={TINY}', '--target=v4:2x2x1', '--estimate', '--vocab_size=64', '--fit']) == 0
+    )
+    assert 'warning: plan --fit is now --search' in capsys.readouterr().err
+    assert {'prepare', 'serve', 'plan'} <= {*OPTIONS}
+
+
+def test_a_run_of_release_0_1_goes_on(dataset, tmp_path, capsys):
+    """The workdir was written by the last commit with the former names, on the data set of the fixture."""
+    with tarfile.open(ROOT / 'tests/golden/workdir_0_1.tar.xz') as archive:
+        archive.extractall(tmp_path / 'run', filter='data')
+    assert 'window' in json.loads((tmp_path / 'run' / CONFIG).read_text())['data']
+    before = read_config(tmp_path / 'run')
+    assert (before.data.seq_len, before.checkpoint.max_to_keep) == (32, 2)
+    argv = [f'--config={tmp_path}/run/{CONFIG}', f'--workdir={tmp_path}/run', f'--config.data.path={dataset}']
+    mesh = ['--config.mesh.data=4', '--config.mesh.context=2', '--config.train.per_device_batch_size=1']
+    assert exit_code(train.main, [*argv, *mesh, '--config.train.num_steps=6']) == EXIT_DONE
+    assert 'is now' not in capsys.readouterr().err
+    lines = [line for line in read_metrics(tmp_path / 'run') if 'train/loss' in line]
+    assert [line['step'] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line['perf/step_time_seconds'] > 0 and line['data/seq_len'] == 32 for line in lines)
+    # The file keeps what was written.
+    assert '"perf/step_seconds"' in (tmp_path / 'run' / METRICS_FILE).read_text()
+    assert [line['train/tokens'] for line in lines] == [128 * step for step in range(1, 7)]
