@@ -1,4 +1,4 @@
-"""The checkpoint whose parameters a new run starts from: what is taken over, what starts anew, what is in the way.
+"""Warm start (`train.init_from`): which parameters of a checkpoint a new run takes, and which start anew.
 
 Shapes: V rows of the vocabulary, D dim.
 """

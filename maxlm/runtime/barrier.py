@@ -1,4 +1,4 @@
-"""What the processes of a run agree on around a save: where all wait, what the first says, whether all could write.
+"""Barriers and broadcasts around a save: all processes wait, the first decides, and all learn of a failed write.
 
 It goes over the store of JAX's coordination service and not over the devices: a background thread may use it while the
 devices compute, and a process whose save has failed can tell the others, who would wait for it in a barrier.

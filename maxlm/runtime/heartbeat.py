@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other while they run: that they live, what they wait for, why they end.
+"""Heartbeats of the processes of a run: that they live, what they wait for, and why they end.
 
 Each writes a line a second to the store of JAX's coordination service; process 0 reads all of them and writes one
 verdict, which the others read. So the traffic grows with the number of processes, not with its square.

@@ -1,4 +1,4 @@
-"""Notices that a machine of Google Cloud is about to go away, from its metadata server.
+"""Maintenance events and preemption notices of Google Cloud, from its metadata server.
 
 | key of the instance | says | what follows |
 |---|---|---|

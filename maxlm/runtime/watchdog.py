@@ -1,4 +1,4 @@
-"""Notices that a run makes no progress any more, says where it stands, and ends it so that it can start again."""
+"""The hang timeout: notices that a run makes no progress, logs all stacks, and ends it so that it can start again."""
 
 from __future__ import annotations
 

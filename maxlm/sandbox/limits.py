@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use."""
+"""Timeout, memory and file limits of a program in the sandbox."""
 
 from __future__ import annotations
 

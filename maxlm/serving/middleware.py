@@ -1,4 +1,4 @@
-"""Around the whole app: who may ask, what is counted, and that nothing goes out but answers and errors of the API."""
+"""The security middleware: API key, allowed origins (CORS), request counts, and errors as the API has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sending an answer: as one object, or as server-sent events; for as long as the client is there."""
+"""Sends an answer as one object or as server-sent events (SSE), for as long as the client is connected."""
 
 from __future__ import annotations
 

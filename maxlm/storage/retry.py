@@ -1,4 +1,4 @@
-"""What went wrong between here and a bucket: whether trying again can help, when to, and what to say meanwhile."""
+"""Retries of requests to buckets: which errors are transient, when to try again, and what to log meanwhile."""
 
 from __future__ import annotations
 

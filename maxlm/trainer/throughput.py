@@ -1,4 +1,4 @@
-"""How fast a run goes: durations on the device's pace, and what follows from them."""
+"""Throughput and MFU: tokens per second, step time and pauses of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step is saved, and which of the saved ones stay: decisions from numbers alone."""
+"""Checkpoint retention: which steps are saved, and which of the saved ones stay, as pure functions of numbers."""
 
 from __future__ import annotations
 

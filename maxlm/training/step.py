@@ -1,4 +1,4 @@
-"""The training step: the whole algorithm on one screen, a pure function of (state, batch).
+"""The training step with gradient accumulation: the whole update in one pure function of (state, batch).
 
 Shapes: A micro-batches, B batch, T length, S sources.
 """

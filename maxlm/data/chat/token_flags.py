@@ -1,4 +1,4 @@
-"""Marked tokens: ids that also say, in their top bits, whether they are predicted and where documents begin.
+"""Loss masks in token ids: their top bits say whether a token is a target and where documents begin.
 
 Conversations need both. Only what the assistant says is learned, and the token that ends its turn may be the very one
 that ends documents elsewhere, so that the ends of documents cannot be told by an id.

@@ -1,4 +1,4 @@
-"""Which files of a cache are on the disk, or will be, so that all of them together stay below a limit."""
+"""Eviction policy of the local shard cache, which keeps its files below a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows: the fixed-length training sequences of a split, by number."""
+"""Training sequences of a fixed length, into which documents are packed, by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in rows that hold trees: texts that begin alike share the tokens of their beginning.
+"""Tree attention: rows that hold token trees, in which texts share the tokens of a common prefix.
 
 The tokens of a tree stand in a row in depth-first order, a text behind the other without what it shares with those
 before. A token sees its ancestors and itself. Documents side by side are the case in which nothing is shared.

@@ -1,4 +1,4 @@
-"""How far layers see.
+"""Causal and sliding-window masks: how far each layer attends.
 
 Shapes: B batch, T query length, S key length.
 """

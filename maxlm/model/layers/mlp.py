@@ -1,4 +1,4 @@
-"""The feed-forward half of a block.
+"""The MLP (feed-forward) of a block.
 
 GELU (Hendrycks & Gimpel 2016), SwiGLU (Shazeer 2020), or squared ReLU (So et al. 2021, "Primer").
 """
