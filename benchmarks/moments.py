@@ -1,5 +1,4 @@
-"""How well small moments learn: configs/tiny.py, trained with each type of `optimizer.moment_dtype`, and with other
-seeds.
+"""Compares types of moments: trains configs/tiny.py with each `optimizer.moment_dtype` and with several seeds.
 
     python -m benchmarks.moments --data=DIR [--seeds=2] [--steps=400] [--config.section.key=value …] [--output=FILE]
 

@@ -31,7 +31,7 @@ def value_of(values, key):
 def test_new_names_exist_and_former_ones_do_not():
     keys = {f'{section}.{name}' for section, cls in SECTIONS.items() for name in cls.__dataclass_fields__}
     assert set(KEYS.values()) <= keys
-    assert not set(KEYS) - {'optimizer.momentum'} & keys
+    assert not set(KEYS) & keys
     names = metrics.METRICS
     assert set(METRICS.values()) <= {*names}
     assert not set(METRICS) & {*names}

@@ -85,7 +85,7 @@ class ModelConfig:
     attention_pattern: str = 'L'
     # Tokens that an S layer attends to, the query's own included.
     sliding_window: int = 0
-    # How weights start: normal | small | uniform (maxlm/model/layers/initializers.py).
+    # Initialization of the weights: normal | small | uniform (maxlm/model/layers/initializers.py).
     init: str = FAMILY
     # normal: standard deviation, of which residual outputs get 1 / sqrt(2 · num_layers); uniform: that of a tied
     # embedding.
@@ -299,11 +299,10 @@ class GuardConfig:
     spike_window: int = 128
     # Robust standard deviations above the median from which on a step spikes.
     spike_threshold: float = 10.0
-    # Roll back (max_rollbacks), then stop with exit code 1, after so many steps in a row whose loss or gradient spikes
-    # or is not finite. Each of these steps is skipped.
+    # Consecutive steps with a spike or a value that is not finite after which the run rolls back or, after
+    # max_rollbacks, stops with exit code 1. Each of these steps is skipped.
     max_consecutive_skips: int = 20
-    # After max_consecutive_skips go back to a checkpoint from before, without the batches that did it, at most so
-    # many times in a run; 0 = stop at once.
+    # Times that a run goes back to a checkpoint from before such steps and leaves out their batches; 0 = it stops.
     max_rollbacks: int = 2
     # Steps before the first bad one whose batches are left out then too.
     rollback_skip_steps: int = 20

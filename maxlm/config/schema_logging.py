@@ -32,8 +32,8 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AlertsConfig:
-    # Where alerts go besides the log (maxlm/telemetry/alerts.py). A file that gets a line of JSON for each; a relative
-    # path is one in the workdir. '' = none, here and below.
+    # Destinations of alerts besides the log (maxlm/telemetry/alerts.py). This one is a file that gets one JSON line
+    # for each alert; a relative path is below the workdir. '' = none, here and below.
     file: str = ''
     # A line of shell, e.g. 'mail -s "$MAXLM_ALERT_MESSAGE" me@example.org'. The alert comes as JSON on its input.
     command: str = ''

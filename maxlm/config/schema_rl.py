@@ -25,9 +25,9 @@ class GrpoConfig:
     prompts: str = ''
     # JSONL file of prompts to evaluate on at eval.interval; '' = none.
     eval_prompts: str = ''
-    # How responses are judged: a reward of maxlm/rewards/rewards.py, or a sum: 'numeric + 0.1*format'.
+    # Reward of a response (maxlm/rewards/rewards.py), or a weighted sum of rewards: 'numeric + 0.1*format'.
     reward: str = 'exact'
-    # Which must be 1 for a response to count as right in evaluations; '' = the same.
+    # Reward that must be 1 for a response to count as correct in evaluations; '' = grpo.reward.
     eval_reward: str = ''
     # Responses to each prompt, drawn from the model as it is (a group; G in the paper).
     num_generations: int = 16
@@ -50,8 +50,8 @@ class GrpoConfig:
     # Whether advantages are divided by the standard deviation of their group. Liu et al. 2025, "Understanding R1-Zero-
     # Like Training": better not.
     scale_rewards: bool = True
-    # How the losses of tokens are averaged, named as in TRL: grpo (over each response, then over responses: Shao et al.
-    # 2024, "DeepSeekMath") | dapo (over all tokens) | dr_grpo (their sum divided by max_completion_length: Liu et al.).
+    # Average of the token losses, named as in TRL: grpo (over each response, then over responses: Shao et al. 2024,
+    # "DeepSeekMath") | dapo (over all tokens) | dr_grpo (their sum divided by max_completion_length: Liu et al.).
     loss_type: str = 'dapo'
     # Prompts of an evaluation, from the first; 0 = all.
     eval_num_prompts: int = 0

@@ -182,16 +182,16 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
 
 
 SECTIONS = {
-    'train': 'Of the training step, every `train.log_every` steps',
-    'eval': 'Of an evaluation, every `eval.interval` steps',
-    'data': 'Of the data, with those of the training step',
-    'rollout': 'Of `maxlm.grpo`, before the step that learns from the responses first',
-    'perf': 'Of the pace, with those of the training step',
-    'memory': 'Of memory, with those of the training step',
-    'cost': 'Of time and money, with those of the training step',
-    'goodput': 'Of where the time went, with those of the training step',
-    'device': 'Of the accelerators, every `metrics.device_stats_interval_seconds`',
-    'host': 'Of the machine, every `metrics.device_stats_interval_seconds`',
+    'train': 'The training step. Written every `train.log_every` steps',
+    'eval': 'An evaluation. Written every `eval.interval` steps',
+    'data': 'The data. Written with the metrics of the training step',
+    'rollout': 'A rollout of `maxlm.grpo`. Written before the first step that learns from its responses',
+    'perf': 'Throughput and durations. Written with the metrics of the training step',
+    'memory': 'Device memory. Written with the metrics of the training step',
+    'cost': 'Time and money. Written with the metrics of the training step',
+    'goodput': 'Use of the wall-clock time. Written with the metrics of the training step',
+    'device': 'The accelerators. Written every `metrics.device_stats_interval_seconds`',
+    'host': 'The host. Written every `metrics.device_stats_interval_seconds`',
 }
 
 

@@ -50,5 +50,5 @@ def test_tests_follow_imports_names_and_folders(graph, changed, wanted):
 @pytest.mark.nightly
 def test_the_graph_of_the_project():
     graph = dependencies(ROOT)
-    assert 'tests/data/test_order.py' in affected(graph, ['maxlm/data/order.py'])
-    assert 'tests/data/test_order.py' not in affected(graph, ['maxlm/serving/guard.py'])
+    assert 'tests/data/loader/test_shuffle.py' in affected(graph, ['maxlm/data/loader/shuffle.py'])
+    assert 'tests/data/loader/test_shuffle.py' not in affected(graph, ['maxlm/serving/middleware.py'])

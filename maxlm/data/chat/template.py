@@ -175,5 +175,5 @@ def load_template(given: str) -> ChatTemplate:
     return ChatTemplate(source, name=given)
 
 
-# How conversations are spelled, beside the tokenizer; as Transformers names it.
+# File of the chat template, beside the tokenizer. Transformers has the same name.
 CHAT_TEMPLATE_FILE = 'chat_template.jinja'

@@ -171,7 +171,7 @@ def iterate(
 
 
 def fingerprint_changes(stored: dict[str, object], present: dict[str, object]) -> str:
-    """What of the data changed since `stored` (see `TrainingData.fingerprint`), in words; '' = nothing."""
+    """Returns the differences between two results of `TrainingData.fingerprint` as text; '' if they are equal."""
     return '; '.join(
         f'{name} was {stored.get(name)!r} and is {present.get(name)!r}'
         for name in {**stored, **present}

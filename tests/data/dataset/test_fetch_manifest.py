@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 
 import pytest
 
@@ -14,12 +13,10 @@ from maxlm.data.dataset.records import FORMAT_VERSION
 from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
 from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
-from maxlm.storage.download import RemoteFile
 from maxlm.storage.retry import TransientStorageError
 from tests.buckets import gcs as gcs_buckets
+from tests.data.dataset.conftest import CONTENTS, SIZE
 
-SIZE = 1000
-CONTENTS = [random.Random(seed).randbytes(SIZE) for seed in range(8)]
 TOKENIZER = b'{"model": "bytes"}'
 
 
@@ -29,21 +26,6 @@ def gcs(monkeypatch):
         for number, content in enumerate(CONTENTS):
             server.put('bucket', f'data/{number}', content)
         yield server
-
-
-@pytest.fixture
-def files(tmp_path):
-    return [
-        RemoteFile(
-            f'gs://bucket/data/{number}', tmp_path / 'cache' / str(number), SIZE, hashlib.sha256(content).hexdigest()
-        )
-        for number, content in enumerate(CONTENTS)
-    ]
-
-
-@pytest.fixture
-def alarms():
-    return []
 
 
 def cached(files):

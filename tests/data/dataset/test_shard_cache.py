@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import queue
-import random
 import subprocess
 import sys
 import threading
@@ -18,12 +16,10 @@ from maxlm.data.dataset.shard_cache import Fetcher
 from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 from maxlm.storage import download
-from maxlm.storage.download import RemoteFile
 from tests.buckets import gcs as gcs_buckets
 from tests.conftest import ROOT
+from tests.data.dataset.conftest import CONTENTS, SIZE
 
-SIZE = 1000
-CONTENTS = [random.Random(seed).randbytes(SIZE) for seed in range(8)]
 WAIT = """
 import sys
 from pathlib import Path
@@ -52,21 +48,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(download, 'CHUNK_BYTES', 300)
     monkeypatch.setattr(download, 'LOCK_POLL_SECONDS', 0.001)
     monkeypatch.setattr('maxlm.data.dataset.wait.POLL_SECONDS', 0.001)
-
-
-@pytest.fixture
-def files(tmp_path):
-    return [
-        RemoteFile(
-            f'gs://bucket/data/{number}', tmp_path / 'cache' / str(number), SIZE, hashlib.sha256(content).hexdigest()
-        )
-        for number, content in enumerate(CONTENTS)
-    ]
-
-
-@pytest.fixture
-def alarms():
-    return []
 
 
 def each_epoch(files, steps_each=2):
