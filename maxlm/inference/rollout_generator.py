@@ -144,7 +144,7 @@ class Sampler:
             len(prompts),
             num_samples,
             rows_per_run,
-            shards=self._layout.parts('batch'),
+            shards=self._layout.num_shards('batch'),
             lengths=(self._max_prompt, self._max_tokens),
         )
         # A prompt goes through the model once for each group of its samples.
@@ -296,7 +296,7 @@ class Sampler:
             raise InputError(f'num_samples={num_samples}: must be at least 1')
         if rows_per_run < 0:
             raise InputError(f'rows_per_run={rows_per_run}: must be at least 0 (0 = all)')
-        shards = self._layout.parts('batch')
+        shards = self._layout.num_shards('batch')
         if rows_per_run and rows_per_run < shards:
             raise InputError(f'rows_per_run={rows_per_run}: rows are split over {shards} devices, which need one each')
         if not prompts:

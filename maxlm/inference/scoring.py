@@ -83,8 +83,8 @@ class LogprobScorer:
         self._batch_tokens = batch_tokens or (CPU_BATCH_TOKENS if self._on_cpu else BATCH_TOKENS)
         # The rotation depends on the length of the whole text there.
         self._alone = self._config.rope_scaling == 'dynamic'
-        layout, parts = self._layout, self._layout.parts('length')
-        self._has_trees = not self._alone and parts == layout.parts('layers') == 1
+        layout, parts = self._layout, self._layout.num_shards('length')
+        self._has_trees = not self._alone and parts == layout.num_shards('layers') == 1
         graph, _ = nnx.split(abstract_model(model.config, layout))
 
         def whole(params: Params) -> Any:
@@ -110,7 +110,7 @@ class LogprobScorer:
                 segments_BT=segments,
                 positions_BT=positions,
                 length_B=(segments_BT > 0).sum(axis=1) if self._alone else None,
-                micro_batches=layout.parts('layers'),
+                micro_batches=layout.num_shards('layers'),
             )
             return hidden_BTD[:, np.argsort(order)] if parts > 1 else hidden_BTD
 
@@ -201,7 +201,7 @@ class LogprobScorer:
     def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[list[list[int]], int]]:
         """Rows of numbers of trees, with their length: the largest first."""
         left = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-        multiple = math.lcm(MULTIPLE, 2 * self._layout.parts('length'))
+        multiple = math.lcm(MULTIPLE, 2 * self._layout.num_shards('length'))
         while left:
             T = -(-max(SHORTEST_ROW, lengths[left[0]]) // multiple) * multiple
             longer = [number for number in left if lengths[number] * SHORTER > T]
@@ -221,7 +221,7 @@ class LogprobScorer:
 
     def _round_rows(self, rows: int) -> int:
         """Rows are split over devices; a pipeline has as many micro-batches as stages."""
-        parts = self._layout.parts('rows')
+        parts = self._layout.num_shards('rows')
         return -(-rows // parts) * parts
 
 

@@ -127,7 +127,7 @@ def run_layers(
             x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
             return x_BTD, None if caches is None else {**caches, window: cache.parts[0]}
 
-        return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=placement.parts('embed') > 1)
+        return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=placement.num_shards('embed') > 1)
 
     def run_in_order(carry: Any, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[Any, None]:
         parts = [inputs] * len(windows) if in_loop else _apart(inputs, len(windows))

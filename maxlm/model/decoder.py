@@ -104,7 +104,7 @@ class Decoder(nnx.Module):
         x_BTD = dropout(self.placement.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
 
         keys_L = None if blocks_key is None else jax.random.split(blocks_key, (micro_batches, config.num_layers))
-        if self.placement.parts('layers') > 1:
+        if self.placement.num_shards('layers') > 1:
             assert cache is None, 'a pipeline has no cache'
             assert ends_BT is None, 'a pipeline has no trees'
             x_BTD = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
@@ -185,7 +185,7 @@ class Decoder(nnx.Module):
                     num_slots, positions_BT, length_B, window=window, first_row=first_row
                 )
         # In a ring every device makes the masks of the keys that it meets.
-        elif self.placement.parts('length') == 1:
+        elif self.placement.num_shards('length') == 1:
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
         rotary = rotary_angles(positions_BT, config, length_B) if config.position_embedding == 'rotary' else None
@@ -200,7 +200,7 @@ class Decoder(nnx.Module):
         micro_batches: int,
     ) -> jax.Array:
         """Row r is in micro-batch r mod M, so that no row changes its device."""
-        config, stages, repeats = self.config, self.placement.parts('layers'), self.placement.repeats
+        config, stages, repeats = self.config, self.placement.num_shards('layers'), self.placement.repeats
         graph, blocks_L = nnx.split(self.blocks)
         layers = config.num_layers // (stages * repeats)
         windows = layer_windows(config)[:layers]

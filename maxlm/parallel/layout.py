@@ -77,7 +77,7 @@ class Layout:
         """Where optimizer state lies."""
         return dataclasses.replace(self, zero=3)
 
-    def parts(self, axis: str) -> int:
+    def num_shards(self, axis: str) -> int:
         """Devices that a logical axis is split over."""
         return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))
 
@@ -99,7 +99,7 @@ class Layout:
 
     def gathered(self, x: jax.Array, axes: Axes, *, is_table: bool = False) -> jax.Array:
         """See `Partitioning`. The gradient is summed over devices straight into its parts (a reduce-scatter)."""
-        if not any(axis in SAVING and self.of_moments.parts(axis) > 1 for axis in axes):
+        if not any(axis in SAVING and self.of_moments.num_shards(axis) > 1 for axis in axes):
             return x
         whole = tuple('activation' if axis in SAVING else axis for axis in axes)
 
@@ -124,7 +124,7 @@ class Layout:
         """See `Partitioning`. Parameters are never padded, so that no state or checkpoint depends on the mesh."""
         dim = axes.index('vocab')
         size = table.shape[dim]
-        more = padded_vocabulary(size, self.parts('vocab')) - size
+        more = padded_vocabulary(size, self.num_shards('vocab')) - size
         if not more:
             return table
         stored = self._parameter_sharding(table.shape, axes)
@@ -174,7 +174,7 @@ class Layout:
             InputError: an axis, other than that of the vocabulary, does not divide over its devices.
         """
         for axis, size in zip(axes, shape, strict=True):
-            parts = self.of_moments.parts(axis)
+            parts = self.of_moments.num_shards(axis)
             if size % parts and axis != 'vocab':
                 mesh_names = '·'.join(f'mesh.{mesh_axis}' for mesh_axis in TABLE[axis])
                 raise InputError(
@@ -228,7 +228,7 @@ class Layout:
         return {name: put(rows) for name, rows in batch.items()}
 
     def _parameter_sharding(self, shape: tuple[int, ...], axes: Sequence[str]) -> NamedSharding:
-        return NamedSharding(self.mesh, self._spec(splitting_axes(shape, axes, self.of_moments.parts)))
+        return NamedSharding(self.mesh, self._spec(splitting_axes(shape, axes, self.of_moments.num_shards)))
 
     def _spec(self, axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
         """Returns the spec of an array; `axes` are the logical axes that split each dimension."""

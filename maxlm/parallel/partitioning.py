@@ -43,7 +43,7 @@ class Partitioning(Protocol):
     def cut_vocabulary(self, gradient: jax.Array, axes: Axes, size: int) -> jax.Array:
         """Returns the gradient of a padded table as that of its parameter, which has `size` token ids."""
 
-    def parts(self, axis: str) -> int:
+    def num_shards(self, axis: str) -> int:
         """Devices that an axis is split over."""
 
     def per_shard(
@@ -77,7 +77,7 @@ class SingleDevice:
         del axes, size
         return gradient
 
-    def parts(self, axis: str) -> int:
+    def num_shards(self, axis: str) -> int:
         del axis
         return 1
 

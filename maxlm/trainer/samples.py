@@ -127,11 +127,11 @@ class Samples:
 
     def _rows(self, num: int) -> int:
         """Rows are split over devices; a pipeline has as many micro-batches as stages."""
-        parts = self._layout.parts('rows')
+        parts = self._layout.num_shards('rows')
         return -(-num // parts) * parts
 
     def _length(self, needed: int) -> int:
-        multiple = math.lcm(MULTIPLE, 2 * self._layout.parts('length'))
+        multiple = math.lcm(MULTIPLE, 2 * self._layout.num_shards('length'))
         rounded = -(-needed // multiple) * multiple
         window = self._config.data.seq_len
         # The length of training is one that every kernel and mesh takes.
@@ -142,7 +142,7 @@ class Samples:
         config, layout = self._config, self._layout
         graph, _ = nnx.split(abstract_model(config, layout))
         num_ids = self._tokenizer.vocab_size
-        parts = layout.parts('length')
+        parts = layout.num_shards('length')
         # Where the length is split over devices, slot s has position order[s].
         order = np.asarray(zigzag(T, parts)) if parts > 1 else np.arange(T)
         slot_of = np.argsort(order)
@@ -156,7 +156,7 @@ class Samples:
                 layout.constrain(x, ('batch', 'length'))
                 for x in (tokens_BT[:, order], jnp.broadcast_to(jnp.asarray(order, jnp.int32), (B, T)))
             )
-            hidden_BTD, _ = model(inputs_BT, positions_BT=positions_BT, micro_batches=layout.parts('layers'))
+            hidden_BTD, _ = model(inputs_BT, positions_BT=positions_BT, micro_batches=layout.num_shards('layers'))
             last_B = jnp.asarray(slot_of)[length_B - 1]
             hidden_BD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)[:, 0]
             kernel_DV = model.output_kernel().astype(hidden_BD.dtype)

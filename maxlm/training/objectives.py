@@ -120,7 +120,7 @@ def make_next_token(config: Config, layout: Layout, num_sources: int = 0, *, z_l
             z_loss=z_loss,
             logit_softcap=config.model.logit_softcap,
             # As many rows at a time as a micro-batch has; the stages of a pipeline share them.
-            row_groups=max(1, pipelined // layout.parts('layers')),
+            row_groups=max(1, pipelined // layout.num_shards('layers')),
         )
         tokens_B = batch['weights'].sum(axis=1)
         source_loss = source_tokens = jnp.zeros(0)
@@ -153,7 +153,7 @@ def make_log_probs(
             placement=layout,
             chunk=config.train.loss_chunk_size,
             logit_softcap=config.model.logit_softcap,
-            row_groups=max(1, pipelined // layout.parts('layers')),
+            row_groups=max(1, pipelined // layout.num_shards('layers')),
         )
         return TokenLogProbs(*(layout.constrain(x, ('batch', 'length')) for x in found))
 

@@ -160,8 +160,8 @@ def split_micro_batches(rows: jax.Array, num: int, layout: Layout) -> jax.Array:
     Where the length is split over devices, its order is then that of `zigzag`.
     """
     axes = ('micro_batch', 'batch', 'length')[: rows.ndim + 1]
-    if rows.ndim == 2 and layout.parts('length') > 1:
-        rows = rows[:, zigzag(rows.shape[1], layout.parts('length'))]
+    if rows.ndim == 2 and layout.num_shards('length') > 1:
+        rows = rows[:, zigzag(rows.shape[1], layout.num_shards('length'))]
     return layout.constrain(rows.reshape(-1, num, *rows.shape[1:]).swapaxes(0, 1), axes)
 
 

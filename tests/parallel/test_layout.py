@@ -176,7 +176,7 @@ def test_zero_splits_moments_then_gradients_then_parameters(zero, split):
             param_shardings(config, at),
         )
         assert bytes_on_a_device(placed) == 4 * (in_parts if is_split else whole)
-        assert at.parts('embed') == (4 if is_split else 1)
+        assert at.num_shards('embed') == (4 if is_split else 1)
         embed = ('fsdp', 'context') if is_split else None
         assert at.spec(('layers', 'embed', 'ffn')) == PartitionSpec('stage', embed, 'tensor')
     # The state that is made of them.
@@ -187,13 +187,13 @@ def test_zero_splits_moments_then_gradients_then_parameters(zero, split):
 
 def test_axes_and_their_parts():
     _, layout = split_by(3, mesh__fsdp=2, mesh__data=1, mesh__context=2, mesh__tensor=2)
-    parts = {axis: layout.parts(axis) for axis in ('batch', 'rows', 'length', 'embed', 'heads', 'layers', 'norm')}
+    parts = {axis: layout.num_shards(axis) for axis in ('batch', 'rows', 'length', 'embed', 'heads', 'layers', 'norm')}
     assert parts == {'batch': 2, 'rows': 2, 'length': 2, 'embed': 4, 'heads': 2, 'layers': 1, 'norm': 1}
     assert layout.spec(('embed', 'heads', 'head_dim')) == PartitionSpec(('fsdp', 'context'), 'tensor', None)
     assert layout.spec(('batch', 'length')) == PartitionSpec(('replica', 'data', 'fsdp'), 'context')
     assert layout.spec(()) == PartitionSpec()
     _, layout = split_by(3, mesh__fsdp=2, mesh__data=2, mesh__stage=2, train__per_device_batch_size=1)
-    parts = {axis: layout.parts(axis) for axis in ('batch', 'rows', 'length', 'embed', 'layers')}
+    parts = {axis: layout.num_shards(axis) for axis in ('batch', 'rows', 'length', 'embed', 'layers')}
     assert parts == {'batch': 4, 'rows': 8, 'length': 1, 'embed': 2, 'layers': 2}
 
 

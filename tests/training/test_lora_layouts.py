@@ -47,7 +47,7 @@ def results(**settings):
     params = with_arrays(initial_params(), adapter_arrays(config.model))
     params = jax.device_put(params, param_shardings(config, layout))
     T = config.data.seq_len
-    order = zigzag(T, layout.parts('length')) if layout.parts('length') > 1 else np.arange(T)
+    order = zigzag(T, layout.num_shards('length')) if layout.num_shards('length') > 1 else np.arange(T)
     batch = {name: rows[:, order] for name, rows in small_batch(config).items()}
     batch = layout.put_batch(batch, config.train.global_batch_size)
     weights = np.random.default_rng(0).normal(size=(config.train.global_batch_size, T, config.model.dim))

@@ -83,7 +83,7 @@ class CompiledFunctions:
                     f'mesh.{axis}={layout.mesh.shape[axis]}: there is no cache where the mesh splits {what}; '
                     f'set it to 1'
                 )
-        self.rows = layout.parts('batch')
+        self.rows = layout.num_shards('batch')
         if num_slots < 1 or num_slots % self.rows:
             raise InputError(f'num_slots={num_slots}: must be a multiple of the {self.rows} devices that have them')
         self._config, self._layout = config.model, layout

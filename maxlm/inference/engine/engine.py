@@ -84,7 +84,7 @@ class Engine:
         for name, value, least in (('num_slots', num_slots, 1), ('max_waiting', max_waiting, 0), ('chunk', chunk, 1)):
             if value < least:
                 raise InputError(f'{name}={value}: must be at least {least}')
-        parts = model.layout.parts('batch')
+        parts = model.layout.num_shards('batch')
         self.max_context = max_context or context
         self._programs = CompiledFunctions(
             model.config,

@@ -99,9 +99,9 @@ class Attention(nnx.Module):
         k_BSKH = self.placement.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         v_BSKH = self.placement.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         if forest is not None:
-            assert self.placement.parts('length') == 1, 'a tree is not split over devices'
+            assert self.placement.num_shards('length') == 1, 'a tree is not split over devices'
             return self.out(tree_attention(q_BTNH, k_BSKH, v_BSKH, forest, window=window)), None
-        if self.placement.parts('length') > 1:
+        if self.placement.num_shards('length') > 1:
             assert cache is None, 'a sequence that is split over devices has no cache'
             return self.out(self._attend_in_ring(q_BTNH, k_BSKH, v_BSKH, segments_BT, window)), None
         if cache is not None:
@@ -120,7 +120,7 @@ class Attention(nnx.Module):
             o_BTNH = attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=self.placement)
             return self.out(o_BTNH), None
         # JAX's rule for a vmap over the fused kernel, which a pipeline is, takes a mask for every head only.
-        mask_heads = q_BTNH.shape[2] if self.placement.parts('layers') > 1 else 1
+        mask_heads = q_BTNH.shape[2] if self.placement.num_shards('layers') > 1 else 1
         o_BTNH = attend(q_BTNH, k_BSKH, v_BSKH, mask_BTS, window=window, kernel=kernel, mask_heads=mask_heads)
         return self.out(o_BTNH), None
 

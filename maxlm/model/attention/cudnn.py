@@ -47,12 +47,12 @@ def supports_documents(q_BTNH: jax.Array, placement: Partitioning) -> bool:
     It can on Hopper and later, be it the GPU that is here or the one that a program is compiled for; not in a pipeline,
     whose stages are a vmap.
     """
-    if placement.parts('layers') > 1:
+    if placement.num_shards('layers') > 1:
         return False
     # Private, but what JAX's own attention asks, and so what `maxlm.planning.gpu_targets` answers for other machines.
     from jax._src.cudnn import fused_attention_stablehlo
 
-    on_device = q_BTNH.size // (placement.parts('batch') * placement.parts('heads'))
+    on_device = q_BTNH.size // (placement.num_shards('batch') * placement.num_shards('heads'))
     # Where a document begins is told in elements, as an int32.
     return on_device < 2**31 and fused_attention_stablehlo.check_compute_capability('9.0')
 
@@ -81,7 +81,7 @@ def attend_documents(
     def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, *_: str) -> jax.Array:
         return _attend(q, k, v, list_documents(segments), window)
 
-    if placement.parts('batch') * placement.parts('heads') > 1:
+    if placement.num_shards('batch') * placement.num_shards('heads') > 1:
         rows = ('batch', 'length')
         heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
         # The kernel's list is one device's own, which no rule for splitting the whole kernel could express.

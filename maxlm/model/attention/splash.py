@@ -68,7 +68,7 @@ def attend_splash(
         return _attend(q, k, v, segments, window, interpret)
 
     arrays = [q_BTNH, k_BTKH, v_BTKH] + ([] if segments_BT is None else [segments_BT])
-    if placement.parts('batch') * placement.parts('heads') > 1:
+    if placement.num_shards('batch') * placement.num_shards('heads') > 1:
         rows = ('batch', 'length')
         heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
         # XLA does not know how to split a kernel.

@@ -92,7 +92,7 @@ class Linear(nnx.Module):
         assert self.lora_a is None, 'a kernel with an adapter beside it stays'
 
         def axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
-            parts = map(self.placement.parts, self.axes)
+            parts = map(self.placement.num_shards, self.axes)
             return tuple('norm' if size % n else axis for axis, size, n in zip(self.axes, shape, parts, strict=True))
 
         shape = self.kernel.shape
@@ -129,7 +129,7 @@ class Linear(nnx.Module):
         # As one product of two matrices: with more axes XLA transposes the output's gradient before it multiplies for
         # the kernel's, which took a quarter of the step of a small model on a CPU. But one axis cannot be split over
         # the devices of both batch and length.
-        return self.placement.parts('length') == 1
+        return self.placement.num_shards('length') == 1
 
     def _product(self, x: jax.Array, matrix: jax.Array, num_in: int) -> jax.Array:
         """Contracts the last `num_in` axes of x with the first of the matrix; the others may be flat."""
@@ -178,7 +178,7 @@ class Linear(nnx.Module):
     @property
     def _is_whole(self) -> bool:
         """Whether a device has all of the kernel when it is used, and the product is one of two plain matrices."""
-        split = any(self.placement.parts(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
+        split = any(self.placement.num_shards(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
         # Kernels that are made of codes would be written to memory to be put side by side.
         return not split and self.matmul != 'fp8' and self.weights is None and not self.is_turned
 

@@ -30,7 +30,7 @@ class LogitChunks:
                 its device.
         """
         B, T, _ = hidden_BTD.shape
-        R, P = (placement.parts(axis) for axis in _PARTS)
+        R, P = (placement.num_shards(axis) for axis in _PARTS)
         C = min(chunk, T // P)
         self._chunks = -(-T // (P * C))
         self._shape = (R, B // (R * row_groups), row_groups, P, self._chunks, C)

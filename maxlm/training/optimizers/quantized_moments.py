@@ -143,7 +143,7 @@ def update_moments(
         pairs = enumerate(zip(values, moments, strict=True))
         return direction, *(store_moment(x, moment, noise >> 16 * n) for n, (x, moment) in pairs)
 
-    num, stages = grad.shape[0], layout.parts('layers')
+    num, stages = grad.shape[0], layout.num_shards('layers')
     is_stack = axes[0] == 'layers' and len(axes) == grad.ndim and num % stages == 0
     if not is_stack or grad.size < STREAMED or not any(isinstance(moment, Blocks) for moment in moments):
         return update(jnp.arange(num), grad, *moments)

@@ -22,7 +22,7 @@ OUTPUTS = {'heads': (4, 6), 'kv_heads': (2, 6), 'ffn': (10,)}
 class Split(SingleDevice):
     """Says that heads are split, as on a mesh."""
 
-    def parts(self, axis):
+    def num_shards(self, axis):
         return 2 if axis == 'heads' else 1
 
 

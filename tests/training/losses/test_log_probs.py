@@ -85,7 +85,7 @@ def log_probs_of(num_devices, **mesh):
 
     @jax.jit
     def run(params, batch):
-        if layout.parts('length') > 1:
+        if layout.num_shards('length') > 1:
             # As the step orders the length.
             batch = {name: split_micro_batches(rows, 1, layout)[0] for name, rows in batch.items()}
         return jnp.stack(make_log_probs(config, layout)(params, None, batch, None))
