@@ -66,10 +66,9 @@ def make_token_losses(config: Config, layout: Layout) -> Callable[[Params, Batch
     As `make_eval_step` adds them up.
     """
     log_probs = make_log_probs(config, layout)
-    A = config.rounds
 
     def token_losses(params: Params, batch: Batch) -> dict[str, jax.Array]:
-        micro_batches = {name: split_micro_batches(rows, A, layout) for name, rows in batch.items()}
+        micro_batches = split_micro_batches(batch, config.rounds, layout)
 
         def one(_: None, micro_batch: Batch) -> tuple[None, jax.Array]:
             return None, -log_probs(params, None, micro_batch, None).log_probs_BT

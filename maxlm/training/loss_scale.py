@@ -1,4 +1,7 @@
-"""The factor that keeps the small gradients of float16 from vanishing (Micikevicius et al. 2018, "Mixed Precision")."""
+"""Dynamic loss scaling, which keeps small gradients from vanishing in float16.
+
+Micikevicius et al. 2018, "Mixed Precision Training".
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,55 @@ from maxlm.config.schema import TrainConfig
 
 
 class LossScale(NamedTuple):
-    """What a run in float16 remembers of it."""
+    """State of the dynamic loss scale.
 
-    # What the loss is multiplied by before it is differentiated; a power of two where the config's is one.
+    Attributes:
+        scale: factor of the loss before differentiation; a power of two if the config's initial scale is one.
+        good_steps: steps since the scale changed.
+    """
+
     scale: jax.Array
-    # Steps since it changed.
     good_steps: jax.Array
 
 
 def first_loss_scale(config: TrainConfig) -> LossScale:
-    """The one before the first step."""
+    """Returns the loss scale before the first step."""
     return LossScale(jnp.float32(config.initial_loss_scale), jnp.int32(0))
 
 
+def loss_factor(state: LossScale | None, mean_factor: float) -> jax.Array | None:
+    """Returns the factor of the summed loss, `mean_factor` times the loss scale; None without loss scaling."""
+    return None if state is None else state.scale * mean_factor
+
+
 def next_loss_scale(state: LossScale, overflow: jax.Array, config: TrainConfig) -> LossScale:
-    """Half of it after an overflow, never below 1; twice as much after `train.loss_scale_growth_interval`
-    updates without one."""
+    """Halves the scale after an overflow, and doubles it after `train.loss_scale_growth_interval` good updates.
+
+    The scale stays between 1 and 2^30.
+    """
     good_steps = jnp.where(overflow, 0, state.good_steps + 1)
     grows = good_steps >= config.loss_scale_growth_interval
     scale = jnp.where(overflow, jnp.maximum(state.scale / 2, 1), jnp.where(grows, state.scale * 2, state.scale))
-    # An infinite scale would be one overflow too much.
+    # An infinite scale would overflow at the next step.
     return LossScale(jnp.minimum(scale, 2.0**30), jnp.where(grows, 0, good_steps))
+
+
+def update_loss_scale(
+    state: LossScale | None, loss: jax.Array, *, is_finite: jax.Array, ok: jax.Array, config: TrainConfig
+) -> tuple[LossScale | None, dict[str, jax.Array]]:
+    """Returns the loss scale after a step, and its metrics; without loss scaling None and no metrics.
+
+    Args:
+        state: before the step.
+        loss: of the step, without the scale.
+        is_finite: True if loss and gradient norm are finite.
+        ok: True if the step updates the parameters.
+        config: the section of the run's config.
+    """
+    if state is None:
+        return None, {}
+    # A lower scale cannot help if the loss itself is not finite, or if the scale is 1.
+    overflow = ~is_finite & jnp.isfinite(loss) & (state.scale > 1)
+    after = next_loss_scale(state, overflow, config)
+    after = jax.tree.map(lambda new, old: jnp.where(ok | overflow, new, old), after, state)
+    return after, {'loss_scale': state.scale, 'overflow': overflow}

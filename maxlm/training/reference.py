@@ -1,4 +1,4 @@
-"""The reference of preferences and of rewards: the model that a run starts from, which stays as it is."""
+"""The reference model of DPO and GRPO: the parameters that a run starts from, which are not trained."""
 
 from __future__ import annotations
 
@@ -15,28 +15,42 @@ from maxlm.training.optimizers.trainable import Tree
 
 
 def has_reference_params(config: Config) -> bool:
-    """Whether the state holds a copy: where only adapters are trained, the model without them is the reference."""
+    """Returns True if the state holds a copy of the reference parameters.
+
+    If only adapters are trained, the reference is the model without them.
+    """
     return config.has_reference and not (config.model.lora_rank and not config.optimizer.trainable_params)
 
 
 def stored_dtype(config: Config, kind: str) -> jnp.dtype:
-    """In which a parameter of the reference of this kind is kept: that in which the model takes it, so nothing is lost.
+    """Returns the type in which a reference parameter of this kind is stored.
 
-    Products of 8-bit floats round the float32 parameter.
+    It is the type that the model computes with, so nothing is lost. FP8 matmuls round the float32 parameter.
     """
     rounded = kind == 'matrix' and config.model.matmul_precision == 'fp8'
     return jnp.dtype(jnp.float32 if kind == 'vector' or rounded else config.model.dtype)
 
 
 def to_reference(config: Config, params: Tree) -> Any:
-    """A copy of parameters as they are kept."""
+    """Returns a copy of parameters in the types of `stored_dtype`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, param: jnp.array(param, stored_dtype(config, kind_of(path)), copy=True), params
     )
 
 
+def reference_params(config: Config, params: Tree, stored: Tree | None) -> Any:
+    """Returns the parameters of the reference model, or None if the objective has no reference.
+
+    Args:
+        config: resolved.
+        params: the current parameters.
+        stored: `TrainState.reference`.
+    """
+    return without_adapters(params) if stored is None and config.has_reference else stored
+
+
 def without_adapters(params: Tree) -> Any:
-    """The parameters with adapters that add nothing."""
+    """Returns the parameters with LoRA adapters that add nothing."""
     return {
         key: without_adapters(value)
         if isinstance(value, Mapping)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from maxlm.model.blocks import BLOCKS
 from maxlm.parallel.host_offload import like, on_host, to_device
@@ -59,15 +60,18 @@ def layer_by_layer(update: Update) -> Update:
     return streamed
 
 
-def norm(tree: Tree) -> jax.Array:
-    """Global norm of the arrays of a tree; stacks of the host come one slice at a time."""
+def global_norm(tree: Tree) -> jax.Array:
+    """Returns the global norm of a tree, as `optax.tree.norm`; stacks in host memory are read one layer at a time."""
+    leaves = jax.tree.leaves(tree)
+    if not any(map(on_host, leaves)):
+        return optax.tree.norm(tree)
 
     def squares(x: jax.Array, stacked: bool) -> jax.Array:
         if stacked and on_host(x):
             return jax.lax.map(lambda one: jnp.sum(jnp.square(to_device(one))), x).sum()
         return jnp.sum(jnp.square(to_device(x)))
 
-    return jnp.sqrt(sum(map(squares, jax.tree.leaves(tree), _stacked(tree)), start=jnp.zeros(())))
+    return jnp.sqrt(sum(map(squares, leaves, _stacked(tree)), start=jnp.zeros(())))
 
 
 def _is_params(tree: Tree) -> bool:

@@ -87,7 +87,7 @@ def log_probs_of(num_devices, **mesh):
     def run(params, batch):
         if layout.num_shards('length') > 1:
             # As the step orders the length.
-            batch = {name: split_micro_batches(rows, 1, layout)[0] for name, rows in batch.items()}
+            batch = {name: rows[0] for name, rows in split_micro_batches(batch, 1, layout).items()}
         return jnp.stack(make_log_probs(config, layout)(params, None, batch, None))
 
     return np.sort(np.asarray(run(small_state(config, layout).params, placed)).reshape(2, -1))

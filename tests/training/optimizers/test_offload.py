@@ -8,7 +8,7 @@ import pytest
 
 from maxlm.parallel.host_offload import HOST, fetch, like, on_host, to_device
 from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.training.optimizers.offload import layer_by_layer, norm
+from maxlm.training.optimizers.offload import global_norm, layer_by_layer
 from maxlm.training.state import TrainState, abstract_state
 from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout, small_state
@@ -136,8 +136,8 @@ def test_layer_by_layer_is_the_same_update(kind):
 def test_norm_of_what_is_on_the_host(kind):
     params, _ = example(kind)
     wanted = np.sqrt(sum(np.square(np.asarray(leaf)).sum() for leaf in jax.tree.leaves(params)))
-    np.testing.assert_allclose(jax.jit(norm)(params), wanted, rtol=1e-6)
-    assert jax.jit(norm)({}) == 0
+    np.testing.assert_allclose(jax.jit(global_norm)(params), wanted, rtol=1e-6)
+    assert jax.jit(global_norm)({}) == 0
 
 
 def test_the_gradient_of_what_is_fetched_is_that_of_its_slot():
@@ -148,7 +148,7 @@ def test_the_gradient_of_what_is_fetched_is_that_of_its_slot():
         return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(fetch(params, slots)))
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(slots, params)
-    np.testing.assert_allclose(value, np.square(float(norm(to_device(params)))), rtol=1e-6)
+    np.testing.assert_allclose(value, np.square(float(global_norm(to_device(params)))), rtol=1e-6)
     # Of the values that were fetched, not of the slots', and on the device.
     jax.tree.map(lambda g, p: np.testing.assert_allclose(g, 2 * np.asarray(p), rtol=1e-6), gradients, params)
     assert not any(map(on_host, jax.tree.leaves(gradients)))

@@ -1,0 +1,99 @@
+"""The optimizer update of a training step: gradient clipping, parameters, optimizer state and their moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxlm.config.schema import Config
+from maxlm.parallel.layout import Layout
+from maxlm.training.optimizers.offload import layer_by_layer
+from maxlm.training.optimizers.schedule import make_schedule, rate_at
+from maxlm.training.optimizers.trainable import merge_trainable, trainable
+from maxlm.training.state import Params, TrainState, optimizer_of
+
+# (state, gradients, ok) → parameters, optimizer state, moving average and learning rate.
+Update = Callable[[TrainState, Params, jax.Array], tuple[Params, Any, Params | None, jax.Array]]
+
+
+def differentiable(config: Config, params: Params, zero_grads: Params) -> Params:
+    """Returns the arrays that the loss is differentiated by.
+
+    These are the trainable parameters, or, for parameters in host memory, the zeros on the device that take up their
+    gradients (see `maxlm.parallel.host_offload.fetch`).
+    """
+    return zero_grads if config.mesh.host_offload == 'all' else trainable(config, params)
+
+
+def merge_differentiable(config: Config, params: Params, diff_params: Params) -> tuple[Params, Params | None]:
+    """Returns the model's parameters and, for those in host memory, the arrays that take up their gradients."""
+    if config.mesh.host_offload == 'all':
+        return params, diff_params
+    return merge_trainable(params, diff_params), None
+
+
+def mean_and_clip(
+    grads: Params, count: jax.Array, factor: jax.Array | None, max_grad_norm: float
+) -> tuple[Params, jax.Array]:
+    """Divides sums of gradients by `count` and by the loss factor, and clips them by their global norm.
+
+    Args:
+        grads: sums over the tokens of a batch.
+        count: total weight of the tokens, float32 scalar.
+        factor: by which the loss was multiplied; None: 1.
+        max_grad_norm: 0 disables clipping.
+
+    Returns:
+        The gradients and their global norm before clipping.
+    """
+    scale = 1 / (count if factor is None else count * factor)
+    grad_norm = scale * optax.tree.norm(grads)
+    if max_grad_norm:
+        scale *= jnp.minimum(1, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
+    return jax.tree.map(lambda g: g * scale, grads), grad_norm
+
+
+def make_update(config: Config, layout: Layout) -> Update:
+    """Returns the optimizer update of a resolved config. It changes nothing where `ok` is False."""
+
+    def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, jax.Array]:
+        num_updates = state.step - state.skipped
+        schedule = make_schedule(config.optimizer, config.train.num_steps)
+        if state.progress is not None:
+            # The length of the schedule changes during the run, so it must not be a constant of the program.
+            schedule = optax.constant_schedule(rate_at(config.optimizer, state.progress, state.step))
+        optimizer = optimizer_of(config, layout, schedule)
+
+        def apply(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:
+            old = params, opt_state, ema
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            ema = update_ema(ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)
+            # A selection instead of a product with 0, because NaN times 0 is NaN.
+            return jax.tree.map(lambda new, old: jnp.where(ok, new, old), (params, opt_state, ema), old)
+
+        if config.mesh.host_offload != 'none':
+            apply = layer_by_layer(apply)
+        ema = None if state.ema is None else trainable(config, state.ema)
+        params, opt_state, ema = apply(grads, trainable(config, state.params), state.opt_state, ema)
+        if ema is not None:
+            ema = merge_trainable(state.ema, ema)
+        return merge_trainable(state.params, params), opt_state, ema, schedule(num_updates)
+
+    return update
+
+
+def update_ema(ema: Params | None, params: Params, *, decay: float, num_updates: jax.Array) -> Params | None:
+    """Returns the exponential moving average after update number `num_updates`, counted from 1.
+
+    The decay grows from 2/11 to `decay` as in TensorFlow's `ExponentialMovingAverage(num_updates=…)`. A constant decay
+    would keep the initial parameters in the average for about 1 / (1 - decay) updates.
+    """
+    if ema is None:
+        return None
+    decay_now = jnp.minimum(decay, (1 + num_updates) / (10 + num_updates))
+    return jax.tree.map(lambda average, param: decay_now * average + (1 - decay_now) * param, ema, params)
