@@ -25,8 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
-from maxlm.model.attention.attention import attend
 from maxlm.model.attention.cudnn import attend_documents, documents_per_row, supports_documents
+from maxlm.model.attention.decode import attend_slots
+from maxlm.model.attention.kernels import cudnn
+from maxlm.model.layers.kv_cache import Slots
 from maxlm.model.layers.masks import causal_mask
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 
@@ -81,20 +83,22 @@ def documents(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, win
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
     """cuDNN with documents as a mask."""
-    return attend(q, k, v, _mask(segments, window), window=window, kernel='cudnn')
+    mask = _mask(segments, window)
+    return cudnn(q, k, v, mask_BTS=mask, segments_BT=None, window=window, partitioning=SINGLE_DEVICE)
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
     """cuDNN without documents: the leak."""
     del segments
-    return attend(q, k, v, None, window=window, kernel='cudnn')
+    return cudnn(q, k, v, mask_BTS=None, segments_BT=None, window=window, partitioning=SINGLE_DEVICE)
 
 
 def reference(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, window: int) -> jax.Array:
     """The formula, in float32."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     with jax.default_matmul_precision('float32'):
-        return attend(q, k, v, _mask(segments, window), window=window, kernel='xla')
+        slots = Slots(k.swapaxes(1, 2), v.swapaxes(1, 2), None, None)
+        return attend_slots(q, slots, _mask(segments, window))
 
 
 def check(kernels: dict[str, Kernel], leak: Kernel, shapes: list[Shape]) -> list[dict[str, Any]]:

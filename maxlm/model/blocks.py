@@ -41,9 +41,9 @@ class Context(NamedTuple):
     # By the layer's window: where its queries may look, see `Attention`.
     masks: dict[int, jax.Array | None]
     segments_BT: jax.Array | None
-    forest: TokenTree | None
+    tree: TokenTree | None
     # By the layer's window: where keys and values of this call are in the cache.
-    places: dict[int, CacheIndices | None]
+    cache_indices: dict[int, CacheIndices | None]
     rotary: Rotary | None
 
 
@@ -73,8 +73,8 @@ class Block(nnx.Module):
             self.attention_norm(x_BTD),
             mask_BTS=context.masks[window],
             segments_BT=context.segments_BT,
-            forest=context.forest,
-            places=context.places[window],
+            tree=context.tree,
+            cache_indices=context.cache_indices[window],
             rotary=context.rotary,
             window=window,
             cache=cache,
@@ -125,12 +125,12 @@ def run_layers(
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
             x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, layer_cache, key)
-            return x_BTD, None if caches is None else {**caches, window: cache.parts[0]}
+            return x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}
 
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=placement.num_shards('embed') > 1)
 
     def run_in_order(carry: Any, inputs: Any, windows: list[int], *, in_loop: bool) -> tuple[Any, None]:
-        parts = [inputs] * len(windows) if in_loop else _apart(inputs, len(windows))
+        parts = [inputs] * len(windows) if in_loop else _unstack(inputs, len(windows))
         for index, window in enumerate(windows):
             carry = make_layer(window, index if in_loop else 0, in_loop)(carry, parts[index])
         return carry, None
@@ -164,11 +164,11 @@ def run_layers_unrolled(
     updated = []
     for window, block, parts in zip(windows, blocks, caches, strict=True):
         x_BTD, cache = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(parts, 0), None)
-        updated.append(cache.parts)
+        updated.append(cache.blocks)
     return x_BTD, updated
 
 
-def _apart(stacked: Any, num: int) -> list[Any]:
+def _unstack(stacked: Any, num: int) -> list[Any]:
     """`num` trees whose leaves are [1, …], of one whose leaves are [num, …]."""
 
     def split(leaf: jax.Array) -> Any:

@@ -113,7 +113,7 @@ class Decoder(nnx.Module):
             context = self._context(segments_BT, positions_BT, cache, first_row, length_B)
             if ends_BT is not None:
                 assert cache is None, 'rows of trees have no cache'
-                context = context._replace(forest=TokenTree(ends_BT, positions_BT))
+                context = context._replace(tree=TokenTree(ends_BT, positions_BT))
             graph, blocks_L = nnx.split(self.blocks)
             windows = layer_windows(config)
             if isinstance(cache, list):
@@ -177,11 +177,11 @@ class Decoder(nnx.Module):
     ) -> Context:
         config, windows = self.config, set(layer_windows(self.config))
         masks: dict[int, jax.Array | None] = dict.fromkeys(windows)
-        places: dict[int, CacheIndices | None] = dict.fromkeys(windows)
+        cache_indices: dict[int, CacheIndices | None] = dict.fromkeys(windows)
         if caches is not None:
             assert segments_BT is None, 'a cached call has one document per row'
             for window, num_slots in slots_by_window(caches, config).items():
-                places[window], masks[window] = cache_indices_and_mask(
+                cache_indices[window], masks[window] = cache_indices_and_mask(
                     num_slots, positions_BT, length_B, window=window, first_row=first_row
                 )
         # In a ring every device makes the masks of the keys that it meets.
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
             T = positions_BT.shape[1]
             masks = {window: _mask(T, segments_BT, window) for window in windows}
         rotary = rotary_angles(positions_BT, config, length_B) if config.position_embedding == 'rotary' else None
-        return Context(masks, segments_BT, None, places, rotary)
+        return Context(masks, segments_BT, None, cache_indices, rotary)
 
     def _run_pipeline(
         self,

@@ -109,7 +109,7 @@ def results(request):
             return cache, found[:, 0]
 
         positions = jnp.broadcast_to(jnp.arange(PADDED), (2, PADDED))
-        cache = init_caches(config.model, 2, 16, apart=layers == 'apart')
+        cache = init_caches(config.model, 2, 16, unstacked=layers == 'apart')
         prefill, cache = cached(tokens[:, :PADDED], positions, cache)
         at = LENGTHS[None] + np.arange(PADDED)[:, None]
         cache, steps = jax.lax.scan(step, cache, at)

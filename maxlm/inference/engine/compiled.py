@@ -235,7 +235,7 @@ class CompiledFunctions:
             room,
             chunk=self.chunk,
             int8=self._int8,
-            apart=self._passes.are_layers_apart,
+            unstacked=self._passes.are_layers_apart,
         )
 
 

@@ -1,4 +1,4 @@
-"""Attention to what is in a cache, where a mask says which slots a query may look at.
+"""Attention over the slots of a key/value cache.
 
 Shapes: B batch, T query length, S slots, N query heads, K key/value heads, G = N/K, H head dim, X blocks of queries.
 """
@@ -14,25 +14,25 @@ import jax.numpy as jnp
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.layers.kv_cache import CacheIndices, LayerCache, Slots
 
-# Largest scores, sums of weights, and weighted sums of values, of the slots so far.
+# Running maximum of scores, sum of weights, and weighted sum of values.
 _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def attend_cached(q_BTNH: jax.Array, cache: LayerCache, places: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
-    """softmax(q·k / sqrt(H)) · v over the slots that the mask allows, [B, T, N, H] in q's type."""
-    if len(cache.parts) == 1:
-        return attend_slots(q_BTNH, cache.read(0, places.first_row, len(q_BTNH)), mask_BTS)
-    return _attend_to_parts(q_BTNH, cache, places, mask_BTS)
+def attend_cached(q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
+    """Returns softmax(q·k / sqrt(H)) · v over the slots that the mask allows, [B, T, N, H] in q's type."""
+    if len(cache.blocks) == 1:
+        return attend_slots(q_BTNH, cache.read(0, indices.first_row, len(q_BTNH)), mask_BTS)
+    return _attend_blocks(q_BTNH, cache, indices, mask_BTS)
 
 
-def _attend_to_parts(q_BTNH: jax.Array, cache: LayerCache, places: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
-    """A part of the slots at a time, those that are in use (Milakov & Gimelshein 2018, "Online normalizer")."""
+def _attend_blocks(q_BTNH: jax.Array, cache: LayerCache, indices: CacheIndices, mask_BTS: jax.Array) -> jax.Array:
+    """Attends to one block of slots after the other, skipping unused ones (Milakov & Gimelshein 2018)."""
     B, T, N, H = q_BTNH.shape
-    q_BKGTH = _grouped(q_BTNH, cache.parts[0].key_LBKSH.shape[2])
+    q_BKGTH = _grouped(q_BTNH, cache.blocks[0].key_LBKSH.shape[2])
 
-    def add(sums: _Sums, part: int, mask_BTs: jax.Array) -> _Sums:
+    def add(sums: _Sums, block: int, mask_BTs: jax.Array) -> _Sums:
         largest_BKGT, sum_BKGT, o_BKGTH = sums
-        slots = cache.read(part, places.first_row, B)
+        slots = cache.read(block, indices.first_row, B)
         scores_BKGTs = _scores(q_BKGTH, slots, mask_BTs)
         new_BKGT = jnp.maximum(largest_BKGT, scores_BKGTs.max(axis=-1))
         weights_BKGTs = jnp.exp(scores_BKGTs - new_BKGT[..., None])
@@ -43,19 +43,19 @@ def _attend_to_parts(q_BTNH: jax.Array, cache: LayerCache, places: CacheIndices,
     zeros = jnp.zeros(q_BKGTH.shape, jnp.float32)
     sums: _Sums = jnp.full(q_BKGTH.shape[:-1], jnp.finfo(jnp.float32).min), zeros[..., 0], zeros
     start = 0
-    for number, part in enumerate(cache.parts):
-        end = start + part.num_slots
-        add_part = partial(add, part=number, mask_BTs=mask_BTS[..., start:end])
-        sums = jax.lax.cond(places.end > start, add_part, lambda sums: sums, sums)
+    for number, block in enumerate(cache.blocks):
+        end = start + block.num_slots
+        add_block = partial(add, block=number, mask_BTs=mask_BTS[..., start:end])
+        sums = jax.lax.cond(indices.end > start, add_block, lambda sums: sums, sums)
         start = end
     _, sum_BKGT, o_BKGTH = sums
-    # Where no row has anything, nothing was added.
+    # If all rows are empty, the sums are 0.
     o_BKGTH /= jnp.maximum(sum_BKGT, jnp.finfo(jnp.float32).tiny)[..., None]
     return o_BKGTH.astype(q_BTNH.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def attend_slots(q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Array:
-    """With a mask of its own for every query and slot, a block of queries at a time (Rabe & Staats 2021)."""
+    """Attends with a mask over queries and slots, one block of queries at a time (Rabe & Staats 2021)."""
     B, T, N, H = q_BTNH.shape
     K = slots.key_BKSH.shape[1]
     q_BKGTH = _grouped(q_BTNH, K)
@@ -74,24 +74,24 @@ def attend_slots(q_BTNH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Ar
 
 
 def _grouped(q_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Scaled queries by the key/value head that they look at, [B, K, G, T, H]."""
+    """Returns scaled queries grouped by key/value head, [B, K, G, T, H]."""
     B, T, N, H = q_BTNH.shape
     K = num_kv_heads
     return q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4) * (1 / math.sqrt(H))
 
 
 def _scores(q_BKGTH: jax.Array, slots: Slots, mask_BTS: jax.Array) -> jax.Array:
-    """In float32, [B, K, G, T, S]."""
+    """Returns masked scores in float32, [B, K, G, T, S]."""
     k_BKSH = slots.key_BKSH.astype(q_BKGTH.dtype)
     scores_BKGTS = jnp.einsum('BKGTH,BKSH->BKGTS', q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
     if slots.key_scale_BKS is not None:
         scores_BKGTS *= slots.key_scale_BKS[:, :, None, None, :]
-    # The smallest finite value, not -inf: a row that sees nothing (padding) stays finite.
+    # The smallest finite value instead of -inf, so that fully masked rows (padding) stay finite.
     return jnp.where(mask_BTS[:, None, None], scores_BKGTS, jnp.finfo(jnp.float32).min)
 
 
 def _weighted(weights_BKGTS: jax.Array, slots: Slots, dtype: jnp.dtype) -> jax.Array:
-    """The sum of values with these weights, multiplied in `dtype`, in float32: [B, K, G, T, H]."""
+    """Returns the weighted sum of values in float32, [B, K, G, T, H]; the products are computed in `dtype`."""
     if slots.value_scale_BKS is not None:
         weights_BKGTS *= slots.value_scale_BKS[:, :, None, None, :]
     v_BKSH = slots.value_BKSH.astype(dtype)
@@ -99,6 +99,6 @@ def _weighted(weights_BKGTS: jax.Array, slots: Slots, dtype: jnp.dtype) -> jax.A
 
 
 def _blocks(x: jax.Array, axis: int) -> jax.Array:
-    """Cuts an axis of T into a new leading axis of blocks (X) and one of QUERY_BLOCK."""
+    """Splits an axis of length T into a leading axis of blocks (X) and one of QUERY_BLOCK."""
     x = x.reshape(*x.shape[:axis], -1, QUERY_BLOCK, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)

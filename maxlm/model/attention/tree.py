@@ -27,13 +27,13 @@ class TokenTree(NamedTuple):
 
 
 def tree_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, forest: TokenTree, *, window: int
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, tree: TokenTree, *, window: int
 ) -> jax.Array:
     """softmax(q·k / sqrt(H)) · v over a token's ancestors and itself, without a gradient.
 
     Args:
         q_BTNH: queries; k_BTKH, v_BTKH: keys and values, K dividing N.
-        forest: of the tokens.
+        tree: of the tokens.
         window: how many last tokens of its text a query sees, its own included; 0: all.
 
     Returns:
@@ -47,9 +47,9 @@ def tree_attention(
     # What is within the window of a text may be far away in the row.
     for first, last, _ in query_ranges(T, 0):
         index_R1, index_1S = jnp.arange(first, last)[:, None], jnp.arange(last)[None, :]
-        sees_BRS = (index_1S <= index_R1)[None] & (index_R1[None] < forest.end_BT[:, None, :last])
+        sees_BRS = (index_1S <= index_R1)[None] & (index_R1[None] < tree.end_BT[:, None, :last])
         if window:
-            behind_BRS = forest.depth_BT[:, first:last, None] - forest.depth_BT[:, None, :last]
+            behind_BRS = tree.depth_BT[:, first:last, None] - tree.depth_BT[:, None, :last]
             sees_BRS &= behind_BRS < window
         scores_BKGRS = jnp.einsum(
             'BKGRH,BKSH->BKGRS',

@@ -1,4 +1,4 @@
-"""Keys and values of positions that went through the model, for the tokens that follow.
+"""Key/value caches.
 
 Shapes: B batch, T query length, D dim, L layers, S slots, K key/value heads, H head dim.
 """
@@ -15,22 +15,22 @@ from maxlm.model.layers.masks import layer_windows
 
 # Logical axes of a cache's arrays; scales lack the last.
 CACHE_AXES = ('layers', 'batch', 'kv_heads', 'length', 'head_dim')
-# Rings have a multiple of so many slots.
+# The number of slots of a sliding-window layer is a multiple of this.
 MULTIPLE = 64
-# Slots of a part of a layer's cache. A pass reads whole parts, and has some work with each.
-SMALLEST_PART, LARGEST_PART = 128, 2048
+# Slots of a block of a layer's cache. A call reads complete blocks, at some cost per block.
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 128, 2048
 
 
 class Cache(NamedTuple):
-    """Some slots of one layer, or all of the layers that see equally far.
+    """A block of slots of one layer, or all slots of the layers with the same window.
 
-    Heads stand before slots, as products with them want it, and the arrays are changed in place: a call for one token
-    copies no more than it reads. A position has slot `position mod S`.
+    Heads precede slots, because batched matmuls need that order. XLA updates the arrays in place, so that a call for
+    one token copies no more than it reads. Position p is in slot p mod S.
     """
 
     key_LBKSH: jax.Array
     value_LBKSH: jax.Array
-    # Of 8-bit codes: what a code is multiplied by, float32.
+    # Factors of 8-bit codes, float32; None without quantization.
     key_scale_LBKS: jax.Array | None = None
     value_scale_LBKS: jax.Array | None = None
 
@@ -39,12 +39,12 @@ class Cache(NamedTuple):
         return self.key_LBKSH.shape[3]
 
 
-# By the number of last tokens that the layers see (0 is all), or for each layer parts of its slots in their order.
+# Caches by window (0: all tokens), or for each layer the blocks of its slots in order.
 Caches = dict[int, Cache] | list[list[Cache]]
 
 
 class Slots(NamedTuple):
-    """What a layer reads of its part of a cache."""
+    """Keys and values of one layer, in one block of its cache."""
 
     key_BKSH: jax.Array
     value_BKSH: jax.Array
@@ -53,61 +53,67 @@ class Slots(NamedTuple):
 
 
 class CacheIndices(NamedTuple):
-    """Where the tokens of a call are in caches of a window."""
+    """Slots of the tokens of a call in the caches of one window.
 
-    # Slots that they go to; those that are out of range are left out.
+    Attributes:
+        slots_BT: slot of each token; tokens whose slot is out of range are not written.
+        end: upper bound of the slots that any token of the call attends to.
+        first_row: row of the caches that corresponds to row 0 of the call.
+    """
+
     slots_BT: jax.Array
-    # Slots before which all are that any of them sees.
     end: jax.Array
-    # Row of the caches that the call's first row is.
     first_row: jax.Array | int
 
 
 class LayerCache(NamedTuple):
-    """What a layer has in its caches."""
+    """The cache of one layer.
 
-    # Of its slots, in their order.
-    parts: list[Cache]
-    # Its number in each.
+    Attributes:
+        blocks: blocks of its slots in order.
+        layer: index of the layer in the first axis of each block.
+    """
+
+    blocks: list[Cache]
     layer: jax.Array | int
 
-    def write(self, places: CacheIndices, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
-        """With keys and values of the call's rows in their places."""
+    def write(self, cache_indices: CacheIndices, k_BTKH: jax.Array, v_BTKH: jax.Array) -> LayerCache:
+        """Returns the cache with the call's keys and values written to their slots."""
         new = [k_BTKH, v_BTKH]
-        if self.parts[0].key_scale_LBKS is not None:
+        if self.blocks[0].key_scale_LBKS is not None:
             codes_and_scales = zip(*map(_encode, new), strict=True)
             new = [x for pair in codes_and_scales for x in pair]
-        parts, start = [], 0
-        for part in self.parts:
-            # Slots of other parts are out of range here.
-            own = places._replace(slots_BT=places.slots_BT - start)
-            arrays = [x for x in part if x is not None]
-            parts.append(Cache(*(self._written(x, own, y) for x, y in zip(arrays, new, strict=True))))
-            start += part.num_slots
-        return self._replace(parts=parts)
+        blocks, start = [], 0
+        for block in self.blocks:
+            # Slots of other blocks are out of range.
+            own = cache_indices._replace(slots_BT=cache_indices.slots_BT - start)
+            arrays = [x for x in block if x is not None]
+            blocks.append(Cache(*(self._written(x, own, y) for x, y in zip(arrays, new, strict=True))))
+            start += block.num_slots
+        return self._replace(blocks=blocks)
 
-    def read(self, part: int, first_row: jax.Array | int, num_rows: int) -> Slots:
-        """All slots of a part, of some rows."""
+    def read(self, block: int, first_row: jax.Array | int, num_rows: int) -> Slots:
+        """Returns all slots of a block, of `num_rows` rows from `first_row`."""
 
         def rows(x_LBKS: jax.Array) -> jax.Array:
             if isinstance(first_row, int):
                 return x_LBKS[self.layer, first_row : first_row + num_rows]
             return jax.lax.dynamic_slice_in_dim(x_LBKS[self.layer], first_row, num_rows, axis=0)
 
-        key, value, *scales = self.parts[part]
+        key, value, *scales = self.blocks[block]
         return Slots(rows(key), rows(value), *(None if x is None else rows(x) for x in scales))
 
-    def _written(self, x_LBKS: jax.Array, places: CacheIndices, new_BTK: jax.Array) -> jax.Array:
+    def _written(self, x_LBKS: jax.Array, cache_indices: CacheIndices, new_BTK: jax.Array) -> jax.Array:
         """x[layer, b, :, slots[b, t]] = new[b, t]"""
-        slots_BT = places.slots_BT
+        slots_BT = cache_indices.slots_BT
         layers_BT = jnp.broadcast_to(jnp.asarray(self.layer, jnp.int32), slots_BT.shape)
         window = tuple(range(2, new_BTK.ndim))
         if len(slots_BT) == x_LBKS.shape[1]:
-            # Told such that rows which are split over devices stay where they are.
+            # With rows as a batching dimension, rows that are sharded stay on their devices.
             indices = jnp.stack([layers_BT, slots_BT], axis=-1)
             numbers = jax.lax.ScatterDimensionNumbers(window, (0, 3), (0, 3), (1,), (0,))
         else:
-            rows_B1 = places.first_row + jnp.arange(len(slots_BT))[:, None]
+            rows_B1 = cache_indices.first_row + jnp.arange(len(slots_BT))[:, None]
             rows_BT = jnp.broadcast_to(rows_B1, slots_BT.shape)
             indices = jnp.stack([layers_BT, rows_BT, slots_BT], axis=-1)
             numbers = jax.lax.ScatterDimensionNumbers(window, (0, 1, 3), (0, 1, 3))
@@ -116,30 +122,30 @@ class LayerCache(NamedTuple):
 
 
 def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """8-bit codes of each head's vector, and the scale [B, T, K] that its largest entry is 127 of."""
+    """Returns 8-bit codes of each head's vector, and its scale [B, T, K]: the largest absolute entry divided by 127."""
     x_BTKH = x_BTKH.astype(jnp.float32)
     scale_BTK = jnp.maximum(jnp.abs(x_BTKH).max(axis=-1), jnp.finfo(jnp.float32).tiny) / 127
     return jnp.round(x_BTKH / scale_BTK[..., None]).astype(jnp.int8), scale_BTK
 
 
 def init_caches(
-    config: ModelConfig, batch: int, slots: int, *, chunk: int = 0, int8: bool = False, apart: bool = False
+    config: ModelConfig, batch: int, slots: int, *, chunk: int = 0, int8: bool = False, unstacked: bool = False
 ) -> Caches:
-    """Empty caches for `batch` rows of up to `slots` positions each.
+    """Returns empty caches for `batch` rows of up to `slots` positions each.
 
     Args:
         config: of the model.
         batch: rows.
         slots: positions of a row.
-        chunk: tokens that come in one call, at most; layers with a sliding window then have a ring of slots for what
-            their next call can see. 0: they have slots for all positions.
-        int8: keep 8-bit codes with a scale for each head's vector, not values in the type of the computation.
-        apart: for layers that do not run in a loop: each has arrays of its own, for one part of its slots after the
-            other. A pass reads those that are in use, as they lie; of one large array it would have to copy them.
+        chunk: largest number of tokens in one call. Layers with a sliding window then have a ring buffer of the slots
+            that their next call can attend to. 0: they have slots for all positions.
+        int8: store 8-bit codes with a scale for each head's vector, instead of values in the model's dtype.
+        unstacked: returns separate arrays for each layer, in blocks of slots, for layers that do not run in a loop. A
+            call then reads the blocks in use without copying them out of a larger array.
     """
 
     def needed(window: int) -> int:
-        # The first token of a call sees window - 1 earlier ones when the last has been written.
+        # The first token of a call attends to window - 1 earlier ones after the last has been written.
         seen = window - 1 + chunk if window and chunk else slots
         return min(slots, -(-seen // MULTIPLE) * MULTIPLE)
 
@@ -151,25 +157,28 @@ def init_caches(
         return Cache(codes(), codes(), scales(), scales())
 
     windows = layer_windows(config)
-    if apart:
+    if unstacked:
         return [[make(1, num) for num in block_sizes(needed(window))] for window in windows]
     return {window: make(windows.count(window), needed(window)) for window in sorted(set(windows))}
 
 
 def block_sizes(num_slots: int) -> list[int]:
-    """Slots of each part: as many as are before it, so that there are few parts and few slots are read in vain."""
+    """Returns the number of slots of each block.
+
+    Each block is as large as all before it, which keeps both the number of blocks and that of unused slots read low.
+    """
     sizes, start = [], 0
     while start < num_slots:
-        sizes.append(min(max(start, SMALLEST_PART), LARGEST_PART, num_slots - start))
+        sizes.append(min(max(start, MIN_BLOCK_SIZE), MAX_BLOCK_SIZE, num_slots - start))
         start += sizes[-1]
     return sizes
 
 
 def slots_by_window(caches: Caches, config: ModelConfig) -> dict[int, int]:
-    """Slots that a layer has, for each number of tokens that layers see: the same for all that see as far."""
+    """Returns the number of slots of a layer for each window."""
     if isinstance(caches, dict):
         return {window: cache.num_slots for window, cache in caches.items()}
-    nums = (sum(part.num_slots for part in parts) for parts in caches)
+    nums = (sum(block.num_slots for block in blocks) for blocks in caches)
     return dict(zip(layer_windows(config), nums, strict=True))
 
 
@@ -181,14 +190,15 @@ def cache_indices_and_mask(
     window: int,
     first_row: jax.Array | int = 0,
 ) -> tuple[CacheIndices, jax.Array]:
-    """Where the tokens of a call go, and which slots they may look at then, [B, T, S].
+    """Returns the slots that the tokens of a call are written to, and the mask of slots they attend to, [B, T, S].
 
     Args:
-        num_slots: of layers that see `window`.
-        positions_BT: of the call's tokens.
-        length_B: tokens that each row has with these; positions behind are padding, which goes nowhere. None: none is.
-        window: number of last tokens that a token sees; 0 is all.
-        first_row: of the cache, that the call's first row is.
+        num_slots: slots of the layers with this window.
+        positions_BT: positions of the call's tokens.
+        length_B: length of each row including these tokens; later positions are padding, which is not written. None:
+            no padding.
+        window: number of last tokens that a token attends to; 0: all.
+        first_row: row of the cache that corresponds to row 0 of the call.
     """
     S = num_slots
     slots_BT = positions_BT % S
@@ -197,9 +207,9 @@ def cache_indices_and_mask(
         newest_B1 = length_B[:, None] - 1
     else:
         newest_B1 = positions_BT.max(axis=1, keepdims=True)
-    # The last position that has a slot is what is in it; below 0 nothing is.
+    # A slot holds the last position that maps to it; a negative number means that it is empty.
     held_BS = newest_B1 - (newest_B1 - jnp.arange(S)[None, :]) % S
     behind_BTS = positions_BT[:, :, None] - held_BS[:, None, :]
     mask_BTS = (behind_BTS >= 0) & (held_BS >= 0)[:, None, :]
-    places = CacheIndices(slots_BT, jnp.minimum(newest_B1.max() + 1, S), first_row)
-    return places, mask_BTS & (behind_BTS < window) if window else mask_BTS
+    cache_indices = CacheIndices(slots_BT, jnp.minimum(newest_B1.max() + 1, S), first_row)
+    return cache_indices, mask_BTS & (behind_BTS < window) if window else mask_BTS

@@ -59,7 +59,7 @@ def test_layers_in_a_loop_share_arrays(monkeypatch):
 @pytest.mark.parametrize('cache', ['model', 'int8'])
 def test_slots_in_use_are_read_in_parts(cache, expected, int8, monkeypatch):
     rows = expected if cache == 'model' else int8[1]
-    monkeypatch.setattr(model_cache, 'SMALLEST_PART', 16)
+    monkeypatch.setattr(model_cache, 'MIN_BLOCK_SIZE', 16)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
     # Rings, and the layers that see all.
     found = {tuple(part.num_slots for part in parts) for parts in some._state.caches}
@@ -76,7 +76,7 @@ def fewer_slots(q_BTNH, cache, places, mask_BTS):
 
 def test_the_last_slots_in_use_matter(expected, monkeypatch):
     """The control of the test above."""
-    monkeypatch.setattr(model_cache, 'SMALLEST_PART', 16)
+    monkeypatch.setattr(model_cache, 'MIN_BLOCK_SIZE', 16)
     monkeypatch.setattr(attention, 'attend_cached', fewer_slots)
     some = new_engine(load(FAMILY), share=False, all_rows=True)
     assert generate(some, PROMPTS, max_tokens=TOKENS) != expected
@@ -169,7 +169,7 @@ def test_int8_halves_the_cache_and_changes_little(plain, int8):
 
 
 def test_devices_share_the_work(monkeypatch):
-    monkeypatch.setattr(model_cache, 'SMALLEST_PART', 50)
+    monkeypatch.setattr(model_cache, 'MIN_BLOCK_SIZE', 50)
     family = 'llama, grouped'
     some = new_engine(load(family, 8, data=2, fsdp=2, tensor=2), share=False)
     rows = generate(some, PROMPTS)

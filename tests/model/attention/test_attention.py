@@ -1,5 +1,6 @@
 """Attention against a plain formula in NumPy."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -7,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.model.attention import decode
-from maxlm.model.attention.attention import attend
+from maxlm.model.attention import decode, kernels
+from maxlm.model.attention.chunked import attend_blockwise
+from maxlm.parallel.partitioning import SINGLE_DEVICE, SingleDevice
+from tests.model.attention.masked import masked_attention
+from tests.small import small_config
 
 
 def reference(q, k, v, mask):
@@ -32,9 +36,12 @@ def test_attention_is_the_formula(kv_heads):
     causal = np.broadcast_to(np.tril(np.ones((6, 6), bool)), (2, 6, 6))
     mask = causal & (rng.random((2, 6, 6)) < 0.6) | np.eye(6, dtype=bool)
     sliding = causal & ~np.tril(np.ones((6, 6), bool), -3)
-    for given, window, meant in [(None, 0, causal), (None, 3, sliding), (mask, 0, mask)]:
-        run = jax.jit(partial(attend, window=window, kernel='xla'))
-        out = run(*(x.astype(np.float32) for x in (q, k, v)), given)
+    for attend, meant in [
+        (partial(attend_blockwise, segments_BT=None, window=0), causal),
+        (partial(attend_blockwise, segments_BT=None, window=3), sliding),
+        (partial(masked_attention, mask_BTS=mask), mask),
+    ]:
+        out = jax.jit(attend)(*(x.astype(np.float32) for x in (q, k, v)))
         np.testing.assert_allclose(out, reference(q, k, v, meant), atol=1e-5)
     assert not np.allclose(out, reference(q, k, v, causal), atol=1e-3)
 
@@ -50,7 +57,7 @@ def test_blocks_of_queries_change_nothing(queries, monkeypatch):
         monkeypatch.setattr(decode, 'QUERY_BLOCK', query_block)
 
         def loss(q, k, v):
-            out = attend(q, k, v, mask, window=0, kernel='xla')
+            out = masked_attention(q, k, v, mask)
             return jnp.square(out).sum(), out
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -65,5 +72,19 @@ def test_blocks_of_queries_change_nothing(queries, monkeypatch):
 def test_a_row_that_sees_nothing_stays_finite():
     x = np.ones((1, 3, 1, 4), np.float32)
     nothing = np.zeros((1, 3, 3), bool)
-    grad = jax.jit(jax.grad(lambda x: attend(x, x, x, nothing, window=0, kernel='xla').sum()))(x)
+    grad = jax.jit(jax.grad(lambda x: masked_attention(x, x, x, nothing).sum()))(x)
     assert np.all(np.isfinite(grad))
+
+
+class Sharded(SingleDevice):
+    """A partitioning with a sharded length."""
+
+    def num_shards(self, axis):
+        return 2 if axis == 'length' else 1
+
+
+@pytest.mark.parametrize(('attention', 'kernel'), [('xla', 'chunked'), ('cudnn', 'cudnn'), ('splash', 'splash')])
+def test_the_kernel_follows_the_config_and_the_mesh(attention, kernel):
+    config = dataclasses.replace(small_config().model, attention=attention)
+    assert kernels.choose_attention_kernel(config, SINGLE_DEVICE) is getattr(kernels, kernel)
+    assert kernels.choose_attention_kernel(config, Sharded()) is kernels.ring

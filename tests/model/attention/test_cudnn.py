@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from maxlm.model.attention import attention, cudnn
-from maxlm.model.attention.attention import attend
+from maxlm.model.attention import cudnn, kernels
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.planning.compiled.program import read_program
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.model.attention import cudnn_on_cpu
+from tests.model.attention.masked import masked_attention
 from tests.small import small_batch, small_config, small_layout
 
 B, T, N, H = 3, 32, 4, 8
@@ -44,7 +44,7 @@ PACKINGS = {
 def formulas(monkeypatch):
     monkeypatch.setattr(cudnn, 'run_forward', cudnn_on_cpu.run_forward)
     monkeypatch.setattr(cudnn, 'run_backward', cudnn_on_cpu.run_backward)
-    monkeypatch.setattr(attention, 'supports_documents', lambda *_: True)
+    monkeypatch.setattr(kernels, 'supports_documents', lambda *_: True)
 
 
 def inputs(kv_heads):
@@ -67,7 +67,7 @@ def by_documents(window):
 
 @jax.jit
 def _by_mask(q, k, v, do, mask):
-    output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, window=0, kernel='xla'), q, k, v)
+    output, pull = jax.vjp(lambda q, k, v: masked_attention(q, k, v, mask), q, k, v)
     return output, *pull(do)
 
 

@@ -1,4 +1,4 @@
-"""Slots read in parts against all of them at once."""
+"""Slots read in blocks against all of them at once."""
 
 import jax
 import jax.numpy as jnp
@@ -23,23 +23,23 @@ def test_parts_are_as_all_slots(int8, T, first_row, num):
     config, rng = model_config(), np.random.default_rng(0)
     k, v = rng.standard_normal((2, ROWS, S, K, H), np.float32)
     q_BTNH = rng.standard_normal((num, T, N, H), np.float32)
-    # Of 128 + 128 + 44 slots 170 are in use; each query sees some of them, in both parts.
+    # Of 128 + 128 + 44 slots 170 are in use; each query sees some of them, in both blocks.
     mask_BTS = rng.random((num, T, S)) < 0.5
     mask_BTS[..., 170:] = False
 
     @jax.jit
     def attend(q_BTNH, end):
-        """With all slots as one array, and as parts."""
+        """With all slots as one array, and as blocks."""
         found = []
-        for apart in (False, True):
-            caches = init_caches(config, ROWS, S, int8=int8, apart=apart)
-            parts = caches[0] if apart else [caches[0]]
-            assert len(parts) == (3 if apart else 1)
+        for unstacked in (False, True):
+            caches = init_caches(config, ROWS, S, int8=int8, unstacked=unstacked)
+            blocks = caches[0] if unstacked else [caches[0]]
+            assert len(blocks) == (3 if unstacked else 1)
             everywhere = CacheIndices(jnp.broadcast_to(jnp.arange(S), (ROWS, S)), jnp.array(S), 0)
-            filled = LayerCache(parts, 0).write(everywhere, k, v)
+            filled = LayerCache(blocks, 0).write(everywhere, k, v)
             row = jnp.array(first_row) if first_row else 0
-            places = CacheIndices(jnp.zeros((num, T), int), end, row)
-            found.append(attend_cached(q_BTNH, filled, places, jnp.asarray(mask_BTS)))
+            indices = CacheIndices(jnp.zeros((num, T), int), end, row)
+            found.append(attend_cached(q_BTNH, filled, indices, jnp.asarray(mask_BTS)))
         return found
 
     whole, found = attend(q_BTNH, 170)
@@ -52,15 +52,15 @@ def test_parts_are_as_all_slots(int8, T, first_row, num):
 
 def test_parts_that_are_not_in_use_are_not_read():
     """What is there does not even reach a product."""
-    (parts,) = init_caches(model_config(), ROWS, S, apart=True)
-    poisoned = [part._replace(value_LBKSH=np.full(part.value_LBKSH.shape, np.nan, np.float32)) for part in parts]
+    (blocks,) = init_caches(model_config(), ROWS, S, unstacked=True)
+    poisoned = [part._replace(value_LBKSH=np.full(part.value_LBKSH.shape, np.nan, np.float32)) for part in blocks]
     mask_BTS = np.broadcast_to(np.arange(S) < 1, (ROWS, 1, S))
 
     @jax.jit
-    def attend(parts, end):
-        places = CacheIndices(jnp.zeros((ROWS, 1), int), end, 0)
-        return attend_cached(jnp.ones((ROWS, 1, N, H)), LayerCache(parts, 0), places, jnp.asarray(mask_BTS))
+    def attend(blocks, end):
+        indices = CacheIndices(jnp.zeros((ROWS, 1), int), end, 0)
+        return attend_cached(jnp.ones((ROWS, 1, N, H)), LayerCache(blocks, 0), indices, jnp.asarray(mask_BTS))
 
-    assert np.isfinite(attend([parts[0], *poisoned[1:]], 128)).all()
+    assert np.isfinite(attend([blocks[0], *poisoned[1:]], 128)).all()
     # Control: one more slot is one more part.
-    assert np.isnan(attend([parts[0], *poisoned[1:]], 129)).all()
+    assert np.isnan(attend([blocks[0], *poisoned[1:]], 129)).all()

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.model.attention import attention
+from maxlm.model.attention import kernels
 from maxlm.model.attention.splash import attend_splash, block_size, blocks_in_sight, supports_length
 from maxlm.parallel.layout import make_layout
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.planning.estimate.work import estimate_work
+from tests.model.attention.masked import masked_attention
 from tests.parameters import abstract_params, decoder_graph
 from tests.small import small_config
 
@@ -48,7 +49,7 @@ def by_splash(window, placement=SINGLE_DEVICE):
 
 @jax.jit
 def _by_mask(q, k, v, do, mask):
-    output, pull = jax.vjp(lambda q, k, v: attention.attend(q, k, v, mask, window=0, kernel='xla'), q, k, v)
+    output, pull = jax.vjp(lambda q, k, v: masked_attention(q, k, v, mask), q, k, v)
     return output, *pull(do)
 
 
@@ -119,7 +120,7 @@ def test_rows_that_the_kernel_cannot_cut_take_another(monkeypatch):
     config = with_splash(small_config(data__seq_len=T, model__max_positions=T))
     graph, params = decoder_graph(config.model), abstract_params(config)
     lengths = []
-    monkeypatch.setattr(attention, 'attend_splash', lambda q, *_, **__: lengths.append(q.shape[1]) or q)
+    monkeypatch.setattr(kernels, 'attend_splash', lambda q, *_, **__: lengths.append(q.shape[1]) or q)
     for length in (T // 2, T // 2 + 1):
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
         jax.eval_shape(lambda params, tokens: nnx.merge(graph, params)(tokens)[0], params, tokens)

@@ -38,8 +38,8 @@ def test_a_ring_has_what_the_window_sees(window):
     start = 0
     run = jax.jit(functools.partial(cache_indices_and_mask, S, window=window))
     for count in [14, 1, 5, 14, 16, 1, 1, 14, 16, 14, 11, 1, 14, 7]:
-        places, mask = run(np.arange(start, start + 16)[None], np.array([start + count]))
-        slots, mask = np.asarray(places.slots_BT)[0], np.asarray(mask)[0]
+        indices, mask = run(np.arange(start, start + 16)[None], np.array([start + count]))
+        slots, mask = np.asarray(indices.slots_BT)[0], np.asarray(mask)[0]
         # Padding goes nowhere.
         assert np.all(slots[count:] == S)
         held[slots[:count]] = np.arange(start, start + count)
@@ -67,9 +67,9 @@ def test_8_bits_keep_what_is_written():
 
     def written(k, v, int8):
         (cache,) = init_caches(config, 1, 9, int8=int8).values()
-        places = CacheIndices(jnp.array([[0, 1, 2, 9]]), jnp.array(9), 0)
-        parts = LayerCache([cache], jnp.array(1)).write(places, k, v).parts
-        return [LayerCache(parts, jnp.array(layer)).read(0, 0, 1) for layer in (1, 0)]
+        indices = CacheIndices(jnp.array([[0, 1, 2, 9]]), jnp.array(9), 0)
+        blocks = LayerCache([cache], jnp.array(1)).write(indices, k, v).blocks
+        return [LayerCache(blocks, jnp.array(layer)).read(0, 0, 1) for layer in (1, 0)]
 
     run = jax.jit(lambda k, v: [written(k, v, int8) for int8 in (False, True)])
     (exact, other), (codes, _) = jax.device_get(run(k, v))
@@ -88,17 +88,17 @@ def test_8_bits_keep_what_is_written():
         assert error.max() > 0
 
 
-@pytest.mark.parametrize('apart', [False, True])
-def test_fewer_rows_are_the_first(apart):
+@pytest.mark.parametrize('unstacked', [False, True])
+def test_fewer_rows_are_the_first(unstacked):
     config = small_config(model__num_kv_heads=2).model
     k = np.random.default_rng(0).standard_normal((2, 1, 2, 8), np.float32)
 
     @jax.jit
     def run(k):
-        caches = init_caches(config, 3, 9, apart=apart)
-        assert len(caches) == (2 if apart else 1)
-        parts, layer = (caches[1], 0) if apart else ([caches[0]], jnp.array(1))
-        written = LayerCache(parts, layer).write(CacheIndices(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
+        caches = init_caches(config, 3, 9, unstacked=unstacked)
+        assert len(caches) == (2 if unstacked else 1)
+        blocks, layer = (caches[1], 0) if unstacked else ([caches[0]], jnp.array(1))
+        written = LayerCache(blocks, layer).write(CacheIndices(jnp.array([[4], [9]]), jnp.array(5), 0), k, 2 * k)
         return written.read(0, 0, 2), written.read(0, 0, 3)
 
     slots, all_slots = jax.device_get(run(k))
@@ -114,23 +114,23 @@ def test_parts_have_all_slots():
     assert block_sizes(1000) == [128, 128, 256, 488]
     assert block_sizes(8192) == [128, 128, 256, 512, 1024, 2048, 2048, 2048]
     config = small_config(model__num_layers=2, model__sliding_window=3, model__attention_pattern='SL').model
-    caches = init_caches(config, 2, 300, chunk=10, apart=True)
-    assert [[part.num_slots for part in parts] for parts in caches] == [[64], [128, 128, 44]]
+    caches = init_caches(config, 2, 300, chunk=10, unstacked=True)
+    assert [[part.num_slots for part in blocks] for blocks in caches] == [[64], [128, 128, 44]]
     assert slots_by_window(caches, config) == slots_by_window(init_caches(config, 2, 300, chunk=10), config)
 
 
 @pytest.mark.parametrize(('first_row', 'num'), [(0, 3), (0, 2), (1, 1)])
 def test_each_part_gets_what_belongs_to_it(first_row, num):
     config = small_config(model__num_kv_heads=2).model
-    # At the edges of parts; 300 is behind the last.
+    # At the edges of blocks; 300 is behind the last.
     slots = np.array([[0, 127, 128, 255, 256, 299, 300]] * num)
     k = np.random.default_rng(0).standard_normal((*slots.shape, 2, 8), np.float32)
 
     @jax.jit
     def run(k):
-        (parts, _), (whole,) = init_caches(config, 3, 300, apart=True), init_caches(config, 3, 300).values()
-        places = CacheIndices(jnp.asarray(slots), jnp.array(300), jnp.array(first_row) if first_row else 0)
-        return [LayerCache(x, 0).write(places, k, 2 * k).parts for x in (parts, [whole])]
+        (blocks, _), (whole,) = init_caches(config, 3, 300, unstacked=True), init_caches(config, 3, 300).values()
+        indices = CacheIndices(jnp.asarray(slots), jnp.array(300), jnp.array(first_row) if first_row else 0)
+        return [LayerCache(x, 0).write(indices, k, 2 * k).blocks for x in (blocks, [whole])]
 
     split, together = jax.device_get(run(k))
     for name in ('key_LBKSH', 'value_LBKSH'):

@@ -1,0 +1,142 @@
+"""The choice of the attention kernel for training and prefill without a cache.
+
+Shapes: B batch, T query length, S = T key length, N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from maxlm.config.schema import ModelConfig
+from maxlm.model.attention.chunked import attend_blockwise
+from maxlm.model.attention.cudnn import attend_documents, supports_documents
+from maxlm.model.attention.ring import ring_attention
+from maxlm.model.attention.splash import attend_splash, supports_length
+from maxlm.parallel.partitioning import Axes, Partitioning
+
+
+class AttentionKernel(Protocol):
+    """Computes softmax(q·k / sqrt(H)) · v."""
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        *,
+        mask_BTS: jax.Array | None,
+        segments_BT: jax.Array | None,
+        window: int,
+        partitioning: Partitioning,
+    ) -> jax.Array:
+        """Returns [B, T, N, H] in q's type.
+
+        Args:
+            q_BTNH: queries; k_BSKH, v_BSKH: keys and values, K dividing N.
+            mask_BTS: True where a query attends to a key; None: causal. A kernel reads either this or `segments_BT`.
+            segments_BT: index of the document of each token, the same restriction as in the mask; None: one document.
+            window: number of last tokens that a query attends to, itself included; 0: all.
+            partitioning: of the model.
+        """
+
+
+def choose_attention_kernel(config: ModelConfig, partitioning: Partitioning) -> AttentionKernel:
+    """Returns ring attention if the sequence length is sharded, otherwise the kernel of `model.attention`.
+
+    Kernels are module-level functions, because NNX compares the static attributes of modules.
+    """
+    if partitioning.num_shards('length') > 1:
+        return ring
+    kernels: dict[str, AttentionKernel] = {'xla': chunked, 'splash': splash, 'cudnn': cudnn}
+    return kernels[config.attention]
+
+
+def ring(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    mask_BTS: jax.Array | None,
+    segments_BT: jax.Array | None,
+    window: int,
+    partitioning: Partitioning,
+) -> jax.Array:
+    """Ring attention over a sequence that is sharded in zigzag order."""
+    del mask_BTS
+
+    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
+        *segments, mesh_axis = rest
+        return ring_attention(q, k, v, segments[0] if segments else None, axis=mesh_axis, window=window)
+
+    rows = ('batch', 'length')
+    heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
+    arrays: list[jax.Array] = [q_BTNH, k_BSKH, v_BSKH]
+    axes: list[Axes] = [heads, kv_heads, kv_heads]
+    if segments_BT is not None:
+        arrays, axes = [*arrays, segments_BT], [*axes, rows]
+    return partitioning.per_shard(attend_shard, axes, heads, 'length')(*arrays)
+
+
+def chunked(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    mask_BTS: jax.Array | None,
+    segments_BT: jax.Array | None,
+    window: int,
+    partitioning: Partitioning,
+) -> jax.Array:
+    """Blocks of queries, in XLA."""
+    del mask_BTS, partitioning
+    return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)
+
+
+def splash(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    mask_BTS: jax.Array | None,
+    segments_BT: jax.Array | None,
+    window: int,
+    partitioning: Partitioning,
+) -> jax.Array:
+    """Splash attention on TPUs; XLA for lengths that it does not support, such as short prompts."""
+    del mask_BTS
+    if not supports_length(q_BTNH.shape[1]):
+        return attend_blockwise(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window)
+    return attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=partitioning)
+
+
+def cudnn(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    mask_BTS: jax.Array | None,
+    segments_BT: jax.Array | None,
+    window: int,
+    partitioning: Partitioning,
+) -> jax.Array:
+    """cuDNN's flash attention: by documents where the GPU supports that, otherwise with a mask."""
+    if segments_BT is not None and supports_documents(q_BTNH, partitioning):
+        return attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, placement=partitioning)
+    mask_BNTS = None
+    if mask_BTS is not None:
+        # JAX's batching rule of this kernel, which a pipeline needs, requires a mask for every head.
+        num_heads = q_BTNH.shape[2] if partitioning.num_shards('layers') > 1 else 1
+        B, T, S = mask_BTS.shape
+        mask_BNTS = jnp.broadcast_to(mask_BTS[:, None], (B, num_heads, T, S))
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask_BNTS,
+        is_causal=mask_BTS is None,
+        local_window_size=(window - 1, 0) if window and mask_BTS is None else None,
+        implementation='cudnn',
+    )
