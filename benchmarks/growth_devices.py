@@ -84,27 +84,27 @@ class Probe:
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Probe:
-        take_step, put_batch = StepRunner.take, Layout.put_batch
+        original_step, put_batch = StepRunner.step, Layout.put_batch
 
         def measured_put(layout: Layout, *arguments: Any) -> Any:
             batch, seconds, calls = self._measure(partial(put_batch, layout, *arguments))
             self._placing = seconds, calls
             return batch
 
-        def measured_take(loop: StepRunner, *arguments: Any, **options: Any) -> Any:
+        def measured_step(loop: StepRunner, *arguments: Any, **options: Any) -> Any:
             self.stepping = loop
             # Counting is slow: every second step is timed without.
             counts = len(self.samples) % 2 == 1
             if counts:
                 sys.setprofile(self._count)
             try:
-                state, seconds, calls = self._measure(partial(take_step, loop, *arguments, **options))
+                state, seconds, calls = self._measure(partial(original_step, loop, *arguments, **options))
             finally:
                 sys.setprofile(None)
             self.samples.append(Sample(seconds, calls, *self._placing))
             return state
 
-        self._patches.enter_context(mock.patch.object(StepRunner, 'take', measured_take))
+        self._patches.enter_context(mock.patch.object(StepRunner, 'step', measured_step))
         self._patches.enter_context(mock.patch.object(Layout, 'put_batch', measured_put))
         return self
 

@@ -20,7 +20,7 @@ from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.trainer.main import disable_malloc_trim
+from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.training.state import abstract_state, init_state
 
 MEAN_DOCUMENT = 1000

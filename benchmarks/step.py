@@ -36,7 +36,7 @@ from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.forecast import compile_for
 from maxlm.planning.machine import present_machine
-from maxlm.trainer.main import disable_malloc_trim
+from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.training.state import abstract_state, init_state
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')

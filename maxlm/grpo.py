@@ -22,7 +22,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rewards.scorer import RewardScorer, check_tasks
 from maxlm.trainer import main as runs
-from maxlm.trainer.initialize import INIT_FROM
+from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.trainer.rollouts import RolloutBatches
 from maxlm.workdir.files import TOKENIZER
 
@@ -54,7 +54,7 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatch
             f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only {prompts.num} prompts'
         )
     scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward))
-    feed = RolloutBatches(
+    source = RolloutBatches(
         config,
         prompts=prompts,
         eval_prompts=eval_prompts,
@@ -62,7 +62,7 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatch
         tokenizer_path=origin / TOKENIZER,
         ends=sorted(ends),
     )
-    return feed, tokenizer.vocab_size
+    return source, tokenizer.vocab_size
 
 
 def run() -> None:

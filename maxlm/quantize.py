@@ -18,13 +18,13 @@ from maxlm.checkpoint.fetch import find_step_here
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.evaluation.validation import evaluate
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
 from maxlm.log import Console, progress_bar
 from maxlm.model.layers.weight_only_quantization import DEFAULT_GROUPS, KINDS
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.storage.paths import ANY, Kind, PathOption
-from maxlm.trainer.evaluator import evaluate
 from maxlm.training.step import make_eval_step
 from maxlm.workdir.files import TOKENIZER, read_config
 

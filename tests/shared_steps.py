@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import pytest
 
 from maxlm.config.schema import Config
+from maxlm.evaluation import validation
 from maxlm.parallel.layout import Layout
 from maxlm.planning import forecast
 from maxlm.planning.compiled.compile import CompiledStep, compile_train_step
-from maxlm.trainer import evaluator, initialize, step_runner
+from maxlm.trainer import checkpointing, step_runner
 from maxlm.training.state import TrainState, init_state
 from maxlm.training.step import make_eval_step
 
@@ -105,6 +106,6 @@ def shared_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forecast, 'compile_train_step', steps.compile_train_step)
         patch.setattr(step_runner, 'compile_train_step', steps.compile_train_step)
-        patch.setattr(evaluator, 'make_eval_step', steps.make_eval_step)
-        patch.setattr(initialize, 'init_state', steps.init_state)
+        patch.setattr(validation, 'make_eval_step', steps.make_eval_step)
+        patch.setattr(checkpointing, 'init_state', steps.init_state)
         yield

@@ -25,8 +25,8 @@ from maxlm.checkpoint.async_save import AsyncSave
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.evaluation.validation import Validation
 from maxlm.trainer import batch_source
-from maxlm.trainer.evaluator import Validation
 from maxlm.trainer.metric_logger import Reporter
 from maxlm.workdir.files import goodput_name
 

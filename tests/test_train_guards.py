@@ -13,7 +13,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.telemetry.events import read_events
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
-from maxlm.trainer import trainer
+from maxlm.trainer import setup
 from maxlm.trainer.budget import RunBudget
 from maxlm.trainer.throughput import Throughput
 from maxlm.workdir.files import read_config
@@ -103,11 +103,13 @@ def slow_clock(monkeypatch):
     """A clock by which every step takes a minute, and what comes before the first nothing."""
 
     class Clocked(RunBudget):
-        def __init__(self, *arguments, began, pace, **more):
-            super().__init__(*arguments, began=0.0, pace=pace, clock=lambda: 60.0 * pace.steps, **more)
+        def __init__(self, *arguments, began, throughput, **more):
+            super().__init__(
+                *arguments, began=0.0, throughput=throughput, clock=lambda: 60.0 * throughput.steps, **more
+            )
 
-    monkeypatch.setattr(trainer, 'RunBudget', Clocked)
-    monkeypatch.setattr(Throughput, 'seconds', property(lambda pace: 60.0 * pace.steps))
+    monkeypatch.setattr(setup, 'RunBudget', Clocked)
+    monkeypatch.setattr(Throughput, 'seconds', property(lambda throughput: 60.0 * throughput.steps))
 
 
 def test_a_budget_stops_a_run_with_its_state_saved(dataset, tmp_path, slow_clock, capsys):
@@ -151,13 +153,19 @@ def test_a_length_that_is_decided_anew_is_resumed_bit_for_bit(dataset, tmp_path,
         return 60.0 * steps + 60.0 * max(0, steps - 32)
 
     class Clocked(RunBudget):
-        def __init__(self, *arguments, began, pace, **more):
+        def __init__(self, *arguments, began, throughput, **more):
             super().__init__(
-                *arguments, began=seconds(first), pace=pace, clock=lambda: seconds(first + pace.steps), **more
+                *arguments,
+                began=seconds(first),
+                throughput=throughput,
+                clock=lambda: seconds(first + throughput.steps),
+                **more,
             )
 
-    monkeypatch.setattr(trainer, 'RunBudget', Clocked)
-    monkeypatch.setattr(Throughput, 'seconds', property(lambda pace: seconds(first + pace.steps) - seconds(first)))
+    monkeypatch.setattr(setup, 'RunBudget', Clocked)
+    monkeypatch.setattr(
+        Throughput, 'seconds', property(lambda throughput: seconds(first + throughput.steps) - seconds(first))
+    )
     monkeypatch.setattr(Throughput, 'pauses', {}, raising=False)
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1, 'optimizer__schedule': 'cosine'}
     settings |= {'optimizer__min_learning_rate': 0, 'checkpoint__max_to_keep': 99}

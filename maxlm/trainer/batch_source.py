@@ -12,9 +12,9 @@ from maxlm.data.loader.batches import iterate
 from maxlm.data.loader.dataset import TrainingData
 from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch
+from maxlm.evaluation.validation import Evaluation, Validation
 from maxlm.parallel.layout import Layout
 from maxlm.planning.cost import FORWARD_SHARE
-from maxlm.trainer.evaluator import Evaluation, Validation
 from maxlm.trainer.samples import Sample, Samples
 from maxlm.trainer.source_metrics import SourceMetrics, SourceStats
 from maxlm.training.run_control import RunControl
@@ -62,7 +62,7 @@ def prefetched_batches(
 
 
 class SourceUpdate(NamedTuple):
-    """What a feed has to say of what it did before a step."""
+    """What a source has to say of what it did before a step."""
 
     metrics: dict[str, float]
     # For the log.
@@ -94,13 +94,13 @@ class BatchSource(Protocol):
     ) -> contextlib.AbstractContextManager[Iterator[Batch]]:
         """While entered, this process's share of the batches of the steps after `start`; see `prefetched_batches`."""
 
-    def works_before(self, step: int) -> bool:
+    def has_work_before(self, step: int) -> bool:
         """Whether `prepare` has something to do."""
 
     def prepare(self, step: int, state: TrainState) -> SourceUpdate:
         """Makes the batches of this step, and perhaps of further ones, from the state before it."""
 
-    def may_pause_after(self, step: int) -> bool:
+    def can_checkpoint_after(self, step: int) -> bool:
         """Whether a run can go on from the state after a step, since the next batches depend on no older one."""
 
     def sources(self) -> SourceMetrics:
@@ -166,7 +166,7 @@ class TextBatches:
         """See `BatchSource`."""
         return prefetched_batches(start, config, decisions, corpus=self.corpus, layout=layout, alarm=alarm)
 
-    def works_before(self, step: int) -> bool:
+    def has_work_before(self, step: int) -> bool:
         """Never."""
         del step
         return False
@@ -175,7 +175,7 @@ class TextBatches:
         """Is not called."""
         raise AssertionError(f'the batch of step {step} is there without {type(state).__name__}')
 
-    def may_pause_after(self, step: int) -> bool:
+    def can_checkpoint_after(self, step: int) -> bool:
         """Always."""
         del step
         return True

@@ -34,7 +34,7 @@ class RunBudget:
         config: Config,
         *,
         began: float,
-        pace: Throughput,
+        throughput: Throughput,
         num_devices: int,
         evaluation_share: float,
         save_seconds: Callable[[], float] = lambda: 0.0,
@@ -45,14 +45,14 @@ class RunBudget:
         Args:
             config: of the run.
             began: what the clock said when this process began: starting costs too.
-            pace: durations of steps, and of what happens between them.
+            throughput: durations of steps, and of what happens between them.
             num_devices: of the run.
             evaluation_share: expected time of evaluations, as a share of that of steps, while none is measured.
             save_seconds: returns what the newest save took until it was stored; 0 = not known.
             clock: seconds.
             agree: values of this process → those that all processes use.
         """
-        self._config, self._pace, self._num_devices = config, pace, num_devices
+        self._config, self._throughput, self._num_devices = config, throughput, num_devices
         self._evaluation_share, self._save_seconds = evaluation_share, save_seconds
         self._clock, self._agree = clock, agree
         self._counted, self._counted_steps = began, 0.0
@@ -85,18 +85,18 @@ class RunBudget:
         first = decides and done == UNMEASURED_STEPS + MEASURED_STEPS and not decisions.step_seconds
         if not (look or first or (bounded and step >= self._look)):
             return decisions
-        now, in_steps = self._clock(), self._pace.seconds
+        now, in_steps = self._clock(), self._throughput.seconds
         mine = (
             now - self._counted,
             in_steps - self._counted_steps,
             (now - self._began) / done,
-            self._pace.steps - self._measured[0],
+            self._throughput.steps - self._measured[0],
             in_steps - self._measured[1],
-            *(self._pace.pauses.get(name, 0.0) for name in ('eval', 'tasks', 'save')),
+            *(self._throughput.pauses.get(name, 0.0) for name in ('eval', 'tasks', 'save')),
             self._save_seconds(),
         )
         self._counted, self._counted_steps = now, in_steps
-        self._measured = self._pace.steps, in_steps
+        self._measured = self._throughput.steps, in_steps
         passed, in_steps, whole_step, *measured = map(float, self._agree(np.asarray(mine, np.float64)))
         if done < UNMEASURED_STEPS and decisions.step_seconds:
             # What was measured before the restart is better than these.
@@ -149,5 +149,5 @@ class RunBudget:
 
     def _measure(self) -> None:
         """Forgets the steps that were measured."""
-        self._measured = self._pace.steps, self._pace.seconds
+        self._measured = self._throughput.steps, self._throughput.seconds
         self._window: collections.deque[tuple[float, float]] = collections.deque()

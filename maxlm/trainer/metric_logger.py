@@ -11,10 +11,10 @@ import jax
 from tqdm import tqdm
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.evaluation.validation import Evaluation
 from maxlm.log import logger
 from maxlm.telemetry.cost import cost_text
 from maxlm.telemetry.metrics import MetricWriter, perplexity
-from maxlm.trainer.evaluator import Evaluation
 from maxlm.trainer.samples import Sample
 from maxlm.trainer.source_metrics import SourceMetrics
 from maxlm.trainer.throughput import Throughput
@@ -38,7 +38,7 @@ class Reporter:
         self,
         config: Config,
         *,
-        pace: Throughput,
+        throughput: Throughput,
         bar: tqdm,
         windows_per_epoch: int,
         sources: SourceMetrics,
@@ -49,7 +49,7 @@ class Reporter:
         """`warn` is told of steps left out; `costs` is `RunRecorder.metrics`, `devices` that of `DeviceReadings`."""
         self._config = config
         self._writer: MetricWriter | None = None
-        self._pace = pace
+        self._throughput = throughput
         self._bar = bar
         self._windows_per_epoch = windows_per_epoch
         self._sources = sources
@@ -83,7 +83,7 @@ class Reporter:
         self._pending = None
         values: dict[str, Any] = jax.device_get(device_metrics)
         self.step = step
-        self._pace.step_done(data_wait)
+        self._throughput.step_done(data_wait)
         self._bar.update()
         self._count_skips(step, values)
         self.last_loss = float(values['loss'])
@@ -111,6 +111,10 @@ class Reporter:
             logger.info(f'step {step:>7}  {sample}')
         if self._writer:
             self._writer.write_samples(step, time.time(), samples)
+
+    def log_sources(self, num_steps: int) -> None:
+        """Logs how often a run of `num_steps` steps reads each weighted source."""
+        self._sources.log_start(num_steps * self._config.train.global_batch_size)
 
     def change_config(self, config: Config) -> None:
         """The run has decided on another length or other learning rates."""
@@ -155,7 +159,7 @@ class Reporter:
 
     def _report(self, step: int, values: dict[str, Any]) -> None:
         sequences = step * self._config.train.global_batch_size
-        perf = self._pace.read_interval()
+        perf = self._throughput.read_interval()
         loss = float(values['loss'])
         # A NaN is never the lower one.
         self.best_loss = min(self.best_loss, loss)

@@ -25,13 +25,13 @@ from maxlm.data.loader.shuffle import VERSION
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.evaluation.validation import Evaluation
 from maxlm.inference.rollout_generator import Responses, Sampler
 from maxlm.parallel.layout import Layout
 from maxlm.rewards.prompts import Prompts
 from maxlm.rewards.rewards import Task
 from maxlm.rewards.scorer import RewardScorer, accuracy, mean_pass_at_k
 from maxlm.trainer.batch_source import SourceUpdate
-from maxlm.trainer.evaluator import Evaluation
 from maxlm.trainer.samples import Sample
 from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics
 from maxlm.training.losses.grpo import advantages, token_weights
@@ -139,12 +139,12 @@ class RolloutBatches:
 
         yield take()
 
-    def works_before(self, step: int) -> bool:
+    def has_work_before(self, step: int) -> bool:
         """See `BatchSource`."""
         del step
         return not self._batches
 
-    def may_pause_after(self, step: int) -> bool:
+    def can_checkpoint_after(self, step: int) -> bool:
         """See `BatchSource`."""
         return step % self.updates == 0
 

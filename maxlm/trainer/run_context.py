@@ -1,9 +1,11 @@
-"""Where a run lives: its directory, held by this run alone, its copy in a bucket, and whoever hears of trouble."""
+"""Opens and locks a run's workdir, its remote mirror, its recorder and its alert channels."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -23,35 +25,56 @@ from maxlm.storage.filesystem import StorageError, display_path, is_url, read_by
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.telemetry.alerts import Alerts
 from maxlm.telemetry.cost import price_of
+from maxlm.telemetry.metrics import MetricWriter, Tracker, lowest_loss
 from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
 from maxlm.training.retention import SavedStep, retention_reasons
-from maxlm.workdir.files import CONFIG, check_same_model, model_difference, open_workdir
+from maxlm.training.run_control import RunControl
+from maxlm.workdir.files import CONFIG, check_same_model, describe_run, model_difference, open_workdir
 from maxlm.workdir.lock import WorkdirLock
 from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
 
 
 class RunContext(NamedTuple):
-    """What is open as long as a run runs.
+    """The open workdir of a run and its channels to people.
 
     Attributes:
         workdir: the local directory: config, metrics, log.
-        checkpoints: what `Checkpoints` takes as workdir: the same, or a bucket's.
-        alerts: for people.
-        diary: what the run writes about itself.
+        checkpoints: workdir of the checkpoints: the same, or that of a bucket.
+        alerts: sends alerts.
+        recorder: writes events and the goodput log.
     """
 
     workdir: Path
     checkpoints: Any
     alerts: Alerts
-    diary: RunRecorder
+    recorder: RunRecorder
+
+    def describe(self, config: Config, decisions: RunControl, tokenizer: Path) -> None:
+        """Writes config.json with the number of steps decided so far, but with the configured learning rates."""
+        if jax.process_index():
+            return
+        if decisions.num_steps:
+            config = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=decisions.num_steps))
+        describe_run(self.workdir, config, tokenizer)
+
+    def open_metrics(self, start: int, trackers: Sequence[Tracker]) -> tuple[MetricWriter | None, float]:
+        """Truncates the metrics after step `start`, and opens their writer in the first process.
+
+        Returns:
+            The writer, or None, and the lowest training loss until `start`; infinity if unknown.
+        """
+        if jax.process_index():
+            return None, math.inf
+        best_loss = lowest_loss(self.workdir, up_to=start)
+        return MetricWriter(self.workdir, after_step=start, trackers=list(trackers)), best_loss
 
 
 @contextlib.contextmanager
 def open_run(
     given: str,
     config: Config,
-    peers: Heartbeats,
+    heartbeats: Heartbeats,
     timeline: Timeline,
     *,
     resume: str = '',
@@ -62,7 +85,7 @@ def open_run(
     Args:
         given: the workdir as the command has it: a directory or a URL.
         config: resolved.
-        peers: the other processes.
+        heartbeats: the other processes.
         timeline: of this process.
         resume: checkpoint to go on from where the workdir has none; '' = none.
         at_end: is given the local directory when a run that has begun has written all that it writes. It must not
@@ -73,19 +96,19 @@ def open_run(
         UnreachableError: the bucket does not answer.
     """
     process = jax.process_index()
-    diary: RunRecorder | None = None
+    recorder: RunRecorder | None = None
 
     def warn(line: str) -> None:
         alerts.send('storage', line)
 
     def record(kind: str, message: str) -> None:
-        if diary:
-            diary.alert(kind, message)
+        if recorder:
+            recorder.alert(kind, message)
 
     def lost(reason: str) -> NoReturn:
         # Who has lost the workdir must not write there any more.
-        peers.on_leave = lambda code, reason: None
-        peers.leave(EXIT_FAILED, reason)
+        heartbeats.on_leave = lambda code, reason: None
+        heartbeats.leave(EXIT_FAILED, reason)
 
     if resume and process == 0 and not (is_url(given) or config.checkpoint.remote_dir or saved_steps(Path(given))):
         # Before the workdir exists: a refused start leaves nothing.
@@ -114,16 +137,16 @@ def open_run(
                 if resume:
                     _resume(resume, checkpoints, storage.workdir, config)
             check_same_model(storage.workdir, config)
-        peers.meet('home')
-        diary = _open_diary(storage.workdir, config, timeline)
-        # The diary's last lines, and what is made of them, come after all else that is uploaded.
-        stack.callback(_finish, storage, diary, at_end if process == 0 else None)
-        stack.enter_context(diary)
-        peers.on_leave = diary.leave
+        heartbeats.meet('home')
+        recorder = _open_recorder(storage.workdir, config, timeline)
+        # The recorder's last lines, and what is made of them, come after all else that is uploaded.
+        stack.callback(_finish, storage, recorder, at_end if process == 0 else None)
+        stack.enter_context(recorder)
+        heartbeats.on_leave = recorder.leave
         stack.enter_context(alerts)
         storage.start()
         stack.callback(_close, storage, timeline)
-        yield RunContext(storage.workdir, checkpoints, alerts, diary)
+        yield RunContext(storage.workdir, checkpoints, alerts, recorder)
 
 
 def _check_shared(given: str, workdir: Path) -> None:
@@ -139,7 +162,7 @@ def _check_shared(given: str, workdir: Path) -> None:
         )
 
 
-def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> RunRecorder:
+def _open_recorder(workdir: Path, config: Config, timeline: Timeline) -> RunRecorder:
     process, together = jax.process_index(), ProcessGroup()
     if process:
         # In the cache of another machine nobody has made it. What cannot be written is said later.
@@ -157,8 +180,8 @@ def _open_diary(workdir: Path, config: Config, timeline: Timeline) -> RunRecorde
     )
 
 
-def _finish(storage: RunStorage, diary: RunRecorder, at_end: Callable[[Path], None] | None) -> None:
-    if at_end and diary.has_begun:
+def _finish(storage: RunStorage, recorder: RunRecorder, at_end: Callable[[Path], None] | None) -> None:
+    if at_end and recorder.has_begun:
         at_end(storage.workdir)
     storage.upload_last_files()
 

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from maxlm.data.loader.dataset import TrainingData
+from maxlm.evaluation.validation import means
 from maxlm.log import logger
-from maxlm.trainer.evaluator import means
 
 
 class SourceMetrics(Protocol):

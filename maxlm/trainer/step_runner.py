@@ -67,7 +67,7 @@ class DataWait:
         # Python aborts when it ends while a thread is in JAX. A device that is stuck must not hold up the end for ever.
         self._thread.join(_CLOSE_SECONDS)
 
-    def take(self, batches: Iterator[Batch], running: Running | None) -> tuple[Batch, float]:
+    def next_batch(self, batches: Iterator[Batch], running: Running | None) -> tuple[Batch, float]:
         """The next batch, and the seconds that it took to come, in which the device may have been busy.
 
         Args:
@@ -115,32 +115,32 @@ class StepRunner:
     def __init__(
         self,
         ready: PreparedStep,
-        feed: BatchSource,
+        source: BatchSource,
         *,
         data_wait: DataWait,
-        diary: RunRecorder,
+        recorder: RunRecorder,
         watchdog: Watchdog,
         profile: Profile,
         reporter: Reporter,
-        pace: Throughput,
+        throughput: Throughput,
     ):
         self._config, self._layout, self._abstract, forecast = ready
         self._program: tuple[Config, CompiledStep | None] = forecast.config, forecast.compiled
-        self._feed, self._data_wait, self._diary, self._timeline = feed, data_wait, diary, diary.timeline
-        self._watchdog, self._profile, self._reporter, self._pace = watchdog, profile, reporter, pace
+        self._source, self._data_wait, self._recorder, self._timeline = source, data_wait, recorder, recorder.timeline
+        self._watchdog, self._profile, self._reporter, self._throughput = watchdog, profile, reporter, throughput
 
-    def take(
+    def step(
         self, step: int, state: TrainState, batches: Iterator[Batch], decisions: RunControl, *, connects: bool
     ) -> TrainState:
         """The state after the next batch; the first step connects processes, which may take long."""
         compiled = self._compiled_for(step, decisions)
         if self._profile.begins(step):
-            self._at_rest(state, partial(self._profile.start, step))
-        if self._feed.works_before(step):
+            self._while_idle(state, partial(self._profile.start, step))
+        if self._source.has_work_before(step):
             self._prepare(step, state)
         # Shorter sequences are more of them.
         rows = self._program[0].train.global_batch_size
-        batch, data_wait = self._data_wait.take(batches, self._reporter.running)
+        batch, data_wait = self._data_wait.next_batch(batches, self._reporter.running)
         # Dispatch may wait for other processes too.
         with self._watchdog.phase() if connects else self._watchdog.waiting():
             # Only the batch moves to the device, and by an explicit transfer; a hidden one would stall every step.
@@ -151,24 +151,24 @@ class StepRunner:
         with self._watchdog.waiting():
             self._reporter.submit(step, metrics, data_wait)
         if self._profile.ends(step):
-            self._at_rest(state, partial(self._profile.stop, step))
+            self._while_idle(state, partial(self._profile.stop, step))
         self._watchdog.step_done()
         return state
 
-    def _at_rest(self, state: TrainState, act: Callable[[], None]) -> None:
+    def _while_idle(self, state: TrainState, act: Callable[[], None]) -> None:
         """Does something between two steps, when the devices have nothing to do; it counts as no time of a step."""
         with self._watchdog.waiting():
             self._reporter.flush()
             jax.block_until_ready(state)
-        with self._pace.paused('profile'), self._timeline.phase('other'), self._watchdog.phase():
+        with self._throughput.paused('profile'), self._timeline.phase('other'), self._watchdog.phase():
             act()
 
     def _prepare(self, step: int, state: TrainState) -> None:
-        """Has the feed make batches from the state."""
+        """Has the source make batches from the state."""
         with self._watchdog.waiting():
             self._reporter.flush()
-        with self._pace.paused('rollout'), self._timeline.phase('rollout'), self._watchdog.phase():
-            written = self._feed.prepare(step, state)
+        with self._throughput.paused('rollout'), self._timeline.phase('rollout'), self._watchdog.phase():
+            written = self._source.prepare(step, state)
         self._reporter.wrote(step, written.metrics, written.text)
         self._reporter.sampled(step, written.samples)
 
@@ -181,14 +181,14 @@ class StepRunner:
             # What was dispatched is still of the old one.
             with self._watchdog.waiting():
                 self._reporter.flush()
-            with self._pace.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
-                compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._feed.names))
-            self._diary.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
-            self._pace.change_flops(step_flops(now, wanted.data.seq_len))
+            with self._throughput.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
+                compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._source.names))
+            self._recorder.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
+            self._throughput.change_flops(step_flops(now, wanted.data.seq_len))
             self._reporter.change_config(apply_control(self._config, decisions))
             if wanted.data.seq_len != before.data.seq_len:
                 text = f'sequences of {wanted.data.seq_len} tokens from here on'
                 logger.info(f'step {step:>7}  {text}')
-                self._diary.event('context', text, window=wanted.data.seq_len)
+                self._recorder.event('context', text, window=wanted.data.seq_len)
             self._program = wanted, compiled
         return compiled.step

@@ -32,7 +32,7 @@ def headline(config: Config, abstract: TrainState) -> str:
     return f'{_num_parameters(abstract):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
 
 
-def start_facts(ready: PreparedStep, feed: BatchSource, peak: Peak, price: Price | None) -> dict[str, Any]:
+def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Price | None) -> dict[str, Any]:
     """All that is known before the first step, as JSON: what the event `started` has besides its message."""
     config, _, abstract, forecast = ready
     target, train = forecast.target, config.train
@@ -62,7 +62,7 @@ def start_facts(ready: PreparedStep, feed: BatchSource, peak: Peak, price: Price
             'hours': cost.hours if cost else None,
             'dollars': cost.hours * of_all if cost and of_all is not None else None,
         },
-        'dataset': feed.facts(train.global_batch_size),
+        'dataset': source.facts(train.global_batch_size),
     }
 
 
@@ -93,9 +93,9 @@ def log_end(
     step: int,
     why: str,
     *,
-    feed: BatchSource,
+    source: BatchSource,
     reporter: Reporter,
-    pace: Throughput,
+    throughput: Throughput,
     spent: dict[str, float],
     seconds: float,
 ) -> None:
@@ -104,12 +104,12 @@ def log_end(
     Args:
         step: its last.
         why: it is over.
-        feed, reporter, pace: of the run.
+        source, reporter, throughput: of the run.
         spent: `RunRecorder.metrics`.
         seconds: of this process.
     """
     logger.info(f'the run is over: {why}')
-    perf = pace.read_total()
+    perf = throughput.read_total()
     mfu = (
         f', MFU {perf["perf/mfu"]:.1%} counted causally ({perf["perf/mfu_full"]:.1%} with full attention)'
         if 'perf/mfu' in perf
@@ -126,7 +126,7 @@ def log_end(
     )
     validation = reporter.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'
-    logger.info(f'training loss {reporter.last_loss:.3f}{validation_text}{feed.at_end()}')
+    logger.info(f'training loss {reporter.last_loss:.3f}{validation_text}{source.at_end()}')
 
 
 def _num_parameters(abstract: TrainState) -> int:

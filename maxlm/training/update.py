@@ -80,7 +80,7 @@ def make_update(config: Config, layout: Layout) -> Update:
             apply = layer_by_layer(apply)
         ema = None if state.ema is None else trainable(config, state.ema)
         params, opt_state, ema = apply(grads, trainable(config, state.params), state.opt_state, ema)
-        if ema is not None:
+        if state.ema is not None:
             ema = merge_trainable(state.ema, ema)
         return merge_trainable(state.params, params), opt_state, ema, schedule(num_updates)
 

@@ -14,8 +14,8 @@ from maxlm.checkpoint.streaming import write_step
 from maxlm.data.tokenizer.tokenizer import Tokenizer, chars_tokenizer
 from maxlm.errors import InputError
 from maxlm.log import Console
-from maxlm.trainer import initialize as starting
-from maxlm.trainer.initialize import check_init_from, initialize_state
+from maxlm.trainer import checkpointing as starting
+from maxlm.trainer.checkpointing import check_init_from, initialize_state
 from maxlm.training.state import abstract_state, init_state
 from maxlm.workdir.files import CONFIG, TOKENIZER, describe_run
 from tests.checkpoint.test_manager import config_on, random_state, same, save, zero_state

@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.evaluation.perplexity import bits_per_byte, draw_positions, make_token_losses, measure
 from maxlm.evaluation.statistics import mean_of
-from maxlm.trainer.evaluator import evaluate
+from maxlm.evaluation.validation import evaluate
 from maxlm.training.state import init_state, param_shardings
 from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout

@@ -12,11 +12,11 @@ from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.loading import to_json
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
+from maxlm.evaluation.validation import evaluate
 from maxlm.huggingface.export_model import export_model, open_parameters
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import parse_weights, quantize_checkpoint
 from maxlm.model.layers.weight_only_quantization import Weights, quantized_kernels
-from maxlm.trainer.evaluator import evaluate
 from maxlm.training.state import abstract_model, init_state
 from maxlm.training.step import make_eval_step, make_train_step
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config

@@ -26,7 +26,7 @@ class Run:
         self.spending = RunBudget(
             self.config,
             began=self.now,
-            pace=self,
+            throughput=self,
             num_devices=4,
             evaluation_share=evaluation_share,
             clock=lambda: self.now,
@@ -121,7 +121,7 @@ class Attempts:
             self.config,
             # Time that a killed attempt had not saved is counted too.
             began=3600 * self.decisions.hours,
-            pace=self,
+            throughput=self,
             num_devices=4,
             evaluation_share=self.EVALUATION / (100 * self.step_seconds(0)),
             save_seconds=lambda: 2 * self.pauses.get('save', 0.0),

@@ -73,53 +73,53 @@ def spent(timeline):
 
 
 def test_an_idle_device_waits_all_of_the_time(wait, clock, timeline):
-    assert wait.take(reading(clock, 3.0), None) == ('batch', 3.0)
+    assert wait.next_batch(reading(clock, 3.0), None) == ('batch', 3.0)
     assert spent(timeline) == (3.0, 0.0)
     # Dispatched, but done before the batch was asked for.
     step = Step()
     step.done.set()
-    assert wait.take(reading(clock, 4.0), step) == ('batch', 4.0)
+    assert wait.next_batch(reading(clock, 4.0), step) == ('batch', 4.0)
     assert spent(timeline) == (7.0, 0.0)
 
 
 @pytest.mark.parametrize('late_before', [False, True])
 def test_a_device_that_works_longer_than_the_batch_takes_loses_nothing(wait, clock, timeline, late_before):
     if late_before:
-        wait.take(reading(clock, 1.0), None)
+        wait.next_batch(reading(clock, 1.0), None)
     step = Step()
-    assert wait.take(reading(clock, 3.0), step) == ('batch', 3.0)
+    assert wait.next_batch(reading(clock, 3.0), step) == ('batch', 3.0)
     assert spent(timeline) == (float(late_before), 3.0)
     step.done.set()
 
 
 @pytest.mark.parametrize('fails', [False, True])
 def test_while_batches_are_late_it_is_seen_when_the_device_has_nothing_to_do(wait, clock, timeline, fails):
-    wait.take(reading(clock, 1.0), None)
+    wait.next_batch(reading(clock, 1.0), None)
     for number in (1, 2):
         step = Step(fails=fails)
-        assert wait.take(seen(wait, clock, step, before=2.0, after=4.0), step) == ('batch', 6.0)
+        assert wait.next_batch(seen(wait, clock, step, before=2.0, after=4.0), step) == ('batch', 6.0)
         assert spent(timeline) == (1.0 + number * 4.0, number * 2.0)
 
 
 def test_the_first_batch_that_is_late_finds_a_step_like_those_before(wait, clock, timeline):
     for number in range(4):
         step = Step()
-        wait.take(reading(clock, 0.0), step)
+        wait.next_batch(reading(clock, 0.0), step)
         # The step before is waited for, with an evaluation once.
         clock.now += 2.0 if number else 50.0
         step.done.set()
     assert spent(timeline) == (0.0, 56.0)
     step = Step()
-    assert wait.take(reading(clock, 5.0, step.done.set), step) == ('batch', 5.0)
+    assert wait.next_batch(reading(clock, 5.0, step.done.set), step) == ('batch', 5.0)
     assert spent(timeline) == (3.0, 58.0)
     # Nobody was woken until then.
     assert wait._ready == (None, 0.0)
     # A batch that comes sooner than the step would have ended has cost nothing.
     step = Step()
-    wait.take(seen(wait, clock, step, before=0.0, after=0.0), step)
+    wait.next_batch(seen(wait, clock, step, before=0.0, after=0.0), step)
     clock.now += 2.0
     step = Step()
-    wait.take(reading(clock, 1.0, step.done.set), step)
+    wait.next_batch(reading(clock, 1.0, step.done.set), step)
     assert spent(timeline) == (3.0, 61.0)
 
 
@@ -131,7 +131,7 @@ def test_what_reading_raises_is_raised_and_its_wait_counts(wait, clock, timeline
 
     step = Step()
     with pytest.raises(ValueError, match='damaged'):
-        wait.take(damaged(), step)
+        wait.next_batch(damaged(), step)
     # It is not known what the device did meanwhile, and the run ends.
     assert spent(timeline) == (3.0, 0.0)
     step.done.set()

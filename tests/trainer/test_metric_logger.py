@@ -26,7 +26,7 @@ def reporter():
     reporter = Reporter(
         # No step here is one that is logged.
         small_config(train__log_every=1000, train__num_steps=1000),
-        pace=pace,
+        throughput=pace,
         bar=tqdm(disable=True),
         windows_per_epoch=1,
         sources=None,

@@ -14,8 +14,8 @@ from maxlm.checkpoint.streaming import write_step
 from maxlm.data.dataset.records import load_manifest
 from maxlm.errors import InputError
 from maxlm.log import Console
-from maxlm.trainer import initialize as starting
-from maxlm.trainer.initialize import check_init_from, restore_or_initialize
+from maxlm.trainer import checkpointing as starting
+from maxlm.trainer.checkpointing import check_init_from, restore_or_initialize
 from maxlm.training.state import abstract_state, init_state
 from maxlm.workdir.files import TOKENIZER
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR

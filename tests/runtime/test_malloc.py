@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 
-from maxlm.trainer.main import disable_malloc_trim
+from maxlm.runtime.malloc import disable_malloc_trim
 from tests.conftest import ROOT
 
 # Takes and frees memory as steps do, from a thread, and tells how many pages the system had to give.
 PROGRAM = """
 import ctypes, resource, sys, threading
-from maxlm.trainer.main import disable_malloc_trim
+from maxlm.runtime.malloc import disable_malloc_trim
 
 kept = disable_malloc_trim() if sys.argv[1] == 'keep' else None
 libc = ctypes.CDLL(None)

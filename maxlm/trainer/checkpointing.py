@@ -1,8 +1,11 @@
-"""The state that a run starts with: of its newest checkpoint, with the parameters of another one, or random."""
+"""Restores, initializes, saves and rolls back the state of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,17 +21,106 @@ from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import copy_params, params_item
 from maxlm.config.schema import Config
 from maxlm.data.loader.batches import fingerprint_changes
+from maxlm.data.loader.skipped_batches import skip_steps
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
+from maxlm.trainer.batch_source import BatchSource
+from maxlm.trainer.preflight import PreparedStep
+from maxlm.trainer.run_context import RunContext
 from maxlm.training.reference import to_reference
-from maxlm.training.run_control import RunControl, from_json
+from maxlm.training.run_control import Rollback, RunControl, from_json, rolled_back, to_json
+from maxlm.training.run_length import at_start
 from maxlm.training.state import Params, TrainState, init_state
 from maxlm.workdir.files import TOKENIZER
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 INIT_FROM = 'train.init_from'
+
+
+class RunCheckpoints:
+    """The checkpoints of a run, with the decisions of the run and the fingerprint of its data.
+
+    Attributes:
+        best_loss: lowest training loss of the restored run; infinity for a new one.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, prepared: PreparedStep, source: BatchSource, context: RunContext):
+        self._checkpoints, self._source, self._recorder = checkpoints, source, context.recorder
+        self._config, self._layout, self._abstract, _ = prepared
+        self._fingerprint = source.fingerprint(self._config.train.global_batch_size) | reference_metadata(self._config)
+        self.best_loss = math.inf
+
+    def restore(self) -> tuple[TrainState, RunControl]:
+        """Returns the state of the newest checkpoint, or the initial state, and the decisions of the run so far."""
+        reads = self._checkpoints.latest_step() is not None or self._config.train.init_from
+        with self._recorder.timeline.phase('restore') if reads else contextlib.nullcontext():
+            state, history = restore_or_initialize(
+                self._config,
+                tokenizer=self._source.tokenizer_path,
+                layout=self._layout,
+                abstract=self._abstract,
+                checkpoints=self._checkpoints,
+                facts=self._fingerprint,
+            )
+        # The fallback for a workdir without metrics.
+        self.best_loss = float(history.get('best_loss', math.inf))
+        return state, at_start(from_json(history.get('decisions')), self._config, int(state.step))
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        decisions: RunControl,
+        *,
+        best_loss: float,
+        validation_loss: float | None = None,
+        required: bool = True,
+    ) -> None:
+        """Starts an asynchronous save.
+
+        Args:
+            step: number of the last step that is done.
+            state: after that step.
+            decisions: of the run so far.
+            best_loss: lowest training loss so far.
+            validation_loss: after that step, if the run has just been evaluated.
+            required: wait for an earlier save instead of skipping this one.
+        """
+        # JSON has no infinity.
+        history = {'decisions': to_json(decisions), **({'best_loss': best_loss} if math.isfinite(best_loss) else {})}
+        began = time.monotonic()
+        with self._recorder.timeline.phase('checkpoint'):
+            started = self._checkpoints.save(
+                step, state, self._fingerprint, validation_loss=validation_loss, history=history, must=required
+            )
+        if started:
+            loss = {} if validation_loss is None else {'loss': validation_loss}
+            seconds = round(time.monotonic() - began, 3)
+            self._recorder.event('saved', f'held up the steps for {seconds:.2f} s', step=step, seconds=seconds, **loss)
+            self._recorder.saved()
+
+    def roll_back(self, rollback: Rollback, decisions: RunControl) -> tuple[TrainState, RunControl]:
+        """Restores an older checkpoint, removes newer ones, and skips the batches of the bad steps."""
+        skips = skip_steps(decisions.skips, rollback.skip_from, rollback.skip_to)
+        with self._recorder.timeline.phase('restore'):
+            self._checkpoints.remove_after(rollback.step)
+            state, restored = self.restore()
+        self._recorder.rolled_back(rollback.step)
+        return state, rolled_back(decisions, restored, skips, self._config.guard)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of complete checkpoints."""
+        return self._checkpoints.steps()
+
+    def latest_step(self) -> int | None:
+        """Returns the step of the newest complete checkpoint."""
+        return self._checkpoints.latest_step()
+
+    def wait(self) -> int | None:
+        """Waits for pending saves and returns the step of the newest complete checkpoint."""
+        return self._checkpoints.wait()
 
 
 def newest_decisions(workdir: Any) -> tuple[int, RunControl]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.trainer.evaluator import evaluate
+from maxlm.evaluation.validation import evaluate
 from maxlm.training.objectives import LossSums
 from tests.small import small_config, small_layout
 

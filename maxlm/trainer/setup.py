@@ -1,0 +1,167 @@
+"""Creates the services of a run and the components of its training loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+from maxlm.checkpoint.manager import Checkpoints
+from maxlm.config.schema import UNDECIDED_STEPS
+from maxlm.evaluation.periodic import open_tasks, task_text
+from maxlm.hardware.chips import Peak, find_peak
+from maxlm.log import progress_bar
+from maxlm.planning.estimate.flops import step_flops
+from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.runtime.maintenance import MaintenanceWatcher
+from maxlm.runtime.preemption import StopRequest
+from maxlm.runtime.watchdog import Watchdog
+from maxlm.telemetry.trackers import Trackers
+from maxlm.trainer.batch_source import BatchSource
+from maxlm.trainer.budget import RunBudget
+from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.preflight import PreparedStep
+from maxlm.trainer.run_context import RunContext
+from maxlm.trainer.step_runner import DataWait, StepRunner
+from maxlm.trainer.summary import headline, log_start, start_facts
+from maxlm.trainer.throughput import Throughput
+from maxlm.training.run_control import RunControl, apply_control
+from maxlm.training.state import Params
+
+
+class Services(NamedTuple):
+    """What is open from the start of the training process to its end.
+
+    Attributes:
+        watchdog: ends the process when a step hangs.
+        stop_request: SIGTERM and maintenance events.
+        checkpoints: of the workdir.
+        data_wait: measures how long steps wait for data.
+        peak: FLOP/s that MFU is relative to.
+    """
+
+    watchdog: Watchdog
+    stop_request: StopRequest
+    checkpoints: Checkpoints
+    data_wait: DataWait
+    peak: Peak
+
+
+class LoopComponents(NamedTuple):
+    """Objects that the training loop calls. `tasks` returns the scores of benchmarks and a line about them."""
+
+    tasks: Callable[[Params], tuple[dict[str, float], str]] | None
+    trackers: Trackers
+    throughput: Throughput
+    reporter: Reporter
+    runner: StepRunner
+    budget: RunBudget
+
+
+def open_services(
+    stack: contextlib.ExitStack,
+    prepared: PreparedStep,
+    source: BatchSource,
+    context: RunContext,
+    heartbeats: Heartbeats,
+) -> Services:
+    """Records the start of the run and enters its services into `stack`."""
+    config, recorder = prepared.config, context.recorder
+    peak = find_peak(config.metrics.peak_tflops)
+    facts = start_facts(prepared, source, peak, recorder.price)
+    recorder.event('started', headline(config, prepared.abstract), **facts)
+    if compiled := prepared.forecast.compiled:
+        recorder.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
+    workdir = context.workdir if jax.process_index() == 0 else None
+    watchdog = stack.enter_context(Watchdog(config.train.hang_timeout_seconds, heartbeats, workdir))
+    stop_request = stack.enter_context(StopRequest())
+    stack.enter_context(MaintenanceWatcher(stop_request.request, tell=partial(context.alerts.send, 'machine')))
+    # Leaving the stack completes pending saves, after an error too.
+    checkpoints = stack.enter_context(
+        Checkpoints(
+            context.checkpoints,
+            max_to_keep=config.checkpoint.max_to_keep,
+            keep_best=config.checkpoint.keep_best,
+            keep_period=config.checkpoint.keep_period,
+            on_failure=partial(context.alerts.send, 'checkpoint'),
+        )
+    )
+    data_wait = stack.enter_context(DataWait(recorder.timeline))
+    return Services(watchdog, stop_request, checkpoints, data_wait, peak)
+
+
+def make_loop_components(
+    stack: contextlib.ExitStack,
+    prepared: PreparedStep,
+    source: BatchSource,
+    context: RunContext,
+    services: Services,
+    *,
+    start: int,
+    decisions: RunControl,
+) -> LoopComponents:
+    """Creates the components of the loop, and logs what is about to run.
+
+    Args:
+        stack: closes the progress bar and the trackers.
+        prepared: the compiled step.
+        source: opened.
+        context: of the run.
+        services: of the run.
+        start: number of the last step that is done.
+        decisions: of the run so far.
+    """
+    config, recorder = apply_control(prepared.config, decisions), context.recorder
+    run_tasks = open_tasks(config, prepared.layout, source.tokenizer_path)
+    trackers = Trackers(stack, config, workdir=context.workdir, life=recorder.life)
+    log_start(config, prepared.abstract, prepared.forecast, peak=services.peak, price=recorder.price)
+    throughput = Throughput(
+        tokens_per_step=config.train.global_batch_size * config.data.seq_len,
+        flops=step_flops(config, config.context_at(start)),
+        peak=services.peak,
+        num_devices=jax.device_count(),
+    )
+    show_bar = config.metrics.progress_bar and jax.process_index() == 0
+    bar = stack.enter_context(progress_bar(total=config.train.num_steps, initial=start, unit='step', show=show_bar))
+    reporter = Reporter(
+        config,
+        throughput=throughput,
+        bar=bar,
+        windows_per_epoch=source.windows_per_epoch,
+        sources=source.sources(),
+        warn=partial(context.alerts.send, 'skipped'),
+        costs=recorder.metrics,
+        devices=trackers.readings.metrics,
+    )
+    if config.train.num_steps != UNDECIDED_STEPS:
+        reporter.log_sources(config.train.num_steps)
+    runner = StepRunner(
+        prepared,
+        source,
+        data_wait=services.data_wait,
+        recorder=recorder,
+        watchdog=services.watchdog,
+        profile=trackers.profile,
+        reporter=reporter,
+        throughput=throughput,
+    )
+    # Attempts that were killed after their last save also cost time.
+    unrecorded = max(0.0, recorder.earlier_seconds - 3600 * decisions.hours)
+    budget = RunBudget(
+        prepared.config,
+        began=recorder.timeline.origin - unrecorded,
+        throughput=throughput,
+        num_devices=jax.device_count(),
+        evaluation_share=source.evaluation_share,
+        save_seconds=lambda: services.checkpoints.save_seconds,
+    )
+
+    def tasks(params: Params) -> tuple[dict[str, float], str]:
+        assert run_tasks
+        scores = run_tasks(params)
+        return scores, task_text(scores)
+
+    return LoopComponents(tasks if run_tasks else None, trackers, throughput, reporter, runner, budget)
