@@ -65,8 +65,8 @@ def figures_by_gpu_compiler(home, config, target, *options):
     folder.parent.mkdir(parents=True)
     folder.symlink_to(FOLDER)
     done = run_python('-m', 'maxlm.plan', *words_of(config, target, *options), HOME=str(home), MAXLM_GPU_COMPILER='')
-    # JAX writes here that it finds no GPU, if it looks for one.
-    assert done.stderr == ''
+    # JAX would write here that it finds no GPU. XLA warns of a step that does not fit.
+    assert [line for line in done.stderr.splitlines() if 'hlo_rematerialization' not in line] == []
     assert done.returncode in (EXIT_DONE, EXIT_FAILED)
     return json.loads(done.stdout)
 

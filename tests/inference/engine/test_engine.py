@@ -67,7 +67,8 @@ def test_cached_equals_uncached(shared):
 def test_every_family_is_as_without_a_cache(family):
     rows = generate(new_engine(load(family), share=False, all_rows=True), PROMPTS)
     assert rows == [likeliest(family, prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
-    assert all(len(set(row)) > 1 for row in rows)
+    # An untrained model may repeat a token, but not in every row.
+    assert any(len(set(row)) > 1 for row in rows)
 
 
 def test_everything_is_compiled_before_it_is_needed():

@@ -16,7 +16,7 @@ PROGRAM = """
 import json, re, sys
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.model import attention
+from maxlm.model.attention import kernels
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.program import read_program
 from maxlm.planning.targets import compiling_for, parse_target, target_layout
@@ -27,7 +27,7 @@ target = parse_target(target)
 config = load(spec, overrides)
 config = resolve(config, platform='gpu', num_devices=target.num_devices, vocab_size=32_000, windows=100)
 if told == 'masked':
-    attention.takes_documents = lambda *_: False
+    kernels.supports_documents = lambda *_: False
 layout = target_layout(target, config.mesh)
 with compiling_for(target):
     step = compile_train_step(config, layout, abstract_state(config, layout))
