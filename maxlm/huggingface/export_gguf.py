@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import TextFiles, files_for_export
 from maxlm.log import progress_bar
 from maxlm.model.layers.masks import layer_windows
-from maxlm.storage.atomic import check_space
+from maxlm.storage.atomic import check_space, new_file
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
 
 TYPES = ('f16', 'q8_0')
@@ -135,15 +134,12 @@ def _check_new_file(output: str) -> Path:
 
 @contextlib.contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """A file that becomes `path` at the end, or vanishes when an error ends it."""
-    partial = path.with_name(f'.{path.name}.{os.getpid()}.partial')
+    """Yields a temporary file that becomes `path`; raises InputError if it cannot be written."""
     try:
-        yield partial
-        partial.replace(path)
+        with new_file(path) as partial:
+            yield partial
     except OSError as error:
         raise InputError(f'--output={path}: {os_message(error)}; choose a place that can be written to') from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _architecture(model: ModelConfig, source: str) -> str:

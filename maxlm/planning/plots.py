@@ -13,6 +13,7 @@ from maxlm.errors import InputError, os_message
 from maxlm.planning.budget import BudgetPlan
 from maxlm.planning.scaling import ScalingRow
 from maxlm.planning.tables import BUDGET_HEADER, SCALING_HEADER, budget_cells, scaling_cells, short
+from maxlm.storage.atomic import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -252,6 +253,6 @@ def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        path.write_bytes(data)
+        replace_file(path, data)
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; choose a file that can be written') from error

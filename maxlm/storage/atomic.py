@@ -1,4 +1,4 @@
-"""Small files that appear whole or not at all."""
+"""Atomic writes of files and directories."""
 
 from __future__ import annotations
 
@@ -23,22 +23,33 @@ def atomic_write(path: Path, content: bytes | str, *, make_parents: bool = False
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Writes a file and brings it to the disk before it gets its name. Readers see the old or the new content.
+    """Replaces the content of a file. Readers see the old or the new content.
 
     Raises:
-        OSError: it cannot be written; the old file stays.
+        OSError: it cannot be written. The old file stays.
     """
-    # A name of its own: several processes may write the same file.
+    with new_file(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields the path of a temporary file, which is synced and renamed to `path` when the context ends.
+
+    An error deletes the temporary file. A process that is killed leaves a hidden file whose name ends with `.partial`.
+
+    Raises:
+        OSError: it cannot be written. An old file at `path` stays.
+    """
+    # Several processes may write the same file.
     partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
     try:
-        with partial.open('wb') as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
+        yield partial
+        with partial.open('rb') as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 # Besides the tensors: tokenizer, card, the checkpoint's own descriptions.

@@ -21,6 +21,7 @@ import numpy as np
 
 from maxlm.data.documents.document import Document
 from maxlm.errors import InputError, os_message
+from maxlm.storage.atomic import new_file
 from maxlm.storage.json_text import parse_json
 
 # To be raised whenever the same document would get another signature.
@@ -71,24 +72,19 @@ class Signatures:
         return self.name_bytes[start : int(self.name_ends[number])].tobytes().decode(errors='surrogatepass')
 
     def save(self, path: Path) -> None:
-        """Writes them to `path`, whole or not at all: arrays in NumPy's format, the first is the head.
+        """Writes them to `path` atomically: arrays in NumPy's format, of which the first is the head.
 
         Raises:
             InputError: the file cannot be written.
         """
-        partial = path.with_name(f'.{path.name}.partial')
         head = json.dumps({'format': _format(), 'near': self.slots is not None, 'identity': self.identity})
         slots = np.empty((0, len(self.exact)), SLOT_DTYPE) if self.slots is None else self.slots
         try:
-            with partial.open('wb') as file:
+            with new_file(path) as partial, partial.open('wb') as file:
                 head_bytes = np.frombuffer(head.encode(), np.uint8)
                 for array in (head_bytes, self.exact, slots, self.name_bytes, self.name_ends):
                     np.lib.format.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise InputError(f'{path}: cannot be written: {os_message(error)}') from error
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from maxlm.errors import InputError, os_message
 from maxlm.inference.engine.requests import Completion
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
+from maxlm.storage.atomic import new_file
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import open_descriptor
 
@@ -20,8 +20,6 @@ from maxlm.storage.regular_files import open_descriptor
 PROMPT, MESSAGES, SUFFIX = 'prompt', 'messages', 'suffix'
 # What the lines that are written have besides.
 COMPLETIONS = 'completions'
-# Behind the name of a file that is not whole.
-UNFINISHED = '.unfinished'
 
 
 class Line(NamedTuple):
@@ -81,23 +79,19 @@ def _line(name: str, text: str, model: LoadedModel) -> Line:
 def write_completions(
     path: Path, lines: Sequence[Line], complete: Callable[[], Sequence[Sequence[Completion]]]
 ) -> None:
-    """The lines with `"completions": [{"text", "finish_reason"}, …]`; the file is there when it is whole.
+    """Writes the lines with `"completions": [{"text", "finish_reason"}, …]` atomically.
 
     Raises:
-        InputError: it is there already, or cannot be written.
+        InputError: the file exists already, or cannot be written.
     """
     if path.exists():
         raise InputError(f'{path}: is there already; choose another name')
-    unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        # Before hours go into what cannot be kept.
-        with unfinished.open('w', encoding='utf-8') as file:
+        # The file is opened first: a directory without write permission is reported before hours of work.
+        with new_file(path) as partial, partial.open('w', encoding='utf-8') as file:
             file.writelines(_written(lines, complete()))
-        os.replace(unfinished, path)
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _written(lines: Sequence[Line], rows: Sequence[Sequence[Completion]]) -> Iterator[str]:
