@@ -15,8 +15,8 @@ from maxlm.data.dataset.remote_manifest import with_checksums
 from maxlm.errors import ArgumentParser, InputError, exit_code, flag
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
+from maxlm.storage.errors import redact
 from maxlm.storage.paths import ANY, Kind, PathOption
-from maxlm.storage.retry import redact
 
 
 def main(argv: list[str]) -> int:

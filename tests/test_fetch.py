@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import tenacity
 
 from maxlm import fetch
 from maxlm.data.dataset.records import load_manifest, verify
@@ -106,7 +107,7 @@ def test_several_inputs_and_some_of_their_files(gcs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['--input', 'gs://bucket/none'], 'gs://bucket/none: no such file'),
+        (['--input', 'gs://bucket/none'], 'gs://bucket/none: No such file or directory'),
         (['--input', 'gs://nobody/x'], 'gs://nobody/x: there is no bucket nobody'),
         (['--input', 'nonsense://x'], '--input=nonsense://x: nonsense:// is no known protocol; gs:// and s3:// are'),
         (['--input', 'gs://bucket/x', '--threads', '0'], '--threads=0: needs 1 or more'),
@@ -134,7 +135,7 @@ def test_bad_input_is_one_line(gcs, tmp_path, capsys, arguments, message):
 def test_alarms_are_printed(gcs, tmp_path, capsys, monkeypatch):
     gcs.put('bucket', 'x/a', b'content')
     gcs.fault(503, times=12)
-    monkeypatch.setattr('maxlm.storage.retry.backoff_seconds', lambda attempt: 0)
+    monkeypatch.setattr('maxlm.storage.retry.EXPONENTIAL_BACKOFF', tenacity.wait_none())
     assert run('--input', 'gs://bucket/x', '--output', tmp_path, '--quiet') == 0
     assert capsys.readouterr().err.splitlines() == [
         'fetch: gs://bucket/x/a: the server answers with status 503; failure, trying again in 0 s',

@@ -18,7 +18,7 @@ from maxlm.data.formats import text
 from maxlm.data.prepare import partitions, pipeline, scan, write_shards
 from maxlm.data.prepare.pipeline import WORK_DIRECTORY
 from maxlm.data.prepare.write_shards import WriteShards
-from maxlm.storage.filesystem import StorageError
+from maxlm.storage.errors import classify_error
 from tests.buckets import gcs as gcs_buckets
 from tests.preparing import contents, documents_of, run, write_texts
 
@@ -48,7 +48,7 @@ def fail(monkeypatch):
         def read_bytes(path):
             if Path(path).name == name and left[0] > 0:
                 left[0] -= 1
-                raise StorageError(f'{path}: the storage does not answer in time') from TimeoutError()
+                raise classify_error(str(path), TimeoutError())
             return read(path)
 
         monkeypatch.setattr(text.filesystem, 'read_bytes', read_bytes)
@@ -77,7 +77,7 @@ def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
     error = capsys.readouterr().err
     assert error.count('\n') == 1
     assert '(tried 2 times)' in error
-    assert 'does not answer in time' in error
+    assert 'no answer (timed out)' in error
     assert '--skip-failed' in error
     finished = 'survey-*' if more else 'group-*'
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / 'data' / WORK_DIRECTORY).glob(finished)}
@@ -88,7 +88,7 @@ def test_a_group_that_fails_to_the_end(texts, tmp_path, fail, capsys, more):
     dataset = load_manifest(tmp_path / 'data')
     assert len(dataset.left_out) == 1
     assert dataset.left_out[0]['name'].startswith('group ')
-    assert 'does not answer in time' in dataset.left_out[0]['reason']
+    assert 'no answer (timed out)' in dataset.left_out[0]['reason']
     found = documents_of(dataset, 'train')
     assert (texts / '25.txt').read_bytes().decode() not in found
     assert 40 <= len(found) < 50

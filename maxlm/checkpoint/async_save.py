@@ -16,7 +16,7 @@ from etils import epath
 from maxlm.checkpoint.item_metadata import dedupe_logs
 from maxlm.errors import os_message
 from maxlm.runtime.barrier import PeerError, SaveTransaction
-from maxlm.storage.retry import redact
+from maxlm.storage.errors import http_status, redact
 
 # A save that is not through by then is given up.
 TIMEOUT_SECONDS = 3600
@@ -25,7 +25,6 @@ LINGER_SECONDS = 10.0
 
 # How TensorStore words the errors of systems and of buckets.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-_STATUS = re.compile(r"http_response_code='(\d{3})'")
 _LONGEST_REASON = 160
 
 
@@ -107,7 +106,7 @@ def _let_writers_end() -> None:
 
 
 def failure_reason(error: BaseException) -> str:
-    """The reason of a failure in one short line."""
+    """Returns the reason of a failure in one short line."""
     text = ' '.join(str(error).split())
     if found := _OS_ERROR.search(text):
         return os.strerror(int(found[1]))
@@ -115,10 +114,6 @@ def failure_reason(error: BaseException) -> str:
         return os_message(error)
     if isinstance(error, PeerError):
         return text
-    status = found[1] if (found := _STATUS.search(text)) else getattr(error, 'code', None)
-    if isinstance(status, str | int) and str(status).isdigit():
+    if status := http_status(error):
         return f'the bucket answers with status {status}'
-    if text.startswith('Forbidden'):
-        # gcsfs has an OSError without a number for this.
-        return 'the bucket answers with status 403'
     return redact(f'{type(error).__name__}: {text}')[:_LONGEST_REASON]

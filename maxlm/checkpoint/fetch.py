@@ -19,7 +19,8 @@ from maxlm.log import logger, progress_bar
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
-from maxlm.storage.filesystem import StorageError, display_path, is_url, read_bytes, stat
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import display_path, is_url, read_bytes, stat
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER

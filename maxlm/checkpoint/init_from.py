@@ -23,7 +23,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.model.layers.weight_only_quantization import CODES
-from maxlm.storage.retry import classify_error
+from maxlm.storage.errors import classify_error
 from maxlm.training.optimizers.trainable import ADAPTERS
 from maxlm.training.state import Params
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config

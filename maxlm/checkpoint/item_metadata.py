@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable
@@ -17,9 +16,9 @@ from etils import epath
 
 from maxlm.errors import InputError
 from maxlm.storage.check_directory import check_entries
+from maxlm.storage.errors import ErrorKind, TransientStorageError, error_kind, short_message
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.storage.retry import TransientStorageError, classify_error, redact
 
 # The file that holds a JSON item, in the folder of the item's name.
 JSON_FILE = 'metadata'
@@ -29,32 +28,26 @@ REMEDY = 'verify it with `maxlm checkpoints verify`, or start from an older step
 
 T = TypeVar('T')
 
-# What TensorStore and clients of buckets say of an outage or a missing permission, which are no damage.
-_AWAY = re.compile(
-    r'UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|Forbidden|'
-    r"http_response_code='(?:401|403|408|429|5\d\d)'"
-)
-
 
 class CorruptCheckpointError(InputError):
     """What is stored in a step cannot be read, or is not what was saved. Another step may be whole."""
 
 
 def translate_errors(path: epath.Path, read: Callable[[], T]) -> T:
-    """`read()`; its failure becomes one line, since Orbax, TensorStore and JSON each have errors of their own.
+    """Returns `read()`. Errors of Orbax, TensorStore and JSON become one line.
 
     Raises:
-        DamagedError: it cannot be read.
-        UnreachableError: the bucket that it is in does not let it be read; that says nothing about the step.
+        CorruptCheckpointError: it cannot be read.
+        TransientStorageError: its bucket does not answer or denies access, so the step may be intact.
     """
     dedupe_logs()
     try:
         return read()
     except Exception as error:
-        away = _AWAY.search(str(error)) or isinstance(classify_error(str(path), error), TransientStorageError)
-        if str(path).startswith('gs://') and away:
-            line = ' '.join(str(error).split())[:200]
-            raise TransientStorageError(f'{path}: the bucket does not let it be read now ({redact(line)})') from None
+        if str(path).startswith('gs://') and error_kind(error) in (ErrorKind.TRANSIENT, ErrorKind.PERMISSION):
+            raise TransientStorageError(
+                f'{path}: the bucket does not let it be read now ({short_message(str(path), error)})'
+            ) from None
         reason = (str(error).strip().splitlines() or ['no message'])[0][:100]
         raise CorruptCheckpointError(
             f'{path}: checkpoint cannot be read ({type(error).__name__}: {reason}); {REMEDY}'
@@ -65,7 +58,7 @@ def read_json(item: epath.Path) -> dict[str, Any]:
     """The content of a JSON item.
 
     Raises:
-        DamagedError: it is missing, or is no JSON object.
+        CorruptCheckpointError: it is missing, or is no JSON object.
     """
 
     check_files(item)
@@ -83,7 +76,7 @@ def item_metadata(path: epath.Path) -> Any:
     """What an item of a step consists of: a tree of descriptions, each with name, shape and dtype.
 
     Raises:
-        DamagedError: it is missing or cannot be read.
+        CorruptCheckpointError: it is missing or cannot be read.
     """
     check_files(path)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -98,7 +91,7 @@ def check_files(item: epath.Path) -> None:
     """Checks all files of an item on a disk before Orbax and TensorStore open them.
 
     Raises:
-        DamagedError: one is a special file, a link out of the item, or a description that is too large to be read.
+        CorruptCheckpointError: a file is special, is a link out of the item, or is a description that is too large.
     """
     if str(item).startswith('gs://'):
         return

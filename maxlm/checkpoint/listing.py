@@ -9,7 +9,8 @@ from maxlm.checkpoint.manager import VALIDATION_LOSS
 from maxlm.config.loading import from_json
 from maxlm.config.schema import CheckpointConfig
 from maxlm.errors import InputError
-from maxlm.storage.filesystem import StorageError, display_path, is_url, list_directory, read_bytes, walk
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import display_path, is_url, list_directory, read_bytes, walk
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.training.retention import SavedStep, best_step

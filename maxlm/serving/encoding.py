@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from maxlm.serving.errors import SERVER, ApiError
 from maxlm.serving.limits import ServerLimits
-from maxlm.storage.rust_panics import catch_panics
+from maxlm.storage.errors import catch_panics
 
 # Bytes of a body that does not wait behind larger ones.
 _SMALL = 64 * 1024

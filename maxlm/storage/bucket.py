@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from maxlm.storage.filesystem import short_message
+from maxlm.storage.errors import TransientStorageError, classify_error, redact, short_message
 from maxlm.storage.object_store import open_filesystem, read_range
-from maxlm.storage.retry import TransientStorageError, classify_error, redact
 
 # A request carries so much of a large file: what arrives shows as progress, and little is sent twice.
 PART_BYTES = 2**24
@@ -61,7 +60,7 @@ class Bucket:
     def __init__(self, url: str):
         """
         Raises:
-            InputError: nobody knows such URLs, or a package is missing.
+            InputError: the protocol is unknown, or a package is missing.
         """
         self.url = url.rstrip('/')
         self._filesystem, root = open_filesystem(self.url)
@@ -73,7 +72,7 @@ class Bucket:
         """All objects below `prefix/`, or below the URL.
 
         Raises:
-            TroubleError: it cannot be listed.
+            BucketError: it cannot be listed.
         """
         below = f'{self._root}/{prefix}'.rstrip('/')
         found: dict[str, dict[str, Any]] = self._ask(
@@ -82,7 +81,7 @@ class Bucket:
         return {name.removeprefix(f'{self._root}/'): _listed(facts) for name, facts in found.items()}
 
     def list_one(self, name: str) -> Listed | None:
-        """One object, or None where there is none. Raises TroubleError when the bucket does not tell."""
+        """One object, or None where there is none. Raises BucketError when the bucket does not tell."""
 
         def ask() -> Listed | None:
             try:
@@ -93,11 +92,11 @@ class Bucket:
         return self._ask(name, ask)
 
     def read(self, name: str) -> bytes:
-        """The content of an object. Raises TroubleError when it cannot be had."""
+        """The content of an object. Raises BucketError when it cannot be had."""
         return self._ask(name, functools.partial(read_range, self._filesystem, f'{self._root}/{name}', None, None))
 
     def sha256(self, name: str, size: int) -> str:
-        """Reads an object in parts and returns its checksum. Raises TroubleError when it cannot be had."""
+        """Reads an object in parts and returns its checksum. Raises BucketError when it cannot be had."""
         digest = hashlib.sha256()
         for start in range(0, size, PART_BYTES):
             read = functools.partial(
@@ -107,14 +106,14 @@ class Bucket:
         return digest.hexdigest()
 
     def put(self, name: str, content: bytes) -> None:
-        """Writes a small object. Raises TroubleError when it cannot be written."""
+        """Writes a small object. Raises BucketError when it cannot be written."""
         self._ask(name, lambda: self._filesystem.pipe_file(f'{self._root}/{name}', content))
 
     def put_file(self, name: str, path: Path, on_bytes: Callable[[int], None]) -> None:
         """Writes a file, which shows under its name when it is whole.
 
         Raises:
-            TroubleError: it cannot be written.
+            BucketError: it cannot be written.
             FileNotFoundError: the local file is gone.
         """
         import fsspec.callbacks  # takes a while
@@ -134,7 +133,7 @@ class Bucket:
         )
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes objects one after the other, those that are not there too. Raises TroubleError."""
+        """Deletes objects one after the other, those that are not there too. Raises BucketError."""
         for name in names:
             self._ask(name, functools.partial(self._remove, f'{self._root}/{name}'))
 

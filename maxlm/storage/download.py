@@ -1,4 +1,4 @@
-"""One file from a bucket to the local disk: resumed, checked, and under its name only when it is whole."""
+"""Downloads a file from a bucket: resumes, verifies the checksum, and renames the complete file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from maxlm.errors import InputError, os_message
+from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_range, translate_errors
-from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
+from maxlm.storage.retry import RetryPolicy
 
 # Asked for at once and held in memory: long enough that waiting for the first byte is little of it.
 CHUNK_BYTES = 2**23
@@ -58,40 +59,46 @@ class RemoteFile:
 
 
 class ClosedError(Exception):
-    """Nobody wants files any more: the threads that fetch them end."""
+    """Ends the threads of a fetcher that is closed."""
 
 
-def raise_fault(error: TransientStorageError) -> None:
-    """The impatient way to meet a bucket that does not answer."""
-    raise error
+class Call(Protocol):
+    """Runs a request, perhaps several times."""
+
+    def __call__(self, request: Callable[[], T], /) -> T: ...
+
+
+def call_once(request: Callable[[], T]) -> T:
+    """Returns the result of `request`. A Call without retries."""
+    return request()
 
 
 def fetch_file(
     file: RemoteFile,
     *,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-    on_fault: Callable[[TransientStorageError], None] = raise_fault,
+    call: Call = call_once,
 ) -> None:
-    """Fetches a file that is not there yet; goes on with what is there of it.
+    """Fetches a file that is not on the local disk yet. Resumes an unfinished download.
 
-    It grows as `.NAME.partial` and gets its name when it is whole, checked and on the disk. If its checksum is wrong
-    it is thrown away and fetched anew, once. Several processes may fetch the same file: one does, the others wait.
+    The file grows as `.NAME.partial` and is renamed when it is complete, verified and synced. If its checksum is wrong,
+    it is fetched again, once. Of several processes that fetch the same file one does, and the others wait.
 
     Args:
-        file: what to fetch.
-        on_bytes: is told how many bytes were added, those that an earlier run left included; below 0 when they are
-            thrown away. What it raises ends the fetching; what is there is kept.
-        on_fault: is told that the bucket does not answer; when it returns the same is tried again.
+        file: the file to fetch.
+        on_bytes: called with the number of bytes added, including those of an earlier run; below 0 when they are
+            discarded. An exception that it raises ends the download. The partial file is kept.
+        call: runs each request, for example with retries.
 
     Raises:
         InputError: the file cannot be read or written, or its checksum is wrong twice.
-        UnreachableError: the bucket does not answer, without `on_fault`.
+        TransientStorageError: the bucket does not answer.
     """
     try:
         file.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked_partial(file) as partial:
             if partial is not None:
-                _fetch(file, partial, on_bytes, on_fault)
+                _fetch(file, partial, on_bytes, call)
     except OSError as error:
         raise InputError(f'{file.path}: cannot be written: {os_message(error)}') from error
 
@@ -99,10 +106,10 @@ def fetch_file(
 def fetch_patiently(
     file: RemoteFile, *, outage: RetryPolicy, closing: threading.Event, on_bytes: Callable[[int], None]
 ) -> None:
-    """`fetch_file`, in one of several threads: waits for a bucket that does not answer, until `closing` is set.
+    """Fetches a file in one of several threads. Retries while the bucket does not answer, until `closing` is set.
 
     Raises:
-        InputError: the file cannot be had.
+        InputError: the file cannot be fetched.
         ClosedError: `closing` is set.
     """
 
@@ -111,20 +118,22 @@ def fetch_patiently(
             raise ClosedError
 
     def note_bytes(num_bytes: int) -> None:
-        if num_bytes > 0:
-            outage.answered(file.url)
         on_bytes(num_bytes)
         end_if_closed()
 
-    def wait(error: TransientStorageError) -> None:
-        end_if_closed()
-        outage.failed(file.url, error)
-        end_if_closed()
+    def call(request: Callable[[], T]) -> T:
+        def attempt() -> T:
+            end_if_closed()
+            try:
+                return request()
+            except TransientStorageError:
+                # Neither warn nor wait.
+                end_if_closed()
+                raise
 
-    try:
-        fetch_file(file, on_bytes=note_bytes, on_fault=wait)
-    finally:
-        outage.forget(file.url)
+        return outage.call(file.url, attempt)
+
+    fetch_file(file, on_bytes=note_bytes, call=call)
 
 
 @contextlib.contextmanager
@@ -176,28 +185,22 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _fetch(
-    file: RemoteFile, partial: int, on_bytes: Callable[[int], None], on_fault: Callable[[TransientStorageError], None]
-) -> None:
+def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call: Call) -> None:
     filesystem, path = open_filesystem(file.url)
 
-    def persistently(ask: Callable[[], T]) -> T:
-        while True:
-            try:
-                return translate_errors(file.url, ask)
-            except TransientStorageError as error:
-                on_fault(error)
+    def request(ask: Callable[[], T]) -> T:
+        return call(functools.partial(translate_errors, file.url, ask))
 
     for last_try in (False, True):
         checksum = Checksum('sha256', file.sha256)
         if not file.sha256:
-            checksum = persistently(functools.partial(read_checksum, filesystem, path))
+            checksum = request(functools.partial(read_checksum, filesystem, path))
         start = _resumable_bytes(file, partial, checksum)
         os.ftruncate(partial, start)
         on_bytes(start)
         while start < file.bytes:
             stop = min(start + CHUNK_BYTES, file.bytes)
-            content = persistently(functools.partial(read_range, filesystem, path, start, stop))
+            content = request(functools.partial(read_range, filesystem, path, start, stop))
             if len(content) != stop - start:
                 raise InputError(
                     f'{redact(file.url)}: bytes {start} to {stop} were asked for and {len(content)} came; '
@@ -209,7 +212,7 @@ def _fetch(
         os.fsync(partial)
         actual = _digest(file.partial, checksum.kind)
         # Where there is only a version: still the same that the first bytes are from.
-        later = persistently(functools.partial(read_checksum, filesystem, path)) if checksum.version else checksum
+        later = request(functools.partial(read_checksum, filesystem, path)) if checksum.version else checksum
         if actual == checksum.value and later == checksum:
             os.replace(file.partial, file.path)
             _version_path(file).unlink(missing_ok=True)

@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import tenacity
+
 from maxlm.errors import InputError
 from maxlm.storage.download import ClosedError, RemoteFile, fetch_patiently
+from maxlm.storage.errors import redact
 from maxlm.storage.object_store import open_filesystem, translate_errors
-from maxlm.storage.retry import OnWarning, RetryPolicy, redact
+from maxlm.storage.retry import OnWarning, RetryPolicy
 
 WILDCARDS = re.compile(r'[*?[]')
 # Ctrl-C is noticed between two looks at what is done.
@@ -64,7 +67,7 @@ def fetch_tree(
     last: str = '',
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     on_file: Callable[[], None] = lambda: None,
-    wait: Callable[[float], object] | None = None,
+    wait: Callable[[float], None] | None = None,
 ) -> None:
     """Fetches files, `threads` at a time; those that are there in their full size are left as they are.
 
@@ -96,10 +99,10 @@ class _Pool:
         on_alarm: OnWarning,
         on_bytes: Callable[[int], None],
         on_file: Callable[[], None],
-        wait: Callable[[float], object] | None,
+        wait: Callable[[float], None] | None,
     ):
         self._closing = threading.Event()
-        self._outage = RetryPolicy(on_alarm, wait or self._closing.wait)
+        self._outage = RetryPolicy(on_alarm, wait or tenacity.sleep_using_event(self._closing))
         self._on_bytes = on_bytes
         self._on_file = on_file
         self._errors: list[Exception] = []

@@ -1,7 +1,4 @@
-"""Where bytes lie: local paths, and URLs of any file system that fsspec knows. Every fault is told in one line.
-
-No message shows what may be secret: the user part and the query of a URL, or what follows the name of a key or token.
-"""
+"""Reads local paths and URLs of all file systems that fsspec knows. Errors are one line without secrets."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from maxlm.errors import InputError, os_message
-from maxlm.storage import retry
+from maxlm.storage.errors import classify_error, redact
 from maxlm.storage.object_store import open_filesystem
 from maxlm.storage.regular_files import NotRegularError, check_regular, check_size, kind_of, open_descriptor
 
@@ -22,13 +18,7 @@ from maxlm.storage.regular_files import NotRegularError, check_regular, check_si
 BUFFER_BYTES = 2**20
 # Facts that change when a remote file does, the surest first; the names are those of gcsfs, s3fs, http, memory.
 VERSION_FACTS = ('generation', 'ETag', 'etag', 'md5Hash', 'mtime', 'LastModified', 'updated', 'created')
-# What clients raise when nobody has logged in.
-NO_CREDENTIALS = frozenset({'NoCredentialsError', 'PartialCredentialsError', 'DefaultCredentialsError', 'RefreshError'})
 _URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
-
-
-class StorageError(InputError):
-    """A path that cannot be listed, opened or read; the message is one line that names it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +47,7 @@ def is_url(path: str) -> bool:
 
 def display_path(path: str) -> str:
     """Returns a path as messages may show it: a URL without secrets."""
-    return retry.redact(path) if is_url(path) else path
+    return redact(path) if is_url(path) else path
 
 
 def stat(path: str) -> Entry:
@@ -69,7 +59,7 @@ def stat(path: str) -> Entry:
     name = display_path(path).rstrip('/').rsplit('/', 1)[-1]
     try:
         if is_url(path):
-            filesystem, root = _filesystem(path)
+            filesystem, root = open_filesystem(path)
             # What this process has listed before may have changed since.
             filesystem.invalidate_cache()
             return _remote_entry(path, name, filesystem.info(root))
@@ -79,7 +69,7 @@ def stat(path: str) -> Entry:
         check_regular(path)
         return Entry(path, name, facts.st_size, str(facts.st_mtime_ns), is_directory=False)
     except Exception as error:
-        raise error_message(path, error) from error
+        raise classify_error(path, error) from error
 
 
 def list_directory(path: str) -> list[Entry]:
@@ -92,7 +82,7 @@ def list_directory(path: str) -> list[Entry]:
     """
     try:
         if is_url(path):
-            filesystem, root = _filesystem(path)
+            filesystem, root = open_filesystem(path)
             facts = {fact['name'].rstrip('/'): fact for fact in filesystem.ls(root, detail=True)}
             # Buckets list a directory that was made by hand as an entry of itself.
             facts.pop(root.rstrip('/'), None)
@@ -102,7 +92,7 @@ def list_directory(path: str) -> list[Entry]:
             found = [_local_entry(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
             return [entry for entry in found if entry is not None]
     except Exception as error:
-        raise error_message(path, error) from error
+        raise classify_error(path, error) from error
 
 
 def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iterator[Entry]:
@@ -118,10 +108,10 @@ def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iter
         return
     try:
         # One flat listing: object stores have no directories, and asking for each of them would be many requests.
-        filesystem, root = _filesystem(path)
+        filesystem, root = open_filesystem(path)
         found = filesystem.find(root, detail=True)
     except Exception as error:
-        raise error_message(path, error) from error
+        raise classify_error(path, error) from error
     root = root.rstrip('/') + '/'
     for full_name, facts in found.items():
         name = full_name.removeprefix(root)
@@ -137,11 +127,11 @@ def open_file(path: str) -> BinaryIO:
     """
     try:
         if is_url(path):
-            filesystem, root = _filesystem(path)
+            filesystem, root = open_filesystem(path)
             return io.BufferedReader(_RemoteFile(path, filesystem.open(root, 'rb')), BUFFER_BYTES)
         return io.BufferedReader(_LocalFile(path), BUFFER_BYTES)
     except Exception as error:
-        raise error_message(path, error) from error
+        raise classify_error(path, error) from error
 
 
 def read_bytes(path: str, *, limit: int | None = None) -> bytes:
@@ -151,29 +141,9 @@ def read_bytes(path: str, *, limit: int | None = None) -> bytes:
             try:
                 check_size(path, file.seek(0, os.SEEK_END), limit)
             except NotRegularError as error:
-                raise error_message(path, error) from error
+                raise classify_error(path, error) from error
             file.seek(0)
         return file.read()
-
-
-def error_message(path: str, error: Exception) -> StorageError:
-    """What `error`, raised by whatever reads `path`, is to the user."""
-    return error if isinstance(error, StorageError) else StorageError(f'{display_path(path)}: {_reason(path, error)}')
-
-
-def is_transient(error: BaseException | None) -> bool:
-    """Whether `error` is a StorageError that the same request may not meet again: an outage, not damage."""
-    cause = error.__cause__ if isinstance(error, StorageError) else None
-    return isinstance(cause, Exception) and isinstance(retry.classify_error('', cause), retry.TransientStorageError)
-
-
-def short_message(path: str, error: Exception) -> str:
-    """The message of an error that met whatever read `path`, cut to one line without secrets; may be empty."""
-    line = ' '.join(str(error).split())
-    if is_url(path):
-        for secret in retry.secrets_of(path):
-            line = line.replace(secret, '…')
-    return retry.redact(line)[:300]
 
 
 class _LocalFile(io.FileIO):
@@ -186,7 +156,7 @@ class _LocalFile(io.FileIO):
         try:
             return super().readinto(buffer)
         except OSError as error:
-            raise error_message(str(self.name), error) from error
+            raise classify_error(str(self.name), error) from error
 
 
 class _RemoteFile(io.RawIOBase):
@@ -233,15 +203,7 @@ class _RemoteFile(io.RawIOBase):
         try:
             return read()
         except Exception as error:
-            raise error_message(self._path, error) from error
-
-
-def _filesystem(path: str) -> tuple[Any, str]:
-    """The file system of a URL, and the URL as it calls it."""
-    try:
-        return open_filesystem(path)
-    except InputError as error:
-        raise StorageError(str(error)) from error
+            raise classify_error(self._path, error) from error
 
 
 def _walk_local(directory: str, below: str, skip: Callable[[str], bool]) -> Iterator[Entry]:
@@ -278,19 +240,3 @@ def _remote_entry(path: str, name: str, facts: dict[str, Any]) -> Entry:
 
 def _join(directory: str, name: str) -> str:
     return f'{directory.rstrip("/")}/{name}'
-
-
-def _reason(path: str, error: Exception) -> str:
-    """What went wrong, in one line without secrets."""
-    if isinstance(error, OSError) and error.strerror:
-        return os_message(error)
-    # Clients of buckets raise their own kinds, with much text or none; the common ones are told alike.
-    if isinstance(error, FileNotFoundError):
-        return 'No such file or directory'
-    if isinstance(error, PermissionError):
-        return ': '.join(filter(None, ['Permission denied', short_message(path, error)]))
-    if isinstance(error, TimeoutError):
-        return 'the storage does not answer in time'
-    if type(error).__name__ in NO_CREDENTIALS:
-        return 'no credentials for this storage; log in to it first'
-    return ': '.join(filter(None, [f'the storage fails with {type(error).__name__}', short_message(path, error)]))

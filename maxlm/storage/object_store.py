@@ -1,4 +1,4 @@
-"""What buckets are asked: file systems by URL, bytes, checksums; and what they answer when something is wrong."""
+"""Requests to buckets: file systems by URL, bytes and checksums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from maxlm.errors import InputError
-from maxlm.storage.retry import TransientStorageError, classify_error, redact
+from maxlm.storage.errors import StorageError, TransientStorageError, classify_error, redact
 
 # What a protocol needs that does not come with maxlm: package and extra.
 EXTRAS = {'gs': ('gcsfs', 'gcs'), 'gcs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3'), 's3a': ('s3fs', 's3')}
@@ -38,10 +38,10 @@ class Checksum:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """The file system of a URL, one for all threads of a process, and the path within it.
+    """Returns the file system of a URL, one for all threads of a process, and the path within it.
 
     Raises:
-        InputError: nobody knows such URLs, or a package is missing.
+        StorageError: the protocol is unknown, or a package is missing.
     """
     import fsspec  # takes a while, and readers of what is there do without
 
@@ -51,9 +51,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         package, extra = EXTRAS.get(protocol, ('', ''))
         remedy = f"{package}: pip install 'maxlm[{extra}]'" if package else str(error)
-        raise InputError(f'{redact(url)}: {protocol}:// needs {remedy}') from error
+        raise StorageError(f'{redact(url)}: {protocol}:// needs {remedy}') from error
     except ValueError as error:
-        raise InputError(f'{redact(url)}: {protocol}:// is no known protocol; gs:// and s3:// are') from error
+        raise StorageError(f'{redact(url)}: {protocol}:// is no known protocol; gs:// and s3:// are') from error
     options = kind._get_kwargs_from_urls(url)
     with _opening:
         filesystem = _filesystem(kind, os.getpid(), tuple(sorted(options.items())))
@@ -61,10 +61,11 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def translate_errors(url: str, ask: Callable[[], T]) -> T:
-    """What `ask` returns; what storage libraries raise for `url` becomes one line.
+    """Returns the result of `ask`. Errors of storage libraries become those of `classify_error`.
 
     Raises:
-        InputError, UnreachableError: see `maxlm.storage.retry.classify_error`.
+        StorageError: the request failed.
+        TransientStorageError: the request failed and may succeed later.
     """
     try:
         return ask()
@@ -78,11 +79,11 @@ def translate_errors(url: str, ask: Callable[[], T]) -> T:
 
 
 def read_file(url: str) -> bytes:
-    """All of a small file.
+    """Returns the content of a small file.
 
     Raises:
-        InputError: it cannot be read.
-        UnreachableError: the bucket does not answer.
+        StorageError: it cannot be read.
+        TransientStorageError: the bucket does not answer.
     """
     filesystem, path = open_filesystem(url)
     return translate_errors(url, functools.partial(read_range, filesystem, path, None, None))
@@ -139,7 +140,7 @@ def _protocols(kind: Any) -> tuple[str, ...]:
 
 
 def _refuse_missing_bucket(url: str) -> None:
-    """A bucket that is gone is likely to come back, a file that is gone is not."""
+    """Raises TransientStorageError if the bucket of `url` is missing: it may come back, unlike a missing file."""
     filesystem, path = open_filesystem(url)
     bucket = path.strip('/').partition('/')[0]
     if url.partition('://')[0] not in EXTRAS:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from maxlm.storage.retry import redact
+from maxlm.storage.errors import redact
 
 # Name → distribution. What is not installed is left out.
 _PACKAGES = {

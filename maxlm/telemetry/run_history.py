@@ -14,7 +14,8 @@ from maxlm.config.loading import from_json
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.renames import current_metrics
-from maxlm.storage.filesystem import Entry, StorageError, display_path, is_url, list_directory, read_bytes
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import Entry, display_path, is_url, list_directory, read_bytes
 from maxlm.storage.json_fields import number
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.jsonl_tail import JsonlTail

@@ -27,8 +27,8 @@ from maxlm.runtime.initialize import initialize
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.runtime.preemption import ignore_sigterm
 from maxlm.runtime.rendezvous import RendezvousError
+from maxlm.storage.errors import TransientStorageError
 from maxlm.storage.paths import ANY, Kind, PathOption
-from maxlm.storage.retry import TransientStorageError
 from maxlm.telemetry.timeline import Timeline, process_began
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.checkpointing import check_init_from, newest_decisions

@@ -21,7 +21,8 @@ from maxlm.errors import EXIT_FAILED, InputError
 from maxlm.log import Console, logger
 from maxlm.runtime.barrier import ProcessGroup, is_shared
 from maxlm.runtime.heartbeat import Heartbeats
-from maxlm.storage.filesystem import StorageError, display_path, is_url, read_bytes
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import display_path, is_url, read_bytes
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.telemetry.alerts import Alerts
 from maxlm.telemetry.cost import price_of
@@ -93,7 +94,7 @@ def open_run(
 
     Raises:
         InputError: the workdir cannot be used, is in use, or holds a run of another model; `resume` cannot be had.
-        UnreachableError: the bucket does not answer.
+        TransientStorageError: the bucket does not answer.
     """
     process = jax.process_index()
     recorder: RunRecorder | None = None

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from maxlm.errors import InputError
 from maxlm.storage.bucket import Bucket, BucketError, Listed, LocalFile
-from maxlm.storage.download import RemoteFile, fetch_file, raise_fault
+from maxlm.storage.download import RemoteFile, fetch_file
+from maxlm.storage.errors import redact
 from maxlm.storage.json_text import parse_json
-from maxlm.storage.retry import TransientStorageError, redact
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER
 
 MANIFEST = 'mirror.json'
@@ -27,12 +27,12 @@ MARKER_CONTENT = b'Checkpoint commit was successful'
 
 
 def complete_steps(bucket: Bucket) -> list[int]:
-    """The complete steps of a run, oldest first. Raises TroubleError when the bucket does not tell."""
+    """The complete steps of a run, oldest first. Raises BucketError when the bucket does not tell."""
     return sorted(step for step, names in listed_steps(bucket).items() if COMMIT_MARKER in names)
 
 
 def listed_steps(bucket: Bucket) -> dict[int, set[str]]:
-    """Step → names of its objects, also of steps that are not complete. Raises TroubleError."""
+    """Step → names of its objects, also of steps that are not complete. Raises BucketError."""
     steps: dict[int, set[str]] = {}
     for name in bucket.list(CHECKPOINTS_DIR):
         _, step, rest = (*name.split('/', 2), '', '')[:3]
@@ -51,7 +51,7 @@ def upload_step(bucket: Bucket, step: int, files: dict[str, LocalFile], on_bytes
         on_bytes: is told of progress.
 
     Raises:
-        TroubleError: it is not complete there; the same call goes on.
+        BucketError: it is not complete there; the same call goes on.
         OSError: a file cannot be read any more.
     """
     folder = f'{CHECKPOINTS_DIR}/{step}'
@@ -91,7 +91,7 @@ def upload_files(
         read_back: whether a file is read again when the bucket tells no checksum of it that can be compared.
 
     Raises:
-        TroubleError: one is not there, or has another content; the same call goes on.
+        BucketError: one is not there, or has another content; the same call goes on.
         OSError: a file cannot be read any more.
     """
     prefix = f'{folder}/' if folder else ''
@@ -115,7 +115,7 @@ def upload_files(
 
 
 def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -> None:
-    """Deletes a step: from the first request on it is not complete any more. Raises TroubleError."""
+    """Deletes a step: from the first request on it is not complete any more. Raises BucketError."""
     folder = f'{CHECKPOINTS_DIR}/{step}'
     names = _below(bucket, folder) if names is None else names
     bucket.delete(f'{folder}/{name}' for name in sorted(names, key=lambda name: (name != COMMIT_MARKER, name)))
@@ -127,19 +127,18 @@ def download_step(
     folder: Path,
     *,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
-    on_fault: Callable[[TransientStorageError], None] = raise_fault,
 ) -> None:
-    """Fetches a complete step to a local directory, goes on with what is there of it, and checks each file.
+    """Fetches a complete step to a local directory, resumes unfinished files, and verifies each file.
 
     Args:
         bucket: of the run.
         step: its number.
-        folder: gets its files; it is the caller's to give it its name when all are there.
-        on_bytes, on_fault: as for `fetch_file`.
+        folder: the files are written here. The caller renames it when this function returns.
+        on_bytes: as for `fetch_file`.
 
     Raises:
         InputError: a file is damaged or cannot be written.
-        UnreachableError: the bucket does not answer, without `on_fault`.
+        TransientStorageError: the bucket does not answer.
     """
     files = list(_remote_files(bucket, step, folder))
     for file in files:
@@ -147,7 +146,7 @@ def download_step(
         if file.is_there and bucket.describe(file.path).sha256 != file.sha256:
             file.path.unlink()
     with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='fetch') as pool:
-        fetches = [pool.submit(fetch_file, file, on_bytes=on_bytes, on_fault=on_fault) for file in files]
+        fetches = [pool.submit(fetch_file, file, on_bytes=on_bytes) for file in files]
         try:
             for fetch in concurrent.futures.as_completed(fetches):
                 fetch.result()

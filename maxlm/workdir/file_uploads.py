@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from maxlm.log import RUN_LOG
 from maxlm.storage.bucket import Bucket
 from maxlm.storage.download import RemoteFile, fetch_file
-from maxlm.storage.retry import TransientStorageError
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, SAMPLES_FILE, TOKENIZER, goodput_name
 from maxlm.workdir.files import EVENTS_FILE as EVENTS
 from maxlm.workdir.files import METRICS_FILE as METRICS
@@ -63,7 +62,7 @@ class FileMirror:
         """Uploads what changed, when that is due; returns False, for there is no more to do then.
 
         Raises:
-            TroubleError: the bucket does not take it.
+            BucketError: the bucket does not take it.
         """
         started = time.monotonic()
         if started < self._next and not self.hurry:
@@ -101,19 +100,18 @@ class FileMirror:
         copy.unlink()
 
 
-def fetch_files(bucket: Bucket, record: UploadState, on_fault: Callable[[TransientStorageError], None]) -> list[str]:
-    """Fetches the files that another machine wrote last; a local one in their way gets another name.
+def fetch_files(bucket: Bucket, record: UploadState) -> list[str]:
+    """Fetches the files that another machine wrote last, and renames local files that differ.
 
     Args:
         bucket: of the run.
         record: of the run's directory.
-        on_fault: as for `fetch_file`.
 
     Returns:
-        The names of what was fetched.
+        The names of the fetched files.
 
     Raises:
-        TroubleError: the bucket does not tell what it has.
+        TransientStorageError: the bucket does not answer. Another call resumes.
         InputError: a file is damaged or cannot be written.
     """
     fetched = []
@@ -129,7 +127,7 @@ def fetch_files(bucket: Bucket, record: UploadState, on_fault: Callable[[Transie
             if listed.digest in (*record.files.get(name, []), bucket.describe(path).digest):
                 continue
             os.replace(path, path.with_name(name + REPLACED))
-        fetch_file(RemoteFile(f'{bucket.url}/{name}', path, listed.size), on_fault=on_fault)
+        fetch_file(RemoteFile(f'{bucket.url}/{name}', path, listed.size))
         record.set_file(name, [listed.digest])
         fetched.append(name)
     return fetched

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -22,8 +21,9 @@ from typing import Any
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.storage.bucket import Bucket, PermissionDeniedError
+from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.filesystem import is_url
-from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
+from maxlm.storage.retry import RetryPolicy
 from maxlm.workdir.bucket_steps import complete_steps, download_step
 from maxlm.workdir.file_uploads import FileMirror, fetch_files
 from maxlm.workdir.files import goodput_name
@@ -105,46 +105,31 @@ class RunStorage:
         self._add('upload-files', 'metrics.jsonl', self._files.work, poll_seconds)
 
     def fetch(self, *, patience_seconds: float = START_SECONDS) -> None:
-        """Brings to the directory what the run did elsewhere: its files, and its newest step unless it is here.
+        """Fetches what the run wrote on other machines: its files, and its newest step unless it is here.
 
-        Call it before anything looks into the directory, and in one process.
+        Call it in one process, before anything reads the directory.
 
         Args:
-            patience_seconds: for which a bucket that does not answer is asked again.
+            patience_seconds: time for which requests are repeated when the bucket does not answer.
 
         Raises:
-            UnreachableError: it did not answer. To go on would mean to start from what may be old.
-            InputError: what is there is damaged, or cannot be written here.
+            TransientStorageError: the bucket did not answer. The local state may be older than that in the bucket.
+            InputError: the bucket denies access, a file there is damaged, or a file cannot be written here.
         """
         if self._bucket is None:
             return
-        deadline = time.monotonic() + patience_seconds
-        # Not for `wait`: nothing ends it.
-        outage = RetryPolicy(logger.warning, threading.Event().wait)
-
-        def on_fault(error: TransientStorageError) -> None:
-            if time.monotonic() >= deadline:
-                raise TransientStorageError(
-                    f'{error}; what the run has there must be known before it goes on: start again when it answers'
-                ) from error
-            outage.failed(self.url, error)
-
-        while True:
-            try:
-                self._fetch(on_fault)
-            except PermissionDeniedError as error:
-                raise InputError(f'{error}; look at the name of the bucket and at the credentials') from error
-            except TransientStorageError as error:
-                on_fault(error)
-                continue
-            outage.answered(self.url)
-            return
+        try:
+            RetryPolicy(logger.warning, time.sleep).call(self.url, self._fetch, patience_seconds=patience_seconds)
+        except TransientStorageError as error:
+            raise TransientStorageError(
+                f'{error}; what the run has there must be known before it goes on: start again when it answers'
+            ) from error
 
     def fetch_step(self, step: int) -> Path:
         """Fetches one step from the copy, in place of a local one that is damaged; returns its directory.
 
         Raises:
-            UnreachableError, InputError: it is not there or cannot be read.
+            TransientStorageError, InputError: it is not there or cannot be read.
         """
         if self._bucket is None or self._direct:
             raise InputError(f'step {step}: there is no copy of it to fetch')
@@ -158,7 +143,7 @@ class RunStorage:
         return place
 
     def remote_steps(self) -> list[int]:
-        """The complete steps of the copy, oldest first. Raises UnreachableError when it does not answer."""
+        """The complete steps of the copy, oldest first. Raises TransientStorageError when it does not answer."""
         return complete_steps(self._bucket) if self._bucket else []
 
     def uploaded(self, step: int) -> bool:
@@ -217,11 +202,15 @@ class RunStorage:
             UploadWorker(name, url, work, progress=self._progress, poll_seconds=poll_seconds, warn=self._warn)
         )
 
-    def _fetch(self, on_fault: Callable[[TransientStorageError], None]) -> None:
+    def _fetch(self) -> None:
+        """Fetches files and the newest step. Another call resumes after a TransientStorageError."""
         assert self._bucket
-        # First, for this one request fails when the bucket is not there.
-        there = complete_steps(self._bucket)
-        fetched = fetch_files(self._bucket, self._record, on_fault)
+        try:
+            # First, because this request fails if the bucket does not exist.
+            there = complete_steps(self._bucket)
+            fetched = fetch_files(self._bucket, self._record)
+        except PermissionDeniedError as error:
+            raise InputError(f'{error}; look at the name of the bucket and at the credentials') from error
         if fetched:
             logger.info(f'fetched from {redact(self.url)}: {", ".join(fetched)}')
         if self._direct:

@@ -17,8 +17,8 @@ from typing import Any
 from etils import epath
 
 from maxlm.errors import InputError, os_message
+from maxlm.storage.errors import classify_error
 from maxlm.storage.filesystem import is_url
-from maxlm.storage.retry import classify_error
 
 CHECKPOINTS_DIR = 'checkpoints'
 TRASH = '_trash'

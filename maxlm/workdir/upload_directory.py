@@ -14,7 +14,8 @@ from typing import TypeVar
 from maxlm.errors import InputError, os_message
 from maxlm.log import logger, progress_bar
 from maxlm.storage.bucket import Bucket, PermissionDeniedError
-from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
+from maxlm.storage.errors import TransientStorageError, redact
+from maxlm.storage.retry import RetryPolicy
 from maxlm.workdir.bucket_steps import upload_files
 from maxlm.workdir.run_storage import cache_directory, check_url
 
@@ -104,14 +105,13 @@ class Upload:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _ask(self, ask: Callable[[], T]) -> T:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        outage = RetryPolicy(logger.warning, threading.Event().wait)
-        while True:
+        def request() -> T:
             try:
                 return ask()
             except PermissionDeniedError as error:
                 raise InputError(f'{error}; check the bucket, the credentials and their rights') from error
-            except TransientStorageError as error:
-                if time.monotonic() >= deadline:
-                    raise InputError(f'{error}; {AGAIN}') from error
-                outage.failed(self.url, error)
+
+        try:
+            return RetryPolicy(logger.warning, time.sleep).call(self.url, request, patience_seconds=PATIENCE_SECONDS)
+        except TransientStorageError as error:
+            raise InputError(f'{error}; {AGAIN}') from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -10,7 +11,9 @@ from pathlib import Path
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.storage.bucket import Bucket, LocalFile
-from maxlm.storage.retry import RetryPolicy, TransientStorageError, redact
+from maxlm.storage.download import ClosedError
+from maxlm.storage.errors import TransientStorageError, redact
+from maxlm.storage.retry import RetryPolicy
 from maxlm.workdir.bucket_steps import MANIFEST, complete_steps, delete_step, listed_steps, upload_step
 from maxlm.workdir.step_dirs import COMMIT_MARKER
 from maxlm.workdir.upload_state import StagingDir, UploadState
@@ -76,7 +79,7 @@ class UploadProgress:
 
 
 class UploadWorker:
-    """A thread that does what there is to do, over and over, through outages, until it is closed and all is done."""
+    """A thread that repeats `work`, also after errors, until it is closed and no work is left."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class UploadWorker:
         self._poll_seconds = poll_seconds
         self.closing = threading.Event()
         self._abandoned = threading.Event()
-        self._outage = RetryPolicy(warn, self._wait)
+        self._retries = RetryPolicy(warn, self._wait)
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     def start(self) -> None:
@@ -114,30 +117,32 @@ class UploadWorker:
         return self._thread.is_alive()
 
     def abandon(self) -> None:
-        """No further try."""
+        """Ends the thread before its next attempt."""
         self._abandoned.set()
 
     def _run(self) -> None:
-        while not self._abandoned.is_set():
-            # Whoever closes has done all of its work before.
-            closing = self.closing.is_set()
-            try:
-                with self._progress:
-                    found = self._work()
-                self._outage.answered(self._url)
-                if found:
+        with contextlib.suppress(ClosedError):
+            while True:
+                # All work that the closing thread leaves is done before `closing` is set.
+                closing = self.closing.is_set()
+                if self._retries.call(self._url, self._attempt):
                     continue
-            except TransientStorageError as error:
-                self._outage.failed(self._url, error)
-                continue
-            except Exception as error:
-                # A full disk, a file that changed: whatever it is, the run must not end by it.
-                line = str(error) if isinstance(error, InputError) else f'{type(error).__name__}: {error}'
-                self._outage.failed(self._url, TransientStorageError(redact(f'{self._url}: not uploaded: {line}')))
-                continue
-            if closing:
-                return
-            self.closing.wait(self._poll_seconds)
+                if closing:
+                    return
+                self.closing.wait(self._poll_seconds)
+
+    def _attempt(self) -> bool:
+        if self._abandoned.is_set():
+            raise ClosedError
+        try:
+            with self._progress:
+                return self._work()
+        except TransientStorageError:
+            raise
+        except Exception as error:
+            # Of a full disk or a file that changed: no error of an upload ends the run.
+            line = str(error) if isinstance(error, InputError) else f'{type(error).__name__}: {error}'
+            raise TransientStorageError(redact(f'{self._url}: not uploaded: {line}')) from error
 
     def _wait(self, seconds: float) -> None:
         if not self.closing.is_set():
@@ -177,7 +182,7 @@ class StepMirror:
         """Uploads a step, or else deletes those that are not wanted any more; returns whether there was anything.
 
         Raises:
-            TroubleError: the bucket does not do it.
+            BucketError: the bucket does not do it.
         """
         local = self._record.local_steps()
         pending = [step for step, mark in local.items() if self._record.steps.get(step) != mark]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -15,7 +16,8 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.storage import download
 from maxlm.storage.download import RemoteFile, fetch_file, remove_partial
-from maxlm.storage.retry import TransientStorageError
+from maxlm.storage.errors import TransientStorageError
+from maxlm.storage.retry import RetryPolicy
 from tests.buckets import gcs as gcs_buckets
 from tests.buckets import s3 as s3_buckets
 from tests.conftest import ROOT
@@ -145,15 +147,18 @@ def test_threads_of_a_process_fetch_a_file_once(gcs, file, monkeypatch):
     assert ranges(gcs) == CHUNKS
 
 
+def patient(file, waits):
+    return functools.partial(RetryPolicy(lambda line: None, waits.append).call, file.url)
+
+
 @pytest.mark.parametrize('kind', [500, 503, 429, 'reset', 'truncate'])
 def test_what_passes_is_met_by_asking_again(gcs, file, kind):
     gcs.fault(kind, times=20)
-    faults = []
-    fetch_file(file, on_fault=faults.append)
+    waits = []
+    fetch_file(file, call=patient(file, waits))
     assert file.path.read_bytes() == CONTENT
     # gcsfs asks six times by itself.
-    assert len(faults) == 3
-    assert all(isinstance(fault, TransientStorageError) for fault in faults)
+    assert waits == [1, 2, 4]
     # What has come is not asked for again.
     good = [one for one in gcs.asked()[20:] if one.status == 206]
     assert [(one.start, one.stop) for one in good] == CHUNKS
@@ -176,7 +181,7 @@ def test_a_file_does_not_go_on_without_patience(gcs, file):
     assert file.path.read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize(('kind', 'reason'), [(403, 'access denied'), (401, 'no valid credentials'), (404, 'no such')])
+@pytest.mark.parametrize(('kind', 'reason'), [(403, 'access denied'), (401, 'no valid credentials'), (404, 'No such')])
 @pytest.mark.parametrize('requests', ['media', 'get'])
 def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
     if requests == 'get':
@@ -184,7 +189,8 @@ def test_what_does_not_pass_ends_it(gcs, file, kind, reason, requests):
         gcs.fault(kind, requests='list')
     gcs.fault(kind, requests=requests)
     with pytest.raises(InputError, match=f'gs://bucket/x/a.bin: {reason}') as raised:
-        fetch_file(file, on_fault=lambda fault: pytest.fail('it does not help to try again'))
+        fetch_file(file, call=patient(file, waits := []))
+    assert waits == []
     assert not isinstance(raised.value, TransientStorageError)
     assert not file.path.exists()
 
@@ -237,7 +243,7 @@ def test_s3(s3, tmp_path):
     file.partial.write_bytes(bytes(CHUNK))
     fetch_file(file)
     assert file.path.read_bytes() == CONTENT
-    with pytest.raises(InputError, match=r's3://bucket/x/b.bin: no such file'):
+    with pytest.raises(InputError, match=r's3://bucket/x/b.bin: No such file'):
         fetch_file(RemoteFile('s3://bucket/x/b.bin', tmp_path / 'b.bin', 5))
     with pytest.raises(TransientStorageError, match='there is no bucket other'):
         fetch_file(RemoteFile('s3://other/x/b.bin', tmp_path / 'b.bin', 5))
@@ -333,5 +339,5 @@ def test_other_file_systems(tmp_path, protocol):
         target.write(CONTENT)
     fetch_file(RemoteFile(url, tmp_path / 'here.bin', len(CONTENT)))
     assert (tmp_path / 'here.bin').read_bytes() == CONTENT
-    with pytest.raises(InputError, match='no such file'):
+    with pytest.raises(InputError, match='No such file'):
         fetch_file(RemoteFile(f'{url}.not', tmp_path / 'not.bin', 5))

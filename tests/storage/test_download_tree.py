@@ -77,7 +77,7 @@ def test_s3(s3, tmp_path):
         assert listed(f's3://bucket/{path}', tmp_path) == found
     fetch_tree(list_tree('s3://bucket/corpus', tmp_path), threads=3, on_alarm=pytest.fail)
     assert contents(tmp_path) == CONTENTS
-    with pytest.raises(InputError, match='s3://bucket/nothing: no such file'):
+    with pytest.raises(InputError, match='s3://bucket/nothing: No such file'):
         list_tree('s3://bucket/nothing', tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_some_of_the_files(gcs, tmp_path):
 @pytest.mark.parametrize(
     ('url', 'reason'),
     [
-        ('gs://bucket/nothing', 'gs://bucket/nothing: no such file'),
+        ('gs://bucket/nothing', 'gs://bucket/nothing: No such file or directory'),
         ('gs://bucket/corpus/*.zip', r'gs://bucket/corpus/\*.zip: no files are there'),
         ('gs://nobody/corpus', 'gs://nobody/corpus: there is no bucket nobody'),
     ],

@@ -8,11 +8,10 @@ import sys
 import fsspec
 import pytest
 
+from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import (
-    StorageError,
     _remote_entry,
     display_path,
-    error_message,
     is_url,
     list_directory,
     open_file,
@@ -123,51 +122,11 @@ def test_remote_facts_that_tell_a_version():
     assert version() == ''
 
 
-class NoCredentialsError(Exception):
-    """As the client of a bucket calls it."""
-
-
-class HttpError(Exception):
-    """Likewise."""
-
-
-@pytest.mark.parametrize(
-    ('error', 'told'),
-    [
-        (FileNotFoundError('bucket/x'), 'No such file or directory'),
-        (PermissionError(13, 'Permission denied'), 'Permission denied'),
-        (PermissionError('Access\n Denied'), 'Permission denied: Access Denied'),
-        (TimeoutError(), 'the storage does not answer in time'),
-        (fsspec.exceptions.FSTimeoutError(), 'the storage does not answer in time'),
-        (NoCredentialsError('Unable to locate credentials'), 'no credentials for this storage; log in to it first'),
-        (HttpError('Internal\nError, 500'), 'the storage fails with HttpError: Internal Error, 500'),
-        (HttpError(), 'the storage fails with HttpError'),
-    ],
-)
-def test_faults_are_one_line(error, told):
-    assert str(error_message('gs://b/x', error)) == f'gs://b/x: {told}'
-    again = error_message('gs://b/x', error)
-    assert error_message('other', again) is again
-
-
-def test_no_message_shows_a_secret():
+def test_displayed_urls_have_no_secrets():
     assert display_path('s3://KEY:SECRET@bucket/x') == 's3://bucket/x'
     assert display_path('https://host/x.jsonl?sig=SECRET&a=b') == 'https://host/x.jsonl'
     assert display_path('odd?name@x') == 'odd?name@x'
     assert display_path('gs://bucket/a?.txt') == 'gs://bucket/a?.txt'
-    for text in (
-        'GET https://user:SECRET@host/x?sig=SECRET failed',
-        'Authorization: Bearer SECRET was refused',
-        'aws_secret_access_key=SECRET is wrong',
-        "{'token': 'SECRET'}",
-        'X-Amz-Signature=SECRET',
-        'invalid bucket "SECRET:SECRET@host"',
-        'in /x?token=SECRET',
-        'x' * 290 + ' token=SECRET',
-    ):
-        message = str(error_message('https://SECRET:SECRET@host/x?token=SECRET', HttpError(text)))
-        assert 'SECRET' not in message, message
-        assert 'https://host/x: the storage fails' in message
 
 
 @pytest.mark.parametrize(('protocol', 'package', 'extra'), [('gs', 'gcsfs', 'gcs'), ('s3', 's3fs', 's3')])
@@ -190,5 +149,5 @@ def test_a_storage_that_fails_while_it_is_read_is_named(bucket, monkeypatch):
     fill(bucket, {'x': b'abc'})
     with open_file(f'{bucket}/x') as file:
         monkeypatch.setattr('fsspec.implementations.memory.MemoryFile.read', lambda *_: 1 / 0)
-        with pytest.raises(StorageError, match=r'^memory://bucket/x: the storage fails with ZeroDivisionError'):
+        with pytest.raises(StorageError, match=r'^memory://bucket/x: cannot be read \(ZeroDivisionError: '):
             file.read()

@@ -7,7 +7,8 @@ import fsspec
 import pytest
 
 from maxlm.storage import jsonl_tail as module
-from maxlm.storage.filesystem import StorageError, list_directory
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import list_directory
 from maxlm.storage.jsonl_tail import OVERLAP_BYTES, JsonlTail
 
 

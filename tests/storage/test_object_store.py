@@ -11,8 +11,8 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.storage import object_store
+from maxlm.storage.errors import TransientStorageError
 from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_file, translate_errors
-from maxlm.storage.retry import TransientStorageError
 from tests.buckets import gcs as gcs_buckets
 from tests.buckets import s3 as s3_buckets
 
@@ -112,6 +112,6 @@ def test_one_line_of_what_libraries_raise():
     def fail():
         raise RuntimeError('first\nsecond')
 
-    with pytest.raises(InputError, match=r'^gs://bucket/a: cannot be read \(first second\)$'):
+    with pytest.raises(InputError, match=r'^gs://bucket/a: cannot be read \(RuntimeError: first second\)$'):
         translate_errors('gs://bucket/a', fail)
     assert translate_errors('gs://bucket/a', lambda: 5) == 5

@@ -10,10 +10,10 @@ from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.dataset.records import BOUNDS_OF_COUNTS, FORMAT_VERSION, MANIFEST_NAME, is_file_name
 from maxlm.errors import InputError, os_message
 from maxlm.storage.download import RemoteFile, remove_partial
+from maxlm.storage.errors import redact
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.object_store import read_file
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
-from maxlm.storage.retry import redact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ def read_remote_manifest(url: str) -> RemoteManifest:
 
     Raises:
         InputError: there is none, or it is malformed.
-        UnreachableError: the bucket does not answer.
+        TransientStorageError: the bucket does not answer.
     """
     url = url.rstrip('/')
     return parse_manifest(url, read_file(f'{url}/{MANIFEST_NAME}'))

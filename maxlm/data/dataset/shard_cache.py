@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import tenacity
+
 from maxlm.data.dataset.cache_policy import CachedFile, CachePolicy, PlannedRead, check_capacity
 from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import RemoteManifest, parse_manifest, read_remote_manifest, remove_stale
@@ -21,8 +23,9 @@ from maxlm.data.dataset.wait import LOCK_NAME, error_marker
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.download import ClosedError, RemoteFile, fetch_patiently
+from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.object_store import read_file
-from maxlm.storage.retry import OnWarning, RetryPolicy, TransientStorageError, redact
+from maxlm.storage.retry import OnWarning, RetryPolicy
 
 # Between two looks of the fetcher at whether what it fetched is still there.
 RECHECK_SECONDS = 10.0
@@ -66,12 +69,12 @@ class Fetcher:
         threads: int = 8,
         known: Iterable[RemoteFile] = (),
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
-        wait: Callable[[float], object] | None = None,
+        wait: Callable[[float], None] | None = None,
     ):
         self._on_alarm = on_alarm
         self._on_bytes = on_bytes
         self._closing = threading.Event()
-        self._outage = RetryPolicy(on_alarm, wait or self._closing.wait)
+        self._outage = RetryPolicy(on_alarm, wait or tenacity.sleep_using_event(self._closing))
         uses = iter(uses)
         first_uses = list(itertools.islice(uses, CHECKED_USES))
         if capacity_bytes:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import tenacity
+
 from maxlm.errors import InputError, os_message
-from maxlm.storage.retry import backoff_seconds
+from maxlm.storage.retry import EXPONENTIAL_BACKOFF
 
 # What no second try helps against, and every other task will meet as well.
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
@@ -101,29 +103,38 @@ def run_tasks(
     *,
     retries: int,
     on_progress: OnProgress,
-    sleep: Callable[[float], object] = time.sleep,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> dict[int, str]:
-    """Runs all tasks. What fails is tried again when all others are through, after a pause, at most `retries` times.
+    """Runs all tasks. Those that fail are run again when all others have ended, after a pause, at most `retries` times.
 
     Args:
-        engine: where.
+        engine: runs the tasks.
         tasks: in the order in which they are started.
-        retries: further tries of a task.
-        on_progress: told what is newly done; of tasks that are tried again, again.
+        retries: further attempts of a task.
+        on_progress: called with newly done work; for tasks that are run again, again.
         sleep: waits for a number of seconds.
 
     Returns:
-        For each task that failed to the end, by its place in `tasks`, the last reason.
+        The last reason of each task that failed in all attempts, by its index in `tasks`.
 
     Raises:
-        InputError: a task met bad input or a full disk. Tasks that are done stay done.
+        InputError: a task met bad input or a full disk. Completed tasks stay completed.
     """
-    failed = _run_round(engine, tasks, range(len(tasks)), on_progress)
-    for retry in range(1, retries + 1):
-        if failed:
-            sleep(backoff_seconds(retry))
-            failed = _run_round(engine, tasks, sorted(failed), on_progress)
-    return failed
+    failed = dict.fromkeys(range(len(tasks)), '')
+
+    def attempt() -> dict[int, str]:
+        nonlocal failed
+        failed = _run_round(engine, tasks, sorted(failed), on_progress)
+        return failed
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_result(bool),
+        wait=EXPONENTIAL_BACKOFF,
+        stop=tenacity.stop_after_attempt(retries + 1),
+        sleep=sleep,
+        retry_error_callback=lambda state: failed,
+    )
+    return retrying(attempt)
 
 
 def _run_round(

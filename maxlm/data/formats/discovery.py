@@ -20,7 +20,8 @@ from maxlm.data.formats import hf_datasets, tfds
 from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, text_files
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import Entry, StorageError, display_path, is_url
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import Entry, display_path, is_url
 
 # Data sets that are given by name, and the readers that know them.
 DATASET_PREFIXES = {'hf:': 'hub', 'tfds:': 'tfds'}

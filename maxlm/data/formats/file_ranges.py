@@ -12,7 +12,7 @@ from maxlm.data.documents.document import Document, OnBad, raise_bad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.registry import READERS
-from maxlm.storage.filesystem import StorageError, is_transient
+from maxlm.storage.errors import StorageError, TransientStorageError
 
 
 def read_documents(piece: FileRange, options: ReadOptions, on_bad: OnBad = raise_bad) -> Iterator[Document]:
@@ -49,20 +49,20 @@ class FileRange:
 
 
 def split_file(file: InputFile, target_bytes: int) -> list[FileRange]:
-    """Cuts a file into pieces of about `target_bytes`; each of its documents is in exactly one of them.
+    """Cuts a file into pieces of about `target_bytes`. Each document is in exactly one of them.
 
-    The same for the same file anywhere. A file that cannot be cut, or whose parts cannot be told because it is
-    damaged, is one whole piece: reading it reports the damage.
+    The pieces depend only on the file. A file that cannot be cut, or that is damaged, is one piece: reading it reports
+    the damage.
 
     Raises:
-        StorageError: the storage does not answer now: the file is not damaged, and other pieces make other shards.
+        TransientStorageError: the storage does not answer. One piece for the whole file would change the shards.
     """
     assert target_bytes > 0
     try:
         bounds = READERS[file.kind].bounds(file)
-    except StorageError as error:
-        if is_transient(error):
-            raise
+    except TransientStorageError:
+        raise
+    except StorageError:
         bounds = ()
     if len(bounds) < 2 or bounds[-1] <= target_bytes:
         return [FileRange(file, 0, 0, file.size)]

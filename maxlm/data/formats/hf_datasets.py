@@ -29,7 +29,7 @@ from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.rows import column_fault, record_fields, row_document, told_rows
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError
+from maxlm.storage.errors import StorageError, classify_error, short_message
 
 PREFIX = 'hf:'
 SPELLING = 'hf:NAME[:CONFIG][@REVISION][#SPLIT] or hf:DIRECTORY[#SPLIT]'
@@ -157,10 +157,10 @@ def _open(given: str, version: str) -> Any:
         return datasets.load_dataset(spec.directory, split=split, streaming=True)
     except (ValueError, FileNotFoundError) as error:
         # Its own words on names, configurations and splits that it does not find.
-        raise StorageError(f'{given}: {filesystem.short_message(given, error)}') from error
+        raise StorageError(f'{given}: {short_message(given, error)}') from error
     # What else it raises comes from the network, the hub and all formats.
     except Exception as error:
-        raise filesystem.error_message(given, error) from error
+        raise classify_error(given, error) from error
 
 
 def _commit(given: str, spec: _Spec) -> str:
@@ -171,7 +171,7 @@ def _commit(given: str, spec: _Spec) -> str:
     try:
         return str(huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision or None).sha)
     except Exception as error:
-        raise filesystem.error_message(given, error) from error
+        raise classify_error(given, error) from error
 
 
 def _size(dataset: Any, spec: _Spec) -> int:
@@ -184,7 +184,7 @@ def _size(dataset: Any, spec: _Spec) -> int:
     try:
         facts = huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision, files_metadata=True)
     except Exception as error:
-        raise filesystem.error_message(str(spec), error) from error
+        raise classify_error(str(spec), error) from error
     return sum(file.size or 0 for file in facts.siblings or ())
 
 

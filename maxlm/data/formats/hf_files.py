@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.parquet_pages import check_footer
-from maxlm.storage.filesystem import StorageError, display_path
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import display_path
 from maxlm.storage.regular_files import open_regular
 
 TEXT_SUFFIXES = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.txt')

@@ -11,7 +11,8 @@ from pathlib import PurePosixPath
 
 from maxlm.data.formats.compression import COMPRESSED_SUFFIXES, decompressed
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import Entry, StorageError, is_transient
+from maxlm.storage.errors import StorageError, TransientStorageError
+from maxlm.storage.filesystem import Entry
 
 # Suffixes of text files. The content decides for files with other suffixes.
 # fmt: off
@@ -93,14 +94,14 @@ def _holds_text(entry: Entry) -> bool:
     True also for a file that cannot be opened: reading it reports the reason.
 
     Raises:
-        StorageError: the storage does not answer.
+        TransientStorageError: the storage does not answer.
     """
     try:
         with filesystem.open_file(entry.path) as file:
             block = decompressed(file, entry.name).read(BLOCK_BYTES)
-    except StorageError as error:
-        if is_transient(error):
-            raise
+    except TransientStorageError:
+        raise
+    except StorageError:
         return True
     except (EOFError, zlib.error, OSError):
         return False

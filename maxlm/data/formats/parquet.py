@@ -14,7 +14,8 @@ from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.parquet_pages import MAX_PAGE_BYTES, check_footer, column_chunks, largest_pages
 from maxlm.data.formats.rows import column_fault, record_fields, row_document
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError, display_path
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import display_path
 
 # Rows that are decoded together: few, since each may be a book.
 BATCH_ROWS = 128

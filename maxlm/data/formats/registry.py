@@ -10,7 +10,8 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats import hf_datasets, jsonl, parquet, text, tfds, token_files
 from maxlm.data.formats.input_file import InputFile
 from maxlm.errors import InputError
-from maxlm.storage.filesystem import StorageError, display_path
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import display_path
 
 
 class Reader(NamedTuple):

@@ -11,7 +11,7 @@ from maxlm.data.documents.field_names import told_fields
 from maxlm.data.documents.parse_record import RECORD_FIELDS, entry_document
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
-from maxlm.storage import filesystem
+from maxlm.storage.errors import classify_error
 from maxlm.storage.filesystem import display_path
 
 
@@ -69,7 +69,7 @@ def without_none(value: Any) -> Any:
 
 
 def told_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
-    """The same rows; whatever a library raises between them becomes a StorageError that names `path`."""
+    """Yields `rows`. An error that a library raises between them becomes a StorageError that names `path`."""
     iterator = iter(rows)
     while True:
         try:
@@ -78,7 +78,7 @@ def told_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:
             return
         # Readers of data sets raise errors of all the libraries below them.
         except Exception as error:
-            raise filesystem.error_message(path, error) from error
+            raise classify_error(path, error) from error
         yield row
 
 

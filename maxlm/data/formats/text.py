@@ -10,7 +10,8 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.compression import decompressed, is_compressed
 from maxlm.data.formats.input_file import InputFile
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError, display_path
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import display_path
 
 # Some editors mark UTF-8 with it; it is not text.
 BYTE_ORDER_MARK = '\ufeff'

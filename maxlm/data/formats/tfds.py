@@ -21,7 +21,7 @@ from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.rows import column_fault, row_document, told_rows
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError
+from maxlm.storage.errors import StorageError
 
 PREFIX = 'tfds:'
 # Examples that are read together.

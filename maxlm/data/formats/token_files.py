@@ -16,7 +16,8 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.token_arrays import TokenArray, TokenFileError, open_npy, open_raw
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError, display_path
+from maxlm.storage.errors import StorageError
+from maxlm.storage.filesystem import display_path
 
 # Tokens read at once.
 CHUNK_TOKENS = 2**20

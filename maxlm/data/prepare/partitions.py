@@ -17,7 +17,8 @@ from maxlm.data.executors.executor import TransientError
 from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.prepare.task_results import identity_of
-from maxlm.storage.filesystem import display_path, is_transient
+from maxlm.storage.errors import TransientStorageError
+from maxlm.storage.filesystem import display_path
 
 # A group is about this share of the input, so that all workers are busy to the end; but of terabytes no more than
 # MAX_GROUP_BYTES, what a failure costs, and of little data no less than MIN_GROUP_BYTES, to keep shards few.
@@ -106,7 +107,7 @@ def read_batches(
 
     def on_bad(name: str, reason: str) -> None:
         # Readers report a fault while they handle it, so that what is behind it can still be told.
-        if is_transient(sys.exception()):
+        if isinstance(sys.exception(), TransientStorageError):
             raise TransientError(reason)
         if not reading.skip_bad:
             raise_bad(name, reason)

@@ -26,9 +26,9 @@ from maxlm.data.tokenizer.special_tokens import (
 )
 from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_encoder
 from maxlm.errors import InputError, os_message, surrogate_in
+from maxlm.storage.errors import catch_panics
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
-from maxlm.storage.rust_panics import catch_panics
 
 TOKENIZER_FILE = 'tokenizer.json'
 # 256 bytes and the end of a document.

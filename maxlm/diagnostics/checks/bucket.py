@@ -12,7 +12,7 @@ from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together
 from maxlm.errors import InputError
 from maxlm.storage.bucket import Bucket, PermissionDeniedError
-from maxlm.storage.retry import TransientStorageError, redact
+from maxlm.storage.errors import TransientStorageError, redact
 
 CONTENT = b'maxlm.doctor was here, and should have removed this\n'
 

@@ -11,7 +11,7 @@ from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import plural
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
 from maxlm.errors import InputError
-from maxlm.storage.retry import redact
+from maxlm.storage.errors import redact
 
 # Of a shard in a bucket, what is read of it.
 READ_BYTES = 2**23

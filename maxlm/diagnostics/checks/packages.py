@@ -15,8 +15,8 @@ from maxlm.diagnostics.checks.drivers import CUDA_PLUGINS, wanted_cuda
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, failure, ok, together, warning
 from maxlm.errors import InputError
+from maxlm.storage.errors import redact
 from maxlm.storage.object_store import EXTRAS
-from maxlm.storage.retry import redact
 
 PROJECT = Path(maxlm.__file__).parent.parent / 'pyproject.toml'
 

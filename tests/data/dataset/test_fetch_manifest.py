@@ -13,7 +13,7 @@ from maxlm.data.dataset.records import FORMAT_VERSION
 from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
 from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
-from maxlm.storage.retry import TransientStorageError
+from maxlm.storage.errors import TransientStorageError
 from tests.buckets import gcs as gcs_buckets
 from tests.data.dataset.conftest import CONTENTS, SIZE
 
@@ -121,7 +121,7 @@ def test_another_data_set_does_not_use_what_is_cached_of_the_first(gcs, tmp_path
 
 def test_a_manifest_that_cannot_be_used_leaves_no_cache(gcs, tmp_path, alarms):
     cache = tmp_path / 'cache'
-    with pytest.raises(InputError, match=r'gs://bucket/data/dataset.json: no such file'):
+    with pytest.raises(InputError, match=r'gs://bucket/data/dataset.json: No such file'):
         fetch_manifest('gs://bucket/data', cache, on_alarm=alarms.append)
     put_dataset(gcs)
     gcs.put('bucket', 'data/tokenizer.json', b'{}')

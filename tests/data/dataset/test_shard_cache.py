@@ -187,7 +187,7 @@ def test_a_vanished_bucket_raises_an_alarm_and_training_goes_on_with_what_is_cac
 
 
 @pytest.mark.parametrize(
-    ('kind', 'reason'), [(403, 'access denied'), (404, 'no such file'), ('flip', 'what arrives is damaged, twice')]
+    ('kind', 'reason'), [(403, 'access denied'), (404, 'No such file'), ('flip', 'what arrives is damaged, twice')]
 )
 def test_who_waits_for_a_file_that_cannot_be_had_is_told_why(gcs, files, alarms, kind, reason):
     gcs.fault(kind, match='data/1')

@@ -15,7 +15,7 @@ from maxlm.data.formats.file_ranges import FileRange, split_file
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.registry import READERS
 from maxlm.storage import filesystem
-from maxlm.storage.filesystem import StorageError
+from maxlm.storage.errors import StorageError, classify_error
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_an_outage_while_cutting_is_not_taken_for_damage(tmp_path, monkeypatch, 
     def fail(number):
         def readinto(self, buffer):
             error = OSError(number, os.strerror(number))
-            raise filesystem.error_message(str(path), error) from error
+            raise classify_error(str(path), error) from error
 
         monkeypatch.setattr(filesystem._LocalFile, 'readinto', readinto)
 

@@ -13,6 +13,7 @@ from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
+from maxlm.storage.errors import classify_error
 
 LINES = [json.dumps({'text': f'{i} ü\u2028' * (i % 7 + 1), 'id': i}, ensure_ascii=i % 2 == 0) for i in range(40)]
 LINES[11:13] = ['', ' \t', json.dumps({'text': ''}), json.dumps({'text': 'x' * 5000})]
@@ -155,7 +156,7 @@ def test_a_storage_that_fails_in_the_middle_is_named(tmp_path, monkeypatch, left
     (tmp_path / 'x.jsonl').write_text('\n'.join(LINES))
 
     def fail(self, buffer):
-        raise filesystem.error_message(str(tmp_path / 'x.jsonl'), OSError(5, 'Input/output error'))
+        raise classify_error(str(tmp_path / 'x.jsonl'), OSError(5, 'Input/output error'))
 
     monkeypatch.setattr(filesystem._LocalFile, 'readinto', fail)
     assert left_out(tmp_path / 'x.jsonl') == [('x.jsonl', f'{tmp_path}/x.jsonl: Input/output error')]

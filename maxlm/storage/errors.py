@@ -1,0 +1,188 @@
+"""Errors of storage libraries: classification, messages without secrets, and panics of libraries written in Rust."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import os
+import re
+import socket
+from collections.abc import Iterator
+
+from maxlm.errors import InputError, os_message
+
+# Timeouts, too many requests, and failures of the server.
+TRANSIENT_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
+TRANSIENT_ERRNOS = frozenset(
+    {errno.EAGAIN, errno.EBUSY, errno.EIO, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
+)
+# Package and class name, since none of these packages need be installed.
+TRANSIENT_ERRORS = frozenset(
+    {
+        ('aiohttp', 'ClientError'),
+        ('botocore', 'ConnectionError'),
+        ('botocore', 'HTTPClientError'),
+        ('google', 'RefreshError'),
+        ('google', 'TransportError'),
+        ('requests', 'RequestException'),
+    }
+)
+CREDENTIAL_ERRORS = frozenset(
+    {
+        ('botocore', 'NoCredentialsError'),
+        ('botocore', 'PartialCredentialsError'),
+        ('google', 'DefaultCredentialsError'),
+    }
+)
+# TensorStore raises ValueError for each status; https://github.com/abseil/abseil-cpp/blob/master/absl/status/status.h
+TRANSIENT_CODES = re.compile(r'UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED')
+PERMISSION_CODES = re.compile(r'PERMISSION_DENIED|UNAUTHENTICATED|Forbidden')
+
+_TENSORSTORE_STATUS = re.compile(r"http_response_code='(\d{3})'")
+_USER_IN_URL = re.compile(r'(?<=://)[^/@\s]+@')
+# Elsewhere `?` is a part of names and globs.
+_QUERY_IN_URL = re.compile(r'(https?://[^\s?\'">]*)(\?[^\s\'">]+)')
+_SECRET = re.compile(
+    r'(?i)\b(bearer\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+'
+)
+
+
+class StorageError(InputError):
+    """A path that cannot be listed, opened, read or written. The message is one line that names the path."""
+
+
+class TransientStorageError(StorageError):
+    """A failure that may pass, such as an outage: the same request may succeed later."""
+
+
+class RustPanicError(ValueError):
+    """A library written in Rust panicked on its input."""
+
+
+class ErrorKind(enum.Enum):
+    """The kinds of errors that storage libraries raise."""
+
+    TRANSIENT = 'transient'
+    PERMISSION = 'permission'
+    NOT_FOUND = 'not found'
+    OTHER = 'other'
+
+
+def error_kind(error: BaseException) -> ErrorKind:
+    """Returns the kind of an error that a storage library raised. Storage libraries have no common base class."""
+    status, text = http_status(error), str(error)
+    if isinstance(error, TransientStorageError) or status in TRANSIENT_STATUSES or TRANSIENT_CODES.search(text):
+        return ErrorKind.TRANSIENT
+    if status in (401, 403) or isinstance(error, PermissionError) or _is_any(error, CREDENTIAL_ERRORS):
+        return ErrorKind.PERMISSION
+    if status == 404 or isinstance(error, FileNotFoundError):
+        return ErrorKind.NOT_FOUND
+    if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)) or _is_any(error, TRANSIENT_ERRORS):
+        return ErrorKind.TRANSIENT
+    if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
+        return ErrorKind.TRANSIENT
+    return ErrorKind.PERMISSION if PERMISSION_CODES.search(text) else ErrorKind.OTHER
+
+
+def classify_error(path: str, error: Exception) -> StorageError:
+    """Returns the error that users see when a library fails to read `path`.
+
+    Its message is one line without secrets. It is a TransientStorageError if the same request may succeed later. A
+    StorageError is returned unchanged.
+    """
+    if isinstance(error, StorageError):
+        return error
+    kind = error_kind(error)
+    error_class = TransientStorageError if kind is ErrorKind.TRANSIENT else StorageError
+    return error_class(f'{redact(path) if "://" in path else path}: {_reason(path, error, kind)}')
+
+
+def http_status(error: BaseException) -> int:
+    """Returns the HTTP status that an error stands for; 0 = none."""
+    for known in (error, error.__cause__):
+        response = getattr(known, 'response', None)
+        if isinstance(response, dict):
+            return int(response.get('ResponseMetadata', {}).get('HTTPStatusCode', 0))
+        for name in ('code', 'status'):
+            if str(getattr(known, name, '')).isdigit():
+                return int(getattr(known, name))
+    if found := _TENSORSTORE_STATUS.search(str(error)):
+        return int(found[1])
+    # gcsfs raises an OSError without a number.
+    return 403 if str(error).startswith('Forbidden') else 0
+
+
+def redact(text: str) -> str:
+    """Returns `text` without secrets.
+
+    Secrets are user and query of URLs, which contain passwords and signatures, and words after the name of a key.
+    """
+    return _SECRET.sub(r'\1…', _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', text)))
+
+
+def short_message(path: str, error: BaseException) -> str:
+    """Returns the message of an error about `path` in one short line without secrets; '' if it has none."""
+    return _one_line(path, str(error))
+
+
+@contextlib.contextmanager
+def catch_panics(library: str) -> Iterator[None]:
+    """Raises RustPanicError, which is a ValueError, where the code of the block raises a panic.
+
+    PyO3 raises `PanicException`, a subclass of BaseException, when Rust code panics. `except Exception` does not catch
+    it, and the class cannot be imported.
+
+    Args:
+        library: name of the library, for the message.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != 'PanicException':
+            raise
+        first_line = str(error).partition('\n')[0][:200]
+        raise RustPanicError(f'the {library} library panicked: {first_line}') from None
+
+
+def _is_any(error: BaseException, names: frozenset[tuple[str, str]]) -> bool:
+    return any((cls.__module__.partition('.')[0], cls.__name__) in names for cls in type(error).__mro__)
+
+
+def _reason(path: str, error: Exception, kind: ErrorKind) -> str:
+    if isinstance(error, OSError) and error.strerror and '://' not in path:
+        return os_message(error)
+    status = http_status(error)
+    if kind is ErrorKind.TRANSIENT:
+        if status in TRANSIENT_STATUSES:
+            return f'the server answers with status {status}'
+        return f'no answer ({_one_line(path, _system_message(error))})'
+    if kind is ErrorKind.NOT_FOUND:
+        return os.strerror(errno.ENOENT)
+    message = short_message(path, error)
+    if kind is ErrorKind.PERMISSION:
+        detail = ': '.join(filter(None, [f'status {status}' if status else '', message])) or type(error).__name__
+        if status == 401 or _is_any(error, CREDENTIAL_ERRORS):
+            return f'no valid credentials ({detail}); log in first'
+        return f'access denied ({detail}); check the permissions of these credentials'
+    return f'cannot be read ({": ".join(filter(None, [type(error).__name__, message]))})'
+
+
+def _system_message(error: Exception) -> str:
+    """Returns the message of a failed request, in the words of the system where it has an error number."""
+    # aiohttp keeps the system's error of a failed connection. asyncio rewords it and adds addresses.
+    system_error = getattr(error, 'os_error', error)
+    if isinstance(system_error, OSError):
+        number = system_error.errno or 0
+        text = os.strerror(number) if number in errno.errorcode else os_message(system_error)
+    else:
+        text = str(error)
+    return text or ('timed out' if isinstance(error, TimeoutError) else type(error).__name__)
+
+
+def _one_line(path: str, text: str) -> str:
+    line = ' '.join(text.split())
+    # Clients of buckets repeat user and query of a URL in other places of their messages.
+    for secret in [*_USER_IN_URL.findall(path), *(query for _, query in _QUERY_IN_URL.findall(path))]:
+        line = line.replace(secret, '…')
+    return redact(line)[:300]
