@@ -104,7 +104,7 @@ def fetch_file(
 
 
 def fetch_patiently(
-    file: RemoteFile, *, outage: RetryPolicy, closing: threading.Event, on_bytes: Callable[[int], None]
+    file: RemoteFile, *, retries: RetryPolicy, closing: threading.Event, on_bytes: Callable[[int], None]
 ) -> None:
     """Fetches a file in one of several threads. Retries while the bucket does not answer, until `closing` is set.
 
@@ -131,7 +131,7 @@ def fetch_patiently(
                 end_if_closed()
                 raise
 
-        return outage.call(file.url, attempt)
+        return retries.call(file.url, attempt)
 
     fetch_file(file, on_bytes=note_bytes, call=call)
 

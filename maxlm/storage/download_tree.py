@@ -102,7 +102,7 @@ class _Pool:
         wait: Callable[[float], None] | None,
     ):
         self._closing = threading.Event()
-        self._outage = RetryPolicy(on_alarm, wait or tenacity.sleep_using_event(self._closing))
+        self._retries = RetryPolicy(on_alarm, wait or tenacity.sleep_using_event(self._closing))
         self._on_bytes = on_bytes
         self._on_file = on_file
         self._errors: list[Exception] = []
@@ -127,7 +127,7 @@ class _Pool:
         while not self._closing.is_set():
             try:
                 file = self._queue.get_nowait()
-                fetch_patiently(file, outage=self._outage, closing=self._closing, on_bytes=self._on_bytes)
+                fetch_patiently(file, retries=self._retries, closing=self._closing, on_bytes=self._on_bytes)
                 self._on_file()
             except (queue.Empty, ClosedError):
                 return

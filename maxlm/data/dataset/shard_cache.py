@@ -74,7 +74,7 @@ class Fetcher:
         self._on_alarm = on_alarm
         self._on_bytes = on_bytes
         self._closing = threading.Event()
-        self._outage = RetryPolicy(on_alarm, wait or tenacity.sleep_using_event(self._closing))
+        self._retries = RetryPolicy(on_alarm, wait or tenacity.sleep_using_event(self._closing))
         uses = iter(uses)
         first_uses = list(itertools.islice(uses, CHECKED_USES))
         if capacity_bytes:
@@ -219,7 +219,7 @@ class Fetcher:
         try:
             # In a later epoch it is tried again.
             error_marker(file.path).unlink(missing_ok=True)
-            fetch_patiently(file, outage=self._outage, closing=self._closing, on_bytes=self._on_bytes)
+            fetch_patiently(file, retries=self._retries, closing=self._closing, on_bytes=self._on_bytes)
         except ClosedError:
             raise
         except InputError as error:
