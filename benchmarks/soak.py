@@ -208,7 +208,7 @@ FAULTS = (
         'crash-loop',
         'a run that ends over and over',
         'started again as long as it gets ahead, given up otherwise',
-        ('tests/test_supervise_decisions.py', 'tests/test_supervise.py', 'tests/launch/test_restart.py'),
+        ('tests/test_supervise_decisions.py', 'tests/test_supervise.py'),
     ),
     Fault(
         'alerts',

@@ -64,21 +64,3 @@ find_option() {
 find_workdir() {
   find_option --workdir "$@"
 }
-
-# The workdir that maxlm.train uses without --workdir, by the rule of maxlm/config/default_workdir.py.
-default_workdir() {
-  local config path name variant=
-  config="$(find_option --config "$@")"
-  [ -n "$config" ] || return 0
-  path="${config%%:*}"
-  if [ "$path" != "$config" ]; then variant="${config#*:}"; fi
-  if [ "${path##*/}" = config.json ]; then
-    name="$(basename "$(cd "$(dirname "$path")" 2>/dev/null && pwd -L)")"
-    variant=2
-  else
-    name="${path##*/}"
-    name="${name%.*}"
-  fi
-  name="$name${variant:+-$variant}"
-  echo "runs/${name//[^A-Za-z0-9._-]/_}"
-}

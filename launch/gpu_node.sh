@@ -10,7 +10,7 @@
 #   --platform cpu --devices D   a trial without GPUs: D virtual devices in each process; with --per-gpu, --gpus is
 #                              then the number of processes on this node
 #   --logs DIR                 where the processes after the first write (default: WORKDIR/logs, or logs for a bucket)
-#   --max-failures K --backoff SECONDS   as launch/restart.sh, which it runs through
+#   --max-failures K --backoff SECONDS   options of maxlm.supervise, which restarts the node
 #   --once                     no restarts: for schedulers that start again themselves
 #   --grace SECONDS            from SIGTERM to SIGKILL for the processes of this node when one of them has died (30)
 #   --dry-run                  print what would run
@@ -192,7 +192,7 @@ fi
 
 if ! $once; then
   # Only options before the first -- are this script's; --once in front is one of them.
-  exec bash "$launch/restart.sh" ${restart_options[@]+"${restart_options[@]}"} -- bash "$launch/gpu_node.sh" --once \
+  exec "${PYTHON:-python}" -m maxlm.supervise ${restart_options[@]+"${restart_options[@]}"} -- bash "$launch/gpu_node.sh" --once \
     ${given[@]+"${given[@]}"}
 fi
 export_settings
@@ -205,7 +205,7 @@ receive() {
   local pid
   [ -z "$signal" ] || return 0
   signal="$1"
-  # SIGTERM for SIGINT too: see restart.sh.
+  # SIGTERM for SIGINT too: see maxlm/supervise.py.
   for pid in ${pids[@]+"${pids[@]}"}; do
     kill -s TERM "$pid" 2>/dev/null || true
   done

@@ -3,7 +3,7 @@
 #
 #   launch/worker.sh install EXTRAS CHECKSUM   an environment in .venv; the checksum says later that it is there
 #   launch/worker.sh installed EXTRAS CHECKSUM  exit code 0 if it is
-#   launch/worker.sh start -- COMMAND…         under launch/restart.sh, in the background; nothing if one is running
+#   launch/worker.sh start -- COMMAND…         under maxlm.supervise, in the background; nothing if one is running
 #   launch/worker.sh follow                    the log, until the command has ended
 #   launch/worker.sh status                    one of: none, running, stopped, exit CODE, died
 #   launch/worker.sh stop                      SIGTERM: saves and ends
@@ -17,7 +17,7 @@ files=logs/run
 # A process number alone may be another's by now, after a reboot.
 running() {
   [ -f "$files.pid" ] && [ ! -f "$files.exit" ] &&
-    ps -p "$(cat "$files.pid")" -o args= 2>/dev/null | grep -qE '(restart|worker)\.sh'
+    ps -p "$(cat "$files.pid")" -o args= 2>/dev/null | grep -qE 'maxlm\.supervise|worker\.sh'
 }
 
 status() {
@@ -48,7 +48,7 @@ install() {
 
 supervise() {
   local code=0
-  bash launch/restart.sh -- "$@" &
+  .venv/bin/python -m maxlm.supervise -- "$@" &
   echo "$!" >"$files.pid"
   wait "$!" || code=$?
   echo "$code" >"$files.exit"

@@ -1,17 +1,18 @@
-"""Start a command again until it is done: `python -m maxlm.supervise [--max-failures=K] -- python -m maxlm.train …`.
+"""Restarts a command until it succeeds: `python -m maxlm.supervise [--max-failures=K] -- python -m maxlm.train …`.
 
-The same as `launch/restart.sh`, where there is no bash. Exit code 0 of the command: done. 2, bad input: the same would
-come again, so it stops. 75, preempted: starts again at once. Any other: starts again after a pause. After K ends in a
-row between which no newer checkpoint has come into the --workdir of the command it gives up: with the code of the
-command, or 1 instead of 75. SIGTERM and Ctrl-C are handed on, once, as SIGTERM; it then waits for the command and ends
-with its exit code.
+Exit code 0 of the command ends the loop. So does 2, bad input, because a restart would fail in the same way. After 75,
+preempted, the command restarts at once; after any other code it restarts after a pause. The loop gives up after K
+failures in a row without a new checkpoint in the command's --workdir. It then returns the exit code of the command, or
+1 instead of 75. SIGTERM and Ctrl-C are forwarded once, as SIGTERM; the loop then waits for the command and returns its
+exit code.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,24 +25,26 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED,
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER
 
 LONGEST_PAUSE_SECONDS = 300.0
-# How long a signal may go unnoticed in a pause.
+# The longest delay until a pause notices a signal.
 TICK_SECONDS = 0.1
 
 
 class Policy(NamedTuple):
-    """When to give up, and how long to wait.
+    """Limits of restarts.
 
     Attributes:
-        max_failures: ends in a row without a newer checkpoint.
-        backoff: seconds of the first pause; twice as long each time.
+        max_failures: failures in a row without a new checkpoint.
+        backoff: seconds of the first pause, which doubles after each failure.
+        workdir: the workdir whose checkpoints show progress; '' = unknown, so that nothing counts as progress.
     """
 
     max_failures: int
     backoff: float
+    workdir: str = ''
 
 
 class RestartHistory(NamedTuple):
-    """What is remembered of the lives so far: their newest step, and the ends since without a newer one."""
+    """The newest step of the attempts so far, the failures since, and the next pause in seconds."""
 
     newest: int
     failures: int
@@ -49,7 +52,7 @@ class RestartHistory(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What follows from an end: an exit code, or where that is None another life after a pause."""
+    """The exit code of the loop, or None for another attempt after `pause` seconds, with a message."""
 
     code: int | None
     pause: float
@@ -57,24 +60,25 @@ class Decision(NamedTuple):
 
 
 def next_action(policy: Policy, history: RestartHistory, code: int, newest: int) -> tuple[Decision, RestartHistory]:
-    """What to do after a life has ended with `code` and left `newest` as its newest complete step."""
+    """Decides how to continue after an attempt with exit code `code` and newest complete step `newest`."""
     if code == EXIT_DONE:
         return Decision(EXIT_DONE, 0, ''), history
     if code == EXIT_BAD_INPUT:
-        return Decision(EXIT_BAD_INPUT, 0, f'bad input (exit code {EXIT_BAD_INPUT}): not started again'), history
+        return Decision(EXIT_BAD_INPUT, 0, f'bad input (exit code {EXIT_BAD_INPUT}): not restarted'), history
     if newest > history.newest:
         history = RestartHistory(newest, 0, policy.backoff)
     else:
         history = history._replace(failures=history.failures + 1)
     if history.failures >= policy.max_failures:
-        text = f'exit code {code}; given up after {history.failures} in a row without a new checkpoint'
-        # 75 would only tell whoever started this to do so again.
+        place = f' in {policy.workdir}/{CHECKPOINTS_DIR}' if policy.workdir else ''
+        text = f'exit code {code}; given up after {history.failures} failures in a row without a new checkpoint{place}'
+        # 75 would make a scheduler start the supervisor again.
         return Decision(EXIT_FAILED if code == EXIT_PREEMPTED else code, 0, text), history
     if code == EXIT_PREEMPTED:
-        return Decision(None, 0, f'preempted (exit code {code}) at step {newest}: starting again'), history
+        return Decision(None, 0, f'preempted (exit code {code}) at step {newest}: restarting'), history
     text = (
         f'exit code {code} at step {newest}, {history.failures} of {policy.max_failures} without a new checkpoint: '
-        f'again in {history.pause:g} s'
+        f'restarting in {history.pause:g} s'
     )
     longer = min(history.pause * 2, LONGEST_PAUSE_SECONDS)
     return Decision(None, history.pause, text), history._replace(pause=longer)
@@ -97,7 +101,7 @@ def _find_option(command: Sequence[str], name: str) -> str:
 
 
 def newest_step(workdir: str) -> int:
-    """The newest complete step of a workdir, local or in a bucket; -1 if there is none or it cannot be found out."""
+    """Returns the newest complete step of a workdir, local or in a bucket; -1 if none can be found."""
     if not workdir:
         return -1
     try:
@@ -107,9 +111,9 @@ def newest_step(workdir: str) -> int:
             else [path.name for path in Path(workdir, CHECKPOINTS_DIR).iterdir()]
         )
     except Exception:
-        # File systems of buckets have errors of all kinds. Not to know counts as no progress.
+        # fsspec's implementations raise errors of many types. An unknown step counts as no progress.
         return -1
-    # A step that is being written has a longer name until it is complete.
+    # An incomplete step has a suffix.
     return max((int(name) for name in names if name.isdecimal()), default=-1)
 
 
@@ -120,21 +124,21 @@ def _steps_in_bucket(workdir: str) -> list[str]:
     filesystem.invalidate_cache()
     folder = f'{root.rstrip("/")}/{CHECKPOINTS_DIR}'
     complete = [path.split('/')[-2] for path in filesystem.glob(f'{folder}/*/{COMMIT_MARKER}')]
-    # Buckets with real directories have no such file: their steps are renamed when they are complete.
+    # Buckets with real directories have no commit marker: Orbax renames a step there once it is complete.
     return complete or [path.rstrip('/').rpartition('/')[2] for path in filesystem.ls(folder, detail=False)]
 
 
 class Supervisor:
-    """Runs one command as often as need be. SIGTERM and SIGINT are handed on to it, once, as SIGTERM."""
+    """Runs one command repeatedly and forwards the first SIGTERM or SIGINT to it as SIGTERM."""
 
     def __init__(self, command: Sequence[str], policy: Policy):
         self._command = list(command)
         self._policy = policy
-        self._child: subprocess.Popen | None = None
+        self._pid = 0
         self._signal = ''
 
     def run(self) -> int:
-        """Returns the exit code of the last life, or 1 for one of 75 after which it is given up.
+        """Runs the command until `next_action` or a signal ends the loop; returns the exit code of the loop.
 
         Raises:
             InputError: the command cannot be started.
@@ -147,14 +151,13 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _supervise(self) -> int:
-        workdir = find_workdir(self._command)
-        history = RestartHistory(newest_step(workdir), 0, self._policy.backoff)
+        history = RestartHistory(newest_step(self._policy.workdir), 0, self._policy.backoff)
         while not self._signal:
-            code = self._live()
+            code = self._run_once()
             if self._signal and code not in (EXIT_DONE, EXIT_BAD_INPUT):
-                _say(f'told to stop by {self._signal}; the command ended with exit code {code}')
+                _say(f'stopped by {self._signal}; the command ended with exit code {code}')
                 return code
-            decision, history = next_action(self._policy, history, code, newest_step(workdir))
+            decision, history = next_action(self._policy, history, code, newest_step(self._policy.workdir))
             if decision.text:
                 _say(decision.text)
             if decision.code is not None:
@@ -164,27 +167,36 @@ class Supervisor:
                 time.sleep(min(left, TICK_SECONDS))
         return EXIT_PREEMPTED
 
-    def _live(self) -> int:
+    def _run_once(self) -> int:
+        # Python ignores these signals; the command inherits their default action.
+        default = (signal.SIGPIPE, signal.SIGXFSZ)
         try:
-            self._child = subprocess.Popen(self._command)
+            self._pid = os.posix_spawnp(self._command[0], self._command, os.environ, setsigdef=default)
         except OSError as error:
             raise InputError(f'{shlex.join(self._command)}: cannot be started: {error.strerror}') from error
         if self._signal:
-            # It came between the two.
-            self._child.terminate()
-        code = self._child.wait()
-        self._child = None
-        # As shells tell of a death by signal.
+            # The signal arrived before the process ID was known.
+            self._terminate()
+        # As process 1 of a container, this process also inherits orphans and has to reap them.
+        while (ended := os.wait())[0] != self._pid:
+            pass
+        self._pid = 0
+        code = os.waitstatus_to_exitcode(ended[1])
+        # The convention of shells for a process that was killed by a signal.
         return 128 - code if code < 0 else code
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._signal:
             return
         self._signal = signal.Signals(number).name
-        # SIGINT goes on as SIGTERM: Ctrl-C reaches the command from the terminal too, and a second SIGINT would break
-        # off the save that the first has asked for.
-        if self._child:
-            self._child.terminate()
+        # SIGINT is forwarded as SIGTERM: a terminal sends Ctrl-C to the command too, and a second SIGINT would
+        # interrupt the save that the first one requested.
+        self._terminate()
+
+    def _terminate(self) -> None:
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGTERM)
 
 
 def _say(text: str) -> None:
@@ -192,14 +204,14 @@ def _say(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Reads the command line and supervises."""
+    """Parses the options and supervises the command after `--`."""
     mark = argv.index('--') if '--' in argv else len(argv)
     parser = ArgumentParser(
         prog='maxlm.supervise', allow_abbrev=False, description=__doc__, usage='%(prog)s [OPTIONS] -- COMMAND …'
     )
-    parser.add_argument('--max-failures', type=int, default=3, help='ends without a new checkpoint (default 3)')
+    parser.add_argument('--max-failures', type=int, default=3, help='failures without a new checkpoint (default 3)')
     parser.add_argument('--backoff', type=float, default=10, help='seconds of the first pause (default 10)')
-    parser.add_argument('--dry-run', action='store_true', help='only print what would run')
+    parser.add_argument('--dry-run', action='store_true', help='print the command without running it')
     options = parser.parse_args(argv[:mark])
     command = argv[mark + 1 :]
     if not command:
@@ -211,11 +223,11 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print(f'would run: {shlex.join(command)}')
         return EXIT_DONE
-    return Supervisor(command, Policy(options.max_failures, options.backoff)).run()
+    return Supervisor(command, Policy(options.max_failures, options.backoff, find_workdir(command))).run()
 
 
 def run() -> None:
-    """Entry of `python -m maxlm.supervise` and `maxlm supervise`."""
+    """Entry point of `python -m maxlm.supervise` and `maxlm supervise`."""
     sys.exit(exit_code(main, sys.argv[1:]))
 
 

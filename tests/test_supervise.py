@@ -1,6 +1,7 @@
-"""`maxlm.supervise` on real commands follows the same rules as launch/restart.sh, and hands signals on."""
+"""`maxlm.supervise` on real commands: restarts, exit codes, signals and orphaned processes."""
 
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -42,30 +43,26 @@ def ends(*codes):
         ([{'signal': signal.SIGKILL}] * 3 + ends(0), 128 + signal.SIGKILL, 3),
     ],
 )
-@pytest.mark.parametrize('loop', ['python', 'shell'])
-def test_the_same_rules_as_the_script(programs, tmp_path, monkeypatch, capfd, loop, lives, code, starts):
+def test_exit_codes_and_restarts(programs, tmp_path, monkeypatch, capfd, lives, code, starts):
     programs.plan(lives=lives)
     words = ('--backoff', '0', '--', *TRAIN, f'--workdir={tmp_path}/run')
-    if loop == 'python':
-        ended, messages = in_this_process(programs, monkeypatch, capfd, *words)
-    else:
-        done = programs.run('launch/restart.sh', *words)
-        ended, messages = done.returncode, done.stderr
+    ended, messages = in_this_process(programs, monkeypatch, capfd, *words)
     assert (ended, len(programs.lines('python'))) == (code, starts), messages
+    assert (f'in a row without a new checkpoint in {tmp_path}/run/checkpoints\n' in messages) == (code not in (0, 2))
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_handed_on_once_and_ends_the_loop(programs, tmp_path, number):
-    programs.plan(lives=[{'seconds': 30, 'saving': 0.5}, {}, {}])
+@pytest.mark.parametrize(('number', 'code'), [(signal.SIGTERM, EXIT_PREEMPTED), (signal.SIGINT, 9)])
+def test_a_signal_is_forwarded_once_and_ends_the_loop(programs, tmp_path, number, code):
+    programs.plan(lives=[{'seconds': 30, 'saving': 0.5, 'on_term': code}, {}, {}])
     process = programs.start(*SUPERVISE, '--', *TRAIN, f'--workdir={tmp_path}')
     programs.wait_for(1, ready=True)
     process.send_signal(number)
     programs.wait_for(1, signal='SIGTERM')
     process.send_signal(number)
     done = programs.finish(process)
-    assert done.returncode == EXIT_PREEMPTED
-    assert f'told to stop by {number.name}' in done.stderr
+    assert done.returncode == code
+    assert f'stopped by {number.name}' in done.stderr
     assert len(programs.calls('python', signal='SIGTERM')) == 1
     assert programs.calls('python', signal='SIGINT') == []
     assert len(programs.lines('python')) == 1
@@ -75,10 +72,26 @@ def test_a_signal_is_handed_on_once_and_ends_the_loop(programs, tmp_path, number
 def test_a_signal_during_the_pause_starts_nothing(programs, tmp_path):
     programs.plan(lives=ends(1))
     process = programs.start(*SUPERVISE, '--backoff', '60', '--', *TRAIN, f'--workdir={tmp_path}')
-    assert 'again in 60 s' in process.stderr.readline()
+    assert 'restarting in 60 s' in process.stderr.readline()
     process.terminate()
     assert programs.finish(process).returncode == EXIT_PREEMPTED
     assert len(programs.lines('python')) == 1
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(sys.platform != 'linux', reason='prctl is a system call of Linux')
+def test_orphans_are_reaped():
+    # A subreaper inherits orphans, as process 1 of a container does.
+    subreaper = 'import ctypes, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); from maxlm.supervise import main; '
+    children = 'ps -o stat=,comm= --ppid $PPID'
+    script = f'(sleep 0.3 &); {children} | grep sleep; sleep 0.6; echo later; {children}; exit 2'
+    command = [sys.executable, '-c', f'{subreaper}sys.exit(main(sys.argv[1:]))', '--', 'sh', '-c', script]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    before, _, after = done.stdout.partition('later')
+    assert done.returncode == EXIT_BAD_INPUT
+    assert 'sleep' in before
+    assert 'sleep' not in after
+    assert 'sh' in after
 
 
 def test_dry_run(capsys):
@@ -89,7 +102,9 @@ def test_dry_run(capsys):
 @pytest.mark.parametrize(
     ('options', 'words'),
     [
-        (['--max-failures=0', '--', 'true'], '--max-failures=0'),
+        (['--max_failures=0', '--', 'true'], '--max-failures=0'),
+        (['--max-failures'], '--max-failures'),
+        (['--max-failure=3', '--', 'true'], '--max-failure=3'),
         (['--max-failures=few', '--', 'true'], '--max-failures'),
         (['--backoff=-1', '--', 'true'], '--backoff=-1'),
         (['--backoff=1'], 'no command'),

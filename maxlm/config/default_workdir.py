@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def default_workdir(spec: str) -> str:
-    """Returns the workdir of a config: `runs/NAME`, or `runs/NAME-VARIANT`. `launch/commands.sh` has the same rule.
+    """Returns the workdir of a config: `runs/NAME`, or `runs/NAME-VARIANT`.
 
     The config.json of a workdir gives a new directory, so that the run it belongs to stays as it is.
 

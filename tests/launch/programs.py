@@ -57,6 +57,8 @@ class Programs:
         }
         self.environment = {
             **kept,
+            # For the stand-in of Python, which runs maxlm.supervise itself.
+            'PYTHONPATH': str(ROOT),
             'PATH': f'{_binaries()}:{os.environ["PATH"]}',
             'STAND_INS': str(folder),
             'HF_TOKEN': SECRET,

@@ -195,7 +195,7 @@ def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processe
     assert done.returncode == 75, done.stderr
     assert 'killed' not in done.stderr
     assert len(programs.calls('python', signal='SIGTERM')) == processes
-    # restart.sh has started nothing after it.
+    # The supervisor has started nothing after it.
     assert len(programs.lines('python')) == processes
 
 
@@ -205,7 +205,7 @@ def test_the_node_starts_again_as_a_whole(programs, tmp_path):
     done = programs.run(NODE, '--per-gpu', '--gpus=2', *arguments(tmp_path))
     assert done.returncode == 0, done.stderr
     assert len(programs.lines('python')) == 4
-    assert 'restart: preempted' in done.stderr
+    assert 'supervise: preempted' in done.stderr
     # Control: without restarts it hands on what it got.
     programs.forget()
     programs.plan(lives={'0': [{'seconds': 60}, {}], '1': [first, {}]})

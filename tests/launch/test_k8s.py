@@ -97,7 +97,7 @@ def test_tpu_jobset(programs, options, topology, machines, chips):
     [rule] = jobset['spec']['failurePolicy']['rules']
     assert (rule['action'], rule['onJobFailureReasons']) == ('FailJobSet', ['PodFailurePolicy'])
     container = pod['containers'][0]
-    assert container['command'][:3] == ['bash', 'launch/restart.sh', '--']
+    assert container['command'] == ['python', '-m', 'maxlm.supervise', '--', 'python', '-m', 'maxlm.train']
     assert container['args'] == list(TRAIN[1:])
 
 

@@ -21,8 +21,8 @@ def dry(line):
     if words[0] == 'sbatch':
         script = next(number for number, word in enumerate(words) if word.endswith('.sbatch'))
         return ['bash', words[script], '--dry-run', *words[script + 1 :]]
-    # After the verb, if it has one.
-    options = 1 if words[1].startswith('-') else 2
+    # After the module or the verb, if there is one.
+    options = 3 if words[1] == '-m' else 1 if words[1].startswith('-') else 2
     return [*words[:options], '--dry-run', *words[options:]]
 
 
@@ -49,7 +49,7 @@ def test_a_wrong_command_is_found(programs):
 
 def test_every_script_is_there():
     commands = '\n'.join(COMMANDS)
-    for name in ('restart.sh', 'gpu_node.sh', 'slurm/train.sbatch', 'k8s/apply.sh', 'tpu_vm.sh'):
+    for name in ('gpu_node.sh', 'slurm/train.sbatch', 'k8s/apply.sh', 'tpu_vm.sh'):
         assert f'launch/{name}' in commands
     for verb in ('create', 'install', 'run', 'logs', 'stop', 'delete', 'up'):
         assert f'launch/tpu_vm.sh {verb} ' in commands

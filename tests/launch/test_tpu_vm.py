@@ -12,7 +12,7 @@ pytestmark = pytest.mark.multiprocess
 
 PLACE = ('--name', 'pod', '--zone=us-central2-b', '--poll', '0', '--backoff', '0')
 TYPE = ('--type', 'v4-16')
-TRAIN = ('--config=configs/tiny.py', '--workdir=gs://bucket/run')
+TRAIN = ('--config=configs/tiny.py', '--workdir=/mnt/runs/run')
 CAPACITY = 'There is no more capacity in the zone "us-central2-b"; you can try in another zone'
 QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone"
 

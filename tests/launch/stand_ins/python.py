@@ -1,4 +1,4 @@
-"""Stands in for Python: makes environments, installs nothing, and trains as plan.json says.
+"""Stands in for Python: makes environments, installs nothing, supervises, and trains as plan.json says.
 
 A life of a training is `{'step': N, 'seconds': S, 'code': C, 'on_term': C}`: it makes checkpoint N, stays for S
 seconds, and ends with code C; told to stop it ends with `on_term`, or not at all where that is 'ignore'. With `after`
@@ -13,6 +13,8 @@ import time
 from record import Plan, count_ready, record
 
 arguments = sys.argv[1:]
+if arguments[:2] == ['-m', 'maxlm.supervise'] or (arguments[:1] == ['-c'] and 'maxlm' in arguments[1]):
+    os.execv(sys.executable, [sys.executable, *arguments])
 record()
 if arguments[:1] == ['-c']:
     with Plan() as plan:
