@@ -1,8 +1,8 @@
-"""What the model writes at evaluations: continuations of beginnings of validation documents, or of a user's own texts.
+"""Generates samples at evaluations: continuations of validation documents or of `eval.sample_prompts`.
 
-It runs where and as it is trained, with the parameters as they lie, on any mesh. For each token the whole text goes
-through the model once more. A cache of keys and values would save little: the texts are short, and what a token costs
-is mostly to bring the parameters together, which a cache does not spare.
+Samples run on every training mesh, with the parameters in their training layout. Each token costs a forward pass over
+the whole text: there is no KV cache for meshes that split the layers or the length, which `maxlm.inference` therefore
+refuses.
 
 Shapes: B batch, T length, D dim, V vocabulary.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,24 +36,24 @@ from maxlm.training.state import Params, abstract_model
 from maxlm.workdir.files import CHAT_TEMPLATE
 
 TEMPERATURE = 0.8
-# Always the same draws: what differs between two evaluations is the model.
+# The draws are the same at every evaluation, so that only the model makes a difference.
 SEED = 0
-# Of a document, that the model is given.
+# Tokens of a document that become the prompt.
 PROMPT_TOKENS = 32
-# Lengths that kernels like.
+# Attention kernels need lengths that are multiples of this.
 MULTIPLE = 128
-# Windows that are looked through for each beginning of a document.
+# Windows that are searched for each prompt.
 TRIES = 64
 
 
 class Sample(NamedTuple):
-    """What the model was given, and how it went on."""
+    """A prompt and the model's continuation."""
 
     prompt: str
     text: str
 
     def __str__(self) -> str:
-        """One line, shortened."""
+        """Returns one shortened line."""
         prompt, text = (' '.join(part.split()) for part in self)
         prompt = prompt if len(prompt) <= 40 else f'…{prompt[-40:]}'
         text = text if len(text) <= 120 else f'{text[:120]}…'
@@ -62,17 +61,18 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """The samples of a run: the same prompts and the same random draws at every evaluation. Changes nothing."""
+    """Generator of a run's samples, with the same prompts and the same random draws at every evaluation."""
 
     def __init__(self, config: Config, corpus: TrainingData, layout: Layout):
-        """
+        """Encodes the prompts of the config.
+
         Args:
-            config: of the run, with `eval.num_samples` or `eval.sample_prompts`.
-            corpus: with a validation split.
-            layout: of the parameters.
+            config: config of the run, with `eval.num_samples` or `eval.sample_prompts`.
+            corpus: data with a validation split.
+            layout: layout of the parameters.
 
         Raises:
-            InputError: a prompt is longer than the model's context.
+            InputError: a prompt is as long as the model's context, or longer.
         """
         self._config, self._corpus, self._layout = config, corpus, layout
         self._tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
@@ -87,19 +87,19 @@ class Samples:
                     f'eval.sample_prompts: {text[:40]!r}… has {len(prompt)} tokens, and the context of the model is '
                     f'{context}; give at most {context - 1}'
                 )
-        self._next_token: Callable[..., Any] | None = None
+        self._graph, _ = nnx.split(abstract_model(config, layout))
+        # Every process reads the result.
+        self._program = jax.jit(self._generate, static_argnames='num_tokens', out_shardings=layout.named())
 
     def __call__(self, params: Params) -> list[Sample]:
-        """Continues the prompts; of several processes all take part, and have the same result."""
-        # Not before there is something to do: documents in a bucket may still be on their way.
+        """Returns a sample for each prompt. Every process must call it, and gets the same result."""
+        # Read at the first call: documents in a bucket may not be downloaded before.
         if not self._prompts:
             self._prompts = prompts(self._corpus, self._config.eval.num_samples)
         prompts_ = self._prompts
         longest = max(map(len, prompts_))
         num_tokens = min(self._config.eval.sample_max_tokens, self._config.model.max_positions - longest)
         B, T = self._rows(len(prompts_)), self._length(longest + num_tokens)
-        if self._next_token is None:
-            self._next_token = self._make(T)
         tokens = np.zeros((B, T), np.int32)
         lengths = np.ones(B, np.int32)
         for row, prompt in enumerate(prompts_):
@@ -108,11 +108,7 @@ class Samples:
         tokens_BT, length_B = (
             jax.make_array_from_callback(x.shape, everywhere, x.__getitem__) for x in (tokens, lengths)
         )
-        for _ in range(num_tokens):
-            tokens_BT, length_B = self._next_token(params, tokens_BT, length_B)
-            # With many programs on their way, virtual devices of a CPU can wait for each other for ever.
-            jax.block_until_ready(length_B)
-        written = np.asarray(tokens_BT)
+        written = np.asarray(self._program(params, tokens_BT, length_B, num_tokens=num_tokens))
         return [
             Sample(
                 self._tokenizer.decode(prompt),
@@ -126,7 +122,7 @@ class Samples:
         return self._tokenizer.decode(ids[:stop])
 
     def _rows(self, num: int) -> int:
-        """Rows are split over devices; a pipeline has as many micro-batches as stages."""
+        """Returns `num` rounded up to a multiple of the shards of rows, pipeline microbatches included."""
         parts = self._layout.num_shards('rows')
         return -(-num // parts) * parts
 
@@ -134,42 +130,37 @@ class Samples:
         multiple = math.lcm(MULTIPLE, 2 * self._layout.num_shards('length'))
         rounded = -(-needed // multiple) * multiple
         window = self._config.data.seq_len
-        # The length of training is one that every kernel and mesh takes.
+        # Every kernel and mesh of the run supports the sequence length of training.
         return window if needed <= window < rounded else rounded
 
-    def _make(self, T: int) -> Callable[..., Any]:
-        """(params, tokens_BT, length_B) → the same with one token more in each row; compiled once."""
-        config, layout = self._config, self._layout
-        graph, _ = nnx.split(abstract_model(config, layout))
-        num_ids = self._tokenizer.vocab_size
+    def _generate(self, params: Params, tokens_BT: jax.Array, length_B: jax.Array, *, num_tokens: int) -> jax.Array:
+        """Returns `tokens_BT` with `num_tokens` sampled tokens after the first `length_B` of each row."""
+        layout, cap = self._layout, self._config.model.logit_softcap
+        B, T = tokens_BT.shape
+        params = {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
         parts = layout.num_shards('length')
-        # Where the length is split over devices, slot s has position order[s].
+        # Where the mesh splits the length, slot s has position order[s].
         order = np.asarray(zigzag(T, parts)) if parts > 1 else np.arange(T)
-        slot_of = np.argsort(order)
+        slot_of = jnp.asarray(np.argsort(order))
 
-        def next_token(params: Params, tokens_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-            model = nnx.merge(
-                graph, {name: tree if name == BLOCKS else to_device(tree) for name, tree in params.items()}
-            )
-            B = tokens_BT.shape[0]
+        def add_token(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            tokens_BT, length_B = state
+            model = nnx.merge(self._graph, params)
             inputs_BT, positions_BT = (
                 layout.constrain(x, ('batch', 'length'))
                 for x in (tokens_BT[:, order], jnp.broadcast_to(jnp.asarray(order, jnp.int32), (B, T)))
             )
-            hidden_BTD, _ = model(inputs_BT, positions_BT=positions_BT, micro_batches=layout.num_shards('layers'))
-            last_B = jnp.asarray(slot_of)[length_B - 1]
-            hidden_BD = jnp.take_along_axis(hidden_BTD, last_B[:, None, None], axis=1)[:, 0]
+            hidden_BTD = model(inputs_BT, positions_BT=positions_BT, micro_batches=layout.num_shards('layers'))[0]
+            hidden_BD = jnp.take_along_axis(hidden_BTD, slot_of[length_B - 1][:, None, None], axis=1)[:, 0]
             kernel_DV = model.output_kernel().astype(hidden_BD.dtype)
             logits_BV = jnp.dot(hidden_BD, kernel_DV, preferred_element_type=jnp.float32)
-            logits_BV = layout.constrain(softcap(logits_BV, config.model.logit_softcap), ('activation',) * 2)
-            rows_B = jnp.arange(B)
-            # As the engine draws the first sample of a request, so that `maxlm.generate --seed=0` gives the same text.
+            logits_BV = layout.constrain(softcap(logits_BV, cap), ('activation',) * 2)
+            # The keys of the engine's first sample, so that `maxlm.generate --seed=0` gives the same text.
             keys_B = draw_keys(jnp.full(B, SEED, jnp.uint32), jnp.zeros(B, jnp.uint32), length_B - 1)
-            chosen_B = sample(logits_BV[:, :num_ids], keys_B, TEMPERATURE)
-            return tokens_BT.at[rows_B, length_B].set(chosen_B), length_B + 1
+            token_B = sample(logits_BV[:, : self._tokenizer.vocab_size], keys_B, TEMPERATURE)
+            return tokens_BT.at[jnp.arange(B), length_B].set(token_B), length_B + 1
 
-        # Every process reads the result.
-        return jax.jit(next_token, out_shardings=layout.named())
+        return jax.lax.fori_loop(0, num_tokens, add_token, (tokens_BT, length_B))[0]
 
 
 def prompts(corpus: TrainingData, num: int) -> list[list[int]]:

@@ -125,11 +125,12 @@ def test_prompts_are_beginnings_of_validation_documents(dataset):
 
 def test_a_prompt_that_fills_the_context_is_refused(dataset, alone):
     config, layout, params, _ = alone
-    config = make_config(dataset, eval__sample_prompts=('x' * 31,))
+    # An odd length, which no ring of devices could split.
+    config = make_config(dataset, data__seq_len=33, eval__sample_prompts=('x' * 32,))
     (sample,) = Samples(config, open_training_data(config.data), layout)(params)
-    assert len(sample.prompt) == 31
-    config = make_config(dataset, eval__sample_prompts=('x' * 32,))
-    with pytest.raises(InputError, match=r'eval.sample_prompts: .* has 32 tokens.* at most 31'):
+    assert len(sample.prompt) == 32
+    config = make_config(dataset, data__seq_len=33, eval__sample_prompts=('x' * 33,))
+    with pytest.raises(InputError, match=r'eval.sample_prompts: .* has 33 tokens.* at most 32'):
         Samples(config, open_training_data(config.data), layout)
 
 
