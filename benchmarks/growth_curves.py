@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxlm.formatting import format_si
 from maxlm.planning.plots import BLUE, GREY, ORANGE, STYLE
-from maxlm.planning.tables import short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,7 +85,7 @@ def table(axis: str, curves: Sequence[Curve]) -> str:
     lines = []
     for curve in curves:
         ends = f'{told(curve.values[0], curve.unit)} … {told(curve.values[-1], curve.unit)}'
-        span = f'{short(curve.sizes[0])} … {short(curve.sizes[-1])}'
+        span = f'{format_si(curve.sizes[0])} … {format_si(curve.sizes[-1])}'
         lines.append(
             f'{axis:<14}{curve.name:<34}{span:<18}{ends:<24}{curve.exponent:>6.2f}{curve.last_exponent:>6.2f}'
             f'{curve.expected:>6.3g}  {curve.why}'
@@ -109,7 +109,7 @@ def told(value: float, unit: str) -> str:
             if value >= scale:
                 return f'{value / scale:.3g} {name}'
         return f'{value:.3g} B'
-    return short(value)
+    return format_si(value)
 
 
 def picture(title: str, label: str, curves: Sequence[Curve]) -> Figure:
@@ -179,7 +179,7 @@ def _panel(axes: Axes, curve: Curve, label: str) -> None:
 
 
 def _size(size: float) -> str:
-    return f'{size:,.0f}'.replace(',', ' ') if size < 1e5 else short(size)
+    return f'{size:,.0f}'.replace(',', ' ') if size < 1e5 else format_si(size)
 
 
 def _power(value: float) -> str:

@@ -31,6 +31,7 @@ from maxlm.checkpoint.listing import (
 from maxlm.checkpoint.merge_lora import merge_checkpoint
 from maxlm.config.schema import CheckpointConfig
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
+from maxlm.formatting import format_bytes
 from maxlm.log import Console
 from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
@@ -128,7 +129,7 @@ def _list(options: argparse.Namespace) -> int:
     print(f'{"checkpoint":<{width}}  {"size":>9}  {"validation loss":>15}  kept as')
     for name, one, kept in rows:
         loss = '-' if one.validation_loss is None else f'{one.validation_loss:.4f}'
-        print(f'{name:<{width}}  {_size(one.bytes):>9}  {loss:>15}  {kept}')
+        print(f'{name:<{width}}  {format_bytes(one.bytes):>9}  {loss:>15}  {kept}')
     for workdir in dict.fromkeys(resolve_checkpoint(given).workdir for given in options.workdirs):
         if names := damaged_steps(workdir):
             print(f'{display_path(workdir)}: set aside as damaged, never used: {", ".join(names)}')
@@ -165,8 +166,8 @@ def _prune(options: argparse.Namespace) -> int:
                     StepDirectory(workdir).delete(one.step)
         for one in going:
             told = 'would be deleted' if options.dry_run else 'deleted'
-            print(f'{workdir}@{one.step}: {told}, {_size(one.bytes)}')
-        size = _size(sum(one.bytes for one in going))
+            print(f'{workdir}@{one.step}: {told}, {format_bytes(one.bytes)}')
+        size = format_bytes(sum(one.bytes for one in going))
         print(f'{workdir}: {len(everything) - len(going)} of {len(everything)} steps stay; {size} less')
     return EXIT_DONE
 
@@ -179,7 +180,7 @@ def _fetch(options: argparse.Namespace) -> int:
         print(f'damaged   {line}')
     if found.damages:
         return EXIT_FAILED
-    print(f'{found.directory}: {_size(found.bytes)}, {found.num_checksums} checksums compared')
+    print(f'{found.directory}: {format_bytes(found.bytes)}, {found.num_checksums} checksums compared')
     return EXIT_DONE
 
 
@@ -220,15 +221,6 @@ def _check_free(workdir: Path) -> None:
     if alive or (alive is None and age <= STALE_SECONDS):
         whose = holder or 'a run that cannot be named'
         raise InputError(f'{workdir}: in use by {whose}, which deletes by its own rules; prune it when it has ended')
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ('B', 'KiB', 'MiB', 'GiB'):
-        if size < 1000:
-            return f'{size:.0f} B' if unit == 'B' else f'{size:.1f} {unit}'
-        size /= 1024
-    return f'{size:.1f} TiB'
 
 
 if __name__ == '__main__':

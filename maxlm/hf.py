@@ -18,6 +18,7 @@ import re
 import sys
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.formatting import format_bytes
 from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.huggingface.config_conversion import AUTO
 from maxlm.huggingface.export_gguf import BLOCK, TYPES, export_gguf
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
         if options.command == 'export-gguf':
             file = export_gguf(options.checkpoint, options.output, dtype=options.dtype, show=True)
             left = f'; {len(file.left)} matrices in f16, rows of which are no multiple of {BLOCK}' if file.left else ''
-            print(f'{file.path}: {file.kind} of {file.parameters:,} parameters, {file.bytes / 1e9:.2f} GB{left}')
+            print(f'{file.path}: {file.kind} of {file.parameters:,} parameters, {format_bytes(file.bytes)}{left}')
             return EXIT_DONE
         upload = _upload(options)
         exported = export_model(
@@ -118,7 +119,7 @@ def main(argv: list[str]) -> int:
     place = display_path(options.output) if upload else exported.directory
     print(
         f'{place}: {exported.class_name} of {exported.parameters:,} parameters, '
-        f'{exported.bytes / 1e9:.2f} GB in {options.dtype}'
+        f'{format_bytes(exported.bytes)} in {options.dtype}'
     )
     return EXIT_DONE
 

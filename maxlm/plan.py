@@ -27,6 +27,7 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import AUTO, Config
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code, flag
+from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip
 from maxlm.log import Console, logger
 from maxlm.planning import plots, tables
@@ -36,7 +37,7 @@ from maxlm.planning.cost import PricingTerms
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE, install_compiler
 from maxlm.planning.machine import Machine, machine_of, usable_memory
-from maxlm.planning.report import as_json, as_text, budget_text, cost_of, size_text, suggestions_text
+from maxlm.planning.report import as_json, as_text, budget_text, cost_of, suggestions_text
 from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
 from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
@@ -118,7 +119,7 @@ def _advice(shown: Forecast, advice: Candidate | None, *, asked: bool) -> str:
     begin = 'fastest of those that fit' if asked else 'this fits'
     forecast = advice.forecast
     return (
-        f'{begin}, {size_text(forecast.needed)}, {forecast.time.total:.3g} s a step, '
+        f'{begin}, {format_bytes(forecast.needed)}, {forecast.time.total:.3g} s a step, '
         f'{forecast.tokens_per_second:,.0f} tokens/s:\n  {suggestions_text(advice.changes)}'
     )
 

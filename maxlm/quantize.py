@@ -19,6 +19,7 @@ from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.evaluation.validation import evaluate
+from maxlm.formatting import format_bytes
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import Quantized, parse_weights, quantize_checkpoint
 from maxlm.log import Console, progress_bar
@@ -117,7 +118,7 @@ def _table(done: Quantized, kind: str, losses: list[float]) -> str:
     for index, (name, memory, disk) in enumerate(sizes):
         loss = f'{losses[index]:.4f}' if losses else '-'
         difference = f'{100 * (losses[1] / losses[0] - 1):+.2f} %' if losses and index else ''
-        rows.append([name, f'{memory / 1e6:,.2f} MB', f'{disk / 1e6:,.2f} MB', loss, difference])
+        rows.append([name, format_bytes(memory), format_bytes(disk), loss, difference])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f'{row[0]:<{widths[0]}}  '

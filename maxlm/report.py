@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
+from maxlm.formatting import format_bytes
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
     for history in histories:
         for note in history.notes:
             print(f'{history.workdir}: {note}')
-    print(f'{path}: {path.stat().st_size / 1024:,.0f} KiB')
+    print(f'{path}: {format_bytes(path.stat().st_size)}')
     return EXIT_DONE
 
 

@@ -146,7 +146,7 @@ def test_what_a_budget_buys(run):
     assert code == EXIT_DONE
     (steps,) = re.findall(r'4 h buy .* tokens: --config\.train\.num_steps=(\d+)', out)
     _, out, _ = run('depth.py:24', 'h100:8', '--estimate', f'--config.train.num_steps={steps}')
-    assert re.search(r': (3\.9|4\.0) h, ', out)
+    assert re.search(r': (3 h 5\d|4 h 0\d) min, ', out)
     _, dollars, _ = run('depth.py:24', 'h100:8', '--estimate', '--dollars=64', '--price-per-hour=2')
     assert '$64 buy' in dollars
     assert f'num_steps={steps}' in dollars

@@ -28,7 +28,7 @@ def test_sizes_and_losses(workdir, tmp_path, capsys):
     title, head, before, after = capsys.readouterr().out.splitlines()[-4:]
     assert title == f'{output}: step 7 in int8'
     assert head.split('  ')[0] == 'weights'
-    row = r'{} +([\d.]+) MB +[\d.]+ MB +([\d.]+){}'
+    row = r'{} +([\d.]+) KiB +[\d.]+ [KM]iB +([\d.]+){}'
     first = re.fullmatch(row.format('float32', ''), before)
     second = re.fullmatch(row.format('int8', r' +([+-][\d.]+) %'), after)
     assert float(second[1]) < float(first[1])
@@ -42,7 +42,7 @@ def test_without_losses_then_as_one_file(workdir, tmp_path, capsys):
     options = (f'--checkpoint={workdir}@7', '--format=int4', '--group=16', '--no-eval')
     assert run(*options, f'--output={output}', '--data=nowhere') == EXIT_DONE
     after = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r'int4 +[\d.]+ MB +[\d.]+ MB +-', after)
+    assert re.fullmatch(r'int4 +[\d.]+ KiB +[\d.]+ KiB +-', after)
     file = tmp_path / 'model.gguf'
     argv = ['export-gguf', f'--checkpoint={output}', f'--output={file}', '--dtype=q8_0']
     assert exit_code(hf.main, argv) == EXIT_DONE
@@ -53,15 +53,15 @@ def test_without_losses_then_as_one_file(workdir, tmp_path, capsys):
 
 def test_the_table(tmp_path):
     done = Quantized(
-        tmp_path, 7, memory_before=4_000_000, memory_after=1_250_000, disk_before=3_000_000, disk_after=900
+        tmp_path, 7, memory_before=4_000_000, memory_after=1_250_000, disk_before=3_000_000, disk_after=900_000
     )
     assert quantize._table(done, 'int8', [2.0, 2.01]).splitlines() == [
         f'{tmp_path}: step 7 in int8',
-        'weights  in memory  on disk    loss  difference',
-        'float32    4.00 MB  3.00 MB  2.0000',
-        'int8       1.25 MB  0.00 MB  2.0100     +0.50 %',
+        'weights  in memory    on disk    loss  difference',
+        'float32   3.81 MiB   2.86 MiB  2.0000',
+        'int8      1.19 MiB  878.9 KiB  2.0100     +0.50 %',
     ]
-    assert quantize._table(done, 'int4', []).splitlines()[-1] == 'int4       1.25 MB  0.00 MB     -'
+    assert quantize._table(done, 'int4', []).splitlines()[-1] == 'int4      1.19 MiB  878.9 KiB     -'
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,6 @@ from typing import Any
 from maxlm.diagnostics.result import ORDER, CheckStatus
 from maxlm.diagnostics.runner import Result
 
-GIB = 2**30
-
-
-def in_gib(size: float) -> str:
-    """Bytes in GiB, small ones in MiB."""
-    if size < 0.1 * GIB:
-        return f'{size / 2**20:.1f} MiB'
-    return f'{size / GIB:.2f} GiB' if size < 10 * GIB else f'{size / GIB:,.0f} GiB'
-
 
 def plural(count: int, noun: str) -> str:
     """`1 device`, `2 devices`."""

@@ -12,6 +12,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.formatting import format_si
 from maxlm.huggingface.architectures import NANOCHAT, Architecture
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import TOKENIZER
@@ -36,10 +37,10 @@ def model_card(
     parts = [
         _front_matter(architecture),
         f'# {name}\n',
-        f'A language model of {_short(parameters)} parameters, trained with maxlm {maxlm.__version__} and exported for '
-        f'Transformers as `{architecture.class_name}`.\n'
+        f'A language model of {format_si(parameters)} parameters, trained with maxlm {maxlm.__version__} and exported '
+        f'for Transformers as `{architecture.class_name}`.\n'
         if step
-        else f'A language model of {_short(parameters)} parameters, exported from maxlm {maxlm.__version__} for '
+        else f'A language model of {format_si(parameters)} parameters, exported from maxlm {maxlm.__version__} for '
         f'Transformers as `{architecture.class_name}`; its workdir holds the model without a run.\n',
         '## Use\n',
         _usage(name, architecture, (workdir / TOKENIZER).is_file()),
@@ -144,10 +145,3 @@ def _without_paths(config: Config) -> dict[str, dict[str, object]]:
 
 def _table(facts: dict[str, str]) -> str:
     return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in facts.items()), ''])
-
-
-def _short(parameters: int) -> str:
-    for size, letter in ((10**9, 'B'), (10**6, 'M'), (10**3, 'K')):
-        if parameters >= size:
-            return f'{parameters / size:.3g}{letter}'
-    return str(parameters)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from maxlm.formatting import format_si
 from maxlm.reporting.drawing.curves import Point, finite
-from maxlm.reporting.drawing.formatting import format_si
 from maxlm.reporting.drawing.scales import Scale, covering, without_outliers
 
 # The bit of each dot of a character, by column and row: https://www.unicode.org/charts/PDF/U2800.pdf

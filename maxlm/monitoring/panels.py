@@ -9,10 +9,19 @@ from typing import Any
 
 from rich.text import Text
 
+from maxlm.formatting import (
+    DASH,
+    format_bytes,
+    format_dollars,
+    format_duration,
+    format_loss,
+    format_percent,
+    format_rate,
+    format_si,
+)
 from maxlm.monitoring.braille_plot import plot
 from maxlm.monitoring.dashboard_data import Facts, Reading, devices_of
 from maxlm.monitoring.layout import bar, columns, field, flow, plain, shortened
-from maxlm.reporting.drawing import formatting
 from maxlm.storage.json_fields import items, number, text
 from maxlm.telemetry.run_status import CRASHED, DIVERGED, FINISHED, PREEMPTED, RUNNING, STALLED, STARTING
 
@@ -92,19 +101,19 @@ def progress(facts: Facts, width: int) -> list[Text]:
     elif facts.step or facts.newest:
         lines.append(field('step', f'{facts.step:,}'))
     fields = []
-    spent = [formatting.duration(facts.seconds)] if facts.seconds is not None else []
-    spent += [formatting.dollars(facts.dollars)] if facts.dollars is not None else []
+    spent = [format_duration(facts.seconds)] if facts.seconds is not None else []
+    spent += [format_dollars(facts.dollars)] if facts.dollars is not None else []
     if spent:
         fields.append(field('spent', ', '.join(spent)))
     if facts.seconds_left:
-        left = [formatting.duration(facts.seconds_left)]
-        left += [formatting.dollars(facts.dollars_left)] if facts.dollars_left else []
+        left = [format_duration(facts.seconds_left)]
+        left += [format_dollars(facts.dollars_left)] if facts.dollars_left else []
         fields.append(field('left', ', '.join(left)))
         if facts.condition.state == RUNNING:
             fields.append(field('ends', _moment(facts.now + facts.seconds_left, facts.now)))
     if facts.tokens is not None:
-        of = f' of {formatting.format_si(facts.num_tokens)}' if facts.num_tokens else ''
-        fields.append(field('tokens', formatting.format_si(facts.tokens) + of))
+        of = f' of {format_si(facts.num_tokens)}' if facts.num_tokens else ''
+        fields.append(field('tokens', format_si(facts.tokens) + of))
     epoch = facts.newest.get('train/epoch')
     if epoch is not None:
         fields.append(field('epoch', f'{epoch:.2f}'))
@@ -114,14 +123,14 @@ def progress(facts: Facts, width: int) -> list[Text]:
 def figures(facts: Facts, width: int) -> list[Text]:
     """Loss, rates and speed, as of the newest lines."""
     fields = [
-        _metric(facts, 'train/loss', 'loss', formatting.loss),
-        _metric(facts, 'train/best_loss', 'best', formatting.loss),
-        _metric(facts, 'eval/loss', 'validation', formatting.loss),
+        _metric(facts, 'train/loss', 'loss', format_loss),
+        _metric(facts, 'train/best_loss', 'best', format_loss),
+        _metric(facts, 'eval/loss', 'validation', format_loss),
         _metric(facts, 'train/learning_rate', 'lr', lambda value: f'{value:.2e}'),
         _metric(facts, 'train/grad_norm', 'grad norm', lambda value: f'{value:.3f}'),
         _metric(facts, 'perf/tokens_per_second', '', lambda value: f'{value:,.0f} tokens/s'),
         _metric(facts, 'perf/step_time_seconds', '', lambda value: f'{_brief(value)}/step'),
-        _metric(facts, 'perf/mfu', 'MFU', formatting.percent),
+        _metric(facts, 'perf/mfu', 'MFU', format_percent),
         _metric(facts, 'memory/peak_gib', 'memory', lambda value: f'{value:.1f} GiB'),
     ]
     skipped = facts.newest.get('train/skipped_steps')
@@ -157,8 +166,8 @@ def goodput(facts: Facts, width: int, *, bars: bool) -> list[Text]:
         for name in ranked:
             label, _, style = known[name]
             percent, seconds = (
-                f' {formatting.percent(share[name]):>6}',
-                f'  {formatting.duration(facts.shares[name]):>11}',
+                f' {format_percent(share[name]):>6}',
+                f'  {format_duration(facts.shares[name]):>11}',
             )
             room = width - words - 1 - len(percent) - len(seconds)
             drawn = [bar(share[name], room, style, full='█', rest=' ')] if room > 3 else []
@@ -170,7 +179,7 @@ def goodput(facts: Facts, width: int, *, bars: bool) -> list[Text]:
         reached += share[name]
         stacked.append(known[name][1] * (round(reached * width) - len(stacked)), style=known[name][2])
     legend = [
-        Text.assemble((known[name][1], known[name][2]), ' ', field(known[name][0], formatting.percent(share[name])))
+        Text.assemble((known[name][1], known[name][2]), ' ', field(known[name][0], format_percent(share[name])))
         for name in ranked
         if share[name] >= 0.0005
     ]
@@ -287,9 +296,9 @@ def _host(reading: Reading, hosts: int) -> list[Text]:
     line = reading.line
     fields = [Text(plain(text(line, 'host')) or f'process {reading.process}')]
     if reading.age > OLD_SECONDS:
-        fields.append(Text(f'{formatting.duration(reading.age)} ago', style='yellow'))
+        fields.append(Text(f'{format_duration(reading.age)} ago', style='yellow'))
     if hosts > 1 and reading.share is not None:
-        fields.append(field('in steps', formatting.percent(reading.share)))
+        fields.append(field('in steps', format_percent(reading.share)))
     cpu, ram, of_ram = (number(line, key) for key in ('cpu_percent', 'ram_bytes', 'ram_total_bytes'))
     mine, disk = number(line, 'process_ram_bytes'), number(line, 'disk_free_bytes')
     sent, received = number(line, 'net_sent_bytes_per_second'), number(line, 'net_received_bytes_per_second')
@@ -298,11 +307,11 @@ def _host(reading: Reading, hosts: int) -> list[Text]:
     if ram is not None:
         fields.append(field('ram', _of(ram, of_ram, 2**30, 'GiB', '.1f')))
     if mine is not None:
-        fields.append(field('of it the run', formatting.format_bytes(mine)))
+        fields.append(field('of it the run', format_bytes(mine)))
     if disk is not None:
-        fields.append(field('disk free', formatting.format_bytes(disk)))
+        fields.append(field('disk free', format_bytes(disk)))
     if sent is not None and received is not None:
-        fields.append(field('net', f'{formatting.format_bytes(received)}/s in, {formatting.format_bytes(sent)}/s out'))
+        fields.append(field('net', f'{format_rate(received)} in, {format_rate(sent)} out'))
     return fields
 
 
@@ -321,14 +330,14 @@ def _degrees(degrees: float | None) -> Text:
 
 def _brief(seconds: float) -> str:
     """Of what may be short: 12.3 ms, 1.25 s."""
-    return f'{1000 * seconds:.3g} ms' if seconds < 0.9995 else formatting.duration(seconds)
+    return f'{1000 * seconds:.3g} ms' if seconds < 0.9995 else format_duration(seconds)
 
 
 def _clock(seconds: float) -> str:
     try:
         return f'{datetime.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}'
     except (ValueError, OverflowError, OSError):
-        return formatting.DASH
+        return DASH
 
 
 def _moment(seconds: float, now: float) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from maxlm.formatting import DASH, format_dollars, format_duration, format_int, format_loss, format_percent
 from maxlm.monitoring import panels
 from maxlm.monitoring.dashboard_data import Facts
 from maxlm.monitoring.layout import columns, fitted, plain, shortened
-from maxlm.reporting.drawing import formatting
 
 # From this width on curves stand beside the rest.
 WIDE = 130
@@ -62,17 +62,17 @@ def table(runs: Sequence[Facts], selected: int, width: int) -> list[Text]:
     ]
     for number, facts in enumerate(runs):
         mark = '▸' if number == selected else ' '
-        done = formatting.percent(facts.step / facts.num_steps) if facts.num_steps else formatting.DASH
+        done = format_percent(facts.step / facts.num_steps) if facts.num_steps else DASH
         rows.append(
             [
                 Text(f'{mark} {plain(facts.name)[: width // 3]}', style='bold' if number == selected else ''),
                 panels.state(facts),
                 Text(done),
-                Text(formatting.loss(facts.newest.get('train/loss'))),
-                Text(formatting.loss(facts.newest.get('eval/loss'))),
-                Text(formatting.duration(facts.seconds_left) if facts.active else formatting.DASH),
-                Text(formatting.dollars(facts.dollars)),
-                Text(formatting.format_int(facts.newest.get('perf/tokens_per_second'))),
+                Text(format_loss(facts.newest.get('train/loss'))),
+                Text(format_loss(facts.newest.get('eval/loss'))),
+                Text(format_duration(facts.seconds_left) if facts.active else DASH),
+                Text(format_dollars(facts.dollars)),
+                Text(format_int(facts.newest.get('perf/tokens_per_second'))),
             ]
         )
     return [*columns(rows, width), _rule('', width)]
@@ -86,7 +86,7 @@ def _time(facts: Facts, width: int) -> list[Text]:
     total = sum(facts.shares.values())
     if not total:
         return []
-    title = f'time: {formatting.percent(facts.shares.get("step", 0.0) / total)} in steps that count'
+    title = f'time: {format_percent(facts.shares.get("step", 0.0) / total)} in steps that count'
     return _part(title, panels.goodput(facts, width, bars=True), width)
 
 

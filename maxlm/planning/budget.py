@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.hardware.chips import GIB, Chip
+from maxlm.formatting import format_bytes, format_si
+from maxlm.hardware.chips import Chip
 from maxlm.hardware.prices import price_per_hour
 from maxlm.planning.chinchilla import BESIROGLU, FLOPS_PER_PARAMETER_TOKEN, Allocation, Law, compute_optimal
 from maxlm.planning.cost import DEFAULT_TERMS, PricingTerms, find_pace, tokens_for
@@ -92,9 +93,9 @@ def _nothing_fits(points: Sequence[SizePoint], chip: Chip) -> str:
         return f'none of the sizes can be laid out: {points[0].row.refusal}' if points else 'no sizes were given'
     least = min(counted, key=lambda row: row.memory_bytes)
     return (
-        f'none of the sizes fits: the smallest, {least.parameters / 1e9:.2g}B, needs {least.memory_bytes / GIB:.1f} of '
-        f'{chip.memory / GIB:.1f} GiB; take more devices, a smaller train.per_device_batch_size or '
-        'model.remat_policy=full'
+        f'none of the sizes fits: the smallest, {format_si(least.parameters)}, needs '
+        f'{format_bytes(least.memory_bytes)} of {format_bytes(chip.memory)}; take more devices, a smaller '
+        'train.per_device_batch_size or model.remat_policy=full'
     )
 
 

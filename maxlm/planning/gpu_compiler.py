@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from maxlm.errors import InputError, os_message
+from maxlm.formatting import format_bytes
 
 OPTION = '--install-compiler'
 # Environment variable that names the directory.
@@ -188,7 +189,7 @@ def _reason(errors: str) -> str:
 
 
 def _size(folder: Path) -> str:
-    return f'{sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20:,.0f} MiB'
+    return format_bytes(sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()))
 
 
 def _tell(line: str) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxlm.errors import InputError, os_message
+from maxlm.formatting import format_si
 from maxlm.planning.budget import BudgetPlan
 from maxlm.planning.scaling import ScalingRow
-from maxlm.planning.tables import BUDGET_HEADER, SCALING_HEADER, budget_cells, scaling_cells, short
+from maxlm.planning.tables import BUDGET_HEADER, SCALING_HEADER, budget_cells, scaling_cells
 from maxlm.storage.atomic import replace_file
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
         ideal = [first.tokens_per_second * count / ends[0] for count in ends]
         speed.plot(ends, ideal, color='black', linewidth=1, linestyle=(0, (4, 3)), label='ideal')
         speed.set_yscale('log')
-        _ticks(speed.yaxis, short)
+        _ticks(speed.yaxis, format_si)
     for axes in (speed, share):
         axes.set_xscale('log', base=2)
         axes.set_xlabel('devices')
@@ -116,21 +117,21 @@ def budget_figure(plan: BudgetPlan, title: str) -> Figure:
     best = plan.optimum
     # Words stand where no curve is: above the lowest point, right of the crossing.
     for axes, value, words, offset, align in (
-        (loss, best.loss, f'{short(best.parameters)}: {best.loss:.3f}', (0, 18), 'center'),
-        (tokens, best.tokens, f'{short(best.parameters)} on {short(best.tokens)}', (16, -4), 'left'),
+        (loss, best.loss, f'{format_si(best.parameters)}: {best.loss:.3f}', (0, 18), 'center'),
+        (tokens, best.tokens, f'{format_si(best.parameters)} on {format_si(best.tokens)}', (16, -4), 'left'),
     ):
         at = (best.parameters, value)
         axes.plot(*at, marker='*', markersize=15, color=ORANGE, linestyle='', label='best')
         axes.annotate(words, at, offset, textcoords='offset points', ha=align, color=ORANGE, weight='bold')
         axes.set_xscale('log')
         axes.set_xlabel('parameters')
-        axes.set_xticks(sizes, [short(size) for size in sizes])
+        axes.set_xticks(sizes, [format_si(size) for size in sizes])
         axes.tick_params(axis='x', labelrotation=35)
         axes.minorticks_off()
     tokens.set_yscale('log')
     balanced = [20 * size for size in sizes]
     tokens.plot(sizes, balanced, color=GREY, linewidth=1.2, linestyle=(0, (4, 3)), label='20 tokens per parameter')
-    _ticks(tokens.yaxis, short)
+    _ticks(tokens.yaxis, format_si)
     loss.margins(y=0.15)
     _legend(loss, not all(fits), 'upper right')
     _legend(tokens, False, 'best')

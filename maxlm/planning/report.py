@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config, MeshConfig
-from maxlm.hardware.chips import GIB
+from maxlm.formatting import format_bytes, format_duration, format_si
 from maxlm.hardware.prices import has_price, price_per_hour
-from maxlm.planning.cost import DEFAULT_TERMS, Cost, PricingTerms, estimate_cost, find_pace, tokens_for
+from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimate_cost, find_pace, tokens_for
 from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.estimate.roofline import mfu
 from maxlm.planning.estimate.state_bytes import planned_state_bytes
 from maxlm.planning.forecast import Forecast
 from maxlm.planning.search import Override
-from maxlm.planning.tables import short
 
 KINDS = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch')
 
@@ -51,7 +50,7 @@ def budget_text(forecast: Forecast, terms: PricingTerms, *, dollars: float | Non
     per_step = config.train.global_batch_size * config.data.seq_len
     steps = int(tokens // per_step)
     budget = f'${dollars:,.0f}' if dollars else f'{hours:,.3g} h'
-    return f'{budget} buy {short(steps * per_step)} tokens: --config.train.num_steps={steps}'
+    return f'{budget} buy {format_si(steps * per_step)} tokens: --config.train.num_steps={steps}'
 
 
 def _tokens_for(forecast: Forecast, terms: PricingTerms, *, dollars: float | None, hours: float | None) -> float:
@@ -146,13 +145,6 @@ def suggestions_text(changes: Sequence[Override]) -> str:
     return ' '.join(change.override for change in changes)
 
 
-def size_text(size: float) -> str:
-    """Bytes in GiB, small ones in MiB."""
-    if size < 0.1 * GIB:
-        return f'{size / 2**20:.1f} MiB'
-    return f'{size / GIB:.2f} GiB' if size < 10 * GIB else f'{size / GIB:.1f} GiB'
-
-
 def _operations(number: float) -> str:
     return f'{number / 1e12:.3g} TFLOP'
 
@@ -183,21 +175,21 @@ def _memory(forecast: Forecast) -> list[tuple[str, str]]:
     if forecast.compiled is not None:
         how += f' in {forecast.compiled.seconds:.0f} s'
     over = forecast.needed - forecast.available
-    verdict = 'fits' if over <= 0 else f'DOES NOT FIT: {size_text(over)} too much'
-    chip = size_text(forecast.target.chip.memory)
+    verdict = 'fits' if over <= 0 else f'DOES NOT FIT: {format_bytes(over)} too much'
+    chip = format_bytes(forecast.target.chip.memory)
     kinds = ', '.join(
-        f'{kind} {size_text(size)}' for kind in KINDS if (size := getattr(memory, kind)) > 0.002 * memory.total
+        f'{kind} {format_bytes(size)}' for kind in KINDS if (size := getattr(memory, kind)) > 0.002 * memory.total
     )
     lines = [
         (
             'memory',
-            f'{verdict}: {size_text(forecast.needed)} of {size_text(forecast.available)} that a program may have of '
-            f'{chip}, {how}',
+            f'{verdict}: {format_bytes(forecast.needed)} of {format_bytes(forecast.available)} that a program may '
+            f'have of {chip}, {how}',
         ),
         ('', kinds),
     ]
     if memory.host:
-        lines.append(('', f'and {size_text(memory.host)} of host memory for each device'))
+        lines.append(('', f'and {format_bytes(memory.host)} of host memory for each device'))
     return lines
 
 
@@ -207,7 +199,7 @@ def _work(forecast: Forecast) -> list[tuple[str, str]]:
     if forecast.program is not None:
         counted += f' by formula ({_operations(forecast.program.flops)} in the program, without fused kernels)'
     lines = [
-        ('work', f'a device does {counted} in a step and moves {work.memory_bytes / 1e9:,.0f} GB of its memory besides')
+        ('work', f'a device does {counted} in a step and moves {format_bytes(work.memory_bytes)} of its memory besides')
     ]
     sums: dict[tuple[str, tuple[str, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for transfer in work.transfers:
@@ -219,7 +211,7 @@ def _work(forecast: Forecast) -> list[tuple[str, str]]:
             continue
         along = ' · '.join(axes) or 'groups of their own'
         waits = 'while it computes' if is_async else 'while it waits'
-        lines.append(('', f'sends {sent / 1e9:.3g} GB by {count:,.0f} × {kind} along {along}, {waits}'))
+        lines.append(('', f'sends {format_bytes(sent)} by {count:,.0f} × {kind} along {along}, {waits}'))
     return lines
 
 
@@ -239,7 +231,7 @@ def _cost(cost: Cost) -> list[tuple[str, str]]:
     lines = [
         (
             'cost',
-            f'{cost.steps:,} steps, {short(cost.tokens)} tokens: {cost.hours:,.1f} h'
+            f'{cost.steps:,} steps, {format_si(cost.tokens)} tokens: {format_duration(cost.hours * HOUR)}'
             + (
                 f', ${cost.dollars:,.0f} at ${cost.price.dollars:.2f} per device-hour ({cost.price.source})'
                 if cost.price and cost.price.dollars
@@ -251,15 +243,15 @@ def _cost(cost: Cost) -> list[tuple[str, str]]:
         lines.append(
             (
                 '',
-                f'on spot devices {cost.hours_spot:,.1f} h, ${cost.dollars_spot:,.0f} at '
+                f'on spot devices {format_duration(cost.hours_spot * HOUR)}, ${cost.dollars_spot:,.0f} at '
                 f'${cost.spot_price.dollars:.2f} ({cost.spot_price.source})',
             )
         )
     lines.append(
         (
             'checkpoint',
-            f'{size_text(cost.checkpoint_bytes)}, written in {cost.checkpoint_seconds:.0f} s beside the steps; '
-            f'{cost.checkpoints_kept} kept: ${cost.storage_dollars_per_month:.2f} a month',
+            f'{format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} beside the '
+            f'steps; {cost.checkpoints_kept} kept: ${cost.storage_dollars_per_month:.2f} a month',
         )
     )
     return lines

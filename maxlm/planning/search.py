@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from maxlm.config.schema import AUTO, Config, MeshConfig
 from maxlm.errors import InputError
+from maxlm.formatting import format_bytes
 from maxlm.planning.forecast import Forecast, estimate
 from maxlm.planning.machine import Machine
 from maxlm.planning.targets import Target
@@ -116,9 +117,9 @@ def choose_micro_batch(config: Config, machine: Machine, resolve: Resolve, compi
     if chosen is None:
         needed, there = fitting[-1].forecast.needed, fitting[-1].forecast.available
         raise InputError(
-            f'train.per_device_batch_size=auto: one sequence at a time takes {needed / 2**30:.1f} GiB of a '
+            f'train.per_device_batch_size=auto: one sequence at a time takes {format_bytes(needed)} of a '
             'device, and there are '
-            f'{there / 2**30:.1f}; python -m maxlm.plan --search looks for another mesh and model.remat_policy'
+            f'{format_bytes(there)}; python -m maxlm.plan --search looks for another mesh and model.remat_policy'
         )
     return _with(config, chosen.changes)
 

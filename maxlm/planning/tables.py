@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from maxlm.formatting import format_si
 from maxlm.hardware.chips import GIB
 from maxlm.planning.budget import BudgetPlan, BudgetRow
 from maxlm.planning.scaling import ScalingRow
@@ -30,14 +31,14 @@ SCALING_HEADER = (
 
 def scaling_cells(row: ScalingRow) -> list[str]:
     """A row as it is shown."""
-    start = [row.kind, f'{row.num_devices}', short(row.parameters), f'{row.global_batch}']
+    start = [row.kind, f'{row.num_devices}', format_si(row.parameters), f'{row.global_batch}']
     if row.refusal:
         return [*start, *'-' * 8]
     memory = f'{row.memory_bytes / GIB:.1f}' + ('' if row.fits else ' too much')
     return [
         *start,
         row.mesh,
-        short(row.tokens_per_second),
+        format_si(row.tokens_per_second),
         f'{row.step_seconds:.3g}',
         f'{row.mfu:.0%}',
         f'{row.efficiency:.0%}',
@@ -61,7 +62,7 @@ def budget_cells(row: BudgetRow, plan: BudgetPlan) -> list[str]:
     """A row as it is shown."""
     note = 'best' if row is plan.best else '' if row.fits else 'does not fit'
     ratio = f'{row.tokens / row.parameters:,.1f}'
-    return [short(row.parameters), short(row.tokens), ratio, f'{row.mfu:.0%}', f'{row.loss:.3f}', note]
+    return [format_si(row.parameters), format_si(row.tokens), ratio, f'{row.mfu:.0%}', f'{row.loss:.3f}', note]
 
 
 def budget_table(plan: BudgetPlan) -> str:
@@ -70,9 +71,9 @@ def budget_table(plan: BudgetPlan) -> str:
     return '\n'.join(
         [
             table(BUDGET_HEADER, [budget_cells(row, plan) for row in plan.rows]),
-            f'best between these: {short(optimum.parameters)} parameters on {short(optimum.tokens)} tokens, loss '
-            f'{optimum.loss:.3f}',
-            f'by the law alone, at equal speed: {short(by_law.parameters)} on {short(by_law.tokens)}',
+            f'best between these: {format_si(optimum.parameters)} parameters on {format_si(optimum.tokens)} tokens, '
+            f'loss {optimum.loss:.3f}',
+            f'by the law alone, at equal speed: {format_si(by_law.parameters)} on {format_si(by_law.tokens)}',
             f'law: {plan.law.source}',
         ]
     )
@@ -89,12 +90,3 @@ def as_json(rows: Sequence[ScalingRow] | BudgetPlan) -> Any:
             'law': dataclasses.asdict(rows.law),
         }
     return [row._asdict() for row in rows]
-
-
-def short(number: float) -> str:
-    """Three digits and a unit: 1.35B, 84.2M, 512."""
-    for unit, size in (('T', 1e12), ('B', 1e9), ('M', 1e6), ('k', 1e3)):
-        # What rounds up to the next unit belongs there.
-        if number >= 0.9995 * size:
-            return f'{number / size:.3g}{unit}' if number < 999.5 * size else f'{number / size:.0f}{unit}'
-    return f'{number:.3g}'

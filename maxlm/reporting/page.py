@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import maxlm
+from maxlm.formatting import format_time
 from maxlm.log import logger
-from maxlm.reporting.drawing import formatting
 from maxlm.reporting.drawing.css import style
 from maxlm.reporting.drawing.hover_script import SCRIPT
 from maxlm.reporting.drawing.html import Markup, join, tag
@@ -87,7 +87,7 @@ def page(runs: Sequence[ReportedRun]) -> str:
     names = ' and '.join([', '.join(run.name for run in runs[:-1]), runs[-1].name] if len(runs) > 1 else [runs[0].name])
     lead = headline(runs[0]) if len(runs) == 1 else f'{len(runs)} runs side by side.'
     links = [tag('a', words, href=f'#{name}') for name, words in _LINKS.items() if f'<section id="{name}"' in body]
-    made = f'Made by maxlm {maxlm.__version__} at {formatting.format_time(runs[0].now)} from '
+    made = f'Made by maxlm {maxlm.__version__} at {format_time(runs[0].now)} from '
     head = join(
         tag('meta', charset='utf-8'),
         tag('meta', http_equiv='Content-Security-Policy', content=POLICY),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maxlm.errors import InputError, os_message
+from maxlm.formatting import format_bytes
 
 
 def atomic_write(path: Path, content: bytes | str, *, make_parents: bool = False) -> None:
@@ -79,7 +80,7 @@ def check_space(option: str, directory: Path, needed: int) -> None:
     free = shutil.disk_usage(_standing(directory)).free
     if needed + _MARGIN > free:
         raise InputError(
-            f'{option}={directory}: needs {(needed + _MARGIN) / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; '
+            f'{option}={directory}: needs {format_bytes(needed + _MARGIN)}, {format_bytes(free)} are free; '
             f'make room or choose another disk'
         )
 

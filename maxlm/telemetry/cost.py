@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from maxlm.config.schema import Config
+from maxlm.formatting import format_duration
 from maxlm.hardware.chips import find_chip
 from maxlm.hardware.prices import Price, has_price, price_per_hour
 
@@ -42,22 +43,11 @@ def cost_metrics(seconds: float, dollars: float | None, *, dollars_per_hour: flo
 
 
 def cost_text(metrics: dict[str, float]) -> str:
-    """The same for the end of a log line: `$1.23 of $45.60, 2:03 h left`."""
+    """Returns the metrics as the end of a log line: `$1.23 of $45.60, 2 h 03 min left`."""
     parts = []
     if 'cost/dollars' in metrics:
         at_end = f' of ${metrics["cost/projected_dollars"]:,.2f}' if 'cost/projected_dollars' in metrics else ''
         parts.append(f'${metrics["cost/dollars"]:,.2f}{at_end}')
     if 'perf/eta_seconds' in metrics:
-        parts.append(f'{duration(metrics["perf/eta_seconds"])} left')
+        parts.append(f'{format_duration(metrics["perf/eta_seconds"])} left')
     return ', '.join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`2:03 h`, below an hour `4:05 min`, and below a minute `7 s`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f'{whole} s'
-    if whole < HOUR:
-        return f'{whole // 60}:{whole % 60:02} min'
-    minutes = round(seconds / 60)
-    return f'{minutes // 60}:{minutes % 60:02} h'

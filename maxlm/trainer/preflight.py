@@ -11,13 +11,14 @@ import jax
 
 from maxlm.config.schema import AUTO, Config
 from maxlm.errors import InputError
+from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import host_memory
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout, make_layout
 from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine
-from maxlm.planning.report import size_text, suggestions_text
+from maxlm.planning.report import suggestions_text
 from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.training.run_control import RunControl, ended, with_rates
 from maxlm.training.run_length import at_start
@@ -78,8 +79,8 @@ def _refusal(forecast: Forecast, advice: Candidate | None) -> str:
     if advice:
         would = f'this would fit: {suggestions_text(advice.changes)}'
     return (
-        f'the step needs {size_text(forecast.needed)} of each device and may have {size_text(forecast.available)}, '
-        f'{size_text(forecast.needed - forecast.available)} too few; {would}'
+        f'the step needs {format_bytes(forecast.needed)} of each device and may have '
+        f'{format_bytes(forecast.available)}, {format_bytes(forecast.needed - forecast.available)} too few; {would}'
     )
 
 

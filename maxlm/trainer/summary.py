@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import socket
@@ -11,13 +10,14 @@ from typing import Any
 import jax
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.formatting import format_duration
 from maxlm.hardware.chips import Peak
 from maxlm.hardware.prices import Price
 from maxlm.log import logger
 from maxlm.planning.cost import DEFAULT_TERMS
 from maxlm.planning.forecast import Forecast
 from maxlm.planning.report import cost_of, startup_text
-from maxlm.telemetry.cost import HOUR, duration
+from maxlm.telemetry.cost import HOUR
 from maxlm.telemetry.environment import checkout, command, devices, versions
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.metric_logger import Reporter
@@ -116,13 +116,12 @@ def log_end(
         else ''
     )
     logger.info(
-        f'done: {step} steps in {datetime.timedelta(seconds=round(seconds))}, '
-        f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
+        f'done: {step} steps in {format_duration(seconds)}, {perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
     )
     dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
     logger.info(
-        f'all lives of the run: {duration(spent["cost/hours"] * HOUR)}{dollars}; of the time since the first began '
-        f'{spent["goodput/fraction"]:.1%} in steps that count'
+        f'all lives of the run: {format_duration(spent["cost/hours"] * HOUR)}{dollars}; of the time since the first '
+        f'began {spent["goodput/fraction"]:.1%} in steps that count'
     )
     validation = reporter.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from maxlm.errors import InputError
+from maxlm.formatting import format_bytes, format_duration
 from maxlm.log import logger
 from maxlm.storage.bucket import Bucket, LocalFile
 from maxlm.storage.download import ClosedError
@@ -221,7 +222,8 @@ class StepMirror:
         self._progress.made()
         size = sum(file.size for file in files.values())
         logger.info(
-            f'step {step} is in {redact(self._bucket.url)} ({size / 1e6:,.1f} MB, {time.monotonic() - started:.1f} s)'
+            f'step {step} is in {redact(self._bucket.url)} '
+            f'({format_bytes(size)}, {format_duration(time.monotonic() - started)})'
         )
         self._tidy(step)
 

@@ -136,7 +136,7 @@ def test_what_cannot_be_merged(made, tmp_path, capfd, monkeypatch):
     refused(made / 'nowhere', tmp_path / 'new', 'nowhere', 'no checkpoint')
     refused(made / 'run', made / 'base', f'--output={made / "base"}', 'new or empty')
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=10**7))
-    refused(made / 'run', tmp_path / 'new', '--output', '0.0 GB are free')
+    refused(made / 'run', tmp_path / 'new', '--output', '9.54 MiB are free')
 
 
 def test_nothing_is_left_of_a_merge_that_fails(made, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from maxlm.hardware.chips import CHIPS
 from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.scaling import SHAPES, Data, Prediction, Shape, resize, spread, sweep, sweep_sizes
-from maxlm.planning.tables import as_json, scaling_table, short
+from maxlm.planning.tables import as_json, scaling_table
 
 H100 = next(chip for chip in CHIPS if chip.name == 'h100')
 DATA = Data(vocab_size=32_000, windows=10**6)
@@ -185,22 +185,6 @@ def test_rows_are_json():
     assert read[0]['kind'] == 'strong'
     assert read[0]['step_seconds'] == rows[0].step_seconds
     assert read[1]['refusal']
-
-
-@pytest.mark.parametrize(
-    ('number', 'text'),
-    [
-        (1.345e9, '1.34B'),
-        (84_200_000, '84.2M'),
-        (512, '512'),
-        (999_950, '1M'),
-        (1e12, '1T'),
-        (6.2e5, '620k'),
-        (0.25, '0.25'),
-    ],
-)
-def test_short_numbers(number, text):
-    assert short(number) == text
 
 
 def test_the_table_shows_what_does_not_fit():

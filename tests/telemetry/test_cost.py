@@ -5,7 +5,7 @@ import math
 import pytest
 
 from maxlm.hardware.prices import PRICES
-from maxlm.telemetry.cost import cost_metrics, cost_text, duration, price_of
+from maxlm.telemetry.cost import cost_metrics, cost_text, price_of
 from tests.small import small_config
 
 
@@ -28,10 +28,10 @@ def test_metrics_and_text_with_and_without_a_price():
         'perf/eta_seconds': 7380.0,
         'cost/projected_dollars': pytest.approx(6.0 + 2.05 * 12.0),
     }
-    assert cost_text(metrics) == '$6.00 of $30.60, 2:03 h left'
+    assert cost_text(metrics) == '$6.00 of $30.60, 2 h 03 min left'
     metrics = cost_metrics(1800.0, None, dollars_per_hour=0.0, left=90.0)
     assert set(metrics) == {'cost/hours', 'perf/eta_seconds'}
-    assert cost_text(metrics) == '1:30 min left'
+    assert cost_text(metrics) == '1 min 30 s left'
 
 
 def test_an_end_that_is_not_known_is_not_guessed():
@@ -39,18 +39,3 @@ def test_an_end_that_is_not_known_is_not_guessed():
     assert metrics == {'cost/hours': 1.0, 'cost/dollars': 1234.5}
     assert cost_text(metrics) == '$1,234.50'
     assert cost_text({}) == ''
-
-
-@pytest.mark.parametrize(
-    ('seconds', 'text'),
-    [
-        (0.4, '0 s'),
-        (59.4, '59 s'),
-        (59.6, '1:00 min'),
-        (3599.0, '59:59 min'),
-        (3599.7, '1:00 h'),
-        (360_000, '100:00 h'),
-    ],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text

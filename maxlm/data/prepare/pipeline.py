@@ -29,13 +29,14 @@ from maxlm.data.prepare.write_shards import ChatShards, WriteShards, left_behind
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from maxlm.errors import InputError, os_message
+from maxlm.formatting import format_si
 from maxlm.storage.atomic import atomic_write
 
 
 def rates(documents: int, tokens: int, seconds: float) -> str:
     """Documents and tokens in a second, as the bar shows them."""
     parts = {'documents/s': documents, 'tokens/s': tokens}
-    return ', '.join(f'{tqdm.format_sizeof(count / seconds)} {unit}' for unit, count in parts.items() if count)
+    return ', '.join(f'{format_si(count / seconds)} {unit}' for unit, count in parts.items() if count)
 
 
 class StageBar:

@@ -10,6 +10,7 @@ from typing import Any
 
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
+from maxlm.formatting import format_rate
 
 # Of the datasheet's figure, what a large product reaches at least on a sound device; of the median, the slowest.
 LEAST_OF_PEAK, LEAST_OF_MEDIAN = 0.7, 0.9
@@ -140,11 +141,11 @@ def evaluate_links(name: str, speed: float, expected: float, is_right: bool) -> 
         expected: of its links; 0 = not known.
         is_right: whether the sums were.
     """
-    told = f'{name}: {speed / 1e9:,.3g} GB/s out of each device in an all-reduce'
+    told = f'{name}: {format_rate(speed)} out of each device in an all-reduce'
     if not is_right:
         return failure(f'{name}: a sum over devices is wrong', 'do not train on this machine; look at its devices')
     if expected:
-        told += f', {speed / expected:.0%} of {expected / 1e9:,.0f}'
+        told += f', {speed / expected:.0%} of {format_rate(expected)}'
     if speed < LEAST_OF_LINK * expected:
         return warning(told, 'look at links and topology (nvidia-smi topo -m, NCCL_DEBUG=INFO)')
     return ok(told)

@@ -11,6 +11,7 @@ from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import plural
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
 from maxlm.errors import InputError
+from maxlm.formatting import format_rate
 from maxlm.storage.errors import redact
 
 # Of a shard in a bucket, what is read of it.
@@ -50,7 +51,7 @@ def check_data(case: CheckContext) -> CheckResult:
                 if stop == READ_BYTES and speed < SLOW:
                     slow.append(
                         warning(
-                            f'{redact(url)}: {speed / 1e6:.1f} MB/s from one reader',
+                            f'{redact(url)}: {format_rate(speed)} from one reader',
                             'copy it nearer (maxlm.fetch), or raise data.download_threads',
                         )
                     )

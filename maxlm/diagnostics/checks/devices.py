@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.output import in_gib
 from maxlm.diagnostics.result import CheckResult, CheckStatus, failure, ok, skipped, together, warning
 from maxlm.errors import InputError
+from maxlm.formatting import format_bytes
 
 # Clocks of several machines that differ by more make their logs hard to read together.
 APART = 1.0
@@ -114,9 +114,9 @@ def check_memory(case: CheckContext) -> CheckResult:
 
 def evaluate_memory(name: str, limit: int, used: int, total: int | None) -> CheckResult:
     """The finding of one device's memory, in bytes; `total` None = not known."""
-    told = f'{name}: JAX may take {in_gib(limit)}' + (f' of {in_gib(total)}' if total else '')
+    told = f'{name}: JAX may take {format_bytes(limit)}' + (f' of {format_bytes(total)}' if total else '')
     if total and limit < LEAST_SHARE * total:
         return warning(told, 'see gpus for who has the rest, or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92')
     if used > MOST_TAKEN * limit:
-        return warning(f'{told}, and {in_gib(used)} are taken', 'see who has them')
+        return warning(f'{told}, and {format_bytes(used)} are taken', 'see who has them')
     return ok(told)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from maxlm.config.schema import AUTO, Config, MeshConfig
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.output import GIB, in_gib
 from maxlm.diagnostics.result import CheckResult, failure, ok, together, warning
 from maxlm.errors import InputError, os_message
+from maxlm.formatting import format_bytes, format_rate
+from maxlm.hardware.chips import GIB
 from maxlm.storage.filesystem import is_url
 
 # Where neither config nor data set tells: that of GPT-2.
@@ -107,9 +108,9 @@ def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpo
         kept: checkpoints that lie there at a time.
     """
     findings = []
-    told = f'{directory}: {in_gib(free)} free, writes {speed / 1e6:,.0f} MB/s'
+    told = f'{directory}: {format_bytes(free)} free, writes {format_rate(speed)}'
     if kept and checkpoint:
-        told += f'; a checkpoint of {in_gib(checkpoint)} takes {checkpoint / speed:.1f} s'
+        told += f'; a checkpoint of {format_bytes(checkpoint)} takes {checkpoint / speed:.1f} s'
     if free < LEAST_FREE:
         findings.append(failure(told, 'make room, or choose another --workdir'))
     elif free < kept * checkpoint:
@@ -125,7 +126,7 @@ def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpo
         findings.append(warning(f'{directory}: room for {inodes:,} files only', 'remove small files'))
     if speed < SLOW:
         findings.append(
-            warning(f'{directory}: writes {speed / 1e6:,.1f} MB/s', 'take a faster disk: saving will hold up steps')
+            warning(f'{directory}: writes {format_rate(speed)}', 'take a faster disk: saving will hold up steps')
         )
     return together(findings or [ok(told)])
 

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.output import GIB, in_gib
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
+from maxlm.formatting import format_bytes
+from maxlm.hardware.chips import GIB
 from maxlm.hardware.detect import Hardware
 from maxlm.hardware.nvml import Gpu, Nvidia
 
@@ -111,7 +112,7 @@ def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
             findings.append(
                 warning(
                     f'{name}: used by process {", ".join(map(str, gpu.processes))}'
-                    + (f' ({in_gib(gpu.used)})' if gpu.used else ''),
+                    + (f' ({format_bytes(gpu.used)})' if gpu.used else ''),
                     'end it, or choose other GPUs with CUDA_VISIBLE_DEVICES',
                 )
             )
@@ -119,7 +120,7 @@ def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
             # In a container the processes of others are not shown.
             findings.append(
                 warning(
-                    f'{name}: {in_gib(gpu.used)} are taken, by processes that are not seen from here',
+                    f'{name}: {format_bytes(gpu.used)} are taken, by processes that are not seen from here',
                     'end them, or choose other GPUs with CUDA_VISIBLE_DEVICES',
                 )
             )

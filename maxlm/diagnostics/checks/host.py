@@ -9,8 +9,9 @@ from pathlib import Path
 
 from maxlm.diagnostics.checks.disk import checkpoint_bytes
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.output import GIB, in_gib
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, warning
+from maxlm.formatting import format_bytes
+from maxlm.hardware.chips import GIB
 
 # What Python, JAX and the pipeline of the data take in a small run.
 LEAST_RAM = 2 * GIB
@@ -43,12 +44,12 @@ def evaluate_ram(total: int, available: int, bound: tuple[int, int] | None, stat
     if bound is not None and bound[0] < total:
         total, available = bound[0], min(available, bound[0] - bound[1])
         inside = ' that this container may have'
-    told = f'{in_gib(available)} free of {in_gib(total)}{inside}'
+    told = f'{format_bytes(available)} free of {format_bytes(total)}{inside}'
     if available < LEAST_RAM:
-        return failure(told, f'free memory: a run takes {in_gib(LEAST_RAM)} at least')
+        return failure(told, f'free memory: a run takes {format_bytes(LEAST_RAM)} at least')
     if state and available < state:
         return warning(
-            f'{told}; a checkpoint copies {in_gib(state)} into it',
+            f'{told}; a checkpoint copies {format_bytes(state)} into it',
             'take a machine with more memory, or more machines',
         )
     if available < 0.1 * total:
@@ -77,7 +78,7 @@ def check_shm(case: CheckContext) -> CheckResult:
 
 def evaluate_shm(total: int, free: int) -> CheckResult:
     """The finding of bytes of shared memory."""
-    told = f'{in_gib(free)} free of {in_gib(total)}'
+    told = f'{format_bytes(free)} free of {format_bytes(total)}'
     if free < LEAST_SHM:
         return warning(told, 'give the container more, e.g. --shm-size=8g, or remove what is left in /dev/shm')
     return ok(told)

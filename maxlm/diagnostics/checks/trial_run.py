@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from maxlm.config.schema import SECTIONS
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import reason_of, with_package
-from maxlm.diagnostics.output import GIB, in_gib
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
+from maxlm.formatting import format_bytes
+from maxlm.hardware.chips import GIB
 
 TRIAL_SECONDS = 1200.0
 STEPS = 2
@@ -133,11 +134,11 @@ def evaluate_trial(trial: Trial) -> CheckResult:
     told = f'a step takes {step:.3g} s' + (f' (planned {planned:.3g})' if planned else '')
     memory, planned_memory = (last.get('memory/peak_gib') or 0) * GIB, trial.plan.get('memory_bytes')
     if memory:
-        told += f', {in_gib(memory)} of each device' + (
-            f' (planned {in_gib(planned_memory)})' if planned_memory else ''
+        told += f', {format_bytes(memory)} of each device' + (
+            f' (planned {format_bytes(planned_memory)})' if planned_memory else ''
         )
     elif planned_memory:
-        told += f', planned memory {in_gib(planned_memory)}'
+        told += f', planned memory {format_bytes(planned_memory)}'
     told += f'; starting took {trial.seconds - step * len(trained):.0f} s'
     findings = []
     waits = (last.get('perf/data_loading_seconds') or 0) / step

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.hardware.chips import GIB, Chip, host_memory, measure_matmul_tflops
+from maxlm.formatting import format_bytes
+from maxlm.hardware.chips import Chip, host_memory, measure_matmul_tflops
 from maxlm.model.attention.chunked import QUERY_BLOCK, attend_blockwise, query_ranges
 from maxlm.model.layers.masks import layer_windows
 from maxlm.planning.estimate.parameters import block_kernels, model_parameters
@@ -116,8 +117,9 @@ def _check_parameters(config: Config) -> None:
     size = model_parameters(config.model) * jnp.dtype(jnp.float32).itemsize
     if size > host_memory():
         raise InputError(
-            f'the parameters of the model take {size / GIB:,.0f} GiB and this machine has {host_memory() / GIB:,.0f} '
-            f'GiB of memory; lower model.dim, model.num_layers, model.ffn_dim or model.vocab_size'
+            f'the parameters of the model take {format_bytes(size)} and this machine has '
+            f'{format_bytes(host_memory())} of memory; lower model.dim, model.num_layers, model.ffn_dim '
+            'or model.vocab_size'
         )
 
 

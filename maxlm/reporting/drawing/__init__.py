@@ -1,1 +1,1 @@
-"""Charts, numbers and HTML of the report."""
+"""Charts and HTML of the report."""

@@ -25,8 +25,9 @@ for (const plot of document.querySelectorAll('.plot')) {
   const number = (value) => value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e9)
     ? value.toExponential(3) : value.toLocaleString('en', { maximumSignificantDigits: 4 });
   const two = (value) => String(Math.floor(value)).padStart(2, '0');
-  const words = (x) => plot.dataset.kind === 'step' ? `step ${Math.round(x).toLocaleString('en')}`
-    : `${Math.floor(x / 3600)}:${two(x / 60 % 60)}:${two(x % 60)} h`;
+  const duration = (x) => x < 60 ? `${Math.floor(x)} s`
+    : x < 3600 ? `${Math.floor(x / 60)} min ${two(x % 60)} s` : `${Math.floor(x / 3600)} h ${two(x / 60 % 60)} min`;
+  const words = (x) => plot.dataset.kind === 'step' ? `step ${Math.round(x).toLocaleString('en')}` : duration(x);
   const nearest = (points, x) => {
     let first = 0, last = points.length - 1;
     while (last - first > 1) {

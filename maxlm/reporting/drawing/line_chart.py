@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from maxlm.formatting import format_number
 from maxlm.reporting.drawing.curves import MAX_POINTS, Point, finite, smoothed, thinned
-from maxlm.reporting.drawing.formatting import format_number
 from maxlm.reporting.drawing.html import Markup, join, tag
 from maxlm.reporting.drawing.palette import curve_class
 from maxlm.reporting.drawing.scales import Scale, covering, labels, ticks, time_labels, time_ticks, without_outliers

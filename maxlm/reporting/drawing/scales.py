@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from maxlm.reporting.drawing.formatting import format_si
+from maxlm.formatting import format_si
 
 # Seconds between two ticks of a time.
 _TIMES = (*(1, 2, 5, 10, 15, 30), *(60, 120, 300, 600, 900, 1800), *(3600, 7200, 10800, 21600, 43200), 86400)
@@ -107,7 +107,7 @@ def labels(values: Sequence[float]) -> list[str]:
 
 
 def time_labels(values: Sequence[float]) -> list[str]:
-    """Texts of ticks in seconds: 30 s, 5 min, 1:30 h, 2 d."""
+    """Returns the texts of ticks in seconds: 30 s, 1 min 30 s, 5 min, 1 h 30 min, 2 d."""
     steps = [b - a for a, b in itertools.pairwise(values)]
     step = min(steps, default=max(values, default=0.0))
     texts = []
@@ -120,11 +120,11 @@ def time_labels(values: Sequence[float]) -> list[str]:
         elif step >= 3600:
             texts.append(f'{whole / 3600:g} h')
         elif step >= 60 and max(values) >= 3600:
-            texts.append(f'{whole // 3600}:{whole % 3600 // 60:02} h')
+            texts.append(f'{whole // 3600} h {whole % 3600 // 60:02} min')
         elif step >= 60:
             texts.append(f'{whole / 60:g} min')
         elif max(values) >= 60:
-            texts.append(f'{whole // 60}:{whole % 60:02} min')
+            texts.append(f'{whole // 60} min {whole % 60:02} s')
         else:
             texts.append(f'{whole} s')
     return texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from maxlm.reporting.drawing import formatting
+from maxlm.formatting import format_loss, format_number, format_percent, format_si
 from maxlm.reporting.drawing.curves import scaled
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
 from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lowered
@@ -71,7 +71,7 @@ def _loss(runs: Sequence[ReportedRun], names: str, named: bool) -> Chart:
         of = f'{run.name}: ' if named else ''
         series.append(Series(f'{of}training', run.training, run.color, smooth=True))
         best = run.best
-        told = f'(best {formatting.loss(best[1])} at step {best[0]:,.0f}, ringed)' if best else ''
+        told = f'(best {format_loss(best[1])} at step {best[0]:,.0f}, ringed)' if best else ''
         series.append(
             Series(
                 f'{of}validation',
@@ -161,11 +161,11 @@ def _source_table(run: ReportedRun, named: bool) -> Markup:
     rows = [
         [
             name,
-            formatting.format_si(tokens.get(name)),
-            formatting.percent(run.last(f'data/fraction/{name}')),
-            formatting.format_number(run.last(f'data/epoch/{name}')),
-            formatting.loss(run.last(f'train/loss/{name}')),
-            formatting.loss(run.last(f'eval/loss/{name}')),
+            format_si(tokens.get(name)),
+            format_percent(run.last(f'data/fraction/{name}')),
+            format_number(run.last(f'data/epoch/{name}')),
+            format_loss(run.last(f'train/loss/{name}')),
+            format_loss(run.last(f'eval/loss/{name}')),
         ]
         for name in names
     ]

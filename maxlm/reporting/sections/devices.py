@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maxlm.reporting.drawing import formatting
+from maxlm.formatting import DASH, format_bytes, format_int, format_percent
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
 from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lowered
 from maxlm.reporting.sections.device_curves import Curves, binned, device_curves, few, host_curves
 from maxlm.reporting.sections.run_summary import GIB, ReportedRun
 from maxlm.storage.json_fields import items, number, text
 
-_MIB = 2**20
 _MAX_ROWS = 64
 
 
@@ -38,8 +37,8 @@ _OF_HOSTS = (
     _Reading('cpu_percent', 'CPU of the host', '% of all cores'),
     _Reading('ram_bytes', 'Memory of the host', 'GiB', 1 / GIB),
     _Reading('disk_free_bytes', 'Free on the disk of the workdir', 'GiB', 1 / GIB),
-    _Reading('disk_write_bytes_per_second', 'Written to disk', 'MiB/s', 1 / _MIB),
-    _Reading('net_received_bytes_per_second', 'Received from the network', 'MiB/s', 1 / _MIB),
+    _Reading('disk_write_bytes_per_second', 'Written to disk', 'MB/s', 1e-6),
+    _Reading('net_received_bytes_per_second', 'Received from the network', 'MB/s', 1e-6),
 )
 
 
@@ -106,14 +105,14 @@ def _device(readings: Sequence[Mapping[str, Any]]) -> list[str]:
         values('temperature_c'),
     )
     reasons = Counter(str(reason) for reading in readings for reason in items(reading, 'throttled'))
-    throttled = ', '.join(f'{formatting.percent(count / len(readings))} {reason}' for reason, count in reasons.items())
+    throttled = ', '.join(f'{format_percent(count / len(readings))} {reason}' for reason, count in reasons.items())
     total = over('memory_total_bytes', max)
     return [
         text(readings[-1], 'kind'),
-        formatting.percent(None if use is None else use / 100),
-        formatting.format_bytes(over('memory_bytes', max)) + (f' of {formatting.format_bytes(total)}' if total else ''),
-        f'{max(hottest):.0f} °C' if hottest else formatting.DASH,
-        f'{power:,.0f} W' if power is not None else formatting.DASH,
-        throttled or ('never' if any('throttled' in reading for reading in readings) else formatting.DASH),
-        formatting.format_int(over('ecc_errors', max)),
+        format_percent(None if use is None else use / 100),
+        format_bytes(over('memory_bytes', max)) + (f' of {format_bytes(total)}' if total else ''),
+        f'{max(hottest):.0f} °C' if hottest else DASH,
+        f'{power:,.0f} W' if power is not None else DASH,
+        throttled or ('never' if any('throttled' in reading for reading in readings) else DASH),
+        format_int(over('ecc_errors', max)),
     ]

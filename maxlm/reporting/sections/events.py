@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.reporting.drawing import formatting
+from maxlm.formatting import format_int, format_time
 from maxlm.reporting.drawing.html import Markup, note, section, table, tag
 from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import number, text
@@ -47,5 +47,5 @@ def _row(event: Mapping[str, Any]) -> list[Markup | str]:
         message = f'{message[:_LONGEST]} …'
     is_alarm = event.get('alert') is True or kind in ('failed', 'diverged')
     told: Markup | str = tag('span', kind, class_='alarm') if is_alarm else kind
-    life, step = formatting.format_int(number(event, 'life')), formatting.format_int(number(event, 'step'))
-    return [formatting.format_time(number(event, 'time')), life, step, told, message]
+    life, step = format_int(number(event, 'life')), format_int(number(event, 'step'))
+    return [format_time(number(event, 'time')), life, step, told, message]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from maxlm.reporting.drawing import formatting
+from maxlm.formatting import format_dollars, format_duration, format_int, format_percent, format_time
 from maxlm.reporting.drawing.bars import Bar, draw_bars, swatch
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
 from maxlm.reporting.sections.run_summary import ReportedRun
@@ -40,7 +40,7 @@ def goodput(runs: Sequence[ReportedRun]) -> Markup:
         return Markup('')
     totals, lives = run.ledger.totals, run.ledger.lives[-_MAX_LIVES:]
     words = note(
-        f'{formatting.percent(run.ledger.share)} of {formatting.duration(run.ledger.seconds)} went into steps that '
+        f'{format_percent(run.ledger.share)} of {format_duration(run.ledger.seconds)} went into steps that '
         f'count{_money(run)}.'
     )
     several = len(run.ledger.lives) > 1
@@ -62,10 +62,10 @@ def _life_rows(totals: dict[str, float], lives: Sequence[Attempt]) -> list[list[
     rows = []
     for category, words in WORDS.items():
         name = join(swatch(category), words)
-        shares = [formatting.duration(totals[category]), formatting.percent(totals[category] / whole)]
-        rows.append([name, *shares, *(formatting.duration(life.seconds[category]) for life in lives)])
-    sums = [formatting.duration(sum(life.seconds.values())) for life in lives]
-    rows.append([tag('b', 'all'), formatting.duration(sum(totals.values())), formatting.percent(1.0), *sums])
+        shares = [format_duration(totals[category]), format_percent(totals[category] / whole)]
+        rows.append([name, *shares, *(format_duration(life.seconds[category]) for life in lives)])
+    sums = [format_duration(sum(life.seconds.values())) for life in lives]
+    rows.append([tag('b', 'all'), format_duration(sum(totals.values())), format_percent(1.0), *sums])
     return rows
 
 
@@ -75,9 +75,9 @@ def _rows(columns: Sequence[Mapping[str, float]]) -> list[list[Markup | str]]:
         cells = []
         for parts in columns:
             fraction = parts[category] / (sum(parts.values()) or 1.0)
-            cells.append(f'{formatting.duration(parts[category])} ({formatting.percent(fraction)})')
+            cells.append(f'{format_duration(parts[category])} ({format_percent(fraction)})')
         rows.append([join(swatch(category), words), *cells])
-    rows.append([tag('b', 'all'), *(formatting.duration(sum(parts.values())) for parts in columns)])
+    rows.append([tag('b', 'all'), *(format_duration(sum(parts.values())) for parts in columns)])
     return rows
 
 
@@ -94,15 +94,15 @@ def _hosts(run: ReportedRun) -> Markup:
 def _steps_of_lives(run: ReportedRun, lives: Sequence[Attempt]) -> Markup:
     rows = []
     for life in lives:
-        steps = f'{formatting.format_int(life.start_step)} to {formatting.format_int(life.step)}'
+        steps = f'{format_int(life.start_step)} to {format_int(life.step)}'
         how = 'ended by itself' if life.closed else 'no end was written: it was killed, or still runs'
-        money = formatting.dollars(life.dollars)
+        money = format_dollars(life.dollars)
         rows.append(
             [
                 f'life {life.number}',
                 steps,
-                formatting.format_time(life.began),
-                formatting.format_time(life.time),
+                format_time(life.began),
+                format_time(life.time),
                 money,
                 how,
             ]
@@ -114,4 +114,4 @@ def _steps_of_lives(run: ReportedRun, lives: Sequence[Attempt]) -> Markup:
 def _money(run: ReportedRun) -> str:
     if run.dollars is None or run.ledger is None:
         return ''
-    return f', {formatting.dollars(run.dollars * run.ledger.share)} of {formatting.dollars(run.dollars)}'
+    return f', {format_dollars(run.dollars * run.ledger.share)} of {format_dollars(run.dollars)}'

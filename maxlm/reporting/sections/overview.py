@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxlm.reporting.drawing import formatting
-from maxlm.reporting.drawing.formatting import DASH
+from maxlm.formatting import (
+    DASH,
+    format_bytes,
+    format_dollars,
+    format_duration,
+    format_loss,
+    format_percent,
+    format_si,
+    format_time,
+)
 from maxlm.reporting.drawing.html import Markup, join, note, table, tag
 from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import mapping, number, text
@@ -68,7 +76,7 @@ def headline(run: ReportedRun) -> str:
     parameters = number(run.started, 'parameters')
     if not run.history.begun:
         return 'No run has begun here yet.'
-    what = f'A model of {formatting.format_si(parameters)} parameters' if parameters else 'A model'
+    what = f'A model of {format_si(parameters)} parameters' if parameters else 'A model'
     sources = [name for name, _, _ in run.dataset if name]
     on = f' trained on {_listed(sources)}' if sources else ''
     return f'{what}{on}.'
@@ -94,13 +102,13 @@ def _model(run: ReportedRun) -> Fact:
         model = config.model
         detail = f'{model.family}, {model.num_layers} layers × {model.dim}, vocabulary {model.vocab_size:,}'
     parameters = number(run.started, 'parameters')
-    return Fact('Parameters', formatting.format_si(parameters), detail)
+    return Fact('Parameters', format_si(parameters), detail)
 
 
 def _data(run: ReportedRun) -> Fact:
     tokens = [tokens for _, tokens, _ in run.dataset if tokens is not None]
     names = [name for name, _, _ in run.dataset if name]
-    return Fact('Tokens of the data', formatting.format_si(sum(tokens)) if tokens else DASH, _listed(names))
+    return Fact('Tokens of the data', format_si(sum(tokens)) if tokens else DASH, _listed(names))
 
 
 def _steps(run: ReportedRun) -> Fact:
@@ -108,7 +116,7 @@ def _steps(run: ReportedRun) -> Fact:
         return Fact('Steps', DASH, f'of {run.num_steps:,} planned' if run.num_steps else '')
     words = []
     if run.tokens_per_step:
-        words.append(f'{formatting.format_si(run.step * run.tokens_per_step)} tokens')
+        words.append(f'{format_si(run.step * run.tokens_per_step)} tokens')
     epoch = run.last('train/epoch')
     if epoch is not None:
         words.append(f'{epoch:.3g} epochs')
@@ -121,7 +129,7 @@ def _validation(run: ReportedRun) -> Fact:
         return Fact('Best validation loss', DASH, 'no evaluation yet')
     step, loss = run.best
     last = run.last('eval/loss')
-    return Fact('Best validation loss', formatting.loss(loss), f'at step {step:,.0f}; last {formatting.loss(last)}')
+    return Fact('Best validation loss', format_loss(loss), f'at step {step:,.0f}; last {format_loss(last)}')
 
 
 def _training(run: ReportedRun) -> Fact:
@@ -130,30 +138,30 @@ def _training(run: ReportedRun) -> Fact:
     words = [f'{skipped:,.0f} steps left out'] if skipped else []
     lowest = run.last('train/best_loss')
     if lowest is not None:
-        words.insert(0, f'lowest {formatting.loss(lowest)}')
-    return Fact('Last training loss', formatting.loss(last), ', '.join(words))
+        words.insert(0, f'lowest {format_loss(lowest)}')
+    return Fact('Last training loss', format_loss(last), ', '.join(words))
 
 
 def _time(run: ReportedRun) -> Fact:
     lives = len(run.starts)
     words = f'{lives} {"life" if lives == 1 else "lives"}, ' if lives else ''
-    since = f'{words}since {formatting.format_time(run.began)}' if run.began else ''
-    return Fact('Wall time', formatting.duration(run.wall_seconds), since)
+    since = f'{words}since {format_time(run.began)}' if run.began else ''
+    return Fact('Wall time', format_duration(run.wall_seconds), since)
 
 
 def _cost(run: ReportedRun) -> Fact:
     price = number(run.started, 'price_per_hour')
     if price is None:
-        return Fact('Cost', formatting.dollars(run.dollars), 'no price is known' if run.dollars is None else '')
+        return Fact('Cost', format_dollars(run.dollars), 'no price is known' if run.dollars is None else '')
     source = text(run.started, 'price_source')
-    detail = f'{formatting.dollars(price)} per device-hour' + (f' ({source})' if source else '')
-    return Fact('Cost', formatting.dollars(run.dollars), detail)
+    detail = f'{format_dollars(price)} per device-hour' + (f' ({source})' if source else '')
+    return Fact('Cost', format_dollars(run.dollars), detail)
 
 
 def _useful(run: ReportedRun) -> Fact:
     return Fact(
         'Time in steps that count',
-        formatting.percent(run.ledger.share if run.ledger else None),
+        format_percent(run.ledger.share if run.ledger else None),
         'goodput, of the wall time',
     )
 
@@ -161,10 +169,10 @@ def _useful(run: ReportedRun) -> Fact:
 def _throughput(run: ReportedRun) -> Fact:
     rate, mfu = run.median('perf/tokens_per_second'), run.median('perf/mfu')
     peak, source = number(run.started, 'peak_tflops'), text(run.started, 'peak_source')
-    words = f'MFU {formatting.percent(mfu)}' if mfu is not None else ''
+    words = f'MFU {format_percent(mfu)}' if mfu is not None else ''
     if words and peak:
         words += f' of {peak:,.4g} TFLOP/s' + (f' ({source})' if source else '')
-    return Fact('Tokens per second', formatting.format_si(rate), words)
+    return Fact('Tokens per second', format_si(rate), words)
 
 
 def _hardware(run: ReportedRun) -> Fact:
@@ -178,10 +186,8 @@ def _hardware(run: ReportedRun) -> Fact:
 
 def _memory(run: ReportedRun) -> Fact:
     available = number(mapping(run.started, 'plan'), 'memory_available_bytes')
-    detail = (
-        f'of {formatting.format_bytes(available)} that a program may have' if available and run.memory_bytes else ''
-    )
-    return Fact('Most memory of a device', formatting.format_bytes(run.memory_bytes), detail)
+    detail = f'of {format_bytes(available)} that a program may have' if available and run.memory_bytes else ''
+    return Fact('Most memory of a device', format_bytes(run.memory_bytes), detail)
 
 
 def _listed(names: list[str]) -> str:

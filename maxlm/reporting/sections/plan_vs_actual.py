@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from maxlm.reporting.drawing import formatting
+from maxlm.formatting import DASH, format_bytes, format_dollars, format_duration, format_si
 from maxlm.reporting.drawing.html import Markup, note, section, table
 from maxlm.reporting.sections.run_summary import ReportedRun, ratio
 from maxlm.storage.json_fields import mapping, number
@@ -21,15 +21,11 @@ class _Row(NamedTuple):
 
 
 _ROWS = (
-    _Row('time of a step', 'step_seconds', formatting.duration, lambda run: run.median('perf/step_time_seconds')),
-    _Row(
-        'tokens per second', 'tokens_per_second', formatting.format_si, lambda run: run.median('perf/tokens_per_second')
-    ),
-    _Row('memory of a device', 'memory_bytes', formatting.format_bytes, lambda run: run.memory_bytes),
-    _Row(
-        'wall time', 'hours', lambda hours: formatting.duration(_seconds(hours)), lambda run: _hours(run.wall_seconds)
-    ),
-    _Row('cost', 'dollars', formatting.dollars, lambda run: run.dollars),
+    _Row('time of a step', 'step_seconds', format_duration, lambda run: run.median('perf/step_time_seconds')),
+    _Row('tokens per second', 'tokens_per_second', format_si, lambda run: run.median('perf/tokens_per_second')),
+    _Row('memory of a device', 'memory_bytes', format_bytes, lambda run: run.memory_bytes),
+    _Row('wall time', 'hours', lambda hours: format_duration(_seconds(hours)), lambda run: _hours(run.wall_seconds)),
+    _Row('cost', 'dollars', format_dollars, lambda run: run.dollars),
 )
 
 
@@ -42,7 +38,7 @@ def plan(runs: Sequence[ReportedRun]) -> Markup:
         for run in planned:
             predicted, actual = number(mapping(run.started, 'plan'), row.key), row.actual(run)
             share = ratio(actual, predicted)
-            told = [row.write(predicted), row.write(actual), formatting.DASH if share is None else f'{share:.2f}']
+            told = [row.write(predicted), row.write(actual), DASH if share is None else f'{share:.2f}']
             cells += told if len(runs) == 1 else [f'{told[0]} → {told[1]} ({told[2]})']
         rows.append([row.name, *cells])
     if not planned:

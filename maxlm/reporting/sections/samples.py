@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.reporting.drawing import formatting
+from maxlm.formatting import format_int
 from maxlm.reporting.drawing.html import Markup, code, join, note, section, tag
 from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import number, text
@@ -40,7 +40,7 @@ def _prompt(of: str, prompt: str, lines: Sequence[Mapping[str, Any]]) -> Markup:
 def _sample(line: Mapping[str, Any]) -> Markup:
     words = text(line, 'text')
     shown = words if len(words) <= _LONGEST else f'{words[:_LONGEST]} …'
-    return join(tag('div', f'step {formatting.format_int(number(line, "step"))}', class_='unit'), code(shown))
+    return join(tag('div', f'step {format_int(number(line, "step"))}', class_='unit'), code(shown))
 
 
 def _evenly(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

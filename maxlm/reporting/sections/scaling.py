@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxlm.reporting.drawing import formatting
+from maxlm.formatting import format_percent, format_si
 from maxlm.reporting.drawing.html import Markup, note, section, table
 from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import mapping, number, text
@@ -37,7 +37,7 @@ def scaling(runs: Sequence[ReportedRun]) -> Markup:
     if len(counts) == 1:
         devices = f'{found[0].num_devices} {"device" if counts == {1} else "devices"}'
         rate = statistics.median(one.per_device for one in found)
-        told = f'All lives ran on {devices}, with {formatting.format_si(rate)} tokens/s per device; '
+        told = f'All lives ran on {devices}, with {format_si(rate)} tokens/s per device; '
         return section('scaling', 'Scaling', note(told, 'efficiency needs a second number of devices.'))
     header = ['run', 'life', 'devices', 'tokens/s', 'per device', 'efficiency']
     rows = [
@@ -45,9 +45,9 @@ def scaling(runs: Sequence[ReportedRun]) -> Markup:
             one.run,
             str(one.life),
             f'{one.num_devices} × {one.kind}',
-            formatting.format_si(one.tokens_per_second),
-            formatting.format_si(one.per_device),
-            formatting.percent(efficiency(one, found)),
+            format_si(one.tokens_per_second),
+            format_si(one.per_device),
+            format_percent(efficiency(one, found)),
         ]
         for one in sorted(found, key=lambda one: (one.num_devices, one.run, one.life))
     ]

@@ -61,7 +61,7 @@ def test_matmul_of_this_machine(small):
 
 def test_links():
     assert evaluate_links('data=8', 3e11, 4.5e11, True).found == (
-        'data=8: 300 GB/s out of each device in an all-reduce, 67% of 450'
+        'data=8: 300.0 GB/s out of each device in an all-reduce, 67% of 450.0 GB/s'
     )
     assert evaluate_links('data=8', 1e11, 4.5e11, True).status is CheckStatus.WARNING
     assert evaluate_links('data=8', 1.0, 0.0, True).status is CheckStatus.OK

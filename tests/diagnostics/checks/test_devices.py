@@ -63,7 +63,7 @@ def test_memory_of_several(monkeypatch):
         return types.SimpleNamespace(id=number, device_kind='NVIDIA H100', memory_stats=lambda: stats)
 
     monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 73 * GIB)])
-    assert check_memory(case_on(CPU)).found == 'each: JAX may take 73 GiB of 79 GiB'
+    assert check_memory(case_on(CPU)).found == 'each: JAX may take 73.0 GiB of 79.1 GiB'
     monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 9 * GIB)])
     found = check_memory(case_on(CPU))
     assert found.status is CheckStatus.WARNING

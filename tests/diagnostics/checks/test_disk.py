@@ -14,14 +14,14 @@ from tests.small import small_config
 @pytest.mark.parametrize(
     ('facts', 'status', 'words'),
     [
-        ({}, 'ok', '100 GiB free, writes 500 MB/s; a checkpoint of 5.00 GiB takes 10.7 s'),
-        ({'free': GIB // 2}, 'failure', '0.50 GiB free'),
+        ({}, 'ok', '100.0 GiB free, writes 500.0 MB/s; a checkpoint of 5.00 GiB takes 10.7 s'),
+        ({'free': GIB // 2}, 'failure', '512.0 MiB free'),
         ({'free': 20 * GIB}, 'failure', 'and 7 of them are there at a time'),
-        ({'free': 20 * GIB, 'kept': 0}, 'ok', '20 GiB free'),
+        ({'free': 20 * GIB, 'kept': 0}, 'ok', '20.0 GiB free'),
         ({'free': 5 * GIB, 'checkpoint': 0}, 'warning', '5.00 GiB free'),
         ({'inodes': 9}, 'warning', 'room for 9 files only'),
-        ({'inodes': 0}, 'ok', '100 GiB'),
-        ({'speed': 5e6}, 'warning', 'writes 5.0 MB/s'),
+        ({'inodes': 0}, 'ok', '100.0 GiB'),
+        ({'speed': 5e6}, 'warning', 'writes 5.00 MB/s'),
     ],
 )
 def test_judgement(tmp_path, facts, status, words):

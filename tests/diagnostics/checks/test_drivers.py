@@ -45,8 +45,8 @@ def test_driver(machine, installed, status, words):
         (H100._replace(remap_failed=True), 'failure', 'GPU 1: faulty memory that could not be remapped'),
         (H100._replace(remap_pending=True), 'warning', 'GPU 1: faulty memory waits for a reset'),
         (H100._replace(throttled=('thermal',)), 'warning', 'GPU 1: slowed down (thermal)'),
-        (H100._replace(processes=(17,), used=40 * GIB), 'warning', 'GPU 1: used by process 17 (40 GiB)'),
-        (H100._replace(used=40 * GIB), 'warning', 'GPU 1: 40 GiB are taken, by processes that are not seen'),
+        (H100._replace(processes=(17,), used=40 * GIB), 'warning', 'GPU 1: used by process 17 (40.0 GiB)'),
+        (H100._replace(used=40 * GIB), 'warning', 'GPU 1: 40.0 GiB are taken, by processes that are not seen'),
         (
             H100._replace(name='NVIDIA A100'),
             'warning',

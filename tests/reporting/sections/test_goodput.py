@@ -1,6 +1,6 @@
 import re
 
-from maxlm.reporting.drawing import formatting
+from maxlm.formatting import format_duration
 from maxlm.reporting.sections.goodput import WORDS, goodput
 from maxlm.telemetry.goodput import CATEGORIES
 
@@ -16,8 +16,8 @@ def test_lives_and_their_total(run_of):
     totals = run.ledger.totals
     assert totals['lost'] > 10
     for category, words in WORDS.items():
-        assert f'{words}</td><td>{formatting.duration(totals[category])}</td>' in text
-    assert f'<td>{formatting.duration(run.ledger.seconds)}</td><td>100.0%</td>' in text
+        assert f'{words}</td><td>{format_duration(totals[category])}</td>' in text
+    assert f'<td>{format_duration(run.ledger.seconds)}</td><td>100.0%</td>' in text
     assert 'it was killed' in text
 
 

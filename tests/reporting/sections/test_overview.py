@@ -1,6 +1,6 @@
 import pytest
 
-from maxlm.reporting.drawing.formatting import DASH
+from maxlm.formatting import DASH
 from maxlm.reporting.sections.overview import facts, headline, summary
 from tests import workdirs
 
