@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message, text_argument
-from maxlm.inference.engine.batch_io import Line, read_prompts, write_completions
+from maxlm.inference.engine.batch_io import Line, read_lines, write_completions
 from maxlm.inference.engine.engine import CACHES, Engine
 from maxlm.inference.engine.interactive import stream, talk
 from maxlm.inference.engine.requests import Completion, Request
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         talk(model, engine, request, chat=options.chat, read=input, output=sys.stdout)
         return EXIT_DONE
     if options.input:
-        lines = read_prompts(options.input, model)
+        lines = read_lines(options.input, model)
         if not lines:
             raise InputError(f'{options.input}: has no lines')
         engine, model = _with_engine(model, options, len(lines) * options.num_samples)

@@ -9,11 +9,9 @@ template, and otherwise a text to go on with. All other keys are the task: see m
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +19,12 @@ import numpy as np
 
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.documents.conversation import parse_messages
-from maxlm.data.documents.read_options import MAX_RECORD_BYTES
-from maxlm.data.formats.compression import decompressed
+from maxlm.data.formats.jsonl import read_objects
 from maxlm.data.loader.shuffle import ShuffledIndex
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.storage import filesystem
 from maxlm.storage.filesystem import display_path
-from maxlm.storage.json_text import parse_json
 from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER
 
 # What a line asks, one or the other.
@@ -115,7 +110,7 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
     """
     name = display_path(path)
     ids, tasks, lines, too_long = [], [], [], []
-    for number, entry in _entries(path):
+    for number, entry in read_objects(path):
         try:
             prompt = _encode(entry, encoder)
         except (ValueError, InputError) as error:
@@ -140,32 +135,6 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
             f'{max_tokens} tokens that there is room for; the first is line {too_long[0][1]}, with {too_long[0][0]}'
         )
     return Prompts(path, tuple(ids), tuple(tasks), tuple(lines), len(too_long))
-
-
-def _entries(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number of the line, object) of each line that is not empty."""
-    name = display_path(path)
-    try:
-        with contextlib.ExitStack() as stack:
-            stream = decompressed(stack.enter_context(filesystem.open_file(path)), path)
-            lines = iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), b'')
-            for number, line in enumerate(lines, start=1):
-                if len(line) > MAX_RECORD_BYTES:
-                    raise InputError(f'{name}:{number}: the line is longer than {MAX_RECORD_BYTES // 2**20} MiB')
-                try:
-                    entry = parse_json(line.decode('utf-8-sig')) if line.strip() else None
-                except UnicodeDecodeError as error:
-                    raise InputError(f'{name}:{number}: not UTF-8') from error
-                except ValueError as error:
-                    raise InputError(f'{name}:{number}: not JSON ({error}); each line must be an object') from error
-                if line.strip() and not isinstance(entry, dict):
-                    raise InputError(
-                        f'{name}:{number}: {type(entry).__name__}, not an object with "prompt" or "messages"'
-                    )
-                if entry is not None:
-                    yield number, entry
-    except (EOFError, zlib.error, OSError) as error:
-        raise InputError(f'{name}: damaged or cut short ({error})') from error
 
 
 def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.ndarray:

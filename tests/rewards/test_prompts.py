@@ -9,9 +9,9 @@ import pytest
 
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.formats import jsonl
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.rewards import prompts
 from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
 
 TOKENIZER = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
@@ -131,7 +131,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_a_line_that_is_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(prompts, 'MAX_RECORD_BYTES', 100)
+    monkeypatch.setattr(jsonl, 'MAX_RECORD_BYTES', 100)
     path = write(tmp_path / 'x.jsonl', {'prompt': 'x' * 50}, {'prompt': 'x' * 150})
     with pytest.raises(InputError, match=r'x\.jsonl:2: the line is longer than '):
         read_prompts(str(path), CHAT, 1000)

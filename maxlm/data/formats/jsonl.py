@@ -9,9 +9,10 @@ from typing import Any, BinaryIO
 
 from maxlm.data.documents.document import Document, OnBad
 from maxlm.data.documents.parse_record import entry_document, entry_format
-from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
 from maxlm.data.formats.compression import decompressed, is_compressed
 from maxlm.data.formats.input_file import InputFile
+from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path
@@ -121,3 +122,35 @@ def _count_lines(path: str, stop: int) -> int:
             count += chunk.count(b'\n')
             stop -= len(chunk)
     return count
+
+
+def read_objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number, object) of each line of a JSONL file that is not empty.
+
+    The file is local or in a bucket, plain or compressed with gzip or Zstandard.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not a JSON object. The message names the line.
+    """
+    name = display_path(path)
+    try:
+        with contextlib.ExitStack() as stack:
+            stream = decompressed(stack.enter_context(filesystem.open_file(path)), path)
+            lines = iter(lambda: stream.readline(MAX_RECORD_BYTES + 1), b'')
+            for number, line in enumerate(lines, start=1):
+                if len(line) > MAX_RECORD_BYTES:
+                    raise InputError(f'{name}:{number}: the line is longer than {MAX_RECORD_BYTES // 2**20} MiB')
+                try:
+                    entry = parse_json(line.decode('utf-8-sig')) if line.strip() else None
+                except UnicodeDecodeError as error:
+                    raise InputError(f'{name}:{number}: not UTF-8') from error
+                except ValueError as error:
+                    raise InputError(f'{name}:{number}: is not JSON ({error}); each line must be an object') from error
+                if line.strip() and not isinstance(entry, dict):
+                    raise InputError(
+                        f'{name}:{number}: {type(entry).__name__}, not an object with "prompt" or "messages"'
+                    )
+                if entry is not None:
+                    yield number, entry
+    except (EOFError, zlib.error, OSError) as error:
+        raise InputError(f'{name}: damaged or cut short ({error})') from error

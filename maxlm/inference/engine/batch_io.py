@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.data.documents.read_options import MAX_RECORD_BYTES
+from maxlm.data.formats.jsonl import read_objects
 from maxlm.errors import InputError, os_message
 from maxlm.inference.engine.requests import Completion
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.storage.atomic import new_file
-from maxlm.storage.json_text import parse_json
-from maxlm.storage.regular_files import open_descriptor
 
 # What a line asks for: exactly one of the first two.
 PROMPT, MESSAGES, SUFFIX = 'prompt', 'messages', 'suffix'
@@ -30,31 +28,20 @@ class Line(NamedTuple):
     ids: list[int]
 
 
-def read_prompts(path: Path, model: LoadedModel) -> list[Line]:
-    """Every line is `{"prompt": TEXT}`, with `"suffix": TEXT` a hole between both, or `{"messages": [...]}`.
+def read_lines(path: Path, model: LoadedModel) -> list[Line]:
+    """Returns the lines of a JSONL file with the tokens of their prompts.
 
+    Each line is `{"prompt": TEXT}`, with `"suffix": TEXT` for a hole between both, or `{"messages": [...]}`.
     Other fields are kept for the output.
 
     Raises:
-        InputError: the file cannot be read, or a line is none of these; names it.
+        InputError: the file cannot be read, or a line is none of these. The message names the line.
     """
-    try:
-        with open(path, encoding='utf-8', opener=open_descriptor) as file:
-            # A line that never ends would fill the memory. One that is cut is not JSON.
-            lines = enumerate(iter(lambda: file.readline(MAX_RECORD_BYTES), ''), start=1)
-            return [_line(f'{path}:{number}', text, model) for number, text in lines if text.strip()]
-    except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}') from error
-    except UnicodeDecodeError as error:
-        raise InputError(f'{path}: byte {error.start} of what was read is not UTF-8') from error
+    return [_line(f'{path}:{number}', fields, model) for number, fields in read_objects(str(path))]
 
 
-def _line(name: str, text: str, model: LoadedModel) -> Line:
-    try:
-        fields = parse_json(text)
-    except ValueError as error:
-        raise InputError(f'{name}: is not JSON: {error}') from error
-    if not isinstance(fields, dict) or (PROMPT in fields) == (MESSAGES in fields):
+def _line(name: str, fields: dict[str, Any], model: LoadedModel) -> Line:
+    if (PROMPT in fields) == (MESSAGES in fields):
         raise InputError(f'{name}: needs an object with either "{PROMPT}" or "{MESSAGES}"')
     if COMPLETIONS in fields:
         raise InputError(f'{name}: has "{COMPLETIONS}" already, which is what is written')

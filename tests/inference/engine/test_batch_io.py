@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, make_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.engine.batch_io import read_prompts, write_completions
+from maxlm.inference.engine.batch_io import read_lines, write_completions
 from maxlm.inference.engine.requests import Completion, DrawnToken
 
 MODEL = types.SimpleNamespace(tokenizer=make_tokenizer('bytes', [], infill=True), chat=None, tokenizer_path=None)
@@ -21,7 +21,7 @@ def lines_of(tmp_path, *lines):
 
 def test_lines_keep_their_fields(tmp_path):
     path = lines_of(tmp_path, {'prompt': 'né', 'id': 7}, '', {'prompt': 'a', 'suffix': 'b'})
-    first, second = read_prompts(path, MODEL)
+    first, second = read_lines(path, MODEL)
     assert first.ids == list('né'.encode())
     prefix, middle, suffix = MODEL.tokenizer.infill_ids
     assert second.ids == [prefix, ord('a'), suffix, ord('b'), middle]
@@ -60,8 +60,8 @@ def test_nothing_stays_of_a_file_that_does_not_become_whole(tmp_path):
     [
         ('{', 'is not JSON'),
         ('[' * 100_000, 'is not JSON'),
-        ('[1]', 'needs an object with either "prompt" or "messages"'),
-        ({'text': 'x'}, 'needs an object'),
+        ('[1]', 'list, not an object with "prompt" or "messages"'),
+        ({'text': 'x'}, 'needs an object with either "prompt" or "messages"'),
         ({'prompt': 'x', 'messages': []}, 'needs an object'),
         ({'prompt': 1}, '"prompt" and "suffix" must be texts'),
         ({'prompt': 'x', 'suffix': None}, 'must be texts'),
@@ -76,17 +76,17 @@ def test_bad_lines_are_named(tmp_path, line, words):
     model.tokenizer_path = tmp_path / 'tokenizer.json'
     path = lines_of(tmp_path, {'prompt': 'fine'}, line)
     with pytest.raises(InputError) as info:
-        read_prompts(path, model)
+        read_lines(path, model)
     assert str(info.value).startswith(f'{path}:2: ')
     assert words in str(info.value)
 
 
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match='No such file'):
-        read_prompts(tmp_path / 'none', MODEL)
+        read_lines(tmp_path / 'none', MODEL)
     (tmp_path / 'bytes').write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(InputError, match='not UTF-8'):
-        read_prompts(tmp_path / 'bytes', MODEL)
+        read_lines(tmp_path / 'bytes', MODEL)
     plain = types.SimpleNamespace(tokenizer=bytes_tokenizer())
     with pytest.raises(InputError, match='the tokenizer has no tokens for text with a hole'):
-        read_prompts(lines_of(tmp_path, {'prompt': 'a', 'suffix': 'b'}), plain)
+        read_lines(lines_of(tmp_path, {'prompt': 'a', 'suffix': 'b'}), plain)
