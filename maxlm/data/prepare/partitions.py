@@ -71,6 +71,22 @@ class Partition:
         return identity_of(self.number, self.held_out, facts)
 
 
+class PartitionTask:
+    """Base of the tasks that work on one partition. See `executor.Task`."""
+
+    group: Partition
+
+    @property
+    def name(self) -> str:
+        """See `executor.Task`."""
+        return self.group.name
+
+    @property
+    def size(self) -> int:
+        """See `executor.Task`."""
+        return self.group.size
+
+
 @dataclasses.dataclass(frozen=True)
 class ReadSettings:
     """How documents are read: the options of the readers, and whether what cannot be read is left out."""

@@ -20,7 +20,7 @@ from maxlm.data.filters.minhash import is_current, minhash_signature
 from maxlm.data.filters.registry import make_cleaner
 from maxlm.data.filters.report import MAX_EXAMPLES, CleaningReport
 from maxlm.data.prepare.filter_results import DocumentHash, FilterDecision, FilterDecisions
-from maxlm.data.prepare.partitions import Partition, ReadSettings, read_batches
+from maxlm.data.prepare.partitions import Partition, PartitionTask, ReadSettings, read_batches
 from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
 from maxlm.errors import InputError
 
@@ -44,7 +44,7 @@ class Cleaning:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScanTask:
+class ScanTask(PartitionTask):
     """The task of looking at one group. See `engine.Task`.
 
     Attributes:
@@ -56,16 +56,6 @@ class ScanTask:
     group: Partition
     reading: ReadSettings
     cleaning: Cleaning
-
-    @property
-    def name(self) -> str:
-        """See `engine.Task`."""
-        return self.group.name
-
-    @property
-    def size(self) -> int:
-        """See `engine.Task`."""
-        return self.group.size
 
     @property
     def identity(self) -> str:

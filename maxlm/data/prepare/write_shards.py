@@ -19,7 +19,7 @@ from maxlm.data.executors.executor import OnProgress
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.choose_validation import ValidationChoice
 from maxlm.data.prepare.filter_results import DocumentFilter
-from maxlm.data.prepare.partitions import Partition, ReadSettings, read_batches
+from maxlm.data.prepare.partitions import Partition, PartitionTask, ReadSettings, read_batches
 from maxlm.data.prepare.scan import VerdictFile
 from maxlm.data.prepare.shard_output import MarkedOutput, SplitCounts, SplitOutput
 from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
@@ -69,7 +69,7 @@ class ChatShards:
 
 
 @dataclasses.dataclass(frozen=True)
-class WriteShards:
+class WriteShards(PartitionTask):
     """The task of writing one group. See `engine.Task`.
 
     Attributes:
@@ -96,16 +96,6 @@ class WriteShards:
     infill: FimConfig | None
     block: int
     chat: ChatShards | None = None
-
-    @property
-    def name(self) -> str:
-        """See `engine.Task`."""
-        return self.group.name
-
-    @property
-    def size(self) -> int:
-        """See `engine.Task`."""
-        return self.group.size
 
     @property
     def identity(self) -> str:
