@@ -149,6 +149,12 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2) + '\n'
 
 
+def flatten(config: Config) -> dict[str, Any]:
+    """Returns a config as section.key → value."""
+    sections = dataclasses.asdict(config)
+    return {f'{section}.{key}': value for section, keys in sections.items() for key, value in keys.items()}
+
+
 def _freeze(values: ConfigDict) -> Config:
     sections = {}
     for section in values:

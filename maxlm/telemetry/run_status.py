@@ -6,6 +6,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from maxlm.storage.filesystem import is_url
+from maxlm.storage.json_fields import number, text
 from maxlm.telemetry.run_history import RunHistory
 
 # Words for people.
@@ -68,17 +69,17 @@ def run_status(history: RunHistory, now: float) -> RunStatus:
 def last_heartbeat(history: RunHistory) -> float | None:
     """Time of the newest line that any process of a run wrote; None where there is none."""
     files = [history.metrics, history.events, *history.beats.values(), *history.devices.values()]
-    return max((time for lines in files for line in lines[-1:] if (time := _number(line, 'time'))), default=None)
+    return max((time for lines in files for line in lines[-1:] if (time := number(line, 'time'))), default=None)
 
 
 def _ending(history: RunHistory) -> dict[str, Any] | None:
     """The event that ended the newest life; None where it has not ended, or not in words."""
-    life = max((_number(beats[-1], 'life') or 0 for beats in history.beats.values()), default=0)
+    life = max((number(beats[-1], 'life') or 0 for beats in history.beats.values()), default=0)
     for event in reversed(history.events):
         # A life has a line in the ledger before it has an event.
-        if _kind(event) == 'started' or (_number(event, 'life') or life) < life:
+        if text(event, 'kind') == 'started' or (number(event, 'life') or life) < life:
             return None
-        if _kind(event) in ENDINGS:
+        if text(event, 'kind') in ENDINGS:
             return event
     return None
 
@@ -89,19 +90,19 @@ def _has_stepped(history: RunHistory) -> bool:
     if not beats:
         return bool(history.metrics)
     own = [beat for beat in beats if beat.get('life') == beats[-1].get('life')]
-    if any(_number(beat, 'step') not in (None, _number(beat, 'start_step')) for beat in own):
+    if any(number(beat, 'step') not in (None, number(beat, 'start_step')) for beat in own):
         return True
-    began = _number(own[0], 'began') or 0.0
-    return any((_number(line, 'time') or 0.0) > began for line in history.metrics[-1:])
+    began = number(own[0], 'began') or 0.0
+    return any((number(line, 'time') or 0.0) > began for line in history.metrics[-1:])
 
 
 def _patience(history: RunHistory) -> float:
     """Seconds without a sign, or without a step, after which something is wrong."""
-    steps = (_number(line, 'perf/step_time_seconds') for line in reversed(history.metrics))
+    steps = (number(line, 'perf/step_time_seconds') for line in reversed(history.metrics))
     step_seconds = next((seconds for seconds in steps if seconds), 0.0)
     patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * step_seconds)
     # How often lines come depends on the config, which may be of another version, or not be there.
-    times = [_number(line, 'time') for line in (history.beats.get(0) or history.metrics)[-2:]]
+    times = [number(line, 'time') for line in (history.beats.get(0) or history.metrics)[-2:]]
     if len(times) == 2 and times[0] and times[1]:
         patience = max(patience, PATIENCE_LINES * (times[1] - times[0]))
     return patience + (MIRROR_SECONDS if is_url(history.workdir) else 0.0)
@@ -109,10 +110,10 @@ def _patience(history: RunHistory) -> float:
 
 def _last_progress(history: RunHistory) -> float | None:
     """When a step was last seen to be done."""
-    events = [event for event in history.events if _kind(event) in PROGRESS]
-    times = [_number(line, 'time') for line in (*history.metrics[-1:], *events[-1:])]
+    events = [event for event in history.events if text(event, 'kind') in PROGRESS]
+    times = [number(line, 'time') for line in (*history.metrics[-1:], *events[-1:])]
     beats = history.beats.get(0, [])
-    times += [_number(beat, 'time') for old, beat in itertools.pairwise(beats) if beat.get('step') != old.get('step')]
+    times += [number(beat, 'time') for old, beat in itertools.pairwise(beats) if beat.get('step') != old.get('step')]
     return max((time for time in times if time), default=None)
 
 
@@ -123,17 +124,5 @@ def _doing(beats: list[dict[str, Any]]) -> str:
     before, after = (beat.get('seconds') for beat in beats[-2:])
     if not isinstance(before, dict) or not isinstance(after, dict):
         return ''
-    grown = {name: (_number(after, name) or 0.0) - (_number(before, name) or 0.0) for name in after}
+    grown = {name: (number(after, name) or 0.0) - (number(before, name) or 0.0) for name in after}
     return max(grown, key=lambda name: grown[name], default='')
-
-
-def _kind(event: dict[str, Any]) -> str:
-    return str(event.get('kind', ''))
-
-
-def _number(line: dict[str, Any], key: str) -> float | None:
-    """A finite number; None where there is none, whatever a killed or foreign writer may have left."""
-    value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        return None
-    return float(value)

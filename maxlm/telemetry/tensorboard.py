@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlm.config.loading import flatten
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 
@@ -40,7 +40,7 @@ class TensorBoard:
         if files := sorted(self._directory.glob('events.out.tfevents.*')):
             _forget_after(files[-1], after_step)
         self._writer = self._make()
-        self._writer.write_hparams(flat(self._config))
+        self._writer.write_hparams(hparams(self._config))
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
@@ -60,12 +60,11 @@ class TensorBoard:
             self._writer = None
 
 
-def flat(config: Config) -> dict[str, bool | int | float | str]:
-    """`section.key` → value, tuples as text: what a table of runs can be sorted by."""
+def hparams(config: Config) -> dict[str, bool | int | float | str]:
+    """Returns the config as `section.key` → value, tuples as text, which TensorBoard can sort runs by."""
     return {
-        f'{section}.{key}': value if isinstance(value, bool | int | float | str) else repr(value)
-        for section, keys in dataclasses.asdict(config).items()
-        for key, value in keys.items()
+        key: value if isinstance(value, bool | int | float | str) else repr(value)
+        for key, value in flatten(config).items()
     }
 
 

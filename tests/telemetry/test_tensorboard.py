@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.telemetry.metrics import MetricWriter, read_metrics
-from maxlm.telemetry.tensorboard import TensorBoard, flat
+from maxlm.telemetry.tensorboard import TensorBoard, hparams
 from tests.small import small_config
 
 
@@ -45,7 +45,7 @@ def test_what_is_done_again_takes_the_place_of_what_was_there(tmp_path):
 
 
 def test_the_config_as_a_table():
-    values = flat(small_config(model__dim=48))
+    values = hparams(small_config(model__dim=48))
     assert values['model.dim'] == 48
     assert values['data.sources'] == '()'
     assert {type(value) for value in values.values()} == {bool, int, float, str}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import maxlm
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.loading import flatten, load, split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 
@@ -50,20 +49,14 @@ def differences(config: Config, shipped: Config, command: Sequence[str]) -> list
     """The keys of a run's config that are not as a shipped one has them, those of the command line first."""
     overrides, _ = split_overrides([str(word) for word in command])
     given = {override.partition('=')[0] for override in overrides}
-    before, now = flat(shipped), flat(config)
+    before, now = flatten(shipped), flatten(config)
     found = [Difference(key, before.get(key), now[key], key in given) for key in now if now[key] != before.get(key)]
     return sorted(found, key=lambda one: not one.given)
 
 
 def between(configs: Sequence[Config | None]) -> dict[str, list[Any]]:
     """key → its value in each config, of the keys that are not the same in all."""
-    all_values: list[Mapping[str, Any]] = [flat(config) if config else {} for config in configs]
+    all_values: list[Mapping[str, Any]] = [flatten(config) if config else {} for config in configs]
     keys = list(dict.fromkeys(key for values in all_values for key in values))
     rows = {key: [values.get(key) for values in all_values] for key in keys}
     return {key: row for key, row in rows.items() if any(value != row[0] for value in row)}
-
-
-def flat(config: Config) -> dict[str, Any]:
-    """section.key → value."""
-    sections = dataclasses.asdict(config)
-    return {f'{section}.{key}': value for section, keys in sections.items() for key, value in keys.items()}
