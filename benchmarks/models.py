@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
+import jax
+
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.estimate.flops import training_flops
-from maxlm.planning.sizes import num_parameters, training_bytes
+from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.training.state import abstract_state
 
 
@@ -59,7 +61,10 @@ def row(model: Model) -> str:
     """The model's line of the table."""
     config = resolved(model)
     state = abstract_state(config, make_layout(config.mesh))
-    parameters = num_parameters(state.params)
+    parameters = count_parameters(config.model)
+    # The bytes that exist during a whole step: the state, and a gradient of each parameter.
+    leaves = [*jax.tree.leaves(state), *jax.tree.leaves(state.params)]
+    training_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     flops = training_flops(config.model, config.data.seq_len)
     figures = (
         f'`{model.config}`',
@@ -67,7 +72,7 @@ def row(model: Model) -> str:
         model.published,
         f'{flops.causal / 1e9:.2f}',
         f'{flops.full / 1e9:.2f}',
-        f'{training_bytes(state) / parameters:.1f}',
+        f'{training_bytes / parameters:.1f}',
     )
     return f'| {" | ".join(figures)} |'
 

@@ -72,7 +72,7 @@ def open_services(
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops)
     facts = start_facts(prepared, source, peak, recorder.price)
-    recorder.event('started', headline(config, prepared.abstract), **facts)
+    recorder.event('started', headline(config), **facts)
     if compiled := prepared.forecast.compiled:
         recorder.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
     workdir = context.workdir if jax.process_index() == 0 else None
@@ -117,7 +117,7 @@ def make_loop_components(
     config, recorder = apply_control(prepared.config, decisions), context.recorder
     run_tasks = open_tasks(config, prepared.layout, source.tokenizer_path)
     trackers = Trackers(stack, config, workdir=context.workdir, life=recorder.life)
-    log_start(config, prepared.abstract, prepared.forecast, peak=services.peak, price=recorder.price)
+    log_start(config, prepared.forecast, peak=services.peak, price=recorder.price)
     throughput = Throughput(
         tokens_per_step=config.train.global_batch_size * config.data.seq_len,
         flops=step_flops(config, config.context_at(start)),

@@ -15,6 +15,7 @@ from maxlm.hardware.chips import Peak
 from maxlm.hardware.prices import Price
 from maxlm.log import logger
 from maxlm.planning.cost import DEFAULT_TERMS
+from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.forecast import Forecast
 from maxlm.planning.report import cost_of, startup_text
 from maxlm.telemetry.cost import HOUR
@@ -23,18 +24,17 @@ from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.metric_logger import Reporter
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.throughput import Throughput
-from maxlm.training.state import TrainState
 
 
-def headline(config: Config, abstract: TrainState) -> str:
-    """What is run on what."""
+def headline(config: Config) -> str:
+    """Returns the parameters, the devices and the mesh in one line."""
     kind = jax.local_devices()[0].device_kind
-    return f'{_num_parameters(abstract):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
+    return f'{count_parameters(config.model):,} parameters on {jax.device_count()} × {kind} ({_mesh(config)})'
 
 
 def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Price | None) -> dict[str, Any]:
     """All that is known before the first step, as JSON: what the event `started` has besides its message."""
-    config, _, abstract, forecast = ready
+    config, forecast = ready.config, ready.forecast
     target, train = forecast.target, config.train
     planned = math.isfinite(forecast.time.total)
     cost = cost_of(forecast, DEFAULT_TERMS) if planned else None
@@ -46,7 +46,7 @@ def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Pri
         'versions': versions(),
         'git': checkout(),
         'devices': devices(),
-        'parameters': _num_parameters(abstract),
+        'parameters': count_parameters(config.model),
         'mesh': _mesh(config),
         'peak_tflops': peak.tflops or None,
         'peak_source': peak.source,
@@ -66,10 +66,10 @@ def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Pri
     }
 
 
-def log_start(config: Config, abstract: TrainState, forecast: Forecast, *, peak: Peak, price: Price | None) -> None:
+def log_start(config: Config, forecast: Forecast, *, peak: Peak, price: Price | None) -> None:
     """Says what is about to run: `peak` is what MFU is divided by, `price` that of a device for an hour, if known."""
     logger.info(
-        f'{headline(config, abstract)}; '
+        f'{headline(config)}; '
         f'step of {config.train.global_batch_size} × {config.data.seq_len} tokens in {config.accumulation} '
         'micro-batch(es) '
         f'of {config.train.per_device_batch_size} per device; attention kernel {config.model.attention}'
@@ -126,10 +126,6 @@ def log_end(
     validation = reporter.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'
     logger.info(f'training loss {reporter.last_loss:.3f}{validation_text}{source.at_end()}')
-
-
-def _num_parameters(abstract: TrainState) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(abstract.params))
 
 
 def _mesh(config: Config) -> str:

@@ -57,11 +57,6 @@ def tables(model: ModelConfig) -> Tables:
     return Tables(tokens, positions, 0 if model.tie_embeddings else tokens)
 
 
-def model_parameters(model: ModelConfig) -> int:
-    """Elements of all matrices and tables of a resolved model; scales and biases, few as they are, are left out."""
-    return model.num_layers * block_parameters(model) + sum(tables(model))
-
-
 class Weight(NamedTuple):
     """A parameter of the decoder, those of the blocks stacked over layers."""
 
@@ -140,6 +135,11 @@ def _norm(model: ModelConfig, name: str, dim: int) -> Iterator[Weight]:
             yield Weight(f'{name}.bias', (dim,), ('norm',), 'vector')
 
 
+def model_parameters(model: ModelConfig) -> int:
+    """Returns the elements of the matrices and tables of a resolved model, without scales, biases and adapters."""
+    return sum(weight.size for weight in weights(model) if weight.kind in ('table', 'head', 'matrix'))
+
+
 def count_parameters(model: ModelConfig) -> int:
-    """All parameters of a resolved model, embeddings included: what its abstract arrays add up to."""
+    """Returns the elements of all parameters of a resolved model, embeddings included."""
     return sum(weight.size for weight in weights(model))
