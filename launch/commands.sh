@@ -30,6 +30,21 @@ run() {
   fi
 }
 
+# split_equals "$@": puts the arguments into the array $words, each --option=value before -- as two of them,
+# except --config.section.key=value.
+split_equals() {
+  words=()
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    case "$1" in
+      --config.*) words+=("$1") ;;
+      --*=*) words+=("${1%%=*}" "${1#*=}") ;;
+      *) words+=("$1") ;;
+    esac
+    shift
+  done
+  words+=("$@")
+}
+
 # need_value OPTION "$@": the option has a value.
 need_value() {
   [ $# -ge 3 ] || refuse "$1 needs a value"

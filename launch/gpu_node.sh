@@ -34,14 +34,10 @@ grace=30
 dry_run=false
 restart_options=()
 given=("$@")
+split_equals "$@"
+set -- ${words[@]+"${words[@]}"}
 while [ $# -gt 0 ]; do
   case "${1//_/-}" in
-    --*=*)
-      # --nodes=N is --nodes N.
-      set -- "${1%%=*}" "$@"
-      set -- "$1" "${2#*=}" "${@:3}"
-      continue
-      ;;
     --nodes) need_value "$1" "$@" && nodes="$2" && shift ;;
     --node-rank) need_value "$1" "$@" && node_rank="$2" && shift ;;
     --coordinator) need_value "$1" "$@" && coordinator="$2" && shift ;;

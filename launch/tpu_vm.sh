@@ -45,15 +45,11 @@ extra=tpu,gcs
 poll=30
 pause=60
 dry_run=false
+split_equals "$@"
+set -- ${words[@]+"${words[@]}"}
 while [ $# -gt 0 ]; do
   case "${1//_/-}" in
     --config.*=*) overrides+=("$1") ;;
-    --*=*)
-      # --name=N is --name N.
-      set -- "${1%%=*}" "$@"
-      set -- "$1" "${2#*=}" "${@:3}"
-      continue
-      ;;
     --name) need_value "$1" "$@" && name="$2" && shift ;;
     --zone) need_value "$1" "$@" && zone="$2" && shift ;;
     --project) need_value "$1" "$@" && project="$2" && shift ;;

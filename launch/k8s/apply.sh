@@ -39,14 +39,10 @@ secret=
 service_account=
 dry_run=false
 render=false
+split_equals "$@"
+set -- ${words[@]+"${words[@]}"}
 while [ $# -gt 0 ]; do
   case "${1//_/-}" in
-    --*=*)
-      # --name=N is --name N.
-      set -- "${1%%=*}" "$@"
-      set -- "$1" "${2#*=}" "${@:3}"
-      continue
-      ;;
     --name) need_value "$1" "$@" && name="$2" && shift ;;
     --image) need_value "$1" "$@" && image="$2" && shift ;;
     --nodes) need_value "$1" "$@" && nodes="$2" && shift ;;
