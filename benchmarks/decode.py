@@ -25,10 +25,10 @@ from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.hardware.chips import find_chip
 from maxlm.inference.cast_params import cast_params
-from maxlm.inference.engine.compiled import MOST_PASSES, CompiledFunctions, PrefillChunk
+from maxlm.inference.engine.compiled import MAX_PASSES, CompiledFunctions, PrefillChunk
 from maxlm.inference.engine.model_runner import PendingPrompt
-from maxlm.inference.engine.slots import FreeSlot
-from maxlm.inference.sampling import Sampling, rows_of
+from maxlm.inference.engine.slots import CacheLength
+from maxlm.inference.sampling import Sampling, stack_settings
 from maxlm.parallel.layout import make_layout
 from maxlm.training.state import init_state
 
@@ -89,8 +89,8 @@ def measure(
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.model.tie_embeddings:
         weights -= params['embedding'].nbytes
-    room = FreeSlot(programs.rooms).fit(context // 2 + 1)
-    params, state = programs.prepare(params), programs.resize(programs.start(), room)
+    room = CacheLength(programs.cache_lengths).fit(context // 2 + 1)
+    params, state = programs.prepare(params), programs.resize(programs.init_state(), room)
     rng = np.random.default_rng(0)
     chunk = min(512, context // 2)
     for slot in range(slots):
@@ -98,18 +98,18 @@ def measure(
         for start in range(0, len(prompt), chunk):
             part = prompt[start : start + chunk]
             made = PrefillChunk(part, start, slot, prompt, GREEDY, 0, 0)
-            state, _ = programs.prefill(params, state, [made], want_top=False)
+            state, _ = programs.prefill(params, state, [made], with_top=False)
     rest = PendingPrompt(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
-    rows, rest = programs.put((rows_of([GREEDY] * slots), rest))
-    calls = -(-passes // MOST_PASSES)
+    rows, rest = programs.to_devices((stack_settings([GREEDY] * slots), rest))
+    calls = -(-passes // MAX_PASSES)
     # The first one compiles, the second warms up. Positions that there is no room for are as fast: all room is read.
-    left = np.full(slots, MOST_PASSES, np.int32)
+    left = np.full(slots, MAX_PASSES, np.int32)
     seconds = []
     for _ in range(calls + 2):
         start_time = time.perf_counter()
-        state, drawn = programs.decode(params, state, left, rows, rest, want_top=False)
+        state, drawn = programs.decode(params, state, left, rows, rest, with_top=False)
         jax.block_until_ready(drawn)
-        seconds.append((time.perf_counter() - start_time) / MOST_PASSES)
+        seconds.append((time.perf_counter() - start_time) / MAX_PASSES)
     median = statistics.median(seconds[2:])
     read = weights + programs.cache_bytes() * room / context
     return {

@@ -15,7 +15,7 @@ from pathlib import Path
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message, text_argument
 from maxlm.inference.engine.batch_io import Line, read_lines, write_completions
 from maxlm.inference.engine.engine import CACHES, Engine
-from maxlm.inference.engine.interactive import stream, talk
+from maxlm.inference.engine.interactive import run_interactive, stream
 from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
     if options.interactive:
         engine, model = _with_engine(model, options, 1)
-        talk(model, engine, request, chat=options.chat, read=input, output=sys.stdout)
+        run_interactive(model, engine, request, chat=options.chat, read_line=input, output=sys.stdout)
         return EXIT_DONE
     if options.input:
         lines = read_lines(options.input, model)
@@ -196,7 +196,7 @@ def _complete_lines(
 
     def complete() -> list[list[Completion]]:
         with progress_bar(total=len(lines), initial=0, unit='prompt', show=True) as bar:
-            return engine.complete(requests, tell=lambda _: bar.update())
+            return engine.complete(requests, on_done=lambda _: bar.update())
 
     write_completions(output, lines, complete)
 

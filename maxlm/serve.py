@@ -31,20 +31,20 @@ def main(argv: list[str]) -> int:
 
     from maxlm.inference.engine.engine import Engine
     from maxlm.inference.load import load_model
-    from maxlm.inference.resolve_model import found_checkpoint, name_of
+    from maxlm.inference.resolve_model import default_model_name, found_checkpoint
     from maxlm.runtime.compilation_cache import enable_compilation_cache
     from maxlm.serving.limits import ServerLimits
     from maxlm.serving.request_parsing import ServedModel
-    from maxlm.serving.server import Server, bind, is_loopback, serve_until_stopped, url_of
+    from maxlm.serving.server import Server, bind, is_loopback, serve_until_stopped, server_url
 
     api_key = _api_key(options.api_key_file)
     for origin in options.allow_origin:
         _check_origin(origin)
     limits = ServerLimits(
-        max_body=options.max_request_bytes,
+        max_request_bytes=options.max_request_bytes,
         max_tokens=options.max_tokens,
-        max_waiting=options.max_queue_size,
-        max_seconds=options.request_timeout,
+        max_queue_size=options.max_queue_size,
+        request_timeout=options.request_timeout,
         drain_seconds=options.drain_seconds,
     )
     if not 1 <= options.tensor_parallel_size <= jax.device_count():
@@ -72,11 +72,11 @@ def main(argv: list[str]) -> int:
             num_slots=options.slots,
             max_context=options.max_model_len,
             cache=options.kv_cache_dtype,
-            max_waiting=options.max_queue_size,
+            max_queue_size=options.max_queue_size,
         )
         model = model.without_params()
         engine.warm_up(logger.info)
-        name = options.served_model_name or name_of(options.checkpoint)
+        name = options.served_model_name or default_model_name(options.checkpoint)
         served = ServedModel(name, model.step, model.tokenizer, model.chat, engine)
         running = Server(
             served,
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
             listener,
             api_key=api_key,
             origins=options.allow_origin,
-            on_ready=lambda: print(f'serving {name} (step {model.step}) at {url_of(listener)}', flush=True),
+            on_ready=lambda: print(f'serving {name} (step {model.step}) at {server_url(listener)}', flush=True),
         )
         return serve_until_stopped(running)
 

@@ -56,7 +56,7 @@ def model(workdir):
 
 @pytest.fixture(scope='module')
 def engine(model):
-    engine = Engine(model, num_slots=SLOTS, max_waiting=400)
+    engine = Engine(model, num_slots=SLOTS, max_queue_size=400)
     engine.warm_up()
     return engine
 
@@ -77,7 +77,7 @@ def alone(model):
             num_samples=num_samples,
             stops=stops,
             top_log_probs=2,
-            ignore_ends=True,
+            ignore_eos=True,
         )
         with lock:
             return engine.complete([request])[0]
@@ -87,7 +87,7 @@ def alone(model):
 
 @pytest.fixture(scope='module')
 def server(model, engine):
-    limits = ServerLimits(max_body=MAX_BODY, drain_seconds=5)
+    limits = ServerLimits(max_request_bytes=MAX_BODY, drain_seconds=5)
     with ServerThread(ServedModel('tiny', model.step, model.tokenizer, model.chat, engine), limits=limits) as server:
         yield server
 
@@ -176,13 +176,13 @@ def test_fifty_at_once(complete, alone, engine):
 
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_client_that_goes_frees_its_slot(server, engine, stream):
-    drawn = engine.state.drawn_tokens
+    drawn = engine.state.generated_tokens
     asked = {'prompt': 'a', 'max_tokens': CONTEXT - 1, 'n': 64, 'stream': stream, 'ignore_eos': True}
     with server.connect() as connection:
         connection.sendall(request_bytes('/v1/completions', asked))
         until(lambda: engine.state.running == SLOTS)
     until(lambda: (engine.state.running, engine.state.waiting) == (0, 0))
-    assert engine.state.drawn_tokens - drawn < 64 * (CONTEXT - 1)
+    assert engine.state.generated_tokens - drawn < 64 * (CONTEXT - 1)
 
 
 def test_values_at_their_limits_break_no_engine(server, engine):

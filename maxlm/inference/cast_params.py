@@ -1,4 +1,4 @@
-"""Parameters as products take them."""
+"""Casts parameters to the computation dtype."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from maxlm.training.state import Params, abstract_model
 
 
 def cast_params(params: Params, config: Config, layout: Layout, *, gather: bool = False) -> Params:
-    """In the type of the computation and padded, made once for all tokens. Norms are computed in float32, and stay.
+    """Casts parameters to the computation dtype and pads the vocabulary. Parameters of norms stay float32.
 
     Args:
         params: those of a run; codes and what is in host memory stay as they are.
         config: resolved.
         layout: of the parameters.
-        gather: bring together what is split to save memory; when traced only.
+        gather: gather parameters that are sharded to save memory; when traced only.
     """
     # Scales of 8-bit codes are found in float32.
     dtype = None if config.model.matmul_precision == 'fp8' else config.model.dtype
     variables = nnx.to_flat_state(nnx.state(abstract_model(config, layout)))
     axes_of = {tuple(path): variable.axes for path, variable in variables}
 
-    def use(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         axes = axes_of[tuple(entry.key for entry in path)]
         if on_host(x) or 'norm' in axes:
             return x
         x = x.astype(dtype) if dtype is not None and x.dtype == jnp.float32 else x
         x = layout.pad_vocabulary(x, axes) if 'vocab' in axes else x
-        whole = tuple('activation' if axis in SAVING else axis for axis in axes)
-        return layout.constrain(x, whole) if gather else x
+        gathered_axes = tuple('activation' if axis in SAVING else axis for axis in axes)
+        return layout.constrain(x, gathered_axes) if gather else x
 
-    return jax.tree_util.tree_map_with_path(use, params)
+    return jax.tree_util.tree_map_with_path(cast, params)

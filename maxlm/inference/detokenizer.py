@@ -1,4 +1,4 @@
-"""Text of tokens as they come: what can be shown of it, and whether a stop string ends it."""
+"""Incremental detokenization with stop strings."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
-# What stands for bytes that are no UTF-8 (yet).
+# Replaces bytes that are not valid UTF-8 (yet).
 REPLACEMENT = '�'
-# Of the bytes of a character, at most so many can be there without the rest.
-MOST_MISSING = 3
+# Bytes of an incomplete UTF-8 character, at most.
+MAX_PENDING_BYTES = 3
 # Tokens of the prompt that are decoded along: some tokenizers write a text's first blank only in the middle.
-CONTEXT = 4
+NUM_CONTEXT_TOKENS = 4
 
 
 class TextStream:
-    """Text of one continuation. What is shown is never taken back, and all of it is what decoding at once gives.
+    """Text of one continuation. Returned text is never revised; its concatenation equals decoding all tokens at once.
 
-    Held back is what a later token can still change, the bytes of a character that is not whole, and what may be the
+    Withholds text that a later token can still change, the bytes of an incomplete character, and what may be the
     beginning of a stop string. (Of bytes that are no text at all, tokenizers with byte fallback write replacements for
     valid neighbours too, as soon as the first comes; those that are shown stay.)
     """
@@ -26,55 +26,60 @@ class TextStream:
         """`prompt` is what the continuation follows; `stops` end it and are not part of it."""
         self._decode = tokenizer.decode
         self._stops = tuple(stops)
-        # Decoded together: the tokens from `_first` on, whose text up to `_taken` characters was taken.
-        self._ids = list(prompt[-CONTEXT:])
-        self._first = 0
-        self._taken = len(_whole(self._decode(self._ids)))
-        self._held = ''
-        # Tokens since the text ended with whole characters.
-        self._missing = 0
+        # Tokens from `_first_token` on are decoded together; the first `_num_chars_read` characters were returned.
+        self._ids = list(prompt[-NUM_CONTEXT_TOKENS:])
+        self._first_token = 0
+        self._num_chars_read = len(_complete_prefix(self._decode(self._ids)))
+        self._withheld = ''
+        # Tokens since the text ended with a complete character.
+        self._num_incomplete = 0
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Text that can be shown now; empty once a stop string has come."""
+        """Returns the new text; empty once a stop string has occurred."""
         self._ids.append(token)
-        return self._show(final=False)
+        return self._read_new(final=False)
 
     def finish(self) -> str:
-        """The rest, of a continuation that has ended without a stop string."""
-        return '' if self.stopped else self._show(final=True)
+        """Returns the withheld text of a continuation that ended without a stop string."""
+        return '' if self.stopped else self._read_new(final=True)
 
-    def _show(self, *, final: bool) -> str:
+    def _read_new(self, *, final: bool) -> str:
         if self.stopped:
             return ''
-        text = self._decode(self._ids[self._first :])
-        self._missing = self._missing + 1 if text.endswith(REPLACEMENT) else 0
-        if final or not self._missing:
-            whole = text
+        text = self._decode(self._ids[self._first_token :])
+        self._num_incomplete = self._num_incomplete + 1 if text.endswith(REPLACEMENT) else 0
+        if final or not self._num_incomplete:
+            complete = text
         else:
-            whole = _whole(text) if self._missing > MOST_MISSING else text[: self._taken]
-        self._held += whole[self._taken :]
-        self._taken = max(self._taken, len(whole))
-        if len(whole) == len(text) and len(self._ids) - self._first > 2 * CONTEXT:
+            complete = (
+                _complete_prefix(text) if self._num_incomplete > MAX_PENDING_BYTES else text[: self._num_chars_read]
+            )
+        self._withheld += complete[self._num_chars_read :]
+        self._num_chars_read = max(self._num_chars_read, len(complete))
+        if len(complete) == len(text) and len(self._ids) - self._first_token > 2 * NUM_CONTEXT_TOKENS:
             # From now on without the tokens whose text stands; unless they begin inside a character.
-            rest = self._decode(self._ids[-CONTEXT:])
+            rest = self._decode(self._ids[-NUM_CONTEXT_TOKENS:])
             if text.endswith(rest):
-                self._first, self._taken = len(self._ids) - CONTEXT, len(rest)
-        ends = [place for place in map(self._held.find, self._stops) if place >= 0]
-        if ends:
+                self._first_token, self._num_chars_read = len(self._ids) - NUM_CONTEXT_TOKENS, len(rest)
+        matches = [index for index in map(self._withheld.find, self._stops) if index >= 0]
+        if matches:
             self.stopped = True
-            return self._held[: min(ends)]
-        keep = 0 if final else max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return shown
+            return self._withheld[: min(matches)]
+        num_withheld = 0 if final else max((_stop_overlap(self._withheld, stop) for stop in self._stops), default=0)
+        output, self._withheld = (
+            self._withheld[: len(self._withheld) - num_withheld],
+            self._withheld[len(self._withheld) - num_withheld :],
+        )
+        return output
 
 
-def _whole(text: str) -> str:
-    """Without the end that may be a part of a character."""
+def _complete_prefix(text: str) -> str:
+    """Returns the text without a trailing incomplete character."""
     stripped = text.rstrip(REPLACEMENT)
-    return text[: max(len(stripped), len(text) - MOST_MISSING)]
+    return text[: max(len(stripped), len(text) - MAX_PENDING_BYTES)]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text that a stop string begins with."""
+def _stop_overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest suffix of the text that is a prefix of the stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

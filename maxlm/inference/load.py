@@ -33,16 +33,16 @@ class LoadedModel(NamedTuple):
     tokenizer: Tokenizer
     tokenizer_path: Path
     step: int
-    # Of a model that answers: how conversations are spelled.
+    # Of a chat model: renders conversations.
     chat: ChatEncoder | None = None
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """Ids at which a text is over: the end of document, and that of a turn."""
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation: end of document and, of a chat model, end of turn."""
         return (self.tokenizer.end_of_document, *(() if self.chat is None else (self.chat.end_of_turn,)))
 
     def without_params(self) -> LoadedModel:
-        """For who has them in an engine, which keeps them in a form of its own: twice they may not fit."""
+        """Returns the model without parameters, for callers whose engine holds a converted copy."""
         return self._replace(params=None)
 
 
@@ -57,14 +57,14 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
         num_devices: how many of the devices here the model is to run on.
         quantize: kind of weights (int8, int4, fp8) that kernels in float32 are stored as, here and not on the disk;
             '' = as they are.
-        share_layers: every device has a part of each layer (mesh.tensor), which answers soonest; else the run's mesh.
+        share_layers: shard each layer over all devices (mesh.tensor) for low latency; else use the run's mesh.
 
     Raises:
         InputError: it is not there, cannot be read, has no tokenizer, or cannot be quantized.
     """
     step_directory = find_step_here(checkpoint)
     workdir = step_directory.parent.parent
-    stored = read_config(workdir)
+    saved_config = read_config(workdir)
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():
         raise InputError(
@@ -74,7 +74,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     devices = jax.devices()[:num_devices]
     weights = parse_weights(quantize) if quantize else None
     config = resolve_on(
-        stored if weights is None else quantized_config(stored, weights, f'--checkpoint={checkpoint}'),
+        saved_config if weights is None else quantized_config(saved_config, weights, f'--checkpoint={checkpoint}'),
         platform=jax.default_backend(),
         num_devices=num_devices,
         capability=capability_of(devices[0]),
@@ -85,7 +85,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     if weights is None:
         params = restore_params(step_directory, abstract, item=params_item(step_directory))
     else:
-        params = read_quantized(step_directory, stored, weights, abstract)
+        params = read_quantized(step_directory, saved_config, weights, abstract)
     tokenizer = Tokenizer.load(tokenizer_path)
     return LoadedModel(config, layout, params, tokenizer, tokenizer_path, int(step_directory.name), _load_chat(workdir))
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Tokens that are worth sharing.
-SMALLEST_SHARED = 8
+# Shared tokens, at least.
+MIN_SHARED_TOKENS = 8
 # Tokens of a tree of several texts, at most: attention grows with the square of it.
-LARGEST_TREE = 2048
+MAX_TREE_TOKENS = 2048
 
 
 class Tree(NamedTuple):
@@ -27,12 +27,12 @@ class FlattenedTree(NamedTuple):
     # Index behind the last token that sees this one.
     ends: np.ndarray
     depths: np.ndarray
-    # Of each text: the indices of its tokens.
+    # Indices of the tokens of each text.
     paths: list[np.ndarray]
 
 
-def insert(texts: Sequence[Sequence[int]], *, largest: int = LARGEST_TREE) -> list[Tree]:
-    """Every text in one tree, of up to `largest` tokens unless it is of one text; 0: each is alone."""
+def insert(texts: Sequence[Sequence[int]], *, max_tokens: int = MAX_TREE_TOKENS) -> list[Tree]:
+    """Every text in one tree, of up to `max_tokens` tokens unless it is of one text; 0: each is alone."""
     arrays = [np.asarray(text, np.int32) for text in texts]
     trees: list[Tree] = []
     for number in sorted(range(len(texts)), key=lambda number: tuple(texts[number])):
@@ -41,7 +41,7 @@ def insert(texts: Sequence[Sequence[int]], *, largest: int = LARGEST_TREE) -> li
             last = trees[-1]
             shared = common_prefix(arrays[last.texts[-1]], arrays[number])
             size = last.size + length - shared
-            if shared >= SMALLEST_SHARED and size <= largest:
+            if shared >= MIN_SHARED_TOKENS and size <= max_tokens:
                 trees[-1] = Tree([*last.texts, number], size)
                 continue
         trees.append(Tree([number], length))
@@ -53,19 +53,19 @@ def flatten(texts: Sequence[Sequence[int]]) -> FlattenedTree:
     tokens: list[np.ndarray] = []
     depths: list[np.ndarray] = []
     paths: list[np.ndarray] = []
-    size, before = 0, np.zeros(0, np.int32)
+    size, previous = 0, np.zeros(0, np.int32)
     end = np.zeros(sum(map(len, texts)), np.int32)
     path = np.zeros(0, np.int32)
     for text in texts:
-        new = np.asarray(text, np.int32)
-        shared = common_prefix(before, new)
-        # Nobody sees these any more.
+        current = np.asarray(text, np.int32)
+        shared = common_prefix(previous, current)
+        # No later token attends to these.
         end[path[shared:]] = size
-        tokens.append(new[shared:])
-        depths.append(np.arange(shared, len(new), dtype=np.int32))
-        path = np.concatenate([path[:shared], np.arange(size, size + len(new) - shared, dtype=np.int32)])
+        tokens.append(current[shared:])
+        depths.append(np.arange(shared, len(current), dtype=np.int32))
+        path = np.concatenate([path[:shared], np.arange(size, size + len(current) - shared, dtype=np.int32)])
         paths.append(path)
-        size, before = size + len(new) - shared, new
+        size, previous = size + len(current) - shared, current
     end[path] = size
     return FlattenedTree(np.concatenate(tokens), end[:size], np.concatenate(depths), paths)
 

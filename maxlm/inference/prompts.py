@@ -1,4 +1,4 @@
-"""Token ids of what a model is asked to go on with."""
+"""Token ids of prompts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from maxlm.workdir.files import CHAT_TEMPLATE
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Of a text that is continued."""
+    """Returns the ids of a text to continue."""
     (ids,) = tokenizer.encode_batch([text])
     return ids.tolist()
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Of a hole between two texts: prefix, suffix, then the middle, as `maxlm.data.tokenizer.fim` trains it.
+    """Returns the ids of a fill-in-the-middle prompt: prefix, suffix, middle, as `maxlm.data.tokenizer.fim` trains it.
 
     Raises:
         InputError: the tokenizer has no tokens for that.
@@ -29,13 +29,13 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
             'the tokenizer has no tokens for text with a hole; the model was not trained to fill one '
             '(maxlm.prepare --fim-rate)'
         )
-    (before,), (behind,) = tokenizer.encode_batch([prefix]), tokenizer.encode_batch_inside([suffix])
+    (prefix_ids,), (suffix_ids,) = tokenizer.encode_batch([prefix]), tokenizer.encode_batch_inside([suffix])
     prefix_id, middle_id, suffix_id = tokenizer.infill_ids
-    return [prefix_id, *before.tolist(), suffix_id, *behind.tolist(), middle_id]
+    return [prefix_id, *prefix_ids.tolist(), suffix_id, *suffix_ids.tolist(), middle_id]
 
 
 def chat_prompt(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Of a conversation, with what invites the assistant to answer.
+    """Returns the ids of a conversation with the generation prompt of the assistant.
 
     Raises:
         InputError: the model has no chat template, or that does not take the messages.

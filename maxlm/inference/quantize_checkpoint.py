@@ -26,7 +26,7 @@ from maxlm.workdir.files import CONFIG, KEPT_FOR_EXPORT, TOKENIZER, read_config
 
 
 class Quantized(NamedTuple):
-    """What was written: where, and the bytes of the parameters before and after, in memory and on disk."""
+    """Workdir, step, and bytes of the parameters before and after, in memory and on disk."""
 
     workdir: Path
     step: int
@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
 
 
 def parse_weights(kind: str, group: int | None = None) -> Weights:
-    """How to store kernels, with the group that is usual for a kind where none is given.
+    """Returns how to store kernels; `group` defaults to the group size of the kind.
 
     Raises:
         InputError: there is no such kind, or the group is below 0.
@@ -113,18 +113,18 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
             if (source / name).is_file():
                 (partial / name).write_bytes((source / name).read_bytes())
 
-        def counted(array: StreamedArray) -> StreamedArray:
+        def with_progress(array: StreamedArray) -> StreamedArray:
             def read(layer: int | None) -> np.ndarray:
                 bar.update()
                 return array.read(layer)
 
             return dataclasses.replace(array, read=read)
 
-        write_step(partial, step, {path: counted(array) for path, array in arrays.items()})
+        write_step(partial, step, {path: with_progress(array) for path, array in arrays.items()})
     before = sum(math.prod(shape) * reader.dtypes[path].itemsize for path, shape in reader.shapes.items())
-    written = Path(find_step_here(f'{workdir}@{step}'))
-    disks = (_disk_bytes(Path(step_directory) / params_item(step_directory)), _disk_bytes(written / 'params'))
-    return Quantized(workdir, step, before, size, *disks)
+    output_step = Path(find_step_here(f'{workdir}@{step}'))
+    disk_bytes = (_disk_bytes(Path(step_directory) / params_item(step_directory)), _disk_bytes(output_step / 'params'))
+    return Quantized(workdir, step, before, size, *disk_bytes)
 
 
 def read_quantized(step_directory: Any, config: Config, weights: Weights, abstract: Any) -> Any:
@@ -143,25 +143,25 @@ def read_quantized(step_directory: Any, config: Config, weights: Weights, abstra
     """
     reader = ParamsReader(step_directory, params_item(step_directory))
     arrays = quantized_arrays(reader, config.model, weights, str(step_directory))
-    wanted = named_leaves(abstract)
-    _check_same(arrays, wanted, str(step_directory))
+    expected = named_leaves(abstract)
+    _check_shapes(arrays, expected, str(step_directory))
     placed = {}
     # Sorted: the scales of a kernel come after its codes, with which they are made.
     for path in sorted(arrays):
         array = arrays[path]
         values = np.stack([array.read(layer) for layer in range(array.shape[0])]) if array.stacked else array.read(None)
-        placed[path] = jax.device_put(values, wanted[path].sharding)
-    return jax.tree.unflatten(jax.tree.structure(abstract), [placed[path] for path in wanted])
+        placed[path] = jax.device_put(values, expected[path].sharding)
+    return jax.tree.unflatten(jax.tree.structure(abstract), [placed[path] for path in expected])
 
 
-def _check_same(arrays: Mapping[str, StreamedArray], wanted: Mapping[str, Any], source: str) -> None:
-    for path in sorted(arrays.keys() | wanted.keys()):
-        has = arrays[path].shape if path in arrays else 'missing'
-        wants = tuple(wanted[path].shape) if path in wanted else 'none'
-        if has != wants:
+def _check_shapes(arrays: Mapping[str, StreamedArray], expected: Mapping[str, Any], source: str) -> None:
+    for path in sorted(arrays.keys() | expected.keys()):
+        found = arrays[path].shape if path in arrays else 'missing'
+        expected_shape = tuple(expected[path].shape) if path in expected else 'none'
+        if found != expected_shape:
             raise InputError(
-                f'{source}: parameter {path} is {has} there and {wants} by its {CONFIG}; the two belong to different '
-                f'models'
+                f'{source}: parameter {path} is {found} there and {expected_shape} by its {CONFIG}; the two belong to '
+                f'different models'
             )
 
 

@@ -1,4 +1,4 @@
-"""Which model is meant by what was given: a step of a workdir, its best one, or a directory of Transformers."""
+"""Resolves a model argument: a step of a workdir, its best step, or a directory of Transformers."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
 
 @contextlib.contextmanager
-def found_checkpoint(given: str) -> Iterator[str]:
-    """What `load_model` takes: of a workdir its step of the lowest validation loss, else the newest.
+def found_checkpoint(checkpoint: str) -> Iterator[str]:
+    """Yields a checkpoint for `load_model`: of a workdir the step of the lowest validation loss, else the newest.
 
     A directory of Transformers is imported into a temporary workdir, which is there while entered.
 
     Raises:
         InputError: there is no such model.
     """
-    if _is_hugging_face(given):
-        with tempfile.TemporaryDirectory(prefix='maxlm-serve-') as folder:
-            workdir = Path(folder) / 'imported'
-            logger.info(f'{given} is imported into {workdir}; `maxlm hf import` does it once for all starts')
+    if _is_hugging_face(checkpoint):
+        with tempfile.TemporaryDirectory(prefix='maxlm-serve-') as directory:
+            workdir = Path(directory) / 'imported'
+            logger.info(f'{checkpoint} is imported into {workdir}; `maxlm hf import` does it once for all starts')
             try:
-                done = import_model(given, str(workdir), show=True)
+                imported = import_model(checkpoint, str(workdir), show=True)
             except InputError as error:
                 raise InputError(str(error).replace('--input=', '--checkpoint=')) from error
-            logger.info(f'{given}: {done.class_name} of {done.parameters:,} parameters')
+            logger.info(f'{checkpoint}: {imported.class_name} of {imported.parameters:,} parameters')
             yield str(workdir)
         return
-    yield _best(given)
+    yield _best_checkpoint(checkpoint)
 
 
-def name_of(given: str) -> str:
+def default_model_name(checkpoint: str) -> str:
     """The name to serve a model under: that of its directory."""
-    path = Path(split_name(given)[0])
+    path = Path(split_name(checkpoint)[0])
     if path.parent.name == CHECKPOINTS_DIR:
         path = path.parent.parent
-    return (path if is_url(given) else path.resolve()).name or 'model'
+    return (path if is_url(checkpoint) else path.resolve()).name or 'model'
 
 
-def _best(given: str) -> str:
-    workdir, wanted = split_name(given)
+def _best_checkpoint(checkpoint: str) -> str:
+    workdir, step_name = split_name(checkpoint)
     path = Path(workdir)
-    if wanted or (path.name.isdigit() and path.parent.name == CHECKPOINTS_DIR):
-        return given
-    steps = resolve_checkpoint(given).steps
+    if step_name or (path.name.isdigit() and path.parent.name == CHECKPOINTS_DIR):
+        return checkpoint
+    steps = resolve_checkpoint(checkpoint).steps
     best = best_step(SavedStep(one.step, one.validation_loss) for one in steps)
     if best is None:
         logger.info(f'{display_path(workdir)}: no step has a validation loss; the newest, {steps[-1].step}, is served')
@@ -64,11 +64,11 @@ def _best(given: str) -> str:
     return f'{workdir}@{best}'
 
 
-def _is_hugging_face(given: str) -> bool:
-    """Whether weights of Transformers lie there, and no checkpoints of a run."""
-    directory = Path(given).expanduser()
+def _is_hugging_face(checkpoint: str) -> bool:
+    """Returns whether the directory has weights of Transformers and no checkpoints of a run."""
+    directory = Path(checkpoint).expanduser()
     return (
-        not is_url(given)
+        not is_url(checkpoint)
         and (directory / CONFIG).is_file()
         and not (directory / CHECKPOINTS_DIR).is_dir()
         and any(directory.glob('*.safetensors'))

@@ -1,6 +1,6 @@
 """Choosing the next token from logits.
 
-Shapes: B rows, V vocabulary, C likeliest tokens that are told.
+Shapes: B rows, V vocabulary, C reported top tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = jax.Array | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn.
+    """Sampling settings of a request.
 
     Raises:
         InputError: a value is out of range.
@@ -39,7 +39,7 @@ class Sampling:
     # Logits of tokens that are in prompt or continuation are divided by it where they are positive, else multiplied
     # (Keskar et al. 2019, "CTRL"); 1 = none.
     repetition_penalty: float = 1.0
-    # What is taken from the logit of a token that is in the continuation, and that for each time; as OpenAI has them.
+    # Subtracted from the logits of generated tokens: once, and once per occurrence (as in OpenAI's API).
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
@@ -71,8 +71,8 @@ class Rows(NamedTuple):
     frequency_penalty_B: Array
 
 
-def rows_of(settings: Sequence[Sampling]) -> Rows:
-    """Of one row each, on the host."""
+def stack_settings(settings: Sequence[Sampling]) -> Rows:
+    """Stacks settings into rows, on the host."""
     return Rows(
         *(
             np.array([getattr(row, name.removesuffix('_B')) for row in settings], dtype)
@@ -81,7 +81,7 @@ def rows_of(settings: Sequence[Sampling]) -> Rows:
     )
 
 
-def draw_keys(seed_B: Array, sample_B: Array, position_B: jax.Array) -> jax.Array:
+def sampling_keys(seed_B: Array, sample_B: Array, position_B: jax.Array) -> jax.Array:
     """The key of the draw behind each position of a sample: nothing else goes into it, so that a draw can be repeated.
 
     Args:
@@ -102,28 +102,28 @@ def sample(logits_BV: jax.Array, keys_B: jax.Array, temperature: jax.Array | flo
     Each row has its own key, so its batch mates do not matter.
     """
 
-    def warm() -> jax.Array:
+    def categorical() -> jax.Array:
         return jax.vmap(jax.random.categorical)(keys_B, logits_BV / temperature).astype(jnp.int32)
 
-    return jax.lax.cond(jnp.asarray(temperature) > 0, warm, lambda: _likeliest(logits_BV))
+    return jax.lax.cond(jnp.asarray(temperature) > 0, categorical, lambda: _argmax(logits_BV))
 
 
 def sample_rows(logits_BV: jax.Array, keys_B: jax.Array, rows: Rows) -> jax.Array:
-    """One token id per row, int32 [B], each by its own settings but for penalties, which `penalized` applies."""
+    """One token id per row, int32 [B], each by its own settings but for penalties, which `apply_penalties` applies."""
 
-    def warm() -> jax.Array:
+    def categorical() -> jax.Array:
         # A row that takes the likeliest is divided by anything.
         scaled_BV = logits_BV / jnp.where(rows.temperature_B > 0, rows.temperature_B, 1)[:, None]
-        limited = (rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)
-        kept_BV = jax.lax.cond(
-            (limited & (rows.temperature_B > 0)).any(),
+        is_truncated_B = (rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)
+        filtered_BV = jax.lax.cond(
+            (is_truncated_B & (rows.temperature_B > 0)).any(),
             lambda: top_k_mask(scaled_BV, top_k_B=rows.top_k_B, top_p_B=rows.top_p_B, min_p_B=rows.min_p_B),
             lambda: scaled_BV,
         )
-        drawn_B = jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
-        return jnp.where(rows.temperature_B > 0, drawn_B, _likeliest(logits_BV))
+        sampled_B = jax.vmap(jax.random.categorical)(keys_B, filtered_BV).astype(jnp.int32)
+        return jnp.where(rows.temperature_B > 0, sampled_B, _argmax(logits_BV))
 
-    return jax.lax.cond((rows.temperature_B > 0).any(), warm, lambda: _likeliest(logits_BV))
+    return jax.lax.cond((rows.temperature_B > 0).any(), categorical, lambda: _argmax(logits_BV))
 
 
 def top_k_mask(logits_BV: jax.Array, *, top_k_B: Array, top_p_B: Array, min_p_B: Array) -> jax.Array:
@@ -135,16 +135,16 @@ def top_k_mask(logits_BV: jax.Array, *, top_k_B: Array, top_p_B: Array, min_p_B:
     sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
     probability_BV = jax.nn.softmax(sorted_BV, axis=-1)
     # A token stays if those before it have not reached top_p yet.
-    kept_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV < top_p_B[:, None]
-    kept_BV |= (top_p_B >= 1)[:, None]
-    kept_BV &= jnp.arange(V)[None, :] < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
-    kept_BV &= probability_BV >= min_p_B[:, None] * probability_BV[:, :1]
+    keep_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV < top_p_B[:, None]
+    keep_BV |= (top_p_B >= 1)[:, None]
+    keep_BV &= jnp.arange(V)[None, :] < jnp.where(top_k_B > 0, top_k_B, V)[:, None]
+    keep_BV &= probability_BV >= min_p_B[:, None] * probability_BV[:, :1]
     # Each condition ends somewhere in the order, so what stays is a beginning of it.
-    last_B1 = jnp.maximum(kept_BV.sum(axis=-1, keepdims=True) - 1, 0)
+    last_B1 = jnp.maximum(keep_BV.sum(axis=-1, keepdims=True) - 1, 0)
     return jnp.where(logits_BV >= jnp.take_along_axis(sorted_BV, last_B1, axis=-1), logits_BV, -jnp.inf)
 
 
-def penalized(logits_BV: jax.Array, rows: Rows, in_prompt_BV: jax.Array, counts_BV: jax.Array) -> jax.Array:
+def apply_penalties(logits_BV: jax.Array, rows: Rows, in_prompt_BV: jax.Array, counts_BV: jax.Array) -> jax.Array:
     """The logits after penalties for what was there already.
 
     Args:
@@ -153,17 +153,19 @@ def penalized(logits_BV: jax.Array, rows: Rows, in_prompt_BV: jax.Array, counts_
         in_prompt_BV: whether the prompt has the token.
         counts_BV: how often the continuation has it.
     """
-    drawn_BV = counts_BV > 0
+    is_generated_BV = counts_BV > 0
     penalty_B1 = rows.repetition_penalty_B[:, None]
     repeated_BV = jnp.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-    logits_BV = jnp.where(drawn_BV | in_prompt_BV, repeated_BV, logits_BV)
-    return logits_BV - rows.presence_penalty_B[:, None] * drawn_BV - rows.frequency_penalty_B[:, None] * counts_BV
+    logits_BV = jnp.where(is_generated_BV | in_prompt_BV, repeated_BV, logits_BV)
+    return (
+        logits_BV - rows.presence_penalty_B[:, None] * is_generated_BV - rows.frequency_penalty_B[:, None] * counts_BV
+    )
 
 
 def has_penalty(rows: Rows) -> jax.Array:
-    """Whether any row has one."""
-    others = (rows.presence_penalty_B != 0) | (rows.frequency_penalty_B != 0)
-    return ((rows.repetition_penalty_B != 1) | others).any()
+    """Returns whether any row has a penalty."""
+    has_additive_B = (rows.presence_penalty_B != 0) | (rows.frequency_penalty_B != 0)
+    return ((rows.repetition_penalty_B != 1) | has_additive_B).any()
 
 
 def log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
@@ -174,10 +176,10 @@ def log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
 
 
 def top_log_probs(logits_BV: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
-    """Ids and log-probabilities of so many likeliest tokens, [B, C] each, the likeliest first."""
+    """Returns ids and log-probabilities of the `num` likeliest tokens, [B, C] each, in descending order."""
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, num)
     return ids_BC, logits_BC - jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
 
 
-def _likeliest(logits_BV: jax.Array) -> jax.Array:
+def _argmax(logits_BV: jax.Array) -> jax.Array:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

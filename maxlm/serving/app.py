@@ -27,22 +27,22 @@ from maxlm.serving.middleware import (
     AccessPolicy,
     SecurityMiddleware,
     error_response,
-    malformed,
+    internal_error,
 )
-from maxlm.serving.request_parsing import EngineRequests, ask_completions, parse_chat_request
+from maxlm.serving.request_parsing import EngineRequests, parse_chat_request, parse_completion_request
 from maxlm.serving.responses import ResponseBuilder
 from maxlm.serving.schema import RequestBase, parse_chat, parse_completion
 from maxlm.serving.service import Service
-from maxlm.serving.streaming import StreamingAnswer
+from maxlm.serving.streaming import CompletionResponse
 
 
 def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str] = ()) -> ASGIApp:
-    """The app of a service; pages of `origins` may read its answers."""
+    """The app of a service; pages of `origins` may read its responses."""
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_fault)
+    app.add_exception_handler(Exception, _on_exception)
     created = int(time.time())
     served, limits = service.served, service.limits
     page = Page()
@@ -53,7 +53,7 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
 
     @app.api_route(HEALTH, methods=['GET', 'HEAD'])
     async def health() -> Response:
-        state = 'failed' if service.pump.failed else 'draining' if service.draining else 'ok'
+        state = 'failed' if service.engine_thread.failed else 'draining' if service.is_draining else 'ok'
         return JSONResponse({'status': state}, 200 if state == 'ok' else 503)
 
     @app.get(METRICS)
@@ -61,7 +61,7 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
         return Response(service.metrics.text(), headers={'content-type': CONTENT_TYPE})
 
     def model() -> dict[str, Any]:
-        # What the page needs to know besides OpenAI's four.
+        # Fields for the chat page, beside OpenAI's four.
         return {
             'id': served.name,
             'object': 'model',
@@ -82,36 +82,36 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
         service.check_model(name)
         return JSONResponse(model())
 
-    async def answer(request: Request, *, chat: bool) -> Response:
+    async def handle(request: Request, *, chat: bool) -> Response:
         try:
-            body = await service.bodies.read(request)
-            asked, questions = await service.encoders.run(
+            body = await service.body_reader.read(request)
+            api_request, engine_requests = await service.encoders.run(
                 functools.partial(_encode, service, body, chat=chat),
                 chat=chat,
                 size=len(body),
                 receive=request.receive,
                 started=request.scope['state']['started'],
-                release=functools.partial(service.bodies.release, len(body)),
+                release=functools.partial(service.body_reader.release, len(body)),
             )
         except ClientDisconnect:
-            # Nobody is there to be told.
+            # The client has disconnected.
             return Response(status_code=499)
-        return _answer(service, asked, questions, chat=chat, started=request.scope['state']['started'])
+        return _respond(service, api_request, engine_requests, chat=chat, started=request.scope['state']['started'])
 
     @app.post(COMPLETIONS)
     async def complete(request: Request) -> Response:
-        return await answer(request, chat=False)
+        return await handle(request, chat=False)
 
     @app.post(CHAT)
     async def chat(request: Request) -> Response:
-        return await answer(request, chat=True)
+        return await handle(request, chat=True)
 
-    guarded = SecurityMiddleware(app, service, access)
+    secured = SecurityMiddleware(app, service, access)
     if not origins:
-        return guarded
+        return secured
     # Outermost: a browser asks whether it may ask without a key, and pages are to read errors too.
     return CORSMiddleware(
-        guarded, allow_origins=list(origins), allow_methods=['GET', 'POST'], allow_headers=['*'], max_age=600
+        secured, allow_origins=list(origins), allow_methods=['GET', 'POST'], allow_headers=['*'], max_age=600
     )
 
 
@@ -124,25 +124,27 @@ def _encode(service: Service, body: bytes, *, chat: bool) -> tuple[RequestBase, 
         return conversation, parse_chat_request(conversation, service.served, max_tokens=max_tokens)
     completion = parse_completion(body)
     service.check_model(completion.model)
-    return completion, ask_completions(completion, service.served, max_tokens=max_tokens)
+    return completion, parse_completion_request(completion, service.served, max_tokens=max_tokens)
 
 
-def _answer(service: Service, asked: RequestBase, questions: EngineRequests, *, chat: bool, started: float) -> Response:
-    samples = asked.n or 1
-    writer = ResponseBuilder(
+def _respond(
+    service: Service, api_request: RequestBase, engine_requests: EngineRequests, *, chat: bool, started: float
+) -> Response:
+    num_samples = api_request.n or 1
+    builder = ResponseBuilder(
         chat=chat,
         model=service.served.name,
         step=service.served.step,
-        spelling=service.spelling,
-        log_probs=questions.requests[0].top_log_probs is not None,
-        echoes=[echo for echo in questions.echoes for _ in range(samples)],
+        token_decoder=service.token_decoder,
+        with_log_probs=engine_requests.requests[0].top_log_probs is not None,
+        echoes=[echo for echo in engine_requests.echoes for _ in range(num_samples)],
     )
-    options = asked.stream_options
-    return StreamingAnswer(
-        service.ask(questions.requests, started=started),
-        writer,
-        prompt_tokens=sum(len(one.prompt) for one in questions.requests),
-        stream=bool(asked.stream),
+    options = api_request.stream_options
+    return CompletionResponse(
+        service.submit(engine_requests.requests, started=started),
+        builder,
+        prompt_tokens=sum(len(request.prompt) for request in engine_requests.requests),
+        stream=bool(api_request.stream),
         with_usage=bool(options and options.include_usage),
     )
 
@@ -154,11 +156,11 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = {404: f'there is nothing at {request.url.path[:100]}', 405: f'{request.method} is not done at this path'}
-    code = {404: 'not_found', 405: 'method_not_allowed'}.get(error.status_code)
-    message = told.get(error.status_code, str(error.detail))
-    return error_response(ApiError(error.status_code, message, code=code, headers=error.headers))
+    messages = {404: f'there is nothing at {request.url.path[:100]}', 405: f'{request.method} is not done at this path'}
+    codes = {404: 'not_found', 405: 'method_not_allowed'}.get(error.status_code)
+    message = messages.get(error.status_code, str(error.detail))
+    return error_response(ApiError(error.status_code, message, code=codes, headers=error.headers))
 
 
-async def _on_fault(request: Request, error: Exception) -> Response:
-    return error_response(malformed())
+async def _on_exception(request: Request, error: Exception) -> Response:
+    return error_response(internal_error())

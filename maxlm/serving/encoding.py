@@ -1,4 +1,4 @@
-"""Threads that parse and tokenize requests: a long text must not hold up the answers of others."""
+"""Threads that parse and tokenize requests: a long text must not delay other requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from maxlm.serving.limits import ServerLimits
 from maxlm.storage.errors import catch_panics
 
 # Bytes of a body that does not wait behind larger ones.
-_SMALL = 64 * 1024
+_SMALL_BODY_BYTES = 64 * 1024
 # Threads for small bodies, and for larger ones.
-_SMALL_THREADS, _LARGE_THREADS = 2, 1
+_NUM_SMALL_THREADS, _NUM_LARGE_THREADS = 2, 1
 
 
 class _Job:
@@ -32,7 +32,7 @@ class _Job:
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
     def run(self) -> None:
-        """Calls the function, in a thread; its result is left out when nobody waits for it any more."""
+        """Calls the function, in a thread; its result is dropped after the request was cancelled."""
         result, error = None, None
         try:
             with catch_panics('tokenizers'):
@@ -57,28 +57,28 @@ class _Job:
                 self.future.set_exception(error)
 
 
-class _Lane:
+class _WorkQueue:
     """A queue with threads of its own. They do not keep the process from its end."""
 
     def __init__(self, name: str, num_threads: int):
         self._jobs: collections.deque[_Job] = collections.deque()
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._is_closed = False
         for _ in range(num_threads):
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def put(self, job: _Job, most: int) -> bool:
-        """Adds a job unless `most` are waiting; whether it did."""
-        with self._changed:
-            if len(self._jobs) >= most:
+    def put(self, job: _Job, max_jobs: int) -> bool:
+        """Adds a job unless `max_jobs` are waiting; whether it did."""
+        with self._condition:
+            if len(self._jobs) >= max_jobs:
                 return False
             self._jobs.append(job)
-            self._changed.notify()
+            self._condition.notify()
         return True
 
-    def drop(self, job: _Job) -> None:
+    def remove(self, job: _Job) -> None:
         """Takes a job away that still waits."""
-        with self._changed:
+        with self._condition:
             if job not in self._jobs:
                 return
             self._jobs.remove(job)
@@ -86,14 +86,14 @@ class _Lane:
 
     def close(self) -> None:
         """Ends the threads after what they are at."""
-        with self._changed:
+        with self._condition:
             self._is_closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._is_closed)
+            with self._condition:
+                self._condition.wait_for(lambda: self._jobs or self._is_closed)
                 if self._is_closed:
                     return
                 job = self._jobs.popleft()
@@ -110,15 +110,15 @@ class Encoders:
 
     def __init__(self, limits: ServerLimits):
         self._limits = limits
-        self._lanes = {
-            (chat, small): _Lane(
+        self._queues = {
+            (chat, small): _WorkQueue(
                 f'encode-{"chat" if chat else "text"}-{"small" if small else "large"}',
-                _SMALL_THREADS if small else _LARGE_THREADS,
+                _NUM_SMALL_THREADS if small else _NUM_LARGE_THREADS,
             )
             for chat in (False, True)
             for small in (False, True)
         }
-        self._open: set[_Job] = set()
+        self._jobs: set[_Job] = set()
 
     async def run(
         self,
@@ -144,9 +144,9 @@ class Encoders:
             ApiError: too many are waiting, it takes too long, or the server ends.
             ClientDisconnect: the client is gone.
         """
-        lane = self._lanes[chat, size <= _SMALL]
+        queue = self._queues[chat, size <= _SMALL_BODY_BYTES]
         job = _Job(function, release)
-        if not lane.put(job, self._limits.max_encoding):
+        if not queue.put(job, self._limits.max_encoding_queue_size):
             release()
             raise ApiError(
                 429,
@@ -155,41 +155,43 @@ class Encoders:
                 code='queue_full',
                 headers={'retry-after': '5'},
             )
-        self._open.add(job)
-        gone = asyncio.create_task(_until_gone(receive, job))
+        self._jobs.add(job)
+        disconnect_task = asyncio.create_task(_wait_for_disconnect(receive, job))
         try:
-            async with asyncio.timeout(max(0, started + self._limits.max_seconds - time.monotonic())):
+            async with asyncio.timeout(max(0, started + self._limits.request_timeout - time.monotonic())):
                 return await job.future
         except TimeoutError:
-            raise too_slow(self._limits) from None
+            raise timeout_error(self._limits) from None
         finally:
-            gone.cancel()
+            disconnect_task.cancel()
             job.future.cancel()
-            self._open.discard(job)
-            lane.drop(job)
+            self._jobs.discard(job)
+            queue.remove(job)
 
-    def end_all(self, error: ApiError) -> None:
+    def fail_all(self, error: ApiError) -> None:
         """Ends all that wait with an error."""
-        for job in list(self._open):
+        for job in list(self._jobs):
             job.fail(error)
 
     def close(self) -> None:
         """Ends the threads; one that is stuck stays until the process ends."""
-        for lane in self._lanes.values():
-            lane.close()
+        for queue in self._queues.values():
+            queue.close()
 
 
-def too_slow(limits: ServerLimits) -> ApiError:
-    """The error of an answer that takes longer than its time."""
-    return ApiError(504, f'the answer took longer than {limits.max_seconds:g} s', kind='timeout_error', code='timeout')
+def timeout_error(limits: ServerLimits) -> ApiError:
+    """Returns the error of a response that exceeds its time limit."""
+    return ApiError(
+        504, f'the answer took longer than {limits.request_timeout:g} s', kind='timeout_error', code='timeout'
+    )
 
 
-def stopping() -> ApiError:
-    """The error of an answer that the end of the server cuts off."""
+def draining_error() -> ApiError:
+    """Returns the error of a response that the server's shutdown cuts off."""
     return ApiError(503, 'the server is stopping', kind=SERVER, code='draining')
 
 
-async def _until_gone(receive: Receive, job: _Job) -> None:
+async def _wait_for_disconnect(receive: Receive, job: _Job) -> None:
     while (await receive())['type'] != 'http.disconnect':
         pass
     job.fail(ClientDisconnect())

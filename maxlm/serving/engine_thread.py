@@ -1,4 +1,4 @@
-"""The engine's own thread: it steps while there is something to do, and what is drawn goes to the event loop."""
+"""The engine's own thread: it steps while there is work and passes deltas to the event loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Protocol
 from maxlm.inference.engine.requests import Delta, EngineState, Request
 from maxlm.log import logger
 
-# What ends a sleep is a request; this only bounds how long the thread outlives `stop`.
-_SLEEP_SECONDS = 0.2
+# A request ends the wait; this bounds how long the thread outlives `stop`.
+_POLL_SECONDS = 0.2
 
 Listener = Callable[[Delta], None]
 
@@ -21,17 +21,17 @@ class StreamHandle(Protocol):
     """A request that the engine has."""
 
     def cancel(self) -> None:
-        """Nobody wants its answer any more."""
+        """Cancels the request."""
 
 
 class EngineLike(Protocol):
-    """What of the engine is used here; its meaning is that of `maxlm.inference.engine.engine.Engine`."""
+    """The interface of the engine, documented in `maxlm.inference.engine.engine.Engine`."""
 
     max_context: int
 
     @property
     def state(self) -> EngineState:
-        """How much there is to do."""
+        """Queue lengths and counters."""
 
     def check(self, request: Request) -> None:
         """Raises InputError if a request does not fit."""
@@ -60,8 +60,8 @@ class EngineThread:
         """`on_failure` is called in the event loop when the engine has broken down."""
         self.failed = False
         self._engine, self._on_failure = engine, on_failure
-        self._drawn: list[tuple[Listener, Delta]] = []
-        self._stopped = False
+        self._deltas: list[tuple[Listener, Delta]] = []
+        self._is_stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
         # A step that never ends must not keep the process.
         self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
@@ -73,7 +73,7 @@ class EngineThread:
 
     def stop(self, timeout: float = 10.0) -> bool:
         """Ends the thread after the step that it is in; whether it did within the time."""
-        self._stopped = True
+        self._is_stopped = True
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -83,35 +83,35 @@ class EngineThread:
         Raises:
             InputError, QueueFullError: the engine's.
         """
-        return self._engine.submit(request, lambda delta: self._drawn.append((listener, delta)))
+        return self._engine.submit(request, lambda delta: self._deltas.append((listener, delta)))
 
     def _run(self) -> None:
         try:
-            while not self._stopped:
-                busy = self._engine.step()
-                self._tell()
-                if not busy:
-                    self._engine.wait(_SLEEP_SECONDS)
+            while not self._is_stopped:
+                has_work = self._engine.step()
+                self._dispatch()
+                if not has_work:
+                    self._engine.wait(_POLL_SECONDS)
         except Exception:
             logger.exception('the engine broke down')
             self.failed = True
-            self._end_all()
-            self._call(self._on_failure)
-            # Whoever has not seen that it failed before they asked.
-            while not self._stopped:
-                self._engine.wait(_SLEEP_SECONDS)
-                self._end_all()
+            self._fail_all()
+            self._call_in_loop(self._on_failure)
+            # Requests that were submitted before the failure was visible.
+            while not self._is_stopped:
+                self._engine.wait(_POLL_SECONDS)
+                self._fail_all()
 
-    def _end_all(self) -> None:
+    def _fail_all(self) -> None:
         self._engine.fail()
-        self._tell()
+        self._dispatch()
 
-    def _tell(self) -> None:
-        if self._drawn:
-            drawn, self._drawn = self._drawn, []
-            self._call(lambda: [listener(delta) for listener, delta in drawn])
+    def _dispatch(self) -> None:
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            self._call_in_loop(lambda: [listener(delta) for listener, delta in deltas])
 
-    def _call(self, function: Callable[[], object]) -> None:
+    def _call_in_loop(self, function: Callable[[], object]) -> None:
         assert self._loop is not None
         # The loop may be gone while the last step still runs.
         with contextlib.suppress(RuntimeError):

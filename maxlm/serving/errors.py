@@ -12,14 +12,14 @@ from maxlm.errors import InputError
 
 INVALID = 'invalid_request_error'
 SERVER = 'server_error'
-# What a client sent may stand in a message, but not all of it.
+# Messages quote client input, truncated to this length.
 MAX_MESSAGE = 500
 # Names of the engine's requests → those of the API.
-_PARAMETERS = {'num_samples': 'n', 'stops': 'stop', 'top_log_probs': 'logprobs', 'ignore_ends': 'ignore_eos'}
+_API_PARAMETERS = {'num_samples': 'n', 'stops': 'stop', 'top_log_probs': 'logprobs'}
 
 
 class ApiError(Exception):
-    """What a request is answered instead of a result.
+    """An error response.
 
     Attributes:
         status: of HTTP.
@@ -52,24 +52,24 @@ class ApiError(Exception):
         return {'error': {'message': self.message, 'type': self.kind, 'param': self.param, 'code': self.code}}
 
 
-def from_input(error: InputError, param: str | None = None) -> ApiError:
-    """What the engine or a tokenizer refuses; a message that begins with `name=` or `name:` names the parameter."""
-    named = re.match(r'(\w+)[=:]', str(error))
-    name = named[1] if named else None
-    found = _PARAMETERS.get(name, name) if name else None
-    message = str(error).replace(name, found, 1) if name and found else str(error)
-    return ApiError(400, message, param=found or param)
+def from_input_error(error: InputError, param: str | None = None) -> ApiError:
+    """Converts an error of the engine or a tokenizer; a message `name=…` or `name: …` names the parameter."""
+    match = re.match(r'(\w+)[=:]', str(error))
+    name = match[1] if match else None
+    api_name = _API_PARAMETERS.get(name, name) if name else None
+    message = str(error).replace(name, api_name, 1) if name and api_name else str(error)
+    return ApiError(400, message, param=api_name or param)
 
 
-def from_validation(error: ValidationError) -> ApiError:
+def from_validation_error(error: ValidationError) -> ApiError:
     """The first thing that a request's JSON has wrong."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first['type'] == 'json_invalid':
         reason = first['msg'].removeprefix('Invalid JSON: ')
         return ApiError(400, f'the body is no JSON that can be read: {reason}', code='invalid_json')
     param = ''
-    for part in first['loc']:
-        param += f'[{part}]' if isinstance(part, int) else f'.{part}' if param else str(part)
+    for key in first['loc']:
+        param += f'[{key}]' if isinstance(key, int) else f'.{key}' if param else str(key)
     param = param[:100]
     message = first['msg'][0].lower() + first['msg'][1:]
     if not param:

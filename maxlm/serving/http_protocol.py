@@ -17,54 +17,56 @@ class Connection(H11Protocol):
     """With deadlines. Cut off, it looks to the app like a client that is gone."""
 
     limits = ServerLimits()
-    _stalled: asyncio.TimerHandle | None = None
-    _listening: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
 
     # uvicorn narrows what asyncio gives, against its base class, and so does this.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins to wait for the head of a request."""
         super().connection_made(transport)
         # `connections` has those of all clients, with this one.
-        same = sum(self._address_of(connection) == self._address_of(self) for connection in self.connections)
-        if len(self.connections) > self.limits.max_connections or same > self.limits.max_client_connections:
+        num_from_client = sum(
+            self._client_address(connection) == self._client_address(self) for connection in self.connections
+        )
+        if len(self.connections) > self.limits.max_connections or num_from_client > self.limits.max_client_connections:
             transport.abort()
             return
-        self._listen()
+        self._start_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends all waiting."""
-        self._stop(self._stalled)
-        self._stop(self._listening)
+        self._cancel_timer(self._write_timer)
+        self._cancel_timer(self._read_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Waits on for as long as no request is there."""
+        """Restarts the read timer while no request is complete."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop(self._listening)
-            self._listening = None
-        elif self._listening is None:
-            self._listen()
+            self._cancel_timer(self._read_timer)
+            self._read_timer = None
+        elif self._read_timer is None:
+            self._start_read_timer()
 
     def pause_writing(self) -> None:
-        """The client takes nothing more."""
-        self._stop(self._stalled)
-        self._stalled = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
+        """Starts the write timer."""
+        self._cancel_timer(self._write_timer)
+        self._write_timer = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """It does again."""
-        self._stop(self._stalled)
+        """Stops the write timer."""
+        self._cancel_timer(self._write_timer)
         super().resume_writing()
 
     def on_response_complete(self) -> None:
-        """A client that does not take the end of its answer is cut off too, and one that does not ask again."""
+        """Cancels the read timer. The write timer and the keep-alive timeout stay."""
         super().on_response_complete()
-        self._stop(self._listening)
-        self._listening = None
+        self._cancel_timer(self._read_timer)
+        self._read_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """To what is no HTTP; where an answer is on its way, nothing more can be said."""
+        """Responds to malformed HTTP; aborts where a response has begun."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
@@ -82,15 +84,15 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b'')
         self.transport.close()
 
-    def _listen(self) -> None:
-        self._listening = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
+    def _start_read_timer(self) -> None:
+        self._read_timer = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)
 
     @staticmethod
-    def _address_of(connection: Any) -> str:
+    def _client_address(connection: Any) -> str:
         return connection.client[0] if connection.client else ''
 
     @staticmethod
-    def _stop(timer: Any) -> None:
+    def _cancel_timer(timer: Any) -> None:
         if timer is not None:
             timer.cancel()
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads: requests, tokens, slots, and how long answers take."""
+"""Prometheus metrics: requests, tokens, slots and latencies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from maxlm.inference.engine.requests import EngineState
 
 CONTENT_TYPE = 'text/plain; version=0.0.4; charset=utf-8'
-# What a path is counted as that is none of the server's: names would grow without end.
+# Label of unknown paths, which would otherwise be unbounded.
 OTHER = 'other'
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -21,7 +21,7 @@ class Metrics:
     """Counters of one server. All names begin with `maxlm_`."""
 
     def __init__(self, state: Callable[[], EngineState]):
-        """`state` is asked whenever somebody reads."""
+        """`state` is called on every scrape."""
         registry = CollectorRegistry()
         self.requests = Counter(
             'maxlm_requests', 'Requests that were answered, by path and status', ('path', 'status'), registry=registry
@@ -41,7 +41,7 @@ class Metrics:
         self.request = Histogram(
             'maxlm_request_seconds', 'From the request to the end of its answer', buckets=_SECONDS, registry=registry
         )
-        registry.register(_Engine(state))
+        registry.register(_EngineCollector(state))
         self._registry = registry
 
     def text(self) -> bytes:
@@ -49,7 +49,7 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Engine(Collector):
+class _EngineCollector(Collector):
     def __init__(self, state: Callable[[], EngineState]):
         self._state = state
 
@@ -62,8 +62,8 @@ class _Engine(Collector):
         )
         for kind, value in (
             ('prompt', state.prompt_tokens),
-            ('shared', state.shared_tokens),
-            ('drawn', state.drawn_tokens),
+            ('shared', state.cached_tokens),
+            ('drawn', state.generated_tokens),
         ):
             tokens.add_metric((kind,), value)
         yield tokens

@@ -21,11 +21,11 @@ from maxlm.serving.service import Service
 PAGE, HEALTH, METRICS, MODELS = '/', '/health', '/metrics', '/v1/models'
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 PATHS = (PAGE, HEALTH, METRICS, MODELS, COMPLETIONS, CHAT)
-ANSWERS = (COMPLETIONS, CHAT)
-# Whoever may reach the port may see these: the page asks for the key itself.
-OPEN = (PAGE, HEALTH)
-# nginx's, for what nobody was there to be told.
-_GONE = '499'
+COMPLETION_PATHS = (COMPLETIONS, CHAT)
+# Readable without a key; the page asks for it itself.
+PUBLIC_PATHS = (PAGE, HEALTH)
+# Status of nginx for a client that disconnected.
+_CLIENT_CLOSED_REQUEST = '499'
 _HEADERS = {
     'x-content-type-options': 'nosniff',
     'x-frame-options': 'DENY',
@@ -35,9 +35,9 @@ _HEADERS = {
 
 
 class AccessPolicy:
-    """Who may ask.
+    """Rules for API key, host and origin of requests.
 
-    A web page that somebody on this machine looks at can reach what listens on loopback, under its own name if that
+    A web page open in a browser on this machine can reach what listens on loopback, under its own name if that
     is made to resolve to 127.0.0.1. So a request from a page elsewhere is refused by its Origin, and, of a server on
     loopback, one under another name by its Host.
     """
@@ -45,7 +45,7 @@ class AccessPolicy:
     def __init__(self, *, api_key: str, loopback: bool, origins: Collection[str]):
         """
         Args:
-            api_key: '' = none is asked for.
+            api_key: '' = none is required.
             loopback: whether the server listens there alone.
             origins: other origins whose pages may ask, e.g. https://chat.example.org; a proxy has their host.
         """
@@ -56,19 +56,19 @@ class AccessPolicy:
     def check(self, path: str, headers: Headers) -> None:
         """Raises ApiError unless a request may be answered."""
         hosts, origins = headers.getlist('host'), headers.getlist('origin')
-        if len(hosts) != 1 or len(origins) > 1 or (self._loopback and not self._is_own(_name(hosts[0]))):
+        if len(hosts) != 1 or len(origins) > 1 or (self._loopback and not self._is_allowed_host(_hostname(hosts[0]))):
             raise ApiError(
                 403,
                 'the server does not go by this Host; a name for it is given by --allow-origin=http://NAME',
                 code='host_not_allowed',
             )
-        if origins and origins[0] not in self._origins and _address(origins[0]) != hosts[0].lower():
+        if origins and origins[0] not in self._origins and _netloc(origins[0]) != hosts[0].lower():
             raise ApiError(403, 'pages of this Origin may not ask; --allow-origin lets them', code='origin_not_allowed')
-        if self._key and path not in OPEN:
-            scheme, _, given = headers.get('authorization', '').partition(' ')
+        if self._key and path not in PUBLIC_PATHS:
+            scheme, _, credentials = headers.get('authorization', '').partition(' ')
             # Compared in a time that does not tell how much of it is right.
-            same = hmac.compare_digest(given.strip().encode('utf-8', 'surrogateescape'), self._key)
-            if not (same and scheme.lower() == 'bearer'):
+            is_valid = hmac.compare_digest(credentials.strip().encode('utf-8', 'surrogateescape'), self._key)
+            if not (is_valid and scheme.lower() == 'bearer'):
                 raise ApiError(
                     401,
                     'the API key is missing or wrong: Authorization: Bearer KEY',
@@ -76,7 +76,7 @@ class AccessPolicy:
                     headers={'www-authenticate': 'Bearer'},
                 )
 
-    def _is_own(self, name: str) -> bool:
+    def _is_allowed_host(self, name: str) -> bool:
         try:
             return name in self._hosts or ipaddress.ip_address(name).is_loopback
         except ValueError:
@@ -98,7 +98,7 @@ class SecurityMiddleware:
         scope.setdefault('state', {})['started'] = started
         status = ''
 
-        async def send_on(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message['type'] == 'http.response.start':
                 status = str(message['status'])
@@ -108,36 +108,36 @@ class SecurityMiddleware:
                 ]
             await send(message)
 
-        is_answer = path in ANSWERS
-        if is_answer:
-            self._service.begin()
+        is_completion = path in COMPLETION_PATHS
+        if is_completion:
+            self._service.begin_request()
         try:
             self._access.check(scope['path'], Headers(scope=scope))
-            if is_answer:
+            if is_completion:
                 self._service.check_ready()
-            await self._app(scope, receive, send_on)
+            await self._app(scope, receive, send_with_headers)
         except ApiError as error:
-            await error_response(error)(scope, receive, send_on)
+            await error_response(error)(scope, receive, send_with_headers)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         # Also what is no Exception, such as the panic of a library in Rust.
         except BaseException:
-            # For the log alone: what went wrong inside is nobody else's business.
+            # Details go to the log only, not to the client.
             logger.exception(f'{scope["method"]} {path} failed')
             if not status:
-                await error_response(malformed())(scope, receive, send_on)
+                await error_response(internal_error())(scope, receive, send_with_headers)
         finally:
             seconds = time.monotonic() - started
-            self._service.metrics.requests.labels(path, status or _GONE).inc()
-            if is_answer:
-                self._service.finish()
+            self._service.metrics.requests.labels(path, status or _CLIENT_CLOSED_REQUEST).inc()
+            if is_completion:
+                self._service.end_request()
                 if status == '200':
                     self._service.metrics.request.observe(seconds)
-                    self._service.took(seconds)
+                    self._service.record_duration(seconds)
 
 
-def malformed() -> ApiError:
-    """What a client is told of a fault of the server."""
+def internal_error() -> ApiError:
+    """Returns the response to an internal error."""
     return ApiError(500, 'the server has a fault; its log has more', kind=SERVER, code='internal_error')
 
 
@@ -146,7 +146,7 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-def _name(host: str) -> str:
+def _hostname(host: str) -> str:
     """The name in a Host header, without its port; '' where it is none."""
     try:
         return urlsplit(f'//{host}').hostname or ''
@@ -154,7 +154,7 @@ def _name(host: str) -> str:
         return ''
 
 
-def _address(origin: str) -> str:
+def _netloc(origin: str) -> str:
     """Name and port of an origin, as in a Host header."""
     try:
         return urlsplit(origin).netloc.lower()

@@ -14,8 +14,15 @@ from maxlm.inference.engine.requests import Request
 from maxlm.inference.prompts import infill_prompt
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.engine_thread import EngineLike
-from maxlm.serving.errors import ApiError, from_input
-from maxlm.serving.schema import MAX_SEED, ChatCompletionRequest, CompletionRequest, RequestBase, prompts_of, text_of
+from maxlm.serving.errors import ApiError, from_input_error
+from maxlm.serving.schema import (
+    MAX_SEED,
+    ChatCompletionRequest,
+    CompletionRequest,
+    RequestBase,
+    message_text,
+    parse_prompts,
+)
 
 
 class ServedModel(NamedTuple):
@@ -29,40 +36,49 @@ class ServedModel(NamedTuple):
 
 
 class EngineRequests(NamedTuple):
-    """Of one request: what the engine is asked, and the texts that come before each answer, '' for none."""
+    """Engine requests of one API request, and the echoed text before each response, '' for none."""
 
     requests: list[Request]
     echoes: list[str]
 
 
-def ask_completions(asked: CompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
+def parse_completion_request(api_request: CompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
     """`max_tokens` is the server's limit, 0 = what the context leaves. Takes as long as the tokenizer.
 
     Raises:
         ApiError: a parameter is wrong, or the prompt does not fit.
     """
-    if asked.echo and asked.logprobs is not None:
+    if api_request.echo and api_request.logprobs is not None:
         raise ApiError(400, 'echo: prompts have no log-probabilities here; leave out one of the two', param='echo')
     tokenizer = served.tokenizer
-    prompts = prompts_of(asked, vocab_size=tokenizer.vocab_size, max_context=served.engine.max_context)
+    prompts = parse_prompts(api_request, vocab_size=tokenizer.vocab_size, max_context=served.engine.max_context)
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_size(prompt + (asked.suffix or ''), served, 'prompt')
+            _check_size(prompt + (api_request.suffix or ''), served, 'prompt')
     try:
-        ids = [_ids(prompt, asked.suffix, tokenizer) for prompt in prompts]
+        ids = [_encode_prompt(prompt, api_request.suffix, tokenizer) for prompt in prompts]
     except InputError as error:
-        raise ApiError(400, str(error), param='prompt' if asked.suffix is None else 'suffix') from error
+        raise ApiError(400, str(error), param='prompt' if api_request.suffix is None else 'suffix') from error
     echoes = ['' for _ in ids]
-    if asked.echo:
-        echoes = [one if isinstance(one, str) else tokenizer.decode(one) for one in prompts]
-    limit = asked.max_tokens
+    if api_request.echo:
+        echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    limit = api_request.max_tokens
     requests = [
-        _request(one, asked, served, limit=limit, most=max_tokens, top=asked.logprobs, param='prompt') for one in ids
+        _engine_request(
+            prompt,
+            api_request,
+            served,
+            limit=limit,
+            max_allowed=max_tokens,
+            top_log_probs=api_request.logprobs,
+            param='prompt',
+        )
+        for prompt in ids
     ]
     return EngineRequests(requests, echoes)
 
 
-def parse_chat_request(asked: ChatCompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
+def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
     """As above, of a conversation.
 
     Raises:
@@ -78,10 +94,10 @@ def parse_chat_request(asked: ChatCompletionRequest, served: ServedModel, *, max
     messages = [
         {
             'role': message.role,
-            'content': text_of(message, number, max_parts=served.engine.max_context),
+            'content': message_text(message, number, max_parts=served.engine.max_context),
             **({'name': message.name} if message.name else {}),
         }
-        for number, message in enumerate(asked.messages)
+        for number, message in enumerate(api_request.messages)
     ]
     try:
         rendered = served.chat.render_prompt(messages)
@@ -90,9 +106,11 @@ def parse_chat_request(asked: ChatCompletionRequest, served: ServedModel, *, max
         ids = served.chat.encode_rendered(rendered).tolist()
     except (ChatError, InputError) as error:
         raise ApiError(400, f'messages: {error}', param='messages') from error
-    top = (asked.top_logprobs or 0) if asked.logprobs else None
-    limit = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
-    request = _request(ids, asked, served, limit=limit, most=max_tokens, top=top, param='messages')
+    top_log_probs = (api_request.top_logprobs or 0) if api_request.logprobs else None
+    limit = api_request.max_completion_tokens if api_request.max_tokens is None else api_request.max_tokens
+    request = _engine_request(
+        ids, api_request, served, limit=limit, max_allowed=max_tokens, top_log_probs=top_log_probs, param='messages'
+    )
     return EngineRequests([request], [''])
 
 
@@ -108,7 +126,7 @@ def _check_size(text: str, served: ServedModel, param: str) -> None:
         )
 
 
-def _ids(prompt: str | list[int], suffix: str | None, tokenizer: Tokenizer) -> list[int]:
+def _encode_prompt(prompt: str | list[int], suffix: str | None, tokenizer: Tokenizer) -> list[int]:
     if suffix is not None:
         if not isinstance(prompt, str):
             raise InputError('suffix: the prompt must be a text')
@@ -118,44 +136,44 @@ def _ids(prompt: str | list[int], suffix: str | None, tokenizer: Tokenizer) -> l
     return prompt
 
 
-def _request(
+def _engine_request(
     ids: list[int],
-    asked: RequestBase,
+    api_request: RequestBase,
     served: ServedModel,
     *,
     limit: int | None,
-    most: int,
-    top: int | None,
+    max_allowed: int,
+    top_log_probs: int | None,
     param: str,
 ) -> Request:
-    left = served.engine.max_context - len(ids)
-    if left < (limit or 1):
-        told = '' if limit is None else f', and max_tokens={limit}'
+    available = served.engine.max_context - len(ids)
+    if available < (limit or 1):
+        detail = '' if limit is None else f', and max_tokens={limit}'
         raise ApiError(
             400,
-            f'the context has {served.engine.max_context} tokens; the prompt has {len(ids)}{told}',
+            f'the context has {served.engine.max_context} tokens; the prompt has {len(ids)}{detail}',
             param=param,
             code='context_length_exceeded',
         )
-    if limit is not None and most and limit > most:
-        raise ApiError(400, f'max_tokens={limit}: at most {most} here', param='max_tokens')
+    if limit is not None and max_allowed and limit > max_allowed:
+        raise ApiError(400, f'max_tokens={limit}: at most {max_allowed} here', param='max_tokens')
     try:
         request = Request(
             prompt=tuple(ids),
-            max_tokens=limit or min(left, most or left),
-            sampling=_sampling(asked),
-            seed=secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed,
-            num_samples=asked.n or 1,
-            stops=asked.stops,
-            top_log_probs=top,
-            ignore_ends=bool(asked.ignore_eos),
+            max_tokens=limit or min(available, max_allowed or available),
+            sampling=_sampling(api_request),
+            seed=secrets.randbelow(MAX_SEED + 1) if api_request.seed is None else api_request.seed,
+            num_samples=api_request.n or 1,
+            stops=api_request.stops,
+            top_log_probs=top_log_probs,
+            ignore_eos=bool(api_request.ignore_eos),
         )
         served.engine.check(request)
     except InputError as error:
-        raise from_input(error, param) from error
+        raise from_input_error(error, param) from error
     return request
 
 
-def _sampling(asked: RequestBase) -> Sampling:
+def _sampling(api_request: RequestBase) -> Sampling:
     names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty', 'presence_penalty', 'frequency_penalty')
-    return Sampling(**{name: value for name in names if (value := getattr(asked, name)) is not None})
+    return Sampling(**{name: value for name in names if (value := getattr(api_request, name)) is not None})

@@ -1,7 +1,7 @@
-"""What may stand in a request: OpenAI's parameters, and a few that other servers have besides.
+"""Request schema: OpenAI's parameters, and a few of other servers.
 
-A parameter that would change the answer and is not done here is refused by name. What changes nothing, such as `user`,
-is taken and not read, as clients send it.
+An unsupported parameter that would change the response is rejected by name. Parameters without effect, such as `user`,
+are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from maxlm.inference.engine.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_PROBS
-from maxlm.serving.errors import ApiError, from_validation
+from maxlm.serving.errors import ApiError, from_validation_error
 
 MAX_SEED = 2**32 - 1
 # Between 0 and this the logits would leave the range of float32.
 MIN_TEMPERATURE = 1e-3
 ROLES = ('system', 'developer', 'user', 'assistant')
-_MANY = 2**31 - 1
+_MAX_INT32 = 2**31 - 1
 # Parameters that are not done → the values that ask for nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     'add_generation_prompt': (None, True),
     'allowed_token_ids': (None, []),
     'audio': (None,),
@@ -52,9 +52,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     'verbosity': (None, 'medium'),
     'web_search_options': (None,),
 }
-_REFUSED_IN_CHAT = {'echo': (None, False), 'suffix': (None,), 'prompt': (None,)}
-_REFUSED_IN_COMPLETIONS = {'messages': (None,), 'max_completion_tokens': (None,), 'top_logprobs': (None,)}
-_REFUSED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+_UNSUPPORTED_IN_CHAT = {'echo': (None, False), 'suffix': (None,), 'prompt': (None,)}
+_UNSUPPORTED_IN_COMPLETIONS = {'messages': (None,), 'max_completion_tokens': (None,), 'top_logprobs': (None,)}
+_UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     'audio': (None,),
     'function_call': (None,),
     'tool_call_id': (None,),
@@ -67,22 +67,22 @@ class _Object(BaseModel):
 
 
 class StreamOptions(_Object):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class RequestBase(_Object):
-    """What both kinds of requests have. None is as good as nothing."""
+    """Parameters of both kinds of requests. None counts as absent."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    max_tokens: int | None = Field(None, ge=1, le=_MANY)
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=_MANY)
+    top_k: int | None = Field(None, ge=0, le=_MAX_INT32)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -99,10 +99,10 @@ class RequestBase(_Object):
         Raises:
             ApiError: it is none.
         """
-        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if not isinstance(found, list) or len(found) > MAX_STOPS or not all(isinstance(x, str) and x for x in found):
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(x, str) and x for x in stops):
             raise ApiError(400, f'stop: must be a text or up to {MAX_STOPS} texts, none of them empty', param='stop')
-        return tuple(found)
+        return tuple(stops)
 
 
 class CompletionRequest(RequestBase):
@@ -128,7 +128,7 @@ class ChatCompletionRequest(RequestBase):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MANY)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOG_PROBS)
 
@@ -136,54 +136,57 @@ class ChatCompletionRequest(RequestBase):
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ApiError when it is none, or asks for what is not done."""
     try:
-        asked = CompletionRequest.model_validate_json(body)
+        request = CompletionRequest.model_validate_json(body)
     except ValidationError as error:
-        raise from_validation(error) from None
-    # As many as are given is what is drawn anyway.
-    _refuse(asked, _REFUSED | {'best_of': (None, asked.n or 1)} | _REFUSED_IN_COMPLETIONS)
-    _check(asked)
-    return asked
+        raise from_validation_error(error) from None
+    # best_of equal to n changes nothing.
+    _reject_unsupported(request, _UNSUPPORTED | {'best_of': (None, request.n or 1)} | _UNSUPPORTED_IN_COMPLETIONS)
+    _check_consistency(request)
+    return request
 
 
 def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
     """Raises ApiError when it is none, or asks for what is not done."""
     try:
-        asked = ChatCompletionRequest.model_validate_json(body)
+        request = ChatCompletionRequest.model_validate_json(body)
     except ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation_error(error) from None
     # A template writes at least a token for each.
-    _check_number('messages', asked.messages, max_context)
-    _refuse(asked, _REFUSED | _REFUSED_IN_CHAT)
-    _check(asked)
-    for number, message in enumerate(asked.messages):
-        _refuse(message, _REFUSED_IN_MESSAGES, f'messages[{number}].')
+    _check_length('messages', request.messages, max_context)
+    _reject_unsupported(request, _UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
+    _check_consistency(request)
+    for index, message in enumerate(request.messages):
+        _reject_unsupported(message, _UNSUPPORTED_IN_MESSAGES, f'messages[{index}].')
         if message.role not in ROLES:
-            param = f'messages[{number}].role'
+            param = f'messages[{index}].role'
             raise ApiError(400, f'{param}={message.role!r}: must be one of {", ".join(ROLES)}', param=param)
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, 'top_logprobs: needs logprobs=true', param='top_logprobs')
-    if None not in (asked.max_tokens, asked.max_completion_tokens) and asked.max_tokens != asked.max_completion_tokens:
+    if (
+        None not in (request.max_tokens, request.max_completion_tokens)
+        and request.max_tokens != request.max_completion_tokens
+    ):
         raise ApiError(400, 'max_tokens and max_completion_tokens differ; give one', param='max_tokens')
-    return asked
+    return request
 
 
-def prompts_of(asked: CompletionRequest, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:
-    """The prompts, all texts or all ids. Their numbers are looked at first: there may be millions.
+def parse_prompts(request: CompletionRequest, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:
+    """The prompts, all texts or all ids. Their number is checked first: there may be millions.
 
     Raises:
         ApiError: they are neither, or too many.
     """
-    given = asked.prompt
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        if type(given[0]) is int:
-            given = [given]
-        if len(given) * (asked.n or 1) > MAX_SAMPLES:
-            raise ApiError(400, f'n: {len(given)} prompts × n are more than {MAX_SAMPLES} answers', param='n')
-        if all(isinstance(one, str) for one in given):
-            return given
-        longest = max((len(one) for one in given if isinstance(one, list)), default=0)
+    prompts = request.prompt
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, list) and prompts:
+        if type(prompts[0]) is int:
+            prompts = [prompts]
+        if len(prompts) * (request.n or 1) > MAX_SAMPLES:
+            raise ApiError(400, f'n: {len(prompts)} prompts × n are more than {MAX_SAMPLES} answers', param='n')
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return prompts
+        longest = max((len(prompt) for prompt in prompts if isinstance(prompt, list)), default=0)
         if longest > max_context:
             raise ApiError(
                 400,
@@ -191,58 +194,58 @@ def prompts_of(asked: CompletionRequest, *, vocab_size: int, max_context: int) -
                 param='prompt',
                 code='context_length_exceeded',
             )
-        if all(isinstance(one, list) and all(type(i) is int for i in one) for one in given):
-            if all(0 <= i < vocab_size for one in given for i in one):
-                return given
+        if all(isinstance(prompt, list) and all(type(i) is int for i in prompt) for prompt in prompts):
+            if all(0 <= i < vocab_size for prompt in prompts for i in prompt):
+                return prompts
             raise ApiError(400, f'prompt: ids must be from 0 to {vocab_size - 1}', param='prompt')
     raise ApiError(400, 'prompt: must be a text, texts, token ids, or lists of token ids', param='prompt')
 
 
-def text_of(message: Message, number: int, *, max_parts: int) -> str:
-    """What a message says.
+def message_text(message: Message, message_index: int, *, max_parts: int) -> str:
+    """Returns the text of a message.
 
     Raises:
         ApiError: it is not text, or in too many parts.
     """
-    param = f'messages[{number}].content'
+    param = f'messages[{message_index}].content'
     if isinstance(message.content, str):
         return message.content
     if not isinstance(message.content, list):
         raise ApiError(400, f'{param}: must be a text, or a list of parts of type text', param=param)
-    _check_number(param, message.content, max_parts)
+    _check_length(param, message.content, max_parts)
     texts = []
-    for place, part in enumerate(message.content):
+    for index, part in enumerate(message.content):
         kind = part.get('type') if isinstance(part, dict) else None
         if kind != 'text' or not isinstance(part.get('text'), str):
-            told = repr(kind)[:50] if isinstance(part, dict) else 'none'
+            found = repr(kind)[:50] if isinstance(part, dict) else 'none'
             raise ApiError(
                 400,
-                f'{param}[{place}]: must be {{"type": "text", "text": "…"}}; its type is {told}',
-                param=f'{param}[{place}]',
+                f'{param}[{index}]: must be {{"type": "text", "text": "…"}}; its type is {found}',
+                param=f'{param}[{index}]',
             )
         texts.append(part['text'])
     return ''.join(texts)
 
 
-def _refuse(given: _Object, refused: dict[str, tuple[Any, ...]], prefix: str = '') -> None:
-    for name, value in (given.model_extra or {}).items():
-        if name in refused and not any(value is one or value == one for one in refused[name]):
+def _reject_unsupported(fields: _Object, unsupported: dict[str, tuple[Any, ...]], prefix: str = '') -> None:
+    for name, value in (fields.model_extra or {}).items():
+        if name in unsupported and not any(value is accepted or value == accepted for accepted in unsupported[name]):
             param = f'{prefix}{name}'
             raise ApiError(400, f'{param}: is not done here; leave it out', param=param, code='unsupported_parameter')
 
 
-def _check_number(param: str, items: list[Any], most: int) -> None:
-    if len(items) > most:
+def _check_length(param: str, items: list[Any], max_length: int) -> None:
+    if len(items) > max_length:
         raise ApiError(
             400,
-            f'{param}: {len(items)} are more than the {most} tokens of the context',
+            f'{param}: {len(items)} are more than the {max_length} tokens of the context',
             param=param,
             code='context_length_exceeded',
         )
 
 
-def _check(asked: RequestBase) -> None:
-    if asked.temperature is not None and 0 < asked.temperature < MIN_TEMPERATURE:
+def _check_consistency(request: RequestBase) -> None:
+    if request.temperature is not None and 0 < request.temperature < MIN_TEMPERATURE:
         raise ApiError(400, f'temperature: must be 0, or at least {MIN_TEMPERATURE}', param='temperature')
-    if asked.stream_options is not None and not asked.stream:
+    if request.stream_options is not None and not request.stream:
         raise ApiError(400, 'stream_options: needs stream=true', param='stream_options')

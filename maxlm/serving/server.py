@@ -1,4 +1,4 @@
-"""From a model that is ready to the exit code: listens, answers, and on a signal finishes what it has begun."""
+"""Server lifecycle: listens, serves, and on a signal drains running requests."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from maxlm.serving.request_parsing import ServedModel
 from maxlm.serving.service import Service
 
 _KEEP_ALIVE_SECONDS = 75
-# What requests that are cut off, connections and the engine each get after the drain.
-_LAST_SECONDS = 2
+# Seconds that cancelled requests, connections and the engine each get after the drain.
+_SHUTDOWN_STEP_SECONDS = 2
 # All of that, after which the process ends whatever it is at.
-_END_SECONDS = 5
+_SHUTDOWN_SECONDS = 5
 _BACKLOG = 1024
-_LAST_PORT = 65535
+_MAX_PORT = 65535
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -36,8 +36,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         InputError: the address is none of this machine's, or taken.
     """
-    if not 0 <= port <= _LAST_PORT:
-        raise InputError(f'--port={port}: must be from 0 to {_LAST_PORT}')
+    if not 0 <= port <= _MAX_PORT:
+        raise InputError(f'--port={port}: must be from 0 to {_MAX_PORT}')
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -52,20 +52,20 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
-    """Where a browser on this machine finds it."""
+def server_url(listener: socket.socket) -> str:
+    """Returns the URL for a browser on this machine."""
     host, port = listener.getsockname()[:2]
     host = {'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host)
     return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can reach it."""
+    """Returns whether only this machine can connect."""
     host = listener.getsockname()[0]
     return host.startswith('127.') or host == '::1'
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Signals are not uvicorn's: it would stop to listen at once, and end by the signal."""
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ class Server:
     """A server in an event loop.
 
     Attributes:
-        service: what it answers with, once `run` has begun.
+        service: set once `run` has begun.
     """
 
     def __init__(
@@ -94,48 +94,48 @@ class Server:
         self._served, self._limits, self._listener = served, limits, listener
         self._access = AccessPolicy(api_key=api_key, loopback=is_loopback(listener), origins=origins)
         self._origins, self._on_ready = tuple(origins), on_ready
-        self._told = asyncio.Event()
+        self._stop_event = asyncio.Event()
         self.service: Service | None = None
 
     async def run(self) -> int:
         """Serves until `stop`; the exit code."""
-        service = self.service = Service(self._served, self._limits, on_failure=self._told.set)
+        service = self.service = Service(self._served, self._limits, on_failure=self._stop_event.set)
         config = uvicorn.Config(
             make_app(service, self._access, origins=self._origins),
             http=connection_class(self._limits),
             ws='none',
             lifespan='off',
-            # Whoever sends what is no HTTP must not fill a log.
+            # Malformed requests must not fill a log.
             log_config=None,
             log_level='critical',
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=_LAST_SECONDS,
+            timeout_graceful_shutdown=_SHUTDOWN_STEP_SECONDS,
             backlog=_BACKLOG,
         )
-        server = _Server(config)
-        service.pump.start()
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        server = _UvicornServer(config)
+        service.engine_thread.start()
+        serve_task = asyncio.create_task(server.serve(sockets=[self._listener]))
         try:
-            while not (server.started or serving.done()):
+            while not (server.started or serve_task.done()):
                 await asyncio.sleep(0.01)
             if server.started:
                 self._on_ready()
-                told = asyncio.create_task(self._told.wait())
-                await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
-                told.cancel()
+                stop_task = asyncio.create_task(self._stop_event.wait())
+                await asyncio.wait({stop_task, serve_task}, return_when=asyncio.FIRST_COMPLETED)
+                stop_task.cancel()
                 await self._drain(service)
         finally:
             server.should_exit = True
-            await serving
-            service.close(_END_SECONDS - 2 * _LAST_SECONDS)
-        return EXIT_FAILED if service.pump.failed else EXIT_DONE
+            await serve_task
+            service.close(_SHUTDOWN_SECONDS - 2 * _SHUTDOWN_STEP_SECONDS)
+        return EXIT_FAILED if service.engine_thread.failed else EXIT_DONE
 
     def stop(self) -> None:
         """New requests are refused, those that run are finished; to be called in the event loop."""
-        self._told.set()
+        self._stop_event.set()
 
     @property
     def drain_seconds(self) -> float:
@@ -144,39 +144,39 @@ class Server:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called, or the engine broke down."""
-        return self._told.is_set()
+        """Whether `stop` was called or the engine failed."""
+        return self._stop_event.is_set()
 
     async def _drain(self, service: Service) -> None:
-        service.draining = True
+        service.is_draining = True
         try:
             async with asyncio.timeout(self._limits.drain_seconds):
                 await service.idle.wait()
         except TimeoutError:
             logger.warning(f'{service.num_requests} answers are not finished in time, and cut off')
-            service.end_all()
+            service.fail_all()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_SECONDS):
+                async with asyncio.timeout(_SHUTDOWN_STEP_SECONDS):
                     await service.idle.wait()
 
 
-def serve_until_stopped(running: Server) -> int:
+def serve_until_stopped(server: Server) -> int:
     """Runs in this process; SIGTERM and SIGINT stop it, a second one ends it at once. The exit code."""
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, receive, number)
-        return await running.run()
+            loop.add_signal_handler(number, handle_signal, number)
+        return await server.run()
 
-    def receive(number: signal.Signals) -> None:
-        if running.is_stopping:
+    def handle_signal(number: signal.Signals) -> None:
+        if server.is_stopping:
             # Threads of the device may never come back: nothing is waited for.
             os._exit(128 + number)
         logger.info(f'{number.name}: running requests are finished, new ones refused; a second signal ends at once')
         # A thread of the interpreter could not do it: one that never lets go of it may be what is stuck.
-        faulthandler.dump_traceback_later(running.drain_seconds + _END_SECONDS, exit=True)
-        running.stop()
+        faulthandler.dump_traceback_later(server.drain_seconds + _SHUTDOWN_SECONDS, exit=True)
+        server.stop()
 
     try:
         return asyncio.run(run())

@@ -1,4 +1,4 @@
-"""One model being served: who asks, who still waits, and whether it takes more."""
+"""One served model: its pending requests and admission."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 
 from maxlm.inference.engine.requests import Delta, QueueFullError, Request
-from maxlm.serving.encoding import Encoders, stopping, too_slow
+from maxlm.serving.encoding import Encoders, draining_error, timeout_error
 from maxlm.serving.engine_thread import EngineThread, StreamHandle
 from maxlm.serving.errors import SERVER, ApiError
-from maxlm.serving.limits import Bodies, ServerLimits
+from maxlm.serving.limits import BodyReader, ServerLimits
 from maxlm.serving.metrics import Metrics
 from maxlm.serving.request_parsing import ServedModel
-from maxlm.serving.responses import TokenSpelling
+from maxlm.serving.responses import TokenDecoder
 
-# What a client that is refused waits at most.
-_LONGEST_RETRY = 60
+# Largest Retry-After.
+_MAX_RETRY_SECONDS = 60
 
 
 class PendingRequest:
@@ -26,7 +26,7 @@ class PendingRequest:
 
     Attributes:
         num_choices: samples of all.
-        drawn_tokens: so far.
+        generated_tokens: so far.
     """
 
     def __init__(self, service: Service, requests: list[Request], *, started: float):
@@ -36,19 +36,23 @@ class PendingRequest:
             ApiError: too much is waiting already.
         """
         self._service, self._started = service, started
-        self._deadline = started + service.limits.max_seconds
-        self._drawn: asyncio.Queue[tuple[int, Delta] | ApiError] = asyncio.Queue()
-        self._tickets: list[StreamHandle] = []
-        self._first = 0.0
-        self.drawn_tokens = 0
-        samples = requests[0].num_samples
-        self.num_choices = self.left = samples * len(requests)
-        slots, waiting = service.served.engine.state.num_slots, service.limits.max_waiting
-        if waiting and self.num_choices > slots + waiting:
-            raise ApiError(400, f'n: at most {slots + waiting} answers at a time here, over all prompts', param='n')
+        self._deadline = started + service.limits.request_timeout
+        self._deltas: asyncio.Queue[tuple[int, Delta] | ApiError] = asyncio.Queue()
+        self._handles: list[StreamHandle] = []
+        self._first_token_time = 0.0
+        self.generated_tokens = 0
+        num_samples = requests[0].num_samples
+        self.num_choices = self.num_unfinished = num_samples * len(requests)
+        num_slots, max_queue_size = service.served.engine.state.num_slots, service.limits.max_queue_size
+        if max_queue_size and self.num_choices > num_slots + max_queue_size:
+            raise ApiError(
+                400, f'n: at most {num_slots + max_queue_size} answers at a time here, over all prompts', param='n'
+            )
         try:
             for number, request in enumerate(requests):
-                self._tickets.append(service.pump.submit(request, functools.partial(self._put, number * samples)))
+                self._handles.append(
+                    service.engine_thread.submit(request, functools.partial(self._on_delta, number * num_samples))
+                )
         except QueueFullError:
             self.close()
             raise ApiError(
@@ -58,70 +62,70 @@ class PendingRequest:
                 code='queue_full',
                 headers={'retry-after': str(service.retry_after())},
             ) from None
-        service.open.add(self)
+        service.pending.add(self)
 
-    async def batch(self, seconds: float) -> list[tuple[int, Delta]]:
-        """What came for the choices since the last time, at least one; empty after `seconds` of nothing.
+    async def next_deltas(self, timeout: float) -> list[tuple[int, Delta]]:
+        """Returns the new deltas of the choices; empty after `timeout` seconds without one.
 
         Raises:
             ApiError: the time is over, the engine broke down, or the server ends.
         """
-        found: list[tuple[int, Delta]] = []
-        wait = min(seconds, self._deadline - time.monotonic())
-        if wait > 0 or not self._drawn.empty():
+        deltas: list[tuple[int, Delta]] = []
+        wait = min(timeout, self._deadline - time.monotonic())
+        if wait > 0 or not self._deltas.empty():
             try:
                 async with asyncio.timeout(max(wait, 0)):
-                    found.append(self._checked(await self._drawn.get()))
+                    deltas.append(self._checked(await self._deltas.get()))
             except TimeoutError:
                 pass
-        if not found and time.monotonic() >= self._deadline:
-            raise too_slow(self._service.limits)
-        while not self._drawn.empty():
-            found.append(self._checked(self._drawn.get_nowait()))
-        return found
+        if not deltas and time.monotonic() >= self._deadline:
+            raise timeout_error(self._service.limits)
+        while not self._deltas.empty():
+            deltas.append(self._checked(self._deltas.get_nowait()))
+        return deltas
 
-    def end(self, error: ApiError) -> None:
+    def fail(self, error: ApiError) -> None:
         """Ends it with an error."""
-        self._drawn.put_nowait(error)
+        self._deltas.put_nowait(error)
 
     def close(self) -> None:
-        """Nobody wants more of it: what runs is cancelled."""
-        self._service.open.discard(self)
-        for ticket in self._tickets if self.left else ():
-            ticket.cancel()
+        """Cancels unfinished samples."""
+        self._service.pending.discard(self)
+        for handle in self._handles if self.num_unfinished else ():
+            handle.cancel()
 
-    def _put(self, first: int, delta: Delta) -> None:
+    def _on_delta(self, first_choice: int, delta: Delta) -> None:
         now = time.monotonic()
         if delta.tokens:
-            self.drawn_tokens += len(delta.tokens)
-            if not self._first:
-                self._first = now
+            self.generated_tokens += len(delta.tokens)
+            if not self._first_token_time:
+                self._first_token_time = now
                 self._service.metrics.first_token.observe(now - self._started)
-        if delta.finish is not None:
-            self.left -= 1
-            each = self.drawn_tokens / self.num_choices
-            if not self.left and each > 1:
-                self._service.metrics.token.observe((now - self._first) / (each - 1))
-        self._drawn.put_nowait((first + delta.sample, delta))
+        if delta.finish_reason is not None:
+            self.num_unfinished -= 1
+            tokens_per_choice = self.generated_tokens / self.num_choices
+            if not self.num_unfinished and tokens_per_choice > 1:
+                self._service.metrics.token.observe((now - self._first_token_time) / (tokens_per_choice - 1))
+        self._deltas.put_nowait((first_choice + delta.sample, delta))
 
     @staticmethod
     def _checked(item: tuple[int, Delta] | ApiError) -> tuple[int, Delta]:
         if isinstance(item, ApiError):
             raise item
-        if item[1].finish == 'failed':
+        if item[1].finish_reason == 'failed':
             raise ApiError(500, 'the engine broke down; the server ends', kind=SERVER, code='engine_failed')
-        if item[1].finish == 'cancelled':
+        if item[1].finish_reason == 'cancelled':
             raise ApiError(503, 'the answer was cancelled', kind=SERVER, code='cancelled')
         return item
 
 
 class Service:
-    """What the endpoints share. To be made in the event loop.
+    """State shared by the endpoints. Must be created in the event loop.
 
     Attributes:
         served, limits: these.
-        open: questions that are not answered yet.
-        draining: whether no more are taken.
+        pending: requests that have not finished.
+        is_draining: whether new requests are refused.
         num_requests: those that are not over yet; `idle` is set when there are none.
     """
 
@@ -129,18 +133,18 @@ class Service:
         """`on_failure` is called when the engine has broken down."""
         self.served, self.limits = served, limits
         self.metrics = Metrics(lambda: served.engine.state)
-        self.bodies = Bodies(limits)
-        self.spelling = TokenSpelling(served.tokenizer)
-        self.pump = EngineThread(served.engine, on_failure)
-        self.open: set[PendingRequest] = set()
-        self.draining = False
+        self.body_reader = BodyReader(limits)
+        self.token_decoder = TokenDecoder(served.tokenizer)
+        self.engine_thread = EngineThread(served.engine, on_failure)
+        self.pending: set[PendingRequest] = set()
+        self.is_draining = False
         self.num_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self.encoders = Encoders(limits)
         self._mean_seconds = 1.0
 
-    def ask(self, requests: list[Request], *, started: float) -> PendingRequest:
+    def submit(self, requests: list[Request], *, started: float) -> PendingRequest:
         """Hands requests to the engine.
 
         Raises:
@@ -150,10 +154,10 @@ class Service:
         return PendingRequest(self, requests, started=started)
 
     def check_ready(self) -> None:
-        """Raises ApiError when no requests are taken."""
-        if self.pump.failed:
+        """Raises ApiError when new requests are refused."""
+        if self.engine_thread.failed:
             raise ApiError(503, 'the engine broke down; the server ends', kind=SERVER, code='engine_failed')
-        if self.draining:
+        if self.is_draining:
             raise ApiError(503, 'the server is stopping', kind=SERVER, code='draining', headers={'retry-after': '5'})
 
     def check_model(self, name: str | None) -> None:
@@ -167,32 +171,32 @@ class Service:
             )
 
     def retry_after(self) -> int:
-        """Whole seconds until there may be room: what waits, at the pace of the last requests."""
+        """Returns the seconds until a slot may be free, from the queue length and recent durations."""
         state = self.served.engine.state
-        return max(1, min(_LONGEST_RETRY, math.ceil(self._mean_seconds * (state.waiting + 1) / state.num_slots)))
+        return max(1, min(_MAX_RETRY_SECONDS, math.ceil(self._mean_seconds * (state.waiting + 1) / state.num_slots)))
 
-    def begin(self) -> None:
-        """A request for an answer comes in."""
+    def begin_request(self) -> None:
+        """Counts a new request."""
         self.num_requests += 1
         self.idle.clear()
 
-    def took(self, seconds: float) -> None:
-        """An answer took so long."""
+    def record_duration(self, seconds: float) -> None:
+        """Updates the mean duration of responses."""
         self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
 
-    def finish(self) -> None:
-        """It is over."""
+    def end_request(self) -> None:
+        """Counts the end of a request."""
         self.num_requests -= 1
         if not self.num_requests:
             self.idle.set()
 
-    def end_all(self) -> None:
+    def fail_all(self) -> None:
         """Ends all requests that are open."""
-        self.encoders.end_all(stopping())
-        for question in list(self.open):
-            question.end(stopping())
+        self.encoders.fail_all(draining_error())
+        for request in list(self.pending):
+            request.fail(draining_error())
 
     def close(self, timeout: float) -> None:
         """Lets go of the threads; that of the engine has `timeout` seconds for its step."""
         self.encoders.close()
-        self.pump.stop(timeout)
+        self.engine_thread.stop(timeout)

@@ -1,4 +1,4 @@
-"""Sends an answer as one object or as server-sent events (SSE), for as long as the client is connected."""
+"""Sends a response as one object or as server-sent events (SSE), for as long as the client is connected."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from maxlm.serving.responses import ResponseBuilder, usage
 from maxlm.serving.service import PendingRequest
 
 # Proxies take a silent connection for dead after a minute or so.
-_BEAT_SECONDS = 15.0
-_BEAT = b': still here\n\n'
+_KEEPALIVE_SECONDS = 15.0
+_KEEPALIVE = b': still here\n\n'
 _DONE = b'data: [DONE]\n\n'
 _STREAM_HEADERS = (
     (b'content-type', b'text/event-stream; charset=utf-8'),
@@ -26,15 +26,15 @@ _STREAM_HEADERS = (
 )
 
 
-class StreamingAnswer(Response):
-    """The answer of a question. When the client goes the question is closed."""
+class CompletionResponse(Response):
+    """The response to a pending request, which is closed when the client disconnects."""
 
     def __init__(
-        self, question: PendingRequest, writer: ResponseBuilder, *, prompt_tokens: int, stream: bool, with_usage: bool
+        self, request: PendingRequest, builder: ResponseBuilder, *, prompt_tokens: int, stream: bool, with_usage: bool
     ):
         """`with_usage`: whether a stream ends with a chunk that counts tokens."""
         super().__init__()
-        self._question, self._writer = question, writer
+        self._request, self._builder = request, builder
         self._prompt_tokens, self._stream, self._with_usage = prompt_tokens, stream, with_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,60 +43,62 @@ class StreamingAnswer(Response):
         Raises:
             ApiError: it went wrong before anything was sent.
         """
-        gone = asyncio.create_task(_until_gone(receive))
-        work = asyncio.create_task(self._send_events(send) if self._stream else self._send_whole(scope, receive, send))
+        disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
+        send_task = asyncio.create_task(
+            self._send_events(send) if self._stream else self._send_json(scope, receive, send)
+        )
         try:
-            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            await asyncio.wait({disconnect_task, send_task}, return_when=asyncio.FIRST_COMPLETED)
+            if send_task.done():
+                send_task.result()
         finally:
-            gone.cancel()
-            work.cancel()
-            self._question.close()
-            await asyncio.gather(gone, work, return_exceptions=True)
+            disconnect_task.cancel()
+            send_task.cancel()
+            self._request.close()
+            await asyncio.gather(disconnect_task, send_task, return_exceptions=True)
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deltas: list[list[Delta]] = [[] for _ in range(self._question.num_choices)]
-        left = len(deltas)
-        while left:
-            for choice, delta in await self._question.batch(_BEAT_SECONDS):
+    async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deltas: list[list[Delta]] = [[] for _ in range(self._request.num_choices)]
+        num_unfinished = len(deltas)
+        while num_unfinished:
+            for choice, delta in await self._request.next_deltas(_KEEPALIVE_SECONDS):
                 deltas[choice].append(delta)
-                left -= delta.finish is not None
-        content = self._writer.whole(deltas, usage(self._prompt_tokens, self._question.drawn_tokens))
+                num_unfinished -= delta.finish_reason is not None
+        content = self._builder.response(deltas, usage(self._prompt_tokens, self._request.generated_tokens))
         await JSONResponse(content)(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
-        left = self._question.num_choices
+        num_unfinished = self._request.num_choices
         await send({'type': 'http.response.start', 'status': 200, 'headers': list(_STREAM_HEADERS)})
-        await _send(send, b''.join(map(_event, self._writer.first())))
+        await _send_body(send, b''.join(map(_sse_event, self._builder.first_chunks())))
         try:
-            while left:
-                found = await self._question.batch(_BEAT_SECONDS)
-                left -= sum(delta.finish is not None for _, delta in found)
-                chunks = [self._writer.chunk(choice, delta) for choice, delta in found if _is_told(delta)]
-                await _send(send, b''.join(map(_event, chunks)) if found else _BEAT)
+            while num_unfinished:
+                deltas = await self._request.next_deltas(_KEEPALIVE_SECONDS)
+                num_unfinished -= sum(delta.finish_reason is not None for _, delta in deltas)
+                chunks = [self._builder.chunk(choice, delta) for choice, delta in deltas if _has_content(delta)]
+                await _send_body(send, b''.join(map(_sse_event, chunks)) if deltas else _KEEPALIVE)
         except ApiError as error:
-            await _send(send, _event(error.body), more=False)
+            await _send_body(send, _sse_event(error.body), more=False)
             return
         if self._with_usage:
-            counted = usage(self._prompt_tokens, self._question.drawn_tokens)
-            await _send(send, _event(self._writer.usage_chunk(counted)))
-        await _send(send, _DONE, more=False)
+            token_usage = usage(self._prompt_tokens, self._request.generated_tokens)
+            await _send_body(send, _sse_event(self._builder.usage_chunk(token_usage)))
+        await _send_body(send, _DONE, more=False)
 
 
-def _is_told(delta: Delta) -> bool:
-    return bool(delta.text or delta.tokens or delta.finish)
+def _has_content(delta: Delta) -> bool:
+    return bool(delta.text or delta.tokens or delta.finish_reason)
 
 
-def _event(content: dict[str, Any]) -> bytes:
+def _sse_event(content: dict[str, Any]) -> bytes:
     return b'data: ' + json.dumps(content, ensure_ascii=False, separators=(',', ':')).encode() + b'\n\n'
 
 
-async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
     if body or not more:
         await send({'type': 'http.response.body', 'body': body, 'more_body': more})
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())['type'] != 'http.disconnect':
         pass

@@ -25,7 +25,7 @@ from maxlm.data.loader.dataset import TrainingData
 from maxlm.data.loader.windows import Sequences
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.sampling import draw_keys, sample
+from maxlm.inference.sampling import sample, sampling_keys
 from maxlm.model.attention.ring import zigzag
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import softcap
@@ -156,7 +156,7 @@ class Samples:
             logits_BV = jnp.dot(hidden_BD, kernel_DV, preferred_element_type=jnp.float32)
             logits_BV = layout.constrain(softcap(logits_BV, cap), ('activation',) * 2)
             # The keys of the engine's first sample, so that `maxlm.generate --seed=0` gives the same text.
-            keys_B = draw_keys(jnp.full(B, SEED, jnp.uint32), jnp.zeros(B, jnp.uint32), length_B - 1)
+            keys_B = sampling_keys(jnp.full(B, SEED, jnp.uint32), jnp.zeros(B, jnp.uint32), length_B - 1)
             token_B = sample(logits_BV[:, : self._tokenizer.vocab_size], keys_B, TEMPERATURE)
             return tokens_BT.at[jnp.arange(B), length_B].set(token_B), length_B + 1
 

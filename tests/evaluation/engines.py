@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxlm.inference.engine.requests import Completion, DrawnToken
+from maxlm.inference.engine.requests import Completion, GeneratedToken
 from maxlm.training.state import abstract_model
 
 
@@ -45,7 +45,7 @@ class PlainEngine:
         return self._completion(text, ids, 'length')
 
     def _completion(self, text, ids, finish):
-        return Completion(text, tuple(DrawnToken(token, float('nan'), ()) for token in ids), finish)
+        return Completion(text, tuple(GeneratedToken(token, float('nan'), ()) for token in ids), finish)
 
 
 class RecitingEngine:

@@ -128,7 +128,7 @@ def test_every_single_answer_is(ours, theirs, task):
 
 def test_a_planted_error_is_found(model, tasks, theirs, monkeypatch):
     # One token too early.
-    monkeypatch.setattr(scoring, 'scored_slots', lambda length, num: range(length - num - 1, length - 1))
+    monkeypatch.setattr(scoring, 'scored_indices', lambda length, num: range(length - num - 1, length - 1))
     planted = Benchmarks([str(tasks / 'last_word.yaml'), str(tasks / 'letters.yaml')]).run(answers_of(model[0]))
     apart = [
         name

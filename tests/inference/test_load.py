@@ -85,11 +85,11 @@ def test_a_checkpoint_without_a_tokenizer(make):
 def test_a_chat_template_comes_with_the_model(make, capsys):
     workdir, _, _ = make(averaged=False)
     plain = load_model(str(workdir), num_devices=1)
-    assert (plain.chat, plain.ends) == (None, (256,))
+    assert (plain.chat, plain.stop_token_ids) == (None, (256,))
     bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>']).save(workdir / TOKENIZER)
     (workdir / CHAT_TEMPLATE).write_text(CHATML)
     model = load_model(str(workdir), num_devices=1)
-    assert model.ends == (256, 258)
+    assert model.stop_token_ids == (256, 258)
     ids = model.chat.encode_prompt([{'role': 'user', 'content': 'a'}]).tolist()
     assert model.tokenizer.decode(ids) == '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n'
     # One that cannot be used is no reason to refuse the model.

@@ -14,14 +14,14 @@ def test_texts_that_begin_alike_are_one_tree():
     found = insert(texts)
     # In the order of their tokens; seven are too few to share.
     assert found == [Tree([1], 2), Tree([5], 8), Tree([3, 4, 2, 0], 9 + 2 + 2 + 1)]
-    assert insert(texts, largest=0) == [Tree([number], len(texts[number])) for number in (1, 5, 3, 4, 2, 0)]
+    assert insert(texts, max_tokens=0) == [Tree([number], len(texts[number])) for number in (1, 5, 3, 4, 2, 0)]
 
 
 def test_a_tree_has_an_end():
     texts = [[*START, number] for number in range(10)]
-    assert [tree.size for tree in insert(texts, largest=14)] == [14, 14, 12]
+    assert [tree.size for tree in insert(texts, max_tokens=14)] == [14, 14, 12]
     # What is longer than a tree stands alone.
-    assert [tree.size for tree in insert([[*START, 1], [*START, 2]], largest=9)] == [11, 11]
+    assert [tree.size for tree in insert([[*START, 1], [*START, 2]], max_tokens=9)] == [11, 11]
 
 
 def seen(laid, index):
@@ -31,7 +31,7 @@ def seen(laid, index):
 
 @pytest.mark.parametrize('seed', range(5))
 def test_tokens_see_their_own_text_only(seed, monkeypatch):
-    monkeypatch.setattr(prefix_tree, 'SMALLEST_SHARED', 1)
+    monkeypatch.setattr(prefix_tree, 'MIN_SHARED_TOKENS', 1)
     rng = np.random.default_rng(seed)
     texts = [[7, *rng.integers(0, 3, rng.integers(0, 9)).tolist()] for _ in range(20)]
     texts = [list(text) for text in {tuple(text) for text in texts}]

@@ -12,7 +12,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.export_model import export_model
 from maxlm.inference.load import load_model
-from maxlm.inference.resolve_model import found_checkpoint, name_of
+from maxlm.inference.resolve_model import default_model_name, found_checkpoint
 from maxlm.log import Console
 from maxlm.training.state import abstract_state
 from maxlm.workdir.files import describe_run
@@ -56,7 +56,7 @@ def test_a_workdir(made, given, step, words, capsys):
     with Console(), found_checkpoint(f'{made}/{given}') as checkpoint:
         assert find_step_here(checkpoint).name == str(step)
     assert words in capsys.readouterr().out
-    assert name_of(f'{made}/{given}') in ('run', 'unknown')
+    assert default_model_name(f'{made}/{given}') in ('run', 'unknown')
 
 
 def test_a_directory_of_transformers(made, tmp_path, capsys):
@@ -78,7 +78,7 @@ def test_a_directory_of_transformers(made, tmp_path, capsys):
     # Nothing of the import is left.
     with pytest.raises(InputError):
         load_model(imported, num_devices=1)
-    assert name_of(str(tmp_path / 'exported')) == 'exported'
+    assert default_model_name(str(tmp_path / 'exported')) == 'exported'
 
 
 def test_what_is_no_model(made, tmp_path):

@@ -10,13 +10,13 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.inference.sampling import (
     Sampling,
-    draw_keys,
+    apply_penalties,
     has_penalty,
     log_prob,
-    penalized,
-    rows_of,
     sample,
     sample_rows,
+    sampling_keys,
+    stack_settings,
     top_k_mask,
     top_log_probs,
 )
@@ -35,7 +35,7 @@ def keys(number, seed=0):
 
 
 def sample_with(logits_BV, keys_B, sampling):
-    return _draw_rows(logits_BV, keys_B, rows_of([sampling] * len(logits_BV)))
+    return _draw_rows(logits_BV, keys_B, stack_settings([sampling] * len(logits_BV)))
 
 
 @partial(jax.jit, static_argnames='number')
@@ -50,7 +50,7 @@ def draws(logits_V, sampling, *, seed=0):
     # One length, so that one program serves all.
     padded = np.full(6, -np.inf, np.float32)
     padded[: len(logits_V)] = logits_V
-    tokens = np.asarray(draw_many(padded, seed, rows_of([sampling]), number=20_000))
+    tokens = np.asarray(draw_many(padded, seed, stack_settings([sampling]), number=20_000))
     assert tokens.max() < len(logits_V)
     return np.bincount(tokens, minlength=len(logits_V))
 
@@ -122,7 +122,7 @@ def test_draws_among_the_kept_have_their_relative_probabilities():
 @pytest.mark.parametrize('top_p', [1e-6, 0.1, 0.5, 0.9, 0.999, 1.0])
 def test_what_can_be_drawn(top_k, top_p):
     logits = random_logits(20, 30, seed=top_k)
-    rows = rows_of([Sampling(top_k=top_k, top_p=top_p)] * 20)
+    rows = stack_settings([Sampling(top_k=top_k, top_p=top_p)] * 20)
     result = np.asarray(_keep_likeliest(logits, top_k_B=rows.top_k_B, top_p_B=rows.top_p_B, min_p_B=rows.min_p_B))
     for row, given in zip(result, logits, strict=True):
         kept = np.flatnonzero(np.isfinite(row))
@@ -196,11 +196,11 @@ def test_rows_have_settings_of_their_own():
         Sampling(top_p=0.3),
         Sampling(min_p=0.5),
     ]
-    together = _draw_rows(logits, row_keys, rows_of(settings)).tolist()
+    together = _draw_rows(logits, row_keys, stack_settings(settings)).tolist()
     alone = [int(sample_with(logits[i : i + 1], row_keys[i : i + 1], row)[0]) for i, row in enumerate(settings)]
     assert together == alone
     # Control: in another order they give others.
-    assert _draw_rows(logits, row_keys, rows_of(settings[::-1])).tolist() != alone
+    assert _draw_rows(logits, row_keys, stack_settings(settings[::-1])).tolist() != alone
 
 
 def test_one_temperature_for_all_is_that_of_each():
@@ -213,7 +213,7 @@ def test_one_temperature_for_all_is_that_of_each():
 
 def test_a_key_is_of_seed_sample_and_position():
     numbers = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]], np.uint32)
-    data = jax.random.key_data(draw_keys(*(jnp.asarray(column) for column in numbers.T))).tolist()
+    data = jax.random.key_data(sampling_keys(*(jnp.asarray(column) for column in numbers.T))).tolist()
     assert len({tuple(row) for row in data}) == 4
     assert data[0] == data[4]
 
@@ -223,9 +223,9 @@ def test_penalties():
     in_prompt, counts = np.array([[True, True, False, False]]), np.array([[0, 0, 3, 0]])
 
     def found(**settings):
-        rows = rows_of([Sampling(**settings)])
+        rows = stack_settings([Sampling(**settings)])
         assert bool(has_penalty(rows)) == bool(settings)
-        return np.asarray(penalized(jnp.asarray(logits), rows, in_prompt, counts))[0]
+        return np.asarray(apply_penalties(jnp.asarray(logits), rows, in_prompt, counts))[0]
 
     np.testing.assert_allclose(found(), logits[0])
     np.testing.assert_allclose(found(repetition_penalty=2.0), [1.0, -2.0, 0.25, 3.0])

@@ -13,7 +13,15 @@ from maxlm.errors import InputError
 from maxlm.inference import scoring
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.prefix_tree import insert
-from maxlm.inference.scoring import SHORTEST_ROW, Likelihood, LogprobScorer, ScoringRequest, pack, scored_slots, windows
+from maxlm.inference.scoring import (
+    MIN_ROW_TOKENS,
+    Likelihood,
+    LogprobScorer,
+    ScoringRequest,
+    pack,
+    scored_indices,
+    windows,
+)
 from maxlm.training.state import abstract_model
 from tests.parameters import random_params
 from tests.small import small_config, small_layout
@@ -124,7 +132,7 @@ def test_learned_positions_are_those_of_each_text():
 
 def test_neither_batches_nor_the_order_matter(expected):
     # Small batches cut the rows otherwise.
-    agree(LogprobScorer(load(), batch_tokens=SHORTEST_ROW).score(spans()[::-1])[::-1], expected)
+    agree(LogprobScorer(load(), batch_tokens=MIN_ROW_TOKENS).score(spans()[::-1])[::-1], expected)
 
 
 def test_where_the_rotation_depends_on_the_length_texts_are_alone():
@@ -138,7 +146,7 @@ def test_where_the_rotation_depends_on_the_length_texts_are_alone():
 
 
 def test_a_span_that_is_off_by_one_would_be_found(expected, found, monkeypatch):
-    monkeypatch.setattr(scoring, 'scored_slots', lambda length, num: range(length - num - 1, length - 1))
+    monkeypatch.setattr(scoring, 'scored_indices', lambda length, num: range(length - num - 1, length - 1))
     usual = [number for number, span in enumerate(spans()) if len(span.context) > 1]
     wrong = scorer().score([spans()[number] for number in usual])
     with pytest.raises(AssertionError):
@@ -146,7 +154,7 @@ def test_a_span_that_is_off_by_one_would_be_found(expected, found, monkeypatch):
 
 
 def test_texts_in_one_row_do_not_see_each_other(expected, found, monkeypatch):
-    original = scoring._arrays
+    original = scoring._batch_arrays
 
     def one_segment(rows, B, T):
         tokens, segments, ends, positions = original(rows, B, T)
@@ -155,7 +163,7 @@ def test_texts_in_one_row_do_not_see_each_other(expected, found, monkeypatch):
     # As documents, and as trees.
     alone = [number for number, span in enumerate(spans()) if len(span.context) > 20]
     agree(scorer().score([spans()[number] for number in alone]), [expected[number] for number in alone])
-    monkeypatch.setattr(scoring, '_arrays', one_segment)
+    monkeypatch.setattr(scoring, '_batch_arrays', one_segment)
     with pytest.raises(AssertionError):
         agree(scorer().score([spans()[number] for number in alone]), [expected[number] for number in alone])
     with pytest.raises(AssertionError):
@@ -169,8 +177,8 @@ def test_the_mesh_does_not_matter(mesh, found):
 
 def test_texts_that_are_read_alike_are_read_once(found, monkeypatch):
     read = []
-    original = scoring._arrays
-    monkeypatch.setattr(scoring, '_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
+    original = scoring._batch_arrays
+    monkeypatch.setattr(scoring, '_batch_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
     choices = [ScoringRequest([5, 6, 7], [choice]) for choice in range(10)]
     scorer().score([*choices, ScoringRequest([5, 6, 8], [1])])
     ((row,),) = read
@@ -190,8 +198,8 @@ def test_what_texts_begin_with_is_read_once(family, monkeypatch):
     asked = [asked[number] for number in rng.permutation(len(asked))]
     expected = [naive(family, span) for span in asked]
     read = []
-    original = scoring._arrays
-    monkeypatch.setattr(scoring, '_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
+    original = scoring._batch_arrays
+    monkeypatch.setattr(scoring, '_batch_arrays', lambda rows, B, T: read.append(rows) or original(rows, B, T))
     found = scorer(family).score(asked)
     agree(found, expected)
     ((row,),) = read
@@ -201,17 +209,19 @@ def test_what_texts_begin_with_is_read_once(family, monkeypatch):
     assert [len(tree.tokens) for tree in row] == [len(beginnings)]
     assert len(beginnings) <= 40 + 3 * (12 + 2 + 7)
     # Control: where texts are not shared, the same is read as documents.
-    monkeypatch.setattr(scoring, 'insert', lambda texts, largest: insert(texts, largest=0))
+    monkeypatch.setattr(scoring, 'insert', lambda texts, max_tokens: insert(texts, max_tokens=0))
     agree(scorer(family).score(asked), expected)
     assert sum(len(tree.tokens) for rows in read[1:] for row in rows for tree in row) > 4 * len(row[0].tokens)
 
 
 def test_shapes_are_few():
-    small = LogprobScorer(load(), batch_tokens=2 * SHORTEST_ROW)
+    small = LogprobScorer(load(), batch_tokens=2 * MIN_ROW_TOKENS)
     lengths = [1000, 900, 400, *[100] * 60, 90]
     batches = list(small._batches(lengths))
     # Full batches, and a last one.
-    assert [(T, small._num_rows(len(rows), T)) for rows, T in batches] == [(1024, 1)] * 3 + [(512, 2)] * 6 + [(512, 1)]
+    assert [(T, small._padded_rows(len(rows), T)) for rows, T in batches] == [(1024, 1)] * 3 + [(512, 2)] * 6 + [
+        (512, 1)
+    ]
     assert sorted(number for rows, _ in batches for row in rows for number in row) == list(range(64))
 
 
@@ -223,8 +233,8 @@ def test_rows_are_filled():
 
 
 def test_which_slots_are_scored():
-    assert list(scored_slots(5, 2)) == [3, 4]
-    assert list(scored_slots(1, 1)) == [0]
+    assert list(scored_indices(5, 2)) == [3, 4]
+    assert list(scored_indices(1, 1)) == [0]
 
 
 @pytest.mark.parametrize('length', [0, 1, 7, 8, 9, 16, 17, 30])

@@ -9,7 +9,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.engine.requests import Delta, DrawnToken, EngineState, QueueFullError
+from maxlm.inference.engine.requests import Delta, EngineState, GeneratedToken, QueueFullError
 from maxlm.serving.request_parsing import ServedModel
 
 SAID = 'The quick brown fox jumps over the lazy dog, and “über” is one word. '
@@ -17,10 +17,10 @@ SAID = 'The quick brown fox jumps over the lazy dog, and “über” is one word
 
 class FakeTicket:
     def __init__(self):
-        self.cancelled = False
+        self.is_cancelled = False
 
     def cancel(self):
-        self.cancelled = True
+        self.is_cancelled = True
 
 
 class _Sample:
@@ -46,15 +46,15 @@ class _Sample:
         new, self.shown = text[self.shown : until], until
         top = self.request.top_log_probs
         others = tuple(((token + i) % 256, -0.5 - i) for i in range(top or 0))
-        drawn = DrawnToken(token, float('nan') if top is None else -0.5, others)
+        drawn = GeneratedToken(token, float('nan') if top is None else -0.5, others)
         return Delta(self.number, new, (drawn,), finish)
 
 
 class FakeEngine:
     """Has the interface of maxlm.inference.engine.engine.Engine."""
 
-    def __init__(self, *, num_slots=8, max_context=512, max_waiting=64, said=SAID, seconds=0.0):
-        self.max_context, self.num_slots, self.max_waiting = max_context, num_slots, max_waiting
+    def __init__(self, *, num_slots=8, max_context=512, max_queue_size=64, said=SAID, seconds=0.0):
+        self.max_context, self.num_slots, self.max_queue_size = max_context, num_slots, max_queue_size
         self.said, self.seconds = said, seconds
         # Steps draw while it is set; `broken` is raised by the next step.
         self.open = threading.Event()
@@ -64,7 +64,7 @@ class FakeEngine:
         self.asked = None
         self._new = threading.Condition()
         self._waiting, self._running = collections.deque(), []
-        self._prompt_tokens = self._drawn_tokens = self._passes = 0
+        self._prompt_tokens = self._drawn_tokens = self._runner = 0
 
     def check(self, request):
         if len(request.prompt) + request.max_tokens > self.max_context:
@@ -74,7 +74,7 @@ class FakeEngine:
         self.check(request)
         self.asked = request
         with self._new:
-            if len(self._waiting) + request.num_samples > self.max_waiting > 0:
+            if len(self._waiting) + request.num_samples > self.max_queue_size > 0:
                 raise QueueFullError
             ticket = FakeTicket()
             samples = (_Sample(request, i, listener, ticket, self.said) for i in range(request.num_samples))
@@ -87,7 +87,7 @@ class FakeEngine:
         if self.broken:
             raise self.broken
         with self._new:
-            gone = [sample for sample in (*self._running, *self._waiting) if sample.ticket.cancelled]
+            gone = [sample for sample in (*self._running, *self._waiting) if sample.ticket.is_cancelled]
             self._running = [sample for sample in self._running if sample not in gone]
             self._waiting = collections.deque(sample for sample in self._waiting if sample not in gone)
             while self._waiting and len(self._running) < self.num_slots:
@@ -100,9 +100,9 @@ class FakeEngine:
             delta = sample.step()
             self._drawn_tokens += 1
             sample.listener(delta)
-            if delta.finish:
+            if delta.finish_reason:
                 self._running.remove(sample)
-        self._passes += bool(self._running)
+        self._runner += bool(self._running)
         if self.seconds and self._running:
             time.sleep(self.seconds)
         return bool(self._running or self._waiting)
@@ -120,7 +120,7 @@ class FakeEngine:
 
     @property
     def state(self):
-        counts = (len(self._running), len(self._waiting), self._prompt_tokens, 0, self._drawn_tokens, self._passes)
+        counts = (len(self._running), len(self._waiting), self._prompt_tokens, 0, self._drawn_tokens, self._runner)
         return EngineState(self.num_slots, *counts)
 
 

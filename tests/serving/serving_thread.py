@@ -8,7 +8,7 @@ import threading
 import time
 
 from maxlm.serving.limits import ServerLimits
-from maxlm.serving.server import Server, bind, url_of
+from maxlm.serving.server import Server, bind, server_url
 
 
 class ServerThread:
@@ -22,7 +22,7 @@ class ServerThread:
 
     def __init__(self, served, *, limits=None, **settings):
         self.listener = bind('127.0.0.1', 0)
-        self.url = url_of(self.listener)
+        self.url = server_url(self.listener)
         self.port = self.listener.getsockname()[1]
         self._ready = threading.Event()
         self.running = Server(

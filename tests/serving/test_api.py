@@ -208,10 +208,10 @@ def test_what_is_asked_of_the_engine(ask, engine):
         asked = engine.asked
         assert asked.sampling == Sampling(**sampling)
         assert (asked.seed, asked.num_samples, asked.stops, asked.max_tokens) == (11, 2, ('x',), 4)
-        assert asked.ignore_ends
+        assert asked.ignore_eos
         ask(kind, temperature=1)
         assert engine.asked.sampling == Sampling()
-        assert (engine.asked.stops, engine.asked.ignore_ends) == ((), False)
+        assert (engine.asked.stops, engine.asked.ignore_eos) == ((), False)
     ask('chat', max_tokens=None, max_completion_tokens=9)
     assert engine.asked.max_tokens == 9
 
@@ -373,9 +373,9 @@ def test_pages_that_are_let():
 
 
 def test_a_full_queue():
-    engine = FakeEngine(num_slots=1, max_waiting=2)
+    engine = FakeEngine(num_slots=1, max_queue_size=2)
     engine.open.clear()
-    limits = ServerLimits(max_waiting=2, drain_seconds=1)
+    limits = ServerLimits(max_queue_size=2, drain_seconds=1)
     with (
         ServerThread(served_by(engine), limits=limits) as server,
         client_of(server) as client,
@@ -441,13 +441,13 @@ def test_a_client_that_does_not_read_frees_its_slot():
             connection.sendall(request_bytes('/v1/completions', body))
             until(lambda: engine.state.running == 1)
             until(lambda: engine.state.running == 0)
-        assert engine.state.drawn_tokens < 900_000
+        assert engine.state.generated_tokens < 900_000
 
 
 def test_the_time_of_a_request():
     engine = FakeEngine()
     engine.open.clear()
-    limits = ServerLimits(max_seconds=0.5, drain_seconds=1)
+    limits = ServerLimits(request_timeout=0.5, drain_seconds=1)
     with ServerThread(served_by(engine), limits=limits) as server, client_of(server) as client:
         ask = {'model': 'tiny', 'prompt': 'a', 'max_tokens': 5}
         error = refused(openai.InternalServerError, 504, lambda: client.completions.create(**ask))

@@ -23,7 +23,7 @@ from tests.serving.serving_thread import ServerThread, until
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 SMALL = {'prompt': 'a', 'max_tokens': 3, 'seed': 1}
 # As large as a body may be by default.
-LARGE = {'prompt': ' ' * (ServerLimits().max_body - 100), 'max_tokens': 1}
+LARGE = {'prompt': ' ' * (ServerLimits().max_request_bytes - 100), 'max_tokens': 1}
 TALK = {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 3}
 LARGEST_SMALL = 10_000
 
@@ -115,20 +115,20 @@ def test_requests_of_clients_that_left_are_not_encoded(start):
     server, gate = start(is_large)
     service = server.running.service
     clients = [send(server, LARGE) for _ in range(4)]
-    until(lambda: service.bodies.held > 3.9 * ServerLimits().max_body and gate.reached)
+    until(lambda: service.body_reader.num_bytes > 3.9 * ServerLimits().max_request_bytes and gate.reached)
     for client in clients:
         client.close()
     until(service.idle.is_set)
     # Only the body that is being encoded is kept.
-    assert service.bodies.held < 1.1 * ServerLimits().max_body
+    assert service.body_reader.num_bytes < 1.1 * ServerLimits().max_request_bytes
     gate.open.set()
-    until(lambda: service.bodies.held == 0)
+    until(lambda: service.body_reader.num_bytes == 0)
     assert post(server, SMALL).status_code == 200
     assert list(map(len, gate.reached)) == [len(LARGE['prompt']), 1]
 
 
 def test_a_queue_that_is_full(start):
-    server, gate = start(max_encoding=2)
+    server, gate = start(max_encoding_queue_size=2)
     # Two are encoded at a time.
     waiting = [send(server, SMALL) for _ in range(2)]
     until(lambda: len(gate.reached) == 2)
@@ -145,7 +145,7 @@ def test_a_queue_that_is_full(start):
 
 @pytest.mark.parametrize(('path', 'body'), [(COMPLETIONS, SMALL), (CHAT, TALK)])
 def test_the_time_of_a_request_holds_while_it_is_encoded(start, path, body):
-    server, _ = start(max_seconds=0.1)
+    server, _ = start(request_timeout=0.1)
     answer = post(server, body, path)
     assert (answer.status_code, answer.json()['error']['code']) == (504, 'timeout')
 
@@ -248,7 +248,7 @@ served = served_by(FakeEngine())
 served.tokenizer.encode_batch = encode
 listener = running.bind('127.0.0.1', 0)
 server = running.Server(
-    served, ServerLimits(drain_seconds=0.1), listener, on_ready=lambda: print(running.url_of(listener), flush=True)
+    served, ServerLimits(drain_seconds=0.1), listener, on_ready=lambda: print(running.server_url(listener), flush=True)
 )
 sys.exit(running.serve_until_stopped(server))
 """

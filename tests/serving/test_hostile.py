@@ -19,7 +19,7 @@ from tests.serving.serving_thread import ServerThread, until
 MAX_GROWTH = 16 * 2**20
 EXPECTED = {200, 400, 403, 404, 405, 413, 415}
 # No time is so short that a busy machine would need it.
-LIMITS = ServerLimits(max_body=MAX_BODY, drain_seconds=1)
+LIMITS = ServerLimits(max_request_bytes=MAX_BODY, drain_seconds=1)
 GOOD = Hostile('good', request('/v1/completions', json.dumps({'prompt': 'a', 'max_tokens': 3, 'seed': 1}).encode()))
 
 
@@ -79,8 +79,8 @@ def test_none_breaks_it(server, engine, caplog, num_requests, warm_up):
     assert (status, json.loads(body)['choices'][0]['text']) == (200, 'he ')
     wire.close()
     # Nothing of them is kept.
-    until(lambda: server.running.service.bodies.held == 0 and server.running.service.idle.is_set())
-    assert not server.running.service.open
+    until(lambda: server.running.service.body_reader.num_bytes == 0 and server.running.service.idle.is_set())
+    assert not server.running.service.pending
 
 
 def test_what_is_kept_would_be_seen():
@@ -131,7 +131,7 @@ def test_a_body_without_an_end(server):
         with pytest.raises(ConnectionError):
             connection.sendall(piece * 1000)
     until(server.running.service.idle.is_set)
-    assert server.running.service.bodies.held == 0
+    assert server.running.service.body_reader.num_bytes == 0
 
 
 def test_many_connections():

@@ -15,7 +15,7 @@ from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.inference.engine.requests import Request
 from maxlm.serving.engine_thread import EngineThread
 from maxlm.serving.limits import ServerLimits
-from maxlm.serving.server import bind, is_loopback, url_of
+from maxlm.serving.server import bind, is_loopback, server_url
 from tests.conftest import ROOT
 from tests.serving.fake_engine import SAID, FakeEngine, served_by
 from tests.serving.serving_thread import ServerThread, request_bytes, until
@@ -103,7 +103,7 @@ def test_who_asks_an_engine_that_has_broken_down_does_not_wait():
         await failed.wait()
         pump.submit(Request((1,), 2), told.set_result)
         try:
-            return (await asyncio.wait_for(told, 20)).finish
+            return (await asyncio.wait_for(told, 20)).finish_reason
         finally:
             assert pump.stop()
 
@@ -134,7 +134,7 @@ def test_the_pump_tells_in_the_loop_what_a_step_drew():
         pump = EngineThread(engine, lambda: None)
         pump.start()
         pump.submit(Request((1,), 4), listen)
-        while not (told and told[-1].finish):
+        while not (told and told[-1].finish_reason):
             await asyncio.sleep(0.001)
         assert pump.stop()
         return told, threads
@@ -148,7 +148,7 @@ def test_where_it_listens():
     with bind('127.0.0.1', 0) as first:
         port = first.getsockname()[1]
         assert is_loopback(first)
-        assert url_of(first) == f'http://127.0.0.1:{port}'
+        assert server_url(first) == f'http://127.0.0.1:{port}'
         first.listen()
         with pytest.raises(InputError, match=f'--port={port}: Address already in use'):
             bind('127.0.0.1', port)
@@ -157,7 +157,7 @@ def test_where_it_listens():
             socket.create_connection(second.getsockname())
     with bind('0.0.0.0', 0) as everywhere:
         assert not is_loopback(everywhere)
-        assert url_of(everywhere).startswith('http://127.0.0.1:')
+        assert server_url(everywhere).startswith('http://127.0.0.1:')
     for host, port, words in [
         ('256.0.0.1', 0, 'choose another'),
         ('192.0.2.1', 0, 'choose another'),
@@ -172,13 +172,14 @@ def test_where_it_listens():
 PROGRAM = """
 import sys
 from maxlm.serving.limits import ServerLimits
-from maxlm.serving.server import Server, bind, serve_until_stopped, url_of
+from maxlm.serving.server import Server, bind, serve_until_stopped, server_url
 from tests.serving.fake_engine import FakeEngine, served_by
 engine = FakeEngine()
 engine.open.clear()
 listener = bind('127.0.0.1', 0)
 running = Server(
-    served_by(engine), ServerLimits(drain_seconds=60), listener, on_ready=lambda: print(url_of(listener), flush=True)
+    served_by(engine), ServerLimits(drain_seconds=60), listener,
+    on_ready=lambda: print(server_url(listener), flush=True),
 )
 sys.exit(serve_until_stopped(running))
 """

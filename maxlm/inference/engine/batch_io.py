@@ -14,9 +14,9 @@ from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
 from maxlm.storage.atomic import new_file
 
-# What a line asks for: exactly one of the first two.
+# Fields of an input line: exactly one of the first two.
 PROMPT, MESSAGES, SUFFIX = 'prompt', 'messages', 'suffix'
-# What the lines that are written have besides.
+# Added to the lines of the output.
 COMPLETIONS = 'completions'
 
 
@@ -37,10 +37,10 @@ def read_lines(path: Path, model: LoadedModel) -> list[Line]:
     Raises:
         InputError: the file cannot be read, or a line is none of these. The message names the line.
     """
-    return [_line(f'{path}:{number}', fields, model) for number, fields in read_objects(str(path))]
+    return [_parse_line(f'{path}:{number}', fields, model) for number, fields in read_objects(str(path))]
 
 
-def _line(name: str, fields: dict[str, Any], model: LoadedModel) -> Line:
+def _parse_line(name: str, fields: dict[str, Any], model: LoadedModel) -> Line:
     if (PROMPT in fields) == (MESSAGES in fields):
         raise InputError(f'{name}: needs an object with either "{PROMPT}" or "{MESSAGES}"')
     if COMPLETIONS in fields:
@@ -76,12 +76,12 @@ def write_completions(
     try:
         # The file is opened first: a directory without write permission is reported before hours of work.
         with new_file(path) as partial, partial.open('w', encoding='utf-8') as file:
-            file.writelines(_written(lines, complete()))
+            file.writelines(_output_lines(lines, complete()))
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}') from error
 
 
-def _written(lines: Sequence[Line], rows: Sequence[Sequence[Completion]]) -> Iterator[str]:
+def _output_lines(lines: Sequence[Line], rows: Sequence[Sequence[Completion]]) -> Iterator[str]:
     for line, samples in zip(lines, rows, strict=True):
-        completions = [{'text': sample.text, 'finish_reason': sample.finish} for sample in samples]
+        completions = [{'text': sample.text, 'finish_reason': sample.finish_reason} for sample in samples]
         yield json.dumps({**line.fields, COMPLETIONS: completions}, ensure_ascii=False) + '\n'

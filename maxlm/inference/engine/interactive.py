@@ -1,4 +1,4 @@
-"""A model in a terminal: what is typed is continued or answered, line by line."""
+"""Interactive generation in a terminal."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ from maxlm.inference.engine.requests import Delta, Request
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.prompts import chat_prompt, text_prompt
 
-NEW, LEAVE = '/new', '/quit'
-HELP = f'{NEW} forgets what was said, {LEAVE} or the end of the input leaves, Ctrl-C stops an answer'
-INVITATION = '> '
+NEW, QUIT = '/new', '/quit'
+HELP = f'{NEW} forgets what was said, {QUIT} or the end of the input leaves, Ctrl-C stops an answer'
+INPUT_PROMPT = '> '
 
 
 def stream(engine: Engine, request: Request, output: TextIO) -> str:
     """Writes the text of a request with one sample while it comes, and returns it; Ctrl-C ends it early."""
     texts: list[str] = []
 
-    def show(delta: Delta) -> None:
+    def on_delta(delta: Delta) -> None:
         texts.append(delta.text)
         output.write(delta.text)
         output.flush()
 
-    ticket = engine.submit(request, show)
+    handle = engine.submit(request, on_delta)
     while True:
         try:
             if not engine.step():
                 break
         except KeyboardInterrupt:
-            ticket.cancel()
+            handle.cancel()
     output.write('\n')
     output.flush()
     return ''.join(texts)
 
 
-def talk(
+def run_interactive(
     model: LoadedModel,
     engine: Engine,
     request: Callable[[list[int]], Request],
     *,
     chat: bool,
-    read: Callable[[str], str],
+    read_line: Callable[[str], str],
     output: TextIO,
 ) -> None:
-    """Reads lines until there are none, and answers each; with `chat` knowing what was said before.
+    """Reads lines until end of input and responds to each; with `chat` the conversation is kept.
 
     Args:
         model: whose tokenizer and chat template are used.
-        engine: of the model; nobody else uses it.
+        engine: of the model, used exclusively.
         request: what to ask for a prompt's ids.
         chat: lines are turns of a user; else each is a text of its own that is continued.
-        read: as `input`: shows an invitation and returns a line; EOFError ends.
-        output: gets the answers. A line that cannot be taken is told there, and changes nothing.
+        read_line: as `input`: shows a prompt and returns a line; EOFError ends.
+        output: gets the responses. Errors of a line are written there, and the line is ignored.
     """
     output.write(f'{HELP}\n')
     messages: list[dict[str, str]] = []
     while True:
         try:
-            text = read(INVITATION)
+            text = read_line(INPUT_PROMPT)
         except (EOFError, KeyboardInterrupt):
             output.write('\n')
             return
-        if text.strip() == LEAVE:
+        if text.strip() == QUIT:
             return
         if text.strip() == NEW:
             messages.clear()
             continue
         if not text.strip():
             continue
-        asked = [*messages, {'role': 'user', 'content': text}]
+        conversation = [*messages, {'role': 'user', 'content': text}]
         try:
-            ids = chat_prompt(model, asked) if chat else text_prompt(model.tokenizer, text)
-            answer = stream(engine, request(ids), output)
+            ids = chat_prompt(model, conversation) if chat else text_prompt(model.tokenizer, text)
+            response = stream(engine, request(ids), output)
         except InputError as error:
             output.write(f'{error}\n')
             continue
         if chat:
-            messages = [*asked, {'role': 'assistant', 'content': answer}]
+            messages = [*conversation, {'role': 'assistant', 'content': response}]

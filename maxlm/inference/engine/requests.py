@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""Requests of the engine and their results."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Literal, NamedTuple
 from maxlm.errors import InputError
 from maxlm.inference.sampling import Sampling
 
-# An id that ends a text or a stop string came; the number of tokens is reached; nobody wants it any more; the engine
+# An id that ends a text or a stop string came; the number of tokens is reached; the request was cancelled; the engine
 # broke down.
-Finish = Literal['stop', 'length', 'cancelled', 'failed']
+FinishReason = Literal['stop', 'length', 'cancelled', 'failed']
 MAX_SAMPLES = 128
 MAX_TOP_LOG_PROBS = 20
 MAX_STOPS = 16
 
 
 class QueueFullError(Exception):
-    """More is waiting than the engine was told to keep waiting."""
+    """The queue of the engine is full."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Request:
 
     # Token ids, at least one.
     prompt: tuple[int, ...]
-    # Of each continuation, at most.
+    # Tokens of each continuation, at most.
     max_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     # Sample i draws with (seed, i) and the position only: neither batch mates nor slots matter.
@@ -38,10 +38,10 @@ class Request:
     num_samples: int = 1
     # Texts before which a continuation is cut.
     stops: tuple[str, ...] = ()
-    # None: no log-probabilities; 0: of the tokens that are drawn; k: of the k likeliest besides.
+    # None: no log-probabilities; 0: of the generated tokens; k: also of the k likeliest.
     top_log_probs: int | None = None
     # Go on behind an id that ends a text.
-    ignore_ends: bool = False
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -58,34 +58,34 @@ class Request:
             raise InputError(f'top_log_probs={self.top_log_probs}: must be from 0 to {MAX_TOP_LOG_PROBS}')
 
 
-class DrawnToken(NamedTuple):
+class GeneratedToken(NamedTuple):
     """A token with its log-probability in nats: log softmax(logits) over the ids of the tokenizer, at temperature 1."""
 
     id: int
-    # NaN where no log-probabilities were asked for.
+    # NaN where no log-probabilities were requested.
     log_prob: float
     # The likeliest tokens, the likeliest first: (id, log-probability).
     top: tuple[tuple[int, float], ...]
 
 
 class Delta(NamedTuple):
-    """What is new in one sample of a request."""
+    """New text and tokens of one sample of a request."""
 
     sample: int
     # Text that can be shown: what may be the start of a stop string, or of a character, is held back.
     text: str
     # Tokens that came since the last delta; the one that ended the text is not among them.
-    tokens: tuple[DrawnToken, ...]
+    tokens: tuple[GeneratedToken, ...]
     # Why there is no more; None: more comes.
-    finish: Finish | None
+    finish_reason: FinishReason | None
 
 
 class Completion(NamedTuple):
-    """One sample of a request, whole."""
+    """One finished sample of a request."""
 
     text: str
-    tokens: tuple[DrawnToken, ...]
-    finish: Finish
+    tokens: tuple[GeneratedToken, ...]
+    finish_reason: FinishReason
 
     @property
     def ids(self) -> list[int]:
@@ -94,7 +94,7 @@ class Completion(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """How much there is to do, and what was done since the start."""
+    """Queue lengths of the engine and counters since its start."""
 
     num_slots: int
     # Samples in slots.
@@ -103,7 +103,7 @@ class EngineState(NamedTuple):
     waiting: int
     # Tokens of prompts: all, and those among them whose keys and values were there already.
     prompt_tokens: int
-    shared_tokens: int
-    drawn_tokens: int
+    cached_tokens: int
+    generated_tokens: int
     # Passes of one token of every slot through the model.
     passes: int

@@ -8,7 +8,7 @@ import pytest
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, make_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.batch_io import read_lines, write_completions
-from maxlm.inference.engine.requests import Completion, DrawnToken
+from maxlm.inference.engine.requests import Completion, GeneratedToken
 
 MODEL = types.SimpleNamespace(tokenizer=make_tokenizer('bytes', [], infill=True), chat=None, tokenizer_path=None)
 
@@ -27,7 +27,7 @@ def test_lines_keep_their_fields(tmp_path):
     assert second.ids == [prefix, ord('a'), suffix, ord('b'), middle]
     assert (first.name, second.name) == (f'{path}:1', f'{path}:3')
     output = tmp_path / 'out.jsonl'
-    token = DrawnToken(1, 0.0, ())
+    token = GeneratedToken(1, 0.0, ())
     rows = [[Completion('x', (token,), 'stop')], [Completion('“y”', (), 'length'), Completion('z', (), 'stop')]]
     write_completions(output, [first, second], lambda: rows)
     assert [json.loads(line) for line in output.read_text(encoding='utf-8').splitlines()] == [

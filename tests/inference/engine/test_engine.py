@@ -76,12 +76,12 @@ def test_everything_is_compiled_before_it_is_needed():
     names = []
     some.warm_up(names.append)
     assert names == ['take over 100', 'decode 1 × 100', 'decode 3 × 100', 'prefill 32 of 100', 'prefill 40 of 100']
-    sizes = some._programs._prefill._cache_size(), some._programs._decode._cache_size()
+    sizes = some._compiled._prefill._cache_size(), some._compiled._decode._cache_size()
     assert sizes == (2, 2)
     rows = generate(some, PROMPTS)
     assert rows == [likeliest('gpt2', prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
     some.complete(requests_of(PROMPTS, Sampling(top_p=0.5, min_p=0.1), top_log_probs=5))
-    assert (some._programs._prefill._cache_size(), some._programs._decode._cache_size()) == sizes
+    assert (some._compiled._prefill._cache_size(), some._compiled._decode._cache_size()) == sizes
 
 
 @pytest.mark.parametrize('draw', ['one', 'most', 'any'])
@@ -91,14 +91,14 @@ def test_the_number_of_tokens_of_a_call_does_not_matter(shared, draw, monkeypatc
     expected = generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)
     rng = np.random.default_rng(0)
     number = {'one': lambda: 1, 'most': lambda: 8, 'any': lambda: int(rng.integers(1, 9))}[draw]
-    monkeypatch.setattr(DecodeBurst, 'passes', lambda self, left, is_next: min(number(), max(left)))
+    monkeypatch.setattr(DecodeBurst, 'num_passes', lambda self, remaining, has_prefill: min(number(), max(remaining)))
     assert (generate(shared, PROMPTS), generate(shared, PROMPTS, **warm)) == expected
     # A sample that ends within a call: what is behind is not told, and its slot serves the next.
     with monkeypatch.context() as patch:
-        patch.setattr(shared, '_ends', frozenset({expected[1][1][9]}))
+        patch.setattr(shared, '_stop_token_ids', frozenset({expected[1][1][9]}))
         ended = shared.complete(requests_of(PROMPTS, **warm))
     assert ended[1][0].ids == expected[1][1][: expected[1][1].index(expected[1][1][9])]
-    assert ended[1][0].finish == 'stop'
+    assert ended[1][0].finish_reason == 'stop'
     assert generate(shared, PROMPTS) == expected[0]
 
 
@@ -121,7 +121,7 @@ def test_requests_that_come_and_go_are_as_if_alone(fresh):
         return listener
 
     waiting = list(enumerate(requests))
-    while waiting or fresh._busy:
+    while waiting or fresh._has_work:
         for _ in range(rng.integers(0, 4)):
             if waiting:
                 number, request = waiting.pop(0)
@@ -130,8 +130,8 @@ def test_requests_that_come_and_go_are_as_if_alone(fresh):
     together = [[token.id for delta in found[number] for token in delta.tokens] for number in range(num)]
     assert [len(row) for row in together] == wanted.tolist()
     assert together == [likeliest(FAMILY, prompt, row) for prompt, row in zip(prompts, together, strict=True)]
-    assert [deltas[-1].finish for deltas in (found[n] for n in range(num))] == ['length'] * num
-    assert fresh.state.shared_tokens > 0
+    assert [deltas[-1].finish_reason for deltas in (found[n] for n in range(num))] == ['length'] * num
+    assert fresh.state.cached_tokens > 0
     # Many were served by one pass.
     assert fresh.state.passes < sum(wanted) / 2
 
@@ -139,17 +139,17 @@ def test_requests_that_come_and_go_are_as_if_alone(fresh):
 def test_shared_prefixes_are_computed_once(fresh, monkeypatch):
     prompt = PROMPTS[2]
     first = generate(fresh, [prompt])[0]
-    assert fresh.state.shared_tokens == 0
+    assert fresh.state.cached_tokens == 0
     # What follows the answer of before, as a conversation does, takes over all but the last token.
     longer = [*prompt, *first[:-1], 5, 6]
     assert generate(fresh, [longer], max_tokens=4)[0] == naive(FAMILY, longer, max_tokens=4)
-    assert fresh.state.shared_tokens == len(prompt) + len(first) - 1
+    assert fresh.state.cached_tokens == len(prompt) + len(first) - 1
     # Another branch from the beginning, while the first is still needed by nobody.
     branch = [*prompt[:40], 1, 2, 3]
     assert generate(fresh, [branch], max_tokens=4)[0] == naive(FAMILY, branch, max_tokens=4)
-    assert fresh.state.shared_tokens == len(prompt) + len(first) - 1 + 40
+    assert fresh.state.cached_tokens == len(prompt) + len(first) - 1 + 40
     # Control: a slot that says that it has more than it has gives another text.
-    monkeypatch.setattr(Slot, 'holds', lambda self, prompt: min(len(prompt), len(self.content)))
+    monkeypatch.setattr(Slot, 'num_shared', lambda self, prompt: min(len(prompt), len(self.content)))
     other = [9] * 50
     assert generate(fresh, [other], max_tokens=4)[0] != naive(FAMILY, other, max_tokens=4)
 
@@ -158,7 +158,7 @@ def test_samples_of_a_prompt_share_it_and_differ(fresh):
     request = Request(tuple(PROMPTS[2]), MAX_TOKENS, Sampling(temperature=3.0), seed=4, num_samples=5)
     rows = [sample.ids for sample in fresh.complete([request])[0]]
     assert len({tuple(row) for row in rows}) == 5
-    assert fresh.state.shared_tokens == 4 * (len(PROMPTS[2]) - 1)
+    assert fresh.state.cached_tokens == 4 * (len(PROMPTS[2]) - 1)
 
 
 def test_the_seed_decides(shared):
@@ -246,10 +246,10 @@ def test_a_text_stops_at_its_end(shared):
     for completion, whole in zip(completions, rows, strict=True):
         stop = min(whole.index(one) if one in whole else len(whole) for one in (end, end_of_turn))
         assert completion.ids == whole[:stop]
-        assert completion.finish == ('length' if stop == MAX_TOKENS else 'stop')
-    assert {completion.finish for completion in completions} == {'stop', 'length'}
+        assert completion.finish_reason == ('length' if stop == MAX_TOKENS else 'stop')
+    assert {completion.finish_reason for completion in completions} == {'stop', 'length'}
     # Control: unless it is to go on.
-    assert generate(ending, PROMPTS, ignore_ends=True) == rows
+    assert generate(ending, PROMPTS, ignore_eos=True) == rows
     # A document that ends at once.
     assert generate(with_end(rows[0][0]), PROMPTS[:1]) == [[]]
 
@@ -261,7 +261,7 @@ def test_a_text_stops_at_stop_strings(shared):
     assert whole.text == decoded
     stop = decoded[10:12]
     ((cut,),) = shared.complete([Request(tuple(PROMPTS[1]), 40, GREEDY, stops=('not there', stop))])
-    assert (cut.text, cut.finish) == (decoded[: decoded.index(stop)], 'stop')
+    assert (cut.text, cut.finish_reason) == (decoded[: decoded.index(stop)], 'stop')
     assert len(cut.ids) < 40
 
 
@@ -277,8 +277,8 @@ def test_cancelled_samples_free_their_slots(fresh):
     running.cancel()
     waiting.cancel()
     fresh.step()
-    assert [delta.finish for delta in deltas['running'] if delta.finish] == ['cancelled'] * 3
-    assert [delta.finish for delta in deltas['waiting'] if delta.finish] == ['cancelled'] * 3
+    assert [delta.finish_reason for delta in deltas['running'] if delta.finish_reason] == ['cancelled'] * 3
+    assert [delta.finish_reason for delta in deltas['waiting'] if delta.finish_reason] == ['cancelled'] * 3
     assert fresh.state.running == 1
     while fresh.step():
         pass
@@ -286,11 +286,11 @@ def test_cancelled_samples_free_their_slots(fresh):
     # What has ended stays as it is.
     running.cancel()
     fresh.step()
-    assert len([delta for delta in deltas['running'] if delta.finish]) == 3
+    assert len([delta for delta in deltas['running'] if delta.finish_reason]) == 3
 
 
 def test_the_queue_has_an_end(shared):
-    some = new_engine(load(FAMILY), max_waiting=1)
+    some = new_engine(load(FAMILY), max_queue_size=1)
     request = Request((1,), 2, GREEDY)
     for _ in range(4):
         some.submit(request, lambda delta: None)
@@ -302,7 +302,7 @@ def test_the_queue_has_an_end(shared):
     deltas = []
     some.submit(Request((1,), 2, GREEDY, num_samples=3), deltas.append)
     some.fail()
-    assert [delta.finish for delta in deltas] == ['failed'] * 3
+    assert [delta.finish_reason for delta in deltas] == ['failed'] * 3
 
 
 def test_who_waits_is_woken(fresh):
@@ -338,7 +338,7 @@ def test_what_does_not_fit_is_refused(shared):
     assert 'ids outside of 0 … 256' in check([257], 1)
     assert 'ids outside of 0 … 256' in check([-1], 1)
     # Nothing of the others was done.
-    assert not shared._busy
+    assert not shared._has_work
     # Control: up to the last position it works, and is right.
     prompt = list(range(90))
     assert generate(shared, [prompt], max_tokens=10) == [naive(FAMILY, prompt, max_tokens=10)]
@@ -350,7 +350,7 @@ def test_what_does_not_fit_is_refused(shared):
         ({'max_context': 101}, 'max_context=101: must be from 1 to 100, the context of the model; 0'),
         ({'max_context': -1}, 'max_context=-1'),
         ({'num_slots': 0}, 'num_slots=0: must be at least 1'),
-        ({'max_waiting': -1}, 'max_waiting=-1: must be at least 0'),
+        ({'max_queue_size': -1}, 'max_queue_size=-1: must be at least 0'),
         ({'chunk': 0}, 'chunk=0: must be at least 1'),
         ({'cache': 'fp4'}, 'cache=fp4: must be one of model, int8'),
     ],

@@ -87,14 +87,14 @@ def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch
     """As on GPUs and TPUs, where layers run in a loop and every pass reads all of the caches."""
     rows = expected if cache == 'model' else int8[1]
     monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
-    monkeypatch.setattr(compiled, 'SMALLEST_ROOM', 25)
-    monkeypatch.setattr(slots, 'SPARE_PASSES', 30)
+    monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
+    monkeypatch.setattr(slots, 'SHRINK_AFTER_PASSES', 30)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
 
     def room():
         return some._state.caches[0].num_slots
 
-    assert some._programs.rooms == [25, 100]
+    assert some._compiled.cache_lengths == [25, 100]
     assert room() == 25
     assert generate(some, PROMPTS[:2], max_tokens=12) == [row[:12] for row in rows[:2]]
     assert room() == 25
@@ -111,21 +111,21 @@ def test_caches_have_room_for_what_is_in_them(cache, expected, int8, monkeypatch
     assert room() == 25
     assert max(len(slot.content) for slot in some._slots) <= 25
     # Control: without room tokens are lost.
-    monkeypatch.setattr(slots.FreeSlot, 'fit', lambda self, length, passes=0: 25)
-    some._room.size = 25
+    monkeypatch.setattr(slots.CacheLength, 'fit', lambda self, length, passes=0: 25)
+    some._cache_length.size = 25
     assert generate(some, PROMPTS, max_tokens=25) != rows
 
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
 def test_a_cache_keeps_what_it_has_when_its_room_changes(cache, monkeypatch):
     monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
-    monkeypatch.setattr(compiled, 'SMALLEST_ROOM', 25)
+    monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     model = load(FAMILY)
     made = CompiledFunctions(
         model.config, model.layout, num_ids=NUM_IDS, num_slots=2, max_context=100, int8=cache == 'int8', chunk=16
     )
     rng = np.random.default_rng(0)
-    state = made.start()
+    state = made.init_state()
     state = state._replace(caches=jax.tree.map(lambda x: rng.integers(1, 9, x.shape).astype(x.dtype), state.caches))
     before = jax.device_get(state.caches)
     assert {x.shape[3] for x in jax.tree.leaves(before)} == {25}
@@ -140,8 +140,8 @@ def test_a_cache_keeps_what_it_has_when_its_room_changes(cache, monkeypatch):
 
 def test_rings_are_smaller_and_go_round(plain):
     whole = new_engine(load(FAMILY), share=False, chunk=100)
-    assert plain._programs.ring_slots() == {5: 64}
-    assert whole._programs.ring_slots() == {}
+    assert plain._compiled.ring_slots() == {5: 64}
+    assert whole._compiled.ring_slots() == {}
     assert plain.cache_bytes < 0.9 * whole.cache_bytes
     ring = new_engine(load(FAMILY), all_rows=True)
     prompt = PROMPTS[1]
@@ -149,9 +149,9 @@ def test_rings_are_smaller_and_go_round(plain):
     assert row == likeliest(FAMILY, prompt, row)
     # A slot that went round does not have what a prompt that begins in the same way needs.
     again = [*prompt, *row[:20]]
-    before = ring.state.shared_tokens
+    before = ring.state.cached_tokens
     assert generate(ring, [again], max_tokens=5) == [row[20:25]]
-    assert ring.state.shared_tokens == before
+    assert ring.state.cached_tokens == before
 
 
 def test_int8_halves_the_cache_and_changes_little(plain, int8):

@@ -9,7 +9,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.engine.engine import Engine
-from maxlm.inference.engine.interactive import HELP, talk
+from maxlm.inference.engine.interactive import HELP, run_interactive
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
 from tests.inference.engines import load
@@ -48,7 +48,7 @@ def said(model, engine, *lines, chat, max_tokens=5):
         prompts.append(model.tokenizer.decode(ids))
         return Request(tuple(ids), max_tokens, Sampling(temperature=0))
 
-    talk(model, engine, request, chat=chat, read=read, output=output)
+    run_interactive(model, engine, request, chat=chat, read_line=read, output=output)
     head, _, answers = output.getvalue().partition('\n')
     assert head == HELP
     return answers, prompts

@@ -4,28 +4,28 @@ import math
 
 import numpy as np
 
-from maxlm.inference.engine.slots import SMALLEST_SHARED, SPARE_PASSES, FreeSlot, Slot, choose_slot
+from maxlm.inference.engine.slots import MIN_SHARED_TOKENS, SHRINK_AFTER_PASSES, CacheLength, Slot, choose_slot
 
 PROMPT = np.arange(100, 140)
 
 
 def slot(number, content, *, busy=False, used=0, written=None):
     made = Slot(number)
-    made.content, made.used = list(content), used
-    made.written = len(made.content) if written is None else written
+    made.content, made.last_used = list(content), used
+    made.num_written = len(made.content) if written is None else written
     made.sample = object() if busy else None
     return made
 
 
 def choose(slots, prompt=PROMPT, room=math.inf, counts=(4,)):
-    target, source, shared = choose_slot(slots, prompt, room=room, counts=counts)
+    target, source, shared = choose_slot(slots, prompt, slack=room, row_counts=counts)
     return target.number, source.number, shared
 
 
 def test_what_is_held():
-    assert slot(0, [100, 101, 5]).holds(PROMPT) == 2
-    assert slot(0, range(100, 200)).holds(PROMPT) == 40
-    assert slot(0, []).holds(PROMPT) == 0
+    assert slot(0, [100, 101, 5]).num_shared(PROMPT) == 2
+    assert slot(0, range(100, 200)).num_shared(PROMPT) == 40
+    assert slot(0, []).num_shared(PROMPT) == 0
 
 
 def test_the_longest_beginning_is_taken_over():
@@ -45,8 +45,8 @@ def test_the_last_token_always_goes_through_the_model():
 
 
 def test_little_is_not_worth_it():
-    assert choose([slot(0, range(100, 100 + SMALLEST_SHARED))]) == (0, 0, SMALLEST_SHARED)
-    assert choose([slot(0, range(100, 99 + SMALLEST_SHARED))]) == (0, 0, 0)
+    assert choose([slot(0, range(100, 100 + MIN_SHARED_TOKENS))]) == (0, 0, MIN_SHARED_TOKENS)
+    assert choose([slot(0, range(100, 99 + MIN_SHARED_TOKENS))]) == (0, 0, 0)
     # The one that was used last longest ago, of those that are free.
     slots = [slot(0, [], busy=True), slot(1, range(9), used=4), slot(2, range(9), used=2), slot(3, [], used=3)]
     assert choose(slots) == (2, 2, 0)
@@ -69,13 +69,13 @@ def test_a_ring_that_went_on_has_lost_it():
 
 
 def test_room_grows_at_once_and_shrinks_late():
-    room = FreeSlot([16, 64, 256])
+    room = CacheLength([16, 64, 256])
     assert room.size == 16
     for length, size in ((16, 16), (17, 64), (200, 256)):
         room.size = room.fit(length, 8)
         assert room.size == size
-    assert room.fit(10, SPARE_PASSES) == 256
+    assert room.fit(10, SHRINK_AFTER_PASSES) == 256
     # Somebody needs it again.
     assert room.fit(65, 1) == 256
-    assert room.fit(64, SPARE_PASSES) == 256
+    assert room.fit(64, SHRINK_AFTER_PASSES) == 256
     assert room.fit(17, 1) == 64
