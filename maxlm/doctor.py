@@ -14,7 +14,7 @@ import sys
 
 from maxlm.diagnostics.checks.registry import CHECKS, choose
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.output import as_json, as_lines, progress, show, worst
+from maxlm.diagnostics.output import as_json, as_lines, print_results, progress, worst_status
 from maxlm.diagnostics.result import CheckStatus
 from maxlm.diagnostics.runner import exit_process, run_checks
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
@@ -28,16 +28,16 @@ def main(argv: list[str]) -> int:
     # Of several processes the first speaks for all; the others only say what is wrong on their machines.
     speaks = case.process == 0
     with progress(is_shown=speaks and not options.json) as tell:
-        results = list(run_checks(chosen, case, on_begin=lambda check: tell(f'{check.name}: {check.meaning}')))
+        results = list(run_checks(chosen, case, on_begin=lambda check: tell(f'{check.name}: {check.description}')))
     if options.json:
         print(json.dumps(as_json(results), indent=1))
     elif speaks:
-        show(results)
+        print_results(results)
     else:
         bad = [result for result in results if result.finding.remedy]
         for line in as_lines(bad):
             print(f'[process {case.process}] {line}', file=sys.stderr)
-    return EXIT_FAILED if worst(results) is CheckStatus.FAILURE else EXIT_DONE
+    return EXIT_FAILED if worst_status(results) is CheckStatus.FAILURE else EXIT_DONE
 
 
 def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:
@@ -65,7 +65,7 @@ def _names(given: str) -> list[str]:
 
 def _parser() -> ArgumentParser:
     width = max(len(check.name) for check in CHECKS)
-    listed = '\n'.join(f'  {check.name:<{width}}  {check.meaning}' for check in CHECKS)
+    listed = '\n'.join(f'  {check.name:<{width}}  {check.description}' for check in CHECKS)
     parser = ArgumentParser(
         prog='maxlm.doctor',
         allow_abbrev=False,

@@ -49,9 +49,10 @@ def open_feed(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatch
 
     prompts = read(grpo.prompts, grpo.reward)
     eval_prompts = read(grpo.eval_prompts, eval_reward) if config.eval.interval else None
-    if grpo.prompts_per_rollout > prompts.num:
+    if grpo.prompts_per_rollout > prompts.num_prompts:
         raise InputError(
-            f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only {prompts.num} prompts'
+            f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only '
+            f'{prompts.num_prompts} prompts'
         )
     scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward))
     source = RolloutBatches(

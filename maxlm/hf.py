@@ -102,7 +102,11 @@ def main(argv: list[str]) -> int:
             return EXIT_DONE
         if options.command == 'export-gguf':
             file = export_gguf(options.checkpoint, options.output, dtype=options.dtype, show=True)
-            left = f'; {len(file.left)} matrices in f16, rows of which are no multiple of {BLOCK}' if file.left else ''
+            left = (
+                f'; {len(file.float16_tensors)} matrices in f16, rows of which are no multiple of {BLOCK}'
+                if file.float16_tensors
+                else ''
+            )
             print(f'{file.path}: {file.kind} of {file.parameters:,} parameters, {format_bytes(file.bytes)}{left}')
             return EXIT_DONE
         upload = _upload(options)

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if options.once or not console.is_terminal or console.is_dumb_terminal:
         show_once(readers, console, now=time.time())
     else:
-        watch(readers, every=options.interval, console=console)
+        watch(readers, interval=options.interval, console=console)
     return EXIT_DONE
 
 

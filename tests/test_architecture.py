@@ -207,5 +207,5 @@ def test_each_check_of_the_doctor_exists():
     from maxlm.diagnostics.checks.registry import CHECKS
 
     for check in CHECKS:
-        module, _, function = check.place.partition(':')
+        module, _, function = check.function_path.partition(':')
         assert callable(getattr(importlib.import_module(f'maxlm.diagnostics.checks.{module}'), function))

@@ -1,4 +1,4 @@
-"""What the checks look at: a machine, and the run that it is meant for."""
+"""Context of the checks: a machine, and the run that it is meant for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from maxlm.config.schema import Config, TrainConfig
-from maxlm.diagnostics.jax_subprocess import Start, start_jax
+from maxlm.diagnostics.jax_subprocess import JaxStart, start_jax
 from maxlm.hardware.detect import Hardware, read_hardware
 from maxlm.storage.filesystem import is_url
 
 
 class CheckContext:
-    """A machine, and a run if one was named. What takes time to find out is found out when a check asks, once."""
+    """A machine, and a run if one was named. Slow properties are computed on first use and cached."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class CheckContext:
         return read_hardware()
 
     @cached_property
-    def start(self) -> Start:
-        """How JAX starts here, in a process of its own."""
+    def jax_start(self) -> JaxStart:
+        """Start of JAX in a subprocess."""
         return start_jax((self.config.train if self.config else TrainConfig()).compilation_cache_dir, self.environment)
 
     @property
     def buckets(self) -> tuple[str, ...]:
         """URLs that the run writes to."""
-        places = (self.workdir, self.config.checkpoint.remote_dir if self.config else '')
-        return tuple(dict.fromkeys(place for place in places if is_url(place)))
+        paths = (self.workdir, self.config.checkpoint.remote_dir if self.config else '')
+        return tuple(dict.fromkeys(path for path in paths if is_url(path)))
 
     @property
     def data_paths(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class CheckContext:
 
     @property
     def num_processes(self) -> int:
-        """Processes of this run, as far as the environment tells without asking anyone."""
+        """Processes of this run, as far as known from the environment."""
         for name in ('MAXLM_NUM_PROCESSES', 'OMPI_COMM_WORLD_SIZE'):
             if self.environment.get(name, '').isdigit():
                 return int(self.environment[name])

@@ -17,33 +17,33 @@ from maxlm.errors import InputError
 
 START_SECONDS = 180.0
 # Before the answer on stdout, where libraries may print too.
-MARK = 'maxlm.doctor: '
-PROGRAM = 'import sys; from maxlm.diagnostics.jax_subprocess import answer; answer(sys.argv[1])'
+RESULT_PREFIX = 'maxlm.doctor: '
+PROGRAM = 'import sys; from maxlm.diagnostics.jax_subprocess import print_description; print_description(sys.argv[1])'
 
 
-class Start(NamedTuple):
-    """How JAX starts.
+class JaxStart(NamedTuple):
+    """Result of starting JAX.
 
     Attributes:
-        trouble: why it does not, in one line; '' = it does.
+        error: why it does not start, in one line; '' = it does.
         platform: cpu, gpu or tpu.
         kinds: of the devices that one process sees.
         memory: bytes of the first device that JAX may use; None if it does not tell.
-        programs: directory where compiled programs are kept; '' = nowhere.
-        complaint: what keeping programs complains of, in one line.
+        cache_dir: directory of the compilation cache; '' = none.
+        cache_warning: warning of the compilation cache, in one line.
         seconds: that it took, the process included.
     """
 
-    trouble: str = ''
+    error: str = ''
     platform: str = ''
     kinds: tuple[str, ...] = ()
     memory: int | None = None
-    programs: str = ''
-    complaint: str = ''
+    cache_dir: str = ''
+    cache_warning: str = ''
     seconds: float = 0.0
 
 
-def start_jax(compile_cache: str, environment: Mapping[str, str], *, seconds: float = START_SECONDS) -> Start:
+def start_jax(compile_cache: str, environment: Mapping[str, str], *, seconds: float = START_SECONDS) -> JaxStart:
     """Starts JAX as a run would, and keeps compiled programs as it would.
 
     Args:
@@ -52,60 +52,62 @@ def start_jax(compile_cache: str, environment: Mapping[str, str], *, seconds: fl
         seconds: after which it is ended.
     """
     command = [sys.executable, '-c', PROGRAM, compile_cache]
-    # Of several processes on a machine each has its own probe: one that takes all memory would take it from the others.
+    # Each process on a machine starts its own subprocess, so none may preallocate all memory.
     variables = {**with_package(environment), 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
     began = time.monotonic()
     try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds)
+        process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Start(f'JAX has not found its devices after {seconds:g} s')
-    answers = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    if done.returncode or not answers:
-        return Start(reason_of(done.stderr, done.returncode))
-    told = json.loads(answers[-1])
-    return Start(**{**told, 'kinds': tuple(told['kinds']), 'seconds': time.monotonic() - began})
+        return JaxStart(f'JAX has not found its devices after {seconds:g} s')
+    answers = [
+        line.removeprefix(RESULT_PREFIX) for line in process.stdout.splitlines() if line.startswith(RESULT_PREFIX)
+    ]
+    if process.returncode or not answers:
+        return JaxStart(exit_reason(process.stderr, process.returncode))
+    fields = json.loads(answers[-1])
+    return JaxStart(**{**fields, 'kinds': tuple(fields['kinds']), 'seconds': time.monotonic() - began})
 
 
-def settle(start: Start) -> None:
-    """Has JAX in this process not look again for accelerators that are not here, which can take minutes."""
+def disable_accelerator_search(start: JaxStart) -> None:
+    """Keeps JAX in this process from searching again for absent accelerators, which can take minutes."""
     if start.platform == 'cpu':
         import jax
 
         jax.config.update('jax_platforms', 'cpu')
 
 
-def answer(compile_cache: str) -> None:
-    """What the process does: prints what `describe_jax` returns."""
-    print(f'{MARK}{json.dumps(describe_jax(compile_cache))}')
+def print_description(compile_cache: str) -> None:
+    """Entry point of the subprocess: prints the result of `describe_jax`."""
+    print(f'{RESULT_PREFIX}{json.dumps(describe_jax(compile_cache))}')
 
 
 def describe_jax(compile_cache: str) -> dict[str, Any]:
-    """The fields of `Start` that JAX knows, of this process."""
+    """The fields of `JaxStart` that JAX knows, of this process."""
     import jax
 
     from maxlm.runtime.compilation_cache import enable_compilation_cache
 
-    complaints = _Complaints()
+    collector = _WarningCollector()
     log = logging.getLogger('maxlm')
-    log.addHandler(complaints)
+    log.addHandler(collector)
     try:
         enable_compilation_cache(compile_cache)
     except InputError as error:
-        complaints.lines.append(str(error))
+        collector.lines.append(str(error))
     finally:
-        log.removeHandler(complaints)
+        log.removeHandler(collector)
     devices = jax.devices()
     settings: Any = jax.config
     return {
         'platform': jax.default_backend(),
         'kinds': [device.device_kind for device in devices],
         'memory': (devices[0].memory_stats() or {}).get('bytes_limit'),
-        'programs': settings.jax_compilation_cache_dir or '',
-        'complaint': '; '.join(complaints.lines),
+        'cache_dir': settings.jax_compilation_cache_dir or '',
+        'cache_warning': '; '.join(collector.lines),
     }
 
 
-class _Complaints(logging.Handler):
+class _WarningCollector(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
@@ -121,15 +123,15 @@ def with_package(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, 'PYTHONPATH': os.pathsep.join(dict.fromkeys(paths))}
 
 
-def reason_of(stderr: str, code: int) -> str:
-    """Why a process ended, in one line, from the end of what it said."""
+def exit_reason(stderr: str, code: int) -> str:
+    """Returns why a process ended, in one line, from the end of its output."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     for line in lines:
         # An abort with a stack below; the line is XLA's.
         if 'Unknown flag' in line:
             return line[line.index('Unknown flag') :][:300]
-    ending = f'signal {-code}' if code < 0 else f'exit code {code}'
-    told = [line for line in lines if not line.startswith(('@', '*', 'File ', 'For simplicity'))]
-    errors = [line for line in told if 'Error' in line or line.startswith(('error:', 'F0', 'F1'))]
-    reason = (errors or told or [''])[-1].removeprefix('error: ')
-    return ' '.join(reason.split())[:300] or f'it ended with {ending} and no word'
+    exit_text = f'signal {-code}' if code < 0 else f'exit code {code}'
+    messages = [line for line in lines if not line.startswith(('@', '*', 'File ', 'For simplicity'))]
+    errors = [line for line in messages if 'Error' in line or line.startswith(('error:', 'F0', 'F1'))]
+    reason = (errors or messages or [''])[-1].removeprefix('error: ')
+    return ' '.join(reason.split())[:300] or f'it ended with {exit_text} and no word'

@@ -1,4 +1,4 @@
-"""How results are shown: a table for a person, JSON for a script, lines where there is no terminal library."""
+"""Output of results: a table, JSON, or lines where there is no terminal library."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COLORS = {
     CheckStatus.FAILURE: 'bold red',
     CheckStatus.SKIPPED: 'dim',
 }
-# Where the terminal does not say how wide it is, and where a line would be too long to read.
-WIDTH, WIDEST = 80, 120
+# Width where the terminal's is not known, and largest width.
+WIDTH, MAX_WIDTH = 80, 120
 
 
-def worst(results: Sequence[Result]) -> CheckStatus:
+def worst_status(results: Sequence[Result]) -> CheckStatus:
     """The worst of all; checks that were skipped say nothing."""
     return max((result.finding.status for result in results), key=ORDER.index, default=CheckStatus.SKIPPED)
 
@@ -35,12 +35,12 @@ def worst(results: Sequence[Result]) -> CheckStatus:
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
     """The results with plain names; `status` is that of the machine."""
     return {
-        'status': worst(results).value,
+        'status': worst_status(results).value,
         'checks': [
             {
                 'name': result.name,
                 'status': result.finding.status.value,
-                'found': result.finding.found,
+                'found': result.finding.message,
                 'remedy': result.finding.remedy,
                 'seconds': round(result.seconds, 3),
             }
@@ -49,7 +49,7 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def show(results: Sequence[Result]) -> None:
+def print_results(results: Sequence[Result]) -> None:
     """Prints a table, and below it one line that sums it up."""
     try:
         from rich.console import Console
@@ -62,22 +62,22 @@ def show(results: Sequence[Result]) -> None:
         console = Console(highlight=False, soft_wrap=False)
         if not console.is_terminal:
             console = Console(highlight=False, width=WIDTH)
-        elif console.width > WIDEST:
-            console = Console(highlight=False, width=WIDEST)
+        elif console.width > MAX_WIDTH:
+            console = Console(highlight=False, width=MAX_WIDTH)
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_column(overflow='fold')
         for result in results:
             finding, color = result.finding, COLORS[result.finding.status]
-            text = Text(finding.found, style='dim' if finding.status is CheckStatus.SKIPPED else '')
+            text = Text(finding.message, style='dim' if finding.status is CheckStatus.SKIPPED else '')
             if finding.remedy:
                 text.append(f'\n→ {finding.remedy}', style=color)
             table.add_row(Text(finding.status.value, style=color), Text(result.name, style='bold'), text)
-        with console.capture() as shown:
+        with console.capture() as captured:
             console.print(table)
         # It fills every line to the end of the terminal.
-        print('\n'.join(line.rstrip() for line in shown.get().splitlines()))
+        print('\n'.join(line.rstrip() for line in captured.get().splitlines()))
     print(f'\n{summary(results)}')
 
 
@@ -85,7 +85,7 @@ def as_lines(results: Sequence[Result]) -> list[str]:
     """A line for each finding, and one for each remedy."""
     lines = []
     for result in results:
-        lines.append(f'{result.finding.status.value:<7}  {result.name:<11}  {result.finding.found}')
+        lines.append(f'{result.finding.status.value:<7}  {result.name:<11}  {result.finding.message}')
         if result.finding.remedy:
             lines.append(f'{"":<22}→ {result.finding.remedy}')
     return lines
@@ -105,7 +105,7 @@ def summary(results: Sequence[Result]) -> str:
 
 @contextlib.contextmanager
 def progress(*, is_shown: bool) -> Iterator[Any]:
-    """A function that says on stderr, on a terminal, what is looked at now."""
+    """Yields a function that shows the current check on stderr, on a terminal."""
     if not is_shown or not sys.stderr.isatty():
         yield lambda line: None
         return

@@ -1,4 +1,4 @@
-"""What a check says: how it stands, what was found, what to do."""
+"""Results of checks: status, message and remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 class CheckStatus(enum.StrEnum):
-    """From best to worst; SKIPPED is what there was no reason, or no way, to look at."""
+    """From best to worst; SKIPPED: not applicable or not possible."""
 
     SKIPPED = 'skipped'
     OK = 'ok'
@@ -24,27 +24,27 @@ class CheckResult:
     """One line of what was found; one of what to do, '' where all is well."""
 
     status: CheckStatus
-    found: str
+    message: str
     remedy: str = ''
 
 
-def ok(found: str) -> CheckResult:
-    return CheckResult(CheckStatus.OK, found)
+def ok(message: str) -> CheckResult:
+    return CheckResult(CheckStatus.OK, message)
 
 
-def warning(found: str, remedy: str) -> CheckResult:
-    return CheckResult(CheckStatus.WARNING, found, remedy)
+def warning(message: str, remedy: str) -> CheckResult:
+    return CheckResult(CheckStatus.WARNING, message, remedy)
 
 
-def failure(found: str, remedy: str) -> CheckResult:
-    return CheckResult(CheckStatus.FAILURE, found, remedy)
+def failure(message: str, remedy: str) -> CheckResult:
+    return CheckResult(CheckStatus.FAILURE, message, remedy)
 
 
-def skipped(found: str) -> CheckResult:
-    return CheckResult(CheckStatus.SKIPPED, found)
+def skipped(message: str) -> CheckResult:
+    return CheckResult(CheckStatus.SKIPPED, message)
 
 
-def together(findings: Iterable[CheckResult]) -> CheckResult:
+def combine(findings: Iterable[CheckResult]) -> CheckResult:
     """Several findings of one check as one: as bad as the worst, which come first; the good ones are told if all are.
 
     Raises:
@@ -55,4 +55,4 @@ def together(findings: Iterable[CheckResult]) -> CheckResult:
         raise ValueError('a check that found nothing')
     bad = [finding for finding in ordered if finding.remedy] or ordered
     remedies = dict.fromkeys(finding.remedy for finding in bad if finding.remedy)
-    return CheckResult(ordered[0].status, '; '.join(finding.found for finding in bad), '; '.join(remedies))
+    return CheckResult(ordered[0].status, '; '.join(finding.message for finding in bad), '; '.join(remedies))

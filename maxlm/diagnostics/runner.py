@@ -13,39 +13,39 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.jax_subprocess import settle
+from maxlm.diagnostics.jax_subprocess import disable_accelerator_search
 from maxlm.diagnostics.result import CheckResult, CheckStatus, failure, skipped
 from maxlm.errors import InputError
 
-THREAD = 'maxlm check '
-TIDY_SECONDS = 5.0
+THREAD_PREFIX = 'maxlm check '
+CLEANUP_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What can be looked at.
+    """A check.
 
     Attributes:
         name: as in --skip and --only.
-        place: `module:function` of a check; imported when its turn comes, so that a package that is missing is a
+        function_path: `module:function` of a check; imported when its turn comes, so that a missing package is a
             finding like any other.
         seconds: after which it counts as hanging.
-        meaning: what it looks at.
+        description: of the check.
         uses_devices: whether it needs JAX in this process.
     """
 
     name: str
-    place: str
+    function_path: str
     seconds: float
-    meaning: str
+    description: str
     uses_devices: bool = False
 
-    def examine(self, case: CheckContext) -> CheckResult:
-        """What `place` finds; raises what it raises."""
-        module, _, function = self.place.partition(':')
-        found = getattr(importlib.import_module(f'maxlm.diagnostics.checks.{module}'), function)(case)
-        assert isinstance(found, CheckResult), self.place
-        return found
+    def run(self, context: CheckContext) -> CheckResult:
+        """Runs the function of the check; raises what it raises."""
+        module, _, function = self.function_path.partition(':')
+        result = getattr(importlib.import_module(f'maxlm.diagnostics.checks.{module}'), function)(context)
+        assert isinstance(result, CheckResult), self.function_path
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Result:
 
 
 def run_checks(
-    checks: Iterable[Check], case: CheckContext, *, on_begin: Callable[[Check], object] = lambda check: None
+    checks: Iterable[Check], context: CheckContext, *, on_begin: Callable[[Check], object] = lambda check: None
 ) -> Iterator[Result]:
     """The results, in the order of the checks.
 
@@ -73,7 +73,7 @@ def run_checks(
         if check.uses_devices and hanging:
             finding = skipped(f'not tried: the check {hanging!r} hangs')
         else:
-            finding = with_timeout(check, case)
+            finding = with_timeout(check, context)
             if finding is HANGS:
                 finding = _hang(check)
                 hanging = check.name if check.uses_devices else hanging
@@ -84,50 +84,50 @@ def run_checks(
 HANGS = CheckResult(CheckStatus.FAILURE, '')
 
 
-def with_timeout(check: Check, case: CheckContext) -> CheckResult:
+def with_timeout(check: Check, context: CheckContext) -> CheckResult:
     """The finding of a check; HANGS when its time is over. The thread of such a check stays."""
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
 
-    def work() -> None:
+    def target() -> None:
         try:
             if check.uses_devices:
-                if case.start.trouble:
-                    found.append(skipped(f'not tried: {case.start.trouble}'))
+                if context.jax_start.error:
+                    results.append(skipped(f'not tried: {context.jax_start.error}'))
                     return
-                settle(case.start)
-            found.append(check.examine(case))
+                disable_accelerator_search(context.jax_start)
+            results.append(check.run(context))
         except InputError as error:
-            found.append(failure(' '.join(str(error).split()), 'mend that, and look again'))
+            results.append(failure(' '.join(str(error).split()), 'mend that, and look again'))
         except ImportError as error:
-            found.append(
+            results.append(
                 failure(f'cannot be looked at: {" ".join(str(error).split())}', 'install what is missing: see packages')
             )
-        # Whatever it is, the other checks can still tell something.
+        # The other checks can still run.
         except BaseException as error:
             line = ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-            found.append(failure(f'the check itself failed with {line}', 'report it, with this line'))
+            results.append(failure(f'the check itself failed with {line}', 'report it, with this line'))
 
-    thread = threading.Thread(target=work, name=f'{THREAD}{check.name}', daemon=True)
+    thread = threading.Thread(target=target, name=f'{THREAD_PREFIX}{check.name}', daemon=True)
     thread.start()
     thread.join(check.seconds)
-    return found[0] if found else HANGS
+    return results[0] if results else HANGS
 
 
 def _hang(check: Check) -> CheckResult:
     return failure(
-        f'no answer after {check.seconds:g} s: {check.meaning}',
+        f'no answer after {check.seconds:g} s: {check.description}',
         f'see what it waits for; --skip={check.name} leaves it out',
     )
 
 
 def exit_process(code: int) -> NoReturn:
     """Ends the process, also where a check was broken off, or hangs in a driver and could never be joined."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_PREFIX)]
     if threads:
         _end_children()
         for thread in threads:
-            # What waited for a child now removes what it has written.
-            thread.join(TIDY_SECONDS)
+            # Threads that waited for a child now clean up.
+            thread.join(CLEANUP_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
     if any(thread.is_alive() for thread in threads):

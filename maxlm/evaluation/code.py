@@ -19,7 +19,7 @@ from maxlm.evaluation.lm_eval_model import Generator
 from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
-from maxlm.rewards.scorer import RewardScorer, is_right, pass_at_k
+from maxlm.rewards.scorer import RewardScorer, is_correct, pass_at_k
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_bytes
 
@@ -30,24 +30,24 @@ HUMANEVAL_STOPS = ('\nclass', '\ndef', '\n#', '\nif', '\nprint', '\n```')
 MBPP_STOPS = ('\nclass', '\nassert', '\n"""', '\nprint', '\nif', '\n```')
 # Austin et al. 2021, "Program Synthesis with Large Language Models": the numbers of the problems that are for tests.
 MBPP_TEST = range(11, 511)
-# pass@k is told for those of them that there are samples for.
-TOLD_K = (1, 10, 100)
+# pass@k is reported for those of them that there are samples for.
+REPORTED_K = (1, 10, 100)
 
 
 class Problem(NamedTuple):
-    """What the model goes on from, and the task by which the sandbox judges what it writes."""
+    """A prompt and the task by which the sandbox scores its completion."""
 
     name: str
     prompt: str
     task: dict[str, Any]
-    # Of a model that answers: what it is asked, and what its answer begins with. What follows is judged as behind the
+    # For chat models: the user message, and the beginning of the response. The rest is scored as a completion of the
     # prompt.
-    question: str
-    opening: str
+    chat_prompt: str
+    response_prefix: str
 
 
 class ProgramsConfig(NamedTuple):
-    """How programs are drawn: `temperature` counts from two samples on, a single one is the likeliest."""
+    """Sampling of programs: `temperature` counts from two samples on, a single one is the likeliest."""
 
     num_samples: int
     max_tokens: int
@@ -77,26 +77,26 @@ def open_suite(kind: str, path: str, *, limit: int | None = None) -> Suite:
     Raises:
         InputError: the file cannot be read or is of another format.
     """
-    make, stops = KINDS[kind]
+    parse, stops = KINDS[kind]
     problems = []
-    for number, row in enumerate(_rows(path), start=1):
+    for number, row in enumerate(_read_rows(path), start=1):
         try:
-            problem = make(row)
+            problem = parse(row)
         except (KeyError, TypeError, ValueError) as error:
             reason = f'has no {error}' if isinstance(error, KeyError) else str(error)
             raise InputError(f'--tasks={kind}:{path}: line {number} {reason}; it has: {", ".join(row)}') from error
         if problem is not None:
             problems.append(problem)
     if not problems:
-        wanted = f' with task_id {MBPP_TEST[0]} to {MBPP_TEST[-1]}, those for tests' if kind == 'mbpp' else ''
-        raise InputError(f'--tasks={kind}:{path}: holds no problem{wanted}')
+        detail = f' with task_id {MBPP_TEST[0]} to {MBPP_TEST[-1]}, those for tests' if kind == 'mbpp' else ''
+        raise InputError(f'--tasks={kind}:{path}: holds no problem{detail}')
     return Suite(kind, problems[:limit], stops)
 
 
 def solve(
     suite: Suite, engine: Generator, tokenizer: Tokenizer, config: ProgramsConfig, *, chat: ChatEncoder | None = None
 ) -> ProgramResults:
-    """Has the model write `num_samples` programs for each problem, and judges them.
+    """Has the model write `num_samples` programs for each problem, and scores them.
 
     Args:
         suite: the problems.
@@ -117,40 +117,42 @@ def solve(
     ]
     # Before hours of writing, not after: whether the machine can run programs.
     with RewardScorer('all_tests') as scorer:
-        written = [[sample.text for sample in samples] for samples in engine.complete(requests)]
-        responses = [text for samples in written for text in samples]
+        completions = [[sample.text for sample in samples] for samples in engine.complete(requests)]
+        responses = [text for samples in completions for text in samples]
         tasks = [problem.task for problem in suite.problems for _ in range(S)]
         rewards = scorer.score(responses, tasks).rewards.reshape(-1, S)
-    passed = is_right(rewards).sum(axis=1)
-    found = [
-        mean_of(f'{suite.name}/pass@{k}', np.array([pass_at_k(S, int(c), k) for c in passed])) for k in TOLD_K if k <= S
+    passed = is_correct(rewards).sum(axis=1)
+    measures = [
+        mean_of(f'{suite.name}/pass@{k}', np.array([pass_at_k(S, int(c), k) for c in passed]))
+        for k in REPORTED_K
+        if k <= S
     ]
     records = [
-        {'task_id': problem.name, 'completion': text, 'passed': bool(is_right(reward))}
-        for problem, texts, row in zip(suite.problems, written, rewards, strict=True)
+        {'task_id': problem.name, 'completion': text, 'passed': bool(is_correct(reward))}
+        for problem, texts, row in zip(suite.problems, completions, rewards, strict=True)
         for text, reward in zip(texts, row, strict=True)
     ]
-    return ProgramResults(found, rewards, records)
+    return ProgramResults(measures, rewards, records)
 
 
 def _prompts(problems: Sequence[Problem], tokenizer: Tokenizer, chat: ChatEncoder | None) -> list[np.ndarray]:
     if chat is None:
         return tokenizer.encode_batch([problem.prompt for problem in problems])
     try:
-        asked = [chat.encode_prompt([{'role': 'user', 'content': problem.question}]) for problem in problems]
+        chat_prompts = [chat.encode_prompt([{'role': 'user', 'content': problem.chat_prompt}]) for problem in problems]
     except ChatError as error:
         raise InputError(f'--apply-chat-template: {error}') from error
-    openings = tokenizer.encode_batch_inside([problem.opening for problem in problems])
-    return [np.concatenate(pair) for pair in zip(asked, openings, strict=True)]
+    response_prefixes = tokenizer.encode_batch_inside([problem.response_prefix for problem in problems])
+    return [np.concatenate(pair) for pair in zip(chat_prompts, response_prefixes, strict=True)]
 
 
 def _humaneval(row: Mapping[str, Any]) -> Problem:
     prompt, entry = str(row['prompt']), str(row['entry_point'])
     tests = f'{row["test"]}\n\ncheck({entry})\n'
-    opening = f'```python\n{prompt}'
-    question = f'Complete the function `{entry}` in Python:\n\n{opening.rstrip()}\n```'
+    response_prefix = f'```python\n{prompt}'
+    chat_prompt = f'Complete the function `{entry}` in Python:\n\n{response_prefix.rstrip()}\n```'
     # The prompt ends within the function that the program goes on with.
-    return Problem(str(row['task_id']), prompt, {'prefix': prompt, 'tests': tests}, question, opening)
+    return Problem(str(row['task_id']), prompt, {'prefix': prompt, 'tests': tests}, chat_prompt, response_prefix)
 
 
 def _mbpp(row: Mapping[str, Any]) -> Problem | None:
@@ -162,8 +164,8 @@ def _mbpp(row: Mapping[str, Any]) -> Problem | None:
     prompt = f'"""\n{text}\n{tests[0]}\n"""\n'
     imports = [str(row.get('test_setup_code') or ''), *row.get('test_imports', ())]
     task = {'tests': [text for text in (*imports, *tests) if text]}
-    question = f'{text}\n\nWrite it in Python, such that this holds:\n\n```python\n{tests[0]}\n```'
-    return Problem(str(row['task_id']), prompt, task, question, '```python\n')
+    chat_prompt = f'{text}\n\nWrite it in Python, such that this holds:\n\n```python\n{tests[0]}\n```'
+    return Problem(str(row['task_id']), prompt, task, chat_prompt, '```python\n')
 
 
 KINDS: dict[str, tuple[Callable[[Mapping[str, Any]], Problem | None], tuple[str, ...]]] = {
@@ -172,7 +174,7 @@ KINDS: dict[str, tuple[Callable[[Mapping[str, Any]], Problem | None], tuple[str,
 }
 
 
-def _rows(path: str) -> list[dict[str, Any]]:
+def _read_rows(path: str) -> list[dict[str, Any]]:
     try:
         content = read_bytes(path)
         text = (gzip.decompress(content) if path.endswith('.gz') else content).decode()

@@ -1,4 +1,4 @@
-"""A model as lm-eval asks it: likelihoods of continuations and of whole texts, and continuations until a stop.
+"""A model for lm-eval: likelihoods of continuations and of whole texts, and continuations until a stop.
 
 It answers as lm-eval's Hugging Face backend does with the exported weights: the same tokens, the same truncation from
 the left, the same prefix before a text without context.
@@ -18,15 +18,15 @@ from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.scoring import LogprobScorer, ScoringRequest, windows
 
-EXTRA = "benchmarks of lm-eval need the extra: pip install 'maxlm[eval]'"
-# Where a task does not say, as in lm-eval's own backends.
+INSTALL_HINT = "benchmarks of lm-eval need the extra: pip install 'maxlm[eval]'"
+# Default, as in lm-eval's own backends.
 MAX_TOKENS = 256
 LENGTH_NAMES = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
 SAMPLING_NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
 
 
 class Generator(Protocol):
-    """What continues prompts: the engine."""
+    """Completes prompts; the engine."""
 
     def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The samples of each request."""
@@ -39,14 +39,14 @@ class LmEvalModel:
         """Without `engine` it continues nothing."""
         self._model, self._scorer, self._engine, self._show = model, scorer, engine, show
         # A tokenizer from elsewhere may put a token before every text; a template's special tokens come as text here.
-        self._library = tokenizers.Tokenizer.from_str(model.tokenizer.to_json())
-        self._library.encode_special_tokens = model.chat is None
-        prefix = self._library.encode('').ids
+        self._tokenizer = tokenizers.Tokenizer.from_str(model.tokenizer.to_json())
+        self._tokenizer.encode_special_tokens = model.chat is None
+        prefix = self._tokenizer.encode('').ids
         self._prefix = prefix[0] if prefix else model.tokenizer.end_of_document
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval tells prompts of different spellings apart by."""
+        """Identifier of the tokenizer in lm-eval's cache of prompts."""
         return self._model.tokenizer.sha256
 
     @property
@@ -56,7 +56,7 @@ class LmEvalModel:
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """The token before a text without context."""
         return self._prefix
 
     @property
@@ -68,18 +68,18 @@ class LmEvalModel:
         """Ids of a text; None: with the token before every text, if there is one and the text does not have it."""
         del ignored
         if add_special_tokens is None:
-            spelled = self._library.decode([self._prefix], skip_special_tokens=False)
-            add_special_tokens = not (spelled and string.startswith(spelled))
-        return self._library.encode(string, add_special_tokens=add_special_tokens).ids
+            prefix_text = self._tokenizer.decode([self._prefix], skip_special_tokens=False)
+            add_special_tokens = not (prefix_text and string.startswith(prefix_text))
+        return self._tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
         del ignored
-        found = self._scorer.score(
+        scores = self._scorer.score(
             [ScoringRequest(context, continuation) for _, context, continuation in requests], show=self._show
         )
-        return [(score.log_prob, score.is_greedy) for score in found]
+        return [(score.log_prob, score.is_greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text, of any length."""
@@ -93,37 +93,37 @@ class LmEvalModel:
         del disable_tqdm
         if self._engine is None:
             raise InputError('tasks that generate text cannot be run here; give tasks of likelihoods')
-        asked: list[Request] = []
+        engine_requests: list[Request] = []
         stops = []
         for request in requests:
             prompt, settings = request.args
-            asked.append(self._request(prompt, settings, seed=len(asked)))
-            stops.append(_stops(settings))
-        completions = self._engine.complete(asked)
-        return [_cut(samples[0].text, until) for samples, until in zip(completions, stops, strict=True)]
+            engine_requests.append(self._request(prompt, settings, seed=len(engine_requests)))
+            stops.append(_stop_strings(settings))
+        completions = self._engine.complete(engine_requests)
+        return [_truncate_at_stops(samples[0].text, until) for samples, until in zip(completions, stops, strict=True)]
 
     def _request(self, prompt: str, settings: Mapping[str, Any], *, seed: int) -> Request:
-        known = (*LENGTH_NAMES, *SAMPLING_NAMES, 'until', 'do_sample')
-        if unknown := [name for name in settings if name not in known]:
-            raise InputError(f'generation_kwargs of a task: {", ".join(unknown)} is not among {", ".join(known)}')
+        supported = (*LENGTH_NAMES, *SAMPLING_NAMES, 'until', 'do_sample')
+        if unknown := [name for name in settings if name not in supported]:
+            raise InputError(f'generation_kwargs of a task: {", ".join(unknown)} is not among {", ".join(supported)}')
         max_tokens = next((int(settings[name]) for name in LENGTH_NAMES if settings.get(name) is not None), MAX_TOKENS)
-        room = self.max_length - max_tokens
-        if room < 1:
+        max_prompt = self.max_length - max_tokens
+        if max_prompt < 1:
             raise InputError(
                 f'a task asks for {max_tokens} tokens, and the context of the model is {self.max_length}; '
                 'set max_gen_toks in its generation_kwargs'
             )
         # As lm-eval reads them: a temperature alone asks for draws.
-        drawn = settings.get('do_sample', float(settings.get('temperature') or 0) > 0)
-        given = {name: settings[name] for name in SAMPLING_NAMES if settings.get(name) is not None}
+        do_sample = settings.get('do_sample', float(settings.get('temperature') or 0) > 0)
+        options = {name: settings[name] for name in SAMPLING_NAMES if settings.get(name) is not None}
         # One token is needed to go on from.
-        ids = (self.tok_encode(prompt) or [self._prefix])[-room:]
+        ids = (self.tok_encode(prompt) or [self._prefix])[-max_prompt:]
         return Request(
             tuple(ids),
             max_tokens,
-            Sampling(**{'temperature': 1.0, **given}) if drawn else Sampling(temperature=0),
+            Sampling(**{'temperature': 1.0, **options}) if do_sample else Sampling(temperature=0),
             seed=seed,
-            stops=tuple(_stops(settings)[:MAX_STOPS]),
+            stops=tuple(_stop_strings(settings)[:MAX_STOPS]),
         )
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -142,12 +142,12 @@ class LmEvalModel:
         return self._model.chat.template.source if chat_template and self._model.chat else None
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval's results tell of the model."""
+        """Returns the description of the model in lm-eval's results."""
         return {'model': 'maxlm', 'model_step': self._model.step, 'model_dtype': self._model.config.model.dtype}
 
 
-def harness_model(answers: LmEvalModel) -> Any:
-    """`answers` as an instance of lm-eval's own class of models.
+def harness_model(model: LmEvalModel) -> Any:
+    """`model` as an instance of lm-eval's own class of models.
 
     Raises:
         InputError: lm-eval is not installed.
@@ -155,19 +155,19 @@ def harness_model(answers: LmEvalModel) -> Any:
     try:
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
-        raise InputError(EXTRA) from error
-    kind: Any = type('MaxlmModel', (LmEvalModel, TemplateLM), {})
-    made = kind.__new__(kind)
-    TemplateLM.__init__(made)
-    made.__dict__.update(answers.__dict__)
-    return made
+        raise InputError(INSTALL_HINT) from error
+    model_class: Any = type('MaxlmModel', (LmEvalModel, TemplateLM), {})
+    instance = model_class.__new__(model_class)
+    TemplateLM.__init__(instance)
+    instance.__dict__.update(model.__dict__)
+    return instance
 
 
-def _stops(settings: Mapping[str, Any]) -> list[str]:
+def _stop_strings(settings: Mapping[str, Any]) -> list[str]:
     until = settings.get('until') or []
     return [text for text in ([until] if isinstance(until, str) else until) if text]
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
+def _truncate_at_stops(text: str, stops: Sequence[str]) -> str:
     """A text before the first of the stops: the engine takes only so many."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=len(text))]

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from maxlm.errors import InputError, os_message
-from maxlm.evaluation.lm_eval_model import EXTRA, LmEvalModel, harness_model
+from maxlm.evaluation.lm_eval_model import INSTALL_HINT, LmEvalModel, harness_model
 from maxlm.evaluation.statistics import Measure, exponential_of, mean_of
 
 # Draws for the standard errors of metrics that are no means.
 BOOTSTRAPS = 1000
-# Of these lm-eval keeps (log-probability, words or bytes) of each document.
+# Metrics for which lm-eval keeps (log-probability, words or bytes) of each document.
 RATES = {'word_perplexity': 1.0, 'byte_perplexity': 1.0, 'bits_per_byte': math.log(2)}
 YAML = ('.yaml', '.yml')
 # Usual names of benchmarks that lm-eval calls otherwise, as of lm-eval 0.4.
-USUAL_NAMES = {
+ALIASES = {
     'arc': ('arc_easy', 'arc_challenge'),
     'csqa': ('commonsense_qa',),
     'math': ('minerva_math',),
@@ -41,7 +41,7 @@ USUAL_NAMES = {
 class Benchmarks:
     """Tasks, read once, that any number of models can be given.
 
-    A task is a name of lm-eval's (`arc_easy`, `mmlu`, …) or of a folder of task files, a key of `USUAL_NAMES`, or the
+    A task is a name of lm-eval's (`arc_easy`, `mmlu`, …) or of a folder of task files, a key of `ALIASES`, or the
     path of a task file.
     """
 
@@ -70,7 +70,7 @@ class Benchmarks:
         try:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise InputError(EXTRA) from error
+            raise InputError(INSTALL_HINT) from error
         if folder and not Path(folder).is_dir():
             raise InputError(f'--tasks-path={folder}: no such folder')
         # It narrates what it does by warnings.
@@ -97,18 +97,18 @@ class Benchmarks:
             if any(name not in self._manager.all_tasks and not name.endswith(YAML) for name in names):
                 self._manager = TaskManager(include_path=folders or None)
         except Exception as error:  # of YAML, of what a task file loads
-            raise InputError(f'task files in {", ".join(folders)}: {_line(error)}') from error
+            raise InputError(f'task files in {", ".join(folders)}: {_one_line(error)}') from error
         known_tasks = set(self._manager.all_tasks)
-        usual = {name: others for name, others in USUAL_NAMES.items() if name not in known_tasks}
-        names = [found for name in names for found in usual.get(name, (name,))]
+        aliases = {name: names_of_alias for name, names_of_alias in ALIASES.items() if name not in known_tasks}
+        names = [found for name in names for found in aliases.get(name, (name,))]
         for name in names:
             if name not in known_tasks and not name.endswith(YAML):
-                near = [known for known in sorted(known_tasks) if name.split('_')[0] in known][:5]
-                hint = f'; near: {", ".join(near)}' if near else ''
+                similar = [candidate for candidate in sorted(known_tasks) if name.split('_')[0] in candidate][:5]
+                hint = f'; near: {", ".join(similar)}' if similar else ''
                 raise InputError(f'{key}={name}: neither a task of lm-eval nor a file or folder of tasks{hint}')
         self._names, self._key = names, key
 
-    def kinds(self) -> dict[str, str]:
+    def output_types(self) -> dict[str, str]:
         """Name of each task, of groups their parts → what it asks: multiple_choice, loglikelihood, generate_until, …
 
         Raises:
@@ -117,24 +117,26 @@ class Benchmarks:
         try:
             loaded = self._manager.load(list(self._names))['tasks']
         except Exception as error:  # of data sets, of the hub, of what a task file says
-            raise InputError(f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_line(error)}') from error
+            raise InputError(
+                f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}'
+            ) from error
         return {name: task.get_config('output_type') for name, task in loaded.items()}
 
-    def run(self, answers: LmEvalModel) -> dict[str, Any]:
-        """What lm-eval's `simple_evaluate` returns.
+    def run(self, lm_eval_model: LmEvalModel) -> dict[str, Any]:
+        """Runs lm-eval's `simple_evaluate` and returns its results.
 
         Raises:
             InputError: a task cannot be run: its data cannot be had, or it asks for what the model cannot do.
         """
         from lm_eval import simple_evaluate
 
-        model = harness_model(answers)
+        model = harness_model(lm_eval_model)
         # It forks for standard errors, which a process with JAX in it does not survive.
         os.environ['DISABLE_MULTIPROC'] = '1'
         # It prints, and draws bars into logs too.
-        shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
+        output = sys.stderr if sys.stderr.isatty() else io.StringIO()
         try:
-            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown), _quiet_git():
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), _quiet_git():
                 results = simple_evaluate(
                     model,
                     tasks=list(self._names),
@@ -145,7 +147,9 @@ class Benchmarks:
         except (InputError, AssertionError, MemoryError):
             raise
         except Exception as error:  # of data sets, of the hub, of what a task file says
-            raise InputError(f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_line(error)}') from error
+            raise InputError(
+                f'{self._key}={",".join(self._names)}: {type(error).__name__}: {_one_line(error)}'
+            ) from error
         return dict(results)
 
 
@@ -176,31 +180,31 @@ def measures(results: Mapping[str, Any]) -> list[Measure]:
     for task, values in results['results'].items():
         samples = results.get('samples', {}).get(task, [])
         for key, value in values.items():
-            metric, _, chosen = key.partition(',')
-            if not chosen or metric.endswith('_stderr') or isinstance(value, str):
+            metric, _, filter_name = key.partition(',')
+            if not filter_name or metric.endswith('_stderr') or isinstance(value, str):
                 continue
-            name = f'{task}/{metric}' + ('' if chosen == 'none' else f',{chosen}')
-            error = values.get(f'{metric}_stderr,{chosen}')
-            told = Measure(name, float(value), float(error) if isinstance(error, int | float) else None)
-            of_documents = [sample.get(metric) for sample in samples if sample['filter'] == chosen]
-            found.append(_of_documents(told, metric, of_documents) or told)
+            name = f'{task}/{metric}' + ('' if filter_name == 'none' else f',{filter_name}')
+            error = values.get(f'{metric}_stderr,{filter_name}')
+            measure = Measure(name, float(value), float(error) if isinstance(error, int | float) else None)
+            document_values = [sample.get(metric) for sample in samples if sample['filter'] == filter_name]
+            found.append(_from_documents(measure, metric, document_values) or measure)
     return found
 
 
-def _of_documents(told: Measure, metric: str, values: Sequence[Any]) -> Measure | None:
+def _from_documents(measure: Measure, metric: str, values: Sequence[Any]) -> Measure | None:
     """The same number made of the documents' own, where it is a mean of them or follows from one."""
     if not values or any(value is None or isinstance(value, str | list | dict) for value in values):
         return None
     if metric not in RATES:
         if any(isinstance(value, tuple) for value in values):
             return None
-        mean = mean_of(told.name, np.array(values, np.float64))
-        return mean if math.isclose(mean.value, told.value, rel_tol=1e-6, abs_tol=1e-9) else None
+        mean = mean_of(measure.name, np.array(values, np.float64))
+        return mean if math.isclose(mean.value, measure.value, rel_tol=1e-6, abs_tol=1e-9) else None
     log_probs, counts = np.array(values, np.float64).T
-    mean = mean_of(told.name, -log_probs / counts / RATES[metric], counts)
+    mean = mean_of(measure.name, -log_probs / counts / RATES[metric], counts)
     if metric == 'bits_per_byte' or mean.error is None:
         return mean
-    return exponential_of(told.name, mean)._replace(value=told.value)
+    return exponential_of(measure.name, mean)._replace(value=measure.value)
 
 
 def write_results(results: Mapping[str, Any], folder: Path, *, step: int) -> None:
@@ -211,20 +215,20 @@ def write_results(results: Mapping[str, Any], folder: Path, *, step: int) -> Non
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        told = {name: value for name, value in results.items() if name != 'samples'}
-        text = json.dumps(told, indent=2, default=_plain, ensure_ascii=False)
+        without_samples = {name: value for name, value in results.items() if name != 'samples'}
+        text = json.dumps(without_samples, indent=2, default=_to_json, ensure_ascii=False)
         (folder / f'results_{step}.json').write_text(text + '\n', encoding='utf-8')
         for task, samples in results.get('samples', {}).items():
-            lines = (json.dumps(sample, default=_plain, ensure_ascii=False) + '\n' for sample in samples)
+            lines = (json.dumps(sample, default=_to_json, ensure_ascii=False) + '\n' for sample in samples)
             (folder / f'samples_{task}_{step}.jsonl').write_text(''.join(lines), encoding='utf-8')
     except OSError as error:
         raise InputError(f'--output={folder}: {os_message(error)}') from error
 
 
-def _plain(value: Any) -> Any:
-    """Of NumPy its numbers, of the rest a text."""
+def _to_json(value: Any) -> Any:
+    """Converts NumPy scalars to numbers and other objects to text."""
     return value.item() if hasattr(value, 'item') else str(value)
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return ' '.join(str(error).split())[:300]

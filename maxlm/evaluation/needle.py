@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SHORTEST = 256
+MIN_LENGTH = 256
 CHOICES = 10
 FACT = ' The secret number of {place} is {number}.'
 QUESTION = ' The secret number of {place} is'
@@ -72,7 +72,7 @@ class NeedleResults(NamedTuple):
 
 def default_lengths(context: int) -> tuple[int, ...]:
     """Powers of two from SHORTEST on, and the model's context."""
-    lengths = [SHORTEST]
+    lengths = [MIN_LENGTH]
     while lengths[-1] * 2 < context:
         lengths.append(lengths[-1] * 2)
     return tuple(dict.fromkeys(min(length, context) for length in (*lengths, context)))
@@ -90,8 +90,8 @@ def find_needles(
         if length > scorer.max_length:
             raise InputError(f'--needle-lengths: {length} is beyond the context of the model, {scorer.max_length}')
     N, D = len(config.lengths), len(config.depths)
-    spans = list(_spans(tokenizer, config))
-    found = scorer.score(spans, show=show)
+    requests = list(_requests(tokenizer, config))
+    found = scorer.score(requests, show=show)
     log_prob = np.array([score.log_prob for score in found]).reshape(N, D, config.trials, CHOICES)
     is_greedy = np.array([score.is_greedy for score in found]).reshape(log_prob.shape)
     # The first choice is the right one; of equals none is found.
@@ -104,8 +104,8 @@ def find_needles(
     return NeedleResults(config, choice.mean(axis=2), retrieved.mean(axis=2), measures)
 
 
-def _spans(tokenizer: Tokenizer, config: NeedleConfig) -> Iterator[ScoringRequest]:
-    """Of each length, depth and trial: the right answer, and others."""
+def _requests(tokenizer: Tokenizer, config: NeedleConfig) -> Iterator[ScoringRequest]:
+    """Yields requests for each length, depth and trial: the right answer, then wrong ones."""
     sentences = [ids.tolist() for ids in tokenizer.encode_batch_inside([f' {text}' for text in FILLER])]
     for length in config.lengths:
         for depth in config.depths:
@@ -123,18 +123,18 @@ def _trial(
     texts = [FACT.format(place=place, number=numbers[0]), QUESTION.format(place=place)]
     answers = [ANSWER.format(number=number) for number in numbers]
     fact, question, *continuations = (ids.tolist() for ids in tokenizer.encode_batch_inside([*texts, *answers]))
-    room = length - len(fact) - len(question) - max(map(len, continuations))
-    if room < 0:
+    available = length - len(fact) - len(question) - max(map(len, continuations))
+    if available < 0:
         raise InputError(
-            f'--needle-lengths: {length} tokens are too few for fact and question; give {length - room} or more'
+            f'--needle-lengths: {length} tokens are too few for fact and question; give {length - available} or more'
         )
     haystack: list[list[int]] = []
-    while sum(map(len, haystack)) + min(map(len, sentences)) <= room:
-        fitting = [sentence for sentence in sentences if len(sentence) <= room - sum(map(len, haystack))]
+    while sum(map(len, haystack)) + min(map(len, sentences)) <= available:
+        fitting = [sentence for sentence in sentences if len(sentence) <= available - sum(map(len, haystack))]
         haystack.append(rng.choice(fitting))
     # Between sentences.
-    cut = round(depth * len(haystack))
-    context = list(itertools.chain(*haystack[:cut], fact, *haystack[cut:], question))
+    split = round(depth * len(haystack))
+    context = list(itertools.chain(*haystack[:split], fact, *haystack[split:], question))
     for continuation in continuations:
         yield ScoringRequest(context, continuation)
 

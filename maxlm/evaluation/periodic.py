@@ -24,10 +24,10 @@ class Tasks:
 
     def __init__(self, benchmarks: Benchmarks, config: Config, layout: Layout, tokenizer_path: Path):
         self._benchmarks = benchmarks
-        # The step is not looked at here.
+        # The step is not used here.
         model = LoadedModel(config, layout, None, Tokenizer.load(tokenizer_path), tokenizer_path, 0)
         self._scorer = LogprobScorer(model)
-        self._answers = LmEvalModel(model, self._scorer, None)
+        self._lm_eval_model = LmEvalModel(model, self._scorer, None)
 
     def __call__(self, params: Params) -> dict[str, float]:
         """Name of a metric → value.
@@ -37,15 +37,15 @@ class Tasks:
         """
         self._scorer.params = params
         try:
-            results: Mapping[str, Any] = self._benchmarks.run(self._answers)
+            results: Mapping[str, Any] = self._benchmarks.run(self._lm_eval_model)
         finally:
-            # The step makes others in their place.
+            # The next training step replaces the parameters.
             self._scorer.params = None
         return {PREFIX + measure.name: measure.value for measure in measures(results)}
 
 
 def open_tasks(config: Config, layout: Layout, tokenizer_path: Path) -> Tasks | None:
-    """Those that a run asks for; None = none.
+    """Opens the tasks of a run; None = none.
 
     Raises:
         InputError: lm-eval is not installed, there is no such task, or one has the model write text.
@@ -54,15 +54,15 @@ def open_tasks(config: Config, layout: Layout, tokenizer_path: Path) -> Tasks | 
         return None
     limit = config.eval.tasks_limit or None
     benchmarks = Benchmarks(config.eval.tasks, limit=limit, key='eval.tasks')
-    writing = [name for name, kind in benchmarks.kinds().items() if kind == 'generate_until']
-    if writing:
+    generative = [name for name, kind in benchmarks.output_types().items() if kind == 'generate_until']
+    if generative:
         raise InputError(
-            f'eval.tasks: {", ".join(writing)} has the model write text, which needs a cache of keys and values beside '
-            f'the training state; give tasks of likelihoods, and run this one by maxlm.evaluate'
+            f'eval.tasks: {", ".join(generative)} has the model write text, which needs a cache of keys and values '
+            f'beside the training state; give tasks of likelihoods, and run this one by maxlm.evaluate'
         )
     return Tasks(benchmarks, config, layout, tokenizer_path)
 
 
 def task_text(scores: Mapping[str, float]) -> str:
-    """In words, for the log."""
+    """Returns the scores as a text for the log."""
     return 'tasks ' + '  '.join(f'{name.removeprefix(PREFIX)} {value:.4f}' for name, value in scores.items())

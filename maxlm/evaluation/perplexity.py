@@ -44,12 +44,12 @@ class HeldOut(NamedTuple):
 
     def source_losses(self, names: Iterable[str]) -> list[Measure]:
         """The same of each source; those without a token are left out."""
-        found = []
+        measures = []
         for number, name in enumerate(names):
-            mine = (self.source_W == number) & (self.tokens_W > 0)
-            if mine.any():
-                found.append(_mean(f'loss/{name}', self.loss_W[mine], self.tokens_W[mine]))
-        return found
+            is_source = (self.source_W == number) & (self.tokens_W > 0)
+            if is_source.any():
+                measures.append(_mean(f'loss/{name}', self.loss_W[is_source], self.tokens_W[is_source]))
+        return measures
 
     def by_position(self) -> list[tuple[int, int, float]]:
         """(first, last, loss) by the number of tokens that the model sees, in classes of powers of two."""
@@ -70,10 +70,10 @@ def make_token_losses(config: Config, layout: Layout) -> Callable[[Params, Batch
     def token_losses(params: Params, batch: Batch) -> dict[str, jax.Array]:
         micro_batches = split_micro_batches(batch, config.rounds, layout)
 
-        def one(_: None, micro_batch: Batch) -> tuple[None, jax.Array]:
+        def scan_step(_: None, micro_batch: Batch) -> tuple[None, jax.Array]:
             return None, -log_probs(params, None, micro_batch, None).log_probs_BT
 
-        _, loss_ABT = jax.lax.scan(one, None, micro_batches)
+        _, loss_ABT = jax.lax.scan(scan_step, None, micro_batches)
         # The columns of a split length are in an order of their own, alike in all of these.
         names = [name for name in ('weights', 'positions', 'sources') if name in micro_batches]
         return {'loss': loss_ABT, **{name: micro_batches[name] for name in names}}
@@ -94,28 +94,28 @@ def measure(
     classes, window = np.zeros((2, 64)), 0
     pending: dict[str, jax.Array] | None = None
 
-    def take(found: dict[str, jax.Array]) -> None:
+    def collect(losses: dict[str, jax.Array]) -> None:
         nonlocal classes, window
-        read = {name: _in_order(np.asarray(x)) for name, x in jax.device_get(found).items()}
-        weights = read['weights'].astype(np.float64)
+        arrays = {name: _flatten_micro_batches(np.asarray(x)) for name, x in jax.device_get(losses).items()}
+        weights = arrays['weights'].astype(np.float64)
         # A selection: where nothing is predicted a loss may be anything.
-        loss = np.where(weights > 0, read['loss'].astype(np.float64) * weights, 0.0)
-        windows.append((loss.sum(axis=1), weights.sum(axis=1), read.get('sources', np.zeros(len(loss)))))
-        window = read['positions'].shape[1]
-        number = np.floor(np.log2(read['positions'] + 1)).astype(int).ravel()
-        classes += [np.bincount(number, x.ravel(), minlength=64) for x in (loss, weights)]
+        loss = np.where(weights > 0, arrays['loss'].astype(np.float64) * weights, 0.0)
+        windows.append((loss.sum(axis=1), weights.sum(axis=1), arrays.get('sources', np.zeros(len(loss)))))
+        window = arrays['positions'].shape[1]
+        position_class = np.floor(np.log2(arrays['positions'] + 1)).astype(int).ravel()
+        classes += [np.bincount(position_class, x.ravel(), minlength=64) for x in (loss, weights)]
 
     for batch in batches:
-        found = token_losses(params, layout.put_batch(batch, global_batch))
+        losses = token_losses(params, layout.put_batch(batch, global_batch))
         # The device works on this batch while the one before is added up.
         if pending is not None:
-            take(pending)
-        pending = found
+            collect(pending)
+        pending = losses
     if pending is not None:
-        take(pending)
+        collect(pending)
     loss_W, tokens_W, source_W = (np.concatenate(parts) for parts in zip(*windows, strict=True))
-    used = max(np.flatnonzero(classes[1]).tolist(), default=0) + 1
-    class_loss_K, class_tokens_K = classes[:, :used]
+    num_classes = max(np.flatnonzero(classes[1]).tolist(), default=0) + 1
+    class_loss_K, class_tokens_K = classes[:, :num_classes]
     return HeldOut(loss_W, tokens_W, source_W, class_loss_K, class_tokens_K, window)
 
 
@@ -156,6 +156,6 @@ def _mean(name: str, sums: np.ndarray, counts: np.ndarray) -> Measure:
     return mean_of(name, np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0), counts)
 
 
-def _in_order(x: np.ndarray) -> np.ndarray:
+def _flatten_micro_batches(x: np.ndarray) -> np.ndarray:
     """[A, B, …] → [A · B, …] in the order before `split_micro_batches`."""
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

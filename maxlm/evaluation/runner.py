@@ -1,4 +1,4 @@
-"""All the tasks that were asked for, given to one model after the other."""
+"""Runs evaluation tasks on models."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def parse_tasks(text: str) -> ParsedTasks:
     parts = [part.strip() for part in text.split(',')]
     if not all(parts):
         raise InputError(f'--tasks={text}: needs names with commas between, e.g. arc_easy,humaneval:HumanEval.jsonl')
-    suites, others = [], []
+    suites, benchmarks = [], []
     for part in dict.fromkeys(parts):
         kind, separator, path = part.partition(':')
         if kind in KINDS and separator and path:
             suites.append((kind, path))
         elif part != NEEDLE:
-            others.append(part)
-    return ParsedTasks(tuple(others), tuple(suites), NEEDLE in parts)
+            benchmarks.append(part)
+    return ParsedTasks(tuple(benchmarks), tuple(suites), NEEDLE in parts)
 
 
 class EvalOptions(NamedTuple):
-    """How tasks are run. None: as a task says, all documents, lengths up to the model's context."""
+    """Options of tasks. None: as a task says, all documents, lengths up to the model's context."""
 
     folder: str = ''
     num_fewshot: int | None = None
@@ -62,7 +62,7 @@ class EvalOptions(NamedTuple):
 
 
 class EvalResult(NamedTuple):
-    """What one model achieved; `measures` are all numbers, the rest is for files."""
+    """Results of one model; `measures` are all numbers, the rest is for files."""
 
     measures: list[Measure]
     benchmarks: dict[str, Any] | None
@@ -89,14 +89,14 @@ class EvalResult(NamedTuple):
 class EvalRun:
     """Tasks whose files are read once, before any model is."""
 
-    def __init__(self, requested: ParsedTasks, config: EvalOptions):
+    def __init__(self, parsed: ParsedTasks, config: EvalOptions):
         """Raises InputError when a task is not there, or what it needs is not installed."""
-        self._config, self._needle = config, requested.needle
-        self._suites = [open_suite(kind, path, limit=config.limit) for kind, path in requested.suites]
+        self._config, self._needle = config, parsed.needle
+        self._suites = [open_suite(kind, path, limit=config.limit) for kind, path in parsed.suites]
         self._benchmarks: Benchmarks | None = None
-        if requested.benchmarks:
+        if parsed.benchmarks:
             self._benchmarks = Benchmarks(
-                requested.benchmarks,
+                parsed.benchmarks,
                 folder=config.folder,
                 num_fewshot=config.num_fewshot,
                 limit=config.limit,
@@ -113,27 +113,27 @@ class EvalRun:
         if config.chat and model.chat is None:
             raise InputError('--apply-chat-template: the checkpoint has no chat template')
         chat = model.chat if config.chat else None
-        scorer, engine = LogprobScorer(model), _EngineWhenNeeded(model, config.num_slots)
-        found: list[Measure] = []
+        scorer, engine = LogprobScorer(model), _LazyEngine(model, config.num_slots)
+        all_measures: list[Measure] = []
         results = None
         if self._benchmarks is not None:
             results = self._benchmarks.run(LmEvalModel(model, scorer, engine, show=show))
-            found += measures(results)
+            all_measures += measures(results)
         programs = {}
         for suite in self._suites:
             programs[suite.name] = solve(suite, engine, model.tokenizer, config.programs, chat=chat)
-            found += programs[suite.name].measures
+            all_measures += programs[suite.name].measures
         needles = None
         if self._needle:
             lengths = config.needle_lengths or default_lengths(scorer.max_length)
             needles = find_needles(
                 scorer, model.tokenizer, NeedleConfig(lengths, trials=config.needle_trials), show=show
             )
-            found += needles.measures
-        return EvalResult(found, results, programs, needles)
+            all_measures += needles.measures
+        return EvalResult(all_measures, results, programs, needles)
 
 
-class _EngineWhenNeeded:
+class _LazyEngine:
     """Its cache takes memory, and most tasks need none."""
 
     def __init__(self, model: LoadedModel, num_slots: int):

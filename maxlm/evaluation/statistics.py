@@ -1,4 +1,4 @@
-"""Measured numbers with their uncertainty, and what two models differ by.
+"""Measured numbers with their uncertainty, and differences between models.
 
 Shapes: N units that were measured one by one: windows of text, documents, problems.
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Of a normal distribution, 95 % lie within so many standard deviations.
-DEVIATIONS = 1.959964
+# 95 % of a normal distribution lie within this many standard deviations.
+Z_95 = 1.959964
 # exp of more than this overflows float64.
 MAX_EXPONENT = 700.0
 
@@ -34,7 +34,7 @@ class Measure(NamedTuple):
         """95 % confidence."""
         if self.error is None or not math.isfinite(self.error):
             return None
-        return self.value - DEVIATIONS * self.error, self.value + DEVIATIONS * self.error
+        return self.value - Z_95 * self.error, self.value + Z_95 * self.error
 
 
 def mean_of(name: str, values: np.ndarray, weights: np.ndarray | None = None) -> Measure:

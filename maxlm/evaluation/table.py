@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from maxlm.evaluation.statistics import DEVIATIONS, Measure, difference
+from maxlm.evaluation.statistics import Z_95, Measure, difference
 
 LARGE = 1e5
 # Decimals of a number that has no small ones beside it, and more than these are written with an exponent.
-FEWEST_DECIMALS, MOST_DECIMALS = 4, 9
+MIN_DECIMALS, MAX_DECIMALS = 4, 9
 # Parts of the largest number of a cell that rounding may have left.
 ROUNDING = 1e-9
 LEGEND = (
@@ -36,11 +36,15 @@ def table_text(columns: Sequence[Column]) -> str:
     header = ['', *(column.name for column in columns), *(f'{column.name} − {first.name}' for column in others)]
     rows = [header]
     for name in _names(columns):
-        found = [column.find(name) for column in columns]
+        row_measures = [column.find(name) for column in columns]
         rows.append(
-            [name, *map(_told, found), *(_told_difference(change) for change in _differences(found[0], found[1:]))]
+            [
+                name,
+                *map(_cell, row_measures),
+                *(_difference_cell(change) for change in _differences(row_measures[0], row_measures[1:])),
+            ]
         )
-    widths = [max(len(row[place]) for row in rows) for place in range(len(header))]
+    widths = [max(len(row[column_index]) for row in rows) for column_index in range(len(header))]
     lines = (
         '  '.join(
             [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
@@ -54,8 +58,8 @@ def table_json(columns: Sequence[Column]) -> list[dict[str, Any]]:
     """The same as objects: `name`, and for each checkpoint `value`, `standard_error`, `interval` and differences."""
     rows = []
     for name in _names(columns):
-        found = [column.find(name) for column in columns]
-        changes = [None, *_differences(found[0], found[1:])]
+        row_measures = [column.find(name) for column in columns]
+        changes = [None, *_differences(row_measures[0], row_measures[1:])]
         cells = [
             {
                 'checkpoint': column.name,
@@ -65,7 +69,7 @@ def table_json(columns: Sequence[Column]) -> list[dict[str, Any]]:
                 'difference': change and change.value,
                 'difference_interval': change and change.interval,
             }
-            for column, measure, change in zip(columns, found, changes, strict=True)
+            for column, measure, change in zip(columns, row_measures, changes, strict=True)
         ]
         rows.append({'name': name, 'checkpoints': cells})
     return rows
@@ -79,35 +83,35 @@ def _differences(first: Measure | None, others: Sequence[Measure | None]) -> lis
     return [difference(first, other) if first and other else None for other in others]
 
 
-def _told(measure: Measure | None) -> str:
+def _cell(measure: Measure | None) -> str:
     if measure is None:
         return '–'
     if measure.error is None:
-        return _written(measure.value)[0]
-    return ' ± '.join(_written(measure.value, DEVIATIONS * measure.error))
+        return _format_numbers(measure.value)[0]
+    return ' ± '.join(_format_numbers(measure.value, Z_95 * measure.error))
 
 
-def _told_difference(change: Measure | None) -> str:
+def _difference_cell(change: Measure | None) -> str:
     if change is None:
         return '–'
     if change.interval is None:
-        return _written(change.value, sign='+')[0]
+        return _format_numbers(change.value, sign='+')[0]
     low, high = change.interval
-    told, *bounds = _written(change.value, low, high, sign='+')
-    return f'{told} [{", ".join(bounds)}]{"*" if low > 0 or high < 0 else " "}'
+    text, *bounds = _format_numbers(change.value, low, high, sign='+')
+    return f'{text} [{", ".join(bounds)}]{"*" if low > 0 or high < 0 else " "}'
 
 
-def _written(*numbers: float, sign: str = '-') -> list[str]:
+def _format_numbers(*numbers: float, sign: str = '-') -> list[str]:
     """Numbers with the same decimals, enough for two digits of each; perplexities of bad models get an exponent."""
     # Sums that cancel leave something like 1e-17, which is 0.
     largest = max((abs(number) for number in numbers if math.isfinite(number)), default=0.0)
     sizes = [abs(number) for number in numbers if math.isfinite(number) and abs(number) > ROUNDING * largest]
     decimals = max((1 - math.floor(math.log10(size)) for size in sizes), default=0)
-    decimals = max(decimals, FEWEST_DECIMALS)
+    decimals = max(decimals, MIN_DECIMALS)
     return [
         # Plus 0.0, since -0.0 would be written with its sign.
         f'{number + 0.0:{sign}.{decimals}f}'
-        if decimals <= MOST_DECIMALS and abs(number) < LARGE
+        if decimals <= MAX_DECIMALS and abs(number) < LARGE
         else f'{number + 0.0:{sign}.3e}'
         for number in numbers
     ]

@@ -35,9 +35,9 @@ class Architecture:
         keys: ours → theirs and their default (None: derived).
         activation: their key, and their default.
         activations: theirs → ours; of several for one of ours the first is written.
-        always: our switches that it has in one setting only.
-        only: their keys that maxlm has in one setting only, which is also their default.
-        written: more keys for config.json, from the model.
+        fixed_settings: our switches that it has in one setting only.
+        fixed_keys: their keys that maxlm has in one setting only, which is also their default.
+        extra_keys: more keys for config.json, from the model.
         limits: each gives what of a model does not fit, as `model.key=value`, or nothing.
     """
 
@@ -48,9 +48,9 @@ class Architecture:
     keys: Mapping[str, tuple[str, Any]]
     activation: tuple[str, str]
     activations: Mapping[str, str]
-    always: Mapping[str, Any]
-    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    written: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    fixed_settings: Mapping[str, Any]
+    fixed_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    extra_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     limits: tuple[Callable[[ModelConfig], str], ...] = ()
 
 
@@ -77,7 +77,7 @@ def _one_window(model: ModelConfig) -> str:
 
 
 def same_rotated_dims(head_dim: int, fraction: float) -> bool:
-    """Whether Transformers, which cuts the product off, rotates as many dims as we, who round it."""
+    """Returns whether Transformers, which truncates the product, rotates as many dims as maxlm, which rounds it."""
     return int(head_dim * fraction) == round(head_dim * fraction)
 
 
@@ -138,9 +138,9 @@ GPT2 = Architecture(
     },
     activation=('activation_function', 'gelu_new'),
     activations=_GELUS,
-    always={'position_embedding': 'learned', **_LAYERNORM, 'parallel_residual': False},
-    only={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
-    written=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
+    fixed_settings={'position_embedding': 'learned', **_LAYERNORM, 'parallel_residual': False},
+    fixed_keys={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
+    extra_keys=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
     limits=(_plain_heads, _divided_width, _whole_context),
 )
 GPT_NEOX = Architecture(
@@ -161,9 +161,9 @@ GPT_NEOX = Architecture(
     },
     activation=('hidden_act', 'gelu'),
     activations=_GELUS,
-    always={'position_embedding': 'rotary', **_LAYERNORM},
-    only={'attention_bias': True},
-    written=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
+    fixed_settings={'position_embedding': 'rotary', **_LAYERNORM},
+    fixed_keys={'attention_bias': True},
+    extra_keys=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
     limits=(_plain_heads, _divided_width, _whole_context, _whole_rotated_dims),
 )
 LLAMA = Architecture(
@@ -174,8 +174,8 @@ LLAMA = Architecture(
     keys={**_DECODER_KEYS, 'use_bias': ('attention_bias', False)},
     activation=('hidden_act', 'silu'),
     activations=_SWIGLU,
-    always=_RMSNORM,
-    written=lambda model: {'mlp_bias': model.use_bias},
+    fixed_settings=_RMSNORM,
+    extra_keys=lambda model: {'mlp_bias': model.use_bias},
     # Heads may be of any width, but Transformers refuses a width that they do not divide.
     limits=(_divided_width, _whole_context),
 )
@@ -192,8 +192,8 @@ MISTRAL = Architecture(
     },
     activation=('hidden_act', 'silu'),
     activations=_SWIGLU,
-    always={**_RMSNORM, 'use_bias': False},
-    written=_window_keys,
+    fixed_settings={**_RMSNORM, 'use_bias': False},
+    extra_keys=_window_keys,
     limits=(_one_window,),
 )
 QWEN3 = Architecture(
@@ -211,9 +211,9 @@ QWEN3 = Architecture(
     },
     activation=('hidden_act', 'silu'),
     activations=_SWIGLU,
-    always={**_RMSNORM, 'qk_norm': True, 'use_bias': False},
-    only={'attention_bias': False},
-    written=_layer_types,
+    fixed_settings={**_RMSNORM, 'qk_norm': True, 'use_bias': False},
+    fixed_keys={'attention_bias': False},
+    extra_keys=_layer_types,
 )
 # Transformers norms queries and keys after the rotation, which keeps their length, so it is all the same; it turns the
 # other way round, which the layout of the tensors makes up for.
@@ -233,16 +233,16 @@ NANOCHAT = Architecture(
     },
     activation=('hidden_act', 'relu2'),
     activations={'relu2': 'relu2', **_GELUS},
-    always={
+    fixed_settings={
         **{key: value for key, value in _RMSNORM.items() if key != 'logit_softcap'},
         'norm_use_scale': False,
         'qk_norm': True,
         'embedding_norm': True,
         'use_bias': False,
     },
-    only={'attention_bias': False},
+    fixed_keys={'attention_bias': False},
     limits=(_whole_context,),
 )
 ARCHITECTURES = {row.model_type: row for row in (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3, NANOCHAT)}
 # Those that other programs run too; nanochat is Transformers' alone, so one has to ask for it.
-SERVED = (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3)
+DEFAULT_ARCHITECTURES = (GPT2, GPT_NEOX, LLAMA, MISTRAL, QWEN3)

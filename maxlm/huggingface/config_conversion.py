@@ -16,12 +16,12 @@ from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import (
     ARCHITECTURES,
+    DEFAULT_ARCHITECTURES,
     GPT_NEOX,
     LLAMA,
     MISTRAL,
     NANOCHAT,
     QWEN3,
-    SERVED,
     Architecture,
     same_rotated_dims,
     stated,
@@ -40,14 +40,14 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
     if not isinstance(kind, str):
         raise InputError(f'{source}: no model_type; needs one of {", ".join(supported)}')
     if values.get('auto_map'):
-        raise config.refusal('auto_map', 'the model needs code of its own, which maxlm does not run')
+        raise config.error('auto_map', 'the model needs code of its own, which maxlm does not run')
     if values.get('quantization_config'):
         raise InputError(
             f'{source}: quantization_config: quantized weights are not supported; take the original of float type'
         )
     for key in _EXPERTS:
         if config.integer(key, 0, null=0):
-            raise config.refusal(key, 'a mixture of experts is not supported')
+            raise config.error(key, 'a mixture of experts is not supported')
     if kind in _EXPERT_TYPES or 'moe' in kind:
         raise InputError(f'{source}: model_type={kind}: a mixture of experts is not supported')
     attention = values.get('attn_config')
@@ -63,7 +63,7 @@ _NULLABLE = ('num_kv_heads', 'head_dim', 'ffn_dim', 'logit_softcap')
 # Keys of rotary positions, for messages.
 _ROPE_NAMES = {
     'rope_scaling_factor': 'factor',
-    # Of GPT-NeoX, which alone may rotate a part of a head.
+    # GPT-NeoX alone may rotate a part of a head.
     'partial_rotary_factor': 'rotary_pct',
     'rope_low_freq_factor': 'low_freq_factor',
     'rope_high_freq_factor': 'high_freq_factor',
@@ -75,7 +75,7 @@ _ROPE_NAMES = {
 _WINDOW = 1024
 
 
-def choose(model: ModelConfig, architecture: str = AUTO) -> Architecture:
+def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Architecture:
     """The architecture that a resolved model is exported as: the one asked for, or the first that expresses it.
 
     Raises:
@@ -89,44 +89,44 @@ def choose(model: ModelConfig, architecture: str = AUTO) -> Architecture:
                 f'{", ".join(missing)}: {row.class_name} has no such models; leave --architecture at {AUTO}'
             )
         return row
-    # Of two that fit, the one that the family is named for.
-    rows = sorted(SERVED, key=lambda row: row.model_type != model.family)
+    # Prefer the architecture that the family is named for.
+    rows = sorted(DEFAULT_ARCHITECTURES, key=lambda row: row.model_type != model.family)
     row = min(rows, key=lambda row: len(unsupported_settings(model, row)))
     missing = unsupported_settings(model, row)
     if missing:
-        others = ', '.join(served.title for served in SERVED[:-1])
+        others = ', '.join(served.title for served in DEFAULT_ARCHITECTURES[:-1])
         hint = ''
         if not unsupported_settings(model, NANOCHAT):
             hint = '; --architecture=nanochat writes it for Transformers 5 and later, which alone can run it'
         raise InputError(
-            f'{", ".join(missing)}: of {others} and {SERVED[-1].title} none has such models, {row.title} is the '
-            f'nearest{hint}'
+            f'{", ".join(missing)}: of {others} and {DEFAULT_ARCHITECTURES[-1].title} none has such models, '
+            f'{row.title} is the nearest{hint}'
         )
     return row
 
 
 def unsupported_settings(model: ModelConfig, row: Architecture) -> list[str]:
-    """What of a model an architecture cannot express, as `model.key=value`."""
-    fixed = [stated(model, key) for key, value in row.always.items() if getattr(model, key) != value]
+    """Returns the settings of a model that an architecture cannot express, as `model.key=value`."""
+    unsupported = [stated(model, key) for key, value in row.fixed_settings.items() if getattr(model, key) != value]
     if model.activation not in row.activations.values():
-        fixed.insert(0, stated(model, 'activation'))
-    return fixed + [found for limit in row.limits if (found := limit(model))]
+        unsupported.insert(0, stated(model, 'activation'))
+    return unsupported + [found for limit in row.limits if (found := limit(model))]
 
 
 def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
     """The content of config.json for a resolved model, without its ids of special tokens and its dtype.
 
     Raises:
-        InputError: as `choose`.
+        InputError: as `choose_architecture`.
     """
-    row = choose(model, architecture)
-    found: dict[str, Any] = {'architectures': [row.class_name], 'model_type': row.model_type}
-    found |= {theirs: getattr(model, ours) for ours, (theirs, _) in row.keys.items()}
+    row = choose_architecture(model, architecture)
+    config: dict[str, Any] = {'architectures': [row.class_name], 'model_type': row.model_type}
+    config |= {hf_key: getattr(model, key) for key, (hf_key, _) in row.keys.items()}
     if row is NANOCHAT:
-        found['final_logit_softcapping'] = model.logit_softcap or None
-    names = (theirs for theirs, ours in row.activations.items() if ours == model.activation)
-    found |= {row.activation[0]: next(names), **row.only, **row.written(model)}
-    return found | (to_rope(model, row.model_type) if model.position_embedding == 'rotary' else {})
+        config['final_logit_softcapping'] = model.logit_softcap or None
+    names = (hf_key for hf_key, key in row.activations.items() if key == model.activation)
+    config |= {row.activation[0]: next(names), **row.fixed_keys, **row.extra_keys(model)}
+    return config | (to_rope(model, row.model_type) if model.position_embedding == 'rotary' else {})
 
 
 def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
@@ -140,25 +140,25 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
         InputError: a model that maxlm does not have, or values that cannot be; the message names them.
     """
     fields = Fields(config, source)
-    row = _row(fields)
-    model: dict[str, Any] = {'family': row.family, **row.always}
+    row = _architecture(fields)
+    model: dict[str, Any] = {'family': row.family, **row.fixed_settings}
     kinds = typing.get_type_hints(ModelConfig)
-    for ours, (theirs, fallback) in row.keys.items():
-        null = 0 if ours in _NULLABLE else None
-        if theirs not in config and fallback is None:
-            model[ours] = 0
+    for key, (hf_key, fallback) in row.keys.items():
+        null = 0 if key in _NULLABLE else None
+        if hf_key not in config and fallback is None:
+            model[key] = 0
         else:
-            read: Any = {int: fields.integer, float: fields.number, bool: fields.flag}[kinds[ours]]
-            model[ours] = read(theirs, fallback) if null is None else read(theirs, fallback, null=null)
-    for theirs, value in row.only.items():
-        if config.get(theirs, value) != value:
-            raise fields.refusal(theirs, f'maxlm has this model with {value} only')
+            read: Any = {int: fields.integer, float: fields.number, bool: fields.flag}[kinds[key]]
+            model[key] = read(hf_key, fallback) if null is None else read(hf_key, fallback, null=null)
+    for hf_key, value in row.fixed_keys.items():
+        if config.get(hf_key, value) != value:
+            raise fields.error(hf_key, f'maxlm has this model with {value} only')
     name = fields.text(*row.activation)
     if name not in row.activations:
-        raise fields.refusal(row.activation[0], f'not supported; needs one of {", ".join(row.activations)}')
+        raise fields.error(row.activation[0], f'not supported; needs one of {", ".join(row.activations)}')
     model['activation'] = row.activations[name]
     if row is LLAMA and fields.flag('mlp_bias', False) != model['use_bias']:
-        raise fields.refusal(
+        raise fields.error(
             'mlp_bias', f'with attention_bias={model["use_bias"]}; maxlm has biases in both or in neither'
         )
     if model['position_embedding'] == 'rotary':
@@ -171,27 +171,27 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
             )
     model |= _attention(fields, row, model['num_layers'])
     # The type of the parameters in the file; Transformers' own default is float32.
-    stored = str(config.get('dtype') or config.get('torch_dtype') or 'float32')
-    model['dtype'] = 'float32' if stored.endswith('float32') else 'bfloat16'
+    stored_dtype = str(config.get('dtype') or config.get('torch_dtype') or 'float32')
+    model['dtype'] = 'float32' if stored_dtype.endswith('float32') else 'bfloat16'
     try:
         return config_for_model(model, source).model
     except InputError as error:
-        raise InputError(_with_their_names(str(error), row)) from error
+        raise InputError(_with_hf_names(str(error), row)) from error
 
 
-def _with_their_names(message: str, row: Architecture) -> str:
+def _with_hf_names(message: str, row: Architecture) -> str:
     """Returns a message about keys of maxlm with the keys of config.json."""
-    names = _ROPE_NAMES | {ours: theirs for ours, (theirs, _) in row.keys.items()}
+    names = _ROPE_NAMES | {key: hf_key for key, (hf_key, _) in row.keys.items()}
     return re.sub(r'\bmodel\.(\w+)', lambda match: names.get(match[1], match[0]), message)
 
 
-def _row(fields: Fields) -> Architecture:
+def _architecture(fields: Fields) -> Architecture:
     check_supported(fields, ARCHITECTURES)
     return ARCHITECTURES[fields.text('model_type', '')]
 
 
 def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, Any]:
-    """Which layers see how far."""
+    """Returns attention pattern and window of the layers."""
     window = 0
     if row is MISTRAL or (row is QWEN3 and fields.flag('use_sliding_window', False)):
         window = fields.integer('sliding_window', 4096, null=0)
@@ -201,12 +201,12 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
     if types is not None:
         names = ['full_attention', 'sliding_attention']
         if not isinstance(types, list) or len(types) != num_layers or any(name not in names for name in types):
-            raise fields.refusal('layer_types', f'needs {num_layers} times {" or ".join(names)}')
+            raise fields.error('layer_types', f'needs {num_layers} times {" or ".join(names)}')
         listed = [name == 'sliding_attention' for name in types]
         if any(listed) and not window:
-            raise fields.refusal('layer_types', 'sliding_attention without a sliding window')
+            raise fields.error('layer_types', 'sliding_attention without a sliding window')
         if row is not QWEN3 and listed != sliding:
-            raise fields.refusal('layer_types', f'{row.model_type} has one kind of layers only')
+            raise fields.error('layer_types', f'{row.model_type} has one kind of layers only')
         sliding = listed
     if not any(sliding):
         return {'attention_pattern': 'L', 'sliding_window': 0}

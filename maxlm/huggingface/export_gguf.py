@@ -18,7 +18,7 @@ import numpy as np
 from maxlm.checkpoint.fetch import find_step_here
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError, os_message
-from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_model import check_shapes, open_parameters
 from maxlm.huggingface.gguf_tokenizer import vocabulary
 from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
@@ -37,13 +37,13 @@ _LARGEST_FLOAT16 = 65504.0
 
 
 class ExportedGguf(NamedTuple):
-    """What was written; `left` are the matrices that stay in float16 because their rows are no whole blocks."""
+    """Summary of an export; `float16_tensors` are matrices whose rows are not divisible into blocks."""
 
     path: Path
     kind: str
     parameters: int
     bytes: int
-    left: tuple[str, ...]
+    float16_tensors: tuple[str, ...]
 
 
 def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> ExportedGguf:
@@ -78,7 +78,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
         progress_bar(total=len(rows), initial=0, unit='tensor', show=show) as bar,
         contextlib.closing(gguf.GGUFWriter(partial, kind)) as writer,
     ):
-        _describe(writer, model, path.stem, dtype, gguf)
+        _add_metadata(writer, model, path.stem, dtype, gguf)
         _add_tokenizer(writer, files_for_export(workdir, model), model, str(workdir / TOKENIZER))
         factors = _frequency_factors(model)
         if factors is not None:
@@ -95,18 +95,20 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
         for tensor in rows:
             values = tensor.to_hf([reader.read(source, tensor.layer) for source in tensor.sources])
             if kind == 'llama':
-                values = with_neighbours(tensor.name, values, model)
-            writer.write_tensor_data(_stored(tensor.name, values, types[tensor.name], gguf))
+                values = interleave_rotary(tensor.name, values, model)
+            writer.write_tensor_data(_encode(tensor.name, values, types[tensor.name], gguf))
             bar.update()
-    wanted = gguf.GGMLQuantizationType.Q8_0
-    left = tuple(
-        tensor.name for tensor in rows if dtype == 'q8_0' and len(tensor.shape) > 1 and types[tensor.name] != wanted
+    quantized_type = gguf.GGMLQuantizationType.Q8_0
+    float16_tensors = tuple(
+        tensor.name
+        for tensor in rows
+        if dtype == 'q8_0' and len(tensor.shape) > 1 and types[tensor.name] != quantized_type
     )
     parameters = sum(math.prod(tensor.shape) for tensor in rows)
-    return ExportedGguf(path, kind, parameters, path.stat().st_size, left)
+    return ExportedGguf(path, kind, parameters, path.stat().st_size, float16_tensors)
 
 
-def with_neighbours(name: str, values: np.ndarray, model: ModelConfig) -> np.ndarray:
+def interleave_rotary(name: str, values: np.ndarray, model: ModelConfig) -> np.ndarray:
     """A tensor of Transformers as `llama` files have it: in each head of queries and keys, halves become neighbours."""
     heads = {'q_proj': model.num_heads, 'k_proj': model.num_kv_heads}.get(name.split('.')[-2])
     if heads is None:
@@ -143,7 +145,7 @@ def _new_file(path: Path) -> Iterator[Path]:
 
 
 def _architecture(model: ModelConfig, source: str) -> str:
-    architecture = choose(model).model_type
+    architecture = choose_architecture(model).model_type
     if architecture not in _KINDS:
         raise InputError(f'{source}: GGUF is written for models as Llama and Qwen3; this one is as {architecture}')
     if any(layer_windows(model)):
@@ -158,14 +160,14 @@ def _architecture(model: ModelConfig, source: str) -> str:
         if scaling == 'yarn' and getattr(model, key) != getattr(plain, key)
     ]
     if scaling == 'dynamic' or changed:
-        told = ', '.join(changed) or f'model.rope_scaling={scaling}'
+        detail = ', '.join(changed) or f'model.rope_scaling={scaling}'
         raise InputError(
-            f'{source}: {told}: llama.cpp has no such positions; export the model for Transformers instead'
+            f'{source}: {detail}: llama.cpp has no such positions; export the model for Transformers instead'
         )
     return architecture
 
 
-def _describe(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: Any) -> None:
+def _add_metadata(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: Any) -> None:
     file_types = {'f16': gguf.LlamaFileType.MOSTLY_F16, 'q8_0': gguf.LlamaFileType.MOSTLY_Q8_0}
     writer.add_name(name)
     writer.add_file_type(file_types[dtype])
@@ -182,7 +184,7 @@ def _describe(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: Any)
     writer.add_rope_dimension_count(model.head_dim)
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
     writer.add_rope_freq_base(model.rope_theta)
-    # What llama3 does with positions stands in a tensor.
+    # The scaling of llama3 is written as a tensor.
     kinds = {'linear': gguf.RopeScalingType.LINEAR, 'yarn': gguf.RopeScalingType.YARN}
     if model.rope_scaling in kinds:
         writer.add_rope_scaling_type(kinds[model.rope_scaling])
@@ -193,28 +195,28 @@ def _describe(writer: Any, model: ModelConfig, name: str, dtype: str, gguf: Any)
 def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str) -> None:
     if TOKENIZER not in text.files:
         raise InputError(f'{source}: no such file, without which a GGUF file can take no text; put the one there')
-    found = vocabulary(text.files[TOKENIZER].decode(), model.vocab_size, source)
+    vocab = vocabulary(text.files[TOKENIZER].decode(), model.vocab_size, source)
     writer.add_tokenizer_model('gpt2')
-    writer.add_tokenizer_pre(found.split)
-    writer.add_token_list(found.tokens)
-    writer.add_token_types(found.types)
-    writer.add_token_merges(found.merges)
-    writer.add_add_bos_token(found.begins)
-    ends = text.ids['eos_token_id']
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    writer.add_tokenizer_pre(vocab.split)
+    writer.add_token_list(vocab.tokens)
+    writer.add_token_types(vocab.types)
+    writer.add_token_merges(vocab.merges)
+    writer.add_add_bos_token(vocab.add_bos)
+    eos_ids = text.ids['eos_token_id']
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
     # The format has no number for a token that does not exist.
-    ends = [end for end in ends if end >= 0]
-    begin = text.ids['bos_token_id']
-    if begin is not None and begin >= 0:
-        writer.add_bos_token_id(begin)
-    for add, end in zip((writer.add_eos_token_id, writer.add_eot_token_id), ends, strict=False):
-        add(end)
+    eos_ids = [eos_id for eos_id in eos_ids if eos_id >= 0]
+    bos_id = text.ids['bos_token_id']
+    if bos_id is not None and bos_id >= 0:
+        writer.add_bos_token_id(bos_id)
+    for add, eos_id in zip((writer.add_eos_token_id, writer.add_eot_token_id), eos_ids, strict=False):
+        add(eos_id)
     if CHAT_TEMPLATE in text.files:
         writer.add_chat_template(text.files[CHAT_TEMPLATE].decode())
 
 
 def _frequency_factors(model: ModelConfig) -> np.ndarray | None:
-    """What llama3's scaling divides each frequency by, [head_dim / 2]; None for other models.
+    """Returns the divisors of llama3's frequency scaling, [head_dim / 2]; None for other models.
 
     Formula: Transformers, `modeling_rope_utils.py`.
     """
@@ -223,8 +225,8 @@ def _frequency_factors(model: ModelConfig) -> np.ndarray | None:
     frequencies = model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
     turns = model.original_max_positions * frequencies / (2 * math.pi)
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    factors: np.ndarray = 1 / ((1 - kept) / model.rope_scaling_factor + kept)
+    ramp = np.clip((turns - low) / (high - low), 0, 1)
+    factors: np.ndarray = 1 / ((1 - ramp) / model.rope_scaling_factor + ramp)
     return factors.astype(np.float32)
 
 
@@ -240,9 +242,9 @@ def _bytes(shape: tuple[int, ...], kind: Any, gguf: Any) -> int:
     return math.prod(shape) // int(values) * int(size)
 
 
-def _stored(name: str, values: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
+def _encode(name: str, values: np.ndarray, kind: Any, gguf: Any) -> np.ndarray:
     # Scales of blocks are in float16 too.
     if not np.abs(values).max() <= _LARGEST_FLOAT16:
         raise InputError(f'{name}: a value is not finite, or beyond float16; choose another step')
-    stored: np.ndarray = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)
-    return stored
+    encoded: np.ndarray = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)
+    return encoded

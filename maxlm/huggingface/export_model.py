@@ -18,7 +18,7 @@ from maxlm.checkpoint.quantized import DequantizedReader
 from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
-from maxlm.huggingface.config_conversion import choose, to_config
+from maxlm.huggingface.config_conversion import choose_architecture, to_config
 from maxlm.huggingface.model_card import NAME as CARD
 from maxlm.huggingface.model_card import model_card
 from maxlm.huggingface.safetensors_io import TensorEntry, entry_bytes, write_tensors
@@ -31,7 +31,7 @@ from maxlm.workdir.files import CONFIG, read_config
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """Summary of an export."""
 
     directory: Path
     class_name: str
@@ -63,7 +63,7 @@ def export_model(
     step_directory = find_step_here(checkpoint)
     workdir = step_directory.parent.parent
     config = read_config(workdir)
-    row = choose(config.model, architecture)
+    row = choose_architecture(config.model, architecture)
     rows = tensors(row.model_type, config.model)
     reader = open_parameters(step_directory, config.model)
     check_shapes(reader.shapes, parameter_shapes(rows, config.model.num_layers), step_directory, workdir / CONFIG)
@@ -80,7 +80,7 @@ def export_model(
         dtype=dtype,
         parameters=parameters,
     )
-    entries = [TensorEntry(tensor.name, tensor.shape, _maker(reader, tensor)) for tensor in rows]
+    entries = [TensorEntry(tensor.name, tensor.shape, _tensor_maker(reader, tensor)) for tensor in rows]
     size = sum(entry_bytes(entry, dtype) for entry in entries)
     check_space('--output', directory, size)
     with (
@@ -91,7 +91,9 @@ def export_model(
         (partial / CARD).write_text(card, encoding='utf-8')
         for name, content in text.files.items():
             (partial / name).write_bytes(content)
-        write_tensors(partial, entries, dtype=dtype, max_shard_size=max_shard_size, written=lambda name: bar.update())
+        write_tensors(
+            partial, entries, dtype=dtype, max_shard_size=max_shard_size, on_written=lambda name: bar.update()
+        )
     return Exported(directory, row.class_name, parameters, size)
 
 
@@ -112,17 +114,17 @@ def open_parameters(step_directory: epath.Path, model: ModelConfig) -> MergedRea
     return MergedReader(ParamsReader(step_directory, item), model, str(step_directory))
 
 
-def _maker(reader: MergedReader | DequantizedReader, tensor: Tensor) -> Callable[[], np.ndarray]:
+def _tensor_maker(reader: MergedReader | DequantizedReader, tensor: Tensor) -> Callable[[], np.ndarray]:
     return lambda: tensor.to_hf([reader.read(path, tensor.layer) for path in tensor.sources])
 
 
 def check_shapes(
-    stored: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], step_directory: Path, config: Path
+    stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], step_directory: Path, config: Path
 ) -> None:
     """Raises InputError unless a step has the parameters that a config wants."""
-    for path in sorted(stored.keys() | wanted.keys()):
-        if stored.get(path) != wanted.get(path):
+    for path in sorted(stored.keys() | expected.keys()):
+        if stored.get(path) != expected.get(path):
             raise InputError(
                 f'{step_directory}: parameter {path} is {stored.get(path, "missing")} there and '
-                f'{wanted.get(path, "none")} in {config}; the two belong to different models'
+                f'{expected.get(path, "none")} in {config}; the two belong to different models'
             )

@@ -25,7 +25,7 @@ from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import GPT2
-from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.safetensors_io import SINGLE, TensorEntry, entry_bytes, write_tensors
 from maxlm.huggingface.state_dict import Tensor, tensors
 from maxlm.log import progress_bar
@@ -42,7 +42,7 @@ _DTYPE = 'float32'
 
 
 class ExportedAdapter(NamedTuple):
-    """What was written; `targets` are the modules of Transformers that have adapters."""
+    """Summary of an export; `targets` are the modules of Transformers that have adapters."""
 
     directory: Path
     class_name: str
@@ -73,27 +73,27 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
     model = config.model
     if not model.lora_rank:
         raise InputError(f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG}; give a run with adapters')
-    row = choose(model, architecture)
+    row = choose_architecture(model, architecture)
     reader = ParamsReader(step_directory, params_item(step_directory))
-    rest = MergedReader(reader, model, str(step_directory))
-    _check_base(config, reader, list(rest.shapes), base)
-    parts = _parts(tensors(row.model_type, model), reader, is_straight=row is GPT2)
-    entries = [entry for part in parts for entry in part.entries]
+    base_reader = MergedReader(reader, model, str(step_directory))
+    _check_base(config, reader, list(base_reader.shapes), base)
+    adapters = _target_adapters(tensors(row.model_type, model), reader, is_conv1d=row is GPT2)
+    entries = [entry for adapter in adapters for entry in adapter.entries]
     parameters = sum(math.prod(entry.shape) for entry in entries)
     size = sum(entry_bytes(entry, _DTYPE) for entry in entries)
     check_space('--output', directory, size)
-    settings = _settings(model, parts, base, is_straight=row is GPT2)
+    settings = _settings(model, adapters, base, is_straight=row is GPT2)
     with (
-        new_directory('--output', directory) as unfinished,
+        new_directory('--output', directory) as partial,
         progress_bar(total=len(entries), initial=0, unit='tensor', show=show) as bar,
     ):
-        (unfinished / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + '\n', encoding='utf-8')
-        write_tensors(unfinished, entries, dtype=_DTYPE, max_shard_size=size, written=lambda name: bar.update())
-        (unfinished / SINGLE).rename(unfinished / ADAPTER_TENSORS)
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + '\n', encoding='utf-8')
+        write_tensors(partial, entries, dtype=_DTYPE, max_shard_size=size, on_written=lambda name: bar.update())
+        (partial / SINGLE).rename(partial / ADAPTER_TENSORS)
     return ExportedAdapter(directory, row.class_name, parameters, settings['target_modules'])
 
 
-class _Part(NamedTuple):
+class _TargetAdapter(NamedTuple):
     """The adapter of one weight: that module's target, its rank, and its two tensors."""
 
     target: str
@@ -101,12 +101,12 @@ class _Part(NamedTuple):
     entries: tuple[TensorEntry, TensorEntry]
 
 
-def _parts(rows: Sequence[Tensor], reader: ParamsReader, *, is_straight: bool) -> list[_Part]:
-    """Of all weights that have adapters. `is_straight` tells that weights are [in, out], not the transpose."""
+def _target_adapters(rows: Sequence[Tensor], reader: ParamsReader, *, is_conv1d: bool) -> list[_TargetAdapter]:
+    """Returns the adapters of all weights. `is_conv1d`: weights are [in, out], not the transpose."""
     weights = [row for row in rows if row.layer is not None and row.sources[0].endswith('.kernel')]
     last_names = Counter(tensor.name.split('.')[-2] for tensor in weights if tensor.layer == 0)
     orders: dict[tuple[str, ...], np.ndarray] = {}
-    parts = []
+    adapters = []
     for tensor in weights:
         modules = [source.removesuffix('.kernel') for source in tensor.sources]
         adapted = [module for module in modules if f'{module}.{LORA_A}' in reader.shapes]
@@ -115,7 +115,7 @@ def _parts(rows: Sequence[Tensor], reader: ParamsReader, *, is_straight: bool) -
         _, *in_shape, r = reader.shapes[f'{adapted[0]}.{LORA_A}']
         sizes = [math.prod(shape[len(in_shape) :]) for shape in tensor.source_shapes]
         if tensor.sources not in orders:
-            orders[tensor.sources] = _output_order(tensor, len(in_shape), is_straight=is_straight)
+            orders[tensor.sources] = _output_order(tensor, len(in_shape), is_conv1d=is_conv1d)
         stops = np.cumsum(sizes)
         outputs = dict(zip(modules, map(slice, stops - sizes, stops), strict=True))
         outputs = {module: outputs[module] for module in adapted}
@@ -126,14 +126,14 @@ def _parts(rows: Sequence[Tensor], reader: ParamsReader, *, is_straight: bool) -
             TensorEntry(f'{_PREFIX}{name}.lora_B.weight', (sum(sizes), rank), make_b),
         )
         *_, parent, last = name.split('.')
-        parts.append(_Part(last if last_names[last] == 1 else f'{parent}.{last}', rank, entries))
-    return parts
+        adapters.append(_TargetAdapter(last if last_names[last] == 1 else f'{parent}.{last}', rank, entries))
+    return adapters
 
 
 def _makers(
     reader: ParamsReader, layer: int | None, outputs: Mapping[str, slice], order_O: np.ndarray
 ) -> tuple[Callable[[], np.ndarray], Callable[[], np.ndarray]]:
-    """What makes lora_A [R, I] and lora_B [O, R] of a weight.
+    """Returns functions that make lora_A [R, I] and lora_B [O, R] of a weight.
 
     Args:
         reader: of the checkpoint.
@@ -158,7 +158,7 @@ def _makers(
     return make_a, make_b
 
 
-def _output_order(tensor: Tensor, num_in: int, *, is_straight: bool) -> np.ndarray:
+def _output_order(tensor: Tensor, num_in: int, *, is_conv1d: bool) -> np.ndarray:
     """For each output of a weight its number among those of the kernels it is made of, one kernel after the other.
 
     Found by sending the numbers through the weight's own layout, in which an input is an input: so there is no second
@@ -172,10 +172,10 @@ def _output_order(tensor: Tensor, num_in: int, *, is_straight: bool) -> np.ndarr
         numbers.append(np.broadcast_to(row, shape))
         start += size
     weight = tensor.to_hf(numbers)
-    return np.array(weight[0] if is_straight else weight[:, 0])
+    return np.array(weight[0] if is_conv1d else weight[:, 0])
 
 
-def _settings(model: ModelConfig, parts: Sequence[_Part], base: str, *, is_straight: bool) -> dict[str, Any]:
+def _settings(model: ModelConfig, parts: Sequence[_TargetAdapter], base: str, *, is_straight: bool) -> dict[str, Any]:
     """The content of adapter_config.json; names: `LoraConfig` of PEFT."""
     ranks = {part.target: part.rank for part in parts}
     fused = {target: rank for target, rank in ranks.items() if rank != model.lora_rank}
@@ -187,7 +187,7 @@ def _settings(model: ModelConfig, parts: Sequence[_Part], base: str, *, is_strai
         'r': model.lora_rank,
         'lora_alpha': model.lora_alpha,
         'rank_pattern': fused,
-        # What PEFT multiplies by is alpha / rank.
+        # PEFT multiplies by alpha / rank.
         'alpha_pattern': {target: adapter_scale(model) * rank for target, rank in fused.items()},
         'target_modules': sorted(ranks),
         'fan_in_fan_out': is_straight,

@@ -1,6 +1,6 @@
 """A tokenizer.json as the vocabulary of a GGUF file: byte-level BPE, as llama.cpp has it by the name `gpt2`.
 
-How text is split into words is no part of the file, only the name of a split that llama.cpp knows.
+The file does not hold the split of text into words, only the name of a split known to llama.cpp.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from maxlm.errors import InputError
 from maxlm.storage.json_text import parse_json
 
-# What `general` types of llama.cpp's tokens are (llama.h, llama_token_type).
+# Types of llama.cpp's tokens (llama.h, llama_token_type).
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 # Split of text into words → its name in llama.cpp (llama-vocab.cpp).
 _WORDS = (
@@ -23,14 +23,14 @@ _GPT2 = 'gpt-2'
 
 
 class Vocabulary(NamedTuple):
-    """What a file says of a tokenizer: the name of its split, tokens and their types by id, and merges in order."""
+    """Tokenizer fields of a file: name of the split, tokens and types by id, and merges in order."""
 
     split: str
     tokens: list[str]
     types: list[int]
     merges: list[str]
-    # Whether texts begin with the token that begins texts.
-    begins: bool
+    # Whether texts begin with the BOS token.
+    add_bos: bool
 
 
 def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
@@ -44,8 +44,8 @@ def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
     Raises:
         InputError: llama.cpp has no such tokenizers.
     """
-    facts = parse_json(text)
-    model = facts['model']
+    tokenizer = parse_json(text)
+    model = tokenizer['model']
     merges = [merge if isinstance(merge, str) else ' '.join(merge) for merge in model.get('merges') or []]
     if model['type'] != 'BPE' or model.get('byte_fallback'):
         kind = 'BPE with bytes as a last resort' if model['type'] == 'BPE' else model['type']
@@ -53,8 +53,8 @@ def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
             f'{source}: a tokenizer of kind {kind}; GGUF is written for byte-level BPE (maxlm.prepare '
             f'--tokenizer=bytes or bpe:N, those of GPT-2, Llama 3 and Qwen); export the model for Transformers instead'
         )
-    split = _split(facts['pre_tokenizer'], is_split=bool(merges))
-    if not split or not _keeps_text(facts['normalizer']):
+    split = _split(tokenizer['pre_tokenizer'], is_split=bool(merges))
+    if not split or not _keeps_text(tokenizer['normalizer']):
         raise InputError(
             f'{source}: splits text into words in a way that llama.cpp has no name for; GGUF is written for the splits '
             f'of GPT-2, Llama 3 and Qwen; export the model for Transformers instead'
@@ -63,11 +63,11 @@ def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
     types = [UNUSED] * vocab_size
     for token, index in model['vocab'].items():
         tokens[index], types[index] = token, NORMAL
-    for added in facts['added_tokens']:
+    for added in tokenizer['added_tokens']:
         tokens[added['id']], types[added['id']] = added['content'], CONTROL if added['special'] else USER_DEFINED
     # The format has no empty lists: a merge that no text has, since what it joins are no parts of words.
     merges = merges or [f'{tokens[-1]} {tokens[-1]}']
-    return Vocabulary(split, tokens, types, merges, _begins(facts.get('post_processor')))
+    return Vocabulary(split, tokens, types, merges, _adds_bos(tokenizer.get('post_processor')))
 
 
 def _split(node: Mapping[str, Any] | None, *, is_split: bool) -> str:
@@ -90,10 +90,10 @@ def _keeps_text(normalizer: Mapping[str, Any] | None) -> bool:
     return normalizer is None or normalizer['type'] == 'NFC'
 
 
-def _begins(processor: Mapping[str, Any] | None) -> bool:
-    """Whether a post-processor puts a special token before texts."""
+def _adds_bos(processor: Mapping[str, Any] | None) -> bool:
+    """Returns whether a post-processor puts a special token before texts."""
     if processor is None:
         return False
     if processor['type'] == 'Sequence':
-        return any(_begins(step) for step in processor['processors'])
+        return any(_adds_bos(step) for step in processor['processors'])
     return processor['type'] == 'TemplateProcessing' and 'SpecialToken' in processor['single'][0]

@@ -28,7 +28,7 @@ from maxlm.workdir.files import CONFIG, KEPT_FOR_EXPORT, TOKENIZER
 
 
 class Imported(NamedTuple):
-    """What was written."""
+    """Summary of an import."""
 
     workdir: Path
     class_name: str
@@ -80,14 +80,14 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         for name, content in text.items():
             (partial / name).write_bytes(content)
 
-        def counted(array: StreamedArray) -> StreamedArray:
+        def with_progress(array: StreamedArray) -> StreamedArray:
             def read(layer: int | None) -> np.ndarray:
                 bar.update()
                 return array.read(layer)
 
             return dataclasses.replace(array, read=read)
 
-        write_step(partial, 0, {name: counted(array) for name, array in arrays.items()})
+        write_step(partial, 0, {name: with_progress(array) for name, array in arrays.items()})
     return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters)
 
 
@@ -97,45 +97,47 @@ def match_tensors(files: TensorFiles, rows: Sequence[Tensor], architecture: str,
     Raises:
         InputError: one is missing, of another shape, of a type that is none of parameters, or none of the model's.
     """
-    wanted = {tensor.name: tensor for tensor in rows}
+    expected = {tensor.name: tensor for tensor in rows}
     prefix, head = PREFIXES[architecture], HEADS.get(architecture, 'lm_head.weight')
     embedding = next(tensor.name for tensor in rows if tensor.sources == ('embedding',))
-    found: dict[str, str] = {}
+    matched: dict[str, str] = {}
     tied = []
     for name, shape in files.shapes.items():
         # The head's name in files of a version of Transformers that had one for all.
         full = head if name == 'lm_head.weight' else name
-        full = full if full in wanted or full == head or full.startswith(prefix) else prefix + full
-        if full in found:
-            raise InputError(f'{files.path(name)}: tensor {name} is there twice, also as {found[full]}')
-        if full in wanted:
-            found[full] = name
+        full = full if full in expected or full == head or full.startswith(prefix) else prefix + full
+        if full in matched:
+            raise InputError(f'{files.path(name)}: tensor {name} is there twice, also as {matched[full]}')
+        if full in expected:
+            matched[full] = name
         elif full == head:
             tied.append(name)
         elif not any(re.fullmatch(pattern, full) for pattern in BUFFERS[architecture]):
-            told = ARCHITECTURES[architecture].class_name
-            raise InputError(f'{files.path(name)}: tensor {name} {shape} is none of {told} as config.json describes it')
-    for full, tensor in wanted.items():
-        if full not in found:
-            missing = len(wanted) - len(found)
+            class_name = ARCHITECTURES[architecture].class_name
+            raise InputError(
+                f'{files.path(name)}: tensor {name} {shape} is none of {class_name} as config.json describes it'
+            )
+    for full, tensor in expected.items():
+        if full not in matched:
+            missing = len(expected) - len(matched)
             raise InputError(f'{source}: tensor {full} {tensor.shape} is missing ({missing} in all)')
-        shape = files.shapes[found[full]]
+        shape = files.shapes[matched[full]]
         if shape != tensor.shape:
             raise InputError(
-                f'{files.path(found[full])}: tensor {found[full]} is {shape}; needs {tensor.shape} by config.json'
+                f'{files.path(matched[full])}: tensor {matched[full]} is {shape}; needs {tensor.shape} by config.json'
             )
-    files.check_dtypes([*found.values(), *tied])
+    files.check_dtypes([*matched.values(), *tied])
     for name in tied:
-        if not files.equal(name, found[embedding]):
+        if not files.equal(name, matched[embedding]):
             raise InputError(
                 f'{files.path(name)}: tensor {name} differs from the embedding, to which tie_word_embeddings ties it; '
                 f'set tie_word_embeddings to false in config.json if the tensor is meant'
             )
-    return found
+    return matched
 
 
 class _Part(NamedTuple):
-    """Where a parameter of one layer comes from: a tensor of the files, and which of its sources it is."""
+    """Source of a parameter of one layer: a tensor of the files, and the index among its sources."""
 
     tensor: Tensor
     place: int

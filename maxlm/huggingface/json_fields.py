@@ -36,18 +36,18 @@ class Fields:
         ids = value if isinstance(value, list) and may_be_list else [] if value is None else [value]
         if any(index not in NUMBERS[key] for index in ids):
             listed = ', a list of such numbers,' if may_be_list else ''
-            raise self.refusal(key, f'needs {NUMBERS[key]}{listed} or null')
+            raise self.error(key, f'needs {NUMBERS[key]}{listed} or null')
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            raise self.refusal(key, 'needs true or false')
+            raise self.error(key, 'needs true or false')
         return value
 
     def text(self, key: str, default: str) -> str:
         value = self.values.get(key, default)
         if not isinstance(value, str):
-            raise self.refusal(key, 'needs a text')
+            raise self.error(key, 'needs a text')
         return value
 
     def _checked(self, key: str, null: float | None) -> Any:
@@ -55,16 +55,16 @@ class Fields:
         if value is None and null is not None:
             return null
         if value not in NUMBERS[key]:
-            raise self.refusal(key, f'needs {NUMBERS[key]}{"" if null is None else " or null"}')
+            raise self.error(key, f'needs {NUMBERS[key]}{"" if null is None else " or null"}')
         return value
 
-    def refusal(self, key: str, why: str) -> InputError:
+    def error(self, key: str, reason: str) -> InputError:
         """The error that names the key and the value that it has."""
-        value = f'{key}={shown(self.values[key])}' if key in self.values else key
-        return InputError(f'{self.source}: {value}: {why}')
+        value = f'{key}={display_value(self.values[key])}' if key in self.values else key
+        return InputError(f'{self.source}: {value}: {reason}')
 
 
-def shown(value: Any) -> str:
+def display_value(value: Any) -> str:
     """Returns a JSON value as messages show it, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f'{text[:99]}…'

@@ -27,13 +27,13 @@ class Number(NamedTuple):
         return f'a {"whole " if self.is_whole else ""}number of {self.allowed}'
 
 
-def _whole(key: str) -> Number:
+def _integer(key: str) -> Number:
     # In a config of maxlm, 0 means a derived size. These files leave the key out instead.
     allowed = RANGES[f'model.{key}']
     return Number(True, allowed._replace(low=max(1, allowed.low)))
 
 
-def _real(key: str, *, or_zero: bool = False) -> Number:
+def _float(key: str, *, or_zero: bool = False) -> Number:
     allowed = RANGES[f'model.{key}']
     return Number(False, allowed._replace(or_zero=allowed.or_zero or or_zero))
 
@@ -42,42 +42,42 @@ _POSITIONS = Number(True, Range(RANGES['data.seq_len'].low, INT32))
 _COUNT = Number(True, Range(0, INT32))
 NUMBERS: dict[str, Number] = {
     # config.json: sizes.
-    'vocab_size': _whole('vocab_size'),
-    'hidden_size': _whole('dim'),
-    'n_embd': _whole('dim'),
-    'num_hidden_layers': _whole('num_layers'),
-    'n_layer': _whole('num_layers'),
-    'num_attention_heads': _whole('num_heads'),
-    'n_head': _whole('num_heads'),
-    'num_key_value_heads': _whole('num_kv_heads'),
-    'head_dim': _whole('head_dim'),
-    'intermediate_size': _whole('ffn_dim'),
-    'n_inner': _whole('ffn_dim'),
+    'vocab_size': _integer('vocab_size'),
+    'hidden_size': _integer('dim'),
+    'n_embd': _integer('dim'),
+    'num_hidden_layers': _integer('num_layers'),
+    'n_layer': _integer('num_layers'),
+    'num_attention_heads': _integer('num_heads'),
+    'n_head': _integer('num_heads'),
+    'num_key_value_heads': _integer('num_kv_heads'),
+    'head_dim': _integer('head_dim'),
+    'intermediate_size': _integer('ffn_dim'),
+    'n_inner': _integer('ffn_dim'),
     'max_position_embeddings': _POSITIONS,
     'n_positions': _POSITIONS,
-    'sliding_window': _whole('sliding_window'),
+    'sliding_window': _integer('sliding_window'),
     'max_window_layers': _COUNT,
-    'rms_norm_eps': _real('norm_epsilon'),
-    'layer_norm_eps': _real('norm_epsilon'),
-    'layer_norm_epsilon': _real('norm_epsilon'),
-    'final_logit_softcapping': _real('logit_softcap'),
+    'rms_norm_eps': _float('norm_epsilon'),
+    'layer_norm_eps': _float('norm_epsilon'),
+    'layer_norm_epsilon': _float('norm_epsilon'),
+    'final_logit_softcapping': _float('logit_softcap'),
     # config.json: experts, of which there must be none.
     'num_experts': _COUNT,
     'num_local_experts': _COUNT,
     'n_routed_experts': _COUNT,
     'moe_num_experts': _COUNT,
     # config.json: rotary positions, there and in rope_parameters or rope_scaling.
-    'rope_theta': _real('rope_theta'),
-    'rotary_emb_base': _real('rope_theta'),
-    'partial_rotary_factor': _real('partial_rotary_factor'),
-    'rotary_pct': _real('partial_rotary_factor'),
-    'factor': _real('rope_scaling_factor'),
-    'original_max_position_embeddings': _whole('original_max_positions'),
-    'low_freq_factor': _real('rope_low_freq_factor'),
-    'high_freq_factor': _real('rope_high_freq_factor'),
+    'rope_theta': _float('rope_theta'),
+    'rotary_emb_base': _float('rope_theta'),
+    'partial_rotary_factor': _float('partial_rotary_factor'),
+    'rotary_pct': _float('partial_rotary_factor'),
+    'factor': _float('rope_scaling_factor'),
+    'original_max_position_embeddings': _integer('original_max_positions'),
+    'low_freq_factor': _float('rope_low_freq_factor'),
+    'high_freq_factor': _float('rope_high_freq_factor'),
     # As in Transformers, 0 stands for the default.
-    'beta_slow': _real('rope_beta_slow', or_zero=True),
-    'beta_fast': _real('rope_beta_fast', or_zero=True),
+    'beta_slow': _float('rope_beta_slow', or_zero=True),
+    'beta_fast': _float('rope_beta_fast', or_zero=True),
     'attention_factor': Number(False, RANGES['model.rope_attention_factor']._replace(or_zero=False)),
     'mscale': Number(False, Range(0, 10)),
     'mscale_all_dim': Number(False, Range(0, 10)),

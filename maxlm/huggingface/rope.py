@@ -54,7 +54,7 @@ def _scaling(model: ModelConfig) -> dict[str, Any] | None:
             'high_freq_factor': model.rope_high_freq_factor,
         }
     if model.rope_scaling == 'yarn':
-        given = model.rope_attention_factor
+        attention_factor = model.rope_attention_factor
         return {
             'rope_type': 'yarn',
             'factor': factor,
@@ -62,7 +62,7 @@ def _scaling(model: ModelConfig) -> dict[str, Any] | None:
             'beta_slow': model.rope_beta_slow,
             'beta_fast': model.rope_beta_fast,
             'truncate': model.rope_truncate,
-            **({'attention_factor': given} if given else {}),
+            **({'attention_factor': attention_factor} if attention_factor else {}),
         }
     assert model.rope_scaling == 'none', model.rope_scaling
     return None
@@ -82,9 +82,9 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     key = 'rope_scaling' if config.values.get('rope_scaling') else 'rope_parameters'
     values = config.values.get(key) or {}
     if not isinstance(values, dict):
-        raise config.refusal(key, 'needs an object')
+        raise config.error(key, 'needs an object')
     if any(name in values for name in _LAYER_TYPES):
-        raise config.refusal(key, 'rotary positions that differ by layer are not supported')
+        raise config.error(key, 'rotary positions that differ by layer are not supported')
     rope = Fields(values, f'{config.source}: {key}')
     theta_key, fraction_key, fraction = 'rope_theta', 'partial_rotary_factor', 1.0
     if architecture == NEOX:
@@ -92,16 +92,16 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
     theta = rope.number('rope_theta', config.number(theta_key, DEFAULT_THETA))
     fraction = rope.number('partial_rotary_factor', config.number(fraction_key, fraction))
     if architecture != NEOX and fraction != 1:
-        raise (rope if 'partial_rotary_factor' in values else config).refusal(
+        raise (rope if 'partial_rotary_factor' in values else config).error(
             'partial_rotary_factor', f'{architecture} rotates whole heads; needs 1.0'
         )
-    found: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction}
+    settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction}
     kind = rope.text('rope_type', rope.text('type', 'default'))
     if kind == 'default':
-        return found
+        return settings
     if kind not in ('linear', 'dynamic', 'yarn', 'llama3'):
         name = 'rope_type' if 'rope_type' in values else 'type'
-        raise rope.refusal(name, 'this scaling is not supported; there are default, linear, dynamic, yarn and llama3')
+        raise rope.error(name, 'this scaling is not supported; there are default, linear, dynamic, yarn and llama3')
     # Phi's place for it, which Transformers 5 lets win for all of them.
     original = rope.integer('original_max_position_embeddings', max_positions, null=max_positions)
     original = config.integer('original_max_position_embeddings', original, null=original)
@@ -109,29 +109,29 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         factor = max_positions / original
     else:
         if 'factor' not in values:
-            raise rope.refusal('factor', f'missing; {kind} scaling needs it')
+            raise rope.error('factor', f'missing; {kind} scaling needs it')
         factor = rope.number('factor', 1.0)
-    found |= {'rope_scaling': kind, 'rope_scaling_factor': factor}
+    settings |= {'rope_scaling': kind, 'rope_scaling_factor': factor}
     if kind == 'dynamic':
-        found |= {'original_max_positions': max_positions, 'max_positions': round(max_positions * factor)}
+        settings |= {'original_max_positions': max_positions, 'max_positions': round(max_positions * factor)}
     elif kind == 'llama3':
         for name in ('low_freq_factor', 'high_freq_factor'):
             if name not in values:
-                raise rope.refusal(name, 'missing; llama3 scaling needs it')
-        found['original_max_positions'] = original
-        found['rope_low_freq_factor'] = rope.number('low_freq_factor', 1.0)
-        found['rope_high_freq_factor'] = rope.number('high_freq_factor', 4.0)
+                raise rope.error(name, 'missing; llama3 scaling needs it')
+        settings['original_max_positions'] = original
+        settings['rope_low_freq_factor'] = rope.number('low_freq_factor', 1.0)
+        settings['rope_high_freq_factor'] = rope.number('high_freq_factor', 4.0)
     elif kind == 'yarn':
-        found['original_max_positions'] = original
-        found['rope_beta_slow'] = rope.number('beta_slow', 1.0, null=1.0) or 1.0
-        found['rope_beta_fast'] = rope.number('beta_fast', 32.0, null=32.0) or 32.0
-        found['rope_truncate'] = rope.flag('truncate', True)
-        found['rope_attention_factor'] = _attention_factor(rope, factor)
-    return found
+        settings['original_max_positions'] = original
+        settings['rope_beta_slow'] = rope.number('beta_slow', 1.0, null=1.0) or 1.0
+        settings['rope_beta_fast'] = rope.number('beta_fast', 32.0, null=32.0) or 32.0
+        settings['rope_truncate'] = rope.flag('truncate', True)
+        settings['rope_attention_factor'] = _attention_factor(rope, factor)
+    return settings
 
 
 def _attention_factor(rope: Fields, factor: float) -> float:
-    """What queries and keys are multiplied by; 0 where it follows from the factor alone."""
+    """Returns the factor of queries and keys; 0 where it follows from the scaling factor alone."""
     if rope.values.get('attention_factor') is not None:
         return rope.number('attention_factor', 1.0)
     mscale, all_dim = (rope.number(name, 0.0, null=0.0) for name in ('mscale', 'mscale_all_dim'))

@@ -88,7 +88,7 @@ class TensorFiles:
         return values
 
     def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors hold the same values."""
+        """Returns whether two tensors hold the same values."""
         if self.shapes[name] != self.shapes[other]:
             return False
         return all(
@@ -117,7 +117,7 @@ def write_tensors(
     *,
     dtype: str,
     max_shard_size: int,
-    written: Callable[[str], object],
+    on_written: Callable[[str], object],
 ) -> None:
     """Writes tensors in their order, as one file or as shards of at most `max_shard_size` bytes and an index.
 
@@ -126,7 +126,7 @@ def write_tensors(
         entries: what to write; each is made once, when its turn comes.
         dtype: a key of DTYPES.
         max_shard_size: a tensor that is larger gets a shard of its own.
-        written: called with the name of each tensor that is done.
+        on_written: called with the name of each tensor that is done.
 
     Raises:
         InputError: a value is not finite, or beyond the range of the type.
@@ -147,19 +147,19 @@ def write_tensors(
             file.write(_header([by_name[name] for name in shard], dtype))
             for name in shard:
                 _write_values(file, by_name[name], dtype)
-                written(name)
+                on_written(name)
 
 
 def plan_shards(sizes: Mapping[str, int], max_shard_size: int) -> list[list[str]]:
-    """Parts tensors, in their order, into shards of at most so many bytes, or of one tensor that is larger."""
+    """Splits tensors, in their order, into shards of at most so many bytes, or of one tensor that is larger."""
     shards: list[list[str]] = [[]]
-    filled = 0
+    shard_size = 0
     for name, size in sizes.items():
-        if shards[-1] and filled + size > max_shard_size:
+        if shards[-1] and shard_size + size > max_shard_size:
             shards.append([])
-            filled = 0
+            shard_size = 0
         shards[-1].append(name)
-        filled += size
+        shard_size += size
     return shards
 
 
@@ -246,8 +246,8 @@ def _no_tensors(directory: Path) -> InputError:
             f'safetensors first'
         )
     others = sorted(path.name for path in directory.glob('*.safetensors'))
-    found = f'; there is {others[0]}, but no {INDEX}' if others else ''
-    return InputError(f'{directory}: no {SINGLE} and no {INDEX}{found}; give a model in the format of Transformers')
+    hint = f'; there is {others[0]}, but no {INDEX}' if others else ''
+    return InputError(f'{directory}: no {SINGLE} and no {INDEX}{hint}; give a model in the format of Transformers')
 
 
 def _open(path: Path) -> Any:

@@ -19,7 +19,7 @@ from maxlm.config.schema import ModelConfig
 
 Shape = tuple[int, ...]
 
-# What stands before the name of every tensor but the head's, unless the file holds the model without its head.
+# Prefix of every tensor name but the head's, unless the file holds the model without its head.
 PREFIXES = {
     'gpt2': 'transformer.',
     'gpt_neox': 'gpt_neox.',
@@ -74,7 +74,7 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
         architecture: its model_type: gpt2, gpt_neox, llama, mistral, qwen3 or nanochat.
         model: one that the architecture can express.
     """
-    block, outside = {
+    block, outer_specs = {
         'gpt2': (_gpt2_block, _gpt2_outside),
         'gpt_neox': (_neox_block, _neox_outside),
         'llama': (_llama_block, _llama_outside),
@@ -82,15 +82,17 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
         'qwen3': (_llama_block, _llama_outside),
         'nanochat': (_nanochat_block, _llama_outside),
     }[architecture]
-    before, after = outside(model)
+    specs_before, specs_after = outer_specs(model)
     layers = [row.tensor(layer) for layer in range(model.num_layers) for row in block(model)]
     prefix = PREFIXES[architecture]
-    found = [*(row.tensor(None) for row in before), *layers, *(row.tensor(None) for row in after)]
-    found = [tensor._replace(name=prefix + tensor.name) for tensor in found]
+    all_tensors = [*(row.tensor(None) for row in specs_before), *layers, *(row.tensor(None) for row in specs_after)]
+    all_tensors = [tensor._replace(name=prefix + tensor.name) for tensor in all_tensors]
     if not model.tie_embeddings:
         name = HEADS.get(architecture, 'lm_head.weight')
-        found.append(_Row(name, ('head.kernel',), _transposed((model.dim,), (model.vocab_size,))).tensor(None))
-    return found
+        all_tensors.append(
+            _TensorSpec(name, ('head.kernel',), _transposed((model.dim,), (model.vocab_size,))).tensor(None)
+        )
+    return all_tensors
 
 
 def parameter_shapes(rows: Sequence[Tensor], num_layers: int) -> dict[str, Shape]:
@@ -109,7 +111,7 @@ class _Layout(NamedTuple):
     from_hf: Callable[[np.ndarray], Sequence[np.ndarray]]
 
 
-class _Row(NamedTuple):
+class _TensorSpec(NamedTuple):
     """A tensor of any layer: `#` in its name stands for the layer's index."""
 
     name: str
@@ -122,11 +124,11 @@ class _Row(NamedTuple):
         return Tensor(name, shape, self.sources, source_shapes, layer, to_hf, from_hf)
 
 
-def _same(*shape: int) -> _Layout:
+def _identity(*shape: int) -> _Layout:
     return _Layout(shape, (shape,), lambda arrays: arrays[0], lambda array: [array])
 
 
-def _flat(*shape: int) -> _Layout:
+def _flattened(*shape: int) -> _Layout:
     """A bias, in one axis."""
     size = math.prod(shape)
     return _Layout((size,), (shape,), lambda arrays: arrays[0].reshape(size), lambda array: [array.reshape(shape)])
@@ -143,7 +145,7 @@ def _transposed(in_shape: Shape, out_shape: Shape) -> _Layout:
     )
 
 
-def _swapped(in_shape: Shape, out_shape: Shape) -> _Layout:
+def _half_swapped(in_shape: Shape, out_shape: Shape) -> _Layout:
     """`_transposed`, with the halves of each head swapped: the pair (a, b) turned by -x is (b, a) turned by x, swapped.
 
     Queries and keys both need it: their products then are those of the rotation the other way round.
@@ -158,7 +160,7 @@ def _swapped(in_shape: Shape, out_shape: Shape) -> _Layout:
     )
 
 
-def _straight(in_shape: Shape, out_shape: Shape) -> _Layout:
+def _conv1d(in_shape: Shape, out_shape: Shape) -> _Layout:
     """A kernel [in, out] as the weight of GPT-2's Conv1D, which keeps that order."""
     rows, columns = math.prod(in_shape), math.prod(out_shape)
     return _Layout(
@@ -169,18 +171,18 @@ def _straight(in_shape: Shape, out_shape: Shape) -> _Layout:
     )
 
 
-def _side_by_side(in_shape: Shape, out_shape: Shape) -> _Layout:
+def _fused_qkv(in_shape: Shape, out_shape: Shape) -> _Layout:
     """Kernels (or biases, in_shape = ()) of queries, keys and values, one after the other in the last axis."""
     columns, shape = math.prod(out_shape), in_shape + out_shape
     return _Layout(
         (*in_shape, 3 * columns),
         (shape,) * 3,
         lambda arrays: np.concatenate([array.reshape(*in_shape, columns) for array in arrays], axis=-1),
-        lambda array: [part.reshape(shape) for part in np.split(array, 3, axis=-1)],
+        lambda array: [chunk.reshape(shape) for chunk in np.split(array, 3, axis=-1)],
     )
 
 
-def _by_head(heads: int, head_dim: int, in_shape: Shape) -> _Layout:
+def _interleaved_qkv(heads: int, head_dim: int, in_shape: Shape) -> _Layout:
     """GPT-NeoX's query_key_value: in its rows the queries, keys and values of head 0, then of head 1, and so on."""
     N, H = heads, head_dim
     rank = len(in_shape)
@@ -199,11 +201,11 @@ def _by_head(heads: int, head_dim: int, in_shape: Shape) -> _Layout:
 QUERY_KEY_VALUE = tuple(f'blocks.attention.{name}' for name in ('query', 'key', 'value'))
 
 
-def _norm(name: str, path: str, model: ModelConfig) -> Iterator[_Row]:
+def _norm(name: str, path: str, model: ModelConfig) -> Iterator[_TensorSpec]:
     if model.norm_use_scale:
-        yield _Row(f'{name}.weight', (f'{path}.scale',), _same(model.dim))
+        yield _TensorSpec(f'{name}.weight', (f'{path}.scale',), _identity(model.dim))
         if model.norm == 'layernorm' and model.use_bias:
-            yield _Row(f'{name}.bias', (f'{path}.bias',), _same(model.dim))
+            yield _TensorSpec(f'{name}.bias', (f'{path}.bias',), _identity(model.dim))
 
 
 def _linear(
@@ -214,71 +216,71 @@ def _linear(
     *,
     use_bias: bool,
     layout: Callable[[Shape, Shape], _Layout] = _transposed,
-) -> Iterator[_Row]:
-    yield _Row(f'{name}.weight', (f'{path}.kernel',), layout(in_shape, out_shape))
+) -> Iterator[_TensorSpec]:
+    yield _TensorSpec(f'{name}.weight', (f'{path}.kernel',), layout(in_shape, out_shape))
     if use_bias:
-        yield _Row(f'{name}.bias', (f'{path}.bias',), _flat(*out_shape))
+        yield _TensorSpec(f'{name}.bias', (f'{path}.bias',), _flattened(*out_shape))
 
 
-def _gpt2_outside(model: ModelConfig) -> tuple[list[_Row], list[_Row]]:
+def _gpt2_outside(model: ModelConfig) -> tuple[list[_TensorSpec], list[_TensorSpec]]:
     """Rows before and after the layers, here and below."""
-    before = [
-        _Row('wte.weight', ('embedding',), _same(model.vocab_size, model.dim)),
-        _Row('wpe.weight', ('position_embedding',), _same(model.max_positions, model.dim)),
+    specs_before = [
+        _TensorSpec('wte.weight', ('embedding',), _identity(model.vocab_size, model.dim)),
+        _TensorSpec('wpe.weight', ('position_embedding',), _identity(model.max_positions, model.dim)),
     ]
-    return before, list(_norm('ln_f', 'final_norm', model))
+    return specs_before, list(_norm('ln_f', 'final_norm', model))
 
 
-def _gpt2_block(model: ModelConfig) -> Iterator[_Row]:
+def _gpt2_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     D, F, N, H = model.dim, model.ffn_dim, model.num_heads, model.head_dim
     kernels, biases = (tuple(f'{path}.{kind}' for path in QUERY_KEY_VALUE) for kind in ('kernel', 'bias'))
     yield from _norm('h.#.ln_1', 'blocks.attention_norm', model)
-    yield _Row('h.#.attn.c_attn.weight', kernels, _side_by_side((D,), (N, H)))
-    yield _Row('h.#.attn.c_attn.bias', biases, _side_by_side((), (N, H)))
-    yield from _linear('h.#.attn.c_proj', 'blocks.attention.out', (N, H), (D,), use_bias=True, layout=_straight)
+    yield _TensorSpec('h.#.attn.c_attn.weight', kernels, _fused_qkv((D,), (N, H)))
+    yield _TensorSpec('h.#.attn.c_attn.bias', biases, _fused_qkv((), (N, H)))
+    yield from _linear('h.#.attn.c_proj', 'blocks.attention.out', (N, H), (D,), use_bias=True, layout=_conv1d)
     yield from _norm('h.#.ln_2', 'blocks.feedforward_norm', model)
-    yield from _linear('h.#.mlp.c_fc', 'blocks.feedforward.up', (D,), (F,), use_bias=True, layout=_straight)
-    yield from _linear('h.#.mlp.c_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=True, layout=_straight)
+    yield from _linear('h.#.mlp.c_fc', 'blocks.feedforward.up', (D,), (F,), use_bias=True, layout=_conv1d)
+    yield from _linear('h.#.mlp.c_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=True, layout=_conv1d)
 
 
-def _neox_outside(model: ModelConfig) -> tuple[list[_Row], list[_Row]]:
-    before = [_Row('embed_in.weight', ('embedding',), _same(model.vocab_size, model.dim))]
-    return before, list(_norm('final_layer_norm', 'final_norm', model))
+def _neox_outside(model: ModelConfig) -> tuple[list[_TensorSpec], list[_TensorSpec]]:
+    specs_before = [_TensorSpec('embed_in.weight', ('embedding',), _identity(model.vocab_size, model.dim))]
+    return specs_before, list(_norm('final_layer_norm', 'final_norm', model))
 
 
-def _neox_block(model: ModelConfig) -> Iterator[_Row]:
+def _neox_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     D, F, N, H = model.dim, model.ffn_dim, model.num_heads, model.head_dim
     kernels, biases = (tuple(f'{path}.{kind}' for path in QUERY_KEY_VALUE) for kind in ('kernel', 'bias'))
     yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
     yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
-    yield _Row('layers.#.attention.query_key_value.weight', kernels, _by_head(N, H, (D,)))
-    yield _Row('layers.#.attention.query_key_value.bias', biases, _by_head(N, H, ()))
+    yield _TensorSpec('layers.#.attention.query_key_value.weight', kernels, _interleaved_qkv(N, H, (D,)))
+    yield _TensorSpec('layers.#.attention.query_key_value.bias', biases, _interleaved_qkv(N, H, ()))
     yield from _linear('layers.#.attention.dense', 'blocks.attention.out', (N, H), (D,), use_bias=True)
     yield from _linear('layers.#.mlp.dense_h_to_4h', 'blocks.feedforward.up', (D,), (F,), use_bias=True)
     yield from _linear('layers.#.mlp.dense_4h_to_h', 'blocks.feedforward.down', (F,), (D,), use_bias=True)
 
 
-def _llama_outside(model: ModelConfig) -> tuple[list[_Row], list[_Row]]:
-    before = [_Row('embed_tokens.weight', ('embedding',), _same(model.vocab_size, model.dim))]
-    return before, list(_norm('norm', 'final_norm', model))
+def _llama_outside(model: ModelConfig) -> tuple[list[_TensorSpec], list[_TensorSpec]]:
+    specs_before = [_TensorSpec('embed_tokens.weight', ('embedding',), _identity(model.vocab_size, model.dim))]
+    return specs_before, list(_norm('norm', 'final_norm', model))
 
 
-def _llama_block(model: ModelConfig) -> Iterator[_Row]:
+def _llama_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     """Llama's names, for Mistral and Qwen3 too; what a model has of them its switches say."""
     D, F, H = model.dim, model.ffn_dim, model.head_dim
     use_bias = bool(model.use_bias)
     yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
     yield from _llama_attention(model, _transposed)
     if model.qk_norm:
-        yield _Row('layers.#.self_attn.q_norm.weight', ('blocks.attention.query_norm.scale',), _same(H))
-        yield _Row('layers.#.self_attn.k_norm.weight', ('blocks.attention.key_norm.scale',), _same(H))
+        yield _TensorSpec('layers.#.self_attn.q_norm.weight', ('blocks.attention.query_norm.scale',), _identity(H))
+        yield _TensorSpec('layers.#.self_attn.k_norm.weight', ('blocks.attention.key_norm.scale',), _identity(H))
     yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
     yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.up_proj', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
 
 
-def _llama_attention(model: ModelConfig, query_key_layout: Callable[[Shape, Shape], _Layout]) -> Iterator[_Row]:
+def _llama_attention(model: ModelConfig, query_key_layout: Callable[[Shape, Shape], _Layout]) -> Iterator[_TensorSpec]:
     D, N, K, H, use_bias = model.dim, model.num_heads, model.num_kv_heads, model.head_dim, bool(model.use_bias)
     layouts = (query_key_layout, query_key_layout, _transposed)
     for letter, heads, path, layout in zip('qkv', (N, K, K), QUERY_KEY_VALUE, layouts, strict=True):
@@ -287,8 +289,8 @@ def _llama_attention(model: ModelConfig, query_key_layout: Callable[[Shape, Shap
     yield from _linear('layers.#.self_attn.o_proj', 'blocks.attention.out', (N, H), (D,), use_bias=use_bias)
 
 
-def _nanochat_block(model: ModelConfig) -> Iterator[_Row]:
+def _nanochat_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     D, F = model.dim, model.ffn_dim
-    yield from _llama_attention(model, _swapped)
+    yield from _llama_attention(model, _half_swapped)
     yield from _linear('layers.#.mlp.fc1', 'blocks.feedforward.up', (D,), (F,), use_bias=False)
     yield from _linear('layers.#.mlp.fc2', 'blocks.feedforward.down', (F,), (D,), use_bias=False)

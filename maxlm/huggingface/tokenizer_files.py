@@ -18,7 +18,7 @@ from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.storage.json_text import parse_json
 from maxlm.workdir.files import CHAT_TEMPLATE, GENERATION, KEPT_FOR_EXPORT, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
 
-# What Transformers makes a tokenizer.json of.
+# Files that Transformers converts to a tokenizer.json.
 _SOURCES = ('tokenizer.model', 'vocab.json')
 
 
@@ -30,16 +30,16 @@ class TextFiles(NamedTuple):
 
 
 def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
-    """What an export of a workdir holds besides weights, config.json and card.
+    """Returns the files of an export besides weights, config.json and card.
 
     Raises:
         InputError: a file of the workdir is damaged.
     """
-    files = _kept_files(workdir)
+    files = _copied_files(workdir)
     ids: dict[str, Any] = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
     if (workdir / TOKENIZER).is_file():
         files[TOKENIZER] = (workdir / TOKENIZER).read_bytes()
-        library = _read_library(workdir / TOKENIZER)
+        library = _read_tokenizer(workdir / TOKENIZER)
         made_here = TOKENIZER_CONFIG not in files
         if made_here:
             files |= _make_tokenizer_files(library, model, has_chat=CHAT_TEMPLATE in files)
@@ -64,14 +64,14 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
     Raises:
         InputError: one of them is damaged.
     """
-    files = _kept_files(directory)
+    files = _copied_files(directory)
     path = directory / TOKENIZER
     if not path.is_file():
         found = [name for name in _SOURCES if (directory / name).is_file()]
         has = f'has {found[0]} but no {TOKENIZER}' if found else f'has no {TOKENIZER}'
         how = '; AutoTokenizer of Transformers makes one of it by save_pretrained' if found else ''
         return files, f'{directory} {has}, which generate and evaluate need{how}'
-    _read_library(path)
+    _read_tokenizer(path)
     try:
         # As maxlm.prepare writes it, so that data made with this tokenizer is recognized.
         tokenizer = Tokenizer.load(path)
@@ -101,7 +101,7 @@ def _with_end_of_turn(ends: Any, workdir: Path) -> Any:
     return ends if end_of_turn in listed else [*listed, end_of_turn]
 
 
-def _kept_files(directory: Path) -> dict[str, bytes]:
+def _copied_files(directory: Path) -> dict[str, bytes]:
     """Name → content of those of KEPT that are there, of which JSON is checked to be an object with ids."""
     paths = [directory / name for name in KEPT_FOR_EXPORT if (directory / name).is_file()]
     for path in paths:
@@ -113,21 +113,21 @@ def _kept_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def _read_library(path: Path) -> tokenizers.Tokenizer:
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(path.read_text(encoding='utf-8'))
     except Exception as error:  # the library raises bare Exception
         raise InputError(f'{path} is not a tokenizer.json: {error}') from error
 
 
-def _make_tokenizer_files(library: tokenizers.Tokenizer, model: ModelConfig, *, has_chat: bool) -> dict[str, bytes]:
+def _make_tokenizer_files(tokenizer: tokenizers.Tokenizer, model: ModelConfig, *, has_chat: bool) -> dict[str, bytes]:
     tokens: dict[str, Any] = {}
     # One that maxlm has no use for may still be somebody's.
     with contextlib.suppress(InputError):
-        end = library.id_to_token(Tokenizer(library).end_of_document)
+        end = tokenizer.id_to_token(Tokenizer(tokenizer).end_of_document)
         # Transformers cannot pad the texts of a batch without a token for it.
         tokens |= {'bos_token': end, 'eos_token': end, 'pad_token': end}
-    unknown = parse_json(library.to_str())['model'].get('unk_token')
+    unknown = parse_json(tokenizer.to_str())['model'].get('unk_token')
     if unknown is not None:
         tokens['unk_token'] = unknown
     config = {
@@ -142,17 +142,17 @@ def _make_tokenizer_files(library: tokenizers.Tokenizer, model: ModelConfig, *, 
     return {TOKENIZER_CONFIG: _json(config), SPECIAL_TOKENS: _json(tokens)}
 
 
-def _special_ids(config: dict[str, Any], library: tokenizers.Tokenizer) -> dict[str, int]:
+def _special_ids(config: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> dict[str, int]:
     """Ids of the tokens that tokenizer_config.json names."""
-    found = {}
+    ids = {}
     for name in ('bos_token', 'eos_token', 'pad_token'):
         token = config.get(name)
         # Older versions write an object.
         token = token.get('content') if isinstance(token, dict) else token
-        index = library.token_to_id(token) if isinstance(token, str) else None
+        index = tokenizer.token_to_id(token) if isinstance(token, str) else None
         if index is not None:
-            found[f'{name}_id'] = index
-    return found
+            ids[f'{name}_id'] = index
+    return ids
 
 
 def _json(value: Any) -> bytes:

@@ -40,40 +40,40 @@ def plot(
         marks: single points that are drawn over it.
         mark_style: theirs.
     """
-    known, marked = finite(curve), finite(marks)
+    points, finite_marks = finite(curve), finite(marks)
     rows = height - 1
-    if not known or rows < 1:
+    if not points or rows < 1:
         return _centred('nothing to draw yet', width, height)
-    scale = covering([*without_outliers([y for _, y in known]), *(y for _, y in marked)], margin=0.02)
-    edge = _edge(scale, rows)
-    columns = width - max(map(len, edge)) - 1
+    scale = covering([*without_outliers([y for _, y in points]), *(y for _, y in finite_marks)], margin=0.02)
+    y_labels = _axis_labels(scale, rows)
+    columns = width - max(map(len, y_labels)) - 1
     if columns < 2:
         return _centred('', width, height)
-    first, last = known[0][0], max(x for x, _ in (known[-1], *marked))
+    first, last = points[0][0], max(x for x, _ in (points[-1], *finite_marks))
     canvas = _Canvas(columns, rows, Scale(first, last if last > first else first + 1), scale)
     canvas.draw(curve)
     lines = []
-    for row, label in enumerate(edge):
+    for row, label in enumerate(y_labels):
         lines.append(Text.assemble((f'{label:>{width - columns - 1}}┤', 'dim'), (canvas.row(row), style)))
-    for x, y in marked:
+    for x, y in finite_marks:
         column, row = canvas.cell(x, y)
-        at = width - columns + column
-        lines[row] = Text.assemble(lines[row][:at], (_MARK, mark_style), lines[row][at + 1 :])
-    ends = format_si(first), format_si(last)
-    gap = columns - sum(map(len, ends))
-    below = f'{ends[0]}{" " * gap}{ends[1]}' if gap > 0 else ends[1].rjust(columns)
-    if len(below) <= columns:
-        lines.append(Text(' ' * (width - columns) + below, style='dim'))
+        position = width - columns + column
+        lines[row] = Text.assemble(lines[row][:position], (_MARK, mark_style), lines[row][position + 1 :])
+    x_labels = format_si(first), format_si(last)
+    gap = columns - sum(map(len, x_labels))
+    x_axis = f'{x_labels[0]}{" " * gap}{x_labels[1]}' if gap > 0 else x_labels[1].rjust(columns)
+    if len(x_axis) <= columns:
+        lines.append(Text(' ' * (width - columns) + x_axis, style='dim'))
     else:
         lines.append(Text(' ' * width))
     return lines
 
 
-def _edge(scale: Scale, rows: int) -> list[str]:
-    """What stands left of each row: the values of the highest, the lowest and, where there is room, a middle one."""
-    at = sorted({0, rows // 2, rows - 1} if rows >= 5 else {0, rows - 1})
-    values = [scale.high - (scale.high - scale.low) * (row + 0.5) / rows for row in at]
-    texts = dict(zip(at, _rounded(values), strict=True))
+def _axis_labels(scale: Scale, rows: int) -> list[str]:
+    """Returns the labels left of each row: the highest, the lowest and, from 5 rows on, a middle value."""
+    rows_with_label = sorted({0, rows // 2, rows - 1} if rows >= 5 else {0, rows - 1})
+    values = [scale.high - (scale.high - scale.low) * (row + 0.5) / rows for row in rows_with_label]
+    texts = dict(zip(rows_with_label, _rounded(values), strict=True))
     return [texts.get(row, '') for row in range(rows)]
 
 
@@ -99,15 +99,15 @@ def _centred(text: str, width: int, height: int) -> list[Text]:
 class _Canvas:
     """Dots of a plot, set by values."""
 
-    def __init__(self, columns: int, rows: int, across: Scale, up: Scale):
-        self._across, self._up = across, up
+    def __init__(self, columns: int, rows: int, x_scale: Scale, y_scale: Scale):
+        self._x_scale, self._y_scale = x_scale, y_scale
         self._width, self._height = 2 * columns, 4 * rows
         self._bits = [[0] * columns for _ in range(rows)]
 
     def draw(self, curve: Sequence[Point]) -> None:
         """A line through the points of a curve, with a gap where values were not finite."""
         spans: dict[int, tuple[int, int, int, int]] = {}
-        broken: set[int] = set()
+        columns_after_gap: set[int] = set()
         gap = False
         for x, y in curve:
             if y is None:
@@ -115,19 +115,19 @@ class _Canvas:
                 continue
             column, row = self._dot(x, y)
             if column in spans:
-                entered, low, high, _ = spans[column]
-                spans[column] = entered, min(low, row), max(high, row), row
+                first_row, low, high, _ = spans[column]
+                spans[column] = first_row, min(low, row), max(high, row), row
             else:
                 spans[column] = row, row, row, row
                 if gap:
-                    broken.add(column)
+                    columns_after_gap.add(column)
             gap = False
-        before: tuple[int, int] | None = None
-        for column, (entered, low, high, left) in spans.items():
+        previous: tuple[int, int] | None = None
+        for column, (first_row, low, high, last_row) in spans.items():
             self._set(column, low, high)
-            if before and column not in broken:
-                self._join(before, (column, entered))
-            before = column, left
+            if previous and column not in columns_after_gap:
+                self._join(previous, (column, first_row))
+            previous = column, last_row
 
     def row(self, row: int) -> str:
         return ''.join(chr(_BRAILLE + bits) if bits else ' ' for bits in self._bits[row])
@@ -138,8 +138,8 @@ class _Canvas:
         return column // 2, row // 4
 
     def _dot(self, x: float, y: float) -> tuple[int, int]:
-        column = round(self._across.fraction(x) * (self._width - 1))
-        row = round((1 - self._up.fraction(y)) * (self._height - 1))
+        column = round(self._x_scale.fraction(x) * (self._width - 1))
+        row = round((1 - self._y_scale.fraction(y)) * (self._height - 1))
         return min(max(column, 0), self._width - 1), min(max(row, 0), self._height - 1)
 
     def _set(self, column: int, low: int, high: int) -> None:
@@ -149,8 +149,8 @@ class _Canvas:
     def _join(self, start: tuple[int, int], end: tuple[int, int]) -> None:
         """The columns between two points, without their own."""
         (first, before), (last, after) = start, end
-        reached = before
+        filled_row = before
         for column in range(first + 1, last + 1):
             row = round(before + (after - before) * (column - first) / (last - first))
-            self._set(column, min(reached, row), max(reached, row))
-            reached = row
+            self._set(column, min(filled_row, row), max(filled_row, row))
+            filled_row = row

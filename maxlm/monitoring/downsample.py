@@ -7,50 +7,50 @@ from typing import Any
 
 from maxlm.reporting.drawing.curves import Point, curve
 
-# Stretches of a curve, of each of which the lowest and the highest value are kept.
-MAX_STRETCHES = 2000
+# Buckets of a curve; the lowest and the highest value of each are kept.
+MAX_BUCKETS = 2000
 
 
 class DownsampledCurve:
-    """One curve: the lowest and the highest point of each stretch of steps, whether it has a gap, and the newest point.
+    """One curve: the lowest and the highest point of each bucket of steps, its gaps, and the last point.
 
-    Stretches become twice as long whenever there are too many, so old points are kept as densely as new ones.
+    Buckets double in length whenever there are too many, so old points are as dense as new ones.
     """
 
-    def __init__(self, max_stretches: int = MAX_STRETCHES):
-        self._max_stretches = max_stretches
-        self._length = 1.0
-        # Number of the stretch → lowest and highest point, and one without a value.
-        self._stretches: dict[int, list[Point | None]] = {}
-        self._newest: list[Point] = []
+    def __init__(self, max_buckets: int = MAX_BUCKETS):
+        self._max_buckets = max_buckets
+        self._bucket_length = 1.0
+        # Index of the bucket → lowest and highest point, and one without a value.
+        self._buckets: dict[int, list[Point | None]] = {}
+        self._last_point: list[Point] = []
 
     def add(self, points: Sequence[Point]) -> None:
-        """More of the curve."""
-        for start in range(0, len(points), self._max_stretches):
-            for point in points[start : start + self._max_stretches]:
-                self._put(point)
-            while len(self._stretches) > self._max_stretches:
-                before, self._stretches = self._stretches, {}
-                self._length *= 2
-                for point in (one for stretch in before.values() for one in stretch if one):
-                    self._put(point)
-        self._newest = list(points[-1:]) or self._newest
+        """Appends points."""
+        for start in range(0, len(points), self._max_buckets):
+            for point in points[start : start + self._max_buckets]:
+                self._insert(point)
+            while len(self._buckets) > self._max_buckets:
+                previous, self._buckets = self._buckets, {}
+                self._bucket_length *= 2
+                for point in (kept for bucket in previous.values() for kept in bucket if kept):
+                    self._insert(point)
+        self._last_point = list(points[-1:]) or self._last_point
 
     def points(self) -> list[Point]:
-        """All that is kept, by step."""
-        kept = {point for stretch in self._stretches.values() for point in stretch if point}
-        return sorted(kept | set(self._newest), key=lambda point: point[0])
+        """Returns the kept points, by step."""
+        points = {point for bucket in self._buckets.values() for point in bucket if point}
+        return sorted(points | set(self._last_point), key=lambda point: point[0])
 
-    def _put(self, point: Point) -> None:
-        stretch = self._stretches.setdefault(int(point[0] // self._length), [None, None, None])
-        lowest, highest, gap = stretch
+    def _insert(self, point: Point) -> None:
+        bucket = self._buckets.setdefault(int(point[0] // self._bucket_length), [None, None, None])
+        lowest, highest, gap = bucket
         if (y := point[1]) is None:
-            stretch[2] = gap or point
+            bucket[2] = gap or point
             return
         if lowest is None or y < (lowest[1] or 0.0):
-            stretch[0] = point
+            bucket[0] = point
         if highest is None or y > (highest[1] or 0.0):
-            stretch[1] = point
+            bucket[1] = point
 
 
 class Curves:
@@ -58,25 +58,25 @@ class Curves:
 
     def __init__(self, names: Sequence[str]):
         self._names = names
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._curves = {name: DownsampledCurve() for name in self._names}
         self._count = 0
         self._ends: tuple[Any, Any] = (None, None)
 
-    def of(self, metrics: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
+    def update(self, metrics: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
         """metric → its points.
 
         Args:
             metrics: those of the last call with more behind them, or others.
         """
-        known = self._count
-        if known and (len(metrics) < known or (metrics[0], metrics[known - 1]) != self._ends):
-            self._forget()
-            known = 0
+        num_known = self._count
+        if num_known and (len(metrics) < num_known or (metrics[0], metrics[num_known - 1]) != self._ends):
+            self._reset()
+            num_known = 0
         for name, one in self._curves.items():
-            one.add(curve(metrics[known:], name))
+            one.add(curve(metrics[num_known:], name))
         self._count = len(metrics)
         self._ends = (metrics[0], metrics[-1]) if metrics else (None, None)
         return {name: one.points() for name, one in self._curves.items()}

@@ -12,8 +12,8 @@ import tty
 from collections.abc import Iterator
 from types import FrameType
 
-# What ends the program with the terminal restored; Ctrl-C is one of them.
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that end the program with the terminal restored.
+_QUIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Quit(Exception):  # noqa: N818 - not an error
@@ -21,13 +21,13 @@ class Quit(Exception):  # noqa: N818 - not an error
 
 
 class Keys:
-    """What is typed on a terminal; of anything else there are no keys."""
+    """Keys typed on a terminal; none without a terminal."""
 
     def __init__(self, terminal: int | None):
         """`terminal` is a file descriptor; None = there is no terminal."""
         self._terminal = terminal
 
-    def pressed(self, seconds: float) -> str:
+    def read_key(self, seconds: float) -> str:
         """A key that is pressed within so many seconds; '' = none was. Longer sequences, as of arrows, are one key.
 
         Raises:
@@ -37,10 +37,10 @@ class Keys:
         ready, _, _ = select.select(files, [], [], seconds)
         if not ready:
             return ''
-        typed = os.read(ready[0], 16)
-        if not typed:
+        data = os.read(ready[0], 16)
+        if not data:
             raise Quit
-        return typed.decode(errors='replace')
+        return data.decode(errors='replace')
 
 
 @contextlib.contextmanager
@@ -48,9 +48,9 @@ def keys() -> Iterator[Keys]:
     """While entered, keys are not echoed and need no Enter, and signals that end the program raise `Quit`."""
     terminal = sys.stdin.fileno() if sys.stdin and sys.stdin.isatty() else None
     settings = None if terminal is None else termios.tcgetattr(terminal)
-    before = {number: signal.signal(number, _quit) for number in _ENDS}
+    previous_handlers = {number: signal.signal(number, _quit) for number in _QUIT_SIGNALS}
     # Stopped, it would leave the terminal to the shell as it is.
-    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    previous_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
         if terminal is not None:
             tty.setcbreak(terminal)
@@ -59,7 +59,7 @@ def keys() -> Iterator[Keys]:
         if terminal is not None and settings is not None:
             with contextlib.suppress(termios.error):
                 termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-BETWEEN = ' · '
+SEPARATOR = ' · '
 ELLIPSIS = '…'
 
 
@@ -16,18 +16,20 @@ def field(label: str, value: str, style: str = 'bold') -> Text:
     return Text.assemble((f'{label} ', 'dim'), (value, style)) if label else Text(value, style=style)
 
 
-def flow(fields: Iterable[Text], width: int, *, between: str = BETWEEN) -> list[Text]:
+def flow(fields: Iterable[Text], width: int, *, separator: str = SEPARATOR) -> list[Text]:
     """Lines of whole fields, as many on each as fit; a field that is wider than a line is cut between words."""
     lines: list[Text] = []
-    for one in fields:
-        if lines and lines[-1].cell_len + cell_len(between) + one.cell_len <= width:
-            lines[-1] = Text.assemble(lines[-1], (between, 'dim'), one)
+    for field_text in fields:
+        if lines and lines[-1].cell_len + cell_len(separator) + field_text.cell_len <= width:
+            lines[-1] = Text.assemble(lines[-1], (separator, 'dim'), field_text)
         else:
-            lines.append(one if one.cell_len <= width else shortened(one.plain, width, one.style))
+            lines.append(
+                field_text if field_text.cell_len <= width else truncate(field_text.plain, width, field_text.style)
+            )
     return lines
 
 
-def shortened(text: str, width: int, style: object = '') -> Text:
+def truncate(text: str, width: int, style: object = '') -> Text:
     """One line of a message: cut between words where it is too wide, so that no number is cut into another."""
     text = plain(text)
     if cell_len(text) > width:
@@ -46,7 +48,7 @@ def plain(text: str) -> str:
     return ''.join(letter if letter.isprintable() else ' ' for letter in ' '.join(text.split()))
 
 
-def columns(rows: Sequence[Sequence[Text]], width: int, *, between: str = '  ') -> list[Text]:
+def columns(rows: Sequence[Sequence[Text]], width: int, *, separator: str = '  ') -> list[Text]:
     """A table without lines; columns that do not fit any more are left out from the right, numbers stand right.
 
     The first column is of words. Rows are of one length; a cell may be empty.
@@ -60,7 +62,7 @@ def columns(rows: Sequence[Sequence[Text]], width: int, *, between: str = '  ') 
         for number, (cell, size) in enumerate(zip(row, widths, strict=True)):
             if not size:
                 continue
-            gap = between if line.cell_len else ''
+            gap = separator if line.cell_len else ''
             if line.cell_len + cell_len(gap) + size > width:
                 break
             padding = ' ' * (size - cell.cell_len)
@@ -75,7 +77,7 @@ def bar(share: float, width: int, style: str, *, full: str = '━', rest: str = 
     return Text.assemble((full * filled, style), (rest * (width - filled), 'dim'))
 
 
-def fitted(line: Text, width: int) -> Text:
+def fit(line: Text, width: int) -> Text:
     """A line that is exactly so wide."""
     line = line.copy()
     line.truncate(width, pad=True)

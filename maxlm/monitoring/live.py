@@ -11,21 +11,21 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from maxlm.errors import InputError
-from maxlm.monitoring.dashboard_data import DRAWN, Facts, dashboard_data
+from maxlm.monitoring.dashboard_data import PLOTTED_METRICS, RunSnapshot, dashboard_data
 from maxlm.monitoring.downsample import Curves
 from maxlm.monitoring.keyboard import Quit, keys
 from maxlm.monitoring.screen import page, screen, table
 from maxlm.telemetry.run_history import HistoryReader, RunHistory
 
-# Between two looks at the keys and the size of the terminal.
-LOOK_SECONDS = 0.1
+# Interval at which keys and the size of the terminal are polled.
+POLL_SECONDS = 0.1
 NEXT_KEYS, BACK_KEYS = ('\t', 'n', '\x1b[C', '\x1b[B'), ('p', '\x1b[Z', '\x1b[D', '\x1b[A')
 
 
 class Watcher:
     """Reads workdirs in a thread, so that a bucket which is slow to answer holds up neither keys nor drawing."""
 
-    def __init__(self, readers: Sequence[HistoryReader], every: float):
+    def __init__(self, readers: Sequence[HistoryReader], interval: float):
         """
         Args:
             readers: one for each workdir.
@@ -34,25 +34,25 @@ class Watcher:
         Raises:
             InputError: see `read_history`.
         """
-        self._readers, self._every = readers, every
+        self._readers, self._interval = readers, interval
         self._histories = [reader.read() for reader in readers]
         self._version = 0
-        self._hurry = threading.Event()
+        self._read_event = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True, name='monitor')
         self._thread.start()
 
     def histories(self) -> tuple[int, list[RunHistory]]:
-        """How often they were read, and what came of it."""
+        """Returns the number of reads and the latest histories."""
         return self._version, list(self._histories)
 
-    def hurry(self) -> None:
+    def read_now(self) -> None:
         """Reads at once."""
-        self._hurry.set()
+        self._read_event.set()
 
     def _read(self) -> None:
         while True:
-            self._hurry.wait(self._every)
-            self._hurry.clear()
+            self._read_event.wait(self._interval)
+            self._read_event.clear()
             for number, reader in enumerate(self._readers):
                 before = self._histories[number]
                 try:
@@ -66,7 +66,7 @@ class Watcher:
 
 
 def watch(
-    readers: Sequence[HistoryReader], *, every: float, console: Console, clock: Callable[[], float] = time.time
+    readers: Sequence[HistoryReader], *, interval: float, console: Console, clock: Callable[[], float] = time.time
 ) -> None:
     """Shows runs on the whole terminal until `q` or Ctrl-C.
 
@@ -79,30 +79,30 @@ def watch(
     Raises:
         InputError: a workdir cannot be read to begin with.
     """
-    watcher = Watcher(readers, every)
-    selected, drawn, due = 0, None, 0.0
-    runs: list[Facts] = []
-    curves = [Curves(DRAWN) for _ in readers]
+    watcher = Watcher(readers, interval)
+    selected, last_drawn, next_draw = 0, None, 0.0
+    runs: list[RunSnapshot] = []
+    curves = [Curves(PLOTTED_METRICS) for _ in readers]
     help_line = 'q quit · r read now' + (' · Tab or a number: another run' if len(readers) > 1 else '')
     try:
-        with keys() as typed, Live(console=console, screen=True, auto_refresh=False) as live:
+        with keys() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 version, histories = watcher.histories()
-                wanted = version, selected, console.size
-                if wanted != drawn or time.monotonic() >= due:
+                view = version, selected, console.size
+                if view != last_drawn or time.monotonic() >= next_draw:
                     width, height = console.size
                     runs = [
-                        dashboard_data(history, clock(), known)
-                        for history, known in zip(histories, curves, strict=True)
+                        dashboard_data(history, clock(), run_curves)
+                        for history, run_curves in zip(histories, curves, strict=True)
                     ]
                     lines = screen(runs, selected, width, height, keys=help_line)
                     live.update(Group(*lines), refresh=True)
-                    drawn, due = wanted, time.monotonic() + every
-                key = typed.pressed(LOOK_SECONDS)
+                    last_drawn, next_draw = view, time.monotonic() + interval
+                key = keyboard.read_key(POLL_SECONDS)
                 if key in ('q', 'Q', '\x03', '\x04'):
                     return
                 if key == 'r':
-                    watcher.hurry()
+                    watcher.read_now()
                 if key in NEXT_KEYS:
                     selected = (selected + 1) % len(runs)
                 elif key in BACK_KEYS:
@@ -122,9 +122,9 @@ def show_once(readers: Sequence[HistoryReader], console: Console, *, now: float)
     runs = [dashboard_data(reader.read(), now) for reader in readers]
     width = console.width
     lines = table(runs, -1, width) if len(runs) > 1 else []
-    for number, facts in enumerate(runs):
+    for number, run in enumerate(runs):
         if number:
             console.print()
-        for line in [*(lines if not number else []), *page(facts, width)]:
+        for line in [*(lines if not number else []), *page(run, width)]:
             line.rstrip()
             console.print(line, soft_wrap=True, highlight=False)

@@ -13,13 +13,13 @@ from maxlm.log import logger
 from maxlm.reporting.drawing.css import style
 from maxlm.reporting.drawing.hover_script import SCRIPT
 from maxlm.reporting.drawing.html import Markup, join, tag
-from maxlm.reporting.sections.curves import learning
-from maxlm.reporting.sections.devices import machines
+from maxlm.reporting.sections.curves import training_curves
+from maxlm.reporting.sections.devices import devices_over_time
 from maxlm.reporting.sections.events import events
 from maxlm.reporting.sections.goodput import goodput
 from maxlm.reporting.sections.overview import headline, summary
-from maxlm.reporting.sections.plan_vs_actual import plan
-from maxlm.reporting.sections.reproducibility import origin
+from maxlm.reporting.sections.plan_vs_actual import plan_vs_actual
+from maxlm.reporting.sections.reproducibility import reproducibility
 from maxlm.reporting.sections.run_summary import ReportedRun, make_runs
 from maxlm.reporting.sections.samples import samples
 from maxlm.reporting.sections.scaling import scaling
@@ -33,7 +33,17 @@ COMPARISON = 'compare.html'
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 # The head of a page up to its policy, by which it is known to be ours, is shorter.
 _START_BYTES = 1024
-_SECTIONS = (summary, learning, goodput, plan, machines, events, samples, scaling, origin)
+_SECTIONS = (
+    summary,
+    training_curves,
+    goodput,
+    plan_vs_actual,
+    devices_over_time,
+    events,
+    samples,
+    scaling,
+    reproducibility,
+)
 _LINKS = {
     'loss': 'Loss',
     'sources': 'Sources',
@@ -87,7 +97,7 @@ def page(runs: Sequence[ReportedRun]) -> str:
     names = ' and '.join([', '.join(run.name for run in runs[:-1]), runs[-1].name] if len(runs) > 1 else [runs[0].name])
     lead = headline(runs[0]) if len(runs) == 1 else f'{len(runs)} runs side by side.'
     links = [tag('a', words, href=f'#{name}') for name, words in _LINKS.items() if f'<section id="{name}"' in body]
-    made = f'Made by maxlm {maxlm.__version__} at {format_time(runs[0].now)} from '
+    footer = f'Made by maxlm {maxlm.__version__} at {format_time(runs[0].now)} from '
     head = join(
         tag('meta', charset='utf-8'),
         tag('meta', http_equiv='Content-Security-Policy', content=POLICY),
@@ -102,7 +112,7 @@ def page(runs: Sequence[ReportedRun]) -> str:
         tag('i', id='dark'),
         tag('header', tag('h1', names), tag('p', lead, class_='lead'), tag('nav', *links) if links else ''),
         tag('main', body),
-        tag('footer', tag('p', made, ', '.join(run.history.workdir for run in runs), '.', class_='note')),
+        tag('footer', tag('p', footer, ', '.join(run.history.workdir for run in runs), '.', class_='note')),
         tag('script', Markup(SCRIPT)),
     )
     return f'<!doctype html>\n<html lang="en">\n{tag("head", head)}\n{tag("body", content)}\n</html>\n'

@@ -1,4 +1,4 @@
-"""The answer in a response: where it stands, and what number or letter it is."""
+"""Extracts answers from responses: marked answers, numbers and letters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 MARK = '####'
 BOXED = '\\boxed{'
 # `The answer is 42.`, `Final answer: 42`; up to the end of the line.
-SAID = re.compile(r'\banswer\s*(?:is\b|:|=)[\s:]*(.+)', re.IGNORECASE)
+ANSWER_PHRASE = re.compile(r'\banswer\s*(?:is\b|:|=)[\s:]*(.+)', re.IGNORECASE)
 # Around words, in Markdown.
 MARKUP = ' \t\n*_`"\''
 # Digits and exponents beyond any answer would only take time.
@@ -25,26 +25,26 @@ LETTER_BETWEEN = re.compile(r'\(([A-Z])\)|\b([B-HJ-Z])\b')
 
 
 def boxed(response: str) -> str | None:
-    """What the last \\boxed{…} holds, braces within it included."""
+    """Returns the content of the last \\boxed{…}, with nested braces."""
     start = response.rfind(BOXED)
     if start < 0:
         return None
     depth = 1
-    for place in range(start + len(BOXED), len(response)):
-        depth += {'{': 1, '}': -1}.get(response[place], 0)
+    for index in range(start + len(BOXED), len(response)):
+        depth += {'{': 1, '}': -1}.get(response[index], 0)
         if depth == 0:
-            return response[start + len(BOXED) : place]
+            return response[start + len(BOXED) : index]
     return None
 
 
 def marked_answer(response: str) -> str | None:
     """The answer that a response marks: boxed, after the last `####`, or after `answer is`; None if it does not."""
-    if (inside := boxed(response)) is not None:
-        return inside.strip()
+    if (content := boxed(response)) is not None:
+        return content.strip()
     if MARK in response:
         return response.rpartition(MARK)[2].strip().partition('\n')[0].strip()
-    said = SAID.findall(response)
-    return said[-1].strip() if said else None
+    phrases = ANSWER_PHRASE.findall(response)
+    return phrases[-1].strip() if phrases else None
 
 
 def plain(text: str) -> str:
@@ -85,10 +85,10 @@ def number_at(text: str, start: int) -> Fraction | None:
         match = pattern.match(text, start)
         if match is None or text[match.end() : match.end() + 1].isdigit():
             continue
-        parts = [part.replace(',', '') for part in match.groups() or (match.group(),)]
+        terms = [term.replace(',', '') for term in match.groups() or (match.group(),)]
         try:
-            value = Fraction(parts[0])
-            return value / Fraction(parts[1]) if len(parts) > 1 else value
+            value = Fraction(terms[0])
+            return value / Fraction(terms[1]) if len(terms) > 1 else value
         except ValueError:
             continue
         except ZeroDivisionError:

@@ -26,7 +26,7 @@ PYTHON = ('python', 'py', 'python3', '')
 KEYS = 'tests', 'cases'
 
 
-def code_of(response: str) -> str:
+def extract_code(response: str) -> str:
     """The last block of Python in a response; all of it if it has no block at all."""
     blocks = [match.groups()[1:] for match in FENCE.finditer(response)]
     if not blocks:
@@ -34,39 +34,39 @@ def code_of(response: str) -> str:
     return next((code for language, code in reversed(blocks) if language.lower() in PYTHON), '')
 
 
-def programs_of(response: str, task: Mapping[str, Any], limits: SandboxLimits | None = None) -> list[SandboxJob]:
-    """What is to be run for a task: a program with the tests, and one for each case. InputError if it has neither."""
+def sandbox_jobs(response: str, task: Mapping[str, Any], limits: SandboxLimits | None = None) -> list[SandboxJob]:
+    """Returns the jobs of a task: one with the tests and one for each case. InputError if it has neither."""
     if not any(task.get(key) for key in KEYS):
         raise InputError(f'a task for a Python program has neither {" nor ".join(KEYS)}; it has: {", ".join(task)}')
-    parts = task.get('prefix', ''), code_of(response), task.get('suffix', '')
-    text = '\n'.join(part for part in parts if part)
-    programs = []
+    sections = task.get('prefix', ''), extract_code(response), task.get('suffix', '')
+    text = '\n'.join(section for section in sections if section)
+    jobs = []
     if tests := task.get('tests'):
-        programs.append(SandboxJob(text, tests=tests if isinstance(tests, str) else '\n'.join(tests), limits=limits))
+        jobs.append(SandboxJob(text, tests=tests if isinstance(tests, str) else '\n'.join(tests), limits=limits))
     for case in task.get('cases') or ():
         if 'stdout' not in case:
             raise InputError("a case of a task has no 'stdout', the output that is expected")
-        programs.append(SandboxJob(text, stdin=case.get('stdin', ''), limits=limits))
-    return programs
+        jobs.append(SandboxJob(text, stdin=case.get('stdin', ''), limits=limits))
+    return jobs
 
 
-def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs agree but for spaces at the ends of lines and empty lines at the end."""
+def outputs_match(actual: str, expected: str) -> bool:
+    """Returns whether two outputs agree, ignoring trailing spaces and trailing empty lines."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.rstrip().splitlines()]
 
-    return lines(found) == lines(expected)
+    return lines(actual) == lines(expected)
 
 
-def share_passed(verdicts: Sequence[ExecutionResult], task: Mapping[str, Any]) -> float:
-    """Of all tests and cases of a task, those passed: 0 to 1. `verdicts` are of `programs_of`, in order."""
+def fraction_passed(results: Sequence[ExecutionResult], task: Mapping[str, Any]) -> float:
+    """Returns the fraction of passed tests and cases of a task. `results` are those of `sandbox_jobs`, in order."""
     cases = task.get('cases') or ()
-    tested, of_cases = verdicts[: len(verdicts) - len(cases)], verdicts[len(verdicts) - len(cases) :]
-    total = sum(max(1, verdict.tests) for verdict in tested) + len(cases)
-    passed = sum(verdict.tests_passed for verdict in tested)
-    for verdict, case in zip(of_cases, cases, strict=True):
-        passed += verdict.status == 'passed' and same_output(verdict.stdout, case['stdout'])
+    test_results, case_results = results[: len(results) - len(cases)], results[len(results) - len(cases) :]
+    total = sum(max(1, result.tests) for result in test_results) + len(cases)
+    passed = sum(result.tests_passed for result in test_results)
+    for result, case in zip(case_results, cases, strict=True):
+        passed += result.status == 'passed' and outputs_match(result.stdout, case['stdout'])
     return passed / total
 
 
@@ -74,8 +74,8 @@ def run_tasks(
     pool: SandboxPool, responses: Sequence[str], tasks: Sequence[Mapping[str, Any]], limits: SandboxLimits | None = None
 ) -> list[float]:
     """The share passed of each task by its response, all run side by side."""
-    programs = [programs_of(response, task, limits) for response, task in zip(responses, tasks, strict=True)]
-    verdicts = iter(pool.run_many([program for several in programs for program in several]))
+    jobs_by_task = [sandbox_jobs(response, task, limits) for response, task in zip(responses, tasks, strict=True)]
+    results = iter(pool.run_many([job for jobs in jobs_by_task for job in jobs]))
     return [
-        share_passed([next(verdicts) for _ in several], task) for several, task in zip(programs, tasks, strict=True)
+        fraction_passed([next(results) for _ in jobs], task) for jobs, task in zip(jobs_by_task, tasks, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Prompts for reinforcement: JSONL lines → token ids, what responses are judged by, and an endless order.
+"""Prompts for reinforcement: JSONL lines → token ids, tasks for the rewards, and an endless order.
 
     {"prompt": "What is 6 · 7?", "answer": "42"}
     {"messages": [{"role": "user", "content": "Write f(x) …"}], "tests": ["assert f(2) == 4"]}
@@ -27,8 +27,8 @@ from maxlm.log import logger
 from maxlm.storage.filesystem import display_path
 from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER
 
-# What a line asks, one or the other.
-ASKED = ('prompt', 'messages')
+# Keys of the prompt, one or the other.
+PROMPT_KEYS = ('prompt', 'messages')
 # For the template; not of the task.
 TOOLS = 'tools'
 
@@ -41,18 +41,18 @@ class Prompts(NamedTuple):
         ids: token ids of each prompt, uint32 [number of tokens].
         tasks: for each prompt the other keys of its line.
         lines: for each prompt the number of its line, from 1.
-        left_out: prompts that were too long.
+        num_dropped: prompts that were too long.
     """
 
     path: str
     ids: tuple[np.ndarray, ...]
     tasks: tuple[Mapping[str, Any], ...]
     lines: tuple[int, ...]
-    left_out: int
+    num_dropped: int
 
     @property
-    def num(self) -> int:
-        """How many there are."""
+    def num_prompts(self) -> int:
+        """Number of prompts."""
         return len(self.ids)
 
     @property
@@ -68,12 +68,12 @@ class Prompts(NamedTuple):
             digest.update(json.dumps([ids.tolist(), task], sort_keys=True).encode() + b'\n')
         return digest.hexdigest()
 
-    def where(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """`FILE:LINE` of a prompt, for messages."""
         return f'{display_path(self.path)}:{self.lines[index]}'
 
-    def indices(self, rollout: int, num: int, seed: int) -> list[int]:
-        """The prompts of a rollout, `num` indices.
+    def indices(self, rollout: int, num_prompts: int, seed: int) -> list[int]:
+        """The prompts of a rollout, `num_prompts` indices.
 
         Rollouts follow each other in an endless order in which each epoch is another permutation of all prompts. It is
         a pure function of the arguments and the number of prompts, so that a run goes on anywhere without a state. A
@@ -84,12 +84,12 @@ class Prompts(NamedTuple):
             num: prompts in each rollout.
             seed: 0 … 2³² - 1.
         """
-        order = ShuffledIndex([self.num], seed=seed)
-        return [order[place] for place in range(rollout * num, (rollout + 1) * num)]
+        order = ShuffledIndex([self.num_prompts], seed=seed)
+        return [order[position] for position in range(rollout * num_prompts, (rollout + 1) * num_prompts)]
 
 
 def load_encoder(workdir: Path) -> ChatEncoder | Tokenizer:
-    """What spells prompts for the model of a workdir: its chat template, or its tokenizer where it has none.
+    """Loads the encoder of prompts of a workdir: its chat template, or its tokenizer where it has none.
 
     Raises:
         InputError: the tokenizer is missing, or one of them is damaged.
@@ -119,7 +119,7 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
             too_long.append((len(prompt), number))
             continue
         ids.append(prompt)
-        tasks.append({key: value for key, value in entry.items() if key not in (*ASKED, TOOLS)})
+        tasks.append({key: value for key, value in entry.items() if key not in (*PROMPT_KEYS, TOOLS)})
         lines.append(number)
     if not ids and not too_long:
         raise InputError(f'{name}: holds no prompts; needs lines with "prompt" or "messages"')
@@ -139,10 +139,10 @@ def read_prompts(path: str, encoder: ChatEncoder | Tokenizer, max_tokens: int) -
 
 def _encode(entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer) -> np.ndarray:
     """Ids of a prompt, uint32 [number of tokens]; ValueError or InputError for what is none."""
-    given = [key for key in ASKED if key in entry]
-    if len(given) != 1:
+    present = [key for key in PROMPT_KEYS if key in entry]
+    if len(present) != 1:
         raise ValueError(f'needs "prompt" or "messages", one of them; it has {", ".join(entry) or "nothing"}')
-    (key,) = given
+    (key,) = present
     text = entry[key]
     if key == 'prompt' and isinstance(text, str):
         if not text:

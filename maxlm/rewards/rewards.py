@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 
 from maxlm.errors import InputError
 from maxlm.rewards.answer_parsing import choice_of, last_number, marked_answer, number_of, plain
-from maxlm.rewards.code_task import code_of, run_tasks
+from maxlm.rewards.code_task import extract_code, run_tasks
 from maxlm.sandbox.pool import SandboxPool
 
 Task = Mapping[str, Any]
 DEFAULT_TOLERANCE = 1e-6
-# A longer one is none that anybody wants, and the parser takes memory in proportion.
-LONGEST_PROGRAM = 1 << 20
+# The parser's memory grows with the length of the program.
+MAX_PROGRAM_CHARS = 1 << 20
 
 
-def needed(task: Task, key: str, reward: str) -> Any:
+def require_key(task: Task, key: str, reward: str) -> Any:
     """A value of a task; InputError if it has none."""
     if key not in task:
         raise InputError(f'the reward {reward} needs {key!r} in a task; this one has: {", ".join(task) or "nothing"}')
@@ -44,38 +44,38 @@ def needed(task: Task, key: str, reward: str) -> Any:
 
 def exact(response: str, task: Task) -> float:
     """1.0 if the marked answer, or else the last line, is one of those wanted."""
-    answer = needed(task, 'answer', 'exact')
-    wanted = {plain(str(text)) for text in (answer if isinstance(answer, list | tuple) else [answer])}
+    answer = require_key(task, 'answer', 'exact')
+    expected = {plain(str(text)) for text in (answer if isinstance(answer, list | tuple) else [answer])}
     marked = marked_answer(response)
     lines = response.strip().splitlines()
-    found = {plain(response), plain(marked if marked is not None else lines[-1] if lines else '')}
-    return float(bool(wanted & found))
+    candidates = {plain(response), plain(marked if marked is not None else lines[-1] if lines else '')}
+    return float(bool(expected & candidates))
 
 
 def numeric(response: str, task: Task) -> float:
     """1.0 if the number of the marked answer, or else the last one, is that wanted within the tolerance."""
-    answer = needed(task, 'answer', 'numeric')
+    answer = require_key(task, 'answer', 'numeric')
     text = str(answer)
-    marked_wanted = marked_answer(text)
-    wanted = number_of(text if marked_wanted is None else marked_wanted)
-    if wanted is None:
+    marked_expected = marked_answer(text)
+    expected = number_of(text if marked_expected is None else marked_expected)
+    if expected is None:
         raise InputError(f'the reward numeric needs a number as answer, not {text[:80]!r}')
     marked = marked_answer(response)
-    found = number_of(marked) if marked is not None else last_number(response)
-    if found is None:
+    predicted = number_of(marked) if marked is not None else last_number(response)
+    if predicted is None:
         return 0.0
     tolerance = task.get('tolerance', DEFAULT_TOLERANCE)
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise InputError(f"a task's tolerance={tolerance!r} is not a number from 0 on")
-    return float(abs(found - wanted) <= Fraction(tolerance) * abs(wanted))
+    return float(abs(predicted - expected) <= Fraction(tolerance) * abs(expected))
 
 
 def choice(response: str, task: Task) -> float:
     """1.0 if the letter wanted is the one chosen."""
-    wanted = str(needed(task, 'answer', 'choice')).strip(' ().').upper()
-    if len(wanted) != 1 or not wanted.isalpha():
-        raise InputError(f'the reward choice needs a letter as answer, not {wanted[:80]!r}')
-    return float(choice_of(response) == wanted)
+    expected = str(require_key(task, 'answer', 'choice')).strip(' ().').upper()
+    if len(expected) != 1 or not expected.isalpha():
+        raise InputError(f'the reward choice needs a letter as answer, not {expected[:80]!r}')
+    return float(choice_of(response) == expected)
 
 
 def format_(response: str, task: Task) -> float:
@@ -85,8 +85,8 @@ def format_(response: str, task: Task) -> float:
 
 def syntax(response: str, task: Task) -> float:
     """1.0 if the program of the response can be parsed and is not empty."""
-    code = code_of(response)
-    if len(code) > LONGEST_PROGRAM:
+    code = extract_code(response)
+    if len(code) > MAX_PROGRAM_CHARS:
         return 0.0
     try:
         with warnings.catch_warnings():
@@ -98,16 +98,16 @@ def syntax(response: str, task: Task) -> float:
 
 def length(response: str, task: Task) -> float:
     """0.0 up to the target, then in proportion down to -1.0 at twice its characters."""
-    target = needed(task, 'target_length', 'length')
+    target = require_key(task, 'target_length', 'length')
     if isinstance(target, bool) or not isinstance(target, int | float) or not target > 0:
         raise InputError(f"a task's target_length={target!r} is not a number of characters")
     return -min(1.0, max(0.0, len(response) / target - 1))
 
 
-Batch = Callable[[Sequence[str], Sequence[Task], SandboxPool | None], list[float]]
+BatchReward = Callable[[Sequence[str], Sequence[Task], SandboxPool | None], list[float]]
 
 
-def of_each(function: Callable[[str, Task], float]) -> Batch:
+def per_response(function: Callable[[str, Task], float]) -> BatchReward:
     """The reward of many responses by that of one."""
     return lambda responses, tasks, pool: [function(*pair) for pair in zip(responses, tasks, strict=True)]
 
@@ -124,15 +124,15 @@ def all_tests(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool
     return [float(share == 1.0) for share in tests(responses, tasks, pool)]
 
 
-REWARDS: dict[str, Batch] = {
-    'exact': of_each(exact),
-    'numeric': of_each(numeric),
-    'choice': of_each(choice),
-    'format': of_each(format_),
-    'syntax': of_each(syntax),
+REWARDS: dict[str, BatchReward] = {
+    'exact': per_response(exact),
+    'numeric': per_response(numeric),
+    'choice': per_response(choice),
+    'format': per_response(format_),
+    'syntax': per_response(syntax),
     'tests': tests,
     'all_tests': all_tests,
-    'length': of_each(length),
+    'length': per_response(length),
 }
 NEED_SANDBOX = frozenset({'tests', 'all_tests'})
 
@@ -141,7 +141,7 @@ class Score(NamedTuple):
     """One response's reward, and what each reward by itself gave before its weight."""
 
     total: float
-    parts: dict[str, float]
+    components: dict[str, float]
 
 
 class RewardSum(NamedTuple):
@@ -151,11 +151,11 @@ class RewardSum(NamedTuple):
 
     @property
     def needs_sandbox(self) -> bool:
-        """Whether it runs programs."""
+        """Whether the sum runs programs."""
         return bool(NEED_SANDBOX & set(self.weights))
 
     def score(self, responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None = None) -> list[Score]:
-        """Of each response to its task. InputError for a task that lacks what a reward needs."""
+        """Scores each response by its task. InputError for a task that lacks what a reward needs."""
         columns = {name: REWARDS[name](responses, tasks, pool) for name in self.weights}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         return [Score(sum(self.weights[name] * value for name, value in row.items()), row) for row in rows]
@@ -167,20 +167,20 @@ TERM = re.compile(r'\s*([+-])?\s*(?:(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*\*\s*)?
 def parse_reward(text: str) -> RewardSum:
     """A sum of rewards from its text, e.g. `numeric + 0.1*length`; InputError says what cannot be read."""
     weights: dict[str, float] = {}
-    place = 0
-    while place < len(text) or not weights:
-        match = TERM.match(text, place)
+    position = 0
+    while position < len(text) or not weights:
+        match = TERM.match(text, position)
         if match is None or (weights and match.group(1) is None):
-            rest = text[place:].strip()
-            at = f'{rest[:40]!r}' if rest else 'the end'
-            raise InputError(f'reward {text!r}: a sum such as numeric + 0.1*length is expected at {at}')
+            rest = text[position:].strip()
+            found = f'{rest[:40]!r}' if rest else 'the end'
+            raise InputError(f'reward {text!r}: a sum such as numeric + 0.1*length is expected at {found}')
         sign, weight, name = match.groups()
         if name not in REWARDS:
-            near = difflib.get_close_matches(name, REWARDS, 1)
-            hint = f'did you mean {near[0]}?' if near else f'there are: {", ".join(REWARDS)}'
+            close = difflib.get_close_matches(name, REWARDS, 1)
+            hint = f'did you mean {close[0]}?' if close else f'there are: {", ".join(REWARDS)}'
             raise InputError(f'reward {text!r}: there is no reward {name!r}; {hint}')
         if name in weights:
             raise InputError(f'reward {text!r}: {name} is in it twice')
         weights[name] = float(weight or 1) * (-1 if sign == '-' else 1)
-        place = match.end()
+        position = match.end()
     return RewardSum(weights)

@@ -1,4 +1,4 @@
-"""Batches of responses judged, and what evaluations make of it.
+"""Scores batches of responses, and statistics of scores.
 
 Shapes: N responses, P prompts, S samples of a prompt.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.rewards.code_task import programs_of
+from maxlm.rewards.code_task import sandbox_jobs
 from maxlm.rewards.prompts import Prompts
 from maxlm.rewards.rewards import NEED_SANDBOX, REWARDS, Score, Task, parse_reward
 from maxlm.sandbox.limits import SandboxLimits
@@ -23,13 +23,13 @@ from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
 
 # A sum of rewards that is 1 may come out a little below.
-RIGHT = 1.0 - 1e-6
-# A response that rewards look at in all their ways.
-PROBE = '0'
+CORRECT_THRESHOLD = 1.0 - 1e-6
+# A response for checking tasks.
+PROBE_RESPONSE = '0'
 
 
 class Scores(NamedTuple):
-    """What responses are worth.
+    """Rewards of responses.
 
     Attributes:
         rewards: float32 [N].
@@ -37,20 +37,20 @@ class Scores(NamedTuple):
     """
 
     rewards: np.ndarray
-    parts: dict[str, np.ndarray]
+    components: dict[str, np.ndarray]
 
 
 class RewardScorer:
-    """Judges responses, programs among them side by side in a sandbox. Close it, or use it in a `with` statement.
+    """Scores responses, running programs in parallel in a sandbox. Close it, or use it in a `with` statement.
 
     The sandbox is started only if a reward runs programs.
     """
 
-    def __init__(self, reward: str, *others: str, workers: int | None = None, limits: SandboxLimits | None = None):
+    def __init__(self, reward: str, *rewards: str, workers: int | None = None, limits: SandboxLimits | None = None):
         """
         Args:
             reward: a sum of rewards: see `parse_reward`.
-            others: further sums by which `score` may be asked to judge; they share the sandbox.
+            rewards: further sums for `score`; they share the sandbox.
             workers: programs that run at the same time; by default one for each core of this process.
             limits: of programs.
 
@@ -58,7 +58,7 @@ class RewardScorer:
             InputError: a sum cannot be read, or this machine cannot hold programs that nobody has read.
         """
         self._default = reward
-        self._sums = {text: parse_reward(text) for text in (reward, *others)}
+        self._sums = {text: parse_reward(text) for text in (reward, *rewards)}
         self._pool: SandboxPool | None = None
         if any(total.needs_sandbox for total in self._sums.values()):
             self._pool = SandboxPool(_num_cores() if workers is None else workers, limits=limits)
@@ -78,22 +78,26 @@ class RewardScorer:
             self._pool.close()
 
     def score(self, responses: Sequence[str], tasks: Sequence[Task], *, reward: str = '') -> Scores:
-        """Judges each response by its task, by the first of the sums or by `reward`, which must be one of them.
+        """Scores each response by its task, by the first of the sums or by `reward`, which must be one of them.
 
-        The same response to the same task (the same object) is judged once.
+        The same response to the same task (the same object) is scored once.
 
         Raises:
             InputError: a task lacks what a reward needs; `check_tasks` says so beforehand.
         """
         total = self._sums[reward or self._default]
         keys = [(response, id(task)) for response, task in zip(responses, tasks, strict=True)]
-        first = {key: place for place, key in reversed(list(enumerate(keys)))}
-        places = list(first.values())
-        judged = total.score([responses[place] for place in places], [tasks[place] for place in places], self._pool)
-        by_key: dict[tuple[str, int], Score] = dict(zip(first, judged, strict=True))
+        first_index = {key: index for index, key in reversed(list(enumerate(keys)))}
+        indices = list(first_index.values())
+        unique_scores = total.score(
+            [responses[index] for index in indices], [tasks[index] for index in indices], self._pool
+        )
+        by_key: dict[tuple[str, int], Score] = dict(zip(first_index, unique_scores, strict=True))
         scores = [by_key[key] for key in keys]
-        parts = {name: np.array([score.parts[name] for score in scores], np.float32) for name in total.weights}
-        return Scores(np.array([score.total for score in scores], np.float32), parts)
+        components = {
+            name: np.array([score.components[name] for score in scores], np.float32) for name in total.weights
+        }
+        return Scores(np.array([score.total for score in scores], np.float32), components)
 
 
 def check_tasks(prompts: Prompts, reward: str) -> None:
@@ -108,29 +112,29 @@ def check_tasks(prompts: Prompts, reward: str) -> None:
             try:
                 check(task)
             except InputError as error:
-                raise InputError(f'{prompts.where(index)}: {error}') from error
+                raise InputError(f'{prompts.location(index)}: {error}') from error
 
 
 def _check_by(name: str) -> Callable[[Task], None]:
     def check(task: Task) -> None:
-        REWARDS[name]([PROBE], [task], None)
+        REWARDS[name]([PROBE_RESPONSE], [task], None)
 
     return check
 
 
 def _check_python_task(task: Task) -> None:
-    """That a task for programs has tests or cases that can be passed."""
+    """Checks that a task for programs has valid tests or cases."""
     for key in ('prefix', 'suffix'):
-        _need(task.get(key, ''), str, f'{key!r} is not a text')
+        _check_type(task.get(key, ''), str, f'{key!r} is not a text')
     tests, cases = task.get('tests') or [], task.get('cases') or []
-    texts = [tests] if isinstance(tests, str) else _need(tests, list, "'tests' is not a text or a list of texts")
+    texts = [tests] if isinstance(tests, str) else _check_type(tests, list, "'tests' is not a text or a list of texts")
     for text in texts:
-        _need(text, str, "'tests' holds what is no text")
-    for case in _need(cases, list, "'cases' is not a list"):
-        _need(case, Mapping, "'cases' holds what is no object")
+        _check_type(text, str, "'tests' holds what is no text")
+    for case in _check_type(cases, list, "'cases' is not a list"):
+        _check_type(case, Mapping, "'cases' holds what is no object")
         for key in ('stdin', 'stdout'):
-            _need(case.get(key, ''), str, f'the {key!r} of a case is not a text')
-    programs_of('', task)
+            _check_type(case.get(key, ''), str, f'the {key!r} of a case is not a text')
+    sandbox_jobs('', task)
     if texts:
         try:
             count = count_tests(ast.parse('\n'.join(texts)))
@@ -140,7 +144,7 @@ def _check_python_task(task: Task) -> None:
             raise InputError("there is no test in 'tests', e.g. a line with assert")
 
 
-def _need(value: Any, kind: type, message: str) -> Any:
+def _check_type(value: Any, kind: type, message: str) -> Any:
     if not isinstance(value, kind):
         raise InputError(message)
     return value
@@ -149,16 +153,16 @@ def _need(value: Any, kind: type, message: str) -> Any:
 _CHECKS = {name: _check_python_task if name in NEED_SANDBOX else _check_by(name) for name in REWARDS}
 
 
-def is_right(rewards: np.ndarray) -> np.ndarray:
-    """Whether each response has the full reward, 1: bool in the shape of `rewards`."""
-    return np.asarray(rewards) >= RIGHT
+def is_correct(rewards: np.ndarray) -> np.ndarray:
+    """Returns whether each response has the full reward, 1: bool in the shape of `rewards`."""
+    return np.asarray(rewards) >= CORRECT_THRESHOLD
 
 
 def accuracy(rewards: np.ndarray) -> float:
     """Share of the responses that are right; ValueError without any."""
     if not np.size(rewards):
         raise ValueError('there are no responses to have an accuracy')
-    return float(is_right(rewards).mean())
+    return float(is_correct(rewards).mean())
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -180,7 +184,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def mean_pass_at_k(rewards_PS: np.ndarray, k: int) -> float:
     """Mean over prompts of pass@k, estimated from S samples of each; errors as in `pass_at_k`."""
     S = rewards_PS.shape[1]
-    return float(np.mean([pass_at_k(S, int(c), k) for c in is_right(rewards_PS).sum(axis=1)]))
+    return float(np.mean([pass_at_k(S, int(c), k) for c in is_correct(rewards_PS).sum(axis=1)]))
 
 
 def _num_cores() -> int:

@@ -1,4 +1,4 @@
-"""A control group (cgroup v2) for one program: what all its processes use together, held by the kernel.
+"""A control group (cgroup v2) for one program: limits on the total usage of its processes.
 
 It needs a group that this user may divide, with memory and pids already handed down, e.g. from
 `systemd-run --user --scope -p Delegate=yes` or a container that may write to its own.
@@ -13,21 +13,21 @@ from pathlib import Path
 from maxlm.sandbox.limits import SandboxLimits
 
 MOUNT = Path('/sys/fs/cgroup')
-NEEDED = {'memory', 'pids'}
+REQUIRED_CONTROLLERS = {'memory', 'pids'}
 # The sandbox's own process in the group.
 OWN_PROCESSES = 1
 
 
-def find_parent(mount: Path = MOUNT, own: Path = Path('/proc/self/cgroup')) -> Path:
+def find_parent(mount: Path = MOUNT, own_cgroup: Path = Path('/proc/self/cgroup')) -> Path:
     """The group that programs' groups can be made in; OSError says why there is none."""
-    lines = own.read_text().splitlines()
+    lines = own_cgroup.read_text().splitlines()
     path = next((line[3:] for line in lines if line.startswith('0::')), None)
     if path is None:
         raise OSError('this process is in no group of cgroup v2')
     parent = mount / path.lstrip('/')
-    handed_down = set((parent / 'cgroup.subtree_control').read_text().split())
-    if not handed_down >= NEEDED:
-        raise OSError(f'{parent} does not hand down {" and ".join(sorted(NEEDED - handed_down))}')
+    delegated = set((parent / 'cgroup.subtree_control').read_text().split())
+    if not delegated >= REQUIRED_CONTROLLERS:
+        raise OSError(f'{parent} does not hand down {" and ".join(sorted(REQUIRED_CONTROLLERS - delegated))}')
     if not os.access(parent, os.W_OK):
         raise OSError(f'{parent} is not ours to divide')
     return parent
@@ -41,7 +41,7 @@ class Group:
         self.parent, self.name = parent, name
 
     def write(self, file: str, text: str) -> None:
-        """One setting."""
+        """Writes one setting."""
         descriptor = os.open(f'{self.name}/{file}', os.O_WRONLY, dir_fd=self.parent)
         try:
             os.write(descriptor, text.encode())
@@ -49,19 +49,19 @@ class Group:
             os.close(descriptor)
 
     def limit(self, limits: SandboxLimits) -> None:
-        """Memory with files in it, no swap, processes."""
+        """Limits memory (including files in memory), swap and processes."""
         self.write('memory.max', str(limits.memory_bytes + limits.disk_bytes))
         with contextlib.suppress(OSError):
             self.write('memory.swap.max', '0')
         self.write('memory.oom.group', '1')
         self.write('pids.max', str(limits.processes + OWN_PROCESSES))
 
-    def entrance(self) -> int:
-        """A descriptor; a process that writes 0 to it is in the group with all its children to come."""
+    def open_procs(self) -> int:
+        """Opens cgroup.procs; a process that writes 0 to it joins the group, with its later children."""
         return os.open(f'{self.name}/cgroup.procs', os.O_WRONLY, dir_fd=self.parent)
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel has killed for memory."""
+        """Returns whether the kernel's OOM killer ran."""
         descriptor = os.open(f'{self.name}/memory.events', os.O_RDONLY, dir_fd=self.parent)
         with os.fdopen(descriptor) as file:
             counts = dict(line.split() for line in file.read().splitlines())
@@ -73,6 +73,6 @@ class Group:
             self.write('cgroup.kill', '1')
 
     def remove(self) -> None:
-        """It is gone, if it is empty."""
+        """Removes the group if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(self.name, dir_fd=self.parent)

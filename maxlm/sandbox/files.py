@@ -1,6 +1,6 @@
-"""A program's folder where it is one on the machine's disk: how much it holds, and its end.
+"""The directory of a program on the machine's disk: its usage and removal.
 
-Whoever filled it meant harm: names and depths are of any length, permissions of any kind, links go anywhere.
+Its content is hostile: names and depths of any length, any permissions, links to anywhere.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from maxlm.sandbox.limits import SandboxLimits
 BLOCK = 512
 
 
-def holds_too_much(folder: str, limits: SandboxLimits) -> bool:
-    """Whether the files of a folder are too many or too large together."""
-    number = size = 0
+def exceeds_limits(folder: str, limits: SandboxLimits) -> bool:
+    """Returns whether the files of a directory exceed the limits on number or total size."""
+    num_files = size = 0
     folders = [folder]
     for path in folders:
         try:
@@ -24,12 +24,12 @@ def holds_too_much(folder: str, limits: SandboxLimits) -> bool:
         except OSError:
             continue
         for entry in entries:
-            number += 1
+            num_files += 1
             with contextlib.suppress(OSError):
                 size += entry.stat(follow_symlinks=False).st_blocks * BLOCK
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
-        if number > limits.files or size > limits.disk_bytes:
+        if num_files > limits.files or size > limits.disk_bytes:
             return True
     return False
 

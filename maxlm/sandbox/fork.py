@@ -22,89 +22,89 @@ from maxlm.sandbox.program.rpc_protocol import Channel
 from maxlm.sandbox.program.unit_tests import run_tests
 
 # Descriptors of the program's and of the tests' process; the first three are the standard streams.
-TALK, ORDER, REPORT, ENTRANCE = 3, 4, 5, 6
-# Of a worker, so that closing all others takes no time even where the kernel closes them one by one.
-MOST_DESCRIPTORS = 256
-OUT_OF_THE_WAY = 100
-LARGEST_ORDER = 1 << 30
-# Of a process that could not be shut in; it has not run a line of the program.
-EXIT_NOT_CONFINED = 121
+CHANNEL, COMMAND, REPORT, CGROUP_PROCS = 3, 4, 5, 6
+# Limit of a worker; keeps closing all descriptors fast.
+MAX_DESCRIPTORS = 256
+FIRST_FREE_DESCRIPTOR = 100
+MAX_COMMAND_BYTES = 1 << 30
+# Isolation of the process failed before it ran any of the program.
+EXIT_NOT_ISOLATED = 121
 
 
 def fork(child: Callable[[], object]) -> int:
     """Runs `child` in a new process, which ends with it whatever happens; the process's number."""
-    number = os.fork()
-    if number:
-        return number
+    pid = os.fork()
+    if pid:
+        return pid
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         child()
     except BaseException as error:
         os.write(2, f'sandbox: {type(error).__name__}: {error}\n'.encode(errors='replace'))
     finally:
-        os._exit(EXIT_NOT_CONFINED)
+        os._exit(EXIT_NOT_ISOLATED)
 
 
-def arrange(descriptors: list[int]) -> None:
-    """The descriptors become 0, 1, 2 …; all others are closed."""
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, OUT_OF_THE_WAY) for descriptor in descriptors]
-    for place, descriptor in enumerate(high):
-        os.dup2(descriptor, place)
-    os.closerange(len(descriptors), MOST_DESCRIPTORS)
+def remap_descriptors(descriptors: list[int]) -> None:
+    """Renumbers the descriptors to 0, 1, 2 … and closes all others."""
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FIRST_FREE_DESCRIPTOR) for descriptor in descriptors]
+    for index, descriptor in enumerate(high):
+        os.dup2(descriptor, index)
+    os.closerange(len(descriptors), MAX_DESCRIPTORS)
 
 
-def read_order(descriptor: int) -> dict:
-    """What to do, in JSON up to the end of the pipe; {} if the judge has gone."""
+def read_command(descriptor: int) -> dict:
+    """Reads a JSON command up to the end of the pipe; {} if the monitor has ended."""
     with os.fdopen(descriptor, 'rb') as pipe:
-        data = pipe.read(LARGEST_ORDER)
+        data = pipe.read(MAX_COMMAND_BYTES)
     return json.loads(data) if data else {}
 
 
-def first_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
+def init_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
     """Runs the program in a child and reports its exit code and CPU seconds in JSON."""
-    arrange(descriptors)
+    remap_descriptors(descriptors)
     os.setsid()
     if sys.platform.startswith('linux'):
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 'prctl')
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
-    os.write(ENTRANCE, b'0')
-    order = read_order(ORDER)
-    if not order:
+    os.write(CGROUP_PROCS, b'0')
+    command = read_command(COMMAND)
+    if not command:
         os._exit(0)
-    limits = SandboxLimits(**order['limits'])
-    folder = confinement.new_folder(limits, order['folder'])
+    limits = SandboxLimits(**command['limits'])
+    folder = confinement.new_folder(limits, command['folder'])
 
     def program() -> None:
-        os.closerange(TALK + 1 if order['tested'] else TALK, MOST_DESCRIPTORS)
-        confinement.shut_in(limits, folder, is_program=True)
-        run_text(order['text'], Channel(TALK) if order['tested'] else None, folder)
+        os.closerange(CHANNEL + 1 if command['tested'] else CHANNEL, MAX_DESCRIPTORS)
+        confinement.enter(limits, folder, is_program=True)
+        run_text(command['text'], Channel(CHANNEL) if command['tested'] else None, folder)
 
-    number = fork(program)
+    pid = fork(program)
     # Else the program's end would not be the end of its streams and of the tests' channel.
-    arrange([os.open(os.devnull, os.O_RDWR)] * 4 + [REPORT, REPORT])
+    remap_descriptors([os.open(os.devnull, os.O_RDWR)] * 4 + [REPORT, REPORT])
     while True:
-        ended, status, usage = os.wait4(-1, 0)
-        if ended == number:
+        ended_pid, status, usage = os.wait4(-1, 0)
+        if ended_pid == pid:
             break
-    facts = {'code': os.waitstatus_to_exitcode(status), 'cpu': usage.ru_utime + usage.ru_stime}
-    os.write(REPORT, json.dumps(facts).encode())
+    result = {'code': os.waitstatus_to_exitcode(status), 'cpu': usage.ru_utime + usage.ru_stime}
+    os.write(REPORT, json.dumps(result).encode())
     os._exit(0)
 
 
 def tests_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
     """Runs the tests and reports on each in a line of JSON."""
-    arrange(descriptors)
+    remap_descriptors(descriptors)
     os.setsid()
-    order = read_order(ORDER)
-    if not order:
+    command = read_command(COMMAND)
+    if not command:
         os._exit(0)
-    limits = SandboxLimits(**order['limits'])
-    folder = confinement.new_folder(limits, order['folder'])
+    limits = SandboxLimits(**command['limits'])
+    folder = confinement.new_folder(limits, command['folder'])
     # Their own report has no need of the limits on files and output.
-    confinement.shut_in(limits._replace(cpu_seconds=limits.wall_seconds), folder, is_program=False)
+    confinement.enter(limits._replace(cpu_seconds=limits.wall_seconds), folder, is_program=False)
 
     def report(line: list) -> None:
         os.write(REPORT, json.dumps(line).encode() + b'\n')
 
-    run_tests(order['tests'], Channel(TALK), report)
+    run_tests(command['tests'], Channel(CHANNEL), report)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The walls around a program, built as far as the machine allows, and named.
+"""Isolation of programs, with the mechanisms that the machine allows.
 
 A worker builds what all its programs share (namespaces, a root folder that holds only Python) once; each program adds
 its own (process numbers, folder, limits, identity, Landlock, seccomp). What the kernel refuses is left out, with the
@@ -36,7 +36,7 @@ PROCESS_NAMESPACE = 'process namespace'
 MECHANISMS = (*NAMESPACES, PROCESS_NAMESPACE, 'own user', 'user namespace', 'landlock', 'seccomp', 'cgroup')
 # Not a mechanism but a privilege; without it a worker does as one that an ordinary user has started.
 ROOT = 'root'
-# Where a new root folder can be put up; what lies there is only hidden, in the worker's own view of files.
+# Candidates for the mount point of the new root. Their files are hidden only in the worker's mount namespace.
 MOUNT_POINTS = ('/mnt', '/media', '/srv', '/opt', '/tmp')
 WORK_FOLDER = '/tmp'
 # Identities that no account has, out of reach of what is left of a program that went before.
@@ -47,7 +47,7 @@ PENDING_SIGNALS = 64
 
 
 class IsolationError(Exception):
-    """A mechanism that the machine does not give."""
+    """A mechanism that the machine does not provide."""
 
     def __init__(self, mechanism: str, error: Exception):
         super().__init__(f'{mechanism}: {error}')
@@ -62,16 +62,16 @@ class Users(NamedTuple):
 
 
 class Confinement:
-    """What a worker has built, and how each of its processes is shut in.
+    """The isolation that a worker has set up, and that each of its processes enters.
 
-    has: the mechanisms in use. refused: mechanism to the kernel's reason. users: where the worker may change identity.
+    enabled: the mechanisms in use. refused: mechanism to the kernel's reason. users: if the worker may change identity.
     """
 
     def __init__(self, without: frozenset[str], folder: str | None = None):
         """Builds the worker's share. `folder`: where programs get their folders if there is no mount namespace."""
         self.without = without
         self.folder = folder
-        self.has: set[str] = set()
+        self.enabled: set[str] = set()
         self.refused: dict[str, str] = {}
         self.users: Users | None = None
         self.readable = python_paths.readable_paths()
@@ -92,46 +92,46 @@ class Confinement:
             self.attempt('user namespace', new_user_namespace)
         for name, flag in NAMESPACES.items():
             self.attempt(name, functools.partial(syscalls.unshare, flag))
-        if 'mount namespace' in self.has:
+        if 'mount namespace' in self.enabled:
             self.attempt('mount namespace', self.build_root)
         self.attempt('landlock', landlock.version)
-        self.has |= {'seccomp'} - without
+        self.enabled |= {'seccomp'} - without
 
     def attempt(self, mechanism: str, build: Callable[[], object]) -> None:
         """Builds it unless it is switched off; an OSError is remembered as the reason that it is missing."""
         if mechanism in self.without:
-            self.leave_out(mechanism, 'switched off')
+            self.disable(mechanism, 'switched off')
             return
         try:
             build()
         except OSError as error:
-            self.leave_out(mechanism, str(error))
+            self.disable(mechanism, str(error))
         else:
-            self.has.add(mechanism)
+            self.enabled.add(mechanism)
 
-    def leave_out(self, mechanism: str, reason: str) -> None:
-        """Goes on without it."""
-        self.has.discard(mechanism)
+    def disable(self, mechanism: str, reason: str) -> None:
+        """Disables a mechanism."""
+        self.enabled.discard(mechanism)
         self.refused[mechanism] = reason
         if mechanism == 'own user':
             self.users = None
 
     def build_root(self) -> None:
         """A root folder of Python's files, read-only, at the paths that they have anyway."""
-        used = [*self.readable, *self.devices]
+        paths = [*self.readable, *self.devices]
         points = (point for point in MOUNT_POINTS if os.path.isdir(point))
-        free = (point for point in points if not any(path.startswith(f'{point}/') for path in used))
+        free = (point for point in points if not any(path.startswith(f'{point}/') for path in paths))
         point = next(free, None)
         if point is None:
             raise OSError('no folder to put up a root folder at')
-        here, links = sys.base_prefix, python_paths.links()
+        base_prefix, links = sys.base_prefix, python_paths.links()
         syscalls.mount('none', '/', None, syscalls.MS_REC | syscalls.MS_PRIVATE)
         flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
         syscalls.mount('tmpfs', point, 'tmpfs', flags, 'size=1m,nr_inodes=1000,mode=755')
-        for path in used:
+        for path in paths:
             target = point + path
-            inside = path == here or path.startswith(f'{here}/')
-            source = os.path.join('.', os.path.relpath(path, here)) if inside else path
+            inside = path == base_prefix or path.startswith(f'{base_prefix}/')
+            source = os.path.join('.', os.path.relpath(path, base_prefix)) if inside else path
             if os.path.isdir(source):
                 os.makedirs(target)
             else:
@@ -147,7 +147,7 @@ class Confinement:
         syscalls.change_root(point)
         syscalls.mount('none', '/', None, flags | syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY)
 
-    def number_the_worker(self) -> None:
+    def unshare_worker_pids(self) -> None:
         """The next child of this process is number 1 of its own, sees no others, and ends with all of its own.
 
         To be called last: a process can have only one such child.
@@ -155,16 +155,16 @@ class Confinement:
         if sys.platform.startswith('linux'):
             self.attempt(PROCESS_NAMESPACE, lambda: syscalls.unshare(syscalls.CLONE_NEWPID))
 
-    def number_the_program(self) -> None:
-        """The same for a program, where the worker could do it."""
-        if PROCESS_NAMESPACE in self.has:
+    def unshare_program_pids(self) -> None:
+        """Unshares process numbers for a program, where the worker could do it."""
+        if PROCESS_NAMESPACE in self.enabled:
             syscalls.unshare(syscalls.CLONE_NEWPID)
 
     def new_folder(self, limits: SandboxLimits, folder: str | None) -> str:
         """An empty folder that ends with the process, its size limited; without a mount namespace it is `folder`."""
-        if 'ipc namespace' in self.has:
+        if 'ipc namespace' in self.enabled:
             syscalls.unshare(syscalls.CLONE_NEWIPC)
-        if 'mount namespace' not in self.has:
+        if 'mount namespace' not in self.enabled:
             assert folder is not None
             return folder
         syscalls.unshare(syscalls.CLONE_NEWNS)
@@ -172,8 +172,8 @@ class Confinement:
         syscalls.mount('tmpfs', WORK_FOLDER, 'tmpfs', syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
         return WORK_FOLDER
 
-    def shut_in(self, limits: SandboxLimits, folder: str, *, is_program: bool) -> None:
-        """This process, for good: no privileges, the limits, one folder. Refused names the mechanism that failed."""
+    def enter(self, limits: SandboxLimits, folder: str, *, is_program: bool) -> None:
+        """Isolates this process for good: no privileges, limits, one directory. IsolationError names what failed."""
         os.chdir(folder)
         set_limits(limits, own_processes=0 if self.users else OWN_PROCESSES)
         if not sys.platform.startswith('linux'):
@@ -183,15 +183,16 @@ class Confinement:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 'prctl')
         syscalls.drop_capabilities()
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1, 'prctl')
-        if 'landlock' in self.has:
+        if 'landlock' in self.enabled:
             try:
                 landlock.restrict([*self.readable, *self.devices], [folder, '/dev/null', '/dev/zero'])
             except OSError as error:
                 raise IsolationError('landlock', error) from error
-        if 'seccomp' in self.has:
+        if 'seccomp' in self.enabled:
             try:
                 seccomp.restrict(
-                    only_itself=PROCESS_NAMESPACE not in self.has, paths_shown='mount namespace' not in self.has
+                    own_process_only=PROCESS_NAMESPACE not in self.enabled,
+                    files_visible='mount namespace' not in self.enabled,
                 )
             except OSError as error:
                 raise IsolationError('seccomp', error) from error
@@ -230,7 +231,7 @@ def set_limits(limits: SandboxLimits, *, own_processes: int) -> None:
     """The limits that the kernel holds for each process."""
     cpu = math.ceil(limits.cpu_seconds)
     processes = limits.processes + (own_processes and own_processes + user_processes())
-    wanted = {
+    rlimits = {
         'RLIMIT_CPU': (cpu, cpu + 1),
         'RLIMIT_AS': limits.memory_bytes,
         'RLIMIT_FSIZE': limits.file_bytes,
@@ -241,7 +242,7 @@ def set_limits(limits: SandboxLimits, *, own_processes: int) -> None:
         'RLIMIT_MSGQUEUE': 0,
         'RLIMIT_SIGPENDING': PENDING_SIGNALS,
     }
-    for name, value in wanted.items():
+    for name, value in rlimits.items():
         kind = getattr(resource, name, None)
         if kind is None:
             continue
@@ -252,38 +253,38 @@ def set_limits(limits: SandboxLimits, *, own_processes: int) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def trial(confinement: Confinement) -> None:
-    """Shuts in children until one can work, leaving out what fails; RuntimeError if Python itself is out of reach."""
+def probe(confinement: Confinement) -> None:
+    """Isolates child processes until one works, disabling mechanisms that fail; RuntimeError if Python cannot run."""
     while True:
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            try_once(confinement, writer)
+            probe_once(confinement, writer)
         os.close(writer)
         with os.fdopen(reader) as pipe:
             failed, _, reason = pipe.read().partition('\n')
         os.waitpid(child, 0)
         if failed == 'ok':
             return
-        if failed not in confinement.has:
+        if failed not in confinement.enabled:
             raise RuntimeError(f'no program can be run in the sandbox: {reason or "the trial process died"}')
-        confinement.leave_out(failed, reason)
+        confinement.disable(failed, reason)
 
 
-def try_once(confinement: Confinement, writer: int) -> NoReturn:
-    """The child: is shut in as a program is, reads a file of the standard library, says what stopped it."""
-    answer = '\nthe trial process failed'
+def probe_once(confinement: Confinement, writer: int) -> NoReturn:
+    """The child: enters isolation as a program does, reads a file of the standard library, reports what failed."""
+    message = '\nthe trial process failed'
     try:
         folder = confinement.new_folder(SandboxLimits(), confinement.folder)
-        confinement.shut_in(SandboxLimits(), folder, is_program=True)
-        answer = 'ok\n'
+        confinement.enter(SandboxLimits(), folder, is_program=True)
+        message = 'ok\n'
         with open(os.__file__, 'rb') as file:
             file.read(1)
     except IsolationError as error:
-        answer = f'{error.mechanism}\n{error}'
+        message = f'{error.mechanism}\n{error}'
     except OSError as error:
         # Whoever cannot read Python's files is one user too many; anything else speaks for itself.
-        answer = f'{"own user" if confinement.users else ""}\n{error}'
+        message = f'{"own user" if confinement.users else ""}\n{error}'
     finally:
-        os.write(writer, answer.encode())
+        os.write(writer, message.encode())
         os._exit(0)

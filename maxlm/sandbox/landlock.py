@@ -17,13 +17,15 @@ RIGHTS = (
     *('execute', 'write_file', 'read_file', 'read_dir', 'remove_dir', 'remove_file', 'make_char', 'make_dir'),
     *('make_reg', 'make_sock', 'make_fifo', 'make_block', 'make_sym', 'refer', 'truncate', 'ioctl_dev'),
 )
-BIT = {name: 1 << index for index, name in enumerate(RIGHTS)}
-# How many of the rights a version of the interface knows.
-KNOWN = {1: 13, 2: 14, 3: 15, 4: 15}
-READ = BIT['read_file'] | BIT['read_dir']
+RIGHT_BITS = {name: 1 << index for index, name in enumerate(RIGHTS)}
+# Number of rights by version of the ABI.
+NUM_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}
+READ = RIGHT_BITS['read_file'] | RIGHT_BITS['read_dir']
 # No devices, no sockets, and no programs to start.
-WRITE = sum(BIT.values()) & ~(BIT['execute'] | BIT['make_char'] | BIT['make_block'] | BIT['make_sock'])
-OF_A_FILE = BIT['read_file'] | BIT['write_file'] | BIT['truncate']
+WRITE = sum(RIGHT_BITS.values()) & ~(
+    RIGHT_BITS['execute'] | RIGHT_BITS['make_char'] | RIGHT_BITS['make_block'] | RIGHT_BITS['make_sock']
+)
+FILE_RIGHTS = RIGHT_BITS['read_file'] | RIGHT_BITS['write_file'] | RIGHT_BITS['truncate']
 TCP = 0b11
 SCOPES = 0b11
 
@@ -40,7 +42,7 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
     no_new_privs. Paths that are not there are left out.
     """
     abi = version()
-    handled = (1 << KNOWN.get(abi, len(RIGHTS))) - 1
+    handled = (1 << NUM_RIGHTS_BY_ABI.get(abi, len(RIGHTS))) - 1
     fields = [handled, *([TCP] if abi >= 4 else []), *([SCOPES] if abi >= 6 else [])]
     attributes = (ctypes.c_uint64 * len(fields))(*fields)
     ruleset = system_call(NR_CREATE_RULESET, attributes, 8 * len(fields), 0, what='landlock_create_ruleset')
@@ -61,7 +63,7 @@ def add_path(ruleset: int, path: str, allowed: int) -> None:
         return
     try:
         if not os.path.isdir(path):
-            allowed &= OF_A_FILE
+            allowed &= FILE_RIGHTS
         rule = struct.pack('=Qi', allowed, descriptor)
         system_call(NR_ADD_RULE, ruleset, RULE_PATH_BENEATH, rule, 0, what='landlock_add_rule')
     finally:

@@ -11,9 +11,9 @@ MIB = 1 << 20
 
 
 class SandboxLimits(NamedTuple):
-    """Of one program with all processes that it starts. Sizes are bytes."""
+    """Limits of one program with all processes that it starts. Sizes are bytes."""
 
-    # Of one process; rounded up to a whole second.
+    # CPU time of one process, rounded up to a whole second.
     cpu_seconds: float = 5.0
     # From the start of the program to the end of its tests.
     wall_seconds: float = 10.0

@@ -1,4 +1,4 @@
-"""One program from its arrival to its verdict: a process of its own, which watches, stops, and never runs any of it."""
+"""Monitors one program from its arrival to its result, in a separate process that never runs any of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import time
 from typing import Any, NoReturn
 
 from maxlm.sandbox import cgroup, fork
-from maxlm.sandbox.files import holds_too_much, remove
+from maxlm.sandbox.files import exceeds_limits, remove
 from maxlm.sandbox.isolation import PROCESS_NAMESPACE, Confinement, drop_to_user
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.process_tree import ProcessTree, reap
@@ -24,11 +24,11 @@ PLAIN, TESTED = b'P', b'T'
 WATCH_SECONDS = 0.05
 # For the tests to say which of them can pass no more, and for pipes to end, once the program has been stopped.
 GRACE_SECONDS = 0.5
-# A judge that was away for so long has been stopped itself, with the machine or by a debugger, and adds that time.
-AWAY_SECONDS = 1.0
+# A longer pause means that the monitor itself was suspended; the deadline is extended by it.
+SUSPENDED_SECONDS = 1.0
 CHUNK = 1 << 16
-KEPT_OF_STDERR = 8 << 10
-MOST_NOTES = 20
+MAX_STDERR_BYTES = 8 << 10
+MAX_NOTES = 20
 # CPU time is charged in ticks.
 CPU_SLACK = 0.2
 
@@ -36,47 +36,51 @@ CPU_SLACK = 0.2
 class ProcessMonitor:
     """The processes of one program, seen from outside."""
 
-    def __init__(self, confinement: Confinement, tree: ProcessTree | None, groups: int | None, tested: bool):
-        """Starts the processes, which wait for orders. groups: a folder of cgroups. tested: there will be tests."""
+    def __init__(self, confinement: Confinement, tree: ProcessTree | None, cgroup_parent: int | None, has_tests: bool):
+        """Starts the processes, which wait for commands. cgroup_parent: descriptor. has_tests: there will be tests."""
         self.confinement, self.tree = confinement, tree
-        self.group = cgroup.Group(groups, f'maxlm-{os.getpid()}-{os.urandom(4).hex()}') if groups is not None else None
+        self.group = (
+            cgroup.Group(cgroup_parent, f'maxlm-{os.getpid()}-{os.urandom(4).hex()}')
+            if cgroup_parent is not None
+            else None
+        )
         users = confinement.users
         self.folder = self.make_folder('program', users.program if users else -1)
-        self.tests_folder = self.make_folder('tests', users.tests if users else -1) if tested else None
+        self.tests_folder = self.make_folder('tests', users.tests if users else -1) if has_tests else None
         null = os.open(os.devnull, os.O_RDWR)
-        near, far = socket.socketpair() if tested else (None, None)
-        self.tests_order = self.report = -1
-        self.tester = 0
-        theirs = []
-        if far is not None:
-            order, self.tests_order = os.pipe()
+        program_socket, tests_socket = socket.socketpair() if has_tests else (None, None)
+        self.tests_command = self.report = -1
+        self.tests_pid = 0
+        child_descriptors = []
+        if tests_socket is not None:
+            command, self.tests_command = os.pipe()
             self.report, report = os.pipe()
-            theirs += [order, report]
-            files = [null, null, null, far.fileno(), order, report]
-            self.tester = fork.fork(lambda: fork.tests_process(confinement, files))
-            self.tester_handle = os.pidfd_open(self.tester)
-        entrance = self.group.entrance() if self.group else null
+            child_descriptors += [command, report]
+            files = [null, null, null, tests_socket.fileno(), command, report]
+            self.tests_pid = fork.fork(lambda: fork.tests_process(confinement, files))
+            self.tests_pidfd = os.pidfd_open(self.tests_pid)
+        cgroup_procs = self.group.open_procs() if self.group else null
         (stdin, self.stdin), (self.stdout, stdout), (self.stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
-        (order, self.order), (self.status, status) = os.pipe(), os.pipe()
-        talk = near.fileno() if near is not None else null
-        places = [stdin, stdout, stderr, talk, order, status, entrance]
-        confinement.number_the_program()
+        (command, self.command), (self.status, status) = os.pipe(), os.pipe()
+        channel = program_socket.fileno() if program_socket is not None else null
+        descriptors = [stdin, stdout, stderr, channel, command, status, cgroup_procs]
+        confinement.unshare_program_pids()
         # Not by its number, which is another's as soon as it has been reaped.
-        self.first_handle = os.pidfd_open(fork.fork(lambda: fork.first_process(confinement, places)))
-        for descriptor in {stdin, stdout, stderr, order, status, entrance, null, *theirs}:
+        self.init_pidfd = os.pidfd_open(fork.fork(lambda: fork.init_process(confinement, descriptors)))
+        for descriptor in {stdin, stdout, stderr, command, status, cgroup_procs, null, *child_descriptors}:
             os.close(descriptor)
-        for end in (near, far):
-            if end is not None:
-                end.close()
-        self.read: dict[int, bytearray] = {
+        for side in (program_socket, tests_socket):
+            if side is not None:
+                side.close()
+        self.buffers: dict[int, bytearray] = {
             descriptor: bytearray()
             for descriptor in (self.stdout, self.stderr, self.status, self.report)
             if descriptor >= 0
         }
-        self.cause = ''
+        self.stop_reason = ''
 
     def make_folder(self, name: str, user: int) -> str | None:
-        """A folder for a process where it cannot have one that ends with it."""
+        """Makes a directory for a process without a mount namespace."""
         if self.confinement.folder is None:
             return None
         folder = f'{self.confinement.folder}/{name}'
@@ -85,123 +89,123 @@ class ProcessMonitor:
         return folder
 
     def run(self, request: dict[str, Any], connection: socket.socket) -> dict[str, Any]:
-        """Gives the orders, watches until the end, and says how it went."""
+        """Sends the commands, watches until the end, and returns the result."""
         limits = SandboxLimits(**request['limits'])
         if self.group:
             self.group.limit(limits)
-        began = time.monotonic()
-        tested, order = bool(self.tester), {'limits': request['limits']}
-        write_files(self.order, {**order, 'folder': self.folder, 'text': request['text'], 'tested': tested})
-        if tested:
-            write_files(self.tests_order, {**order, 'folder': self.tests_folder, 'tests': request['tests']})
-        self.watch(limits, request['stdin'].encode(errors='surrogatepass'), connection, began)
-        seconds = time.monotonic() - began
+        start = time.monotonic()
+        has_tests, command = bool(self.tests_pid), {'limits': request['limits']}
+        write_command(self.command, {**command, 'folder': self.folder, 'text': request['text'], 'tested': has_tests})
+        if has_tests:
+            write_command(self.tests_command, {**command, 'folder': self.tests_folder, 'tests': request['tests']})
+        self.watch(limits, request['stdin'].encode(errors='surrogatepass'), connection, start)
+        seconds = time.monotonic() - start
         self.kill()
-        verdict = self.verdict(limits, seconds)
+        result = self.result(limits, seconds)
         self.clean_up()
-        return verdict
+        return result
 
-    def watch(self, limits: SandboxLimits, stdin: bytes, connection: socket.socket, began: float) -> None:
+    def watch(self, limits: SandboxLimits, stdin: bytes, connection: socket.socket, start: float) -> None:
         """Moves what the processes read and write until all has ended or a limit has been passed."""
         poll = select.poll()
-        waiting = set(self.read)
+        waiting = set(self.buffers)
         for descriptor in (*waiting, self.stdin):
             os.set_blocking(descriptor, False)
             poll.register(descriptor, select.POLLOUT if descriptor == self.stdin else select.POLLIN)
         poll.register(connection, getattr(select, 'POLLRDHUP', select.POLLHUP))
-        deadline, looked, last = began + limits.wall_seconds, began, began
-        left = memoryview(stdin)
+        deadline, last_check, last_poll = start + limits.wall_seconds, start, start
+        remaining = memoryview(stdin)
         while waiting:
             now = time.monotonic()
-            if now - last > AWAY_SECONDS:
-                deadline += now - last
-            last = now
+            if now - last_poll > SUSPENDED_SECONDS:
+                deadline += now - last_poll
+            last_poll = now
             if now >= deadline:
-                if self.cause:
+                if self.stop_reason:
                     return
                 self.stop('timeout')
-            if self.cause:
+            if self.stop_reason:
                 deadline = min(deadline, now + GRACE_SECONDS) if deadline > now else now + GRACE_SECONDS
-            if now - looked >= WATCH_SECONDS and not self.cause:
-                looked = now
-                self.look(limits)
+            if now - last_check >= WATCH_SECONDS and not self.stop_reason:
+                last_check = now
+                self.check_usage(limits)
             for descriptor, event in poll.poll(1000 * max(0.0, min(WATCH_SECONDS, deadline - time.monotonic()))):
                 if descriptor == connection.fileno():
                     self.kill()
                     os._exit(0)
                 if descriptor == self.stdin:
-                    left = self.feed(left, event)
-                    if not left:
+                    remaining = self.write_stdin(remaining, event)
+                    if not remaining:
                         poll.unregister(self.stdin)
                         os.close(self.stdin)
-                elif not self.take(descriptor, limits):
+                elif not self.read_output(descriptor, limits):
                     poll.unregister(descriptor)
                     waiting.discard(descriptor)
                     # The tests are done, or the program is: what it has left behind may hold its streams open.
                     if descriptor in (self.report, self.status):
                         self.kill()
 
-    def feed(self, left: memoryview, event: int) -> memoryview:
-        """Writes to the program's stdin; what is left of it."""
+    def write_stdin(self, remaining: memoryview, event: int) -> memoryview:
+        """Writes to the program's stdin; returns the remaining bytes."""
         if event & (select.POLLERR | select.POLLHUP):
             return memoryview(b'')
         try:
-            return left[os.write(self.stdin, left[:CHUNK]) :] if left else left
+            return remaining[os.write(self.stdin, remaining[:CHUNK]) :] if remaining else remaining
         except BlockingIOError:
-            return left
+            return remaining
         except OSError:
             return memoryview(b'')
 
-    def take(self, descriptor: int, limits: SandboxLimits) -> bool:
-        """Reads a part; False at the end."""
+    def read_output(self, descriptor: int, limits: SandboxLimits) -> bool:
+        """Reads a chunk; returns False at the end."""
         try:
-            part = os.read(descriptor, CHUNK)
+            chunk = os.read(descriptor, CHUNK)
         except BlockingIOError:
             return True
-        room = limits.output_bytes - len(self.read[self.stdout]) - len(self.read[self.stderr])
+        remaining = limits.output_bytes - len(self.buffers[self.stdout]) - len(self.buffers[self.stderr])
         if descriptor not in (self.stdout, self.stderr):
-            self.read[descriptor] += part
+            self.buffers[descriptor] += chunk
         else:
-            self.read[descriptor] += part[: max(0, room)]
-            if len(part) > room:
+            self.buffers[descriptor] += chunk[: max(0, remaining)]
+            if len(chunk) > remaining:
                 self.stop('output')
-        return bool(part)
+        return bool(chunk)
 
-    def look(self, limits: SandboxLimits) -> None:
-        """Stops what holds too much memory or, where nothing else limits it, disk."""
+    def check_usage(self, limits: SandboxLimits) -> None:
+        """Stops a program that uses too much memory or, where nothing else limits it, disk."""
         if self.tree is not None and self.tree.memory(limits.memory_bytes) > limits.memory_bytes:
             self.stop('memory')
-        if self.folder is not None and holds_too_much(self.folder, limits):
+        if self.folder is not None and exceeds_limits(self.folder, limits):
             self.stop('disk')
 
-    def stop(self, cause: str) -> None:
-        """Ends the program for that cause, the first one if there are several."""
-        if not self.cause:
-            self.cause = cause
+    def stop(self, reason: str) -> None:
+        """Stops the program; the first reason is kept."""
+        if not self.stop_reason:
+            self.stop_reason = reason
             self.kill()
 
     def kill(self) -> None:
         """Ends all processes of the program."""
         if self.group:
-            if not self.cause and self.group.out_of_memory():
-                self.cause = 'memory'
+            if not self.stop_reason and self.group.out_of_memory():
+                self.stop_reason = 'memory'
             self.group.kill()
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.first_handle, signal.SIGKILL)
-        if PROCESS_NAMESPACE not in self.confinement.has:
+            signal.pidfd_send_signal(self.init_pidfd, signal.SIGKILL)
+        if PROCESS_NAMESPACE not in self.confinement.enabled:
             if self.confinement.users:
                 user = self.confinement.users.program
-                os.waitpid(fork.fork(lambda: kill_tree(user)), 0)
+                os.waitpid(fork.fork(lambda: kill_user(user)), 0)
             if self.tree is not None:
-                self.tree.sweep(spare=str(self.tester))
+                self.tree.kill_all(exclude=str(self.tests_pid))
 
     def clean_up(self) -> None:
-        """Nothing is left of the program or its tests."""
-        if self.tester:
+        """Removes all processes and files of the program and its tests."""
+        if self.tests_pid:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.tester_handle, signal.SIGKILL)
-        if PROCESS_NAMESPACE not in self.confinement.has and self.tree is not None:
-            self.tree.sweep()
+                signal.pidfd_send_signal(self.tests_pidfd, signal.SIGKILL)
+        if PROCESS_NAMESPACE not in self.confinement.enabled and self.tree is not None:
+            self.tree.kill_all()
         deadline = time.monotonic() + GRACE_SECONDS
         while reap() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -211,58 +215,65 @@ class ProcessMonitor:
             if folder is not None:
                 remove(folder)
 
-    def verdict(self, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
-        """What is known once all has ended."""
-        status = self.read[self.status]
-        facts: dict[str, Any] = json.loads(bytes(status)) if status else {'code': None, 'cpu': 0.0}
-        stdout, stderr = (bytes(self.read[place]).decode(errors='replace') for place in (self.stdout, self.stderr))
-        total, passed, notes, broken = usage(bytes(self.read.get(self.report, b'')))
-        code = facts['code']
-        if self.cause:
-            result = {'disk': 'killed'}.get(self.cause, self.cause)
-            notes.append(f'stopped: {self.cause} limit')
-        elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and facts['cpu'] > limits.cpu_seconds - CPU_SLACK):
+    def result(self, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
+        """Returns the result once all processes have ended."""
+        status = self.buffers[self.status]
+        exit_info: dict[str, Any] = json.loads(bytes(status)) if status else {'code': None, 'cpu': 0.0}
+        stdout, stderr = (
+            bytes(self.buffers[descriptor]).decode(errors='replace') for descriptor in (self.stdout, self.stderr)
+        )
+        total, passed, notes, has_error = parse_report(bytes(self.buffers.get(self.report, b'')))
+        code = exit_info['code']
+        if self.stop_reason:
+            result = {'disk': 'killed'}.get(self.stop_reason, self.stop_reason)
+            notes.append(f'stopped: {self.stop_reason} limit')
+        elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and exit_info['cpu'] > limits.cpu_seconds - CPU_SLACK):
             result = 'timeout'
             notes.append(f'stopped: {limits.cpu_seconds:g} s of CPU time')
         elif code == -signal.SIGKILL:
             result = 'killed'
-        elif self.tester and total and passed == total and not broken:
+        elif self.tests_pid and total and passed == total and not has_error:
             result = 'passed'
-        elif code is None and not self.tester:
+        elif code is None and not self.tests_pid:
             result = 'killed'
         elif code not in (0, None):
             result = 'memory' if stderr.rstrip().rpartition('\n')[2].startswith('MemoryError') else 'error'
-        elif self.tester:
-            result = 'error' if broken or not total else 'failed'
+        elif self.tests_pid:
+            result = 'error' if has_error or not total else 'failed'
         else:
             result = 'passed'
-        if self.tester and not total and not broken:
+        if self.tests_pid and not total and not has_error:
             notes.append('there is no test in the tests')
-        if code == fork.EXIT_NOT_CONFINED:
+        if code == fork.EXIT_NOT_ISOLATED:
             notes.append('the program may not have been started')
-        said = ''.join(f'sandbox: {note}\n' for note in notes[:MOST_NOTES])
+        note_lines = ''.join(f'sandbox: {note}\n' for note in notes[:MAX_NOTES])
         return {
-            **{'status': result, 'stdout': stdout, 'stderr': stderr[-KEPT_OF_STDERR:] + said, 'seconds': seconds},
+            **{
+                'status': result,
+                'stdout': stdout,
+                'stderr': stderr[-MAX_STDERR_BYTES:] + note_lines,
+                'seconds': seconds,
+            },
             **{'exit_code': code, 'tests': total, 'tests_passed': passed},
         }
 
 
-def kill_tree(user: int) -> None:
-    """Ends every process of a user, of which this one becomes the last."""
+def kill_user(user: int) -> None:
+    """Kills every process of a user, including this one."""
     drop_to_user(user)
     os.kill(-1, signal.SIGKILL)
 
 
-def write_files(descriptor: int, order: dict[str, Any]) -> None:
-    """Writes an order and closes the pipe; a process that has gone is noticed elsewhere."""
+def write_command(descriptor: int, command: dict[str, Any]) -> None:
+    """Writes a command and closes the pipe; a process that has ended is noticed elsewhere."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, 'wb') as pipe:
-        pipe.write(json.dumps(order).encode())
+        pipe.write(json.dumps(command).encode())
 
 
-def usage(report: bytes) -> tuple[int, int, list[str], bool]:
-    """Tests, those passed, reasons of the others, whether something went wrong before or between tests."""
+def parse_report(report: bytes) -> tuple[int, int, list[str], bool]:
+    """Returns the numbers of tests and passed tests, failure reasons, and whether an error occurred outside tests."""
     total = counted = passed = 0
-    notes, broken = [], False
+    notes, has_error = [], False
     for line in report.splitlines(keepends=True):
         # The tests' process was stopped while it wrote.
         if not line.endswith(b'\n'):
@@ -273,19 +284,19 @@ def usage(report: bytes) -> tuple[int, int, list[str], bool]:
             continue
         counted += kind != 'error'
         passed += kind == 'pass'
-        broken = broken or kind == 'error'
+        has_error = has_error or kind == 'error'
         notes += rest
-    return max(total, counted), passed, notes, broken
+    return max(total, counted), passed, notes, has_error
 
 
-def judge_next(
-    connection: socket.socket, confinement: Confinement, tree: ProcessTree | None, groups: int | None
+def monitor_next(
+    connection: socket.socket, confinement: Confinement, tree: ProcessTree | None, cgroup_parent: int | None
 ) -> NoReturn:
     """Reads one request, only after the program's processes have been forked, and answers it."""
-    tested = connection.recv(1, socket.MSG_PEEK) == TESTED
-    judge = ProcessMonitor(confinement, tree, groups, tested)
+    has_tests = connection.recv(1, socket.MSG_PEEK) == TESTED
+    process_monitor = ProcessMonitor(confinement, tree, cgroup_parent, has_tests)
     _, request = receive(connection)
-    send(connection, PLAIN, judge.run(request, connection))
+    send(connection, PLAIN, process_monitor.run(request, connection))
     os._exit(0)
 
 
@@ -298,14 +309,14 @@ def send(connection: socket.socket, kind: bytes, message: dict[str, Any]) -> Non
 def receive(connection: socket.socket) -> tuple[bytes, dict[str, Any]]:
     """One message; EOFError if the other end is closed."""
 
-    def exactly(length: int) -> bytes:
+    def read_exactly(length: int) -> bytes:
         data = bytearray()
         while len(data) < length:
-            part = connection.recv(min(length - len(data), 1 << 20))
-            if not part:
+            chunk = connection.recv(min(length - len(data), 1 << 20))
+            if not chunk:
                 raise EOFError('the other end is closed')
-            data += part
+            data += chunk
         return bytes(data)
 
-    kind, length = HEADER.unpack(exactly(HEADER.size))
-    return kind, json.loads(exactly(length))
+    kind, length = HEADER.unpack(read_exactly(HEADER.size))
+    return kind, json.loads(read_exactly(length))

@@ -16,11 +16,10 @@ refuses to start without what is `required`. The guarantees beside the limits:
 | kernel calls | is refused those that no program of this kind needs: keys, mounts, modules, other programs … |
 
     with SandboxPool(workers=8) as pool:
-        verdicts = pool.run_many([Program('print(6 * 7)'), Program('def f(x): return x', tests='assert f(1) == 1')])
+        results = pool.run_many([Program('print(6 * 7)'), Program('def f(x): return x', tests='assert f(1) == 1')])
 
-Tests run in another process than the program (see `far_objects`), so it cannot reach them, their outcome or what they
-expect. All of it rests on the Linux kernel: whoever has a way into that
-needs a machine of their own.
+Tests run in another process than the program (see `rpc_protocol`), so it cannot reach them, their outcome or what they
+expect. All guarantees depend on the Linux kernel: against kernel exploits, use a separate machine.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from maxlm.sandbox import monitor
 from maxlm.sandbox.files import remove
 from maxlm.sandbox.limits import SandboxLimits
 
-# What is promised, and the ways to it: all mechanisms of one of them.
+# Guarantee → alternative sets of mechanisms that provide it.
 GUARANTEES: dict[str, tuple[tuple[str, ...], ...]] = {
     # Landlock alone would let it change permissions and times.
     'files': (('mount namespace',), ('landlock', 'seccomp')),
@@ -61,25 +60,25 @@ GUARANTEES: dict[str, tuple[tuple[str, ...], ...]] = {
     'kernel calls': (('seccomp',),),
 }
 # Held by limits that every Linux has.
-ALWAYS = ('cpu', 'wall', 'memory', 'open files', 'file size', 'output', 'environment')
+ALWAYS_ENFORCED = ('cpu', 'wall', 'memory', 'open files', 'file size', 'output', 'environment')
 REQUIRED = ('files', 'network', 'signals')
-SWITCHES = (
+MECHANISMS = (
     *('root', 'mount namespace', 'network namespace', 'ipc namespace', 'process namespace', 'own user'),
     *('user namespace', 'landlock', 'seccomp', 'cgroup', 'memory watch'),
 )
 # No site packages, no user's folder, none of PYTHON… but one: sets are iterated in the same order in every worker.
 INTERPRETER_OPTIONS = ('-s', '-S', '-P', '-B')
 ENVIRONMENT = {'PYTHONHASHSEED': '0', 'LANG': 'C.UTF-8'}
-BOOT = (
+BOOTSTRAP = (
     'import sys; sys.path.insert(0, sys.argv[1]); from maxlm.sandbox.worker import main; '
     'sys.path.pop(0); main(sys.argv[2:])'
 )
 START_SECONDS = 60.0
-# How much longer than its program's wall time a worker may take, on a machine that has much else to do.
+# Extra time of a worker beyond the wall time of its program, on a loaded machine.
 GRACE_SECONDS = 20.0
 STOP_SECONDS = 3.0
-# A worker that dies again and again over one program is not the program's fault alone.
-TRIES = 2
+# Attempts per program when its worker dies.
+MAX_ATTEMPTS = 2
 
 
 class SandboxJob(NamedTuple):
@@ -92,7 +91,7 @@ class SandboxJob(NamedTuple):
 
 
 class ExecutionResult(NamedTuple):
-    """How a program ended.
+    """Result of a program.
 
     | status | means |
     |---|---|
@@ -116,7 +115,7 @@ class ExecutionResult(NamedTuple):
 
 
 class Sandbox(NamedTuple):
-    """What holds on this machine.
+    """Guarantees of the sandbox on this machine.
 
     mechanisms: parts of the kernel in use. refused: those that are not, each with the reason. enforced, missing: names
     of guarantees.
@@ -126,19 +125,21 @@ class Sandbox(NamedTuple):
     refused: Mapping[str, str]
 
     def __str__(self) -> str:
-        lacking = f'; not enforced: {", ".join(self.missing)}' if self.missing else ''
-        return f'sandbox by {", ".join(self.mechanisms) or "limits alone"}{lacking}'
+        unmet = f'; not enforced: {", ".join(self.missing)}' if self.missing else ''
+        return f'sandbox by {", ".join(self.mechanisms) or "limits alone"}{unmet}'
 
     @property
     def enforced(self) -> tuple[str, ...]:
         """Guarantees that hold."""
-        return (*ALWAYS, *(name for name in GUARANTEES if name not in self.missing))
+        return (*ALWAYS_ENFORCED, *(name for name in GUARANTEES if name not in self.missing))
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Guarantees that do not."""
         return tuple(
-            name for name, ways in GUARANTEES.items() if not any(set(way) <= set(self.mechanisms) for way in ways)
+            name
+            for name, alternatives in GUARANTEES.items()
+            if not any(set(mechanisms) <= set(self.mechanisms) for mechanisms in alternatives)
         )
 
 
@@ -147,30 +148,30 @@ class SandboxWorker:
 
     def __init__(self, without: Sequence[str]):
         """Starts it; `wait` until it is ready."""
-        self.connection, theirs = socket.socketpair()
+        self.connection, child_socket = socket.socketpair()
         root, settings = str(Path(maxlm.__file__).parent.parent), json.dumps({'without': list(without)})
-        with theirs:
+        with child_socket:
             self.process = subprocess.Popen(
-                [sys.executable, *INTERPRETER_OPTIONS, '-c', BOOT, root, str(theirs.fileno()), settings],
+                [sys.executable, *INTERPRETER_OPTIONS, '-c', BOOTSTRAP, root, str(child_socket.fileno()), settings],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_socket.fileno()],
                 env=ENVIRONMENT,
                 cwd='/',
                 start_new_session=True,
             )
         self.folder: str | None = None
         self.deadline = 0.0
-        self.answer = bytearray()
+        self.buffer = bytearray()
 
     def wait(self) -> Sandbox:
-        """What holds in it, once it is ready; RuntimeError if it cannot run programs."""
+        """Waits until the worker is ready and returns its guarantees; RuntimeError if it cannot run programs."""
         self.connection.settimeout(START_SECONDS)
         try:
             _, hello = monitor.receive(self.connection)
         except (EOFError, OSError) as error:
-            self.stop(at_once=True)
+            self.stop(immediately=True)
             raise RuntimeError(f'a worker of the sandbox did not start: {error}') from None
         self.folder = hello['folder']
         if 'failed' in hello:
@@ -178,30 +179,30 @@ class SandboxWorker:
             raise RuntimeError(f'a worker of the sandbox did not start: {hello["failed"]}')
         return Sandbox(tuple(hello['has']), hello['refused'])
 
-    def give(self, program: SandboxJob, limits: SandboxLimits) -> None:
-        """Hands it a program. OSError if it has died."""
+    def send(self, program: SandboxJob, limits: SandboxLimits) -> None:
+        """Sends a program to the worker. OSError if it has died."""
         kind = monitor.TESTED if program.tests.strip() else monitor.PLAIN
         request = {**program._asdict(), 'limits': limits._asdict()}
         self.connection.settimeout(START_SECONDS)
         monitor.send(self.connection, kind, request)
         self.deadline = time.monotonic() + limits.wall_seconds + GRACE_SECONDS
-        self.answer.clear()
+        self.buffer.clear()
 
-    def take(self) -> ExecutionResult | None:
-        """Reads a part of the answer; the verdict once it is whole. EOFError, OSError if the worker has died."""
-        part = self.connection.recv(1 << 20)
-        if not part:
+    def receive(self) -> ExecutionResult | None:
+        """Reads a chunk of the response; returns the result once complete. EOFError, OSError if the worker has died."""
+        chunk = self.connection.recv(1 << 20)
+        if not chunk:
             raise EOFError('the worker has died')
-        self.answer += part
+        self.buffer += chunk
         size = monitor.HEADER.size
-        if len(self.answer) < size or len(self.answer) < size + monitor.HEADER.unpack(self.answer[:size])[1]:
+        if len(self.buffer) < size or len(self.buffer) < size + monitor.HEADER.unpack(self.buffer[:size])[1]:
             return None
-        return ExecutionResult(**json.loads(self.answer[size:]))
+        return ExecutionResult(**json.loads(self.buffer[size:]))
 
-    def stop(self, *, at_once: bool = False) -> None:
+    def stop(self, *, immediately: bool = False) -> None:
         """Ends it with everything below it. By itself, as its socket is closed, unless there is a hurry."""
         self.connection.close()
-        if not at_once:
+        if not immediately:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
         with contextlib.suppress(OSError):
@@ -231,8 +232,8 @@ class SandboxPool:
         if workers < 1:
             raise InputError(f'a sandbox needs a worker or more, not {workers}')
         self.limits = (limits or SandboxLimits()).checked()
-        self.without = known(without, SWITCHES, 'mechanism')
-        needed = known(required, (*ALWAYS, *GUARANTEES), 'guarantee')
+        self.without = check_names(without, MECHANISMS, 'mechanism')
+        required_guarantees = check_names(required, (*ALWAYS_ENFORCED, *GUARANTEES), 'guarantee')
         self.lock = threading.Lock()
         self.workers: list[SandboxWorker] = []
         self.finalizer = weakref.finalize(self, stop_all, self.workers)
@@ -244,12 +245,12 @@ class SandboxPool:
             self.close()
             raise
         self.sandbox = sandboxes[0]
-        lacking = [name for name in needed if name in self.sandbox.missing]
-        if lacking:
+        unmet = [name for name in required_guarantees if name in self.sandbox.missing]
+        if unmet:
             self.close()
             reasons = '; '.join(f'{name}: {reason}' for name, reason in self.sandbox.refused.items())
             raise InputError(
-                f'this machine cannot enforce {", ".join(lacking)} for untrusted programs ({reasons}); it would '
+                f'this machine cannot enforce {", ".join(unmet)} for untrusted programs ({reasons}); it would '
                 'with root, or with user namespaces, Landlock and seccomp for everybody'
             )
 
@@ -268,7 +269,7 @@ class SandboxPool:
         return self.run_many([program])[0]
 
     def run_many(self, programs: Sequence[SandboxJob]) -> list[ExecutionResult]:
-        """Runs programs, as many at a time as there are workers; their verdicts in the same order.
+        """Runs programs, as many at a time as there are workers; returns results in the same order.
 
         Workers that die are replaced, and their program is tried once more before it is `killed`. InputError for limits
         that are none.
@@ -280,56 +281,58 @@ class SandboxPool:
             try:
                 return self.run_all(programs, limits)
             except BaseException:
-                # Answers to programs that nobody waits for any more must not be taken for those of others.
+                # Late responses must not be mistaken for those of later programs.
                 self.close()
                 raise
 
     def run_all(self, programs: Sequence[SandboxJob], limits: Sequence[SandboxLimits]) -> list[ExecutionResult]:
         """`run_many` with each program's limits."""
-        verdicts: dict[int, ExecutionResult] = {}
-        tries = [0] * len(programs)
-        waiting, idle = deque(range(len(programs))), list(range(len(self.workers)))
+        results: dict[int, ExecutionResult] = {}
+        attempts = [0] * len(programs)
+        queue, idle = deque(range(len(programs))), list(range(len(self.workers)))
         with selectors.DefaultSelector() as selector:
-            while waiting or selector.get_map():
-                while waiting and idle:
-                    place, index = idle.pop(), waiting.popleft()
-                    tries[index] += 1
+            while queue or selector.get_map():
+                while queue and idle:
+                    worker_index, index = idle.pop(), queue.popleft()
+                    attempts[index] += 1
                     with contextlib.suppress(OSError):
-                        self.workers[place].give(programs[index], limits[index])
-                    selector.register(self.workers[place].connection, selectors.EVENT_READ, (place, index))
+                        self.workers[worker_index].send(programs[index], limits[index])
+                    selector.register(
+                        self.workers[worker_index].connection, selectors.EVENT_READ, (worker_index, index)
+                    )
                 ready = {key.data for key, _ in selector.select(timeout=1.0)}
                 for key in list(selector.get_map().values()):
-                    place, index = key.data
-                    worker = self.workers[place]
-                    verdict = None
+                    worker_index, index = key.data
+                    worker = self.workers[worker_index]
+                    result = None
                     try:
-                        verdict = worker.take() if key.data in ready else None
-                        if verdict is None and time.monotonic() < worker.deadline:
+                        result = worker.receive() if key.data in ready else None
+                        if result is None and time.monotonic() < worker.deadline:
                             continue
                     except (EOFError, OSError):
                         pass
                     selector.unregister(key.fileobj)
-                    idle.append(place)
-                    if verdict is None:
-                        self.replace(place)
-                        if tries[index] < TRIES:
-                            waiting.appendleft(index)
+                    idle.append(worker_index)
+                    if result is None:
+                        self.replace(worker_index)
+                        if attempts[index] < MAX_ATTEMPTS:
+                            queue.appendleft(index)
                             continue
-                        verdict = ExecutionResult(
+                        result = ExecutionResult(
                             'killed', '', 'sandbox: the worker died\n', limits[index].wall_seconds, None
                         )
-                    verdicts[index] = verdict
-        return [verdicts[index] for index in range(len(programs))]
+                    results[index] = result
+        return [results[index] for index in range(len(programs))]
 
-    def replace(self, place: int) -> None:
+    def replace(self, worker_index: int) -> None:
         """A new worker for one that has died or does not answer."""
-        self.workers[place].stop(at_once=True)
-        self.workers[place] = SandboxWorker(self.without)
-        self.workers[place].wait()
+        self.workers[worker_index].stop(immediately=True)
+        self.workers[worker_index] = SandboxWorker(self.without)
+        self.workers[worker_index].wait()
 
 
-def known(names: Iterable[str], all_names: Sequence[str], kind: str) -> tuple[str, ...]:
-    """The names; InputError for one that does not exist."""
+def check_names(names: Iterable[str], all_names: Sequence[str], kind: str) -> tuple[str, ...]:
+    """Returns the names; InputError for one that does not exist."""
     chosen = tuple(names)
     for name in chosen:
         if name not in all_names:

@@ -1,4 +1,4 @@
-"""The processes below one, as /proc shows them: who they are, how much memory they hold, and their end."""
+"""Descendants of a process as shown in /proc: listing, memory and killing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 PAGE = os.sysconf('SC_PAGE_SIZE')
 KIB = 1024
-# Of a machine that has much else to do; an idle one takes milliseconds.
+# Timeout on a loaded machine; an idle one takes milliseconds.
 SWEEP_SECONDS = 10.0
 PAUSE_SECONDS = 0.001
 
@@ -19,7 +19,7 @@ class ProcessTree:
     def __init__(self) -> None:
         """OSError without a /proc that lists children."""
         self.folder = os.open('/proc', os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.below()
+        self.descendants()
 
     def read(self, path: str) -> str:
         """A file in it; empty if the process has gone."""
@@ -30,14 +30,14 @@ class ProcessTree:
         except OSError:
             return ''
 
-    def own_number(self) -> str:
+    def own_pid(self) -> str:
         """This process; OSError if it is not shown."""
         return os.readlink('self', dir_fd=self.folder)
 
-    def children(self, number: str) -> list[str]:
-        """Of all threads of a process."""
+    def children(self, pid: str) -> list[str]:
+        """Returns the children of all threads of a process."""
         try:
-            descriptor = os.open(f'{number}/task', os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.folder)
+            descriptor = os.open(f'{pid}/task', os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.folder)
         except OSError:
             return []
         try:
@@ -46,41 +46,41 @@ class ProcessTree:
             return []
         finally:
             os.close(descriptor)
-        return [child for thread in threads for child in self.read(f'{number}/task/{thread}/children').split()]
+        return [child for thread in threads for child in self.read(f'{pid}/task/{thread}/children').split()]
 
-    def below(self) -> list[str]:
-        """All descendants of this process, parents first."""
-        found = self.children(self.own_number())
-        for number in found:
-            found.extend(self.children(number))
-        return found
+    def descendants(self) -> list[str]:
+        """Returns all descendants of this process, parents first."""
+        pids = self.children(self.own_pid())
+        for pid in pids:
+            pids.extend(self.children(pid))
+        return pids
 
-    def living(self) -> list[str]:
-        """Descendants that have not ended."""
-        states = {number: self.read(f'{number}/stat').rpartition(')')[2].split() for number in self.below()}
-        return [number for number, fields in states.items() if fields and fields[0] not in 'ZX']
+    def live_descendants(self) -> list[str]:
+        """Returns descendants that have not ended."""
+        states = {pid: self.read(f'{pid}/stat').rpartition(')')[2].split() for pid in self.descendants()}
+        return [pid for pid, fields in states.items() if fields and fields[0] not in 'ZX']
 
-    def memory(self, enough: int) -> int:
-        """Bytes that descendants hold besides files of the disk; exact only above `enough`.
+    def memory(self, threshold: int) -> int:
+        """Bytes that descendants hold besides files of the disk; exact only above `threshold`.
 
         Pages that forks share are counted in each of them by the quick way, and once by the exact one.
         """
-        numbers = self.below()
-        quick = 0
-        for number in numbers:
-            fields = self.read(f'{number}/statm').split()
-            quick += int(fields[1]) * PAGE if len(fields) > 1 else 0
-        if quick <= enough:
-            return quick
-        exact = 0
-        for number in numbers:
-            for line in self.read(f'{number}/smaps_rollup').splitlines():
+        pids = self.descendants()
+        rss = 0
+        for pid in pids:
+            fields = self.read(f'{pid}/statm').split()
+            rss += int(fields[1]) * PAGE if len(fields) > 1 else 0
+        if rss <= threshold:
+            return rss
+        pss = 0
+        for pid in pids:
+            for line in self.read(f'{pid}/smaps_rollup').splitlines():
                 if line.startswith(('Pss_Anon:', 'Pss_Shmem:')):
-                    exact += int(line.split()[1]) * KIB
-        return exact
+                    pss += int(line.split()[1]) * KIB
+        return pss
 
-    def sweep(self, spare: str = '') -> None:
-        """Kills all descendants but `spare`, also those that fork meanwhile, and reaps what has ended.
+    def kill_all(self, exclude: str = '') -> None:
+        """Kills all descendants but `exclude`, also those that fork meanwhile, and reaps what has ended.
 
         For a worker without a process namespace, whose numbers are those of /proc, and which is the one that gets the
         children of those who die: while a descendant lives it is this process's child or below one. A look at the whole
@@ -88,22 +88,22 @@ class ProcessTree:
         """
         deadline = time.monotonic() + SWEEP_SECONDS
         while time.monotonic() < deadline:
-            numbers = [number for number in self.living() if number != spare]
+            pids = [pid for pid in self.live_descendants() if pid != exclude]
             # Stopped first: who is stopped forks no more.
             for signal_number in (signal.SIGSTOP, signal.SIGKILL):
-                for number in numbers:
+                for pid in pids:
                     try:
-                        os.kill(int(number), signal_number)
+                        os.kill(int(pid), signal_number)
                     except OSError:
                         continue
             reap()
-            if set(self.children(self.own_number())) <= {spare}:
+            if set(self.children(self.own_pid())) <= {exclude}:
                 return
             time.sleep(PAUSE_SECONDS)
 
 
 def reap() -> bool:
-    """Takes leave of children that have ended; False if there are none left at all."""
+    """Reaps children that have ended; returns False if there are none left."""
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:

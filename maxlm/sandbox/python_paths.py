@@ -13,7 +13,7 @@ LIBRARY_FOLDERS = ('/lib', '/lib64', '/usr/lib', '/usr/lib64')
 LINKER_FILES = ('/etc/ld.so.cache', '/etc/localtime')
 
 
-def loaded_from() -> set[str]:
+def loaded_library_folders() -> set[str]:
     """Folders of the shared libraries that this process has loaded."""
     try:
         with open('/proc/self/maps', encoding='utf-8', errors='replace') as maps:
@@ -32,20 +32,20 @@ def python_folders() -> set[str]:
 
 
 def system_folders() -> set[str]:
-    """Where shared libraries of the system lie: those in use, and their siblings for this architecture."""
+    """Returns the directories of the system's shared libraries for this architecture."""
     multiarch = sysconfig.get_config_var('MULTIARCH') or ''
-    folders = loaded_from() | {f'{folder}/{multiarch}' for folder in ('/usr/lib', '/lib') if multiarch}
+    folders = loaded_library_folders() | {f'{folder}/{multiarch}' for folder in ('/usr/lib', '/lib') if multiarch}
     folders.add('/usr/lib64')
     return {os.path.realpath(folder) for folder in folders if os.path.isdir(folder)}
 
 
 def without_nested(paths: set[str]) -> list[str]:
     """The paths that do not lie below another of them, in order."""
-    kept: list[str] = []
+    outermost: list[str] = []
     for path in sorted(paths):
-        if not any(path == other or path.startswith(other.rstrip('/') + '/') for other in kept):
-            kept.append(path)
-    return kept
+        if not any(path == other or path.startswith(other.rstrip('/') + '/') for other in outermost):
+            outermost.append(path)
+    return outermost
 
 
 def readable_paths() -> list[str]:

@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     # The memory and descriptors of other processes.
     'ptrace': (101, 117), 'process_vm_readv': (310, 270), 'process_vm_writev': (311, 271), 'kcmp': (312, 272),
     'pidfd_getfd': (438, 438), 'process_madvise': (440, 440),
-    # What time of the machine they get, and where their memory lies.
+    # Scheduling and memory placement.
     'setpriority': (141, 140),
     'sched_setparam': (142, 118),
     'sched_setscheduler': (144, 119),
@@ -60,8 +60,8 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
 UNKNOWN = {'clone3': (435, 435)}
 CLONE, PRCTL, IOCTL, SOCKETPAIR = (56, 220), (157, 167), (16, 29), (53, 199)
 # Calls that name another process, for where no process namespace hides the others.
-BY_NUMBER = {'kill': (62, 129), 'tgkill': (234, 131), 'prlimit64': (302, 261), 'sched_setaffinity': (203, 122)}
-BY_OTHER_WAYS = {
+BY_PID = {'kill': (62, 129), 'tgkill': (234, 131), 'prlimit64': (302, 261), 'sched_setaffinity': (203, 122)}
+OTHER_SIGNAL_CALLS = {
     'tkill': (200, 130),
     'rt_sigqueueinfo': (129, 138),
     'rt_tgsigqueueinfo': (297, 240),
@@ -140,7 +140,7 @@ def argument_not_in(argument: int, values: tuple[int, ...]) -> list[Instruction]
     return [*body, refuse()]
 
 
-def filter_program(machine: str, *, only_itself: int | None = None, paths_shown: bool = False) -> list[Instruction]:
+def filter_program(machine: str, *, own_pid: int | None = None, files_visible: bool = False) -> list[Instruction]:
     """The filter for a machine's architecture.
 
     only_itself: no process but the one of this number and its group can be named, e.g. to signal it, where no process
@@ -154,7 +154,7 @@ def filter_program(machine: str, *, only_itself: int | None = None, paths_shown:
         (LOAD, 0, 0, OFFSET_ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL_PROCESS),
         (LOAD, 0, 0, OFFSET_NUMBER), (GREATER_EQUAL, 0, 1, LAST_KNOWN + 1), refuse(errno.ENOSYS),
     ]  # fmt: skip
-    for numbers in (*REFUSED.values(), *(BY_PATH.values() if paths_shown else ())):
+    for numbers in (*REFUSED.values(), *(BY_PATH.values() if files_visible else ())):
         number = numbers[column]
         if number is not None:
             program += only_if(number, [refuse()])
@@ -164,10 +164,10 @@ def filter_program(machine: str, *, only_itself: int | None = None, paths_shown:
     program += only_if(PRCTL[column], argument_in(0, REFUSED_PRCTL))
     program += only_if(IOCTL[column], argument_in(1, REFUSED_IOCTL))
     program += only_if(SOCKETPAIR[column], argument_not_in(0, (AF_UNIX,)))
-    if only_itself is not None:
-        for numbers in BY_NUMBER.values():
-            program += only_if(numbers[column], argument_not_in(0, (only_itself, 0)))
-        for numbers in BY_OTHER_WAYS.values():
+    if own_pid is not None:
+        for numbers in BY_PID.values():
+            program += only_if(numbers[column], argument_not_in(0, (own_pid, 0)))
+        for numbers in OTHER_SIGNAL_CALLS.values():
             program += only_if(numbers[column], [refuse()])
         program += only_if(FCNTL[column], argument_in(1, SET_OWNER))
     return [*program, (RETURN, 0, 0, ALLOW)]
@@ -179,10 +179,10 @@ class FilterProgram(ctypes.Structure):
     _fields_ = [('length', ctypes.c_ushort), ('instructions', ctypes.c_char_p)]
 
 
-def restrict(*, only_itself: bool, paths_shown: bool) -> None:
+def restrict(*, own_process_only: bool, files_visible: bool) -> None:
     """This process and its children are refused those calls; it needs no_new_privs. See `filter_program`."""
     program = filter_program(
-        platform.machine(), only_itself=os.getpid() if only_itself else None, paths_shown=paths_shown
+        platform.machine(), own_pid=os.getpid() if own_process_only else None, files_visible=files_visible
     )
     packed = b''.join(struct.pack('=HBBI', *instruction) for instruction in program)
     argument = FilterProgram(len(program), packed)

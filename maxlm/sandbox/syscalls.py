@@ -1,4 +1,4 @@
-"""What confinement asks of the Linux kernel: thin calls through ctypes, each an OSError when it is refused."""
+"""System calls for isolation: thin wrappers through ctypes that raise OSError."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 | process | lives | does |
 |---|---|---|
 | worker | as long as the pool | makes namespaces, waits for the next, clears up after it |
-| its fork | likewise | forks a judge for each request, and has read none itself |
-| judge | one program | starts, watches and stops the rest, answers the pool |
+| its fork | likewise | forks a monitor for each request, and has read none itself |
+| monitor | one program | starts, watches and stops the rest, answers the pool |
 | first process, program, tests | one program | see `program_processes` |
 """
 
@@ -23,17 +23,17 @@ from typing import NoReturn
 
 from maxlm.sandbox import cgroup, monitor, syscalls
 from maxlm.sandbox.files import remove
-from maxlm.sandbox.fork import MOST_DESCRIPTORS
-from maxlm.sandbox.isolation import Confinement, trial
+from maxlm.sandbox.fork import MAX_DESCRIPTORS
+from maxlm.sandbox.isolation import Confinement, probe
 from maxlm.sandbox.process_tree import ProcessTree, reap
 
-# What programs and tests import most, so that each finds it in memory.
-USUAL = (
+# Modules that programs and tests import most.
+PRELOADED_MODULES = (
     *('abc', 'array', 'bisect', 'collections', 'copy', 'dataclasses', 'datetime', 'decimal', 'enum', 'fractions'),
     *('functools', 'heapq', 'itertools', 'json', 'math', 'operator', 'random', 're', 'statistics', 'string', 'struct'),
     *('time', 'typing', 'unittest', 'encodings.ascii', 'encodings.latin_1'),
 )
-CLOSED = 3
+EXIT_CLOSED = 3
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -42,12 +42,12 @@ def main(arguments: list[str]) -> NoReturn:
     settings = json.loads(arguments[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_DESCRIPTORS, hard))
-    for name in USUAL:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS, hard))
+    for name in PRELOADED_MODULES:
         importlib.import_module(name)
     without = frozenset(settings['without'])
     refused: dict[str, str] = {}
-    tree = groups = None
+    tree = cgroup_parent = None
     folder = None
     try:
         try:
@@ -61,36 +61,40 @@ def main(arguments: list[str]) -> NoReturn:
             if 'cgroup' in without:
                 raise OSError('switched off')
             parent = cgroup.find_parent()
-            groups = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+            cgroup_parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             refused['cgroup'] = str(error)
         confinement = Confinement(without)
-        if 'mount namespace' not in confinement.has:
+        if 'mount namespace' not in confinement.enabled:
             folder = confinement.folder = os.path.realpath(tempfile.mkdtemp(prefix='maxlm-sandbox-'))
             os.chmod(folder, 0o711)
-        trial(confinement)
-        confinement.number_the_worker()
+        probe(confinement)
+        confinement.unshare_worker_pids()
         refused |= confinement.refused
-        has = sorted(confinement.has | ({'cgroup'} if groups is not None else set()))
-        has += ['memory watch'] if tree is not None else []
-        hello = {'has': has, 'refused': refused, 'folder': folder}
+        mechanisms = sorted(confinement.enabled | ({'cgroup'} if cgroup_parent is not None else set()))
+        mechanisms += ['memory watch'] if tree is not None else []
+        hello = {'has': mechanisms, 'refused': refused, 'folder': folder}
     except Exception as error:
         monitor.send(connection, monitor.PLAIN, {'failed': f'{type(error).__name__}: {error}', 'folder': folder})
         raise SystemExit(1) from error
     gc.collect()
     gc.freeze()
-    serving = os.fork()
-    if serving == 0:
-        serve(connection, confinement, tree, groups, hello)
+    server_pid = os.fork()
+    if server_pid == 0:
+        serve(connection, confinement, tree, cgroup_parent, hello)
     connection.close()
-    os.waitpid(serving, 0)
+    os.waitpid(server_pid, 0)
     if folder is not None:
         remove(folder)
     os._exit(0)
 
 
 def serve(
-    connection: socket.socket, confinement: Confinement, tree: ProcessTree | None, groups: int | None, hello: dict
+    connection: socket.socket,
+    confinement: Confinement,
+    tree: ProcessTree | None,
+    cgroup_parent: int | None,
+    hello: dict,
 ) -> NoReturn:
     """Answers requests one after the other; each by a fork, which ends with it."""
     if sys.platform.startswith('linux'):
@@ -98,17 +102,17 @@ def serve(
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
     monitor.send(connection, monitor.PLAIN, hello)
     while connection.recv(1, socket.MSG_PEEK):
-        number = os.fork()
-        if number == 0:
+        pid = os.fork()
+        if pid == 0:
             try:
                 if sys.platform.startswith('linux'):
                     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
-                monitor.judge_next(connection, confinement, tree, groups)
+                monitor.monitor_next(connection, confinement, tree, cgroup_parent)
             finally:
-                # The pool sees that no answer came.
+                # Signals to the pool that there is no result.
                 connection.shutdown(socket.SHUT_RDWR)
-                os._exit(CLOSED)
-        if os.waitpid(number, 0)[1] != 0:
+                os._exit(EXIT_CLOSED)
+        if os.waitpid(pid, 0)[1] != 0:
             break
         reap()
     os._exit(0)

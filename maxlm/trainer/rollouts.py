@@ -72,7 +72,7 @@ class RolloutBatches:
         self.tokenizer_path = tokenizer_path
         self._tokenizer = Tokenizer.load(tokenizer_path)
         self._ends = tuple(ends)
-        self.windows_per_epoch = prompts.num * self._grpo.num_generations * self._grpo.num_iterations
+        self.windows_per_epoch = prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
         self._sampler: Sampler | None = None
@@ -97,7 +97,7 @@ class RolloutBatches:
     def facts(self, global_batch: int) -> dict[str, Any]:
         """See `BatchSource`."""
         tokens = sum(map(len, self._prompts.ids))
-        source = {'name': self._prompts.path, 'prompts': self._prompts.num, 'tokens': tokens, 'weight': 1.0}
+        source = {'name': self._prompts.path, 'prompts': self._prompts.num_prompts, 'tokens': tokens, 'weight': 1.0}
         return {**self.fingerprint(global_batch), 'sources': [source]}
 
     def open(self, config: Config, layout: Layout) -> None:
@@ -184,7 +184,7 @@ class RolloutBatches:
             'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
             'rollout/tokens_per_second': responses.drawn / (drawn - began),
             'rollout/reward_seconds': judged - drawn,
-            'rollout/epoch': (number + 1) * len(indices) / self._prompts.num,
+            'rollout/epoch': (number + 1) * len(indices) / self._prompts.num_prompts,
         }
         text = (
             f'{rows} responses to {len(indices)} prompts: reward {metrics["rollout/reward"]:.3f}, '
@@ -212,7 +212,7 @@ class RolloutBatches:
         assert self._eval_prompts, 'eval.interval is refused without them'
         sampler, _ = self._made
         config, grpo, params = self._config, self._grpo, evaluated_params(state)
-        prompts, num = self._eval_prompts, self._eval_prompts.num
+        prompts, num = self._eval_prompts, self._eval_prompts.num_prompts
         num = min(grpo.eval_num_prompts or num, num)
         ids, tasks = [row.tolist() for row in prompts.ids[:num]], prompts.tasks[:num]
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
@@ -318,7 +318,7 @@ def gather_scores(
     share = -(-len(texts) // processes)
     mine = slice(process * share, (process + 1) * share)
     scores = scorer.score(texts[mine], tasks[mine], reward=reward)
-    found = {'': scores.rewards, **scores.parts}
+    found = {'': scores.rewards, **scores.components}
     if processes == 1:
         return found
     padded = {name: np.pad(values, (0, share - len(values))) for name, values in found.items()}

@@ -38,7 +38,7 @@ def test_data_and_windows_go_together(kind, tmp_path, monkeypatch):
     for path, reward in ((rl.grpo.prompts, rl.grpo.reward), (rl.grpo.eval_prompts, rl.grpo.eval_reward)):
         path = str(tmp_path / path.removeprefix('data/'))
         prompts = read_prompts(path, encoder, rl.data.seq_len - rl.grpo.max_completion_length)
-        assert prompts.left_out == 0
+        assert prompts.num_dropped == 0
         check_tasks(prompts, reward or rl.grpo.reward)
     chats = (json.loads(line) for line in (tmp_path / kind / 'chats.jsonl').read_text().splitlines())
     answers = encoder.tokenizer.encode_batch([chat['messages'][1]['content'] for chat in chats])

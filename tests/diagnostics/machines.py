@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.jax_subprocess import Start
+from maxlm.diagnostics.jax_subprocess import JaxStart
 from maxlm.hardware.detect import Hardware
 from maxlm.hardware.nvml import Gpu, Nvidia
 
@@ -24,7 +24,7 @@ def case_on(hardware, start=None, **facts):
     """A case whose machine, and whose start of JAX, is given and not looked for."""
     case = CheckContext(**{'environment': {}, **facts})
     vars(case)['hardware'] = hardware
-    vars(case)['start'] = start or Start(platform='cpu', kinds=('cpu',))
+    vars(case)['jax_start'] = start or JaxStart(platform='cpu', kinds=('cpu',))
     return case
 
 

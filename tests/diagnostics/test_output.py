@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from maxlm.diagnostics.output import as_json, as_lines, progress, show, summary, worst
+from maxlm.diagnostics.output import as_json, as_lines, print_results, progress, summary, worst_status
 from maxlm.diagnostics.result import CheckStatus, failure, ok, skipped, warning
 from maxlm.diagnostics.runner import Result
 
@@ -17,7 +17,7 @@ RESULTS = [
 
 
 def test_a_table_of_eighty_columns(capsys):
-    show(RESULTS)
+    print_results(RESULTS)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert 'failure  driver  no driver that answers' in out
@@ -28,7 +28,7 @@ def test_a_table_of_eighty_columns(capsys):
 
 def test_without_rich_there_are_lines(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'rich.console', None)
-    show(RESULTS)
+    print_results(RESULTS)
     out = capsys.readouterr().out
     assert out.splitlines()[: len(as_lines(RESULTS))] == as_lines(RESULTS)
     assert 'give the container more' in out
@@ -48,7 +48,7 @@ def test_for_a_script():
 
 @pytest.mark.parametrize(('count', 'status'), [(0, 'skipped'), (1, 'ok'), (2, 'warning'), (3, 'failure')])
 def test_the_worst_decides(count, status):
-    assert worst(RESULTS[:count]) == CheckStatus(status)
+    assert worst_status(RESULTS[:count]) == CheckStatus(status)
 
 
 def test_summary():

@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.diagnostics import jax_subprocess, runner
 from maxlm.diagnostics.checks.registry import CHECKS, NAMES, choose
-from maxlm.diagnostics.jax_subprocess import Start
+from maxlm.diagnostics.jax_subprocess import JaxStart
 from maxlm.diagnostics.result import ok
 from maxlm.diagnostics.runner import Check, run_checks
 from maxlm.errors import InputError
@@ -49,8 +49,8 @@ def test_one_that_raises_is_a_failure_with_its_name_and_the_next_is_made(checks)
     made = checks(bad=broken(ZeroDivisionError('by nought')), missing=broken(ImportError('No module x')), good=fine)
     results = list(run_checks(made, case_on(CPU)))
     assert statuses(results) == {'bad': 'failure', 'missing': 'failure', 'good': 'ok'}
-    assert results[0].finding.found == 'the check itself failed with ZeroDivisionError: by nought'
-    assert results[1].finding.found == 'cannot be looked at: No module x'
+    assert results[0].finding.message == 'the check itself failed with ZeroDivisionError: by nought'
+    assert results[1].finding.message == 'cannot be looked at: No module x'
 
 
 def test_what_ends_a_process_ends_no_check_but_its_own(checks):
@@ -60,7 +60,7 @@ def test_what_ends_a_process_ends_no_check_but_its_own(checks):
 
 def test_a_refusal_is_told_as_it_is(checks):
     (result,) = run_checks(checks(bad=broken(InputError('mesh.data=3 is\nwrong'))), case_on(CPU))
-    assert result.finding.found == 'mesh.data=3 is wrong'
+    assert result.finding.message == 'mesh.data=3 is wrong'
 
 
 def test_one_that_hangs_is_a_failure_and_the_next_is_made(checks):
@@ -69,7 +69,7 @@ def test_one_that_hangs_is_a_failure_and_the_next_is_made(checks):
     results = list(run_checks(made, case_on(CPU)))
     released.set()
     assert statuses(results) == {'hangs': 'failure', 'good': 'ok'}
-    assert results[0].finding.found == 'no answer after 0.05 s: what hangs is'
+    assert results[0].finding.message == 'no answer after 0.05 s: what hangs is'
     assert '--skip=hangs' in results[0].finding.remedy
 
 
@@ -83,14 +83,14 @@ def test_after_one_that_hangs_with_the_devices_the_others_that_use_them_are_not_
     results = list(run_checks(made, case_on(CPU)))
     released.set()
     assert statuses(results) == {'hangs': 'failure', 'after': 'skipped', 'other': 'ok'}
-    assert "'hangs' hangs" in results[1].finding.found
+    assert "'hangs' hangs" in results[1].finding.message
 
 
 def test_where_jax_does_not_start_it_is_not_started_here(checks):
-    case = case_on(CPU, Start('Unknown flags'))
+    case = case_on(CPU, JaxStart('Unknown flags'))
     results = list(run_checks([*checks(uses=fine, uses_devices=True), *checks(other=fine)], case))
     assert statuses(results) == {'uses': 'skipped', 'other': 'ok'}
-    assert results[0].finding.found == 'not tried: Unknown flags'
+    assert results[0].finding.message == 'not tried: Unknown flags'
 
 
 def test_what_is_about_to_be_made_is_told(checks):
@@ -103,11 +103,11 @@ def test_what_is_about_to_be_made_is_told(checks):
 def test_a_hanging_thread_does_not_keep_the_process(monkeypatch, hangs):
     ended = []
     monkeypatch.setattr(runner.os, '_exit', ended.append)
-    monkeypatch.setattr(runner, 'TIDY_SECONDS', 0.05)
+    monkeypatch.setattr(runner, 'CLEANUP_SECONDS', 0.05)
     # Other children of this process are other tests'.
     monkeypatch.setattr(runner, '_end_children', lambda: None)
     released = threading.Event()
-    name = f'{runner.THREAD}x' if hangs else 'another'
+    name = f'{runner.THREAD_PREFIX}x' if hangs else 'another'
     thread = threading.Thread(target=released.wait, name=name, daemon=True)
     thread.start()
     with pytest.raises(SystemExit):
@@ -119,13 +119,13 @@ def test_a_hanging_thread_does_not_keep_the_process(monkeypatch, hangs):
 
 BROKEN_OFF = """
 import subprocess, sys, threading
-from maxlm.diagnostics.runner import THREAD, exit_process
+from maxlm.diagnostics.runner import THREAD_PREFIX, exit_process
 
 def check():
     subprocess.run(['sleep', '60'])
     print('tidied up')
 
-threading.Thread(target=check, name=f'{THREAD}x', daemon=True).start()
+threading.Thread(target=check, name=f'{THREAD_PREFIX}x', daemon=True).start()
 exit_process(130)
 """
 
@@ -138,7 +138,7 @@ def test_a_check_that_is_broken_off_tidies_up():
 
 def test_every_check_is_there():
     for check in CHECKS:
-        module, _, function = check.place.partition(':')
+        module, _, function = check.function_path.partition(':')
         assert callable(getattr(__import__(f'maxlm.diagnostics.checks.{module}', fromlist=[function]), function))
     assert len(set(NAMES)) == len(NAMES)
     assert [check.uses_devices for check in CHECKS] == sorted(check.uses_devices for check in CHECKS)
@@ -158,7 +158,7 @@ def test_choosing():
 def test_a_cpu_is_settled_on_once_it_is_known(monkeypatch):
     updates = []
     monkeypatch.setattr('jax.config.update', lambda *setting: updates.append(setting))
-    jax_subprocess.settle(Start(platform='gpu'))
+    jax_subprocess.disable_accelerator_search(JaxStart(platform='gpu'))
     assert updates == []
-    jax_subprocess.settle(Start(platform='cpu'))
+    jax_subprocess.disable_accelerator_search(JaxStart(platform='cpu'))
     assert updates == [('jax_platforms', 'cpu')]

@@ -52,7 +52,7 @@ class RecitingEngine:
     """Answers a prompt with texts that it was given for it, as many as are asked for; keeps the requests."""
 
     def __init__(self, tokenizer, answers):
-        self._tokenizer, self._answers = tokenizer, answers
+        self._tokenizer, self._lm_eval_model = tokenizer, answers
         self.requests = []
 
     def complete(self, requests):
@@ -60,5 +60,5 @@ class RecitingEngine:
         return [self._samples(request) for request in requests]
 
     def _samples(self, request):
-        texts = self._answers[self._tokenizer.decode(request.prompt)]
+        texts = self._lm_eval_model[self._tokenizer.decode(request.prompt)]
         return [Completion(texts[number % len(texts)], (), 'stop') for number in range(request.num_samples)]

@@ -8,7 +8,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.evaluation.lm_eval_model import LmEvalModel
-from maxlm.evaluation.lm_eval_tasks import USUAL_NAMES, Benchmarks, measures, write_results
+from maxlm.evaluation.lm_eval_tasks import ALIASES, Benchmarks, measures, write_results
 from maxlm.huggingface.export_model import export_model
 from maxlm.inference import scoring
 from maxlm.inference.engine.engine import Engine
@@ -206,6 +206,6 @@ def test_usual_names_stand_for_tasks_of_lm_eval(monkeypatch):
     asked = []
     monkeypatch.setattr('lm_eval.tasks.TaskManager.load', lambda self, names: asked.append(names) or {'tasks': {}})
     # Names that lm-eval does not know would be refused, and those that it knows itself be left as they are.
-    Benchmarks(list(USUAL_NAMES)).kinds()
-    assert asked == [[task for tasks in USUAL_NAMES.values() for task in tasks]]
+    Benchmarks(list(ALIASES)).output_types()
+    assert asked == [[task for tasks in ALIASES.values() for task in tasks]]
     assert asked[0][:2] == ['arc_easy', 'arc_challenge']

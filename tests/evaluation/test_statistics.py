@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxlm.evaluation.statistics import DEVIATIONS, Measure, difference, exponential_of, mean_of
+from maxlm.evaluation.statistics import Z_95, Measure, difference, exponential_of, mean_of
 
 
 def test_without_weights_the_error_is_that_of_a_mean():
@@ -57,7 +57,7 @@ def test_what_has_no_error_has_a_difference_without_one():
     assert difference(Measure('x', 1.0, None), Measure('x', 3.0, 0.1)) == Measure('x', 2.0, None)
     assert difference(Measure('x', 1.0, None), Measure('x', float('nan'), None)) is None
     assert Measure('x', 1.0, None).interval is None
-    assert Measure('x', 1.0, 1.0).interval == (1 - DEVIATIONS, 1 + DEVIATIONS)
+    assert Measure('x', 1.0, 1.0).interval == (1 - Z_95, 1 + Z_95)
 
 
 def test_the_exponential_of_a_mean():

@@ -9,7 +9,7 @@ import transformers
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import ARCHITECTURES
-from maxlm.huggingface.config_conversion import choose, from_config, to_config
+from maxlm.huggingface.config_conversion import choose_architecture, from_config, to_config
 from tests.small import small_config
 
 # What a config.json does not say: how a model is trained, and how the same function of the parameters is computed.
@@ -178,7 +178,7 @@ def test_mistral_without_a_window():
     ],
 )
 def test_the_architecture_goes_by_the_switches(overrides, chosen):
-    assert choose(small_config(**overrides).model).model_type == chosen
+    assert choose_architecture(small_config(**overrides).model).model_type == chosen
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_no_architecture_is_told_by_keys_and_values(overrides, parts):
 
 def test_an_architecture_that_was_asked_for_is_not_replaced():
     model = small_config(model__family='llama').model
-    assert choose(model, 'mistral').model_type == 'mistral'
+    assert choose_architecture(model, 'mistral').model_type == 'mistral'
     with pytest.raises(InputError, match=r'model\.qk_norm=False.*Qwen3ForCausalLM.*--architecture'):
-        choose(model, 'qwen3')
+        choose_architecture(model, 'qwen3')
 
 
 # --- what is refused

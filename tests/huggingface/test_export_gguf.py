@@ -80,7 +80,7 @@ def their_logits(path):
 @pytest.mark.parametrize('name', CASES)
 def test_transformers_computes_what_maxlm_computes(workdirs, tmp_path, name):
     done = export_gguf(str(workdirs / name), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
-    assert (done.kind, done.left, done.bytes) == (name, (), done.path.stat().st_size)
+    assert (done.kind, done.float16_tensors, done.bytes) == (name, (), done.path.stat().st_size)
     assert [path.name for path in tmp_path.iterdir()] == ['model.gguf']
     ours = our_logits(workdirs / name)
     np.testing.assert_allclose(their_logits(done.path), ours, atol=1e-3)
@@ -88,7 +88,7 @@ def test_transformers_computes_what_maxlm_computes(workdirs, tmp_path, name):
 
 
 def test_heads_that_are_not_changed_would_be_found(workdirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, 'with_neighbours', lambda name, values, model: values)
+    monkeypatch.setattr(exporting, 'interleave_rotary', lambda name, values, model: values)
     path = tmp_path / 'model.gguf'
     export_gguf(str(workdirs / 'llama'), str(path), dtype='f16', show=False)
     assert np.abs(their_logits(path) - our_logits(workdirs / 'llama')).max() > 0.1
@@ -140,7 +140,7 @@ def test_each_tensor_is_that_of_the_export(workdirs, tmp_path, dtype, tolerance)
 def test_rows_that_are_no_whole_blocks_stay(tmp_path):
     make_workdir(tmp_path / 'run', {**CASES['llama'], 'model__ffn_dim': 40})
     done = export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='q8_0', show=False)
-    assert done.left == tuple(f'model.layers.{layer}.mlp.down_proj.weight' for layer in range(2))
+    assert done.float16_tensors == tuple(f'model.layers.{layer}.mlp.down_proj.weight' for layer in range(2))
     tensors, _ = read(tmp_path / 'model.gguf')
     assert (tensors['blk.0.ffn_down.weight'][0], tensors['blk.0.ffn_up.weight'][0]) == ('F16', 'Q8_0')
 

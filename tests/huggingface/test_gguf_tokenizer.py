@@ -57,9 +57,9 @@ def test_splits_that_it_has_not(facts, changed):
 
 def test_what_begins_texts(facts):
     template = {'type': 'TemplateProcessing', 'single': [BEGIN, TEXT]}
-    assert found(facts, post_processor={'type': 'Sequence', 'processors': [{'type': 'ByteLevel'}, template]}).begins
-    assert not found(facts, post_processor={**template, 'single': [TEXT]}).begins
-    assert not found(facts).begins
+    assert found(facts, post_processor={'type': 'Sequence', 'processors': [{'type': 'ByteLevel'}, template]}).add_bos
+    assert not found(facts, post_processor={**template, 'single': [TEXT]}).add_bos
+    assert not found(facts).add_bos
 
 
 def test_kinds_of_tokens(facts):

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.model_card import model_card
 from tests.small import small_config
 
 
 def card(workdir, *, step=0, architecture='auto', **overrides):
     config = small_config(**overrides)
-    row = choose(config.model, architecture)
+    row = choose_architecture(config.model, architecture)
     return model_card(
         'tiny', workdir=workdir, step=step, config=config, architecture=row, dtype='bfloat16', parameters=1_234_567
     )

@@ -10,7 +10,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.huggingface.config_conversion import from_config
-from maxlm.huggingface.json_fields import shown
+from maxlm.huggingface.json_fields import display_value
 from maxlm.huggingface.numbers import NUMBERS
 from maxlm.huggingface.tokenizer_files import files_for_import
 
@@ -58,7 +58,7 @@ def check(change, key, value):
     assert '\n' not in message
     assert len(message) < 500
     if value not in NUMBERS[key]:
-        assert f'{key}={shown(value)}: needs {NUMBERS[key]}' in message
+        assert f'{key}={display_value(value)}: needs {NUMBERS[key]}' in message
 
 
 @pytest.mark.parametrize('kind', ARCHITECTURES)
@@ -121,5 +121,5 @@ def test_ids_of_a_generation_config(tmp_path, key):
             continue
         with pytest.raises(InputError) as info:
             files_for_import(tmp_path)
-        assert str(info.value).startswith(f'{path}: {key}={shown(value)}'.removesuffix('…')[:100])
+        assert str(info.value).startswith(f'{path}: {key}={display_value(value)}'.removesuffix('…')[:100])
         assert 'needs a whole number of at least -1' in str(info.value)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from maxlm.huggingface.config_conversion import choose, from_config
+from maxlm.huggingface.config_conversion import choose_architecture, from_config
 from maxlm.huggingface.state_dict import tensors
 
 # Shortened to what a model depends on, by files of Transformers 4.
@@ -134,4 +134,4 @@ def test_published_models(name):
     assert {key: getattr(model, key) for key in settings} == settings
     # As published, and written again as what it was.
     assert sum(math.prod(tensor.shape) for tensor in tensors(config['model_type'], model)) == parameters
-    assert choose(model).model_type == config['model_type']
+    assert choose_architecture(model).model_type == config['model_type']

@@ -17,7 +17,7 @@ from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.config.loading import from_json
 from maxlm.data.tokenizer.tokenizer import train_bpe
 from maxlm.errors import InputError
-from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.import_model import import_model
 from maxlm.huggingface.state_dict import PREFIXES
@@ -92,7 +92,9 @@ def test_an_export_is_imported_bit_by_bit(tmp_path, name):
     assert found.model.family == config.model.family
     assert found.data.seq_len == 64
     # Control: other parameters are other bytes.
-    other = parameters(config, choose(config.model, 'nanochat' if name == 'nanochat' else 'auto').model_type, seed=1)
+    other = parameters(
+        config, choose_architecture(config.model, 'nanochat' if name == 'nanochat' else 'auto').model_type, seed=1
+    )
     assert all(array.tobytes() != other[path].tobytes() for path, array in parameters_of(again).items())
 
 

@@ -29,7 +29,7 @@ def write(path, arrays, dtype='float32', max_shard_size=10**9):
     entries = [TensorEntry(name, array.shape, lambda array=array: array) for name, array in arrays.items()]
     done = []
     path.mkdir(exist_ok=True)
-    write_tensors(path, entries, dtype=dtype, max_shard_size=max_shard_size, written=done.append)
+    write_tensors(path, entries, dtype=dtype, max_shard_size=max_shard_size, on_written=done.append)
     assert done == list(arrays)
     return path
 

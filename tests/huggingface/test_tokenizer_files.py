@@ -13,7 +13,7 @@ from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import END_OF_DOCUMENT, Tokenizer, bytes_tokenizer, chars_tokenizer, train_bpe
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures import ARCHITECTURES
-from maxlm.huggingface.config_conversion import choose, to_config
+from maxlm.huggingface.config_conversion import choose_architecture, to_config
 from maxlm.huggingface.tokenizer_files import files_for_export, files_for_import
 from maxlm.workdir.files import KEPT_FOR_EXPORT
 from tests.conftest import ROOT
@@ -210,7 +210,7 @@ def test_a_tokenizer_of_its_own_keeps_its_rules(model_directory, tmp_path):
 
 
 def test_the_models_of_this_file_are_what_they_seem():
-    assert choose(MODEL).model_type == 'llama'
+    assert choose_architecture(MODEL).model_type == 'llama'
 
 
 def test_conversations_are_spelled_with_special_tokens(tmp_path):

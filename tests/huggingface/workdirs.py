@@ -11,7 +11,7 @@ from maxlm.checkpoint.streaming import StreamedArray, write_step
 from maxlm.config.loading import to_json
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
-from maxlm.huggingface.config_conversion import choose
+from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from tests.small import small_config
 
@@ -66,7 +66,7 @@ def make_workdir(
     overrides = {'model__vocab_size': tokenizer.vocab_size + 3, 'data__seq_len': 64, **overrides}
     config = small_config(**overrides)
     family = config.model.family
-    architecture = choose(config.model, 'nanochat' if family == 'nanochat' else 'auto').model_type
+    architecture = choose_architecture(config.model, 'nanochat' if family == 'nanochat' else 'auto').model_type
     arrays = parameters(config, architecture, seed) | (changed or {})
     workdir.mkdir(parents=True)
     (workdir / 'config.json').write_text(to_json(config))

@@ -16,19 +16,19 @@ from tests.run_lines import NOW, NUM_STEPS, TOKENS_PER_STEP
 def test_of_a_run_in_its_middle(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     facts = dashboard_data(history, NOW)
-    assert (facts.step, facts.num_steps, facts.life) == (234, NUM_STEPS, 1)
+    assert (facts.step, facts.num_steps, facts.attempt) == (234, NUM_STEPS, 1)
     assert (facts.tokens, facts.num_tokens) == (234 * TOKENS_PER_STEP, NUM_STEPS * TOKENS_PER_STEP)
     # 8 s of start, 5 of compiling, 234 steps, two evaluations and two saves.
     assert facts.seconds == pytest.approx(8 + 5 + 234 * 0.5 + 2 * 3 + 2 * 1.5)
-    assert facts.shares == pytest.approx(
+    assert facts.seconds_by_category == pytest.approx(
         {'start': 8, 'compile': 5, 'step': 234 * 0.48, 'data_wait': 234 * 0.02, 'evaluation': 6, 'checkpoint': 3}
     )
-    assert facts.newest['train/loss'] == workdirs.train_loss(230)
-    assert facts.newest['eval/loss'] == workdirs.validation_loss(200)
-    assert facts.evaluated_step == 200
+    assert facts.latest['train/loss'] == workdirs.train_loss(230)
+    assert facts.latest['eval/loss'] == workdirs.validation_loss(200)
+    assert facts.last_eval_step == 200
     assert facts.curves['eval/loss'] == [(step, workdirs.validation_loss(step)) for step in (100, 200)]
     assert [len(facts.curves[name]) for name in ('train/loss', 'train/grad_norm')] == [23, 23]
-    assert facts.active
+    assert facts.is_active
 
 
 def test_what_is_left_shrinks_while_it_runs_and_not_while_it_stands_still(tmp_path):
@@ -61,10 +61,10 @@ def test_money(tmp_path):
 
 def test_after_its_end_nothing_is_left(tmp_path):
     facts = dashboard_data(read_history(workdirs.finished(tmp_path)), NOW + 1e6)
-    assert (facts.step, facts.seconds_left, facts.active) == (NUM_STEPS, 0.0, False)
+    assert (facts.step, facts.seconds_left, facts.is_active) == (NUM_STEPS, 0.0, False)
     assert not facts.dollars_left
-    assert facts.seconds == pytest.approx(sum(facts.shares.values()), abs=0.01)
-    assert facts.shares['idle'] == pytest.approx(60, abs=0.01)
+    assert facts.seconds == pytest.approx(sum(facts.seconds_by_category.values()), abs=0.01)
+    assert facts.seconds_by_category['idle'] == pytest.approx(60, abs=0.01)
 
 
 def test_a_rollback_takes_steps_back(tmp_path):
@@ -88,25 +88,25 @@ def test_a_life_that_has_not_read_its_checkpoint_stands_where_the_last_one_ended
             line.update(step=None, start_step=None)
     scribe.close()
     facts = dashboard_data(read_history(tmp_path), NOW)
-    assert (facts.step, facts.life, facts.condition.state) == (170, 2, STARTING)
+    assert (facts.step, facts.attempt, facts.status.state) == (170, 2, STARTING)
     assert facts.seconds_left == dashboard_data(read_history(tmp_path), NOW + 10).seconds_left
     scribe.train(111)
     scribe._beat('beat')
     facts = dashboard_data(read_history(scribe.close()), NOW)
-    assert (facts.step, facts.condition.state) == (111, RUNNING)
+    assert (facts.step, facts.status.state) == (111, RUNNING)
 
 
 def test_a_loss_that_is_not_finite_is_none_and_not_missing(tmp_path):
     facts = dashboard_data(read_history(workdirs.diverged(tmp_path)), NOW)
-    assert facts.newest['train/loss'] is None
-    assert facts.newest['train/skipped_steps'] == 40
+    assert facts.latest['train/loss'] is None
+    assert facts.latest['train/skipped_steps'] == 40
     assert [y for x, y in facts.curves['train/loss'] if x > 200] == [None, None]
 
 
 def test_of_nothing():
     facts = dashboard_data(RunHistory('nowhere'), NOW)
     assert (facts.step, facts.num_steps, facts.tokens, facts.seconds, facts.dollars) == (0, None, None, None, None)
-    assert not facts.active
+    assert not facts.is_active
 
 
 def test_a_budget_that_has_not_decided_on_a_length(tmp_path):

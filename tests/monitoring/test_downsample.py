@@ -8,7 +8,7 @@ from maxlm.monitoring.downsample import Curves, DownsampledCurve
 
 
 def made(points, size):
-    one = DownsampledCurve(max_stretches=100)
+    one = DownsampledCurve(max_buckets=100)
     for start in range(0, len(points), size):
         one.add(points[start : start + size])
     return one.points()
@@ -50,18 +50,18 @@ def lines(steps, loss):
 def test_metrics_that_grow_are_counted_once_and_others_anew(monkeypatch):
     curves = Curves(['train/loss', 'eval/loss'])
     metrics = lines(range(10), 1.0)
-    assert curves.of(metrics)['train/loss'] == [(step, 1.0) for step in range(10)]
+    assert curves.update(metrics)['train/loss'] == [(step, 1.0) for step in range(10)]
     metrics = [*metrics, *lines(range(10, 12), 2.0), {'step': 12, 'eval/loss': 3.0}]
     counted = []
     original = DownsampledCurve.add
     monkeypatch.setattr(
         DownsampledCurve, 'add', lambda self, points: (counted.append(len(points)), original(self, points))
     )
-    found = curves.of(metrics)
+    found = curves.update(metrics)
     assert counted == [2, 1]
-    assert found == Curves(['train/loss', 'eval/loss']).of(metrics)
+    assert found == Curves(['train/loss', 'eval/loss']).update(metrics)
     # After a rollback.
     other = [*metrics[:5], *lines(range(5, 30), 7.0)]
-    assert curves.of(other) == Curves(['train/loss', 'eval/loss']).of(other)
-    assert curves.of(metrics[:3])['train/loss'] == [(step, 1.0) for step in range(3)]
-    assert curves.of([]) == {'train/loss': [], 'eval/loss': []}
+    assert curves.update(other) == Curves(['train/loss', 'eval/loss']).update(other)
+    assert curves.update(metrics[:3])['train/loss'] == [(step, 1.0) for step in range(3)]
+    assert curves.update([]) == {'train/loss': [], 'eval/loss': []}

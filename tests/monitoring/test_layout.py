@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.text import Text
 
-from maxlm.monitoring.layout import bar, columns, field, fitted, flow, plain, shortened
+from maxlm.monitoring.layout import bar, columns, field, fit, flow, plain, truncate
 
 NUMBERS = ['12,345', '0.0001', '$1,234.56', '12 min 05 s', '3.1e-04']
 
@@ -27,7 +27,7 @@ def test_fields_flow_whole(width):
 @pytest.mark.parametrize('width', range(1, 60))
 def test_a_message_is_cut_between_words(width):
     text = 'step 1234567 left out: loss 12.5 is far above those before'
-    line = shortened(text, width)
+    line = truncate(text, width)
     assert line.cell_len <= width
     words = line.plain.removesuffix('…').split()
     if width >= 10:
@@ -37,13 +37,13 @@ def test_a_message_is_cut_between_words(width):
 
 def test_a_number_is_never_cut():
     text = 'a 1234567890 b'
-    found = {number for width in range(5, 20) for number in re.findall(r'\d+', shortened(text, width).plain)}
+    found = {number for width in range(5, 20) for number in re.findall(r'\d+', truncate(text, width).plain)}
     assert found == {'1234567890'}
 
 
 def test_wide_letters_count_twice():
-    assert shortened('損失 損失 損失', 8).cell_len <= 8
-    assert fitted(Text('損失損失'), 5).cell_len == 5
+    assert truncate('損失 損失 損失', 8).cell_len <= 8
+    assert fit(Text('損失損失'), 5).cell_len == 5
 
 
 def test_what_a_terminal_would_obey_is_gone():

@@ -43,11 +43,15 @@ def test_it_is_as_large_as_the_terminal(runs, name, width, height):
 def test_no_number_is_cut(runs, name, width):
     """All numbers of a narrow screen, but for those of the plot's axis, are numbers of the widest too."""
     everything = numbers(' '.join(texts(page(runs[name], 1000))))
-    top = [*panels.header(runs[name], width), *panels.progress(runs[name], width), *panels.figures(runs[name], width)]
+    top = [
+        *panels.header(runs[name], width),
+        *panels.progress(runs[name], width),
+        *panels.metric_fields(runs[name], width),
+    ]
     lines = [
         *top,
         *panels.goodput(runs[name], width, bars=False),
-        *panels.devices(runs[name], width, most=20),
+        *panels.devices(runs[name], width, max_lines=20),
         *panels.events(runs[name], width, 20),
     ]
     assert all(line.cell_len <= width for line in lines)
@@ -94,7 +98,7 @@ def test_many_devices_are_a_line_each_where_there_is_room_and_one_where_not(runs
 def test_of_several_hosts_each_says_how_much_of_its_time_went_into_steps(runs):
     hosts = [text for text in texts(page(runs['two_hosts'], 120)) if text.startswith('host') and 'cpu' in text]
     assert [text.split(' · ')[1] for text in hosts] == ['in steps 80.8%', 'in steps 76.8%']
-    assert not any('in steps' in text for text in texts(panels.devices(runs['running'], 120, most=9)))
+    assert not any('in steps' in text for text in texts(panels.devices(runs['running'], 120, max_lines=9)))
 
 
 @pytest.mark.parametrize(
@@ -120,12 +124,12 @@ def test_a_long_reason_is_told_on_several_lines(tmp_path):
     scribe.start()
     scribe.end('failed', 'ValueError: ' + 'a word and another one ' * 30, 1)
     lines = panels.header(dashboard_data(read_history(scribe.close()), NOW), 80)
-    assert len(lines) == 1 + panels.WHY_LINES
+    assert len(lines) == 1 + panels.MAX_REASON_LINES
     assert lines[-1].plain.endswith(' …')
 
 
 def test_a_loss_that_is_not_finite_is_said(runs):
-    text = ' '.join(texts(panels.figures(runs['diverged'], 80)))
+    text = ' '.join(texts(panels.metric_fields(runs['diverged'], 80)))
     assert 'loss not finite' in text
     assert 'left out 40 steps' in text
 
@@ -142,7 +146,7 @@ def test_hot_devices_and_errors_are_coloured(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     device = history.devices[0][-1]['devices'][0]
     device.update(temperature_c=91, ecc_errors=3, throttled=['thermal', 'power'])
-    (line, _) = panels.devices(dashboard_data(history, NOW), 100, most=5)
+    (line, _) = panels.devices(dashboard_data(history, NOW), 100, max_lines=5)
     for words in ('91 °C', 'slowed: thermal power', '3 ECC errors'):
         assert words in line.plain
     assert {'bold red', 'yellow'} <= {str(span.style) for span in line.spans}
@@ -150,8 +154,8 @@ def test_hot_devices_and_errors_are_coloured(tmp_path):
 
 def test_old_readings_are_said_to_be(tmp_path):
     history = read_history(workdirs.running(tmp_path))
-    assert ' ago' not in panels.devices(dashboard_data(history, NOW), 100, most=5)[-1].plain
-    assert '10 min 00 s ago' in panels.devices(dashboard_data(history, NOW + 600), 100, most=5)[-1].plain
+    assert ' ago' not in panels.devices(dashboard_data(history, NOW), 100, max_lines=5)[-1].plain
+    assert '10 min 00 s ago' in panels.devices(dashboard_data(history, NOW + 600), 100, max_lines=5)[-1].plain
 
 
 def test_torn_files_are_said(runs):

@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.rewards.code_task import code_of, programs_of, run_tasks, same_output, share_passed
+from maxlm.rewards.code_task import extract_code, fraction_passed, outputs_match, run_tasks, sandbox_jobs
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import ExecutionResult, SandboxPool
 
@@ -23,21 +23,21 @@ from maxlm.sandbox.pool import ExecutionResult, SandboxPool
     ],
 )
 def test_the_code_of_a_response(response, code):
-    assert code_of(response) == code
+    assert extract_code(response) == code
 
 
 def test_the_programs_of_a_task():
     limits = SandboxLimits(wall_seconds=1)
     task = {'prefix': 'import math', 'suffix': 'main()', 'tests': ['assert 1', 'assert 2']}
     task['cases'] = [{'stdin': '1', 'stdout': '2'}, {'stdout': '3'}]
-    tested, first, second = programs_of('```python\nx = 1\n```', task, limits)
+    tested, first, second = sandbox_jobs('```python\nx = 1\n```', task, limits)
     assert tested == ('import math\nx = 1\n\nmain()', '', 'assert 1\nassert 2', limits)
     assert first == tested._replace(stdin='1', tests='')
     assert second.stdin == ''
     with pytest.raises(InputError, match='neither tests nor cases; it has: answer'):
-        programs_of('x', {'answer': 1})
+        sandbox_jobs('x', {'answer': 1})
     with pytest.raises(InputError, match="has no 'stdout'"):
-        programs_of('x', {'cases': [{'stdin': '1'}]})
+        sandbox_jobs('x', {'cases': [{'stdin': '1'}]})
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,17 @@ def test_the_programs_of_a_task():
     ],
 )
 def test_outputs_agree_but_for_space_at_the_end(found, expected, same):
-    assert same_output(found, expected) is same
+    assert outputs_match(found, expected) is same
 
 
 def test_a_share_counts_tests_and_cases():
     tested = ExecutionResult('failed', '', '', 0.1, None, tests=3, tests_passed=1)
     ran = ExecutionResult('passed', '2\n', '', 0.1, 0)
     task = {'tests': 'x', 'cases': [{'stdout': '2'}, {'stdout': '3'}]}
-    assert share_passed([tested, ran, ran], task) == 2 / 5
-    assert share_passed([tested, ran._replace(status='error'), ran._replace(stdout='3')], task) == 2 / 5
+    assert fraction_passed([tested, ran, ran], task) == 2 / 5
+    assert fraction_passed([tested, ran._replace(status='error'), ran._replace(stdout='3')], task) == 2 / 5
     # A program that never got to its tests, whose number nobody could tell.
-    assert share_passed([tested._replace(tests=0, tests_passed=0)], {'tests': 'x'}) == 0.0
+    assert fraction_passed([tested._replace(tests=0, tests_passed=0)], {'tests': 'x'}) == 0.0
 
 
 @pytest.mark.multiprocess

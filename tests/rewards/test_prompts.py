@@ -56,7 +56,7 @@ def test_prompts_are_spelled_as_the_model_has_learned_them(tmp_path):
         f'<|im_start|>user\nc<|im_end|>\n{ASSISTANT}',
     ]
     assert prompts.tasks == ({'answer': 42}, {'tests': ['assert f(1)']}, {})
-    assert [prompts.where(i).rpartition(':')[2] for i in range(prompts.num)] == ['1', '3', '4']
+    assert [prompts.location(i).rpartition(':')[2] for i in range(prompts.num_prompts)] == ['1', '3', '4']
     # What the user spells is no end of turn.
     assert [np.count_nonzero(ids == CHAT.end_of_turn) for ids in prompts.ids] == [1, 2, 3]
 
@@ -82,7 +82,7 @@ def test_long_prompts_are_left_out(tmp_path, caplog):
     lengths = [len(ids) for ids in read(tmp_path, *entries).ids]
     with caplog.at_level(logging.WARNING, logger='maxlm'):
         prompts = read(tmp_path, *entries, max_tokens=lengths[2])
-    assert ([task['answer'] for task in prompts.tasks], prompts.lines, prompts.left_out) == ([5, 6], (1, 3), 2)
+    assert ([task['answer'] for task in prompts.tasks], prompts.lines, prompts.num_dropped) == ([5, 6], (1, 3), 2)
     assert prompts.longest == lengths[2]
     (message,) = caplog.messages
     assert f'2 of 4 prompts are left out, with more than the {lengths[2]} tokens' in message
@@ -124,7 +124,7 @@ def test_files_that_cannot_be_read(tmp_path):
         read_prompts(str(tmp_path / 'x.jsonl'), CHAT, 100)
     packed = gzip.compress(b'{"prompt": "x"}\n' * 1000)
     (tmp_path / 'x.jsonl.gz').write_bytes(packed)
-    assert read_prompts(str(tmp_path / 'x.jsonl.gz'), CHAT, 100).num == 1000
+    assert read_prompts(str(tmp_path / 'x.jsonl.gz'), CHAT, 100).num_prompts == 1000
     (tmp_path / 'x.jsonl.gz').write_bytes(packed[:-12])
     with pytest.raises(InputError, match=r'x\.jsonl\.gz: damaged or cut short'):
         read_prompts(str(tmp_path / 'x.jsonl.gz'), CHAT, 100)

@@ -127,7 +127,7 @@ def test_a_sum_scores_a_batch():
     tasks = [{'answer': 42, 'target_length': 4}] * 3
     scores = parse_reward('numeric + 0.5*length - 0.25*format').score(['42', '43 43 ', '\\boxed{42}'], tasks)
     assert [score.total for score in scores] == [1.0, -0.25, 0.25]
-    assert scores[2].parts == {'numeric': 1.0, 'length': -1.0, 'format': 1.0}
+    assert scores[2].components == {'numeric': 1.0, 'length': -1.0, 'format': 1.0}
     assert parse_reward('numeric').score([], []) == []
     with pytest.raises(ValueError, match='zip'):
         parse_reward('numeric').score(['42'], [])

@@ -10,7 +10,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.rewards import rewards
 from maxlm.rewards.prompts import Prompts
-from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, is_right, mean_pass_at_k, pass_at_k
+from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, is_correct, mean_pass_at_k, pass_at_k
 from maxlm.sandbox.limits import SandboxLimits
 
 
@@ -25,12 +25,12 @@ def test_a_batch_is_scored():
         scores = scorer.score(['42', '#### 43', '#### 43', '42'], [*tasks, tasks[0], tasks[0]])
         assert scores.rewards.dtype == np.float32
         np.testing.assert_allclose(scores.rewards, [1.0, 1 - 0.5 - 0.75, -0.5 - 1, 1.0])
-        assert {name: part.tolist() for name, part in scores.parts.items()} == {
+        assert {name: part.tolist() for name, part in scores.components.items()} == {
             'numeric': [1, 1, 0, 1],
             'format': [0, 1, 1, 0],
             'length': [0, -0.75, -1, 0],
         }
-        assert all(part.dtype == np.float32 for part in scores.parts.values())
+        assert all(part.dtype == np.float32 for part in scores.components.values())
         assert scorer.score(['42'], tasks[1:], reward='exact').rewards.tolist() == [0]
         assert scorer.score([], []).rewards.shape == (0,)
         with pytest.raises(KeyError):
@@ -46,7 +46,7 @@ def test_the_same_response_to_a_task_is_judged_once(monkeypatch):
         judged.append((response, task['answer']))
         return rewards.exact(response, task)
 
-    monkeypatch.setitem(rewards.REWARDS, 'exact', rewards.of_each(count))
+    monkeypatch.setitem(rewards.REWARDS, 'exact', rewards.per_response(count))
     tasks = [{'answer': 'a'}] * 3 + [{'answer': 'b'}] * 2
     with RewardScorer('exact') as scorer:
         assert scorer.score(['a', 'b', 'a', 'b', 'a'], tasks).rewards.tolist() == [1, 0, 1, 1, 0]
@@ -121,7 +121,7 @@ def test_a_task_that_lacks_something_is_named(reward, task, message):
 
 def test_accuracy_is_of_the_full_reward():
     tenths = np.array([0.1, 0.2, 0.3, 0.4], np.float32).cumsum()
-    assert is_right(tenths).tolist() == [False, False, False, True]
+    assert is_correct(tenths).tolist() == [False, False, False, True]
     assert accuracy(np.array([1.0, 0.5, 0.999, 1.1], np.float32)) == 0.5
     with pytest.raises(ValueError, match='no responses'):
         accuracy(np.zeros(0))

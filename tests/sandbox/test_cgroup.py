@@ -45,7 +45,7 @@ def test_a_group_is_limited_entered_and_ended(tmp_path):
     for name in files:
         (parent / 'one' / name).write_text('')
     group.limit(SandboxLimits(memory_bytes=100, disk_bytes=20, processes=7))
-    entrance = group.entrance()
+    entrance = group.open_procs()
     os.write(entrance, b'0')
     os.close(entrance)
     (parent / 'one' / 'memory.events').write_text('low 0\noom_kill 0\n')

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from maxlm.sandbox.files import holds_too_much, remove
+from maxlm.sandbox.files import exceeds_limits, remove
 from maxlm.sandbox.limits import SandboxLimits
 
 
@@ -36,6 +36,6 @@ def test_what_a_folder_holds(tmp_path):
     (tmp_path / 'a').mkdir()
     (tmp_path / 'a' / 'b').write_bytes(b'x' * (1 << 19))
     os.symlink(tmp_path, tmp_path / 'round')
-    assert not holds_too_much(str(tmp_path), limits)
-    assert holds_too_much(str(tmp_path), limits._replace(disk_bytes=1 << 18))
-    assert holds_too_much(str(tmp_path), limits._replace(files=2))
+    assert not exceeds_limits(str(tmp_path), limits)
+    assert exceeds_limits(str(tmp_path), limits._replace(disk_bytes=1 << 18))
+    assert exceeds_limits(str(tmp_path), limits._replace(files=2))

@@ -4,7 +4,7 @@ from maxlm.sandbox import landlock
 
 
 def test_landlock_grants_no_program_and_no_device():
-    assert landlock.BIT['read_file'] | landlock.BIT['read_dir'] == landlock.READ
+    assert landlock.RIGHT_BITS['read_file'] | landlock.RIGHT_BITS['read_dir'] == landlock.READ
     for name in ('execute', 'make_char', 'make_block', 'make_sock'):
-        assert not landlock.WRITE & landlock.BIT[name]
-    assert landlock.BIT['ioctl_dev'] == 1 << 15
+        assert not landlock.WRITE & landlock.RIGHT_BITS[name]
+    assert landlock.RIGHT_BITS['ioctl_dev'] == 1 << 15

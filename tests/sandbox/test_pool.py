@@ -15,7 +15,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.sandbox.limits import MIB, SandboxLimits
-from maxlm.sandbox.pool import ALWAYS, GUARANTEES, SWITCHES, Sandbox, SandboxJob, SandboxPool
+from maxlm.sandbox.pool import ALWAYS_ENFORCED, GUARANTEES, MECHANISMS, Sandbox, SandboxJob, SandboxPool
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.multiprocess
@@ -131,17 +131,17 @@ def test_wrong_settings_are_told():
 def test_what_this_machine_cannot_enforce_is_told():
     nothing = Sandbox((), {})
     assert nothing.missing == tuple(GUARANTEES)
-    assert nothing.enforced == ALWAYS
-    assert Sandbox(SWITCHES, {}).missing == ()
+    assert nothing.enforced == ALWAYS_ENFORCED
+    assert Sandbox(MECHANISMS, {}).missing == ()
     assert str(nothing) == f'sandbox by limits alone; not enforced: {", ".join(GUARANTEES)}'
-    assert 'not enforced' not in str(Sandbox(SWITCHES, {}))
+    assert 'not enforced' not in str(Sandbox(MECHANISMS, {}))
     for name, ways in GUARANTEES.items():
         for way in ways:
             assert name not in Sandbox(way, {}).missing
             assert all(name in Sandbox(way[:place] + way[place + 1 :], {}).missing for place in range(len(way)))
 
 
-@pytest.mark.parametrize('mechanism', [name for name in SWITCHES if name != 'root'])
+@pytest.mark.parametrize('mechanism', [name for name in MECHANISMS if name != 'root'])
 def test_each_mechanism_can_be_left_out(mechanism):
     with SandboxPool(1, limits=LIMITS, without=[mechanism], required=()) as pool:
         assert mechanism not in pool.sandbox.mechanisms
@@ -186,7 +186,7 @@ def test_a_program_that_takes_its_workers_with_it_is_given_up(monkeypatch):
         def fail(worker):
             raise EOFError
 
-        monkeypatch.setattr('maxlm.sandbox.pool.SandboxWorker.take', fail)
+        monkeypatch.setattr('maxlm.sandbox.pool.SandboxWorker.receive', fail)
         assert pool.run(SandboxJob('print(1)')).status == 'killed'
         monkeypatch.undo()
         assert pool.run(SandboxJob('print(1)')).status == 'passed'
@@ -198,7 +198,7 @@ def test_a_pool_that_was_interrupted_is_closed(monkeypatch):
         def interrupt(worker):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr('maxlm.sandbox.pool.SandboxWorker.take', interrupt)
+        monkeypatch.setattr('maxlm.sandbox.pool.SandboxWorker.receive', interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.run(SandboxJob('print(1)'))
         monkeypatch.undo()
@@ -228,7 +228,7 @@ def test_a_machine_that_pauses_stops_no_program():
 def test_closing_stops_what_runs():
     pool = SandboxPool(1, limits=LIMITS)
     below = psutil.Process(pool.workers[0].process.pid)
-    pool.workers[0].give(SandboxJob('import os, time\nos.fork()\ntime.sleep(60)'), LIMITS)
+    pool.workers[0].send(SandboxJob('import os, time\nos.fork()\ntime.sleep(60)'), LIMITS)
     while len(below.children(recursive=True)) < 5:
         time.sleep(0.02)
     running = [below, *below.children(recursive=True)]

@@ -39,16 +39,16 @@ print(os.read(reader, 20).decode(), flush=True)
 tree = Changing()
 armed = True
 if sys.argv[1] == 'look':
-    print(len(tree.living()))
+    print(len(tree.live_descendants()))
 else:
-    tree.sweep()
+    tree.kill_all()
 """
 
 
-@pytest.mark.parametrize('way', ['sweep', 'look'])
+@pytest.mark.parametrize('way', ['kill_all', 'look'])
 def test_who_changes_parents_between_two_reads(way):
     number, *seen = run(PROGRAM, way).split()
-    if way == 'sweep':
+    if way == 'kill_all':
         assert not psutil.pid_exists(int(number))
     else:
         # What a single look at the tree makes of it.
@@ -62,7 +62,7 @@ def test_one_is_spared():
 import os, subprocess
 from maxlm.sandbox.process_tree import ProcessTree
 one, other = (subprocess.Popen(['sleep', '60']) for _ in range(2))
-ProcessTree().sweep(spare=str(one.pid))
+ProcessTree().kill_all(exclude=str(one.pid))
 print(os.path.exists(f'/proc/{one.pid}'), os.path.exists(f'/proc/{other.pid}'))
 one.kill()
 """

@@ -66,18 +66,18 @@ def test_the_filter_reads_arguments(machine):
     assert allowed(seccomp.SOCKETPAIR, 1)
     assert not allowed(seccomp.SOCKETPAIR, 2)
     assert not allowed(seccomp.IOCTL, 0, 0x5412)
-    for numbers in (*seccomp.BY_NUMBER.values(), *seccomp.BY_OTHER_WAYS.values()):
+    for numbers in (*seccomp.BY_PID.values(), *seccomp.OTHER_SIGNAL_CALLS.values()):
         assert allowed(numbers, OTHER)
-    alone = seccomp.filter_program(machine, only_itself=ME)
-    for numbers in seccomp.BY_NUMBER.values():
+    alone = seccomp.filter_program(machine, own_pid=ME)
+    for numbers in seccomp.BY_PID.values():
         assert allowed(numbers, ME, of=alone)
         assert allowed(numbers, 0, of=alone)
         assert not allowed(numbers, OTHER, of=alone)
         assert not allowed(numbers, (1 << 64) - 1, of=alone)
-    assert not any(allowed(numbers, ME, of=alone) for numbers in seccomp.BY_OTHER_WAYS.values())
+    assert not any(allowed(numbers, ME, of=alone) for numbers in seccomp.OTHER_SIGNAL_CALLS.values())
     assert not allowed(seccomp.FCNTL, 0, 8, of=alone)
     assert allowed(seccomp.FCNTL, 0, 1, of=alone)
-    shown = seccomp.filter_program(machine, paths_shown=True)
+    shown = seccomp.filter_program(machine, files_visible=True)
     by_path = [numbers for numbers in seccomp.BY_PATH.values() if numbers[column] is not None]
     assert all(allowed(numbers) for numbers in by_path)
     assert not any(allowed(numbers, of=shown) for numbers in by_path)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
 from maxlm.formatting import format_rate
 
-# Of the datasheet's figure, what a large product reaches at least on a sound device; of the median, the slowest.
-LEAST_OF_PEAK, LEAST_OF_MEDIAN = 0.7, 0.9
-# Of the links' figure, what a large sum over devices reaches at least.
-LEAST_OF_LINK = 0.5
+# Smallest fractions of the datasheet's peak, and of the median over devices, that a sound device reaches.
+MIN_PEAK_FRACTION, MIN_MEDIAN_FRACTION = 0.7, 0.9
+# Smallest fraction of the links' bandwidth that a large all-reduce reaches.
+MIN_LINK_FRACTION = 0.5
 # Rows of a square product, and bytes that each device gives into a sum.
 PRODUCT_SIZE = {'cpu': 1024}
 SUM_BYTES = {'cpu': 2**22}
@@ -24,7 +24,7 @@ PRODUCTS = 4
 ROUNDS = 10
 
 
-def check_matmul(case: CheckContext) -> CheckResult:
+def check_matmul(context: CheckContext) -> CheckResult:
     """Large products on each device of this process, one device after the other."""
     import jax
 
@@ -35,7 +35,7 @@ def check_matmul(case: CheckContext) -> CheckResult:
     platform = devices[0].platform
     # Virtual devices share the cores: one shows what there is.
     chosen = devices[:1] if platform == 'cpu' else devices
-    reached = {device.id: measure_matmul(device) for device in chosen}
+    measured = {device.id: measure_matmul(device) for device in chosen}
     chip = find_chip(devices[0].device_kind)
     # Right after work, a device that is held down still says so.
     throttled = {
@@ -44,10 +44,10 @@ def check_matmul(case: CheckContext) -> CheckResult:
         if reading.get('throttled') and reading['index'] < len(devices)
     }
     kind = f'{"float32" if platform == "cpu" else "bfloat16"} products'
-    return evaluate_matmul(reached, kind, chip.tflops if chip else 0.0, throttled)
+    return evaluate_matmul(measured, kind, chip.tflops if chip else 0.0, throttled)
 
 
-def evaluate_matmul(reached: Mapping[int, float], kind: str, peak: float, throttled: Mapping[int, str]) -> CheckResult:
+def evaluate_matmul(measured: Mapping[int, float], kind: str, peak: float, throttled: Mapping[int, str]) -> CheckResult:
     """The finding of TFLOP/s by device.
 
     Args:
@@ -56,32 +56,35 @@ def evaluate_matmul(reached: Mapping[int, float], kind: str, peak: float, thrott
         peak: the datasheet's; 0 = not known.
         throttled: devices whose clock was held down, and by what.
     """
-    middle = statistics.median(reached.values())
-    told = f'{middle:,.3g} TFLOP/s in {kind}'
-    told += f', {middle / peak:.0%} of {peak:,.4g}' if peak else '; no datasheet to compare with'
-    if len(reached) > 1:
-        told += f', median of {len(reached)} devices'
+    median = statistics.median(measured.values())
+    message = f'{median:,.3g} TFLOP/s in {kind}'
+    message += f', {median / peak:.0%} of {peak:,.4g}' if peak else '; no datasheet to compare with'
+    if len(measured) > 1:
+        message += f', median of {len(measured)} devices'
     findings = []
-    slow = [device for device, tflops in reached.items() if tflops < LEAST_OF_MEDIAN * middle]
+    slow = [device for device, tflops in measured.items() if tflops < MIN_MEDIAN_FRACTION * median]
     if slow:
-        named = ', '.join(f'device {device} {reached[device]:,.3g}{_why(device, throttled)}' for device in slow)
+        named = ', '.join(
+            f'device {device} {measured[device]:,.3g}{_throttle_note(device, throttled)}' for device in slow
+        )
         findings.append(
             warning(
-                f'{told}; slower: {named}', 'a run goes at the pace of its slowest device: leave it out, or replace it'
+                f'{message}; slower: {named}',
+                'a run goes at the pace of its slowest device: leave it out, or replace it',
             )
         )
-    if peak and middle < LEAST_OF_PEAK * peak:
+    if peak and median < MIN_PEAK_FRACTION * peak:
         reasons = ', '.join(sorted({*throttled.values()}))
         findings.append(
             warning(
-                told + (f'; held down by {reasons}' if reasons else ''),
+                message + (f'; held down by {reasons}' if reasons else ''),
                 'see gpus for who else is there; look at power limit, cooling and clocks',
             )
         )
-    return together(findings or [ok(told)])
+    return combine(findings or [ok(message)])
 
 
-def _why(device: int, throttled: Mapping[int, str]) -> str:
+def _throttle_note(device: int, throttled: Mapping[int, str]) -> str:
     return f' ({throttled[device]})' if device in throttled else ''
 
 
@@ -109,7 +112,7 @@ def measure_matmul(device: Any, size: int = 0) -> float:
     return PRODUCTS * 2 * size**3 / seconds / 1e12
 
 
-def check_links(case: CheckContext) -> CheckResult:
+def check_links(context: CheckContext) -> CheckResult:
     """Sums over the devices along each axis of the run's mesh; without a run, over all of them."""
     import jax
 
@@ -120,7 +123,7 @@ def check_links(case: CheckContext) -> CheckResult:
 
     if jax.device_count() == 1:
         return skipped('one device has none')
-    mesh = make_layout(resolve_mesh(case.config.mesh if case.config else MeshConfig(), jax.device_count())).mesh
+    mesh = make_layout(resolve_mesh(context.config.mesh if context.config else MeshConfig(), jax.device_count())).mesh
     chip = find_chip(jax.devices()[0].device_kind)
     findings = []
     for axis, group in mesh.shape.items():
@@ -129,7 +132,7 @@ def check_links(case: CheckContext) -> CheckResult:
         speed, is_right = measure_sum(mesh, axis)
         expected = expected_bandwidth(chip, mesh, axis) if chip else 0.0
         findings.append(evaluate_links(f'{axis}={group}', speed, expected, is_right))
-    return together(findings)
+    return combine(findings)
 
 
 def evaluate_links(name: str, speed: float, expected: float, is_right: bool) -> CheckResult:
@@ -141,14 +144,14 @@ def evaluate_links(name: str, speed: float, expected: float, is_right: bool) -> 
         expected: of its links; 0 = not known.
         is_right: whether the sums were.
     """
-    told = f'{name}: {format_rate(speed)} out of each device in an all-reduce'
+    message = f'{name}: {format_rate(speed)} out of each device in an all-reduce'
     if not is_right:
         return failure(f'{name}: a sum over devices is wrong', 'do not train on this machine; look at its devices')
     if expected:
-        told += f', {speed / expected:.0%} of {format_rate(expected)}'
-    if speed < LEAST_OF_LINK * expected:
-        return warning(told, 'look at links and topology (nvidia-smi topo -m, NCCL_DEBUG=INFO)')
-    return ok(told)
+        message += f', {speed / expected:.0%} of {format_rate(expected)}'
+    if speed < MIN_LINK_FRACTION * expected:
+        return warning(message, 'look at links and topology (nvidia-smi topo -m, NCCL_DEBUG=INFO)')
+    return ok(message)
 
 
 def measure_sum(mesh: Any, axis: str, size: int = 0) -> tuple[float, bool]:
@@ -169,7 +172,7 @@ def measure_sum(mesh: Any, axis: str, size: int = 0) -> tuple[float, bool]:
     make = jax.jit(
         lambda: jnp.ones((mesh.devices.size * elements,), jnp.float32), out_shardings=NamedSharding(mesh, spec)
     )
-    # What goes over devices is a sum that the next round begins with: no round can be left out.
+    # Each round depends on the sum of the previous one, so none can be optimized away.
     sums = jax.jit(
         jax.shard_map(
             lambda x: jax.lax.psum(x, axis) / group, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
@@ -192,8 +195,8 @@ def expected_bandwidth(chip: Any, mesh: Any, axis: str) -> float:
     crossing = [group for group in groups if len(set(group)) > 1]
     if not crossing:
         return float(chip.link_bandwidth)
-    together_in_one = min(math.floor(len(group) / len(set(group))) for group in crossing)
-    return float(min(chip.link_bandwidth, chip.network_bandwidth * together_in_one))
+    devices_per_island = min(math.floor(len(group) / len(set(group))) for group in crossing)
+    return float(min(chip.link_bandwidth, chip.network_bandwidth * devices_per_island))
 
 
 def _best(run: Callable[[], object]) -> float:

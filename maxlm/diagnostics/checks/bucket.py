@@ -1,4 +1,4 @@
-"""The check `bucket`: whether a run may do in its buckets what it will: write, list, read and delete."""
+"""The check `bucket`: permission to write, list, read and delete in the run's buckets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped
 from maxlm.errors import InputError
 from maxlm.storage.bucket import Bucket, PermissionDeniedError
 from maxlm.storage.errors import TransientStorageError, redact
@@ -17,16 +17,16 @@ from maxlm.storage.errors import TransientStorageError, redact
 CONTENT = b'maxlm.doctor was here, and should have removed this\n'
 
 
-def check_bucket(case: CheckContext) -> CheckResult:
+def check_bucket(context: CheckContext) -> CheckResult:
     """Each of the run's buckets, with one small object that is removed afterwards."""
-    if not case.buckets:
+    if not context.buckets:
         return skipped('neither --workdir nor checkpoint.remote_dir is in a bucket')
-    return together(try_bucket(url) for url in case.buckets)
+    return combine(try_bucket(url) for url in context.buckets)
 
 
 def try_bucket(url: str) -> CheckResult:
     """The finding of one; no name in it is touched but a new one."""
-    told, steps = redact(url), _Steps()
+    name_of_bucket, steps = redact(url), _Steps()
     try:
         bucket = Bucket(url)
     except InputError as error:
@@ -41,30 +41,42 @@ def try_bucket(url: str) -> CheckResult:
         with steps.named('list'):
             listed = bucket.list(directory)
         if name not in listed:
-            return failure(f'{told}: what was written is not listed', 'try again; a run could not find its checkpoints')
+            return failure(
+                f'{name_of_bucket}: what was written is not listed', 'try again; a run could not find its checkpoints'
+            )
         with steps.named('read'):
             content = bucket.read(name)
         if content != CONTENT:
-            return failure(f'{told}: what was read is not what was written', 'do not use this bucket')
+            return failure(f'{name_of_bucket}: what was read is not what was written', 'do not use this bucket')
         with steps.named('delete'):
             bucket.delete([name])
         written = False
         with steps.named('look again'):
-            left = bucket.list_one(name)
-        if left is not None:
-            return failure(f'{told}: what was deleted is still there', f'remove {told}/{name}; look at retention rules')
+            leftover = bucket.list_one(name)
+        if leftover is not None:
+            return failure(
+                f'{name_of_bucket}: what was deleted is still there',
+                f'remove {name_of_bucket}/{name}; look at retention rules',
+            )
     except InputError as error:
-        return _refused(told, steps.now, error, f'{told}/{name}' if written and steps.now == 'delete' else '')
+        return _refused(
+            name_of_bucket,
+            steps.current,
+            error,
+            f'{name_of_bucket}/{name}' if written and steps.current == 'delete' else '',
+        )
     finally:
         if written:
             # It may be what failed.
             with contextlib.suppress(InputError):
                 bucket.delete([name])
-    return ok(f'{told}: may write, list, read and delete ({steps.seconds * 1000 / steps.count:.0f} ms a request)')
+    return ok(
+        f'{name_of_bucket}: may write, list, read and delete ({steps.seconds * 1000 / steps.count:.0f} ms a request)'
+    )
 
 
-def _refused(told: str, step: str, error: InputError, left: str) -> CheckResult:
-    also = f'; {left} is left there' if left else ''
+def _refused(name_of_bucket: str, step: str, error: InputError, leftover: str) -> CheckResult:
+    also = f'; {leftover} is left there' if leftover else ''
     if isinstance(error, PermissionDeniedError):
         remedy = 'log in, or grant this account the right to write, list, read and delete objects there'
     elif isinstance(error, TransientStorageError):
@@ -73,20 +85,20 @@ def _refused(told: str, step: str, error: InputError, left: str) -> CheckResult:
         remedy = 'mend the URL'
     # The name of the object tells nobody anything.
     reason = re.sub(r'^\S+/object: ', '', str(error))
-    return failure(f'{told}: cannot {step} ({reason}){also}', remedy)
+    return failure(f'{name_of_bucket}: cannot {step} ({reason}){also}', remedy)
 
 
 class _Steps:
-    """What is being tried, and how long the requests took."""
+    """The current step, and the duration of the requests."""
 
     def __init__(self) -> None:
-        self.now = ''
+        self.current = ''
         self.count = 0
         self.seconds = 0.0
 
     @contextlib.contextmanager
     def named(self, name: str) -> Iterator[None]:
-        self.now = name
+        self.current = name
         began = time.perf_counter()
         yield
         self.count += 1

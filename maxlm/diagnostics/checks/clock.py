@@ -11,10 +11,10 @@ import urllib.request
 from collections.abc import Mapping
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
 
 # AWS and Google refuse signatures and tokens that are minutes off; the header itself has whole seconds.
-MUCH, LITTLE = 240.0, 10.0
+MAX_OFFSET, WARN_OFFSET = 240.0, 10.0
 HEADER_SECONDS = 10.0
 REMEDY = 'synchronize it: timedatectl set-ntp true, or chronyd'
 # adjtimex(2): what it returns when nobody keeps the clock right, and room for its struct on any machine.
@@ -22,10 +22,10 @@ TIME_ERROR = 5
 TIMEX_BYTES = 512
 
 
-def check_clock(case: CheckContext) -> CheckResult:
+def check_clock(context: CheckContext) -> CheckResult:
     """Against the run's bucket, if it has one, and by what the kernel knows."""
     findings = []
-    endpoints = dict.fromkeys(endpoint_of(url, case.environment) for url in (*case.buckets, *case.data_paths))
+    endpoints = dict.fromkeys(endpoint_of(url, context.environment) for url in (*context.buckets, *context.data_paths))
     for endpoint in filter(None, endpoints):
         offset = read_offset(endpoint)
         if offset is not None:
@@ -35,11 +35,11 @@ def check_clock(case: CheckContext) -> CheckResult:
         findings.append(warning('the kernel says that nobody keeps the clock right', REMEDY))
     elif synchronized:
         findings.append(ok('synchronized'))
-    return together(findings) if findings else skipped('neither a bucket nor the kernel tells whether it is right')
+    return combine(findings) if findings else skipped('neither a bucket nor the kernel tells whether it is right')
 
 
 def endpoint_of(url: str, environment: Mapping[str, str]) -> str:
-    """Where the API of a bucket answers; '' for other places."""
+    """Returns the API endpoint of a bucket; '' for other URLs."""
     protocol = url.partition('://')[0] if '://' in url else ''
     if protocol in ('gs', 'gcs'):
         return environment.get('STORAGE_EMULATOR_HOST') or 'https://storage.googleapis.com'
@@ -54,8 +54,10 @@ def read_offset(endpoint: str) -> float | None:
     """Seconds that this clock is ahead of a server's; None where it does not tell."""
     began = time.time()
     try:
-        with urllib.request.urlopen(urllib.request.Request(endpoint, method='HEAD'), timeout=HEADER_SECONDS) as answer:
-            date = answer.headers.get('Date')
+        with urllib.request.urlopen(
+            urllib.request.Request(endpoint, method='HEAD'), timeout=HEADER_SECONDS
+        ) as response:
+            date = response.headers.get('Date')
     except urllib.error.HTTPError as error:
         # A refusal has a date too.
         with error:
@@ -64,25 +66,25 @@ def read_offset(endpoint: str) -> float | None:
         # That it cannot be reached is what the check of the bucket says.
         return None
     try:
-        theirs = email.utils.parsedate_to_datetime(date).timestamp()
+        server_time = email.utils.parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError):
         return None
     # The header was written between the two, and its fraction of a second is cut off.
-    return (began + time.time()) / 2 - (theirs + 0.5)
+    return (began + time.time()) / 2 - (server_time + 0.5)
 
 
 def evaluate_offset(offset: float, endpoint: str) -> CheckResult:
     """The finding of seconds ahead of a server's clock."""
-    told = f'{abs(offset):,.0f} s {"ahead of" if offset > 0 else "behind"} {endpoint}'
-    if abs(offset) > MUCH:
-        return failure(f'{told}: it will refuse requests', REMEDY)
-    if abs(offset) > LITTLE:
-        return warning(told, REMEDY)
+    message = f'{abs(offset):,.0f} s {"ahead of" if offset > 0 else "behind"} {endpoint}'
+    if abs(offset) > MAX_OFFSET:
+        return failure(f'{message}: it will refuse requests', REMEDY)
+    if abs(offset) > WARN_OFFSET:
+        return warning(message, REMEDY)
     return ok(f'agrees with {endpoint}')
 
 
 def is_synchronized() -> bool | None:
-    """What the kernel knows of its clock; None where it does not tell."""
+    """Returns whether the kernel considers its clock synchronized; None where it is not known."""
     if not sys.platform.startswith('linux'):
         return None
     try:

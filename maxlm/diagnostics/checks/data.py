@@ -1,4 +1,4 @@
-"""The check `data`: whether the data sets of a run are there, whole and readable."""
+"""The check `data`: the data sets of a run exist and are complete and readable."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from functools import partial
 
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import plural
-from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
 from maxlm.errors import InputError
 from maxlm.formatting import format_rate
 from maxlm.storage.errors import redact
 
-# Of a shard in a bucket, what is read of it.
+# Bytes read of a shard in a bucket.
 READ_BYTES = 2**23
 # Slower, a bucket is likely to hold up a GPU: 4 bytes a token at most, of many processes.
-SLOW = 5e6
+MIN_BYTES_PER_SECOND = 5e6
 
 
-def check_data(case: CheckContext) -> CheckResult:
+def check_data(context: CheckContext) -> CheckResult:
     """Opens the data as training does, in a cache that is removed, and reads the beginning of each source."""
     from maxlm.data.loader.dataset import open_training_data
     from maxlm.storage.object_store import open_filesystem, read_range, translate_errors
 
-    if case.config is None:
+    if context.config is None:
         return skipped('no --config says which data')
-    alarms: list[str] = []
+    warnings: list[str] = []
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-') as cache:
-        data = dataclasses.replace(case.config.data, cache_dir=cache)
+        data = dataclasses.replace(context.config.data, cache_dir=cache)
         try:
-            corpus = open_training_data(data, tell_sources=False, on_alarm=alarms.append)
+            corpus = open_training_data(data, tell_sources=False, on_alarm=warnings.append)
             slow = []
             for source in corpus.sources:
                 shards = source.shards('train')
@@ -48,7 +48,7 @@ def check_data(case: CheckContext) -> CheckResult:
                 if len(content) != stop:
                     raise InputError(f'{redact(url)}: {len(content)} bytes instead of {stop}; copy the data again')
                 speed = stop / (time.perf_counter() - began)
-                if stop == READ_BYTES and speed < SLOW:
+                if stop == READ_BYTES and speed < MIN_BYTES_PER_SECOND:
                     slow.append(
                         warning(
                             f'{redact(url)}: {format_rate(speed)} from one reader',
@@ -58,6 +58,6 @@ def check_data(case: CheckContext) -> CheckResult:
         except InputError as error:
             return failure(str(error), 'prepare the data (maxlm.prepare), mend data.path, or log in to its bucket')
         tokens = sum(shard.tokens for source in corpus.sources for shard in source.shards('train'))
-        names = ', '.join(map(redact, case.data_paths))
-        told = f'{names}: {tokens:,} training tokens in {plural(len(corpus.sources), "source")}'
-        return together([*slow, *(warning(alarm, 'see whether the bucket answers') for alarm in alarms), ok(told)])
+        names = ', '.join(map(redact, context.data_paths))
+        message = f'{names}: {tokens:,} training tokens in {plural(len(corpus.sources), "source")}'
+        return combine([*slow, *(warning(text, 'see whether the bucket answers') for text in warnings), ok(message)])

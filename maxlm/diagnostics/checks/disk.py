@@ -12,14 +12,14 @@ from pathlib import Path
 
 from maxlm.config.schema import AUTO, Config, MeshConfig
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.result import CheckResult, failure, ok, together, warning
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, warning
 from maxlm.errors import InputError, os_message
 from maxlm.formatting import format_bytes, format_rate
 from maxlm.hardware.chips import GIB
 from maxlm.storage.filesystem import is_url
 
-# Where neither config nor data set tells: that of GPT-2.
-USUAL_VOCABULARY = 50_257
+# Default where neither config nor data set has one: that of GPT-2.
+DEFAULT_VOCAB_SIZE = 50_257
 
 
 def checkpoint_bytes(config: Config | None) -> int | None:
@@ -40,7 +40,7 @@ def checkpoint_bytes(config: Config | None) -> int | None:
             # The check of the data says so.
             vocabulary = 0
     # The size of the whole does not depend on where its parts are.
-    whole = dataclasses.replace(
+    unsharded = dataclasses.replace(
         config,
         mesh=MeshConfig(fsdp=1),
         model=dataclasses.replace(config.model, attention='auto'),
@@ -52,24 +52,26 @@ def checkpoint_bytes(config: Config | None) -> int | None:
         ),
     )
     try:
-        resolved = resolve(whole, platform='cpu', num_devices=1, vocab_size=vocabulary or USUAL_VOCABULARY, windows=1)
+        resolved = resolve(
+            unsharded, platform='cpu', num_devices=1, vocab_size=vocabulary or DEFAULT_VOCAB_SIZE, windows=1
+        )
     except InputError:
         return None
     return sum(planned_state_bytes(resolved))
 
 
-LEAST_FREE, ENOUGH_FREE = GIB, 10 * GIB
+MIN_FREE, WARN_FREE = GIB, 10 * GIB
 # Slower than any disk that is sold for servers.
-SLOW = 50e6
+MIN_BYTES_PER_SECOND = 50e6
 FEW_INODES = 10_000
 # Written in pieces until so much is written or so long has passed.
 WRITTEN_BYTES, WRITE_SECONDS = 2**28, 3.0
-PIECE = 2**24
+CHUNK_BYTES = 2**24
 
 
-def check_disk(case: CheckContext) -> CheckResult:
+def check_disk(context: CheckContext) -> CheckResult:
     """Room and speed where the run writes; without a local workdir, where its cache is; without a run, here."""
-    directory = place_of(case)
+    directory = nearest_directory(context)
     try:
         usage = shutil.disk_usage(directory)
         inodes = os.statvfs(directory).f_favail
@@ -78,25 +80,25 @@ def check_disk(case: CheckContext) -> CheckResult:
         return failure(
             f'{error.filename or directory}: {os_message(error)}', 'choose a directory that can be written to'
         )
-    checkpoint = checkpoint_bytes(case.config)
-    kept = 0
-    if case.config and not case.workdir.startswith(('gs://', 'gcs://')):
+    checkpoint = checkpoint_bytes(context.config)
+    num_kept = 0
+    if context.config and not context.workdir.startswith(('gs://', 'gcs://')):
         # One more: what is new is whole before what is old is deleted.
-        kept = case.config.checkpoint.max_to_keep + case.config.checkpoint.keep_best + 1
-    return evaluate_disk(directory, usage.free, inodes, speed, checkpoint or 0, kept)
+        num_kept = context.config.checkpoint.max_to_keep + context.config.checkpoint.keep_best + 1
+    return evaluate_disk(directory, usage.free, inodes, speed, checkpoint or 0, num_kept)
 
 
-def place_of(case: CheckContext) -> Path:
+def nearest_directory(context: CheckContext) -> Path:
     """The nearest directory that exists of where the run writes."""
-    place = Path(case.workdir or '.')
-    if is_url(case.workdir):
-        place = Path(case.config.data.cache_dir if case.config else '~/.cache/maxlm')
+    wanted_path = Path(context.workdir or '.')
+    if is_url(context.workdir):
+        wanted_path = Path(context.config.data.cache_dir if context.config else '~/.cache/maxlm')
     with contextlib.suppress(RuntimeError):
-        place = place.expanduser()
-    return next(path for path in (place.absolute(), *place.absolute().parents) if path.is_dir())
+        wanted_path = wanted_path.expanduser()
+    return next(path for path in (wanted_path.absolute(), *wanted_path.absolute().parents) if path.is_dir())
 
 
-def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpoint: int, kept: int) -> CheckResult:
+def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpoint: int, num_kept: int) -> CheckResult:
     """The finding of a file system.
 
     Args:
@@ -108,27 +110,27 @@ def evaluate_disk(directory: Path, free: int, inodes: int, speed: float, checkpo
         kept: checkpoints that lie there at a time.
     """
     findings = []
-    told = f'{directory}: {format_bytes(free)} free, writes {format_rate(speed)}'
-    if kept and checkpoint:
-        told += f'; a checkpoint of {format_bytes(checkpoint)} takes {checkpoint / speed:.1f} s'
-    if free < LEAST_FREE:
-        findings.append(failure(told, 'make room, or choose another --workdir'))
-    elif free < kept * checkpoint:
+    message = f'{directory}: {format_bytes(free)} free, writes {format_rate(speed)}'
+    if num_kept and checkpoint:
+        message += f'; a checkpoint of {format_bytes(checkpoint)} takes {checkpoint / speed:.1f} s'
+    if free < MIN_FREE:
+        findings.append(failure(message, 'make room, or choose another --workdir'))
+    elif free < num_kept * checkpoint:
         findings.append(
             failure(
-                f'{told}, and {kept} of them are there at a time',
+                f'{message}, and {num_kept} of them are there at a time',
                 'lower checkpoint.max_to_keep, make room, or choose another --workdir',
             )
         )
-    elif free < ENOUGH_FREE:
-        findings.append(warning(told, 'make room: a log and checkpoints grow'))
+    elif free < WARN_FREE:
+        findings.append(warning(message, 'make room: a log and checkpoints grow'))
     if 0 < inodes < FEW_INODES:
         findings.append(warning(f'{directory}: room for {inodes:,} files only', 'remove small files'))
-    if speed < SLOW:
+    if speed < MIN_BYTES_PER_SECOND:
         findings.append(
             warning(f'{directory}: writes {format_rate(speed)}', 'take a faster disk: saving will hold up steps')
         )
-    return together(findings or [ok(told)])
+    return combine(findings or [ok(message)])
 
 
 def measure_write_speed(directory: Path) -> float:
@@ -138,12 +140,12 @@ def measure_write_speed(directory: Path) -> float:
         OSError: it cannot be written.
     """
     # Random, or a file system that packs would be taken for a fast one.
-    piece = os.urandom(PIECE)
+    chunk = os.urandom(CHUNK_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         began = time.perf_counter()
         written = 0
         while written < WRITTEN_BYTES and time.perf_counter() - began < WRITE_SECONDS:
-            written += file.write(piece)
+            written += file.write(chunk)
             # Each piece, so that a slow disk shows before there is much to wait for.
             os.fsync(file.fileno())
         return written / (time.perf_counter() - began)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import GIB
 from maxlm.hardware.detect import Hardware
@@ -19,19 +19,19 @@ CUDA_PLUGINS = {'cuda12': 'jax-cuda12-plugin', 'cuda13': 'jax-cuda13-plugin'}
 # Extra → oldest driver on Linux: https://docs.jax.dev/en/latest/installation.html and, for the exact number of the
 # second, NVIDIA's release notes of CUDA 13.0.
 OLDEST_DRIVERS = {'cuda12': (525, 60, 13), 'cuda13': (580, 65, 6)}
-# Of a GPU that nobody uses, what the driver itself takes.
+# Memory that the driver itself uses on an idle GPU.
 IDLE_BYTES = 1.5 * GIB
 
 
-def wanted_cuda(nvidia: Nvidia | None) -> str:
+def recommended_extra(nvidia: Nvidia | None) -> str:
     """The extra for a driver: the newest that it runs, cuda12 where that is not known."""
-    fitting = [extra for extra, oldest in OLDEST_DRIVERS.items() if nvidia and nvidia.driver >= oldest]
-    return fitting[-1] if fitting else 'cuda12'
+    supported = [extra for extra, oldest in OLDEST_DRIVERS.items() if nvidia and nvidia.driver >= oldest]
+    return supported[-1] if supported else 'cuda12'
 
 
-def check_driver(case: CheckContext) -> CheckResult:
-    """Whether a driver answers, and JAX has what goes with it."""
-    return evaluate_driver(case.hardware, _is_installed)
+def check_driver(context: CheckContext) -> CheckResult:
+    """Checks that the driver responds and that JAX has the matching plugin."""
+    return evaluate_driver(context.hardware, _is_installed)
 
 
 def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> CheckResult:
@@ -55,7 +55,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
     if not installed:
         return failure(
             f"{text}, and JAX's plugin is missing: it would run on the CPU",
-            f"pip install 'maxlm[{wanted_cuda(hardware.nvidia)}]'",
+            f"pip install 'maxlm[{recommended_extra(hardware.nvidia)}]'",
         )
     if len(installed) > 1:
         return warning(
@@ -67,24 +67,24 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
     if driver < oldest:
         return failure(
             f'{text}: {CUDA_PLUGINS[extra]} needs {_dotted(oldest)} or later',
-            f"pip uninstall {' '.join(_packages_of(extra))}; pip install 'maxlm[{wanted_cuda(hardware.nvidia)}]'; "
-            'or install a newer driver',
+            f'pip uninstall {" ".join(_packages_of(extra))}; '
+            f"pip install 'maxlm[{recommended_extra(hardware.nvidia)}]'; or install a newer driver",
         )
     return ok(f'{text}, {CUDA_PLUGINS[extra]}')
 
 
-def check_gpus(case: CheckContext) -> CheckResult:
+def check_gpus(context: CheckContext) -> CheckResult:
     """Faults that the driver knows of, and who else is there. Before JAX starts here, so that it is none of them."""
-    if case.hardware.nvidia is None:
-        return skipped(f'no NVIDIA driver to ask ({case.hardware.told})')
-    return evaluate_gpus(case.hardware.nvidia, case.environment.get('CUDA_VISIBLE_DEVICES'))
+    if context.hardware.nvidia is None:
+        return skipped(f'no NVIDIA driver to ask ({context.hardware.told})')
+    return evaluate_gpus(context.hardware.nvidia, context.environment.get('CUDA_VISIBLE_DEVICES'))
 
 
 def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
     """The finding of the GPUs that CUDA_VISIBLE_DEVICES shows to a run; None = all."""
     findings = []
-    shown = [(index, gpu) for index, gpu in enumerate(nvidia.gpus) if _is_shown(index, gpu, visible)]
-    for index, gpu in shown:
+    visible_gpus = [(index, gpu) for index, gpu in enumerate(nvidia.gpus) if _is_shown(index, gpu, visible)]
+    for index, gpu in visible_gpus:
         name = f'GPU {index}'
         if gpu.ecc_errors:
             findings.append(
@@ -124,15 +124,17 @@ def evaluate_gpus(nvidia: Nvidia, visible: str | None) -> CheckResult:
                     'end them, or choose other GPUs with CUDA_VISIBLE_DEVICES',
                 )
             )
-    kinds = Counter(gpu.name for _, gpu in shown)
+    kinds = Counter(gpu.name for _, gpu in visible_gpus)
     if len(kinds) > 1:
-        told = ', '.join(f'{count} × {kind}' for kind, count in kinds.items())
-        findings.append(warning(f'GPUs of several kinds: {told}', 'choose those of one kind with CUDA_VISIBLE_DEVICES'))
+        detail = ', '.join(f'{count} × {kind}' for kind, count in kinds.items())
+        findings.append(
+            warning(f'GPUs of several kinds: {detail}', 'choose those of one kind with CUDA_VISIBLE_DEVICES')
+        )
     if not findings:
-        told = 'no memory errors, ' if any(gpu.ecc_errors is not None for _, gpu in shown) else ''
-        named = f'{len(shown)} × {next(iter(kinds))}' if shown else 'none that a run would see'
-        findings.append(ok(f'{named}: {told}not slowed down, nobody on them'))
-    return together(findings)
+        detail = 'no memory errors, ' if any(gpu.ecc_errors is not None for _, gpu in visible_gpus) else ''
+        named = f'{len(visible_gpus)} × {next(iter(kinds))}' if visible_gpus else 'none that a run would see'
+        findings.append(ok(f'{named}: {detail}not slowed down, nobody on them'))
+    return combine(findings)
 
 
 def _is_shown(index: int, gpu: Gpu, visible: str | None) -> bool:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.result import CheckResult, failure, ok, together, warning
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, warning
 from maxlm.errors import InputError
 from maxlm.hardware.detect import Hardware
 
 FRACTION = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
-# What launch/gpu_node.sh sets, and what leaves too little for kernels and collectives, or for the model.
-USUAL_FRACTION, MOST, LEAST = 0.92, 0.95, 0.7
+# Set by launch/gpu_node.sh; above the second kernels and collectives, below the third the model lack memory.
+DEFAULT_FRACTION, MAX_FRACTION, MIN_FRACTION = 0.92, 0.95, 0.7
 # Libraries of CUDA that come with JAX's plugins; others of the same names on LD_LIBRARY_PATH are loaded instead.
 CUDA_LIBRARIES = ('libcublas.so*', 'libcudart.so*', 'libcudnn.so*', 'libcusparse.so*', 'libnccl.so*')
 
@@ -27,7 +27,7 @@ class RiskyVariable(NamedTuple):
     # On these platforms; '' = on all.
     platform: str
     is_failure: bool
-    what: str
+    effect: str
 
 
 def _is_on(value: str) -> bool:
@@ -38,7 +38,7 @@ def _is_off(value: str) -> bool:
     return value.lower() in ('0', 'false', 'no', 'off')
 
 
-TRAPS = (
+RISKY_VARIABLES = (
     RiskyVariable(
         'CUDA_VISIBLE_DEVICES', lambda v: v.strip() in ('', '-1', 'NoDevFiles'), 'gpu', True, 'hides all GPUs'
     ),
@@ -57,42 +57,42 @@ TRAPS = (
 )
 
 
-def check_environment(case: CheckContext) -> CheckResult:
-    """Whether a variable that is set is a trap here."""
-    return evaluate_environment(case.environment, case.hardware)
+def check_environment(context: CheckContext) -> CheckResult:
+    """Checks for environment variables that break or slow down a run."""
+    return evaluate_environment(context.environment, context.hardware)
 
 
 def evaluate_environment(environment: Mapping[str, str], hardware: Hardware) -> CheckResult:
     """The finding of variables on some hardware."""
     platform = hardware.platform
-    findings = [*_platforms(environment, hardware), *_places(environment)]
-    for trap in TRAPS:
-        value = environment.get(trap.variable)
-        if value is not None and trap.platform in ('', platform) and trap.is_bad(value):
-            say = failure if trap.is_failure else warning
-            findings.append(say(f'{trap.variable}={value} {trap.what}', f'unset {trap.variable}'))
+    findings = [*_platforms(environment, hardware), *_process_variables(environment)]
+    for risky in RISKY_VARIABLES:
+        value = environment.get(risky.variable)
+        if value is not None and risky.platform in ('', platform) and risky.is_bad(value):
+            make_result = failure if risky.is_failure else warning
+            findings.append(make_result(f'{risky.variable}={value} {risky.effect}', f'unset {risky.variable}'))
     if platform == 'gpu':
         findings += [*_fraction(environment), *_libraries(environment)]
     if not findings:
         names = ('JAX_', 'XLA_', 'CUDA_', 'NCCL_', 'MAXLM_', 'LIBTPU_')
         # Names alone: what a variable holds may be a secret.
-        told = sorted(name for name in environment if name.startswith(names))
+        names_set = sorted(name for name in environment if name.startswith(names))
         findings.append(
-            ok(f'no trap among {", ".join(told)}' if told else 'none of the variables of JAX or CUDA is set')
+            ok(f'no trap among {", ".join(names_set)}' if names_set else 'none of the variables of JAX or CUDA is set')
         )
-    return together(findings)
+    return combine(findings)
 
 
 def _platforms(environment: Mapping[str, str], hardware: Hardware) -> list[CheckResult]:
-    given = environment.get('JAX_PLATFORMS', '')
-    wanted = {'gpu': {'gpu', 'cuda'}, 'tpu': {'tpu'}}.get(hardware.platform)
-    if not given or wanted is None or wanted & set(given.split(',')):
+    platforms = environment.get('JAX_PLATFORMS', '')
+    expected = {'gpu': {'gpu', 'cuda'}, 'tpu': {'tpu'}}.get(hardware.platform)
+    if not platforms or expected is None or expected & set(platforms.split(',')):
         return []
-    return [failure(f'JAX_PLATFORMS={given}, and here are {hardware.told}', 'unset JAX_PLATFORMS')]
+    return [failure(f'JAX_PLATFORMS={platforms}, and here are {hardware.told}', 'unset JAX_PLATFORMS')]
 
 
-def _places(environment: Mapping[str, str]) -> list[CheckResult]:
-    """How several processes find each other."""
+def _process_variables(environment: Mapping[str, str]) -> list[CheckResult]:
+    """Checks the variables of a run of several processes."""
     from maxlm.runtime.initialize import detect_process_env
 
     try:
@@ -103,20 +103,20 @@ def _places(environment: Mapping[str, str]) -> list[CheckResult]:
 
 
 def _fraction(environment: Mapping[str, str]) -> list[CheckResult]:
-    given = environment.get(FRACTION, environment.get('XLA_CLIENT_MEM_FRACTION'))
-    if given is None:
+    value = environment.get(FRACTION, environment.get('XLA_CLIENT_MEM_FRACTION'))
+    if value is None:
         return []
     try:
-        share = float(given)
+        fraction = float(value)
     except ValueError:
-        share = 0.0
-    remedy = f'set {FRACTION}={USUAL_FRACTION}, or unset it'
-    if not 0 < share <= 1:
-        return [failure(f'{FRACTION}={given}: needs a share of the memory, above 0 and at most 1', remedy)]
-    if share > MOST:
-        return [warning(f'{FRACTION}={given} leaves too little for kernels and collectives', remedy)]
-    if share < LEAST:
-        return [warning(f'{FRACTION}={given} leaves {1 - share:.0%} of each GPU unused', remedy)]
+        fraction = 0.0
+    remedy = f'set {FRACTION}={DEFAULT_FRACTION}, or unset it'
+    if not 0 < fraction <= 1:
+        return [failure(f'{FRACTION}={value}: needs a share of the memory, above 0 and at most 1', remedy)]
+    if fraction > MAX_FRACTION:
+        return [warning(f'{FRACTION}={value} leaves too little for kernels and collectives', remedy)]
+    if fraction < MIN_FRACTION:
+        return [warning(f'{FRACTION}={value} leaves {1 - fraction:.0%} of each GPU unused', remedy)]
     return []
 
 

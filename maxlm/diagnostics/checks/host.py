@@ -13,25 +13,25 @@ from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, warning
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import GIB
 
-# What Python, JAX and the pipeline of the data take in a small run.
-LEAST_RAM = 2 * GIB
+# Memory of Python, JAX and the data pipeline in a small run.
+MIN_RAM = 2 * GIB
 CGROUP = Path('/sys/fs/cgroup')
 SHM = Path('/dev/shm')
-LEAST_SHM = GIB
+MIN_SHM = GIB
 # Each source, worker and connection holds some.
-ENOUGH_FILES, LEAST_FILES = 4096, 512
+WARN_FILES, MIN_FILES = 4096, 512
 
 
-def check_ram(case: CheckContext) -> CheckResult:
+def check_ram(context: CheckContext) -> CheckResult:
     """Host memory that is free, within the bounds of a container."""
     import psutil
 
     memory = psutil.virtual_memory()
-    state = checkpoint_bytes(case.config)
-    return evaluate_ram(memory.total, memory.available, read_cgroup(CGROUP), state and state // case.num_processes)
+    state = checkpoint_bytes(context.config)
+    return evaluate_ram(memory.total, memory.available, read_cgroup(CGROUP), state and state // context.num_processes)
 
 
-def evaluate_ram(total: int, available: int, bound: tuple[int, int] | None, state: int | None) -> CheckResult:
+def evaluate_ram(total: int, available: int, cgroup: tuple[int, int] | None, state: int | None) -> CheckResult:
     """The finding of bytes of memory.
 
     Args:
@@ -40,21 +40,21 @@ def evaluate_ram(total: int, available: int, bound: tuple[int, int] | None, stat
         bound: of a container, what it may have and what it has; None = none.
         state: that a checkpoint copies here; None = not known.
     """
-    inside = ''
-    if bound is not None and bound[0] < total:
-        total, available = bound[0], min(available, bound[0] - bound[1])
-        inside = ' that this container may have'
-    told = f'{format_bytes(available)} free of {format_bytes(total)}{inside}'
-    if available < LEAST_RAM:
-        return failure(told, f'free memory: a run takes {format_bytes(LEAST_RAM)} at least')
+    suffix = ''
+    if cgroup is not None and cgroup[0] < total:
+        total, available = cgroup[0], min(available, cgroup[0] - cgroup[1])
+        suffix = ' that this container may have'
+    message = f'{format_bytes(available)} free of {format_bytes(total)}{suffix}'
+    if available < MIN_RAM:
+        return failure(message, f'free memory: a run takes {format_bytes(MIN_RAM)} at least')
     if state and available < state:
         return warning(
-            f'{told}; a checkpoint copies {format_bytes(state)} into it',
+            f'{message}; a checkpoint copies {format_bytes(state)} into it',
             'take a machine with more memory, or more machines',
         )
     if available < 0.1 * total:
-        return warning(told, 'see who uses the rest')
-    return ok(told)
+        return warning(message, 'see who uses the rest')
+    return ok(message)
 
 
 def read_cgroup(root: Path) -> tuple[int, int] | None:
@@ -68,7 +68,7 @@ def read_cgroup(root: Path) -> tuple[int, int] | None:
     return None
 
 
-def check_shm(case: CheckContext) -> CheckResult:
+def check_shm(context: CheckContext) -> CheckResult:
     """Shared memory, through which workers hand over batches, and NCCL what goes between GPUs."""
     if not SHM.is_dir():
         return skipped(f'there is no {SHM}')
@@ -78,14 +78,14 @@ def check_shm(case: CheckContext) -> CheckResult:
 
 def evaluate_shm(total: int, free: int) -> CheckResult:
     """The finding of bytes of shared memory."""
-    told = f'{format_bytes(free)} free of {format_bytes(total)}'
-    if free < LEAST_SHM:
-        return warning(told, 'give the container more, e.g. --shm-size=8g, or remove what is left in /dev/shm')
-    return ok(told)
+    message = f'{format_bytes(free)} free of {format_bytes(total)}'
+    if free < MIN_SHM:
+        return warning(message, 'give the container more, e.g. --shm-size=8g, or remove what is left in /dev/shm')
+    return ok(message)
 
 
-def check_files(case: CheckContext) -> CheckResult:
-    """How many files a process may have open."""
+def check_files(context: CheckContext) -> CheckResult:
+    """Checks the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return evaluate_files(soft, hard)
 
@@ -95,9 +95,9 @@ def evaluate_files(soft: int, hard: int) -> CheckResult:
     if soft == resource.RLIM_INFINITY:
         return ok('any number may be open')
     most = '65536' if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
-    told = f'{soft:,} may be open'
-    if soft < LEAST_FILES:
-        return failure(told, f'ulimit -n {most}')
-    if soft < ENOUGH_FILES:
-        return warning(f'{told}: few for many shards or workers', f'ulimit -n {most}')
-    return ok(told)
+    message = f'{soft:,} may be open'
+    if soft < MIN_FILES:
+        return failure(message, f'ulimit -n {most}')
+    if soft < WARN_FILES:
+        return warning(f'{message}: few for many shards or workers', f'ulimit -n {most}')
+    return ok(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.jax_subprocess import Start
+from maxlm.diagnostics.jax_subprocess import JaxStart
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, warning
 from maxlm.hardware.detect import Hardware
 
@@ -13,44 +13,45 @@ from maxlm.hardware.detect import Hardware
 SLOW_SECONDS = 60.0
 
 
-def check_jax(case: CheckContext) -> CheckResult:
+def check_jax(context: CheckContext) -> CheckResult:
     """Starts JAX in a process of its own."""
-    return evaluate_jax(case.start, case.hardware)
+    return evaluate_jax(context.jax_start, context.hardware)
 
 
-def evaluate_jax(start: Start, hardware: Hardware) -> CheckResult:
+def evaluate_jax(jax_start: JaxStart, hardware: Hardware) -> CheckResult:
     """The finding of how JAX starts on some hardware."""
-    if start.trouble:
+    if jax_start.error:
         remedy = 'see packages and driver; try: python -c "import jax; print(jax.devices())"'
-        if 'Unknown flag' in start.trouble:
+        if 'Unknown flag' in jax_start.error:
             remedy = 'take those flags out of XLA_FLAGS (a TPU has its own in LIBTPU_INIT_ARGS)'
-        return failure(f'does not start: {start.trouble}', remedy)
-    told = ', '.join(f'{count} × {kind}' for kind, count in Counter(start.kinds).items())
-    if start.platform != hardware.platform and hardware.platform != 'cpu':
+        return failure(f'does not start: {jax_start.error}', remedy)
+    device_counts = ', '.join(f'{count} × {kind}' for kind, count in Counter(jax_start.kinds).items())
+    if jax_start.platform != hardware.platform and hardware.platform != 'cpu':
         extras = "'maxlm[tpu]'" if hardware.platform == 'tpu' else "'maxlm[cuda12]' or 'maxlm[cuda13]'"
         return failure(
-            f'runs on {start.platform} ({told}), and here are {hardware.told}',
+            f'runs on {jax_start.platform} ({device_counts}), and here are {hardware.told}',
             f'see driver and environment; pip install {extras}',
         )
-    if start.platform == 'gpu' and hardware.nvidia and len(start.kinds) < len(hardware.nvidia.gpus):
+    if jax_start.platform == 'gpu' and hardware.nvidia and len(jax_start.kinds) < len(hardware.nvidia.gpus):
         return warning(
-            f'sees {told} of {len(hardware.nvidia.gpus)} GPUs', 'unset CUDA_VISIBLE_DEVICES, unless that is meant'
+            f'sees {device_counts} of {len(hardware.nvidia.gpus)} GPUs',
+            'unset CUDA_VISIBLE_DEVICES, unless that is meant',
         )
-    if start.seconds > SLOW_SECONDS:
+    if jax_start.seconds > SLOW_SECONDS:
         remedy = 'see what it waits for: JAX_LOGGING_LEVEL=DEBUG'
-        if start.platform == 'cpu':
+        if jax_start.platform == 'cpu':
             remedy = 'JAX_PLATFORMS=cpu, or pip uninstall libtpu: it asks the cloud for a TPU that is not here'
-        return warning(f'starts on {start.platform}: {told}, after {start.seconds:.0f} s', remedy)
-    return ok(f'starts on {start.platform}: {told}, in {start.seconds:.1f} s')
+        return warning(f'starts on {jax_start.platform}: {device_counts}, after {jax_start.seconds:.0f} s', remedy)
+    return ok(f'starts on {jax_start.platform}: {device_counts}, in {jax_start.seconds:.1f} s')
 
 
-def check_cache(case: CheckContext) -> CheckResult:
-    """Whether compiled programs are kept, so that a run that starts again does not compile again."""
-    wanted = case.config.train.compilation_cache_dir if case.config else True
-    return evaluate_cache(case.start, bool(wanted), case.environment.get('JAX_COMPILATION_CACHE_DIR'))
+def check_cache(context: CheckContext) -> CheckResult:
+    """Checks that the compilation cache is enabled, so that a restart does not compile again."""
+    wanted = context.config.train.compilation_cache_dir if context.config else True
+    return evaluate_cache(context.jax_start, bool(wanted), context.environment.get('JAX_COMPILATION_CACHE_DIR'))
 
 
-def evaluate_cache(start: Start, wanted: bool, variable: str | None) -> CheckResult:
+def evaluate_cache(jax_start: JaxStart, is_configured: bool, variable: str | None) -> CheckResult:
     """The finding of how programs are kept.
 
     Args:
@@ -58,12 +59,14 @@ def evaluate_cache(start: Start, wanted: bool, variable: str | None) -> CheckRes
         wanted: whether train.compilation_cache_dir names a directory.
         variable: JAX_COMPILATION_CACHE_DIR; None = not set.
     """
-    if start.trouble:
-        return skipped(f'not tried: {start.trouble}')
-    if start.complaint:
-        return warning(start.complaint, 'see train.compilation_cache_dir: without it every start compiles again')
+    if jax_start.error:
+        return skipped(f'not tried: {jax_start.error}')
+    if jax_start.cache_warning:
+        return warning(
+            jax_start.cache_warning, 'see train.compilation_cache_dir: without it every start compiles again'
+        )
     if variable is not None:
-        return ok(f'as JAX_COMPILATION_CACHE_DIR says: {start.programs or "not kept"}')
-    if not wanted:
+        return ok(f'as JAX_COMPILATION_CACHE_DIR says: {jax_start.cache_dir or "not kept"}')
+    if not is_configured:
         return ok("not kept: train.compilation_cache_dir=''")
-    return ok(f'kept in {start.programs}')
+    return ok(f'kept in {jax_start.cache_dir}')

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import maxlm
-from maxlm.diagnostics.checks.drivers import CUDA_PLUGINS, wanted_cuda
+from maxlm.diagnostics.checks.drivers import CUDA_PLUGINS, recommended_extra
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.result import CheckResult, failure, ok, together, warning
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, warning
 from maxlm.errors import InputError
 from maxlm.storage.errors import redact
 from maxlm.storage.object_store import EXTRAS
@@ -21,8 +21,8 @@ from maxlm.storage.object_store import EXTRAS
 PROJECT = Path(maxlm.__file__).parent.parent / 'pyproject.toml'
 
 
-class Wanted(NamedTuple):
-    """What maxlm needs.
+class Requirements(NamedTuple):
+    """Requirements of maxlm.
 
     Attributes:
         python: a specifier, e.g. `>=3.11`.
@@ -32,12 +32,12 @@ class Wanted(NamedTuple):
     """
 
     python: str
-    tried: tuple[str, ...]
+    tested_versions: tuple[str, ...]
     packages: tuple[str, ...]
     extras: dict[str, tuple[str, ...]]
 
 
-def read_wanted(project: Path = PROJECT) -> Wanted:
+def read_requirements(project: Path = PROJECT) -> Requirements:
     """From the pyproject.toml beside the package, or, where it is installed without, from its metadata.
 
     Raises:
@@ -46,76 +46,82 @@ def read_wanted(project: Path = PROJECT) -> Wanted:
     if project.is_file():
         facts = tomllib.loads(project.read_text(encoding='utf-8'))['project']
         extras = {name: tuple(lines) for name, lines in facts['optional-dependencies'].items()}
-        return Wanted(facts['requires-python'], _tried(facts['classifiers']), tuple(facts['dependencies']), extras)
+        return Requirements(
+            facts['requires-python'], _tested_versions(facts['classifiers']), tuple(facts['dependencies']), extras
+        )
     try:
-        told = importlib.metadata.metadata('maxlm')
+        metadata = importlib.metadata.metadata('maxlm')
     except importlib.metadata.PackageNotFoundError:
         raise InputError(f"{project}: not there, and maxlm is not installed; pip install 'maxlm'") from None
-    lines = told.get_all('Requires-Dist') or []
-    names = told.get_all('Provides-Extra') or []
+    lines = metadata.get_all('Requires-Dist') or []
+    names = metadata.get_all('Provides-Extra') or []
     of_extra = {
         name: tuple(line for line in lines if re.search(rf"""extra == ["']{re.escape(name)}["']""", line))
         for name in names
     }
     plain = tuple(line for line in lines if 'extra ==' not in line)
-    return Wanted(told['Requires-Python'], _tried(told.get_all('Classifier') or []), plain, of_extra)
+    return Requirements(
+        metadata['Requires-Python'], _tested_versions(metadata.get_all('Classifier') or []), plain, of_extra
+    )
 
 
-def check_python(case: CheckContext) -> CheckResult:
-    """Whether this Python is one that maxlm is tried with."""
-    return evaluate_python(read_wanted(), sys.version_info[:3])
+def check_python(context: CheckContext) -> CheckResult:
+    """Checks that maxlm is tested with this Python."""
+    return evaluate_python(read_requirements(), sys.version_info[:3])
 
 
-def evaluate_python(wanted: Wanted, version: Sequence[int]) -> CheckResult:
+def evaluate_python(requirements: Requirements, version: Sequence[int]) -> CheckResult:
     """The finding of a version of Python."""
     from packaging.specifiers import SpecifierSet
 
     text = '.'.join(map(str, version))
-    tried = ' and '.join(wanted.tried)
-    if text not in SpecifierSet(wanted.python):
-        return failure(f'{text}, and maxlm needs {wanted.python}', f'make an environment with Python {tried}')
-    if '.'.join(map(str, version[:2])) not in wanted.tried:
-        return warning(f'{text}, which maxlm is not tried with', f'take Python {tried}')
+    tested = ' and '.join(requirements.tested_versions)
+    if text not in SpecifierSet(requirements.python):
+        return failure(f'{text}, and maxlm needs {requirements.python}', f'make an environment with Python {tested}')
+    if '.'.join(map(str, version[:2])) not in requirements.tested_versions:
+        return warning(f'{text}, which maxlm is not tried with', f'take Python {tested}')
     return ok(text)
 
 
-def check_packages(case: CheckContext) -> CheckResult:
-    """Whether all that this machine and this run need is installed, and new enough."""
-    return evaluate_packages(read_wanted(), wanted_extras(case), installed_version)
+def check_packages(context: CheckContext) -> CheckResult:
+    """Checks that all required packages are installed and new enough."""
+    return evaluate_packages(read_requirements(), needed_extras(context), installed_version)
 
 
-def wanted_extras(case: CheckContext) -> dict[str, str]:
+def needed_extras(context: CheckContext) -> dict[str, str]:
     """Extra → what needs it."""
     extras: dict[str, str] = {}
-    for place in (*case.buckets, *case.data_paths):
+    for place in (*context.buckets, *context.data_paths):
         _, extra = EXTRAS.get(place.partition('://')[0] if '://' in place else '', ('', ''))
         if extra:
             extras.setdefault(extra, redact(place))
-    if getattr(case.config and case.config.metrics, 'wandb', ''):
+    if getattr(context.config and context.config.metrics, 'wandb', ''):
         extras['wandb'] = 'metrics.wandb'
-    if case.hardware.platform == 'tpu':
-        extras['tpu'] = case.hardware.told
-    if case.hardware.platform == 'gpu' and not any(map(installed_version, CUDA_PLUGINS.values())):
-        extras[wanted_cuda(case.hardware.nvidia)] = case.hardware.told
+    if context.hardware.platform == 'tpu':
+        extras['tpu'] = context.hardware.told
+    if context.hardware.platform == 'gpu' and not any(map(installed_version, CUDA_PLUGINS.values())):
+        extras[recommended_extra(context.hardware.nvidia)] = context.hardware.told
     return extras
 
 
-def evaluate_packages(wanted: Wanted, extras: dict[str, str], version_of: Callable[[str], str | None]) -> CheckResult:
+def evaluate_packages(
+    requirements: Requirements, extras: dict[str, str], version_of: Callable[[str], str | None]
+) -> CheckResult:
     """The finding of what is installed.
 
     Args:
-        wanted: see `Wanted`.
+        wanted: see `Requirements`.
         extras: needed here, each with what needs it.
         version_of: a package's version; None = it is not installed.
     """
     findings = []
-    problems = list(_problems(wanted.packages, '', version_of))
+    problems = list(_problems(requirements.packages, '', version_of))
     if problems:
         findings.append(
             failure('; '.join(problems), "pip install --upgrade 'maxlm', or in its checkout: pip install -e .")
         )
     for extra, what in extras.items():
-        problems = list(_problems(wanted.extras.get(extra, ()), extra, version_of))
+        problems = list(_problems(requirements.extras.get(extra, ()), extra, version_of))
         if problems:
             findings.append(failure(f'{"; ".join(problems)} (for {what})', f"pip install 'maxlm[{extra}]'"))
     # JAX does without a plugin of another version, and says so in a line that is easily missed.
@@ -130,8 +136,8 @@ def evaluate_packages(wanted: Wanted, extras: dict[str, str], version_of: Callab
     if not findings:
         named = ', '.join(f'{name} {version_of(name)}' for name in ('jax', 'jaxlib', 'flax', 'orbax-checkpoint'))
         also = f'; extras {", ".join(extras)}' if extras else ''
-        findings.append(ok(f'{len(wanted.packages)} required, all there: {named}{also}'))
-    return together(findings)
+        findings.append(ok(f'{len(requirements.packages)} required, all there: {named}{also}'))
+    return combine(findings)
 
 
 def installed_version(name: str) -> str | None:
@@ -161,6 +167,6 @@ def _problems(lines: Sequence[str], extra: str, version_of: Callable[[str], str 
                 yield f'{brought} is missing'
 
 
-def _tried(classifiers: Sequence[str]) -> tuple[str, ...]:
+def _tested_versions(classifiers: Sequence[str]) -> tuple[str, ...]:
     found = (re.fullmatch(r'Programming Language :: Python :: (3\.\d+)', line) for line in classifiers)
     return tuple(match[1] for match in found if match)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from maxlm.config.schema import SECTIONS
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.jax_subprocess import reason_of, with_package
-from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, together, warning
+from maxlm.diagnostics.jax_subprocess import exit_reason, with_package
+from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import GIB
 
@@ -44,7 +44,7 @@ QUIET = {
 
 
 class Trial(NamedTuple):
-    """What became of it.
+    """Result of a trial run.
 
     Attributes:
         trouble: why there are no two steps, in one line; '' = there are.
@@ -59,19 +59,19 @@ class Trial(NamedTuple):
     seconds: float
 
 
-def check_trial(case: CheckContext) -> CheckResult:
+def check_trial(context: CheckContext) -> CheckResult:
     """Trains two steps."""
-    if case.config is None:
+    if context.config is None:
         return skipped('no --config to try')
-    if case.num_processes > 1:
+    if context.num_processes > 1:
         return skipped('a run of several processes; try it on one machine, without their variables')
     with tempfile.TemporaryDirectory(prefix='maxlm-doctor-', ignore_cleanup_errors=True) as directory:
         return evaluate_trial(
-            try_run(command_of(case, Path(directory) / 'run'), case.environment, Path(directory) / 'run')
+            try_run(trial_command(context, Path(directory) / 'run'), context.environment, Path(directory) / 'run')
         )
 
 
-def command_of(case: CheckContext, workdir: Path) -> list[str]:
+def trial_command(context: CheckContext, workdir: Path) -> list[str]:
     """The run as it was given, with what makes it quiet last, so that it counts."""
     # Of keys that there are.
     quiet = {key: value for key, value in QUIET.items() if _exists(key)}
@@ -79,9 +79,9 @@ def command_of(case: CheckContext, workdir: Path) -> list[str]:
         sys.executable,
         '-m',
         'maxlm.train',
-        f'--config={case.spec}',
+        f'--config={context.spec}',
         f'--workdir={workdir}',
-        *(f'--config.{override}' for override in case.overrides),
+        *(f'--config.{override}' for override in context.overrides),
         *(f'--config.{key}={value}' for key, value in quiet.items()),
     ]
 
@@ -114,7 +114,7 @@ def try_run(command: Sequence[str], environment: Any, workdir: Path, *, seconds:
         lines = read_metrics(workdir)
         if not trouble and not _has_steps(lines) and (process.returncode or not lines):
             said.seek(0)
-            trouble = reason_of(said.read(), process.returncode)
+            trouble = exit_reason(said.read(), process.returncode)
     started = [event for event in read_events(workdir).lines if event.get('kind') == 'started']
     return Trial(trouble, lines, (started[-1].get('plan') or {}) if started else {}, took)
 
@@ -131,31 +131,31 @@ def evaluate_trial(trial: Trial) -> CheckResult:
     last = trained[-1]
     step = last.get('perf/step_time_seconds') or math.nan
     planned = trial.plan.get('step_seconds')
-    told = f'a step takes {step:.3g} s' + (f' (planned {planned:.3g})' if planned else '')
+    message = f'a step takes {step:.3g} s' + (f' (planned {planned:.3g})' if planned else '')
     memory, planned_memory = (last.get('memory/peak_gib') or 0) * GIB, trial.plan.get('memory_bytes')
     if memory:
-        told += f', {format_bytes(memory)} of each device' + (
+        message += f', {format_bytes(memory)} of each device' + (
             f' (planned {format_bytes(planned_memory)})' if planned_memory else ''
         )
     elif planned_memory:
-        told += f', planned memory {format_bytes(planned_memory)}'
-    told += f'; starting took {trial.seconds - step * len(trained):.0f} s'
+        message += f', planned memory {format_bytes(planned_memory)}'
+    message += f'; starting took {trial.seconds - step * len(trained):.0f} s'
     findings = []
     waits = (last.get('perf/data_loading_seconds') or 0) / step
     if waits > WAITING:
         findings.append(
             warning(
-                f'{told}; {waits:.0%} of it waits for data',
+                f'{message}; {waits:.0%} of it waits for data',
                 'raise data.num_workers or data.prefetch_buffer_size, or bring the data nearer',
             )
         )
     elif planned and step > SLOWER * planned:
-        findings.append(warning(f'{told}: {step / planned:.1f} times the plan', 'see matmul, links and gpus'))
+        findings.append(warning(f'{message}: {step / planned:.1f} times the plan', 'see matmul, links and gpus'))
     if memory and planned_memory and memory > LARGER * planned_memory:
         findings.append(
-            warning(told, 'more memory than planned: leave some free, or lower train.per_device_batch_size')
+            warning(message, 'more memory than planned: leave some free, or lower train.per_device_batch_size')
         )
-    return together(findings or [ok(told)])
+    return combine(findings or [ok(message)])
 
 
 def _exists(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Stacked bars: how a whole is made of its parts."""
+"""Stacked bars."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _STRIPE = 10.0
 
 
 class Bar(NamedTuple):
-    """Its name, and the size of each part by category."""
+    """A name and the seconds of each category."""
 
     name: str
-    parts: Mapping[str, float]
+    seconds_by_category: Mapping[str, float]
 
     @property
     def total(self) -> float:
-        return sum(self.parts.values())
+        return sum(self.seconds_by_category.values())
 
 
-def draw_bars(bars: Sequence[Bar], *, title: str, words: Mapping[str, str]) -> Markup:
+def draw_bars(bars: Sequence[Bar], *, title: str, labels: Mapping[str, str]) -> Markup:
     """Bars below each other on one scale, and what the colours mean; '' where all are empty.
 
     Args:
         bars: what to draw.
         title: of all.
-        words: category → how it is called, in the order in which it is drawn.
+        labels: category → its label, in drawing order.
     """
-    longest = max((bar.total for bar in bars), default=0.0)
-    if longest <= 0:
+    max_total = max((bar.total for bar in bars), default=0.0)
+    if max_total <= 0:
         return Markup('')
-    seen = [category for category in words if any(bar.parts.get(category, 0) > 0 for bar in bars)]
-    legend = tag('ul', *(tag('li', swatch(category), words[category]) for category in seen), class_='legend')
-    rows = [join(tag('div', bar.name, class_='name'), _bar(bar, longest, words)) for bar in bars if bar.total > 0]
+    categories = [category for category in labels if any(bar.seconds_by_category.get(category, 0) > 0 for bar in bars)]
+    legend = tag('ul', *(tag('li', swatch(category), labels[category]) for category in categories), class_='legend')
+    rows = [join(tag('div', bar.name, class_='name'), _bar(bar, max_total, labels)) for bar in bars if bar.total > 0]
     return tag('figure', tag('figcaption', title), legend, tag('div', *rows, class_='bars'))
 
 
@@ -47,28 +47,32 @@ def swatch(category: str) -> Markup:
     return tag('span', class_=f'key t-{category}')
 
 
-def _bar(bar: Bar, longest: float, words: Mapping[str, str]) -> Markup:
-    pieces, left = [], 0.0
-    for category, name in words.items():
-        seconds = bar.parts.get(category, 0.0)
+def _bar(bar: Bar, max_total: float, labels: Mapping[str, str]) -> Markup:
+    elements, x = [], 0.0
+    for category, name in labels.items():
+        seconds = bar.seconds_by_category.get(category, 0.0)
         if seconds <= 0:
             continue
-        width = seconds / longest * _WIDTH
-        told = tag('title', f'{name}: {seconds / bar.total:.1%}')
-        box = f'M{left:.2f} 0h{width:.2f}v{_HEIGHT}h{-width:.2f}z'
-        pieces.append(tag('path', told, d=box, class_=f't-{category}'))
+        width = seconds / max_total * _WIDTH
+        tooltip = tag('title', f'{name}: {seconds / bar.total:.1%}')
+        box = f'M{x:.2f} 0h{width:.2f}v{_HEIGHT}h{-width:.2f}z'
+        elements.append(tag('path', tooltip, d=box, class_=f't-{category}'))
         if category in STRIPED:
             count = int(width / _STRIPE)
-            stripes = ''.join(f'M{left + _STRIPE * (number + 0.5):.1f} 0v{_HEIGHT}' for number in range(count))
-            pieces.append(tag('path', d=stripes, class_='stripe') if stripes else Markup(''))
-        left += width
-    spoken = ', '.join(f'{name} {bar.parts[key] / bar.total:.0%}' for key, name in words.items() if bar.parts.get(key))
+            stripes = ''.join(f'M{x + _STRIPE * (number + 0.5):.1f} 0v{_HEIGHT}' for number in range(count))
+            elements.append(tag('path', d=stripes, class_='stripe') if stripes else Markup(''))
+        x += width
+    description = ', '.join(
+        f'{name} {bar.seconds_by_category[key] / bar.total:.0%}'
+        for key, name in labels.items()
+        if bar.seconds_by_category.get(key)
+    )
     return tag(
         'svg',
-        *pieces,
+        *elements,
         class_='bar',
         viewBox=f'0 0 {_WIDTH:.0f} {_HEIGHT}',
         preserveAspectRatio='none',
         role='img',
-        aria_label=f'{bar.name}: {spoken}',
+        aria_label=f'{bar.name}: {description}',
     )

@@ -1,4 +1,4 @@
-"""How the page looks: on a phone, on a desk, on paper; light or dark as the reader's system is, or as #light, #dark."""
+"""Style sheet of the page: phone, desktop and print; light or dark as the system is, or as #light, #dark."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ def curve(lines: Iterable[Mapping[str, Any]], key: str) -> list[Point]:
     """The values of one key over the steps; lines without the key are no points, null is a gap."""
     points: list[Point] = []
     for line in lines:
-        if key in line and (place := number(line, 'step')) is not None:
-            points.append((place, number(line, key)))
+        if key in line and (step := number(line, 'step')) is not None:
+            points.append((step, number(line, key)))
     return points
 
 
@@ -26,32 +26,32 @@ def finite(points: Iterable[Point]) -> list[tuple[float, float]]:
     return [(x, y) for x, y in points if y is not None]
 
 
-def scaled(points: Sequence[Point], factor: float) -> list[Point]:
+def scale_by(points: Sequence[Point], factor: float) -> list[Point]:
     """The same in another unit."""
     return list(points) if factor == 1 else [(x, None if y is None else y * factor) for x, y in points]
 
 
-def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+def downsample(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """At most `limit` points: of each stretch the lowest, the highest and a gap, and both ends of the whole.
 
     So a spike of a single step is still seen, and as high as it was.
     """
     if len(points) <= limit:
         return list(points)
-    stretches = max(1, (limit - 2) // (3 if any(y is None for _, y in points) else 2))
+    num_bins = max(1, (limit - 2) // (3 if any(y is None for _, y in points) else 2))
     inner = range(1, len(points) - 1)
-    kept = {0, len(points) - 1}
-    for part in range(stretches):
-        stretch = inner[len(inner) * part // stretches : len(inner) * (part + 1) // stretches]
-        known = [(y, index) for index in stretch if (y := points[index][1]) is not None]
-        if known:
-            kept |= {min(known)[1], max(known)[1]}
-        if len(known) < len(stretch):
-            kept.add(next(index for index in stretch if points[index][1] is None))
-    return [points[index] for index in sorted(kept)]
+    kept_indices = {0, len(points) - 1}
+    for index_of_bin in range(num_bins):
+        bin_indices = inner[len(inner) * index_of_bin // num_bins : len(inner) * (index_of_bin + 1) // num_bins]
+        values = [(y, index) for index in bin_indices if (y := points[index][1]) is not None]
+        if values:
+            kept_indices |= {min(values)[1], max(values)[1]}
+        if len(values) < len(bin_indices):
+            kept_indices.add(next(index for index in bin_indices if points[index][1] is None))
+    return [points[index] for index in sorted(kept_indices)]
 
 
-def smoothed(points: Sequence[Point], width: int) -> list[Point]:
+def smooth(points: Sequence[Point], width: int) -> list[Point]:
     """The mean of the `width` points around each, fewer near the ends and beside gaps, which stay gaps.
 
     The very first and last points have none: it would be as noisy as they are.
@@ -72,11 +72,11 @@ def smoothed(points: Sequence[Point], width: int) -> list[Point]:
     return result
 
 
-def broken(points: Sequence[Point], longest: float) -> list[Point]:
-    """With a gap wherever two neighbours lie further apart than `longest`, such as between two lives of a run."""
+def break_at_gaps(points: Sequence[Point], max_gap: float) -> list[Point]:
+    """Inserts a gap between points further apart than `max_gap`, such as between two attempts of a run."""
     result: list[Point] = []
     for x, y in points:
-        if result and x - result[-1][0] > longest:
+        if result and x - result[-1][0] > max_gap:
             result.append((x, None))
         result.append((x, y))
     return result

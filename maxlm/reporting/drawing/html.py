@@ -61,7 +61,7 @@ def table(header: list[Any], rows: list[list[Any]], *, texts: tuple[int, ...] = 
     """
 
     def line(element: str, cells: list[Any]) -> Markup:
-        # Where a table of prose is folded into lines, each cell says what it is.
+        # On a phone, cells of a prose table are labelled with their column.
         heads = header if class_ == 'prose' and element == 'td' else [None] * len(cells)
         return tag(
             'tr',

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from maxlm.formatting import format_number
-from maxlm.reporting.drawing.curves import MAX_POINTS, Point, finite, smoothed, thinned
+from maxlm.reporting.drawing.curves import MAX_POINTS, Point, downsample, finite, smooth
 from maxlm.reporting.drawing.html import Markup, join, tag
 from maxlm.reporting.drawing.palette import curve_class
 from maxlm.reporting.drawing.scales import Scale, covering, labels, ticks, time_labels, time_ticks, without_outliers
@@ -66,7 +66,7 @@ MARKS = {'alert': 'alert', 'restart': 'restart or rollback', 'change': 'change o
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """What a line chart shows.
+    """A line chart.
 
     Attributes:
         title, unit: of the values.
@@ -95,14 +95,14 @@ def draw(chart: Chart) -> Markup:
         return Markup('')
     values = [y for one in series for _, y in finite(one.points)]
     y = _value_scale(chart.scale, values)
-    x = _x_scale([place for one in series for place, _ in one.points])
-    marks = _merged([mark for mark in chart.marks if x.low <= mark.x <= x.high], x)
-    cut = sum(value > y.high for value in values)
+    x = _x_scale([position for one in series for position, _ in one.points])
+    marks = _merge_marks([mark for mark in chart.marks if x.low <= mark.x <= x.high], x)
+    num_above = sum(value > y.high for value in values)
     unit = ', '.join(word for word in (chart.unit, 'logarithmic' if y.log else '') if word)
     caption = tag('figcaption', chart.title, ' ', tag('span', unit, class_='unit'))
-    outside = [tag('small', f'{cut:,} of {len(values):,} values lie above the frame.')] if cut else []
+    footnotes = [tag('small', f'{num_above:,} of {len(values):,} values lie above the frame.')] if num_above else []
     if gaps := sum(value is None for one in series for _, value in one.points if chart.x == 'step'):
-        outside.append(
+        footnotes.append(
             tag('small', f'{gaps:,} {"value is" if gaps == 1 else "values are"} not finite.', class_='alarm')
         )
     classes = 'chart wide' if chart.wide else 'chart'
@@ -111,20 +111,20 @@ def draw(chart: Chart) -> Markup:
         caption,
         _legend(series, marks),
         _frame(chart, series, x, y, marks),
-        join(*outside, by=' '),
+        join(*footnotes, by=' '),
         class_=classes,
     )
 
 
-def lowered(title: str) -> str:
+def lower_title(title: str) -> str:
     """A title within a line: Learning rate → learning rate, but MFU and CPU stay."""
     return title if title[:2].isupper() else title[:1].lower() + title[1:]
 
 
 def _key(classes: str, dots: str = '') -> Markup:
     """A short piece of a curve, for the legend."""
-    pieces = [tag('path', d='M0 5h30', class_=classes)] + ([tag('path', d='M15 5h0', class_=dots)] if dots else [])
-    return tag('svg', *pieces, viewBox='0 0 30 10', aria_hidden='true')
+    paths = [tag('path', d='M0 5h30', class_=classes)] + ([tag('path', d='M15 5h0', class_=dots)] if dots else [])
+    return tag('svg', *paths, viewBox='0 0 30 10', aria_hidden='true')
 
 
 def _value_scale(kind: str, values: list[float]) -> Scale:
@@ -135,8 +135,8 @@ def _value_scale(kind: str, values: list[float]) -> Scale:
     return covering(values, log=kind == 'auto' and differ, from_zero=kind == 'zero')
 
 
-def _x_scale(places: list[float]) -> Scale:
-    low, high = min(places), max(places)
+def _x_scale(positions: list[float]) -> Scale:
+    low, high = min(positions), max(positions)
     if low <= 0.5 * high:
         # A run begins at 0, also where its first line comes later.
         low = 0.0
@@ -145,7 +145,7 @@ def _x_scale(places: list[float]) -> Scale:
     return Scale(low - 0.01 * length, high + 0.01 * length)
 
 
-def _merged(marks: list[Mark], x: Scale) -> list[Mark]:
+def _merge_marks(marks: list[Mark], x: Scale) -> list[Mark]:
     """Marks of one kind that would lie on each other are one."""
     groups: dict[tuple[str, int], list[Mark]] = {}
     for mark in marks:
@@ -171,22 +171,29 @@ def _legend(series: Sequence[Series], marks: Sequence[Mark]) -> Markup:
 
 def _frame(chart: Chart, series: Sequence[Series], x: Scale, y: Scale, marks: Sequence[Mark]) -> Markup:
     y_values = ticks(y, 7 if chart.wide else 5)
-    x_values = time_ticks(x, 8 if chart.wide else 6) if chart.x == 'time' else _whole(ticks(x, 8 if chart.wide else 6))
+    x_values = (
+        time_ticks(x, 8 if chart.wide else 6) if chart.x == 'time' else _integers(ticks(x, 8 if chart.wide else 6))
+    )
     y_words = labels(y_values)
     x_words = time_labels(x_values) if chart.x == 'time' else labels(x_values)
-    grid = ''.join(f'M0 {_across(1 - y.fraction(value))}h{SIZE}' for value in y_values)
-    inside = [tag('path', d=grid, class_='grid')] if grid else []
+    grid = ''.join(f'M0 {_coordinate(1 - y.fraction(value))}h{SIZE}' for value in y_values)
+    shapes = [tag('path', d=grid, class_='grid')] if grid else []
     if chart.shade:
-        inside.append(_shade(chart.shade, x))
-    inside += [
-        tag('path', tag('title', mark.words), d=f'M{_across(x.fraction(mark.x))} 0v{SIZE}', class_=f'mark {mark.kind}')
+        shapes.append(_shade(chart.shade, x))
+    shapes += [
+        tag(
+            'path',
+            tag('title', mark.words),
+            d=f'M{_coordinate(x.fraction(mark.x))} 0v{SIZE}',
+            class_=f'mark {mark.kind}',
+        )
         for mark in marks
     ]
     limit = max(50, min(MAX_POINTS, _CHART_POINTS // len(series)))
-    inside += [_curve(number, one, x, y, limit) for number, one in enumerate(series)]
+    shapes += [_curve(number, one, x, y, limit) for number, one in enumerate(series)]
     plot = tag(
         'svg',
-        *inside,
+        *shapes,
         class_='plot',
         viewBox=f'0 0 {SIZE} {SIZE}',
         preserveAspectRatio='none',
@@ -197,60 +204,63 @@ def _frame(chart: Chart, series: Sequence[Series], x: Scale, y: Scale, marks: Se
         data_kind=chart.x,
         data_log='1' if y.log else None,
     )
-    up = [
+    y_labels = [
         tag('span', word, style=f'top:{100 * (1 - y.fraction(value)):.2f}%')
         for value, word in zip(y_values, y_words, strict=True)
     ]
-    along = [
+    x_labels = [
         tag('span', word, style=f'left:{100 * x.fraction(value):.2f}%', class_=_edge(x.fraction(value), number))
         for number, (value, word) in enumerate(zip(x_values, x_words, strict=True))
     ]
     width = max(map(len, y_words), default=1)
-    left = tag('div', *up, class_='y', aria_hidden='true')
-    below = tag('div', *along, class_='x', aria_hidden='true')
-    reading = tag('div', class_='at')
-    return tag('div', left, plot, below, reading, class_='frame', style=f'--y:{0.5 * width + 1.0:.1f}rem')
+    left = tag('div', *y_labels, class_='y', aria_hidden='true')
+    below = tag('div', *x_labels, class_='x', aria_hidden='true')
+    hover_text = tag('div', class_='at')
+    return tag('div', left, plot, below, hover_text, class_='frame', style=f'--y:{0.5 * width + 1.0:.1f}rem')
 
 
 def _curve(number: int, one: Series, x: Scale, y: Scale, limit: int) -> Markup:
-    placed = [(at, None if value is None or (y.log and value <= 0) else y.place(value)) for at, value in one.points]
-    low, high = y.ends
-    across, up = SIZE / (x.high - x.low), SIZE / (high - low)
-    place = f'matrix({across!r} 0 0 {-up!r} {-x.low * across!r} {SIZE + low * up!r})'
+    scaled_points = [
+        (position, None if value is None or (y.log and value <= 0) else y.transform(value))
+        for position, value in one.points
+    ]
+    low, high = y.transformed_range
+    x_factor, y_factor = SIZE / (x.high - x.low), SIZE / (high - low)
+    transform = f'matrix({x_factor!r} 0 0 {-y_factor!r} {-x.low * x_factor!r} {SIZE + low * y_factor!r})'
     color = curve_class(one.color)
-    shown = thinned(placed, limit)
+    shown = downsample(scaled_points, limit)
     line = _path(shown)
-    if one.smooth and len(placed) >= _NOISY:
-        mean = thinned(smoothed(placed, round(len(placed) * _SMOOTHING) | 1), limit // 3)
-        # What a pointer reads are the values, not their means.
-        raw = tag('path', d=line, transform=place, class_=f'raw {color}', data_series=number)
-        return join(raw, tag('path', d=_path(mean), transform=place, class_=f'line {color}'))
-    drawn = [tag('path', d=line, transform=place, class_=f'line {color}', data_series=number)]
+    if one.smooth and len(scaled_points) >= _NOISY:
+        mean = downsample(smooth(scaled_points, round(len(scaled_points) * _SMOOTHING) | 1), limit // 3)
+        # The hover script reads the values, not their means.
+        raw = tag('path', d=line, transform=transform, class_=f'raw {color}', data_series=number)
+        return join(raw, tag('path', d=_path(mean), transform=transform, class_=f'line {color}'))
+    drawn = [tag('path', d=line, transform=transform, class_=f'line {color}', data_series=number)]
     if (one.dots and len(shown) <= _MAX_DOTS) or len(finite(shown)) <= 2:
-        drawn.append(tag('path', d=_dots(shown), transform=place, class_=f'dots {color}'))
+        drawn.append(tag('path', d=_dots(shown), transform=transform, class_=f'dots {color}'))
     if one.best is not None:
-        ring = _dots([point for point in placed if point[0] == one.best][:1])
-        drawn.append(tag('path', d=ring, transform=place, class_=f'best {color}') if ring else Markup(''))
+        ring = _dots([point for point in scaled_points if point[0] == one.best][:1])
+        drawn.append(tag('path', d=ring, transform=transform, class_=f'best {color}') if ring else Markup(''))
     return join(*drawn)
 
 
 def _path(points: Sequence[Point]) -> str:
-    pieces, gap = [], True
-    for at, value in points:
+    commands, gap = [], True
+    for position, value in points:
         if value is not None:
-            pieces.append(f'{"M" if gap else "L"}{_exact(at)} {value:.6g}')
+            commands.append(f'{"M" if gap else "L"}{_format_x(position)} {value:.6g}')
         gap = value is None
-    return ''.join(pieces)
+    return ''.join(commands)
 
 
 def _dots(points: Sequence[Point]) -> str:
     """Lines without length, whose round ends are seen as dots that no stretching makes oval."""
-    return ''.join(f'M{_exact(at)} {value:.6g}h0' for at, value in points if value is not None)
+    return ''.join(f'M{_format_x(position)} {value:.6g}h0' for position, value in points if value is not None)
 
 
 def _shade(span: tuple[float, float], x: Scale) -> Markup:
     left, right = (min(1.0, max(0.0, x.fraction(end))) for end in span)
-    return tag('rect', x=_across(left), y=0, width=_across(right - left), height=SIZE, class_='shade')
+    return tag('rect', x=_coordinate(left), y=0, width=_coordinate(right - left), height=SIZE, class_='shade')
 
 
 def _edge(fraction: float, number: int) -> str | None:
@@ -261,24 +271,24 @@ def _edge(fraction: float, number: int) -> str | None:
 
 def _words(chart: Chart, series: Sequence[Series]) -> str:
     """The chart in words, for those who cannot see it."""
-    parts = []
+    sentences = []
     for one in series:
         values = [value for _, value in finite(one.points)]
-        parts.append(
+        sentences.append(
             f'{one.name}: first {format_number(values[0])}, last {format_number(values[-1])}, '
             f'lowest {format_number(min(values))}, highest {format_number(max(values))}'
         )
-    return f'{chart.title} over {chart.x}. {"; ".join(parts[:12])}'
+    return f'{chart.title} over {chart.x}. {"; ".join(sentences[:12])}'
 
 
-def _whole(values: list[float]) -> list[float]:
+def _integers(values: list[float]) -> list[float]:
     """Steps are whole."""
     return [value for value in values if value == int(value)]
 
 
-def _across(fraction: float) -> str:
+def _coordinate(fraction: float) -> str:
     return f'{SIZE * fraction:.2f}'.rstrip('0').rstrip('.')
 
 
-def _exact(value: float) -> str:
+def _format_x(value: float) -> str:
     return f'{value:.0f}' if value == int(value) else f'{value:.3f}'

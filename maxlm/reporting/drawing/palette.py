@@ -16,16 +16,16 @@ class Color(NamedTuple):
 
 
 GROUND = Color('#ffffff', '#14171b')
-# Of tiles, code and the heads of tables.
+# Tiles, code and heads of tables.
 PANEL = Color('#f3f5f7', '#1e2329')
 INK = Color('#1a1d21', '#e8eaed')
-# Of notes and labels.
+# Notes and labels.
 QUIET = Color('#565d66', '#a9b1ba')
 GRID = Color('#e1e5e9', '#2e353d')
 ALARM = Color('#b3261e', '#ff8a80')
 LINK = Color('#00589c', '#7cc4f5')
 
-# Of curves, in the order in which they are taken.
+# Curves, in order of use.
 CURVES = (
     Color('#0072b2', '#56b4e9'),
     Color('#d55e00', '#e8743b'),
@@ -37,7 +37,7 @@ CURVES = (
 # Curves beyond their number have the same colours again, in other dashes.
 NUM_DASHES = 3
 
-# Of the categories of time, in the order of a bar. Lost and idle time are striped too.
+# Categories of time, in the order of a bar. Lost and idle time are striped too.
 TIME = {
     'step': Color('#0072b2', '#56b4e9'),
     'rollout': Color('#3d9bd4', '#1f78b4'),

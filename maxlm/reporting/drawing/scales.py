@@ -1,4 +1,4 @@
-"""How a range of values is laid along an axis: its ends, its ticks and their labels."""
+"""Axis scales: ranges, ticks and labels."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Scale(NamedTuple):
     high: float
     log: bool = False
 
-    def place(self, value: float) -> float:
-        """What is drawn for a value: itself, or its decimal logarithm."""
+    def transform(self, value: float) -> float:
+        """Returns the value, or its decimal logarithm on a logarithmic scale."""
         return math.log10(value) if self.log else value
 
     @property
-    def ends(self) -> tuple[float, float]:
-        return self.place(self.low), self.place(self.high)
+    def transformed_range(self) -> tuple[float, float]:
+        return self.transform(self.low), self.transform(self.high)
 
     def fraction(self, value: float) -> float:
-        """Where it lies: 0 = low, 1 = high."""
-        low, high = self.ends
-        return (self.place(value) - low) / (high - low)
+        """Returns the position of a value: 0 = low, 1 = high."""
+        low, high = self.transformed_range
+        return (self.transform(value) - low) / (high - low)
 
 
 def covering(values: Iterable[float], *, log: bool = False, from_zero: bool = False, margin: float = 0.04) -> Scale:
@@ -43,10 +43,10 @@ def covering(values: Iterable[float], *, log: bool = False, from_zero: bool = Fa
         from_zero: 0 is shown too, and no margin below it.
         margin: share of the range on either side.
     """
-    kept = [value for value in values if not log or value > 0]
-    if not kept:
+    shown = [value for value in values if not log or value > 0]
+    if not shown:
         return Scale(0.0, 1.0)
-    low, high = min(kept), max(kept)
+    low, high = min(shown), max(shown)
     if log:
         if high < low * 1.5:
             low, high = low / 1.5, high * 1.5
@@ -69,9 +69,9 @@ def without_outliers(values: Sequence[float], *, share: float = 0.02) -> list[fl
     if len(values) < 50:
         return list(values)
     ordered = sorted(values)
-    low, usual, high = ordered[0], ordered[int((1 - share) * (len(ordered) - 1))], ordered[-1]
-    limit = usual + (usual - low)
-    return list(values) if high <= limit else [value for value in values if value <= usual + 0.25 * (usual - low)]
+    low, quantile, high = ordered[0], ordered[int((1 - share) * (len(ordered) - 1))], ordered[-1]
+    limit = quantile + (quantile - low)
+    return list(values) if high <= limit else [value for value in values if value <= quantile + 0.25 * (quantile - low)]
 
 
 def ticks(scale: Scale, target: int = 5) -> list[float]:
@@ -84,9 +84,9 @@ def ticks(scale: Scale, target: int = 5) -> list[float]:
 
 def time_ticks(scale: Scale, target: int = 5) -> list[float]:
     """About `target` round times within a scale of seconds."""
-    wanted = (scale.high - scale.low) / target
-    step = next((time for time in _TIMES if time >= wanted), None)
-    return _multiples(scale, step or 86400 * _round_step(wanted / 86400))
+    interval = (scale.high - scale.low) / target
+    step = next((time for time in _TIMES if time >= interval), None)
+    return _multiples(scale, step or 86400 * _round_step(interval / 86400))
 
 
 def labels(values: Sequence[float]) -> list[str]:
@@ -112,26 +112,26 @@ def time_labels(values: Sequence[float]) -> list[str]:
     step = min(steps, default=max(values, default=0.0))
     texts = []
     for value in values:
-        whole = round(value)
-        if whole == 0:
+        seconds = round(value)
+        if seconds == 0:
             texts.append('0')
         elif step >= 86400:
-            texts.append(f'{whole / 86400:g} d')
+            texts.append(f'{seconds / 86400:g} d')
         elif step >= 3600:
-            texts.append(f'{whole / 3600:g} h')
+            texts.append(f'{seconds / 3600:g} h')
         elif step >= 60 and max(values) >= 3600:
-            texts.append(f'{whole // 3600} h {whole % 3600 // 60:02} min')
+            texts.append(f'{seconds // 3600} h {seconds % 3600 // 60:02} min')
         elif step >= 60:
-            texts.append(f'{whole / 60:g} min')
+            texts.append(f'{seconds / 60:g} min')
         elif max(values) >= 60:
-            texts.append(f'{whole // 60} min {whole % 60:02} s')
+            texts.append(f'{seconds // 60} min {seconds % 60:02} s')
         else:
-            texts.append(f'{whole} s')
+            texts.append(f'{seconds} s')
     return texts
 
 
 def _round_step(wanted: float) -> float:
-    """The next of 1, 2, 5, 10, 20, … from `wanted` on."""
+    """The next of 1, 2, 5, 10, 20, … from `interval` on."""
     if wanted <= 0:
         return 1.0
     size = 10.0 ** math.floor(math.log10(wanted))
@@ -146,7 +146,7 @@ def _multiples(scale: Scale, step: float) -> list[float]:
 
 
 def _logarithmic_ticks(scale: Scale, target: int) -> list[float]:
-    low, high = scale.ends
+    low, high = scale.transformed_range
     if high - low < 0.8:
         return ticks(Scale(scale.low, scale.high), target)
     decades = range(math.floor(low), math.ceil(high) + 1)

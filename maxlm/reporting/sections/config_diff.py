@@ -1,4 +1,4 @@
-"""How configs differ: a run's from the shipped file that it was started with, and runs' from each other."""
+"""Differences of configs: a run's from the shipped file that it was started with, and runs' from each other."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CONFIG = re.compile(r'(?:.*/)?configs/(\w+)\.py(?::([\w.-]+))?')
 
 
 class Difference(NamedTuple):
-    """A key whose value is not the file's; `given` where the command line set it, otherwise the run worked it out."""
+    """A key whose value differs from the file's; `is_override`: set by the command line, else derived."""
 
     key: str
     shipped: Any
     value: Any
-    given: bool
+    is_override: bool
 
 
 def shipped_config(command: Sequence[str], folder: Path = SHIPPED) -> tuple[str, Config] | None:
@@ -48,13 +48,17 @@ def shipped_config(command: Sequence[str], folder: Path = SHIPPED) -> tuple[str,
 def differences(config: Config, shipped: Config, command: Sequence[str]) -> list[Difference]:
     """The keys of a run's config that are not as a shipped one has them, those of the command line first."""
     overrides, _ = split_overrides([str(word) for word in command])
-    given = {override.partition('=')[0] for override in overrides}
-    before, now = flatten(shipped), flatten(config)
-    found = [Difference(key, before.get(key), now[key], key in given) for key in now if now[key] != before.get(key)]
-    return sorted(found, key=lambda one: not one.given)
+    override_keys = {override.partition('=')[0] for override in overrides}
+    shipped_values, values = flatten(shipped), flatten(config)
+    changed = [
+        Difference(key, shipped_values.get(key), values[key], key in override_keys)
+        for key in values
+        if values[key] != shipped_values.get(key)
+    ]
+    return sorted(changed, key=lambda one: not one.is_override)
 
 
-def between(configs: Sequence[Config | None]) -> dict[str, list[Any]]:
+def varying_keys(configs: Sequence[Config | None]) -> dict[str, list[Any]]:
     """key → its value in each config, of the keys that are not the same in all."""
     all_values: list[Mapping[str, Any]] = [flatten(config) if config else {} for config in configs]
     keys = list(dict.fromkeys(key for values in all_values for key in values))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from maxlm.formatting import format_loss, format_number, format_percent, format_si
-from maxlm.reporting.drawing.curves import scaled
+from maxlm.reporting.drawing.curves import scale_by
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
-from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lowered
+from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lower_title
 from maxlm.reporting.sections.run_summary import THRESHOLD, ReportedRun, comparable
 
 
@@ -24,7 +24,7 @@ class _Curve(NamedTuple):
 
 
 _CURVES = (
-    # Of runs by reward and by preferences.
+    # Metrics of GRPO and DPO runs.
     _Curve('rollout/reward', 'Reward', 'mean over responses'),
     _Curve('eval/accuracy', 'Accuracy', '% of held-out prompts', factor=100, scale='zero', smooth=False),
     _Curve('eval/rewards/accuracies', 'Accuracy', '% of held-out pairs', factor=100, scale='zero', smooth=False),
@@ -43,19 +43,19 @@ _CURVES = (
 _MAX_SOURCES = 12
 
 
-def learning(runs: Sequence[ReportedRun]) -> Markup:
+def training_curves(runs: Sequence[ReportedRun]) -> Markup:
     """The loss, large; whether the run overfits; sources; and the other curves."""
-    named = len(runs) > 1
-    words = [_overfitting(run, named) for run in runs]
+    show_names = len(runs) > 1
+    words = [_overfitting(run, show_names) for run in runs]
     groups, reasons = comparable([run for run in runs if run.training or run.validation])
     if reasons:
         different = ' and '.join(reasons)
         words.append(note(f'Losses of runs with different {different} cannot be compared; they have separate charts.'))
-    charts = [draw(_loss(group, _names(group, groups), named)) for group in groups]
+    charts = [draw(_loss(group, _names(group, groups), show_names)) for group in groups]
     return join(
         section('loss', 'Loss', *words, *charts),
-        section('sources', 'Loss by source', _by_source(runs), *(_source_table(run, named) for run in runs)),
-        section('curves', 'Curves', _others(runs)),
+        section('sources', 'Loss by source', _by_source(runs), *(_source_table(run, show_names) for run in runs)),
+        section('curves', 'Curves', _other_curves(runs)),
     )
 
 
@@ -64,68 +64,68 @@ def _names(group: Sequence[ReportedRun], groups: Sequence[Sequence[ReportedRun]]
     return f', {" and ".join(run.name for run in group)}' if len(groups) > 1 else ''
 
 
-def _loss(runs: Sequence[ReportedRun], names: str, named: bool) -> Chart:
-    alone = not named
+def _loss(runs: Sequence[ReportedRun], names: str, show_names: bool) -> Chart:
+    is_single = not show_names
     series = []
     for run in runs:
-        of = f'{run.name}: ' if named else ''
-        series.append(Series(f'{of}training', run.training, run.color, smooth=True))
+        prefix = f'{run.name}: ' if show_names else ''
+        series.append(Series(f'{prefix}training', run.training, run.color, smooth=True))
         best = run.best
-        told = f'(best {format_loss(best[1])} at step {best[0]:,.0f}, ringed)' if best else ''
+        legend = f'(best {format_loss(best[1])} at step {best[0]:,.0f}, ringed)' if best else ''
         series.append(
             Series(
-                f'{of}validation',
+                f'{prefix}validation',
                 run.validation,
-                1 if alone else run.color,
+                1 if is_single else run.color,
                 dots=True,
                 best=best[0] if best else None,
-                legend=told,
+                legend=legend,
             )
         )
-    over = runs[0].overfitting if alone else None
+    overfitting = runs[0].overfitting if is_single else None
     return Chart(
         f'Training and validation loss{names}',
         'nats/token' if all(run.predicts_tokens for run in runs) else 'what is minimized',
         series,
-        marks=runs[0].marks if alone else (),
-        shade=(over.since, over.until) if over else None,
+        marks=runs[0].marks if is_single else (),
+        shade=(overfitting.since, overfitting.until) if overfitting else None,
         scale='loss',
         wide=True,
     )
 
 
-def _overfitting(run: ReportedRun, named: bool) -> Markup:
-    of = f'{run.name}: ' if named else ''
+def _overfitting(run: ReportedRun, show_name: bool) -> Markup:
+    prefix = f'{run.name}: ' if show_name else ''
     if run.overfitting:
         # In words it stands above all else; see the summary.
-        return Markup('') if named else note('Tinted: the stretch in which the run overfits.')
+        return Markup('') if show_name else note('Tinted: the stretch in which the run overfits.')
     if run.best is None or len(run.validation) < 4 or not run.predicts_tokens:
         return Markup('')
     step, best = run.best
     last = run.last('eval/loss')
     if last is not None and last > best * (1 + THRESHOLD):
         rose = f'The validation loss rose from {best:.3f} at step {step:,.0f} to {last:.3f}'
-        return note(of, f'{rose}, but not while the training loss fell: no sign of overfitting.')
-    return note(of, 'No overfitting: the validation loss did not rise while the training loss fell.')
+        return note(prefix, f'{rose}, but not while the training loss fell: no sign of overfitting.')
+    return note(prefix, 'No overfitting: the validation loss did not rise while the training loss fell.')
 
 
-def _others(runs: Sequence[ReportedRun]) -> Markup:
+def _other_curves(runs: Sequence[ReportedRun]) -> Markup:
     drawn = [chart for one in _CURVES if (chart := _chart(runs, one))]
     return tag('div', *drawn, class_='charts') if drawn else Markup('')
 
 
 def _chart(runs: Sequence[ReportedRun], one: _Curve) -> Markup:
-    alone = len(runs) == 1
+    is_single = len(runs) == 1
     series = [
         Series(
-            lowered(one.title) if alone else run.name,
-            scaled(run.metric(one.name), one.factor),
+            lower_title(one.title) if is_single else run.name,
+            scale_by(run.metric(one.name), one.factor),
             run.color,
             smooth=one.smooth,
         )
         for run in runs
     ]
-    return draw(Chart(one.title, one.unit, series, marks=runs[0].marks if alone else (), scale=one.scale))
+    return draw(Chart(one.title, one.unit, series, marks=runs[0].marks if is_single else (), scale=one.scale))
 
 
 def _by_source(runs: Sequence[ReportedRun]) -> Markup:
@@ -153,7 +153,7 @@ def _by_source(runs: Sequence[ReportedRun]) -> Markup:
     return tag('div', *drawn, class_='charts') if drawn else Markup('')
 
 
-def _source_table(run: ReportedRun, named: bool) -> Markup:
+def _source_table(run: ReportedRun, show_name: bool) -> Markup:
     names = sorted({*run.sources('train/loss'), *run.sources('eval/loss')})
     if not names:
         return Markup('')
@@ -169,6 +169,6 @@ def _source_table(run: ReportedRun, named: bool) -> Markup:
         ]
         for name in names
     ]
-    heading = tag('h3', run.name) if named else Markup('')
+    heading = tag('h3', run.name) if show_name else Markup('')
     header = ['source', 'tokens', 'share of windows', 'epochs', 'last training loss', 'last validation loss']
     return join(heading, table(header, rows))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from maxlm.formatting import DASH, format_bytes, format_int, format_percent
 from maxlm.reporting.drawing.html import Markup, join, note, section, table, tag
-from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lowered
-from maxlm.reporting.sections.device_curves import Curves, binned, device_curves, few, host_curves
+from maxlm.reporting.drawing.line_chart import Chart, Series, draw, lower_title
+from maxlm.reporting.sections.device_curves import Curves, bin_curves, device_curves, host_curves, summarize_curves
 from maxlm.reporting.sections.run_summary import GIB, ReportedRun
 from maxlm.storage.json_fields import items, number, text
 
@@ -42,30 +42,30 @@ _OF_HOSTS = (
 )
 
 
-def machines(runs: Sequence[ReportedRun]) -> Markup:
+def devices_over_time(runs: Sequence[ReportedRun]) -> Markup:
     """Charts over the time since each run began, and a table of devices; '' where nothing was read."""
     charts = [draw(_chart(runs, reading, device_curves)) for reading in _OF_DEVICES]
     charts += [draw(_chart(runs, reading, host_curves)) for reading in _OF_HOSTS]
     drawn = [chart for chart in charts if chart]
     grid = tag('div', *drawn, class_='charts') if drawn else Markup('')
-    without = [run.name for run in runs if drawn and not _has_devices(run)]
-    words = note(f'No accelerator was read in {", ".join(without)}.') if without else Markup('')
+    runs_without = [run.name for run in runs if drawn and not _has_devices(run)]
+    words = note(f'No accelerator was read in {", ".join(runs_without)}.') if runs_without else Markup('')
     return section('machines', 'Devices over time', grid, words, *(_table(run, len(runs) > 1) for run in runs))
 
 
 def _chart(runs: Sequence[ReportedRun], reading: _Reading, curves_of: Callable[..., Curves]) -> Chart:
     def curves(run: ReportedRun) -> Curves:
-        return curves_of(run.history.devices, reading.key, began=run.began, factor=reading.factor)
+        return curves_of(run.history.devices, reading.key, start_time=run.start_time, factor=reading.factor)
 
     if len(runs) == 1:
-        named = few(curves(runs[0]))
+        named = summarize_curves(curves(runs[0]))
         series = [
-            Series(name or lowered(reading.title), points, number)
+            Series(name or lower_title(reading.title), points, number)
             for number, (name, points) in enumerate(named.items())
         ]
         marks = runs[0].time_marks
     else:
-        series = [Series(f'{run.name}, mean', binned(curves(run), statistics.fmean), run.color) for run in runs]
+        series = [Series(f'{run.name}, mean', bin_curves(curves(run), statistics.fmean), run.color) for run in runs]
         marks = []
     return Chart(reading.title, reading.unit, series, x='time', marks=marks, scale='zero')
 
@@ -74,8 +74,8 @@ def _has_devices(run: ReportedRun) -> bool:
     return any(items(line, 'devices') for lines in run.history.devices.values() for line in lines)
 
 
-def _table(run: ReportedRun, named: bool) -> Markup:
-    """Of each device the mean use, the extremes, how often it was throttled and its memory errors."""
+def _table(run: ReportedRun, show_name: bool) -> Markup:
+    """Returns a table of devices: mean use, extremes, throttling and memory errors."""
     rows = []
     for process, lines in run.history.devices.items():
         readings: dict[str, list[Mapping[str, Any]]] = {}
@@ -83,12 +83,12 @@ def _table(run: ReportedRun, named: bool) -> Markup:
             for device in items(line, 'devices'):
                 readings.setdefault(text(device, 'index'), []).append(device)
         host = text(lines[-1], 'host') or f'process {process}'
-        rows += [[f'{host}: {index}', *_device(found)] for index, found in readings.items()]
+        rows += [[f'{host}: {index}', *_device(device_readings)] for index, device_readings in readings.items()]
     if not rows:
         return Markup('')
     header = ['device', 'kind', 'mean use', 'most memory', 'hottest', 'mean power', 'throttled', 'ECC errors']
     more = note(f'{len(rows) - _MAX_ROWS} more devices were read.') if len(rows) > _MAX_ROWS else Markup('')
-    heading = tag('h3', run.name) if named else Markup('')
+    heading = tag('h3', run.name) if show_name else Markup('')
     return join(heading, table(header, rows[:_MAX_ROWS], texts=(0, 1, 6)), more)
 
 

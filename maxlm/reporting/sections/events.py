@@ -1,4 +1,4 @@
-"""What happened: starts, restarts, saves, alerts, ends."""
+"""Events of a run: starts, restarts, saves, alerts, ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from maxlm.reporting.drawing.html import Markup, note, section, table, tag
 from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import number, text
 
-# What a run does all the time is left out first where there are too many rows.
+# Frequent kinds, which are dropped first where there are too many rows.
 _ROUTINE = frozenset({'saved', 'evaluated', 'compiled'})
 _MAX_ROWS = 300
 _LONGEST = 500
@@ -36,7 +36,7 @@ def _most_telling(found: list[tuple[ReportedRun, dict[str, Any]]]) -> list[tuple
     if len(found) > _MAX_ROWS:
         found = [pair for pair in found if text(pair[1], 'kind') not in _ROUTINE]
     if len(found) > _MAX_ROWS:
-        # How it began, and how it ended.
+        # Keep the first and the last events.
         found = found[: _MAX_ROWS // 3] + found[-2 * _MAX_ROWS // 3 :]
     return found
 

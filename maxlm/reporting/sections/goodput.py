@@ -1,4 +1,4 @@
-"""Where the time went: by category, for each life of a run and for all of them."""
+"""Goodput: time by category, for each attempt and in total."""
 
 from __future__ import annotations
 
@@ -32,39 +32,41 @@ def goodput(runs: Sequence[ReportedRun]) -> Markup:
     if len(runs) > 1:
         bars = [Bar(run.name, run.ledger.totals) for run in runs if run.ledger]
         header = ['', *(bar.name for bar in bars)]
-        rows = _rows([bar.parts for bar in bars])
-        parts = [draw_bars(bars, title='All lives of each run', words=WORDS), table(header, rows) if bars else '']
+        rows = _rows([bar.seconds_by_category for bar in bars])
+        parts = [draw_bars(bars, title='All lives of each run', labels=WORDS), table(header, rows) if bars else '']
         return section('time', 'Where the time went', *parts)
     run = runs[0]
     if run.ledger is None or not run.ledger.lives:
         return Markup('')
-    totals, lives = run.ledger.totals, run.ledger.lives[-_MAX_LIVES:]
+    totals, attempts = run.ledger.totals, run.ledger.lives[-_MAX_LIVES:]
     words = note(
         f'{format_percent(run.ledger.share)} of {format_duration(run.ledger.seconds)} went into steps that '
-        f'count{_money(run)}.'
+        f'count{_cost_text(run)}.'
     )
     several = len(run.ledger.lives) > 1
-    bars = [Bar('total', totals), *(_life_bar(life) for life in lives if several)]
-    parts = [words, draw_bars(bars, title='Process 0, which speaks for the run', words=WORDS)]
-    if len(run.ledger.lives) > len(lives):
-        parts.append(note(f'The {len(run.ledger.lives) - len(lives)} lives before these are in the total.'))
-    header = ['', 'time', 'share', *(f'life {life.number}' for life in lives if several)]
-    parts.append(table(header, _life_rows(totals, lives if several else [])))
-    return section('time', 'Where the time went', *parts, _hosts(run), _steps_of_lives(run, lives) if several else '')
+    bars = [Bar('total', totals), *(_attempt_bar(attempt) for attempt in attempts if several)]
+    parts = [words, draw_bars(bars, title='Process 0, which speaks for the run', labels=WORDS)]
+    if len(run.ledger.lives) > len(attempts):
+        parts.append(note(f'The {len(run.ledger.lives) - len(attempts)} lives before these are in the total.'))
+    header = ['', 'time', 'share', *(f'life {attempt.number}' for attempt in attempts if several)]
+    parts.append(table(header, _attempt_rows(totals, attempts if several else [])))
+    return section(
+        'time', 'Where the time went', *parts, _hosts(run), _steps_of_attempts(run, attempts) if several else ''
+    )
 
 
-def _life_bar(life: Attempt) -> Bar:
-    return Bar(f'life {life.number}', life.seconds)
+def _attempt_bar(attempt: Attempt) -> Bar:
+    return Bar(f'life {attempt.number}', attempt.seconds)
 
 
-def _life_rows(totals: dict[str, float], lives: Sequence[Attempt]) -> list[list[Markup | str]]:
+def _attempt_rows(totals: dict[str, float], attempts: Sequence[Attempt]) -> list[list[Markup | str]]:
     whole = sum(totals.values()) or 1.0
     rows = []
     for category, words in WORDS.items():
         name = join(swatch(category), words)
         shares = [format_duration(totals[category]), format_percent(totals[category] / whole)]
-        rows.append([name, *shares, *(format_duration(life.seconds[category]) for life in lives)])
-    sums = [format_duration(sum(life.seconds.values())) for life in lives]
+        rows.append([name, *shares, *(format_duration(attempt.seconds[category]) for attempt in attempts)])
+    sums = [format_duration(sum(attempt.seconds.values())) for attempt in attempts]
     rows.append([tag('b', 'all'), format_duration(sum(totals.values())), format_percent(1.0), *sums])
     return rows
 
@@ -88,21 +90,21 @@ def _hosts(run: ReportedRun) -> Markup:
     shown = list(ledgers.items())[:_MAX_HOSTS]
     bars = [Bar(f'process {process}, {ledger.lives[-1].host}', ledger.totals) for process, ledger in shown]
     more = note(f'{len(ledgers) - len(shown)} more processes have ledgers.') if len(ledgers) > len(shown) else ''
-    return join(draw_bars(bars, title='Each process by itself', words=WORDS), more)
+    return join(draw_bars(bars, title='Each process by itself', labels=WORDS), more)
 
 
-def _steps_of_lives(run: ReportedRun, lives: Sequence[Attempt]) -> Markup:
+def _steps_of_attempts(run: ReportedRun, attempts: Sequence[Attempt]) -> Markup:
     rows = []
-    for life in lives:
-        steps = f'{format_int(life.start_step)} to {format_int(life.step)}'
-        how = 'ended by itself' if life.closed else 'no end was written: it was killed, or still runs'
-        money = format_dollars(life.dollars)
+    for attempt in attempts:
+        steps = f'{format_int(attempt.start_step)} to {format_int(attempt.step)}'
+        how = 'ended by itself' if attempt.closed else 'no end was written: it was killed, or still runs'
+        money = format_dollars(attempt.dollars)
         rows.append(
             [
-                f'life {life.number}',
+                f'life {attempt.number}',
                 steps,
-                format_time(life.began),
-                format_time(life.time),
+                format_time(attempt.began),
+                format_time(attempt.time),
                 money,
                 how,
             ]
@@ -111,7 +113,7 @@ def _steps_of_lives(run: ReportedRun, lives: Sequence[Attempt]) -> Markup:
     return table(header, rows, texts=(0, 2, 3, 5))
 
 
-def _money(run: ReportedRun) -> str:
+def _cost_text(run: ReportedRun) -> str:
     if run.dollars is None or run.ledger is None:
         return ''
     return f', {format_dollars(run.dollars * run.ledger.share)} of {format_dollars(run.dollars)}'

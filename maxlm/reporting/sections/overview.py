@@ -23,8 +23,8 @@ from maxlm.telemetry.run_status import CRASHED, DIVERGED, STALLED
 _BAD = (CRASHED, DIVERGED, STALLED)
 
 
-class Fact(NamedTuple):
-    """A tile: what it is about, the figure, and what else there is to say."""
+class Tile(NamedTuple):
+    """A tile: label, value and detail."""
 
     label: str
     value: str
@@ -34,29 +34,29 @@ class Fact(NamedTuple):
 def summary(runs: Sequence[ReportedRun]) -> Markup:
     """Tiles for one run, a table side by side for several."""
     if len(runs) == 1:
-        tiles = [
-            tag('div', tag('h3', fact.label), tag('b', fact.value), tag('span', fact.detail), class_='tile')
-            for fact in facts(runs[0])
+        elements = [
+            tag('div', tag('h3', tile.label), tag('b', tile.value), tag('span', tile.detail), class_='tile')
+            for tile in make_tiles(runs[0])
         ]
-        return tag('section', _troubles(runs), tag('div', *tiles, class_='tiles'), id='summary')
-    columns = [facts(run) for run in runs]
+        return tag('section', _warnings(runs), tag('div', *elements, class_='tiles'), id='summary')
+    columns = [make_tiles(run) for run in runs]
     rows = [
         [
-            same[0].label,
-            *(join(tag('b', fact.value), tag('br'), tag('span', fact.detail, class_='unit')) for fact in same),
+            row_tiles[0].label,
+            *(join(tag('b', tile.value), tag('br'), tag('span', tile.detail, class_='unit')) for tile in row_tiles),
         ]
-        for same in zip(*columns, strict=True)
+        for row_tiles in zip(*columns, strict=True)
     ]
     names = [join(tag('span', class_='key', style=f'background:var(--c{run.color % 6})'), run.name) for run in runs]
     wide = table(['', *names], rows, texts=tuple(range(len(runs) + 1)), class_='compare')
-    return tag('section', _troubles(runs), wide, id='summary')
+    return tag('section', _warnings(runs), wide, id='summary')
 
 
-def facts(run: ReportedRun) -> list[Fact]:
+def make_tiles(run: ReportedRun) -> list[Tile]:
     """The same ones for every run, in the same order; a dash where the workdir does not tell."""
     return [
-        # What went wrong stands above the tiles.
-        Fact('State', run.condition.state, '' if run.condition.state in _BAD else run.condition.why),
+        # Failures are shown above the tiles.
+        Tile('State', run.status.state, '' if run.status.state in _BAD else run.status.why),
         _model(run),
         _data(run),
         _steps(run),
@@ -64,7 +64,7 @@ def facts(run: ReportedRun) -> list[Fact]:
         _training(run),
         _time(run),
         _cost(run),
-        _useful(run),
+        _goodput(run),
         _throughput(run),
         _hardware(run),
         _memory(run),
@@ -76,44 +76,44 @@ def headline(run: ReportedRun) -> str:
     parameters = number(run.started, 'parameters')
     if not run.history.begun:
         return 'No run has begun here yet.'
-    what = f'A model of {format_si(parameters)} parameters' if parameters else 'A model'
+    subject = f'A model of {format_si(parameters)} parameters' if parameters else 'A model'
     sources = [name for name, _, _ in run.dataset if name]
-    on = f' trained on {_listed(sources)}' if sources else ''
-    return f'{what}{on}.'
+    sources_text = f' trained on {_shortlist(sources)}' if sources else ''
+    return f'{subject}{sources_text}.'
 
 
-def _troubles(runs: Sequence[ReportedRun]) -> Markup:
+def _warnings(runs: Sequence[ReportedRun]) -> Markup:
     lines = []
     for run in runs:
-        of = f'{run.name}: ' if len(runs) > 1 else ''
-        if run.condition.state in _BAD:
-            why = f': {run.condition.why}' if run.condition.why else ''
-            lines.append(f'{run.name} is {run.condition.state}{why}')
+        prefix = f'{run.name}: ' if len(runs) > 1 else ''
+        if run.status.state in _BAD:
+            why = f': {run.status.why}' if run.status.why else ''
+            lines.append(f'{run.name} is {run.status.state}{why}')
         if run.overfitting:
-            lines.append(of + run.overfitting.words)
+            lines.append(prefix + run.overfitting.words)
     box = tag('div', *(tag('p', line) for line in lines), class_='box') if lines else Markup('')
     notes = [f'{run.name}: {words}' if len(runs) > 1 else words for run in runs for words in run.history.notes]
     return join(box, *(note(words) for words in notes))
 
 
-def _model(run: ReportedRun) -> Fact:
+def _model(run: ReportedRun) -> Tile:
     config, detail = run.history.config, ''
     if config is not None:
         model = config.model
         detail = f'{model.family}, {model.num_layers} layers × {model.dim}, vocabulary {model.vocab_size:,}'
     parameters = number(run.started, 'parameters')
-    return Fact('Parameters', format_si(parameters), detail)
+    return Tile('Parameters', format_si(parameters), detail)
 
 
-def _data(run: ReportedRun) -> Fact:
+def _data(run: ReportedRun) -> Tile:
     tokens = [tokens for _, tokens, _ in run.dataset if tokens is not None]
     names = [name for name, _, _ in run.dataset if name]
-    return Fact('Tokens of the data', format_si(sum(tokens)) if tokens else DASH, _listed(names))
+    return Tile('Tokens of the data', format_si(sum(tokens)) if tokens else DASH, _shortlist(names))
 
 
-def _steps(run: ReportedRun) -> Fact:
+def _steps(run: ReportedRun) -> Tile:
     if run.step is None:
-        return Fact('Steps', DASH, f'of {run.num_steps:,} planned' if run.num_steps else '')
+        return Tile('Steps', DASH, f'of {run.num_steps:,} planned' if run.num_steps else '')
     words = []
     if run.tokens_per_step:
         words.append(f'{format_si(run.step * run.tokens_per_step)} tokens')
@@ -121,75 +121,75 @@ def _steps(run: ReportedRun) -> Fact:
     if epoch is not None:
         words.append(f'{epoch:.3g} epochs')
     value = f'{run.step:,}' + (f' of {run.num_steps:,}' if run.num_steps and run.num_steps != run.step else '')
-    return Fact('Steps', value, ', '.join(words))
+    return Tile('Steps', value, ', '.join(words))
 
 
-def _validation(run: ReportedRun) -> Fact:
+def _validation(run: ReportedRun) -> Tile:
     if run.best is None:
-        return Fact('Best validation loss', DASH, 'no evaluation yet')
+        return Tile('Best validation loss', DASH, 'no evaluation yet')
     step, loss = run.best
     last = run.last('eval/loss')
-    return Fact('Best validation loss', format_loss(loss), f'at step {step:,.0f}; last {format_loss(last)}')
+    return Tile('Best validation loss', format_loss(loss), f'at step {step:,.0f}; last {format_loss(last)}')
 
 
-def _training(run: ReportedRun) -> Fact:
+def _training(run: ReportedRun) -> Tile:
     last = run.last('train/loss')
     skipped = run.last('train/skipped_steps') or 0
     words = [f'{skipped:,.0f} steps left out'] if skipped else []
     lowest = run.last('train/best_loss')
     if lowest is not None:
         words.insert(0, f'lowest {format_loss(lowest)}')
-    return Fact('Last training loss', format_loss(last), ', '.join(words))
+    return Tile('Last training loss', format_loss(last), ', '.join(words))
 
 
-def _time(run: ReportedRun) -> Fact:
-    lives = len(run.starts)
-    words = f'{lives} {"life" if lives == 1 else "lives"}, ' if lives else ''
-    since = f'{words}since {format_time(run.began)}' if run.began else ''
-    return Fact('Wall time', format_duration(run.wall_seconds), since)
+def _time(run: ReportedRun) -> Tile:
+    num_attempts = len(run.start_events)
+    words = f'{num_attempts} {"life" if num_attempts == 1 else "lives"}, ' if num_attempts else ''
+    since = f'{words}since {format_time(run.start_time)}' if run.start_time else ''
+    return Tile('Wall time', format_duration(run.wall_seconds), since)
 
 
-def _cost(run: ReportedRun) -> Fact:
+def _cost(run: ReportedRun) -> Tile:
     price = number(run.started, 'price_per_hour')
     if price is None:
-        return Fact('Cost', format_dollars(run.dollars), 'no price is known' if run.dollars is None else '')
+        return Tile('Cost', format_dollars(run.dollars), 'no price is known' if run.dollars is None else '')
     source = text(run.started, 'price_source')
     detail = f'{format_dollars(price)} per device-hour' + (f' ({source})' if source else '')
-    return Fact('Cost', format_dollars(run.dollars), detail)
+    return Tile('Cost', format_dollars(run.dollars), detail)
 
 
-def _useful(run: ReportedRun) -> Fact:
-    return Fact(
+def _goodput(run: ReportedRun) -> Tile:
+    return Tile(
         'Time in steps that count',
         format_percent(run.ledger.share if run.ledger else None),
         'goodput, of the wall time',
     )
 
 
-def _throughput(run: ReportedRun) -> Fact:
+def _throughput(run: ReportedRun) -> Tile:
     rate, mfu = run.median('perf/tokens_per_second'), run.median('perf/mfu')
     peak, source = number(run.started, 'peak_tflops'), text(run.started, 'peak_source')
     words = f'MFU {format_percent(mfu)}' if mfu is not None else ''
     if words and peak:
         words += f' of {peak:,.4g} TFLOP/s' + (f' ({source})' if source else '')
-    return Fact('Tokens per second', format_si(rate), words)
+    return Tile('Tokens per second', format_si(rate), words)
 
 
-def _hardware(run: ReportedRun) -> Fact:
+def _hardware(run: ReportedRun) -> Tile:
     devices = mapping(run.started, 'devices')
     if not devices:
-        return Fact('Hardware', DASH)
+        return Tile('Hardware', DASH)
     processes = number(devices, 'processes') or 1
     words = [text(run.started, 'mesh')] + ([f'{processes:.0f} processes'] if processes > 1 else [])
-    return Fact('Hardware', f'{run.num_devices} × {text(devices, "kind")}', ', '.join(filter(None, words)))
+    return Tile('Hardware', f'{run.num_devices} × {text(devices, "kind")}', ', '.join(filter(None, words)))
 
 
-def _memory(run: ReportedRun) -> Fact:
+def _memory(run: ReportedRun) -> Tile:
     available = number(mapping(run.started, 'plan'), 'memory_available_bytes')
     detail = f'of {format_bytes(available)} that a program may have' if available and run.memory_bytes else ''
-    return Fact('Most memory of a device', format_bytes(run.memory_bytes), detail)
+    return Tile('Most memory of a device', format_bytes(run.memory_bytes), detail)
 
 
-def _listed(names: list[str]) -> str:
+def _shortlist(names: list[str]) -> str:
     shown = names[:4] + ([f'{len(names) - 4} more'] if len(names) > 4 else [])
     return ', '.join(shown)

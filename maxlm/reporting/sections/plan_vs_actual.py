@@ -29,7 +29,7 @@ _ROWS = (
 )
 
 
-def plan(runs: Sequence[ReportedRun]) -> Markup:
+def plan_vs_actual(runs: Sequence[ReportedRun]) -> Markup:
     """A table of the plan, reality and their ratio; '' where no run has a plan."""
     planned = [run for run in runs if mapping(run.started, 'plan')]
     rows: list[list[str]] = []
@@ -37,9 +37,13 @@ def plan(runs: Sequence[ReportedRun]) -> Markup:
         cells = []
         for run in planned:
             predicted, actual = number(mapping(run.started, 'plan'), row.key), row.actual(run)
-            share = ratio(actual, predicted)
-            told = [row.write(predicted), row.write(actual), DASH if share is None else f'{share:.2f}']
-            cells += told if len(runs) == 1 else [f'{told[0]} → {told[1]} ({told[2]})']
+            quotient = ratio(actual, predicted)
+            values = [
+                row.write(predicted),
+                row.write(actual),
+                DASH if quotient is None else f'{quotient:.2f}',
+            ]
+            cells += values if len(runs) == 1 else [f'{values[0]} → {values[1]} ({values[2]})']
         rows.append([row.name, *cells])
     if not planned:
         return Markup('')

@@ -1,4 +1,4 @@
-"""Where a run comes from and how to have it again: command, config, versions, data."""
+"""Reproducibility: command, config, versions and data of a run."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 
 from maxlm.config.loading import to_json
 from maxlm.reporting.drawing.html import Markup, code, join, note, section, table, tag
-from maxlm.reporting.sections.config_diff import between, differences, shipped_config
+from maxlm.reporting.sections.config_diff import differences, shipped_config, varying_keys
 from maxlm.reporting.sections.run_summary import ReportedRun
 from maxlm.storage.json_fields import items, mapping, text
 
 
-def origin(runs: Sequence[ReportedRun]) -> Markup:
+def reproducibility(runs: Sequence[ReportedRun]) -> Markup:
     """For each run the command, what its config has of its own, and versions; for several also how they differ."""
-    parts = [_between(runs)] if len(runs) > 1 else []
+    parts = [_config_differences(runs)] if len(runs) > 1 else []
     for run in runs:
         heading = tag('h3', run.name) if len(runs) > 1 else Markup('')
-        told = [part for part in (_command(run), _config(run), _versions(run)) if part]
-        parts += [heading, *told] if told else []
+        content = [part for part in (_command(run), _config(run), _versions(run)) if part]
+        parts += [heading, *content] if content else []
     return section('origin', 'How to reproduce', *parts)
 
 
-def _between(runs: Sequence[ReportedRun]) -> Markup:
-    rows = [[key, *map(_value, values)] for key, values in between([run.history.config for run in runs]).items()]
+def _config_differences(runs: Sequence[ReportedRun]) -> Markup:
+    rows = [[key, *map(_value, values)] for key, values in varying_keys([run.history.config for run in runs]).items()]
     if not rows:
         return note('The configs of these runs are the same.')
     return join(
@@ -35,14 +35,14 @@ def _between(runs: Sequence[ReportedRun]) -> Markup:
 def _command(run: ReportedRun) -> Markup:
     words = [str(word) for word in items(run.started, 'command')]
     git = mapping(run.started, 'git')
-    told = []
+    remarks = []
     if commit := text(git, 'commit'):
         dirty = ', with changes that no commit holds' if git.get('dirty') is True else ''
-        told.append(f'maxlm at commit {commit}{dirty}.')
+        remarks.append(f'maxlm at commit {commit}{dirty}.')
     if host := text(run.started, 'host'):
-        told.append(f'Started on {host}.')
+        remarks.append(f'Started on {host}.')
     parts = [code(shlex.join(words))] if words else []
-    return join(*parts, *(note(one) for one in told))
+    return join(*parts, *(note(remark) for remark in remarks))
 
 
 def _config(run: ReportedRun) -> Markup:
@@ -57,7 +57,7 @@ def _config(run: ReportedRun) -> Markup:
     else:
         name, values = shipped
         rows = [
-            [one.key, _value(one.shipped), _value(one.value), 'command line' if one.given else '']
+            [one.key, _value(one.shipped), _value(one.value), 'command line' if one.is_override else '']
             for one in differences(config, values, command)
         ]
         if rows:

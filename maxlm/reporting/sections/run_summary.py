@@ -1,4 +1,4 @@
-"""What the page says of one run, worked out from its history."""
+"""Properties of one run for the page, derived from its history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maxlm.telemetry.run_status import RunStatus, run_status
 
 GIB = 2**30
 # Kinds of events that are upright lines on the curves; every alert is one too.
-_MARKED = {
+_MARK_KINDS = {
     **{'resumed': 'restart', 'rollback': 'restart'},
     **{'length': 'change', 'context': 'change'},
     **{'failed': 'alert', 'diverged': 'alert'},
@@ -30,7 +30,7 @@ class ReportedRun:
     """A run as it is at the time `now`, seconds since 1970.
 
     Attributes:
-        history: what its workdir tells.
+        history: read from its workdir.
         name: of the run, among those of the page.
         color: number of its colour.
         now: when the page is made.
@@ -42,18 +42,18 @@ class ReportedRun:
     now: float
 
     @cached_property
-    def condition(self) -> RunStatus:
+    def status(self) -> RunStatus:
         return run_status(self.history, self.now)
 
     @cached_property
-    def starts(self) -> list[dict[str, Any]]:
-        """The events `started`, one for each life."""
+    def start_events(self) -> list[dict[str, Any]]:
+        """The events `started`, one for each attempt."""
         return [event for event in self.history.events if event.get('kind') == 'started']
 
     @property
     def started(self) -> Mapping[str, Any]:
         """The newest of them; empty where there is none."""
-        return self.starts[-1] if self.starts else {}
+        return self.start_events[-1] if self.start_events else {}
 
     @cached_property
     def training(self) -> list[Point]:
@@ -70,7 +70,7 @@ class ReportedRun:
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether its loss is that of the next token, and not of preferences or of rewards."""
+        """Whether the loss is that of the next token, not of preferences or rewards."""
         return not {'rollout/reward', 'train/rewards/margins'} & set(self.names)
 
     @property
@@ -86,12 +86,12 @@ class ReportedRun:
 
     @cached_property
     def overfitting(self) -> Overfitting | None:
-        # Of other losses those of training and validation are not the same, or mean something else at every step.
+        # Other training and validation losses are not comparable.
         return find_overfitting(self.training, self.validation) if self.predicts_tokens else None
 
     @cached_property
     def names(self) -> list[str]:
-        """Of all metrics, in the order in which they appeared."""
+        """Names of all metrics, in the order of appearance."""
         return list(dict.fromkeys(name for line in self.history.metrics for name in line))
 
     @cached_property
@@ -143,16 +143,16 @@ class ReportedRun:
 
     @cached_property
     def num_devices(self) -> int:
-        """Of the newest life; 1 where that is not told."""
+        """Devices of the latest attempt; 1 where not known."""
         return int(number(mapping(self.started, 'devices'), 'count') or 1)
 
     @property
     def ledger(self) -> GoodputLog | None:
-        """Of process 0, which is the run's."""
+        """Goodput log of process 0, which is the run's."""
         return self.history.ledgers.get(0)
 
     @cached_property
-    def began(self) -> float:
+    def start_time(self) -> float:
         """Seconds since 1970; 0 where nothing tells."""
         beats = [number(beat, 'began') for beats in self.history.beats.values() for beat in beats[:1]]
         files = [self.history.events, self.history.metrics, *self.history.devices.values()]
@@ -161,27 +161,27 @@ class ReportedRun:
 
     @cached_property
     def wall_seconds(self) -> float | None:
-        """From the beginning of the first life to the last sign of the run."""
-        sign = self.condition.last_sign
-        return sign - self.began if sign is not None and self.began else None
+        """Seconds from the start of the first attempt to the last sign of the run."""
+        sign = self.status.last_sign
+        return sign - self.start_time if sign is not None and self.start_time else None
 
     @cached_property
     def dollars(self) -> float | None:
-        """What all lives cost on all devices; None where no price is known."""
+        """Cost of all attempts on all devices; None where no price is known."""
         known = [ledger.dollars for ledger in self.history.ledgers.values() if ledger.dollars is not None]
         return sum(known) if known else self.last('cost/dollars')
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """Moments for the curves over steps."""
+        """Marks for the curves over steps."""
         marks = []
         for event in self.history.events:
             kind = text(event, 'kind')
-            place = number(event, 'from_step' if kind == 'resumed' else 'step')
+            step = number(event, 'from_step' if kind == 'resumed' else 'step')
             is_alert = event.get('alert') is True
-            if place is None or (kind not in _MARKED and not is_alert):
+            if step is None or (kind not in _MARK_KINDS and not is_alert):
                 continue
-            marks.append(Mark(place, _MARKED.get(kind, 'alert'), f'{kind}: {text(event, "message")}'))  # type: ignore[arg-type]
+            marks.append(Mark(step, _MARK_KINDS.get(kind, 'alert'), f'{kind}: {text(event, "message")}'))  # type: ignore[arg-type]
         return marks
 
     @cached_property
@@ -190,11 +190,13 @@ class ReportedRun:
         marks = []
         for event in self.history.events:
             kind, time = text(event, 'kind'), number(event, 'time')
-            restarts = kind == 'started' and (number(event, 'life') or 1) > 1
-            marked = 'restart' if restarts else _MARKED.get(kind, 'alert' if event.get('alert') is True else '')
-            if time is None or marked not in ('alert', 'restart') or kind == 'resumed':
+            is_restart = kind == 'started' and (number(event, 'life') or 1) > 1
+            mark_kind = (
+                'restart' if is_restart else _MARK_KINDS.get(kind, 'alert' if event.get('alert') is True else '')
+            )
+            if time is None or mark_kind not in ('alert', 'restart') or kind == 'resumed':
                 continue
-            marks.append(Mark(time - self.began, marked, f'{kind}: {text(event, "message")}'))  # type: ignore[arg-type]
+            marks.append(Mark(time - self.start_time, mark_kind, f'{kind}: {text(event, "message")}'))  # type: ignore[arg-type]
         return marks
 
     @cached_property
@@ -206,8 +208,8 @@ class ReportedRun:
     @property
     def memory_bytes(self) -> float | None:
         """The most that one device had in use."""
-        told = self.highest('memory/peak_gib')
-        return None if told is None else told * GIB
+        peak_gib = self.highest('memory/peak_gib')
+        return None if peak_gib is None else peak_gib * GIB
 
 
 def make_runs(histories: list[RunHistory], now: float) -> list[ReportedRun]:
@@ -240,12 +242,12 @@ def comparable(runs: Sequence[ReportedRun], *, source: str = '') -> tuple[list[l
 
 
 def _differences(one: ReportedRun, other: ReportedRun, source: str) -> list[str]:
-    def facts(run: ReportedRun) -> dict[str, Any]:
+    def comparable_properties(run: ReportedRun) -> dict[str, Any]:
         return {'objectives': run.objective, 'data': run.data.get(f'dataset {source}') if source else run.data}
 
-    own, its = facts(one), facts(other)
+    first, second = comparable_properties(one), comparable_properties(other)
     # A fact that a workdir lacks counts as equal.
-    return [name for name in own if own[name] and its[name] and own[name] != its[name]]
+    return [name for name in first if first[name] and second[name] and first[name] != second[name]]
 
 
 def ratio(actual: float | None, predicted: float | None) -> float | None:
@@ -255,7 +257,7 @@ def ratio(actual: float | None, predicted: float | None) -> float | None:
     return actual / predicted
 
 
-# How much a loss must change to count: evaluations of a part of the split are noisy by less.
+# Smallest relative change of a loss that counts: evaluations of a part of the split are noisy by less.
 THRESHOLD = 0.01
 
 

@@ -14,10 +14,10 @@ from maxlm.storage.json_fields import mapping, number, text
 
 
 class AttemptThroughput(NamedTuple):
-    """Of one life: median tokens/s of its lines, over all devices."""
+    """Median tokens/s of one attempt, over all devices."""
 
     run: str
-    life: int
+    attempt: int
     kind: str
     parameters: float | None
     num_devices: int
@@ -30,26 +30,26 @@ class AttemptThroughput(NamedTuple):
 
 def scaling(runs: Sequence[ReportedRun]) -> Markup:
     """A table of lives by number of devices, or why there is none; '' where no throughput is known."""
-    found = [one for run in runs for one in throughputs(run)]
-    if not found:
+    attempts = [one for run in runs for one in throughputs(run)]
+    if not attempts:
         return Markup('')
-    counts = {one.num_devices for one in found}
+    counts = {one.num_devices for one in attempts}
     if len(counts) == 1:
-        devices = f'{found[0].num_devices} {"device" if counts == {1} else "devices"}'
-        rate = statistics.median(one.per_device for one in found)
-        told = f'All lives ran on {devices}, with {format_si(rate)} tokens/s per device; '
-        return section('scaling', 'Scaling', note(told, 'efficiency needs a second number of devices.'))
+        devices = f'{attempts[0].num_devices} {"device" if counts == {1} else "devices"}'
+        rate = statistics.median(one.per_device for one in attempts)
+        message = f'All lives ran on {devices}, with {format_si(rate)} tokens/s per device; '
+        return section('scaling', 'Scaling', note(message, 'efficiency needs a second number of devices.'))
     header = ['run', 'life', 'devices', 'tokens/s', 'per device', 'efficiency']
     rows = [
         [
             one.run,
-            str(one.life),
+            str(one.attempt),
             f'{one.num_devices} × {one.kind}',
             format_si(one.tokens_per_second),
             format_si(one.per_device),
-            format_percent(efficiency(one, found)),
+            format_percent(efficiency(one, attempts)),
         ]
-        for one in sorted(found, key=lambda one: (one.num_devices, one.run, one.life))
+        for one in sorted(attempts, key=lambda one: (one.num_devices, one.run, one.attempt))
     ]
     words = (
         'Efficiency: tokens/s per device, as a share of that on the fewest devices of the same kind with a model of '
@@ -59,29 +59,29 @@ def scaling(runs: Sequence[ReportedRun]) -> Markup:
 
 
 def throughputs(run: ReportedRun) -> list[AttemptThroughput]:
-    """One for each life that has lines: a line belongs to the newest life that had begun by then."""
-    begins = [(time, event) for event in run.starts if (time := number(event, 'time')) is not None]
+    """Returns one for each attempt with lines: a line belongs to the latest attempt that had started by then."""
+    starts = [(time, event) for event in run.start_events if (time := number(event, 'time')) is not None]
     rates: dict[int, list[float]] = {}
     for line in run.history.metrics:
         time, rate = number(line, 'time'), number(line, 'perf/tokens_per_second')
-        if time is not None and rate is not None and begins:
-            at = bisect.bisect_right([begin for begin, _ in begins], time) - 1
-            rates.setdefault(max(0, at), []).append(rate)
-    found = []
+        if time is not None and rate is not None and starts:
+            index_of_attempt = bisect.bisect_right([start for start, _ in starts], time) - 1
+            rates.setdefault(max(0, index_of_attempt), []).append(rate)
+    attempts = []
     for index, values in sorted(rates.items()):
-        event = begins[index][1]
+        event = starts[index][1]
         devices = mapping(event, 'devices')
-        found.append(
+        attempts.append(
             AttemptThroughput(
                 run=run.name,
-                life=int(number(event, 'life') or index + 1),
+                attempt=int(number(event, 'life') or index + 1),
                 kind=text(devices, 'kind'),
                 parameters=number(event, 'parameters'),
                 num_devices=max(1, int(number(devices, 'count') or 1)),
                 tokens_per_second=statistics.median(values),
             )
         )
-    return found
+    return attempts
 
 
 def efficiency(one: AttemptThroughput, others: Sequence[AttemptThroughput]) -> float | None:

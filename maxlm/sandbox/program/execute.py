@@ -33,7 +33,7 @@ def run_text(text: str, channel: Channel | None, folder: str) -> NoReturn:
     code = execute(text, '__main__' if channel is None else 'program')
     if channel is not None and code == 0:
         serve_tests(channel, vars(sys.modules['program']))
-    end(code)
+    exit_interpreter(code)
 
 
 def prepare_interpreter(folder: str) -> None:
@@ -77,12 +77,12 @@ def execute(text: str, name: str) -> int:
         print(stop.code, file=sys.stderr)
         return EXIT_ERROR
     except BaseException as error:
-        show(error)
+        print_traceback(error)
         return EXIT_ERROR
     return 0
 
 
-def show(error: BaseException) -> None:
+def print_traceback(error: BaseException) -> None:
     """The traceback without the frames of the sandbox."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != FILE:
@@ -93,7 +93,7 @@ def show(error: BaseException) -> None:
         os.write(2, f'{type(error).__name__}\n'.encode())
 
 
-def end(code: int) -> NoReturn:
+def exit_interpreter(code: int) -> NoReturn:
     """The end of an interpreter, in its order; the process is a fork, whose frames below must not go on."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -101,6 +101,6 @@ def end(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException as error:
-        show(error)
+        print_traceback(error)
         code = code or EXIT_ERROR
     os._exit(code)

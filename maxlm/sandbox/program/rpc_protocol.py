@@ -24,12 +24,12 @@ from typing import Any
 MAX_MESSAGE_BYTES = 16 << 20
 LENGTH = struct.Struct('>I')
 # Beyond it JSON's own numbers are slow to read.
-SMALL = 1 << 62
+MAX_JSON_INT = 1 << 62
 
 SEQUENCES: dict[type, str] = {list: 'l', tuple: 't', set: 's', frozenset: 'f'}
 MUTABLE = (list, dict, set, bytearray)
 # Values of the standard library that tests compare with: name to the arguments that make an equal one.
-MADE_OF: dict[str, Callable[[Any], tuple]] = {
+CONSTRUCTOR_ARGUMENTS: dict[str, Callable[[Any], tuple]] = {
     'fractions.Fraction': lambda value: (value.numerator, value.denominator),
     'decimal.Decimal': lambda value: (str(value),),
     'collections.Counter': lambda value: (dict(value),),
@@ -46,14 +46,14 @@ MADE_OF: dict[str, Callable[[Any], tuple]] = {
     'builtins.complex': lambda value: (value.real, value.imag),
 }
 # Functions and types of Python that go by name in both directions; exceptions do too.
-BY_NAME: tuple[Any, ...] = (
+NAMED_BUILTINS: tuple[Any, ...] = (
     *(abs, all, any, bool, bytearray, bytes, callable, chr, complex, dict, divmod, enumerate, filter, float, frozenset),
     *(hash, hex, int, isinstance, issubclass, iter, len, list, map, max, min, next, object, oct, ord, pow, range, repr),
     *(reversed, round, set, slice, sorted, str, sum, tuple, type, zip),
 )
 # In the place of an object's class: it is one itself.
 CLASS = -1
-# Looked at where a class has been derived from one of them.
+# Base classes whose content is sent with an object.
 PLAIN = (bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 
 
@@ -93,30 +93,30 @@ class Channel:
         return message
 
     def read(self, length: int) -> bytes:
-        """Exactly so many bytes."""
+        """Reads exactly `length` bytes."""
         data = bytearray()
         while len(data) < length:
             try:
-                part = os.read(self.descriptor, min(length - len(data), 1 << 20))
+                chunk = os.read(self.descriptor, min(length - len(data), 1 << 20))
             except OSError as error:
                 raise Ended(str(error)) from None
-            if not part:
+            if not chunk:
                 raise Ended('the other end is closed')
-            data += part
+            data += chunk
         return bytes(data)
 
 
 def builtin_name(value: Any) -> str | None:
     """The name of a function, type or exception of Python that goes by name."""
     name = getattr(value, '__name__', None)
-    return name if isinstance(name, str) and builtin_named(name) is value else None
+    return name if isinstance(name, str) and builtin_by_name(name) is value else None
 
 
-def builtin_named(name: str) -> Any:
-    """What has that name; None if it is none that goes by name."""
+def builtin_by_name(name: str) -> Any:
+    """Returns the builtin of a name; None if it is not passed by name."""
     value = getattr(builtins, name, None)
     is_error = isinstance(value, type) and issubclass(value, BaseException)
-    return value if is_error or any(value is known for known in BY_NAME) else None
+    return value if is_error or any(value is known for known in NAMED_BUILTINS) else None
 
 
 def encode(value: Any, export: Callable[[Any], list]) -> Any:
@@ -125,7 +125,7 @@ def encode(value: Any, export: Callable[[Any], list]) -> Any:
     if value is None or kind in (bool, str, float):
         return value
     if kind is int:
-        return value if -SMALL < value < SMALL else ['i', hex(value)]
+        return value if -MAX_JSON_INT < value < MAX_JSON_INT else ['i', hex(value)]
     if kind in SEQUENCES:
         return [SEQUENCES[kind], [encode(item, export) for item in value]]
     if kind is dict:
@@ -133,8 +133,8 @@ def encode(value: Any, export: Callable[[Any], list]) -> Any:
     if kind in (bytes, bytearray):
         return ['b' if kind is bytes else 'a', base64.b64encode(value).decode()]
     name = f'{kind.__module__}.{kind.__qualname__}'
-    if name in MADE_OF and kind is getattr(importlib.import_module(kind.__module__), kind.__qualname__):
-        return ['v', name, [encode(item, export) for item in MADE_OF[name](value)]]
+    if name in CONSTRUCTOR_ARGUMENTS and kind is getattr(importlib.import_module(kind.__module__), kind.__qualname__):
+        return ['v', name, [encode(item, export) for item in CONSTRUCTOR_ARGUMENTS[name](value)]]
     return export(value)
 
 
@@ -153,7 +153,7 @@ def decode(data: Any, restore: Callable[[list], Any]) -> Any:
             return {decode(key, restore): decode(item, restore) for key, item in rest[0]}
         if tag in 'ab':
             return (bytes if tag == 'b' else bytearray)(base64.b64decode(rest[0]))
-        if tag == 'v' and rest[0] in MADE_OF:
+        if tag == 'v' and rest[0] in CONSTRUCTOR_ARGUMENTS:
             module, _, name = rest[0].partition('.')
             return getattr(importlib.import_module(module), name)(*(decode(item, restore) for item in rest[1]))
         return restore(data)
@@ -163,10 +163,10 @@ def decode(data: Any, restore: Callable[[list], Any]) -> Any:
 
 def plain_content(value: Any) -> list:
     """`[content]` of an object whose class is derived from plain data, `[]` of others; the class has no say in it."""
-    return next(([copied(kind, value)] for kind in PLAIN if isinstance(value, kind)), [])
+    return next(([plain_copy(kind, value)] for kind in PLAIN if isinstance(value, kind)), [])
 
 
-def copied(kind: Any, value: Any) -> Any:
+def plain_copy(kind: Any, value: Any) -> Any:
     """A plain copy of an object whose class is derived from `kind`."""
     if kind in SEQUENCES:
         return kind(kind.__iter__(value))
@@ -184,13 +184,13 @@ def update(old: Any, new: Any) -> Any:
     if type(old) is not type(new):
         return new
     if isinstance(old, list):
-        kept = [update(a, b) for a, b in zip(old, new, strict=False)]
-        old[:] = kept + new[len(kept) :]
+        updated = [update(a, b) for a, b in zip(old, new, strict=False)]
+        old[:] = updated + new[len(updated) :]
         return old
     if isinstance(old, dict):
-        kept_items = {key: update(old[key], item) if key in old else item for key, item in new.items()}
+        updated_items = {key: update(old[key], item) if key in old else item for key, item in new.items()}
         old.clear()
-        old.update(kept_items)
+        old.update(updated_items)
         return old
     if isinstance(old, set):
         old.clear()

@@ -14,8 +14,8 @@ from maxlm.sandbox.program.rpc_protocol import (
     PLAIN,
     Channel,
     Ended,
+    builtin_by_name,
     builtin_name,
-    builtin_named,
     decode,
     encode,
     plain_content,
@@ -51,7 +51,7 @@ class RpcServer:
             return ['u', name]
         reference = ['r', self.number(value), CLASS if isinstance(value, type) else self.number(type(value))]
         if isinstance(value, type) and issubclass(value, BaseException):
-            return ['e', reference[1], *names_of(value)]
+            return ['e', reference[1], *class_names(value)]
         if isinstance(value, PLAIN):
             reference += [encode(content, self.export) for content in plain_content(value)]
         return reference
@@ -64,25 +64,25 @@ class RpcServer:
         return self.numbers[id(value)]
 
     def restore(self, data: list) -> Any:
-        """What the tests speak of: an object from here, a builtin, or a function of theirs."""
-        tag, which = data[:2]
+        """Decodes a reference: an object of the program, a builtin, or a function of the tests."""
+        tag, reference = data[:2]
         if tag == 'r':
-            return self.objects[which]
+            return self.objects[reference]
         if tag == 'u':
-            return builtin_named(which)
-        return lambda *arguments, **keywords: self.ask(which, arguments, keywords)
+            return builtin_by_name(reference)
+        return lambda *arguments, **keywords: self.call(reference, arguments, keywords)
 
-    def ask(self, function: int, arguments: tuple, keywords: dict) -> Any:
+    def call(self, function: int, arguments: tuple, keywords: dict) -> Any:
         """Calls a function of the tests."""
-        self.channel.send(['do', function, *self.encoded(arguments, keywords)])
-        while (answer := self.channel.receive())[0] == 'do':
-            self.serve(answer)
-        if answer[0] == 'raise':
-            raise RuntimeError(f'{answer[1][0]} in a function of the tests')
-        return decode(answer[1], self.restore)
+        self.channel.send(['do', function, *self.encode_arguments(arguments, keywords)])
+        while (response := self.channel.receive())[0] == 'do':
+            self.serve(response)
+        if response[0] == 'raise':
+            raise RuntimeError(f'{response[1][0]} in a function of the tests')
+        return decode(response[1], self.restore)
 
-    def encoded(self, arguments: tuple, keywords: dict) -> list:
-        """Both as JSON."""
+    def encode_arguments(self, arguments: tuple, keywords: dict) -> list:
+        """Encodes arguments and keywords as JSON."""
         named = {name: encode(value, self.export) for name, value in keywords.items()}
         return [[encode(value, self.export) for value in arguments], named]
 
@@ -96,38 +96,38 @@ class RpcServer:
             before = [encode(value, self.export) if isinstance(value, MUTABLE) else None for value in arguments]
             result = function(*arguments, **named)
             changed = [
-                [place, after]
-                for place, (value, was) in enumerate(zip(arguments, before, strict=True))
-                if was is not None and (after := encode(value, self.export)) != was
+                [index, after]
+                for index, (value, old) in enumerate(zip(arguments, before, strict=True))
+                if old is not None and (after := encode(value, self.export)) != old
             ]
             answer = ['value', encode(result, self.export), changed]
             self.channel.send(answer)
         except Ended:
             raise
         except BaseException as error:
-            self.channel.send(['raise', names_of(type(error)), str(error)[:1000]])
+            self.channel.send(['raise', class_names(type(error)), str(error)[:1000]])
 
 
-def names_of(kind: type) -> list[str]:
+def class_names(kind: type) -> list[str]:
     """Names of an exception's classes, its own first."""
     return [base.__name__ for base in kind.__mro__]
 
 
 def serve_tests(channel: Channel, names: Mapping[str, Any]) -> None:
     """Tells the program's names, then serves until the tests end."""
-    side = RpcServer(channel)
+    server = RpcServer(channel)
     try:
-        shown = {name: value for name, value in names.items() if not name.startswith('__')}
-        channel.send(['names', {name: encoded_name(side, value) for name, value in shown.items()}])
+        public_names = {name: value for name, value in names.items() if not name.startswith('__')}
+        channel.send(['names', {name: encoded_name(server, value) for name, value in public_names.items()}])
         while True:
-            side.serve(channel.receive())
+            server.serve(channel.receive())
     except Ended:
         return
 
 
-def encoded_name(side: RpcServer, value: Any) -> Any:
+def encoded_name(server: RpcServer, value: Any) -> Any:
     """A global of the program; by reference if its content cannot be told, e.g. because it holds itself."""
     try:
-        return encode(value, side.export)
+        return encode(value, server.export)
     except (RecursionError, ValueError):
-        return side.export(value)
+        return server.export(value)

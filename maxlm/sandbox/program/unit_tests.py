@@ -35,7 +35,7 @@ Report = Callable[[list], None]
 
 
 def is_test(statement: ast.stmt, functions: set[str]) -> bool:
-    """Whether a top-level statement is one by itself."""
+    """Returns whether a top-level statement is a test by itself."""
     if isinstance(statement, ast.Assert):
         return True
     call = statement.value if isinstance(statement, ast.Expr) else None
@@ -43,7 +43,7 @@ def is_test(statement: ast.stmt, functions: set[str]) -> bool:
 
 
 def is_test_function(node: ast.AST) -> bool:
-    """Whether it is a `test_…` that can be called with nothing, or with self."""
+    """Returns whether a node is a `test_…` function without parameters or a method with self alone."""
     if not isinstance(node, ast.FunctionDef) or not node.name.startswith('test'):
         return False
     arguments = node.args
@@ -52,7 +52,7 @@ def is_test_function(node: ast.AST) -> bool:
 
 
 def is_test_class(node: ast.AST) -> bool:
-    """Whether its methods are tests, as far as the text tells."""
+    """Returns whether a node is a class of tests, judging by its text."""
     if not isinstance(node, ast.ClassDef):
         return False
     bases = [base.attr if isinstance(base, ast.Attribute) else getattr(base, 'id', '') for base in node.bases]
@@ -65,7 +65,7 @@ def defined_functions(tree: ast.Module) -> set[str]:
 
 
 def count_tests(tree: ast.Module) -> int:
-    """How many tests a text holds, before any of it has run."""
+    """Counts the tests of a text without running it."""
     functions = defined_functions(tree)
     count = sum(is_test(node, functions) or is_test_function(node) for node in tree.body)
     return count + sum(is_test_function(method) for node in tree.body if is_test_class(node) for method in node.body)  # type: ignore[attr-defined]
@@ -81,14 +81,14 @@ def run_tests(text: str, channel: Channel, report: Report) -> None:
         return
     report(['total', count_tests(tree)])
     try:
-        side = RpcClient(channel)
+        client = RpcClient(channel)
     except Ended:
         report(['error', 'the program ended before its tests began'])
         return
     except Exception as error:
         report(['error', f'the names of the program make no sense: {error}'])
         return
-    namespace = test_module(usable_names(tree, side.names))
+    namespace = test_module(usable_names(tree, client.names))
     functions = defined_functions(tree)
     for statement in tree.body:
         code = compile(ast.Module([statement], []), FILE, 'exec')
@@ -96,15 +96,15 @@ def run_tests(text: str, channel: Channel, report: Report) -> None:
         def execute(code=code):
             exec(code, namespace)
 
-        why = failure(execute) or side.take_refusal()
+        reason = run_test(execute) or client.pop_refusal()
         if is_test(statement, functions):
-            report(['pass'] if why is None else ['fail', why])
-        elif why is not None:
-            report(['error', why])
+            report(['pass'] if reason is None else ['fail', reason])
+        elif reason is not None:
+            report(['error', reason])
             return
     for case in defined_cases(tree, namespace):
-        why = failure(case) or side.take_refusal()
-        report(['pass'] if why is None else ['fail', why])
+        reason = run_test(case) or client.pop_refusal()
+        report(['pass'] if reason is None else ['fail', reason])
 
 
 def usable_names(tree: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
@@ -137,25 +137,25 @@ def test_module(names: dict[str, Any]) -> dict[str, Any]:
     return tests.__dict__
 
 
-def failure(test: Callable[[], Any]) -> str | None:
-    """Why a test fails, or None."""
+def run_test(test: Callable[[], Any]) -> str | None:
+    """Runs a test and returns why it fails, or None."""
     try:
         test()
     except BaseException as error:
-        return why_failed(error)
+        return failure_reason(error)
     return None
 
 
-def why_failed(error: BaseException) -> str:
+def failure_reason(error: BaseException) -> str:
     """One line: where in the tests, and what."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == FILE]
-    where = f'line {frames[-1].lineno}: {frames[-1].line}: ' if frames else ''
+    location = f'line {frames[-1].lineno}: {frames[-1].line}: ' if frames else ''
     try:
-        said = str(error)
+        message = str(error)
     except BaseException:
         # It holds an object of the program, which need not answer.
-        said = ''
-    return f'{where}{type(error).__name__}: {said}'[:MAX_REASON]
+        message = ''
+    return f'{location}{type(error).__name__}: {message}'[:MAX_REASON]
 
 
 def defined_cases(tree: ast.Module, namespace: dict[str, Any]) -> Iterator[Callable[[], Any]]:
@@ -166,10 +166,10 @@ def defined_cases(tree: ast.Module, namespace: dict[str, Any]) -> Iterator[Calla
         elif is_test_class(node):
             kind = namespace[node.name]  # type: ignore[attr-defined]
             for name in [method.name for method in node.body if is_test_function(method)]:  # type: ignore[attr-defined]
-                yield case_of(kind, name)
+                yield as_test(kind, name)
 
 
-def case_of(kind: type, name: str) -> Callable[[], Any]:
+def as_test(kind: type, name: str) -> Callable[[], Any]:
     """One method as a test, with what unittest does around it."""
 
     def run() -> None:

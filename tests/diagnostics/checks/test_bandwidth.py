@@ -27,7 +27,7 @@ EIGHT = {device: 700.0 for device in range(8)}
 
 def test_matmul():
     assert evaluate_matmul(EIGHT, 'bfloat16 products', 989.4, {}).status is CheckStatus.OK
-    assert evaluate_matmul({0: 0.1}, 'float32 products', 0.0, {}).found == (
+    assert evaluate_matmul({0: 0.1}, 'float32 products', 0.0, {}).message == (
         '0.1 TFLOP/s in float32 products; no datasheet to compare with'
     )
 
@@ -35,14 +35,14 @@ def test_matmul():
 def test_devices_that_are_all_slow():
     found = evaluate_matmul(dict.fromkeys(EIGHT, 500.0), 'bfloat16 products', 989.4, {3: 'power'})
     assert found.status is CheckStatus.WARNING
-    assert '51% of 989.4' in found.found
-    assert 'held down by power' in found.found
+    assert '51% of 989.4' in found.message
+    assert 'held down by power' in found.message
 
 
 def test_one_slow_device_among_many_is_named():
     found = evaluate_matmul({**EIGHT, 5: 600.0}, 'bfloat16 products', 989.4, {5: 'thermal'})
     assert found.status is CheckStatus.WARNING
-    assert 'slower: device 5 600 (thermal)' in found.found
+    assert 'slower: device 5 600 (thermal)' in found.message
     assert evaluate_matmul({**EIGHT, 5: 650.0}, 'bfloat16 products', 989.4, {}).status is CheckStatus.OK
 
 
@@ -56,11 +56,11 @@ def small(monkeypatch):
 def test_matmul_of_this_machine(small):
     found = check_matmul(case_on(CPU))
     assert found.status is CheckStatus.OK
-    assert 'TFLOP/s in float32 products' in found.found
+    assert 'TFLOP/s in float32 products' in found.message
 
 
 def test_links():
-    assert evaluate_links('data=8', 3e11, 4.5e11, True).found == (
+    assert evaluate_links('data=8', 3e11, 4.5e11, True).message == (
         'data=8: 300.0 GB/s out of each device in an all-reduce, 67% of 450.0 GB/s'
     )
     assert evaluate_links('data=8', 1e11, 4.5e11, True).status is CheckStatus.WARNING
@@ -71,10 +71,10 @@ def test_links():
 def test_sums_over_virtual_devices(small):
     found = check_links(case_on(CPU))
     assert found.status is CheckStatus.OK, found
-    assert found.found.startswith('fsdp=8: ')
+    assert found.message.startswith('fsdp=8: ')
     found = check_links(case_on(CPU, config=small_config(8, mesh__data=4, mesh__fsdp=2)))
-    assert 'data=4: ' in found.found
-    assert 'fsdp=2: ' in found.found
+    assert 'data=4: ' in found.message
+    assert 'fsdp=2: ' in found.message
 
 
 def test_a_wrong_sum_is_seen(small, monkeypatch):

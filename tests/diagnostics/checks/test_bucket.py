@@ -31,7 +31,7 @@ def emulator(process, monkeypatch):
 def test_a_bucket_in_which_all_is_allowed_is_left_as_it_was(emulator):
     found = check_bucket(case_on(CPU, workdir=URL))
     assert found.status is CheckStatus.OK, found
-    assert 'may write, list, read and delete' in found.found
+    assert 'may write, list, read and delete' in found.message
     assert emulator.objects == {}
 
 
@@ -43,13 +43,13 @@ def test_what_is_refused_is_named(emulator, match, step):
     emulator.fault(match, status=403)
     found = try_bucket(URL)
     assert found.status is CheckStatus.FAILURE
-    assert f'{URL}: cannot {step} (' in found.found
+    assert f'{URL}: cannot {step} (' in found.message
     assert 'grant this account' in found.remedy
     emulator.clear()
     # What cannot be removed is named, all else is.
     left = list(emulator.objects)
     assert len(left) == (step == 'delete')
-    assert all(f'gs://{name} is left there' in found.found for name in left)
+    assert all(f'gs://{name} is left there' in found.message for name in left)
     for name in left:
         from maxlm.storage.bucket import Bucket
 
@@ -59,7 +59,7 @@ def test_what_is_refused_is_named(emulator, match, step):
 def test_a_bucket_that_is_not_there(emulator):
     found = try_bucket('gs://elsewhere/run')
     assert found.status is CheckStatus.FAILURE
-    assert 'cannot write' in found.found
+    assert 'cannot write' in found.message
 
 
 def test_amazons(monkeypatch):
@@ -79,5 +79,5 @@ def test_without_a_bucket_there_is_nothing_to_try():
 def test_a_protocol_that_nobody_knows_and_no_secret_is_told():
     found = try_bucket('ftq://me:secret@host/x')
     assert found.status is CheckStatus.FAILURE
-    assert 'ftq:// is no known protocol' in found.found
-    assert 'secret' not in found.found
+    assert 'ftq:// is no known protocol' in found.message
+    assert 'secret' not in found.message

@@ -51,8 +51,8 @@ def test_against_a_buckets_clock(server, monkeypatch, behind, status):
 
 
 def test_which_way_it_is_off():
-    assert '60 s ahead of x' in evaluate_offset(60, 'x').found
-    assert '60 s behind x' in evaluate_offset(-60, 'x').found
+    assert '60 s ahead of x' in evaluate_offset(60, 'x').message
+    assert '60 s behind x' in evaluate_offset(-60, 'x').message
 
 
 def test_a_date_that_is_none(server):

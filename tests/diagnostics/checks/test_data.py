@@ -21,8 +21,8 @@ def config_of(path, **keys):
 def test_a_data_set_that_is_there(dataset):
     found = check_data(case_on(CPU, config=config_of(dataset)))
     assert found.status is CheckStatus.OK, found
-    assert f'{dataset}: ' in found.found
-    assert 'training tokens in 1 source' in found.found
+    assert f'{dataset}: ' in found.message
+    assert 'training tokens in 1 source' in found.message
 
 
 def test_none_is_asked_for():
@@ -43,14 +43,14 @@ def test_one_that_is_damaged(dataset, tmp_path, damage):
     shard.write_bytes(content[:-1] if damage == 'truncated' else bytes(len(content)))
     found = check_data(case_on(CPU, config=config_of(copy)))
     assert found.status is CheckStatus.FAILURE
-    assert shard.name in found.found
+    assert shard.name in found.message
 
 
 def test_one_without_anything_to_train_on(dataset, monkeypatch):
     monkeypatch.setattr(Source, 'shards', lambda source, split: [])
     found = check_data(case_on(CPU, config=config_of(dataset)))
     assert found.status is CheckStatus.FAILURE
-    assert 'the train split is empty' in found.found
+    assert 'the train split is empty' in found.message
 
 
 def test_one_in_a_bucket(dataset, monkeypatch, tmp_path):
@@ -69,4 +69,4 @@ def test_one_in_a_bucket(dataset, monkeypatch, tmp_path):
         emulator.fault('train', status=403)
         found = check_data(case)
         assert found.status is CheckStatus.FAILURE
-        assert 'access denied' in found.found
+        assert 'access denied' in found.message

@@ -28,20 +28,20 @@ def devices(*kinds, processes=None):
 
 def test_devices():
     case = case_on(CPU)
-    assert evaluate_devices(devices('H100', 'H100'), case).found == '2 × H100'
+    assert evaluate_devices(devices('H100', 'H100'), case).message == '2 × H100'
     assert evaluate_devices(devices('H100', 'A100'), case).status is CheckStatus.FAILURE
-    assert evaluate_devices(devices('H100', 'H100', processes=[0, 1]), case).found == '2 × H100 in 2 processes'
+    assert evaluate_devices(devices('H100', 'H100', processes=[0, 1]), case).message == '2 × H100 in 2 processes'
     missing = evaluate_devices(devices('H100', 'H100', 'H100', processes=[0, 0, 1]), case)
     assert missing.status is CheckStatus.FAILURE
-    assert 'process 1 has 1 devices, others 2' in missing.found
+    assert 'process 1 has 1 devices, others 2' in missing.message
 
 
 def test_the_mesh_of_the_run():
     case = case_on(CPU, config=small_config(8, mesh__data=4, mesh__fsdp=2))
-    assert 'mesh data=4 fsdp=2' in check_devices(case).found
+    assert 'mesh data=4 fsdp=2' in check_devices(case).message
     found = evaluate_devices(devices(*['H100'] * 6), case)
     assert found.status is CheckStatus.FAILURE
-    assert 'needs 8 devices, here are 6' in found.found
+    assert 'needs 8 devices, here are 6' in found.message
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_memory_of_several(monkeypatch):
         return types.SimpleNamespace(id=number, device_kind='NVIDIA H100', memory_stats=lambda: stats)
 
     monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 73 * GIB)])
-    assert check_memory(case_on(CPU)).found == 'each: JAX may take 73.0 GiB of 79.1 GiB'
+    assert check_memory(case_on(CPU)).message == 'each: JAX may take 73.0 GiB of 79.1 GiB'
     monkeypatch.setattr(jax, 'local_devices', lambda: [device(0, 73 * GIB), device(1, 9 * GIB)])
     found = check_memory(case_on(CPU))
     assert found.status is CheckStatus.WARNING
-    assert 'device 1' in found.found
-    assert 'device 0' not in found.found
+    assert 'device 1' in found.message
+    assert 'device 0' not in found.message
 
 
 def test_the_memory_of_a_cpu_is_not_told():
@@ -76,10 +76,10 @@ def test_the_memory_of_a_cpu_is_not_told():
 
 
 def test_clocks():
-    assert evaluate_clocks([5.0, 5.01, 5.02]).found == '3 processes are together, their clocks within 10 ms'
+    assert evaluate_clocks([5.0, 5.01, 5.02]).message == '3 processes are together, their clocks within 10 ms'
     found = evaluate_clocks([5.0, 65.0, 5.1])
     assert found.status is CheckStatus.WARNING
-    assert 'the clock of process 1 is 59.9 s off' in found.found
+    assert 'the clock of process 1 is 59.9 s off' in found.message
 
 
 def test_a_process_that_is_alone():
@@ -96,4 +96,4 @@ def test_a_process_that_nobody_joins(monkeypatch):
     monkeypatch.setattr(initialize, 'initialize', join)
     variables = {'MAXLM_COORDINATOR': 'a:1', 'MAXLM_NUM_PROCESSES': '2', 'MAXLM_PROCESS_ID': '0'}
     found = check_processes(case_on(CPU, environment=variables))
-    assert (found.status, found.found) == (CheckStatus.FAILURE, 'a:1: process 1 did not come')
+    assert (found.status, found.message) == (CheckStatus.FAILURE, 'a:1: process 1 did not come')

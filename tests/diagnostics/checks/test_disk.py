@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from maxlm.diagnostics.checks import disk
-from maxlm.diagnostics.checks.disk import check_disk, evaluate_disk, measure_write_speed, place_of
+from maxlm.diagnostics.checks.disk import check_disk, evaluate_disk, measure_write_speed, nearest_directory
 from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, GIB, case_on
 from tests.small import small_config
@@ -17,7 +17,7 @@ from tests.small import small_config
         ({}, 'ok', '100.0 GiB free, writes 500.0 MB/s; a checkpoint of 5.00 GiB takes 10.7 s'),
         ({'free': GIB // 2}, 'failure', '512.0 MiB free'),
         ({'free': 20 * GIB}, 'failure', 'and 7 of them are there at a time'),
-        ({'free': 20 * GIB, 'kept': 0}, 'ok', '20.0 GiB free'),
+        ({'free': 20 * GIB, 'num_kept': 0}, 'ok', '20.0 GiB free'),
         ({'free': 5 * GIB, 'checkpoint': 0}, 'warning', '5.00 GiB free'),
         ({'inodes': 9}, 'warning', 'room for 9 files only'),
         ({'inodes': 0}, 'ok', '100.0 GiB'),
@@ -25,22 +25,22 @@ from tests.small import small_config
     ],
 )
 def test_judgement(tmp_path, facts, status, words):
-    sound = {'free': 100 * GIB, 'inodes': 10**6, 'speed': 5e8, 'checkpoint': 5 * GIB, 'kept': 7}
+    sound = {'free': 100 * GIB, 'inodes': 10**6, 'speed': 5e8, 'checkpoint': 5 * GIB, 'num_kept': 7}
     found = evaluate_disk(tmp_path, **{**sound, **facts})
     assert found.status == status, found
-    assert words in found.found
+    assert words in found.message
 
 
 @pytest.fixture
 def little(monkeypatch):
     monkeypatch.setattr(disk, 'WRITTEN_BYTES', 2**16)
-    monkeypatch.setattr(disk, 'PIECE', 2**16)
+    monkeypatch.setattr(disk, 'CHUNK_BYTES', 2**16)
 
 
 def test_nothing_stays(tmp_path, little):
     assert measure_write_speed(tmp_path) > 0
     assert list(tmp_path.iterdir()) == []
-    assert check_disk(case_on(CPU, workdir=str(tmp_path / 'runs/new'))).found.startswith(f'{tmp_path}: ')
+    assert check_disk(case_on(CPU, workdir=str(tmp_path / 'runs/new'))).message.startswith(f'{tmp_path}: ')
     assert list(tmp_path.iterdir()) == []
 
 
@@ -50,7 +50,7 @@ def test_a_disk_that_cannot_be_written(tmp_path, little, monkeypatch):
 
     monkeypatch.setattr(disk, 'measure_write_speed', full)
     found = check_disk(case_on(CPU, workdir=str(tmp_path)))
-    assert (found.status, found.found) == (CheckStatus.FAILURE, f'{tmp_path}: No space left on device')
+    assert (found.status, found.message) == (CheckStatus.FAILURE, f'{tmp_path}: No space left on device')
 
 
 def test_checkpoints_that_will_not_fit(tmp_path, little, monkeypatch):
@@ -63,9 +63,9 @@ def test_checkpoints_that_will_not_fit(tmp_path, little, monkeypatch):
 
 def test_where_a_run_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert place_of(case_on(CPU)) == tmp_path
-    assert place_of(case_on(CPU, workdir='some/where')) == tmp_path
+    assert nearest_directory(case_on(CPU)) == tmp_path
+    assert nearest_directory(case_on(CPU, workdir='some/where')) == tmp_path
     config = small_config()
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, cache_dir=str(tmp_path / 'cache')))
     (tmp_path / 'cache').mkdir()
-    assert place_of(case_on(CPU, config=config, workdir='s3://bucket/run')) == tmp_path / 'cache'
+    assert nearest_directory(case_on(CPU, config=config, workdir='s3://bucket/run')) == tmp_path / 'cache'

@@ -34,7 +34,7 @@ CUDA12, CUDA13 = {'jax-cuda12-plugin'}, {'jax-cuda13-plugin'}
 def test_driver(machine, installed, status, words):
     found = evaluate_driver(machine, lambda package: package in installed)
     assert found.status == status
-    assert words in f'{found.found} {found.remedy}'
+    assert words in f'{found.message} {found.remedy}'
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_driver(machine, installed, status, words):
 def test_gpus(gpu, status, words):
     found = evaluate_gpus(Nvidia((580,), (13, 0), (H100, gpu)), None)
     assert found.status == status
-    assert words in found.found
+    assert words in found.message
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_gpus_without_a_driver_are_the_matter_of_another_check():
     assert check_gpus(case_on(DRIVERLESS)).status is CheckStatus.SKIPPED
     assert check_gpus(case_on(gpus())).status is CheckStatus.OK
     # None is shown.
-    assert 'none that a run would see' in check_gpus(case_on(gpus(), environment={'CUDA_VISIBLE_DEVICES': ''})).found
+    assert 'none that a run would see' in check_gpus(case_on(gpus(), environment={'CUDA_VISIBLE_DEVICES': ''})).message
 
 
 @pytest.fixture

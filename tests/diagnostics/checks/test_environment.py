@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm.diagnostics.checks.environment import TRAPS, check_environment, evaluate_environment
+from maxlm.diagnostics.checks.environment import RISKY_VARIABLES, check_environment, evaluate_environment
 from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, TPU, case_on, gpus
 
@@ -43,10 +43,10 @@ def test_traps(variables, machine, status):
 
 
 def test_every_trap_can_be_stepped_into_and_named():
-    for trap in TRAPS:
+    for trap in RISKY_VARIABLES:
         machine = GPU if trap.platform == 'gpu' else CPU
         value = next(value for value in ('1', '0', '', 'platform') if trap.is_bad(value))
-        assert trap.variable in evaluate_environment({trap.variable: value}, machine).found
+        assert trap.variable in evaluate_environment({trap.variable: value}, machine).message
 
 
 def test_other_libraries_of_cuda(tmp_path):
@@ -54,10 +54,10 @@ def test_other_libraries_of_cuda(tmp_path):
     (tmp_path / 'libcudnn.so.9').touch()
     found = evaluate_environment({'LD_LIBRARY_PATH': f'/nowhere:{tmp_path}'}, GPU)
     assert (found.status, found.remedy) == (CheckStatus.WARNING, 'unset LD_LIBRARY_PATH')
-    assert 'libcudnn.so.9' in found.found
+    assert 'libcudnn.so.9' in found.message
     assert evaluate_environment({'LD_LIBRARY_PATH': str(tmp_path)}, CPU).status is CheckStatus.OK
 
 
 def test_names_are_told_and_values_are_not():
     found = check_environment(case_on(CPU, environment={'JAX_SECRET': 'hush', 'HOME': '/x'}))
-    assert found.found == 'no trap among JAX_SECRET'
+    assert found.message == 'no trap among JAX_SECRET'

@@ -63,8 +63,8 @@ def test_files(soft, status):
 
 def test_this_machine(monkeypatch, tmp_path):
     case = case_on(CPU)
-    assert host.check_ram(case).found
-    assert host.check_files(case).found
+    assert host.check_ram(case).message
+    assert host.check_files(case).message
     monkeypatch.setattr(host, 'SHM', tmp_path)
     assert host.check_shm(case).status in (CheckStatus.OK, CheckStatus.WARNING)
     monkeypatch.setattr(host, 'SHM', tmp_path / 'none')

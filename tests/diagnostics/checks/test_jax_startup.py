@@ -5,11 +5,11 @@ import os
 import pytest
 
 from maxlm.diagnostics.checks.jax_startup import evaluate_cache, evaluate_jax
-from maxlm.diagnostics.jax_subprocess import Start, reason_of, start_jax, with_package
+from maxlm.diagnostics.jax_subprocess import JaxStart, exit_reason, start_jax, with_package
 from maxlm.diagnostics.result import CheckStatus
 from tests.diagnostics.machines import CPU, TPU, gpus
 
-ONE = Start(platform='cpu', kinds=('cpu',), programs='/home/me/programs')
+ONE = JaxStart(platform='cpu', kinds=('cpu',), cache_dir='/home/me/programs')
 
 
 @pytest.mark.parametrize(
@@ -21,23 +21,23 @@ ONE = Start(platform='cpu', kinds=('cpu',), programs='/home/me/programs')
         (ONE._replace(platform='gpu', kinds=('H100', 'H100')), gpus(), 'ok', '2 × H100'),
         (ONE._replace(platform='gpu', kinds=('H100',)), gpus(), 'warning', 'sees 1 × H100 of 2 GPUs'),
         (ONE._replace(seconds=100.0), CPU, 'warning', 'after 100 s'),
-        (ONE._replace(trouble='Unknown flags in XLA_FLAGS: --x'), CPU, 'failure', 'take those flags out'),
-        (ONE._replace(trouble='JAX has not found its devices after 180 s'), CPU, 'failure', 'does not start'),
+        (ONE._replace(error='Unknown flags in XLA_FLAGS: --x'), CPU, 'failure', 'take those flags out'),
+        (ONE._replace(error='JAX has not found its devices after 180 s'), CPU, 'failure', 'does not start'),
     ],
 )
 def test_jax(start, machine, status, words):
     found = evaluate_jax(start, machine)
     assert found.status == status
-    assert words in f'{found.found} {found.remedy}'
+    assert words in f'{found.message} {found.remedy}'
 
 
 def test_cache():
-    assert evaluate_cache(ONE, True, None).found == 'kept in /home/me/programs'
+    assert evaluate_cache(ONE, True, None).message == 'kept in /home/me/programs'
     assert evaluate_cache(ONE, False, None).status is CheckStatus.OK
-    assert evaluate_cache(ONE, True, '').found == 'as JAX_COMPILATION_CACHE_DIR says: /home/me/programs'
-    complaining = evaluate_cache(ONE._replace(complaint='not kept: Read-only file system'), True, None)
-    assert (complaining.status, complaining.found) == (CheckStatus.WARNING, 'not kept: Read-only file system')
-    assert evaluate_cache(Start('no'), True, None).status is CheckStatus.SKIPPED
+    assert evaluate_cache(ONE, True, '').message == 'as JAX_COMPILATION_CACHE_DIR says: /home/me/programs'
+    complaining = evaluate_cache(ONE._replace(cache_warning='not kept: Read-only file system'), True, None)
+    assert (complaining.status, complaining.message) == (CheckStatus.WARNING, 'not kept: Read-only file system')
+    assert evaluate_cache(JaxStart('no'), True, None).status is CheckStatus.SKIPPED
 
 
 def environment(**changes):
@@ -50,28 +50,28 @@ def test_a_real_start_with_a_cache_that_others_can_write_to(tmp_path):
     """Slow: JAX starts."""
     tmp_path.chmod(0o777)
     start = start_jax(str(tmp_path), environment(XLA_FLAGS='--xla_force_host_platform_device_count=3'))
-    assert (start.trouble, start.platform, start.kinds) == ('', 'cpu', ('cpu', 'cpu', 'cpu'))
-    assert start.programs == ''
-    assert f'{tmp_path} can be written to by others' in start.complaint
+    assert (start.error, start.platform, start.kinds) == ('', 'cpu', ('cpu', 'cpu', 'cpu'))
+    assert start.cache_dir == ''
+    assert f'{tmp_path} can be written to by others' in start.cache_warning
 
 
 @pytest.mark.multiprocess
 def test_a_real_start_with_a_flag_that_there_is_not():
     """Slow: JAX starts. It ends the process that it is in."""
     start = start_jax('', environment(XLA_FLAGS='--xla_no_such_flag=1'))
-    assert start.trouble.startswith('Unknown flag')
-    assert '--xla_no_such_flag=1' in start.trouble
+    assert start.error.startswith('Unknown flag')
+    assert '--xla_no_such_flag=1' in start.error
 
 
 def test_a_start_that_hangs():
-    assert 'has not found its devices after 0.01 s' in start_jax('', environment(), seconds=0.01).trouble
+    assert 'has not found its devices after 0.01 s' in start_jax('', environment(), seconds=0.01).error
 
 
 def test_why_a_process_ended():
     trace = 'Traceback (most recent call last):\n  File "x.py", line 1\nRuntimeError: no   device\n'
-    assert reason_of(trace, 1) == 'RuntimeError: no device'
-    assert reason_of('error: mesh.data=3 is wrong\n', 2) == 'mesh.data=3 is wrong'
-    assert reason_of('', -9) == 'it ended with signal 9 and no word'
+    assert exit_reason(trace, 1) == 'RuntimeError: no device'
+    assert exit_reason('error: mesh.data=3 is wrong\n', 2) == 'mesh.data=3 is wrong'
+    assert exit_reason('', -9) == 'it ended with signal 9 and no word'
 
 
 def test_processes_find_this_package():

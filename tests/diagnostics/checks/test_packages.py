@@ -5,13 +5,13 @@ import importlib.metadata
 import pytest
 
 from maxlm.diagnostics.checks import packages
-from maxlm.diagnostics.checks.packages import evaluate_packages, evaluate_python, read_wanted, wanted_extras
+from maxlm.diagnostics.checks.packages import evaluate_packages, evaluate_python, needed_extras, read_requirements
 from maxlm.diagnostics.result import CheckStatus
 from maxlm.errors import InputError
 from tests.diagnostics.machines import CPU, TPU, case_on, gpus
 from tests.small import small_config
 
-WANTED = read_wanted()
+WANTED = read_requirements()
 # A machine that has all, without an extra.
 INSTALLED = {'jax': '0.10.2', 'jaxlib': '0.10.2'}
 
@@ -31,24 +31,24 @@ def test_python(version, status):
 def test_all_is_there():
     found = evaluate_packages(WANTED, {}, version_of(jax_cuda12_plugin=None, jax_cuda13_plugin=None))
     assert found.status is CheckStatus.OK
-    assert 'jax 0.10.2' in found.found
+    assert 'jax 0.10.2' in found.message
 
 
 def test_what_is_missing_or_old_is_named():
     plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
     found = evaluate_packages(WANTED, {}, version_of(grain=None, jax='0.4.30', **plain))
     assert found.status is CheckStatus.FAILURE
-    assert 'grain is missing' in found.found
-    assert 'jax 0.4.30, and >=0.10 is needed' in found.found
-    assert 'optax' not in found.found
+    assert 'grain is missing' in found.message
+    assert 'jax 0.4.30, and >=0.10 is needed' in found.message
+    assert 'optax' not in found.message
 
 
 def test_extras_of_the_run_and_the_machine():
     config = small_config(data__path='s3://me:secret@bucket/data', checkpoint__remote_dir='gs://bucket/run')
-    extras = wanted_extras(case_on(TPU, config=config, workdir='runs/x'))
+    extras = needed_extras(case_on(TPU, config=config, workdir='runs/x'))
     assert extras == {'gcs': 'gs://bucket/run', 's3': 's3://bucket/data', 'tpu': '4 TPU chips'}
-    assert wanted_extras(case_on(CPU, config=small_config(), workdir='runs/x')) == {}
-    assert wanted_extras(case_on(CPU, config=small_config(metrics__wandb='online'))) == {'wandb': 'metrics.wandb'}
+    assert needed_extras(case_on(CPU, config=small_config(), workdir='runs/x')) == {}
+    assert needed_extras(case_on(CPU, config=small_config(metrics__wandb='online'))) == {'wandb': 'metrics.wandb'}
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,15 @@ def test_extras_of_the_run_and_the_machine():
 )
 def test_a_gpu_needs_a_plugin_that_its_driver_runs(monkeypatch, driver, plugin, extra):
     monkeypatch.setattr(packages, 'installed_version', lambda name: plugin if 'cuda12' in name else None)
-    assert list(wanted_extras(case_on(gpus(driver=driver)))) == extra
+    assert list(needed_extras(case_on(gpus(driver=driver)))) == extra
 
 
 def test_an_extra_that_is_missing_is_named():
     plain = {'jax_cuda12_plugin': None, 'jax_cuda13_plugin': None}
     found = evaluate_packages(WANTED, {'gcs': 'gs://b', 'cuda13': '2 × H100'}, version_of(gcsfs=None, **plain))
     assert found.status is CheckStatus.FAILURE
-    assert 'gcsfs is missing (for gs://b)' in found.found
-    assert 'jax-cuda13-plugin is missing (for 2 × H100)' in found.found
+    assert 'gcsfs is missing (for gs://b)' in found.message
+    assert 'jax-cuda13-plugin is missing (for 2 × H100)' in found.message
     assert "pip install 'maxlm[gcs]'" in found.remedy
     assert "pip install 'maxlm[cuda13]'" in found.remedy
     # Control: where they are there, nothing is said.
@@ -74,7 +74,7 @@ def test_an_extra_that_is_missing_is_named():
 
 def test_a_plugin_of_another_version_than_jaxlib():
     found = evaluate_packages(WANTED, {}, version_of(jax_cuda12_plugin='0.9.1', jax_cuda13_plugin=None))
-    assert (found.status, found.found) == (CheckStatus.FAILURE, 'jax-cuda12-plugin 0.9.1 beside jaxlib 0.10.2')
+    assert (found.status, found.message) == (CheckStatus.FAILURE, 'jax-cuda12-plugin 0.9.1 beside jaxlib 0.10.2')
 
 
 def test_without_a_checkout_the_metadata_tells(tmp_path, monkeypatch):
@@ -92,12 +92,12 @@ Provides-Extra: gcs
     (folder / 'METADATA').write_text(lines)
     there = importlib.metadata.PathDistribution(folder)
     monkeypatch.setattr(importlib.metadata, 'metadata', lambda name: there.metadata)
-    wanted = read_wanted(tmp_path / 'none.toml')
+    wanted = read_requirements(tmp_path / 'none.toml')
     assert wanted.python == '>=3.11'
-    assert wanted.tried == ('3.11',)
+    assert wanted.tested_versions == ('3.11',)
     assert wanted.packages == ('jax>=0.10',)
     found = evaluate_packages(wanted, {'gcs': 'gs://b'}, version_of(gcsfs='2020.1'))
-    assert 'gcsfs 2020.1, and >=2026.4 is needed' in found.found
+    assert 'gcsfs 2020.1, and >=2026.4 is needed' in found.message
 
 
 def test_with_neither_it_says_so(tmp_path, monkeypatch):
@@ -106,7 +106,7 @@ def test_with_neither_it_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, 'metadata', missing)
     with pytest.raises(InputError, match='maxlm is not installed'):
-        read_wanted(tmp_path / 'none.toml')
+        read_requirements(tmp_path / 'none.toml')
 
 
 def test_this_environment():

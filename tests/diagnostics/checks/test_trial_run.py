@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from maxlm.config.loading import load
-from maxlm.diagnostics.checks.trial_run import QUIET, Trial, check_trial, command_of, evaluate_trial, try_run
+from maxlm.diagnostics.checks.trial_run import QUIET, Trial, check_trial, evaluate_trial, trial_command, try_run
 from maxlm.diagnostics.result import CheckStatus
 from tests.conftest import ROOT
 from tests.diagnostics.machines import CPU, GIB, case_on
@@ -38,7 +38,7 @@ def lines(**changes):
 def test_judgement(trial, status, words):
     found = evaluate_trial(trial)
     assert found.status == status, found
-    assert words in found.found
+    assert words in found.message
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_run_that_does_not_get_there_is_ended(stand_in):
 
 def test_the_run_is_quiet_and_what_the_user_changed_stays(tmp_path):
     overrides = ['train.num_steps=7', 'checkpoint.remote_dir=gs://bucket/run']
-    command = command_of(case_on(CPU, spec=TINY, overrides=overrides), tmp_path / 'run')
+    command = trial_command(case_on(CPU, spec=TINY, overrides=overrides), tmp_path / 'run')
     words = [word.removeprefix('--config.') for word in command if word.startswith('--config.')]
     config = load(TINY, words)
     assert config.train.num_steps == 7

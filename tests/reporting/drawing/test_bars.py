@@ -16,7 +16,7 @@ def widths(figure):
 
 def test_widths_are_shares_of_the_longest():
     bars = [Bar('total', {'idle': 1.0, 'step': 3.0, 'other': 5.0}), Bar('half', {'step': 4.5})]
-    figure = draw_bars(bars, title='Time', words={**WORDS, 'other': 'other'})
+    figure = draw_bars(bars, title='Time', labels={**WORDS, 'other': 'other'})
     assert widths(figure) == [
         ('step', 0, pytest.approx(333.33)),
         ('idle', pytest.approx(333.33), pytest.approx(111.11)),
@@ -31,10 +31,10 @@ def test_widths_are_shares_of_the_longest():
 
 
 def test_lost_time_is_striped():
-    assert 'class="stripe"' in draw_bars([Bar('a', {'lost': 1.0})], title='', words=WORDS)
-    assert 'class="stripe"' not in draw_bars([Bar('a', {'step': 1.0})], title='', words=WORDS)
+    assert 'class="stripe"' in draw_bars([Bar('a', {'lost': 1.0})], title='', labels=WORDS)
+    assert 'class="stripe"' not in draw_bars([Bar('a', {'step': 1.0})], title='', labels=WORDS)
 
 
 def test_nothing_to_draw_is_nothing():
-    assert draw_bars([], title='', words=WORDS) == draw_bars([Bar('a', {'step': 0.0})], title='', words=WORDS) == ''
-    assert 'empty' not in draw_bars([Bar('a', {'step': 1.0}), Bar('empty', {})], title='', words=WORDS)
+    assert draw_bars([], title='', labels=WORDS) == draw_bars([Bar('a', {'step': 0.0})], title='', labels=WORDS) == ''
+    assert 'empty' not in draw_bars([Bar('a', {'step': 1.0}), Bar('empty', {})], title='', labels=WORDS)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from maxlm.reporting.drawing.curves import MAX_POINTS
-from maxlm.reporting.drawing.line_chart import Chart, Mark, Series, draw, lowered
+from maxlm.reporting.drawing.line_chart import Chart, Mark, Series, draw, lower_title
 
 LINE = [(0.0, 1.0), (50.0, 2.0), (100.0, 4.0)]
 
@@ -121,6 +121,6 @@ def test_names_are_text_and_the_figure_is_told_in_words():
 
 
 def test_titles_within_a_line():
-    assert [lowered(title) for title in ('Learning rate', 'MFU', 'CPU of the host', '')] == [
+    assert [lower_title(title) for title in ('Learning rate', 'MFU', 'CPU of the host', '')] == [
         *('learning rate', 'MFU', 'CPU of the host', '')
     ]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from maxlm.config.loading import load
-from maxlm.reporting.sections.config_diff import SHIPPED, between, differences, shipped_config
+from maxlm.reporting.sections.config_diff import SHIPPED, differences, shipped_config, varying_keys
 
 TINY = str(SHIPPED / 'tiny.py')
 
@@ -59,6 +59,6 @@ def test_differences_say_who_set_them():
 def test_between_runs():
     one = load(TINY)
     other = with_keys(one, 'optimizer', learning_rate=1.0)
-    assert between([one, other, one]) == {'optimizer.learning_rate': [2e-3, 1.0, 2e-3]}
-    assert between([one, one]) == {}
-    assert between([one, None])['model.dim'] == [256, None]
+    assert varying_keys([one, other, one]) == {'optimizer.learning_rate': [2e-3, 1.0, 2e-3]}
+    assert varying_keys([one, one]) == {}
+    assert varying_keys([one, None])['model.dim'] == [256, None]

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from maxlm.reporting.sections.curves import learning
+from maxlm.reporting.sections.curves import training_curves
 from maxlm.reporting.sections.run_summary import make_runs
 from tests import workdirs
 
@@ -22,7 +22,7 @@ def overfitted(run):
 
 
 def test_one_run(run_of):
-    text = learning(run_of('finished'))
+    text = training_curves(run_of('finished'))
     assert titles(text) == [
         *('Training and validation loss', 'Training loss by source', 'Validation loss by source'),
         *('Learning rate', 'Gradient norm', 'Throughput', 'MFU', 'Memory of a device', 'Wait for data'),
@@ -34,13 +34,13 @@ def test_one_run(run_of):
 
 
 def test_overfitting_is_tinted(run_of):
-    text = learning(overfitted(run_of('finished')[0]))
+    text = training_curves(overfitted(run_of('finished')[0]))
     assert 'class="shade"' in text
     assert 'Tinted: the stretch' in text
 
 
 def test_several_runs_have_a_curve_each_and_a_chart_for_each_source(run_of):
-    text = learning(run_of('finished', 'crashed'))
+    text = training_curves(run_of('finished', 'crashed'))
     assert 'Training loss: web' in titles(text)
     assert 'finished: training' in text
     assert 'crashed: validation' in text
@@ -75,7 +75,7 @@ def test_losses_that_cannot_be_compared_have_separate_charts(
     (run,) = run_of('finished')
     histories = [variant(run, 'base', 'next_token'), variant(run, 'chat', objective, **dataset)]
     histories.append(variant(run, 'more', 'next_token', window=128))
-    text = learning(make_runs(histories, workdirs.NOW))
+    text = training_curves(make_runs(histories, workdirs.NOW))
     assert re.findall(r'Losses of runs with different (.*) cannot be compared', text) == [reasons] * bool(reasons)
     found = titles(text)
     assert [one for one in found if 'and validation' in one] == [f'Training and validation loss{end}' for end in charts]
@@ -87,15 +87,15 @@ def test_losses_that_cannot_be_compared_have_separate_charts(
 def test_unknown_data_counts_as_the_same(run_of):
     (run,) = run_of('finished')
     unknown = dataclasses.replace(run.history, workdir='old', config=None, events=[])
-    text = learning(make_runs([run.history, unknown], workdirs.NOW))
+    text = training_curves(make_runs([run.history, unknown], workdirs.NOW))
     assert 'cannot be compared' not in text
     assert 'Training and validation loss' in titles(text)
 
 
 def test_before_the_first_line_there_is_nothing(run_of):
-    assert learning(run_of('fresh')) == learning(run_of('empty')) == ''
+    assert training_curves(run_of('fresh')) == training_curves(run_of('empty')) == ''
 
 
 def test_a_diverged_run_says_what_is_not_finite(run_of):
-    assert 'values are not finite' in learning(run_of('diverged'))
-    assert 'values are not finite' not in learning(run_of('finished'))
+    assert 'values are not finite' in training_curves(run_of('diverged'))
+    assert 'values are not finite' not in training_curves(run_of('finished'))

@@ -2,7 +2,7 @@
 
 import statistics
 
-from maxlm.reporting.sections.device_curves import MAX_CURVES, binned, device_curves, few, host_curves
+from maxlm.reporting.sections.device_curves import MAX_CURVES, bin_curves, device_curves, host_curves, summarize_curves
 
 
 def lines(num_devices, host='a', times=range(0, 300, 30)):
@@ -18,37 +18,39 @@ def lines(num_devices, host='a', times=range(0, 300, 30)):
 
 
 def test_a_curve_for_each_device_over_the_time_since_the_beginning():
-    curves = device_curves({0: lines(2)}, 'use_percent', began=1000.0, factor=0.01)
+    curves = device_curves({0: lines(2)}, 'use_percent', start_time=1000.0, factor=0.01)
     assert list(curves) == ['device 0', 'device 1']
     assert curves['device 1'][:2] == [(0.0, 0.91), (30.0, 0.91)]
 
 
 def test_devices_of_several_hosts_have_their_names():
-    curves = device_curves({0: lines(1), 1: lines(1, 'b')}, 'use_percent', began=1000.0)
+    curves = device_curves({0: lines(1), 1: lines(1, 'b')}, 'use_percent', start_time=1000.0)
     assert list(curves) == ['a (0): device 0', 'b (1): device 0']
-    assert list(host_curves({0: lines(1), 1: lines(1, 'b')}, 'cpu_percent', began=1000.0)) == ['a (0)', 'b (1)']
+    assert list(host_curves({0: lines(1), 1: lines(1, 'b')}, 'cpu_percent', start_time=1000.0)) == ['a (0)', 'b (1)']
 
 
 def test_what_a_machine_does_not_tell_is_no_curve():
-    assert device_curves({0: lines(2)}, 'temperature_c', began=0.0) == {}
-    assert device_curves({0: [{'time': 1.0, 'devices': 'none'}, {'devices': [{}]}]}, 'use_percent', began=0.0) == {}
+    assert device_curves({0: lines(2)}, 'temperature_c', start_time=0.0) == {}
+    assert (
+        device_curves({0: [{'time': 1.0, 'devices': 'none'}, {'devices': [{}]}]}, 'use_percent', start_time=0.0) == {}
+    )
 
 
 def test_many_devices_become_three_curves():
     by_process = {process: lines(8, f'h{process}') for process in range(4)}
-    curves = device_curves(by_process, 'use_percent', began=1000.0)
+    curves = device_curves(by_process, 'use_percent', start_time=1000.0)
     assert len(curves) == 32 > MAX_CURVES
-    shown = few(curves)
+    shown = summarize_curves(curves)
     assert list(shown) == ['mean of 32', 'lowest of 32', 'highest of 32']
     for name, value in zip(shown, (93.5, 90, 97), strict=True):
         assert {y for _, y in shown[name]} == {value}
-    assert list(few(dict(list(curves.items())[:MAX_CURVES]))) == list(curves)[:MAX_CURVES]
+    assert list(summarize_curves(dict(list(curves.items())[:MAX_CURVES]))) == list(curves)[:MAX_CURVES]
 
 
 def test_a_pause_between_lives_is_a_gap():
     times = [*range(0, 300, 30), *range(3000, 3300, 30)]
-    (points,) = few(device_curves({0: lines(1, times=times)}, 'use_percent', began=1000.0)).values()
+    (points,) = summarize_curves(device_curves({0: lines(1, times=times)}, 'use_percent', start_time=1000.0)).values()
     assert [y for _, y in points].count(None) == 1
-    gaps = [y for _, y in binned({'a': [(float(t), 1.0) for t in times]}, statistics.fmean)]
+    gaps = [y for _, y in bin_curves({'a': [(float(t), 1.0) for t in times]}, statistics.fmean)]
     assert gaps.count(None) == 1
-    assert binned({}, statistics.fmean) == []
+    assert bin_curves({}, statistics.fmean) == []

@@ -1,10 +1,10 @@
 import re
 
-from maxlm.reporting.sections.devices import machines
+from maxlm.reporting.sections.devices import devices_over_time
 
 
 def test_devices_of_two_hosts(run_of):
-    text = machines(run_of('two_hosts'))
+    text = devices_over_time(run_of('two_hosts'))
     assert re.findall(r'<figcaption>([^<]*?) ?<', text)[:5] == [
         *('Device use', 'Device memory', 'Temperature', 'Power', 'Clock')
     ]
@@ -14,15 +14,15 @@ def test_devices_of_two_hosts(run_of):
 
 
 def test_a_machine_without_accelerators(run_of):
-    text = machines(run_of('on_cpu'))
+    text = devices_over_time(run_of('on_cpu'))
     assert 'No accelerator was read in on_cpu' in text
     assert 'Device use' not in text
     assert 'CPU of the host' in text
 
 
 def test_several_runs(run_of):
-    assert 'two_hosts, mean' in machines(run_of('running', 'two_hosts'))
+    assert 'two_hosts, mean' in devices_over_time(run_of('running', 'two_hosts'))
 
 
 def test_without_readings(run_of):
-    assert machines(run_of('empty')) == ''
+    assert devices_over_time(run_of('empty')) == ''

@@ -1,12 +1,12 @@
 import pytest
 
 from maxlm.formatting import DASH
-from maxlm.reporting.sections.overview import facts, headline, summary
+from maxlm.reporting.sections.overview import headline, make_tiles, summary
 from tests import workdirs
 
 
 def shown(run):
-    return {fact.label: (fact.value, fact.detail) for fact in facts(run)}
+    return {fact.label: (fact.value, fact.detail) for fact in make_tiles(run)}
 
 
 def test_the_tiles_of_a_finished_run(run_of):
@@ -25,7 +25,7 @@ def test_the_tiles_of_a_finished_run(run_of):
 
 
 def test_what_is_not_known_is_a_dash(run_of):
-    assert {fact.value for fact in facts(run_of('empty')[0])} == {DASH, 'no run yet'}
+    assert {fact.value for fact in make_tiles(run_of('empty')[0])} == {DASH, 'no run yet'}
     assert headline(run_of('empty')[0]) == 'No run has begun here yet.'
     (run,) = run_of('on_cpu')
     assert shown(run)['Cost'] == (DASH, 'no price is known')
@@ -50,4 +50,4 @@ def test_several_runs_side_by_side(run_of):
     assert 'class="tiles"' not in text
     for words in ('8 × NVIDIA H100', '1 × NVIDIA H100', 'torn: metrics.jsonl: the last line is torn'):
         assert words in text
-    assert text.count('<tr>') == 1 + len(facts(run_of('finished')[0]))
+    assert text.count('<tr>') == 1 + len(make_tiles(run_of('finished')[0]))

@@ -1,6 +1,6 @@
 import dataclasses
 
-from maxlm.reporting.sections.reproducibility import origin
+from maxlm.reporting.sections.reproducibility import reproducibility
 from maxlm.reporting.sections.run_summary import make_runs
 from tests import workdirs
 
@@ -11,7 +11,7 @@ def with_command(run, *words):
 
 
 def test_command_config_and_versions(run_of):
-    text = origin(run_of('finished'))
+    text = reproducibility(run_of('finished'))
     assert 'python -m maxlm.train --config=configs/tiny.py --workdir=finished' in text
     assert 'commit 0123456789abcdef0123456789abcdef01234567.' in text
     assert '<td class="t">model.vocab_size</td><td class="t">0</td><td class="t">512</td>' in text
@@ -22,7 +22,7 @@ def test_command_config_and_versions(run_of):
 
 def test_a_command_can_be_typed_again(run_of):
     (run,) = run_of('finished')
-    text = origin(with_command(run, 'python', '--config=my runs.py', '$(x)'))
+    text = reproducibility(with_command(run, 'python', '--config=my runs.py', '$(x)'))
     assert 'python &#x27;--config=my runs.py&#x27; &#x27;$(x)&#x27;' in text
     assert 'names no config file that this maxlm ships' in text
 
@@ -32,9 +32,9 @@ def test_several_runs_say_how_they_differ(run_of):
     config = dataclasses.replace(run.history.config, train=dataclasses.replace(run.history.config.train, seed=7))
     other = dataclasses.replace(run.history, config=config, workdir='/other')
     runs = make_runs([run.history, other], workdirs.NOW)
-    assert '<td class="t">train.seed</td><td class="t">0</td><td class="t">7</td>' in origin(runs)
-    assert 'are the same' in origin(make_runs([run.history, run.history], workdirs.NOW))
+    assert '<td class="t">train.seed</td><td class="t">0</td><td class="t">7</td>' in reproducibility(runs)
+    assert 'are the same' in reproducibility(make_runs([run.history, run.history], workdirs.NOW))
 
 
 def test_without_anything(run_of):
-    assert origin(run_of('empty')) == ''
+    assert reproducibility(run_of('empty')) == ''

@@ -11,8 +11,8 @@ def test_a_finished_run(run_of):
     (run,) = run_of('finished')
     assert (run.name, run.color, run.step, run.num_steps) == ('finished', 0, 400, 400)
     assert run.best == (400, pytest.approx(workdirs.validation_loss(400)))
-    assert run.condition.state == 'finished'
-    assert len(run.starts) == 2
+    assert run.status.state == 'finished'
+    assert len(run.start_events) == 2
     assert run.wall_seconds == pytest.approx(run.ledger.seconds, abs=0.01)
     assert run.dollars == pytest.approx((run.wall_seconds - 60) / 3600 * workdirs.PRICE_PER_HOUR, rel=1e-3)
     assert run.sources('train/loss') == ['code', 'web']
@@ -36,7 +36,7 @@ def test_dollars_are_those_of_all_hosts(run_of):
 @pytest.mark.parametrize('name', workdirs.BUILDERS)
 def test_every_state(run_of, name):
     (run,) = run_of(name)
-    assert run.condition.state
+    assert run.status.state
     assert (run.step is None) == (name == 'empty')
     assert (run.ledger is None) == (name == 'empty')
 

@@ -35,7 +35,7 @@ def test_efficiency_is_that_of_a_device(run_of):
 
 def test_lines_belong_to_the_life_in_which_they_were_written(run_of):
     (run,) = run_of('finished')
-    assert [one.life for one in throughputs(run)] == [1, 2]
+    assert [one.attempt for one in throughputs(run)] == [1, 2]
 
 
 def test_without_lines(run_of):
