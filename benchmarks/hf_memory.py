@@ -117,7 +117,7 @@ def _array(path: str, shape: tuple[int, ...], num_layers: int) -> StreamedArray:
         values.reshape(shape[0], -1)[:, -1] = np.arange(shape[0]) % 256
         return values
 
-    return StreamedArray((num_layers, *shape) if num_layers else shape, read, stacked=num_layers > 0)
+    return StreamedArray((num_layers, *shape) if num_layers else shape, read, is_stacked=num_layers > 0)
 
 
 def _export(directory: Path, num_layers: int) -> None:

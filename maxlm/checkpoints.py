@@ -176,9 +176,9 @@ def _fetch(options: argparse.Namespace) -> int:
     found = fetch_checkpoint(
         options.workdir, Path(options.output), weights_only=options.weights_only, threads=options.threads, show=True
     )
-    for line in found.damages:
+    for line in found.errors:
         print(f'damaged   {line}')
-    if found.damages:
+    if found.errors:
         return EXIT_FAILED
     print(f'{found.directory}: {format_bytes(found.bytes)}, {found.num_checksums} checksums compared')
     return EXIT_DONE

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.fetch import find_local_step
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
@@ -72,7 +72,7 @@ def _parser() -> ArgumentParser:
 
 
 def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
-    workdir = Path(find_step_here(checkpoint).parent.parent)
+    workdir = Path(find_local_step(checkpoint).parent.parent)
     data = read_config(workdir).data
     data = dataclasses.replace(data, path=path, sources=()) if path else data
     corpus = open_training_data(data, tell_sources=False)

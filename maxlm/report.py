@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         raise InputError(f'{display_path(first)}: the page cannot be written there; give --output=FILE')
     path = options.output or (Path(first) / NAME if alone else Path(COMPARISON))
     histories = [read_history(workdir) for workdir in options.workdirs]
-    if alone and options.output is None and not histories[0].begun:
+    if alone and options.output is None and not histories[0].has_started:
         print(f'{first}: no run has begun here yet, so there is no page')
         return EXIT_DONE
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.training.state import init_state
-from maxlm.workdir.files import describe_run
+from maxlm.workdir.files import write_run_files
 from tests.small import VOCAB, small_config, small_layout
 
 # Of the model; the run must have the same.
@@ -33,4 +33,4 @@ def make_start(workdir: Path, tokenizer: Path, *, vocab_size: int = 0, seed: int
     with Checkpoints(workdir, max_to_keep=1) as checkpoints:
         checkpoints.save(5, state._replace(step=state.step + 5), {})
         checkpoints.wait()
-    describe_run(workdir, config, tokenizer)
+    write_run_files(workdir, config, tokenizer)

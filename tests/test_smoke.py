@@ -105,7 +105,7 @@ def test_saves_are_events(resumed):
 
 def test_the_ledger_has_both_lives(resumed):
     ledger = read_goodput(resumed)
-    assert [(life.number, life.start_step, life.step, life.closed) for life in ledger.lives] == [
+    assert [(life.number, life.start_step, life.step, life.is_closed) for life in ledger.attempts] == [
         *((1, 0, 2, True), (2, 2, 4, True)),
     ]
     assert ledger.totals['lost'] == 0

@@ -154,8 +154,8 @@ def test_a_finished_run_has_nothing_to_do_and_can_be_extended(dataset, tmp_path,
     assert (workdir / 'checkpoints' / '5').is_dir()
     # Each start is a life, with its beginning and its end.
     assert ends(workdir) == [(1, 'finished', EXIT_DONE), (2, 'finished', EXIT_DONE), (3, 'finished', EXIT_DONE)]
-    lives = read_goodput(workdir).lives
-    assert [(life.number, life.start_step, life.step, life.closed) for life in lives] == [
+    lives = read_goodput(workdir).attempts
+    assert [(life.number, life.start_step, life.step, life.is_closed) for life in lives] == [
         (1, 0, 3, True),
         (2, None, None, True),
         (3, 3, 5, True),

@@ -57,7 +57,7 @@ def noted(directory):
 def measured_parts(directory, ledger):
     """Seconds by category; steps that a later life did again are lost."""
     wanted = dict.fromkeys(('step', 'lost', 'data_wait', 'evaluation', 'checkpoint'), 0.0)
-    starts = {life.number: life.start_step for life in ledger.lives}
+    starts = {life.number: life.start_step for life in ledger.attempts}
     notes = noted(directory)
     times = {kind: [note['seconds'] for note in notes if note['category'] == kind] for kind in ('began', 'killed')}
     wanted['idle'] = sum(times['began'][1:]) - sum(times['killed'])
@@ -81,7 +81,7 @@ def misses(found, wanted):
 
 def test_every_category_is_what_was_measured(held_up):
     ledger = read_goodput(held_up / 'slow')
-    assert [(life.number, life.start_step, life.closed) for life in ledger.lives] == [
+    assert [(life.number, life.start_step, life.is_closed) for life in ledger.attempts] == [
         (1, 0, False),
         (2, 20, False),
         (3, 20, True),
@@ -114,11 +114,13 @@ def test_the_metrics_and_events_tell_the_same(held_up):
     assert last['step'] == slow_training.LAST
     # What comes after the last step is not in it.
     told, paid = last['cost/hours'] * 3600, ledger.seconds - ledger.totals['idle']
-    after = sum(ledger.lives[2].seconds[name] for name in ('compile', 'evaluation', 'checkpoint', 'other'))
+    after = sum(ledger.attempts[2].seconds[name] for name in ('compile', 'evaluation', 'checkpoint', 'other'))
     assert paid - after - 0.5 < told < paid
     assert last['cost/dollars'] == pytest.approx(last['cost/hours'] * 3.6, rel=1e-3)
     assert last['perf/eta_seconds'] == 0
-    assert ledger.share < last['goodput/fraction'] < ledger.share * ledger.seconds / (ledger.seconds - after - 0.5)
+    assert (
+        ledger.fraction < last['goodput/fraction'] < ledger.fraction * ledger.seconds / (ledger.seconds - after - 0.5)
+    )
     # Budgets count the same hours, with what the lives that were killed had not saved any more.
     progress = read_json(held_up / 'slow' / 'checkpoints' / str(slow_training.LAST) / 'progress')
     assert told - 0.5 < 3600 * progress['history']['decisions']['hours'] < paid

@@ -159,7 +159,9 @@ def test_each_process_tells_where_its_time_went(whole):
     workdir, _ = whole
     ledgers = [read_goodput(workdir, process) for process in (0, 1)]
     for ledger in ledgers:
-        assert [(life.number, life.start_step, life.step, life.closed) for life in ledger.lives] == [(1, 0, 7, True)]
+        assert [(life.number, life.start_step, life.step, life.is_closed) for life in ledger.attempts] == [
+            (1, 0, 7, True)
+        ]
         assert min(ledger.totals[name] for name in ('start', 'compile', 'step', 'evaluation', 'checkpoint')) > 0
     # Each has measured for itself.
     assert ledgers[0].totals != ledgers[1].totals
@@ -238,7 +240,7 @@ def test_a_stuck_process_tells_where_and_all_end(start, tmp_path, record_propert
     last = read_events(tmp_path / 'run').lines[-1]
     assert (last['kind'], last['code']) == ('preempted', EXIT_PREEMPTED)
     assert 'process 1: stuck' in last['message']
-    assert all(read_goodput(tmp_path / 'run', process).lives[0].closed for process in (0, 1))
+    assert all(read_goodput(tmp_path / 'run', process).attempts[0].is_closed for process in (0, 1))
     times = f'it ended after {itself:.1f} s, the other after {everyone:.1f} s'
     measured(record_property, 'stuck', f'a loader that hangs, with a deadline of 5 s: {times}')
 

@@ -33,7 +33,7 @@ def s3(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(uploads, 'PATIENCE_SECONDS', 0.0)
+    monkeypatch.setattr(uploads, 'TIMEOUT_SECONDS', 0.0)
     monkeypatch.chdir(tmp_path)
 
 

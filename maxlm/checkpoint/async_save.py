@@ -25,25 +25,25 @@ LINGER_SECONDS = 10.0
 
 # How TensorStore words the errors of systems and of buckets.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-_LONGEST_REASON = 160
+_MAX_REASON_CHARS = 160
 
 
 class AsyncSave:
     """The save of one step; made anew for each, since what Orbax has of one that failed fails again."""
 
-    def __init__(self, joint: SaveTransaction, on_end: Callable[[str], None]):
+    def __init__(self, transaction: SaveTransaction, on_end: Callable[[str], None]):
         """
         Args:
             joint: with the other processes.
             on_end: called from a thread, once, with why the step could not be written, or '' when it is there.
         """
-        self._joint = joint
+        self._transaction = transaction
         self._on_end = on_end
         # Made in the background, directories that cannot be made leave threads that wait for them for minutes. Of
         # several processes only the first makes them, and the others would wait in a collective.
         options = ocp.options.AsyncOptions(
             timeout_secs=TIMEOUT_SECONDS,
-            barrier_sync_fn=joint.barrier,
+            barrier_sync_fn=transaction.barrier,
             create_directories_asynchronously=jax.process_count() > 1,
         )
         handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in ('params', 'ema', 'optimizer')}
@@ -85,10 +85,10 @@ class AsyncSave:
         reason = failure_reason(error) if error else ''
         try:
             if error and not isinstance(error, PeerError):
-                self._joint.fail(reason)
+                self._transaction.fail(reason)
             self._checkpointer.close()
             if error:
-                _let_writers_end()
+                _join_writers()
         except Exception:
             # Whatever it remembers is the same failure.
             pass
@@ -96,7 +96,7 @@ class AsyncSave:
             self._on_end(reason)
 
 
-def _let_writers_end() -> None:
+def _join_writers() -> None:
     """Orbax writes in several threads, of which one fails first: what the others still write cannot be removed."""
     deadline = time.monotonic() + LINGER_SECONDS
     for thread in threading.enumerate():
@@ -116,4 +116,4 @@ def failure_reason(error: BaseException) -> str:
         return text
     if status := http_status(error):
         return f'the bucket answers with status {status}'
-    return redact(f'{type(error).__name__}: {text}')[:_LONGEST_REASON]
+    return redact(f'{type(error).__name__}: {text}')[:_MAX_REASON_CHARS]

@@ -45,7 +45,7 @@ JSON_ITEMS = ('progress', 'data')
 # Bytes of an array that are read at a time, as whole pieces of it.
 READ_BYTES = 2**26
 # Elements whose weights are made at a time.
-PART = 2**16
+CHUNK_ELEMENTS = 2**16
 
 Sums = dict[str, str]  # dotted path → `shape type checksum`
 
@@ -56,13 +56,13 @@ def start_checksums(trees: Mapping[str, Any]) -> dict[str, jax.Array]:
     Returns:
         item → uint32 of the sorted dotted paths of its leaves, on all devices.
     """
-    return {item: _started(tree) for item, tree in trees.items()}
+    return {item: _start(tree) for item, tree in trees.items()}
 
 
 def finish_checksums(trees: Mapping[str, Any], started: Mapping[str, jax.Array]) -> dict[str, Sums]:
     """What `start_checksums` began, with the paths, shapes and types that belong to it."""
     values = jax.device_get(dict(started))
-    return {item: _described(descriptions(tree), values[item]) for item, tree in trees.items()}
+    return {item: _describe(descriptions(tree), values[item]) for item, tree in trees.items()}
 
 
 def json_checksum(content: Mapping[str, Any]) -> Sums:
@@ -109,16 +109,16 @@ def verify_checksums(path: epath.Path, stored: Mapping[str, Sums], found: Sums) 
     Raises:
         DamagedError: they differ; the message names all leaves that do.
     """
-    wanted = stored.get(path.name)
-    if wanted is None:
+    expected = stored.get(path.name)
+    if expected is None:
         raise CorruptCheckpointError(f'{path}: has no checksum, although others of this step have')
-    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
         rest = f', and {len(wrong) - 1} more' if len(wrong) > 1 else ''
         raise CorruptCheckpointError(
             f'{path}: damaged: {name} is {found.get(name, "missing")}, was saved as '
-            f'{wanted.get(name, "nothing of that name")}{rest}'
+            f'{expected.get(name, "nothing of that name")}{rest}'
         )
 
 
@@ -175,11 +175,11 @@ def array_checksum(values: np.ndarray, first: int = 0) -> int:
     bits = bits.view(np.dtype(f'u{bits.dtype.itemsize}'))
     total = 0
     # The weights of a part stay in the cache, and need no room worth mentioning.
-    for start in range(0, bits.size, PART):
-        part = bits[start : start + PART]
+    for start in range(0, bits.size, CHUNK_ELEMENTS):
+        chunk = bits[start : start + CHUNK_ELEMENTS]
         # Positions are counted modulo 2³², as on the device.
-        positions = np.arange(part.size, dtype=np.uint32) + np.uint32((first + start) % 2**32)
-        total += int(np.sum(part.astype(np.uint32) * _weights(positions), dtype=np.uint32))
+        positions = np.arange(chunk.size, dtype=np.uint32) + np.uint32((first + start) % 2**32)
+        total += int(np.sum(chunk.astype(np.uint32) * _weights(positions), dtype=np.uint32))
     return total % 2**32
 
 
@@ -191,7 +191,7 @@ def _weights(positions: Any) -> Any:
     return hashes | np.uint32(1)
 
 
-def _started(tree: Any) -> jax.Array:
+def _start(tree: Any) -> jax.Array:
     leaves = named_leaves(tree)
     names = sorted(leaves)
     arrays = [jnp.asarray(leaves[name]) for name in names]
@@ -230,7 +230,7 @@ def _sum_from(x: jax.Array, first: jax.Array) -> jax.Array:
     return jnp.sum(bits * _weights(positions), dtype=jnp.uint32)
 
 
-def _described(texts: Mapping[str, str], values: np.ndarray) -> Sums:
+def _describe(texts: Mapping[str, str], values: np.ndarray) -> Sums:
     return {name: f'{texts[name]} {int(value):08x}' for name, value in zip(sorted(texts), values, strict=True)}
 
 
@@ -254,7 +254,7 @@ def _stored_sums(path: epath.Path) -> Sums:
     for name in sorted(texts):
         leaf = leaves[name]
         values.append(translate_errors(path / name, functools.partial(read, leaf)))
-    return _described(texts, np.asarray(values, np.uint32))
+    return _describe(texts, np.asarray(values, np.uint32))
 
 
 def _row_blocks(array: tensorstore.TensorStore) -> Iterator[Any]:
@@ -262,8 +262,8 @@ def _row_blocks(array: tensorstore.TensorStore) -> Iterator[Any]:
     if not array.shape:
         yield ...
         return
-    piece_rows = (array.chunk_layout.read_chunk.shape or array.shape)[0] or 1
+    chunk_rows = (array.chunk_layout.read_chunk.shape or array.shape)[0] or 1
     row_bytes = max(1, array.dtype.numpy_dtype.itemsize * math.prod(array.shape[1:]))
-    rows = max(1, READ_BYTES // (row_bytes * piece_rows)) * piece_rows
+    rows = max(1, READ_BYTES // (row_bytes * chunk_rows)) * chunk_rows
     for start in range(0, array.shape[0], rows):
         yield slice(start, min(start + rows, array.shape[0]))

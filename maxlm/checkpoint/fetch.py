@@ -29,23 +29,23 @@ from maxlm.workdir.run_storage import cache_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 # What a step grows in, in the folder of checkpoints.
-UNFINISHED = '_fetching'
+PARTIAL_DIR = '_fetching'
 OPTIMIZER = 'optimizer'
 # As data.cache_dir has it.
 CACHE = '~/.cache/maxlm'
 THREADS = 8
 
 
-class Fetched(NamedTuple):
+class FetchResult(NamedTuple):
     """The step that was fetched; one that is damaged is not kept."""
 
     directory: Path
     bytes: int
     num_checksums: int
-    damages: list[str]
+    errors: list[str]
 
 
-def fetch_checkpoint(given: str, output: Path, *, weights_only: bool, threads: int, show: bool) -> Fetched:
+def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threads: int, show: bool) -> FetchResult:
     """Copies a step with config, tokenizer and metrics that lie beside it; goes on with what an interrupted run left.
 
     Args:
@@ -58,13 +58,13 @@ def fetch_checkpoint(given: str, output: Path, *, weights_only: bool, threads: i
     Raises:
         InputError: it is not there or cannot be had, or `output` has another step of this number.
     """
-    workdir, steps = resolve_checkpoint(given)
+    workdir, steps = resolve_checkpoint(checkpoint)
     step = steps[-1].step
     source = f'{workdir}/{CHECKPOINTS_DIR}/{step}'
     folder = output.resolve() / CHECKPOINTS_DIR
     finished = folder / str(step)
     # A step with less in it is no continuation of one with more.
-    unfinished = folder / UNFINISHED / f'{step}{"-weights" if weights_only else ""}'
+    unfinished = folder / PARTIAL_DIR / f'{step}{"-weights" if weights_only else ""}'
     if finished.exists():
         raise InputError(f'{finished}: there is a checkpoint already; choose another --output')
     files = list_tree(source, unfinished)
@@ -75,14 +75,14 @@ def fetch_checkpoint(given: str, output: Path, *, weights_only: bool, threads: i
     if weights_only:
         rewritten.unlink(missing_ok=True)
     # What a run that goes on from the step writes on.
-    beside = (CONFIG, TOKENIZER, CHAT_TEMPLATE) if weights_only else (CONFIG, TOKENIZER, CHAT_TEMPLATE, METRICS)
-    files += [file for name in beside for file in _beside(workdir, name, output.resolve())]
+    sibling_files = (CONFIG, TOKENIZER, CHAT_TEMPLATE) if weights_only else (CONFIG, TOKENIZER, CHAT_TEMPLATE, METRICS)
+    files += [file for name in sibling_files for file in _sibling_file(workdir, name, output.resolve())]
     total = sum(file.bytes for file in files)
     missing = [file for file in files if not file.is_there]
-    there = total - sum(file.bytes for file in missing)
+    num_bytes_present = total - sum(file.bytes for file in missing)
     # The bar is not made for several threads.
     lock = threading.Lock()
-    with progress_bar(total=total, initial=there, unit='B', show=show) as bar:
+    with progress_bar(total=total, initial=num_bytes_present, unit='B', show=show) as bar:
 
         def on_bytes(num_bytes: int) -> None:
             with lock:
@@ -95,14 +95,14 @@ def fetch_checkpoint(given: str, output: Path, *, weights_only: bool, threads: i
     found, num_checksums = corrupt_arrays(unfinished)
     if found:
         shutil.rmtree(unfinished)
-        return Fetched(
+        return FetchResult(
             finished, total, num_checksums, [line.replace(str(unfinished), display_path(source)) for line in found]
         )
     unfinished.rename(finished)
-    return Fetched(finished, total, num_checksums, [])
+    return FetchResult(finished, total, num_checksums, [])
 
 
-def find_step_here(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
+def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
     """As `find_step`; of a checkpoint in a bucket the parameters are fetched into a directory of the cache first.
 
     Raises:
@@ -113,23 +113,23 @@ def find_step_here(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
     workdir, steps = resolve_checkpoint(checkpoint)
     step = steps[-1].step
     output = cache_directory(workdir, cache, kind='weights')
-    place = output / CHECKPOINTS_DIR / str(step)
-    if place.is_dir() and not _is_copy(place, f'{workdir}/{CHECKPOINTS_DIR}/{step}'):
+    local_step = output / CHECKPOINTS_DIR / str(step)
+    if local_step.is_dir() and not _is_copy(local_step, f'{workdir}/{CHECKPOINTS_DIR}/{step}'):
         # Of another run at the same place, or of this one after it went back.
         shutil.rmtree(output)
-    if not place.is_dir():
+    if not local_step.is_dir():
         logger.info(f'fetching {display_path(workdir)}@{step} to {output}')
         found = fetch_checkpoint(f'{workdir}@{step}', output, weights_only=True, threads=THREADS, show=True)
-        if found.damages:
-            raise InputError(found.damages[0])
+        if found.errors:
+            raise InputError(found.errors[0])
     return find_step(f'{output}@{step}')
 
 
-def _is_copy(place: Path, source: str) -> bool:
+def _is_copy(local_step: Path, source: str) -> bool:
     """Whether the checksums of what was fetched earlier are still those of the source."""
     try:
         there = parse_json(read_bytes(f'{source}/{ITEM}/{JSON_FILE}', limit=MAX_TEXT_BYTES))
-        here = parse_json((place / ITEM / JSON_FILE).read_bytes())
+        here = parse_json((local_step / ITEM / JSON_FILE).read_bytes())
     except (StorageError, OSError, ValueError):
         return False
     if not isinstance(there, dict):
@@ -137,7 +137,7 @@ def _is_copy(place: Path, source: str) -> bool:
     return bool(here == {name: sums for name, sums in there.items() if name != OPTIMIZER})
 
 
-def _beside(workdir: str, name: str, output: Path) -> list[RemoteFile]:
+def _sibling_file(workdir: str, name: str, output: Path) -> list[RemoteFile]:
     if (output / name).exists():
         return []
     try:

@@ -43,15 +43,15 @@ class VocabResize(NamedTuple):
         rows_before, rows: of the tables, which may be larger than the tokenizers.
     """
 
-    known: int
-    tokens: int
-    rows_before: int
-    rows: int
+    num_old_tokens: int
+    num_new_tokens: int
+    num_old_rows: int
+    num_new_rows: int
 
     def __str__(self) -> str:
-        sizes = f'vocabulary grows from {self.known} to {self.tokens} tokens'
-        if self.tokens == self.known:
-            sizes = f'tables of the vocabulary grow from {self.rows_before} to {self.rows} rows'
+        sizes = f'vocabulary grows from {self.num_old_tokens} to {self.num_new_tokens} tokens'
+        if self.num_new_tokens == self.num_old_tokens:
+            sizes = f'tables of the vocabulary grow from {self.num_old_rows} to {self.num_new_rows} rows'
         return f'{sizes}: new rows start at the mean of the old'
 
 
@@ -69,8 +69,8 @@ class InitCheckpoint(NamedTuple):
     step: epath.Path
     item: str
     stored: Params
-    growth: VocabResize | None
-    other_tokenizer: str
+    vocab_resize: VocabResize | None
+    tokenizer_mismatch: str
 
     @property
     def path(self) -> epath.Path:
@@ -92,17 +92,19 @@ class InitCheckpoint(NamedTuple):
         Raises:
             InputError: they cannot be read, or are not what was saved.
         """
-        taken = named_leaves(restore_params(self.step, self.stored, item=self.item))
+        loaded = named_leaves(restore_params(self.step, self.stored, item=self.item))
 
-        def place(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        def load_leaf(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> jax.Array:
             name = '.'.join(map(key_name, path))
-            if name not in taken:
+            if name not in loaded:
                 return missing[name]
-            if self.growth is None or name not in VOCABULARY:
-                return taken[name]
-            return _grown(taken.pop(name), wanted, axis=VOCABULARY[name], known=self.growth.known)
+            if self.vocab_resize is None or name not in VOCABULARY:
+                return loaded[name]
+            return _resize_table(
+                loaded.pop(name), wanted, axis=VOCABULARY[name], num_old_tokens=self.vocab_resize.num_old_tokens
+            )
 
-        return jax.tree_util.tree_map_with_path(place, abstract)
+        return jax.tree_util.tree_map_with_path(load_leaf, abstract)
 
 
 def open_init_checkpoint(
@@ -133,10 +135,10 @@ def open_init_checkpoint(
             f'{path}: quantized weights are not trained; set train.init_from to the checkpoint that they were made of'
         )
     wants = named_leaves(abstract)
-    before = _config_of(step)
+    before = _read_run_config(step)
     _check_adapters(path, has, wants, config.model, None if before is None else before.model)
     _check_positions(path, has, wants)
-    growth, other_tokenizer = _compare_vocabularies(step, path, has, wants, tokenizer)
+    vocab_resize, other_tokenizer = _compare_vocabularies(step, path, has, wants, tokenizer)
 
     def as_stored(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -144,25 +146,25 @@ def open_init_checkpoint(
             name = f'{prefix}{key}'
             if isinstance(value, Mapping):
                 found[key] = as_stored(value, f'{name}.')
-            elif growth is not None and name in VOCABULARY:
-                found[key] = _before_growth(value, has[name].shape, VOCABULARY[name])
+            elif vocab_resize is not None and name in VOCABULARY:
+                found[key] = _stored_table(value, has[name].shape, VOCABULARY[name])
             elif name in has or key not in ADAPTERS:
                 found[key] = value
         return found
 
     stored = as_stored(abstract)
     check_params(step, stored)
-    return InitCheckpoint(step, item, stored, growth, other_tokenizer)
+    return InitCheckpoint(step, item, stored, vocab_resize, other_tokenizer)
 
 
-def context_line(step: epath.Path, config: Config) -> str:
+def context_change_text(step: epath.Path, config: Config) -> str:
     """What a run changes in how far its model sees and how it tells positions; '' = nothing, or nobody knows.
 
     Args:
         step: that the run starts from; the config beside it tells how it was trained.
         config: of the run, resolved.
     """
-    before = _config_of(step)
+    before = _read_run_config(step)
     if before is None:
         return ''
     # An import has no length of a run, and its window is not that of its training.
@@ -215,7 +217,7 @@ def _scaling(model: ModelConfig, trained_at: int) -> str:
     return f'{scaling} of {model.original_max_positions}'
 
 
-def _config_of(step: epath.Path) -> Config | None:
+def _read_run_config(step: epath.Path) -> Config | None:
     """The config of the run that a step is of; None where it cannot be known."""
     workdir = step.parent.parent
     if not (workdir / CONFIG).exists():
@@ -287,7 +289,7 @@ def _compare_vocabularies(
     sizes = {
         (has[name].shape[axis], wants[name].shape[axis])
         for name, axis in VOCABULARY.items()
-        if name in has and name in wants and _same_beside(has[name].shape, wants[name].shape, axis)
+        if name in has and name in wants and _is_equal_except_axis(has[name].shape, wants[name].shape, axis)
     }
     if len(sizes) != 1:
         # Of another model, which is said elsewhere.
@@ -321,12 +323,12 @@ def _compare_vocabularies(
     return VocabResize(min(old.vocab_size, rows_before), new.vocab_size, rows_before, rows), ''
 
 
-def _same_beside(shape: tuple[int, ...], other: tuple[int, ...], axis: int) -> bool:
+def _is_equal_except_axis(shape: tuple[int, ...], other: tuple[int, ...], axis: int) -> bool:
     """Whether two shapes are the same but for an axis."""
     return (*shape[:axis], *shape[axis + 1 :]) == (*other[:axis], *other[axis + 1 :])
 
 
-def _before_growth(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int) -> jax.ShapeDtypeStruct:
+def _stored_table(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int) -> jax.ShapeDtypeStruct:
     """The table as it is stored, on the device, with all of the vocabulary on each: its size need not divide."""
     sharding = wanted.sharding
     assert isinstance(sharding, NamedSharding)
@@ -339,22 +341,22 @@ def _before_growth(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: i
     )
 
 
-def _grown(table: jax.Array, wanted: jax.ShapeDtypeStruct, *, axis: int, known: int) -> jax.Array:
-    """A table whose rows from `known` on are the mean of those before, of the shape and placement that is wanted.
+def _resize_table(table: jax.Array, wanted: jax.ShapeDtypeStruct, *, axis: int, num_old_tokens: int) -> jax.Array:
+    """Resizes a table to a shape and sharding; rows from `num_old_tokens` on get the mean of those before.
 
     The mean: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". Rows at their random
     initialization may be likelier than all others together; the mean is no likelier than these are.
     """
     rows = wanted.shape[axis]
-    assert known <= table.shape[axis] <= rows, (known, table.shape, wanted.shape)
+    assert num_old_tokens <= table.shape[axis] <= rows, (num_old_tokens, table.shape, wanted.shape)
     sharding = wanted.sharding
     assert isinstance(sharding, NamedSharding)
 
     def grow(table: jax.Array) -> jax.Array:
-        mean = jax.lax.slice_in_dim(table, 0, known, axis=axis).mean(axis, keepdims=True)
-        more = [(0, rows - table.shape[axis] if place == axis else 0) for place in range(table.ndim)]
-        is_known = jax.lax.broadcasted_iota(jnp.int32, wanted.shape, axis) < known
-        return jnp.where(is_known, jnp.pad(table, more), mean)
+        mean = jax.lax.slice_in_dim(table, 0, num_old_tokens, axis=axis).mean(axis, keepdims=True)
+        padding = [(0, rows - table.shape[axis] if place == axis else 0) for place in range(table.ndim)]
+        is_old = jax.lax.broadcasted_iota(jnp.int32, wanted.shape, axis) < num_old_tokens
+        return jnp.where(is_old, jnp.pad(table, padding), mean)
 
     on_device = jax.jit(grow, out_shardings=sharding.with_memory_kind('device'))(table)
     return jax.device_put(on_device, sharding)

@@ -15,7 +15,7 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.training.retention import SavedStep, best_step
 from maxlm.workdir.files import CONFIG
-from maxlm.workdir.step_dirs import ASIDE, BEST, CHECKPOINTS_DIR, COMMIT_MARKER, DAMAGED, split_name
+from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, COMMIT_MARKER, DAMAGED, DAMAGED_MARKER, split_name
 
 
 class CheckpointInfo(NamedTuple):
@@ -33,17 +33,17 @@ class CheckpointRef(NamedTuple):
     steps: list[CheckpointInfo]
 
 
-def resolve_checkpoint(given: str) -> CheckpointRef:
+def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
     """The steps that `WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best` means, local or a URL.
 
     Raises:
         InputError: there are none, or not that one.
     """
-    workdir, wanted = split_name(given)
+    workdir, wanted = split_name(checkpoint)
     steps = list_checkpoints(workdir)
     if not steps:
         raise InputError(
-            f'{display_path(given)}: no checkpoint in {display_path(workdir)}/{CHECKPOINTS_DIR}; '
+            f'{display_path(checkpoint)}: no checkpoint in {display_path(workdir)}/{CHECKPOINTS_DIR}; '
             'give a workdir of maxlm.train'
         )
     if not wanted:
@@ -53,7 +53,7 @@ def resolve_checkpoint(given: str) -> CheckpointRef:
     if not chosen:
         known = ', '.join(str(one.step) for one in steps)
         reason = 'no step was saved with a validation loss' if wanted == BEST else f'no step {wanted!r} there'
-        raise InputError(f'{display_path(given)}: {reason}; steps: {known}')
+        raise InputError(f'{display_path(checkpoint)}: {reason}; steps: {known}')
     return CheckpointRef(workdir, chosen)
 
 
@@ -104,7 +104,7 @@ def _entries(workdir: str) -> list[str]:
 
 def _is_set_aside(workdir: str, name: str) -> bool:
     files = {entry.name for entry in list_directory(f'{workdir}/{CHECKPOINTS_DIR}/{name}')}
-    return ASIDE in files and COMMIT_MARKER not in files
+    return DAMAGED_MARKER in files and COMMIT_MARKER not in files
 
 
 def _loss(workdir: str, step: int) -> float | None:

@@ -40,7 +40,7 @@ from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, StepDirectory, split_
 # question whether it answers takes half a minute itself.
 PROBE_SECONDS = 20.0
 # How long the next step waits for the one before to be written.
-PATIENCE_SECONDS = 10.0
+BUSY_TIMEOUT_SECONDS = 10.0
 # Key of `progress`.
 VALIDATION_LOSS = 'validation_loss'
 
@@ -72,23 +72,25 @@ class Checkpoints:
         """
         self._folder = StepDirectory(workdir)
         self.directory = self._folder.path
-        self._rules = {'max_to_keep': max_to_keep, 'keep_best': keep_best, 'keep_period': keep_period}
+        self._retention = {'max_to_keep': max_to_keep, 'keep_best': keep_best, 'keep_period': keep_period}
         self._on_failure = on_failure
-        self._together = ProcessGroup()
-        self._first = jax.process_index() == 0
+        self._group = ProcessGroup()
+        self._is_first_process = jax.process_index() == 0
         # What is complete, for the threads too.
         self._lock = threading.Lock()
         self._complete = set(self._folder.complete())
         # The first process alone deletes.
-        self._losses = {one.step: one.validation_loss for one in saved_losses(workdir)} if self._first else {}
+        self._losses = (
+            {one.step: one.validation_loss for one in saved_losses(workdir)} if self._is_first_process else {}
+        )
         self._save: AsyncSave | None = None
         # Seconds from the start of the newest complete save until it was stored; 0 before the first one.
         self.save_seconds = 0.0
         # Whether something lies there that is to be deleted.
-        self._unclean = False
+        self._needs_cleaning = False
         # In the background: a large step takes long to delete on some file systems.
         self._cleaner = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='delete-steps')
-        self._clearing = self._clean(self._folder.clear)
+        self._cleaning = self._clean(self._folder.clear)
 
     def latest_step(self) -> int | None:
         """Newest step that is known to be complete."""
@@ -97,16 +99,16 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The complete steps, oldest first, after a save that is under way."""
-        self._settle()
+        self._wait_for_all()
         text = ''
-        if self._first:
+        if self._is_first_process:
             try:
                 found = self._folder.complete()
             except InputError:
                 # Of a bucket that does not answer what was seen last is told.
                 found = sorted(self._complete)
             text = json.dumps(found)
-        steps = json.loads(self._together.from_first(text))
+        steps = json.loads(self._group.broadcast_from_host0(text))
         with self._lock:
             self._complete = set(steps)
         return steps
@@ -119,7 +121,7 @@ class Checkpoints:
         *,
         validation_loss: float | None = None,
         history: Mapping[str, Any] | None = None,
-        must: bool = True,
+        wait_for_previous: bool = True,
     ) -> bool:
         """Copies the state off the device and writes it in the background, unless it is there already.
 
@@ -137,10 +139,10 @@ class Checkpoints:
         Returns:
             Whether the step is there or on its way.
         """
-        if not must and self._is_busy():
+        if not wait_for_previous and self._is_busy():
             self._on_failure(f'step {step} is not saved: the one before is still being written; the run goes on')
             return False
-        self._settle_save()
+        self._wait_for_save()
         if step in self._complete:
             return True
         began = time.monotonic()
@@ -164,14 +166,14 @@ class Checkpoints:
             data=ocp.args.JsonSave(fingerprint),
             checksums=ocp.args.JsonSave({'version': checksums.VERSION, **sums}),
         )
-        if problem := self._cannot_write():
-            self._ended(step, problem)
+        if problem := self._prepare_write():
+            self._on_save_end(step, problem)
             return False
         loss = progress.get(VALIDATION_LOSS)
-        self._save = AsyncSave(self._together.begin(), lambda reason: self._ended(step, reason, loss, began))
+        self._save = AsyncSave(self._group.begin_save(), lambda reason: self._on_save_end(step, reason, loss, began))
         self._save.begin(self.directory / str(step), items)
-        if self._first and self._folder.in_bucket:
-            threading.Thread(target=self._look_after, args=(self._save, step), daemon=True, name='look-after').start()
+        if self._is_first_process and self._folder.in_bucket:
+            threading.Thread(target=self._watch_save, args=(self._save, step), daemon=True, name='look-after').start()
         return True
 
     def wait(self) -> int | None:
@@ -184,17 +186,17 @@ class Checkpoints:
         Raises:
             InputError: that cannot be done.
         """
-        going = [one for one in self.steps() if one > step]
-        if self._first:
-            for one in reversed(going):
+        newer = [one for one in self.steps() if one > step]
+        if self._is_first_process:
+            for one in reversed(newer):
                 self._folder.delete(one)
-        self._together.meet()
+        self._group.barrier()
         with self._lock:
-            self._complete -= set(going)
-        for one in going:
+            self._complete -= set(newer)
+        for one in newer:
             self._losses.pop(one, None)
 
-    def holds_only_params(self, step: int) -> bool:
+    def is_params_only(self, step: int) -> bool:
         """Whether a step was written with parameters and no optimizer state, as an import leaves it."""
         return is_params_only(self.directory / str(step))
 
@@ -210,7 +212,7 @@ class Checkpoints:
         failures: dict[int, str] = {}
         restored = None
         for step in reversed(self.steps()):
-            imported = step == 0 and self.holds_only_params(0)
+            imported = step == 0 and self.is_params_only(0)
             try:
                 if not imported:
                     restored = self.restore(step, abstract, loss_scale=loss_scale)
@@ -224,7 +226,7 @@ class Checkpoints:
                 )
             if failures:
                 # Until here no process may look for steps anew.
-                self._together.meet()
+                self._group.barrier()
                 with self._lock:
                     self._complete -= failures.keys()
             return restored
@@ -236,55 +238,55 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState:
         """As `restore_step`, after a save that is under way."""
-        self._settle_save()
+        self._wait_for_save()
         return restore_step(self.directory / str(step), abstract, loss_scale=loss_scale)
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._settle_save()
+        self._wait_for_save()
         self._cleaner.shutdown()
 
-    def _settle_save(self) -> None:
+    def _wait_for_save(self) -> None:
         if self._save:
             self._save.finish()
 
     def _is_busy(self) -> bool:
-        over = self._save is None or self._save.finish(PATIENCE_SECONDS)
-        return bool(self._together.from_first('' if over else 'busy'))
+        over = self._save is None or self._save.finish(BUSY_TIMEOUT_SECONDS)
+        return bool(self._group.broadcast_from_host0('' if over else 'busy'))
 
-    def _settle(self) -> None:
-        self._settle_save()
+    def _wait_for_all(self) -> None:
+        self._wait_for_save()
         # One after the other: when this comes, all is done.
         self._cleaner.submit(lambda: None).result()
 
-    def _cannot_write(self) -> str:
+    def _prepare_write(self) -> str:
         """Makes room; why nothing can be written, '' if it can. In all processes the same."""
         # Nobody writes any more.
-        self._together.meet()
-        if self._unclean:
-            self._unclean = False
-            self._clearing = self._clean(self._folder.clear)
-        self._clearing.result()
+        self._group.barrier()
+        if self._needs_cleaning:
+            self._needs_cleaning = False
+            self._cleaning = self._clean(self._folder.clear)
+        self._cleaning.result()
         problem = ''
-        if self._together.count > 1 and self._first:
+        if self._group.num_processes > 1 and self._is_first_process:
             try:
-                self._folder.try_to_write()
+                self._folder.probe_write()
             except Exception as error:
                 problem = failure_reason(error)
-        return self._together.from_first(problem)
+        return self._group.broadcast_from_host0(problem)
 
-    def _ended(self, step: int, reason: str, loss: float | None = None, began: float = math.inf) -> None:
+    def _on_save_end(self, step: int, reason: str, loss: float | None = None, began: float = math.inf) -> None:
         """A save is over, for good or not."""
         if reason:
             with self._lock:
                 newest = max(self._complete, default=None)
             instead = 'there is none before' if newest is None else f'the newest is step {newest}'
             # A disk that is full gets room at once.
-            self._clearing = self._clean(self._folder.clear)
+            self._cleaning = self._clean(self._folder.clear)
             # Other processes may still be writing.
-            self._unclean = True
+            self._needs_cleaning = True
             self._on_failure(f'step {step} is not saved: {reason}; {instead}; the run goes on')
             return
         self.save_seconds = max(0.0, time.monotonic() - began)
@@ -293,11 +295,11 @@ class Checkpoints:
             self._losses[step] = loss
         self._clean(self._delete_old)
 
-    def _look_after(self, save: AsyncSave, step: int) -> None:
+    def _watch_save(self, save: AsyncSave, step: int) -> None:
         if save.finish(PROBE_SECONDS):
             return
         try:
-            self._folder.try_to_write()
+            self._folder.probe_write()
         except Exception as error:
             if not save.finish(0):
                 self._on_failure(f'step {step} is not saved yet: {failure_reason(error)}; the run goes on')
@@ -307,17 +309,17 @@ class Checkpoints:
 
     def _clean_now(self, work: Callable[[], None]) -> None:
         try:
-            if self._first:
+            if self._is_first_process:
                 work()
         except Exception as error:
-            self._unclean = True
+            self._needs_cleaning = True
             logger.warning(f'{self.directory}: what is not needed any more cannot be deleted yet: {error}')
 
     def _delete_old(self) -> None:
         with self._lock:
             saved = [SavedStep(step, self._losses.get(step)) for step in self._complete]
         problem = None
-        for step, reasons in retention_reasons(saved, **self._rules).items():
+        for step, reasons in retention_reasons(saved, **self._retention).items():
             if not reasons:
                 try:
                     self._folder.delete(step)
@@ -330,7 +332,7 @@ class Checkpoints:
             raise problem
 
     def _set_aside(self, step: int) -> str:
-        return f'kept in {self._folder.set_aside(step)}' if self._first else 'set aside'
+        return f'kept in {self._folder.set_aside(step)}' if self._is_first_process else 'set aside'
 
 
 def saved_steps(workdir: Any) -> list[int]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.config.loading import to_json
@@ -29,10 +29,10 @@ from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
 from maxlm.storage.atomic import check_new, check_space, new_directory
-from maxlm.workdir.files import CONFIG, KEPT_FOR_EXPORT, TOKENIZER, read_config
+from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER, read_config
 
 
-class Merged(NamedTuple):
+class MergeResult(NamedTuple):
     """What was written."""
 
     workdir: Path
@@ -100,29 +100,29 @@ class MergedReader:
                     f'{wanted.get(path, "none")} by its {CONFIG}; the two belong to different models'
                 )
         self.shapes = {path: shape for path, shape in reader.shapes.items() if path not in stored}
-        self._reader, self._adapted = reader, {path.rpartition('.')[0] for path in stored}
+        self._reader, self._adapted_modules = reader, {path.rpartition('.')[0] for path in stored}
         self._scale = np.float32(adapter_scale(model)) if model.lora_rank else np.float32(0)
 
     def read(self, path: str, layer: int | None = None) -> np.ndarray:
         """One array, or one layer of it, as `ParamsReader.read`; of a kernel with an adapter a layer only."""
         values = self._reader.read(path, layer)
         module, _, name = path.rpartition('.')
-        if name != 'kernel' or module not in self._adapted:
+        if name != 'kernel' or module not in self._adapted_modules:
             return values
         assert layer is not None, path
-        lora_a, lora_b = (self._reader.read(f'{module}.{part}', layer) for part in (LORA_A, LORA_B))
+        lora_a, lora_b = (self._reader.read(f'{module}.{matrix}', layer) for matrix in (LORA_A, LORA_B))
         added: np.ndarray = np.tensordot(lora_a * self._scale, lora_b, axes=1)
         added += values
         return added
 
 
-def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> Merged:
+def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult:
     """Makes a workdir whose step 0 has the model of a checkpoint with its adapters merged, a layer at a time.
 
     Its config is that of the model alone, with the run's data.seq_len; it keeps tokenizer and chat template.
 
     Args:
-        checkpoint: as `find_step_here` takes it.
+        checkpoint: as `find_local_step` takes it.
         output: the workdir to be made.
         show: whether to show progress.
 
@@ -131,7 +131,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> Merged:
             is left behind.
     """
     workdir = check_new('--output', output)
-    step_directory = find_step_here(checkpoint)
+    step_directory = find_local_step(checkpoint)
     source = Path(step_directory.parent.parent)
     config = read_config(source)
     if not config.model.lora_rank:
@@ -149,7 +149,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> Merged:
         progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(_merged_config(config, str(source / CONFIG))), encoding='utf-8')
-        for name in (TOKENIZER, *KEPT_FOR_EXPORT):
+        for name in (TOKENIZER, *EXPORT_FILES):
             if (source / name).is_file():
                 (partial / name).write_bytes((source / name).read_bytes())
 
@@ -161,7 +161,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> Merged:
             return StreamedArray(reader.shapes[path], read, stacked[path])
 
         write_step(partial, 0, {path: array(path) for path in reader.shapes})
-    return Merged(workdir, parameters)
+    return MergeResult(workdir, parameters)
 
 
 def _merged_config(config: Config, source: str) -> Config:

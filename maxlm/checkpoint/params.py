@@ -32,7 +32,7 @@ def restore_params(step_directory: epath.Path, abstract: Params, *, item: str = 
     check_tree(path, abstract, stored=stored)
     params = read_arrays(path, abstract)
     if stored is not None:
-        check_items_sums(path.parent, {item: params}, stored)
+        verify_items(path.parent, {item: params}, stored)
     return params
 
 
@@ -80,7 +80,7 @@ def read_arrays(path: epath.Path, abstract: Any) -> Any:
         handler.close()
 
 
-def check_items_sums(path: epath.Path, trees: Mapping[str, Any], stored: Mapping[str, checksums.Sums]) -> None:
+def verify_items(path: epath.Path, trees: Mapping[str, Any], stored: Mapping[str, checksums.Sums]) -> None:
     """Compares what was restored with the checksums of its step; all processes together.
 
     Args:

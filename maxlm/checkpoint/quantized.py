@@ -68,7 +68,7 @@ def _quantized_kernel(
     if reason := quantization_error(tuple(shape[:num_in]), weights):
         raise InputError(f'{source}: {path} has {reason}; choose another kind of weights or another group')
     run = jax.jit(partial(quantize, num_in=num_in, weights=weights))
-    kept: dict[int, np.ndarray] = {}
+    cached_scales: dict[int, np.ndarray] = {}
 
     def make(layer: int) -> tuple[np.ndarray, np.ndarray]:
         kernel = reader.read(path, layer)
@@ -79,12 +79,14 @@ def _quantized_kernel(
 
     def read_codes(layer: int | None) -> np.ndarray:
         assert layer is not None, path
-        codes, kept[layer] = make(layer)
+        codes, cached_scales[layer] = make(layer)
         return codes
 
     def read_scales(_: int | None) -> np.ndarray:
         # All at once: they are small, and each write makes the checkpoint's index longer.
-        return np.stack([kept[layer] if layer in kept else make(layer)[1] for layer in range(num_layers)])
+        return np.stack(
+            [cached_scales[layer] if layer in cached_scales else make(layer)[1] for layer in range(num_layers)]
+        )
 
     module = path.rpartition('.')[0]
     codes_shape, scales_shape = code_shapes(tuple(shape), num_in, weights)
@@ -120,8 +122,8 @@ class DequantizedReader:
         self.shapes = {path: shape for path, shape in reader.shapes.items() if not path.endswith((CODES, SCALES))}
         for path, num_in in self._num_in.items():
             module = path.rpartition('.')[0]
-            for part, dtype in ((CODES, np.dtype(CODE_DTYPES[weights.kind])), (SCALES, _SCALES_DTYPE)):
-                name = f'{module}.{part}'
+            for suffix, dtype in ((CODES, np.dtype(CODE_DTYPES[weights.kind])), (SCALES, _SCALES_DTYPE)):
+                name = f'{module}.{suffix}'
                 if reader.dtypes.get(name) != dtype:
                     raise InputError(
                         f'{source}: parameter {name} is of {reader.dtypes.get(name, "no type, it is missing")}; '
@@ -139,5 +141,5 @@ class DequantizedReader:
             return self._reader.read(path, layer)
         assert layer is not None, path
         module = path.rpartition('.')[0]
-        stored = Codes(*(jnp.asarray(self._reader.read(f'{module}.{part}', layer)) for part in (CODES, SCALES)))
+        stored = Codes(*(jnp.asarray(self._reader.read(f'{module}.{suffix}', layer)) for suffix in (CODES, SCALES)))
         return np.asarray(dequantize(stored, num_in, self._kind, jnp.float32))

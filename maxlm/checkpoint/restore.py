@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json, translate_errors
-from maxlm.checkpoint.params import check_items_sums, check_tree, copy_params, read_arrays
+from maxlm.checkpoint.params import check_tree, copy_params, read_arrays, verify_items
 from maxlm.config.schema import GuardConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
@@ -64,9 +64,9 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
         DamagedError: the step cannot be read by each process, or is not what was saved.
         InputError: the step was made by another model or optimizer.
     """
-    trees, progress, facts, stored = _same_everywhere(path, lambda: _read(path, abstract))
+    trees, progress, fingerprint, stored = _agree_on_errors(path, lambda: _read(path, abstract))
     if stored is not None:
-        check_items_sums(path, trees, stored)
+        verify_items(path, trees, stored)
     elif jax.process_index() == 0:
         logger.warning(f'step {path.name} was saved without checksums: whether it is as it was saved cannot be checked')
     counters = tuple(jnp.int32(int(progress[name])) for name in ('step', 'skipped'))
@@ -86,7 +86,7 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
         logger.info(f'step {path.name} was saved without a moving average of the parameters: it starts at their values')
         ema = copy_params(trees['params'])
     state = TrainState(step_counter, skipped, trees['params'], trees['optimizer'], ema, scale, window)
-    return RestoredState(state, facts, progress.get('history') or {})
+    return RestoredState(state, fingerprint, progress.get('history') or {})
 
 
 def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict, dict, dict | None]:
@@ -97,12 +97,12 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
             f'start a new run from its parameters with another --workdir and --config.train.init_from={path}'
         )
     stored = checksums.read_checksums(path)
-    progress, facts = (read_json(path / item) for item in checksums.JSON_ITEMS)
+    progress, fingerprint = (read_json(path / item) for item in checksums.JSON_ITEMS)
     if stored is None and checksums.ITEM in progress:
         raise CorruptCheckpointError(f'{path / checksums.ITEM}: missing in the checkpoint; {REMEDY}')
     if stored is not None:
         checksums.check_items(path, stored)
-        for item, content in zip(checksums.JSON_ITEMS, (progress, facts), strict=True):
+        for item, content in zip(checksums.JSON_ITEMS, (progress, fingerprint), strict=True):
             checksums.verify_checksums(path / item, stored, checksums.json_checksum(content))
     translate_errors(path / 'progress', lambda: [int(progress[name]) for name in ('step', 'skipped')])
     wanted = items_of(abstract)
@@ -110,10 +110,10 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
         wanted.pop('ema', None)
     for item, tree in wanted.items():
         check_tree(path / item, tree, stored=stored)
-    return {item: read_arrays(path / item, tree) for item, tree in wanted.items()}, progress, facts, stored
+    return {item: read_arrays(path / item, tree) for item, tree in wanted.items()}, progress, fingerprint, stored
 
 
-def _same_everywhere(path: epath.Path, read: Callable[[], T]) -> T:
+def _agree_on_errors(path: epath.Path, read: Callable[[], T]) -> T:
     """`read()`, whose DamagedError in one process is one in all: they must go on from the same step."""
     if jax.process_count() == 1:
         return read()

@@ -39,18 +39,20 @@ class SavePolicy:
         self._config = config
         self._clock = clock
         self._agree = agree
-        self._began, self._start = clock(), start
-        self._saved_at, self._look = self._began, start + 1
+        self._start_time, self._start_step = clock(), start
+        self._last_save_time, self._next_check_step = self._start_time, start + 1
 
-    def due(self, step: int, *, num_steps: int) -> bool:
+    def should_save(self, step: int, *, num_steps: int) -> bool:
         """Whether a checkpoint is to be saved after `step`; to be asked once after every step, by all processes."""
         seconds = 0.0
         save_interval_minutes = self._config.save_interval_minutes
-        if save_interval_minutes and step >= self._look:
+        if save_interval_minutes and step >= self._next_check_step:
             now = self._clock()
-            since_save, step_seconds = now - self._saved_at, (now - self._began) / (step - self._start)
+            since_save, step_seconds = now - self._last_save_time, (now - self._start_time) / (step - self._start_step)
             seconds, step_seconds = map(float, self._agree(np.asarray([since_save, step_seconds], np.float32)))
-            self._look = next_check(step, seconds_left=60 * save_interval_minutes - seconds, step_seconds=step_seconds)
+            self._next_check_step = next_check(
+                step, seconds_left=60 * save_interval_minutes - seconds, step_seconds=step_seconds
+            )
         return should_save(
             step,
             num_steps=num_steps,
@@ -60,6 +62,6 @@ class SavePolicy:
             save_interval_minutes=save_interval_minutes,
         )
 
-    def saved(self, step: int) -> None:
+    def record_save(self, step: int) -> None:
         """Notes that a step was saved, for whatever reason."""
-        self._saved_at, self._look = self._clock(), step + 1
+        self._last_save_time, self._next_check_step = self._clock(), step + 1

@@ -28,9 +28,9 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, to_path
 
 # Bytes of the pieces that arrays are written in. A device that wants a part of a piece decodes all of it; each piece is
 # an entry in the checkpoint's index, which grows with every write.
-PIECE = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20
 # Bytes that are on their way to or from the disk at a time: the pieces of it are encoded or decoded in parallel.
-IN_FLIGHT = 4 * PIECE
+MAX_BYTES_IN_FLIGHT = 4 * CHUNK_BYTES
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -67,12 +67,12 @@ class ParamsReader:
                 raise InputError(f'{self._path}: {name} is of {leaf.dtype}; parameters of maxlm are float32')
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(leaf.shape) for name, leaf in described.items()}
         self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in described.items()}
-        self._pieces = {name: tuple(leaf.storage.chunk_shape) for name, leaf in described.items()}
+        self._chunk_shapes = {name: tuple(leaf.storage.chunk_shape) for name, leaf in described.items()}
         self._use_zarr3 = tree.use_zarr3
         checksums = read_checksums(self._path.parent)
         self._checksums = (checksums or {}).get(item)
         # By array: layer → its part of the checksum, until all are known.
-        self._parts: dict[str, dict[int, int]] = {}
+        self._layer_checksums: dict[str, dict[int, int]] = {}
         self._context = type_handlers.get_ts_context()
 
     def read(self, path: str, layer: int | None = None) -> np.ndarray:
@@ -100,11 +100,11 @@ class ParamsReader:
         if layer is None:
             total = array_checksum(values)
         else:
-            parts = self._parts.setdefault(path, {})
-            parts[layer] = array_checksum(values, layer * math.prod(self.shapes[path][1:]))
-            if len(parts) < self.shapes[path][0]:
+            layer_checksums = self._layer_checksums.setdefault(path, {})
+            layer_checksums[layer] = array_checksum(values, layer * math.prod(self.shapes[path][1:]))
+            if len(layer_checksums) < self.shapes[path][0]:
                 return
-            total = sum(self._parts.pop(path).values()) % 2**32
+            total = sum(self._layer_checksums.pop(path).values()) % 2**32
         found = {path: f'{self.shapes[path]} {self.dtypes[path].name} {total:08x}'}
         wanted = {name: text for name, text in (self._checksums or {}).items() if name == path}
         verify_checksums(self._path, {self._path.name: wanted}, found)
@@ -115,11 +115,11 @@ class ParamsReader:
         )
         spec = type_handlers.get_json_tspec_read(info, use_ocdbt=True)
         stored = tensorstore.open(tensorstore.Spec(spec), open=True, context=self._context).result()
-        pieces = self._pieces[path]
+        chunk_shape = self._chunk_shapes[path]
         if layer is not None:
-            stored, pieces = stored[layer], pieces[1:]
+            stored, chunk_shape = stored[layer], chunk_shape[1:]
         values = np.empty(stored.shape, self.dtypes[path])
-        for rows in _blocks(stored.shape, pieces):
+        for rows in _row_slices(stored.shape, chunk_shape):
             values[rows] = stored[rows].read().result()
         return values
 
@@ -138,7 +138,7 @@ class StreamedArray:
 
     shape: tuple[int, ...]
     read: Callable[[int | None], np.ndarray]
-    stacked: bool
+    is_stacked: bool
     dtype: np.dtype = FLOAT32
 
     # What Orbax asks of an array.
@@ -164,21 +164,21 @@ def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) ->
     directory = workdir.resolve() / CHECKPOINTS_DIR / str(step)
     if directory.exists():
         raise InputError(f'{directory}: there is a checkpoint already; choose another workdir')
-    registry = type_handlers.create_type_handler_registry((StreamedArray, _Stream()))
-    # Zarr 2, since `_Stream` writes in its terms how an array is cut.
+    registry = type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()))
+    # Zarr 2, since `_StreamedArrayHandler` writes in its terms how an array is cut.
     params_handler = ocp.PyTreeCheckpointHandler(use_zarr3=False, type_handler_registry=registry)
     items = {
-        'params': (params_handler, ocp.args.PyTreeSave(_nested(arrays))),
+        'params': (params_handler, ocp.args.PyTreeSave(_nest(arrays))),
         'progress': (ocp.JsonCheckpointHandler(), ocp.args.JsonSave({'step': step, 'skipped': 0})),
     }
     # One after the other: saved as one composite, they would leave threads behind that wait for one that failed.
-    with _becoming(directory) as unfinished:
+    with _atomic_directory(directory) as unfinished:
         for item, (handler, arguments) in items.items():
             with ocp.Checkpointer(handler) as checkpointer:
                 checkpointer.save(unfinished / item, args=arguments)
 
 
-class _Stream(type_handlers.TypeHandler):
+class _StreamedArrayHandler(type_handlers.TypeHandler):
     """How Orbax writes StreamedArrays; it reads them back as what `typestr` says."""
 
     def typestr(self) -> str:
@@ -200,13 +200,13 @@ class _Stream(type_handlers.TypeHandler):
                 arg=arg,
             )
             # Orbax splits into equal pieces only: where a size is prime, into single rows.
-            axis = int(value.stacked)
-            spec['metadata']['chunks'] = [1] * axis + list(_piece(value.shape[axis:]))
+            axis = int(value.is_stacked)
+            spec['metadata']['chunks'] = [1] * axis + list(_chunk_shape(value.shape[axis:]))
             stored = await tensorstore.open(tensorstore.Spec(spec), create=True, open=True, context=info.ts_context)
-            for layer in range(value.shape[0]) if value.stacked else (None,):
-                part = value.read(layer)
-                assert part.dtype == value.dtype, (part.dtype, value.dtype)
-                await _write(stored if layer is None else stored[layer], part)
+            for layer in range(value.shape[0]) if value.is_stacked else (None,):
+                array = value.read(layer)
+                assert array.dtype == value.dtype, (array.dtype, value.dtype)
+                await _write(stored if layer is None else stored[layer], array)
         return []
 
     # Abstract in Orbax, so they have to be here. It never calls them: it reads by the handler that `typestr` names.
@@ -219,7 +219,7 @@ class _Stream(type_handlers.TypeHandler):
 
 async def _write(stored: tensorstore.TensorStore, values: np.ndarray) -> None:
     assert values.shape == stored.shape, (values.shape, stored.shape)
-    for rows in _blocks(values.shape, _piece(values.shape)):
+    for rows in _row_slices(values.shape, _chunk_shape(values.shape)):
         try:
             await stored[rows].write(values[rows], can_reference_source_data_indefinitely=True)
         except ValueError as error:
@@ -227,31 +227,31 @@ async def _write(stored: tensorstore.TensorStore, values: np.ndarray) -> None:
             raise InputError(f'the checkpoint cannot be written: {reason}') from error
 
 
-def _piece(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _chunk_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the pieces in which an array [R, …] is stored: some of its rows, at most PIECE bytes if one row fits."""
     if not shape:
         return ()
     row_bytes = 4 * math.prod(shape[1:])
-    return (min(shape[0], max(1, PIECE // row_bytes)), *shape[1:])
+    return (min(shape[0], max(1, CHUNK_BYTES // row_bytes)), *shape[1:])
 
 
-def _blocks(shape: tuple[int, ...], pieces: tuple[int, ...]) -> Iterator[Any]:
+def _row_slices(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterator[Any]:
     """Indices of parts of an array [R, …]: whole pieces, which could not be read twice for nothing, in rows of them."""
     if not shape:
         yield ...
         return
     row_bytes = 4 * math.prod(shape[1:])
-    rows = max(1, IN_FLIGHT // (row_bytes * pieces[0])) * pieces[0]
+    rows = max(1, MAX_BYTES_IN_FLIGHT // (row_bytes * chunk_shape[0])) * chunk_shape[0]
     for start in range(0, shape[0], rows):
         yield slice(start, min(start + rows, shape[0]))
 
 
 @contextlib.contextmanager
-def _becoming(directory: Path) -> Iterator[Path]:
+def _atomic_directory(directory: Path) -> Iterator[Path]:
     """A directory that becomes `directory` at the end, all at once, or vanishes when an error ends it."""
     # The name under which the next run looks for what a kill left.
     unfinished = directory.with_name(f'{directory.name}.orbax-checkpoint-tmp')
-    made = [folder for folder in (unfinished, *unfinished.parents) if not folder.exists()]
+    created = [folder for folder in (unfinished, *unfinished.parents) if not folder.exists()]
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -260,14 +260,14 @@ def _becoming(directory: Path) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         with contextlib.suppress(OSError):
-            for folder in made[1:]:
+            for folder in created[1:]:
                 folder.rmdir()
         if isinstance(error, OSError):
             raise InputError(f'{directory}: {os_message(error)}; choose a directory that can be written to') from error
         raise
 
 
-def _nested(arrays: Mapping[str, StreamedArray]) -> dict[str, Any]:
+def _nest(arrays: Mapping[str, StreamedArray]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
         *parents, name = path.split('.')

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.fetch import find_local_step
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError, os_message
 from maxlm.huggingface.config_conversion import choose_architecture
@@ -50,7 +50,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     """Writes a checkpoint with its tokenizer and chat template as one file; vectors are in float32.
 
     Args:
-        checkpoint: as `find_step_here` takes it.
+        checkpoint: as `find_local_step` takes it.
         output: the file to be made.
         dtype: of matrices: f16 or q8_0 (8 bits, with a scale for each 32 of a row).
         show: whether to show progress.
@@ -61,7 +61,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     """
     gguf = _library()
     path = _check_new_file(output)
-    step_directory = find_step_here(checkpoint)
+    step_directory = find_local_step(checkpoint)
     workdir = Path(step_directory.parent.parent)
     model = read_config(workdir).model
     architecture = _architecture(model, str(workdir / CONFIG))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.merge_lora import MergedReader
 from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.quantized import DequantizedReader
@@ -48,7 +48,7 @@ def export_model(
     What is held at a time is one parameter of one layer, or the embedding. The same checkpoint gives the same bytes.
 
     Args:
-        checkpoint: as `find_step_here` takes it.
+        checkpoint: as `find_local_step` takes it.
         output: a directory to be made.
         architecture: a model_type, or `auto`.
         dtype: of the tensors: float32, bfloat16 or float16.
@@ -60,7 +60,7 @@ def export_model(
             the range of `dtype`, or the output cannot be written. Nothing is left behind.
     """
     directory = check_new('--output', output)
-    step_directory = find_step_here(checkpoint)
+    step_directory = find_local_step(checkpoint)
     workdir = step_directory.parent.parent
     config = read_config(workdir)
     row = choose_architecture(config.model, architecture)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.merge_lora import MergedReader
 from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.streaming import ParamsReader
@@ -54,7 +54,7 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
     """Writes adapter_config.json and adapter_model.safetensors, in float32.
 
     Args:
-        checkpoint: of a run with adapters, as `find_step_here` takes it.
+        checkpoint: of a run with adapters, as `find_local_step` takes it.
         output: a directory to be made.
         base: what adapter_config.json names as the model to load them onto. With none, parameters besides the adapters
             are compared with `train.init_from`, whose export is that model.
@@ -67,7 +67,7 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
             Nothing is left behind.
     """
     directory = check_new('--output', output)
-    step_directory = find_step_here(checkpoint)
+    step_directory = find_local_step(checkpoint)
     source = Path(step_directory.parent.parent)
     config = read_config(source)
     model = config.model
@@ -214,7 +214,7 @@ def _check_base(config: Config, reader: ParamsReader, paths: Sequence[str], base
         raise InputError(f"train.init_from='': the run did not start from a model that PEFT could load; {advice}")
     started = f'train.init_from={name}, which the run started from,'
     try:
-        directory = find_step_here(name)
+        directory = find_local_step(name)
         other = ParamsReader(directory, params_item(directory))
     except InputError as error:
         raise InputError(f'{started} cannot be read: {error}; {advice}') from None

@@ -24,7 +24,7 @@ from maxlm.huggingface.tokenizer_files import files_for_import
 from maxlm.log import logger, progress_bar
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.storage.check_directory import check_entries
-from maxlm.workdir.files import CONFIG, KEPT_FOR_EXPORT, TOKENIZER
+from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER
 
 
 class Imported(NamedTuple):
@@ -55,7 +55,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
             f'`hf download NAME --local-dir DIR`'
         )
     path = directory / CONFIG
-    check_entries(directory, (CONFIG, TOKENIZER, *KEPT_FOR_EXPORT))
+    check_entries(directory, (CONFIG, TOKENIZER, *EXPORT_FILES))
     values = read_object(path)
     check_supported(Fields(values, str(path)), ARCHITECTURES)
     files = TensorFiles(directory)
@@ -71,7 +71,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     parameters = sum(math.prod(shape) for shape in shapes.values())
     check_space('--output', workdir, 4 * parameters)
     arrays = _arrays(files, rows, names, shapes)
-    steps = sum(array.shape[0] if array.stacked else 1 for array in arrays.values())
+    steps = sum(array.shape[0] if array.is_stacked else 1 for array in arrays.values())
     with (
         new_directory('--output', workdir) as partial,
         progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
@@ -159,6 +159,6 @@ def _arrays(
                 raise InputError(f'{files.path(name)}: tensor {name} has values that are not finite; fetch it again')
             return tensor.from_hf(values)[place]
 
-        return StreamedArray(shapes[path], read, stacked=(path, None) not in parts)
+        return StreamedArray(shapes[path], read, is_stacked=(path, None) not in parts)
 
     return {path: array(path) for path in shapes}

@@ -16,7 +16,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.storage.json_text import parse_json
-from maxlm.workdir.files import CHAT_TEMPLATE, GENERATION, KEPT_FOR_EXPORT, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
+from maxlm.workdir.files import CHAT_TEMPLATE, EXPORT_FILES, GENERATION, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
 
 # Files that Transformers converts to a tokenizer.json.
 _SOURCES = ('tokenizer.model', 'vocab.json')
@@ -103,7 +103,7 @@ def _with_end_of_turn(ends: Any, workdir: Path) -> Any:
 
 def _copied_files(directory: Path) -> dict[str, bytes]:
     """Name → content of those of KEPT that are there, of which JSON is checked to be an object with ids."""
-    paths = [directory / name for name in KEPT_FOR_EXPORT if (directory / name).is_file()]
+    paths = [directory / name for name in EXPORT_FILES if (directory / name).is_file()]
     for path in paths:
         if path.suffix == '.json':
             fields = Fields(read_object(path), str(path))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item, restore_params
 from maxlm.config.resolve import resolve_on
 from maxlm.config.schema import Config
@@ -62,7 +62,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     Raises:
         InputError: it is not there, cannot be read, has no tokenizer, or cannot be quantized.
     """
-    step_directory = find_step_here(checkpoint)
+    step_directory = find_local_step(checkpoint)
     workdir = step_directory.parent.parent
     saved_config = read_config(workdir)
     tokenizer_path = workdir / TOKENIZER

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.item_metadata import named_leaves
 from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.quantized import quantized_arrays
@@ -22,7 +22,7 @@ from maxlm.errors import InputError
 from maxlm.log import progress_bar
 from maxlm.model.layers.weight_only_quantization import DEFAULT_GROUPS, Weights
 from maxlm.storage.atomic import check_new, check_space, new_directory
-from maxlm.workdir.files import CONFIG, KEPT_FOR_EXPORT, TOKENIZER, read_config
+from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER, read_config
 
 
 class Quantized(NamedTuple):
@@ -84,7 +84,7 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
     step's number.
 
     Args:
-        checkpoint: as `find_step_here` takes it.
+        checkpoint: as `find_local_step` takes it.
         output: the workdir to be made.
         weights: how to store the kernels of the blocks; embedding, head, norms and biases stay in float32.
         show: whether to show progress.
@@ -94,7 +94,7 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
             cannot be read, or the output cannot be written. Nothing is left behind.
     """
     workdir = check_new('--output', output)
-    step_directory = find_step_here(checkpoint)
+    step_directory = find_local_step(checkpoint)
     source = Path(step_directory.parent.parent)
     config = read_config(source)
     quantized = quantized_config(config, weights, f'--checkpoint={checkpoint}')
@@ -102,14 +102,14 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
     arrays = quantized_arrays(reader, config.model, weights, str(step_directory))
     size = sum(array.size * array.dtype.itemsize for array in arrays.values())
     check_space('--output', workdir, size)
-    steps = sum(array.shape[0] if array.stacked else 1 for array in arrays.values())
+    steps = sum(array.shape[0] if array.is_stacked else 1 for array in arrays.values())
     step = int(step_directory.name)
     with (
         new_directory('--output', workdir) as partial,
         progress_bar(total=steps, initial=0, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(quantized), encoding='utf-8')
-        for name in (TOKENIZER, *KEPT_FOR_EXPORT):
+        for name in (TOKENIZER, *EXPORT_FILES):
             if (source / name).is_file():
                 (partial / name).write_bytes((source / name).read_bytes())
 
@@ -122,7 +122,7 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
 
         write_step(partial, step, {path: with_progress(array) for path, array in arrays.items()})
     before = sum(math.prod(shape) * reader.dtypes[path].itemsize for path, shape in reader.shapes.items())
-    output_step = Path(find_step_here(f'{workdir}@{step}'))
+    output_step = Path(find_local_step(f'{workdir}@{step}'))
     disk_bytes = (_disk_bytes(Path(step_directory) / params_item(step_directory)), _disk_bytes(output_step / 'params'))
     return Quantized(workdir, step, before, size, *disk_bytes)
 
@@ -149,7 +149,9 @@ def read_quantized(step_directory: Any, config: Config, weights: Weights, abstra
     # Sorted: the scales of a kernel come after its codes, with which they are made.
     for path in sorted(arrays):
         array = arrays[path]
-        values = np.stack([array.read(layer) for layer in range(array.shape[0])]) if array.stacked else array.read(None)
+        values = (
+            np.stack([array.read(layer) for layer in range(array.shape[0])]) if array.is_stacked else array.read(None)
+        )
         placed[path] = jax.device_put(values, expected[path].sharding)
     return jax.tree.unflatten(jax.tree.structure(abstract), [placed[path] for path in expected])
 

@@ -109,7 +109,7 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
     if config:
         tokens_per_step = config.train.global_batch_size * config.data.seq_len
     latest = _latest_values(metrics)
-    seconds = _seconds(history, now if is_alive else state.last_sign)
+    seconds = _seconds(history, now if is_alive else state.last_heartbeat)
     seconds_left = (
         0.0
         if state.state == FINISHED
@@ -119,7 +119,7 @@ def dashboard_data(history: RunHistory, now: float, curves: Curves | None = None
     last_eval_step = next(
         (line['step'] for line in reversed(metrics[-MAX_LOOKBACK_LINES:]) if 'eval/loss' in line), None
     )
-    ledger = history.ledgers.get(0)
+    ledger = history.goodput_logs.get(0)
     return RunSnapshot(
         name=history.name,
         workdir=history.workdir,
@@ -151,15 +151,15 @@ def devices_of(reading: Reading) -> list[Mapping[str, Any]]:
 
 def _reading(history: RunHistory, process: int, now: float) -> Reading:
     line = history.devices[process][-1]
-    ledger = history.ledgers.get(process)
-    share = ledger.share if ledger and ledger.seconds > 0 else None
+    ledger = history.goodput_logs.get(process)
+    share = ledger.fraction if ledger and ledger.seconds > 0 else None
     return Reading(process, line, now - (number(line, 'time') or now), share)
 
 
 def _step(history: RunHistory) -> int:
     """The last step that is done: what the newer of metrics and ledger says; after a rollback that is a lower one."""
     # An attempt that has not restored its checkpoint yet has no step.
-    beats_with_step = (line for line in reversed(history.beats.get(0, [])) if number(line, 'step') is not None)
+    beats_with_step = (line for line in reversed(history.heartbeats.get(0, [])) if number(line, 'step') is not None)
     last_lines = [*history.metrics[-1:], *itertools.islice(beats_with_step, 1)]
     latest = max(last_lines, key=lambda line: number(line, 'time') or 0.0, default=None)
     return int(number(latest, 'step') or 0)
@@ -175,7 +175,7 @@ def _latest_values(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float | No
 
 
 def _seconds(history: RunHistory, until: float | None) -> float | None:
-    firsts = [number(beats[0], 'began') for beats in history.beats.values()]
+    firsts = [number(beats[0], 'began') for beats in history.heartbeats.values()]
     firsts += [number(lines[0], 'time') for lines in (history.events, history.metrics) if lines]
     start_times = [first for first in firsts if first is not None]
     return max(until - min(start_times), 0.0) if start_times and until is not None else None
@@ -203,7 +203,7 @@ def _dollars(
 ) -> tuple[float | None, float | None]:
     """Spent, and left to spend."""
     projected, spent = latest.get('cost/projected_dollars'), latest.get('cost/dollars')
-    if 0 in history.ledgers and (paid := history.ledgers[0].dollars) is not None:
+    if 0 in history.goodput_logs and (paid := history.goodput_logs[0].dollars) is not None:
         # Newer than the metrics, and with what came after the last step.
         spent = max(paid, spent or 0.0)
     if spent is None:

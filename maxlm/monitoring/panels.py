@@ -80,9 +80,9 @@ def header(run: RunSnapshot, width: int) -> list[Text]:
     gap = width - lines[0].cell_len - clock.cell_len
     if gap >= 2:
         lines[0] = Text.assemble(lines[0], ' ' * gap, clock)
-    if run.status.why:
+    if run.status.reason:
         style = STATES.get(run.status.state, 'dim')
-        reason_lines = textwrap.wrap(plain(run.status.why), width, max_lines=MAX_REASON_LINES, placeholder=' …')
+        reason_lines = textwrap.wrap(plain(run.status.reason), width, max_lines=MAX_REASON_LINES, placeholder=' …')
         lines += [Text(line, style=style) for line in reason_lines]
     return lines
 

@@ -18,7 +18,7 @@ from jax._src import distributed
 # A peer that is lost is noticed long before, by `Heartbeats`.
 TIMEOUT_SECONDS = 6 * 3600
 VOTE_SECONDS = 600
-SHORTEST_POLL, LONGEST_POLL = 0.02, 1.0
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 1.0
 
 ROOT, SAVES = 'maxlm/checkpoints', 'maxlm/saves'
 
@@ -31,53 +31,53 @@ class ProcessGroup:
     """The processes of a run; all call the same methods in the same order. One that is alone waits for nobody."""
 
     # For all objects of a process: a key of the store is never used twice.
-    _number = 0
+    _num_barriers = 0
     # Of the newest save. All may meet for other things while it is under way.
-    _save_number = 0
+    _num_saves = 0
 
     def __init__(self) -> None:
-        self.process, self.count = jax.process_index(), jax.process_count()
+        self.process_index, self.num_processes = jax.process_index(), jax.process_count()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Waits for all."""
-        if self.count > 1:
+        if self.num_processes > 1:
             self._arrive()
 
-    def from_first(self, text: str) -> str:
+    def broadcast_from_host0(self, text: str) -> str:
         """What the first process gave here, in all; the others' `text` is ignored."""
-        if self.count == 1:
+        if self.num_processes == 1:
             return text
         key = f'{self._arrive()}/said'
-        if self.process == 0:
+        if self.process_index == 0:
             _client().key_value_set(key, text)
             return text
         return str(_client().blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
 
-    def begin(self) -> SaveTransaction:
+    def begin_save(self) -> SaveTransaction:
         """Makes ready for one save; the one before must be over in all."""
-        if self.count == 1:
-            return SaveTransaction('', self.process, self.count)
+        if self.num_processes == 1:
+            return SaveTransaction('', self.process_index, self.num_processes)
         self._arrive()
-        if self.process == 0:
-            _client().key_value_delete(f'{SAVES}/{ProcessGroup._save_number}/')
-        ProcessGroup._save_number += 1
-        return SaveTransaction(f'{SAVES}/{ProcessGroup._save_number}', self.process, self.count)
+        if self.process_index == 0:
+            _client().key_value_delete(f'{SAVES}/{ProcessGroup._num_saves}/')
+        ProcessGroup._num_saves += 1
+        return SaveTransaction(f'{SAVES}/{ProcessGroup._num_saves}', self.process_index, self.num_processes)
 
     def _arrive(self) -> str:
-        ProcessGroup._number += 1
-        folder = f'{ROOT}/{ProcessGroup._number}'
+        ProcessGroup._num_barriers += 1
+        folder = f'{ROOT}/{ProcessGroup._num_barriers}'
         _client().wait_at_barrier(f'{folder}/met', TIMEOUT_SECONDS * 1000)
-        if self.process == 0 and ProcessGroup._number > 1:
+        if self.process_index == 0 and ProcessGroup._num_barriers > 1:
             # All have left it behind.
-            _client().key_value_delete(f'{ROOT}/{ProcessGroup._number - 1}/')
+            _client().key_value_delete(f'{ROOT}/{ProcessGroup._num_barriers - 1}/')
         return folder
 
 
 class SaveTransaction:
     """One save: all processes commit it, or none."""
 
-    def __init__(self, folder: str, process: int, count: int):
-        self._folder, self._process, self._count = folder, process, count
+    def __init__(self, prefix: str, process: int, num_processes: int):
+        self._prefix, self._process, self._num_processes = prefix, process, num_processes
         self._phase = 0
 
     def barrier(self, *, key: str, timeout_ms: int) -> None:
@@ -88,30 +88,30 @@ class SaveTransaction:
         """
         del key
         self._phase += 1
-        place = f'{self._folder}/{self._phase}'
+        phase_prefix = f'{self._prefix}/{self._phase}'
         deadline = time.monotonic() + timeout_ms / 1000
         if self._process == 0:
-            self._wait(f'{place}/written/', self._count - 1, deadline)
-            _client().key_value_set(f'{place}/all/go', '')
+            self._wait(f'{phase_prefix}/written/', self._num_processes - 1, deadline)
+            _client().key_value_set(f'{phase_prefix}/all/go', '')
         else:
-            _client().key_value_set(f'{place}/written/{self._process}', '')
-            self._wait(f'{place}/all/', 1, deadline)
+            _client().key_value_set(f'{phase_prefix}/written/{self._process}', '')
+            self._wait(f'{phase_prefix}/all/', 1, deadline)
 
     def fail(self, reason: str) -> None:
         """Tells the others that this process could not write its part."""
-        if self._count > 1:
-            _client().key_value_set(f'{self._folder}/failed/{self._process}', f'process {self._process}: {reason}')
+        if self._num_processes > 1:
+            _client().key_value_set(f'{self._prefix}/failed/{self._process}', f'process {self._process}: {reason}')
 
-    def _wait(self, folder: str, wanted: int, deadline: float) -> None:
-        poll = SHORTEST_POLL
-        while len(_client().key_value_dir_get(folder)) < wanted:
-            failed = _client().key_value_dir_get(f'{self._folder}/failed/')
+    def _wait(self, folder: str, num_keys: int, deadline: float) -> None:
+        poll = MIN_POLL_SECONDS
+        while len(_client().key_value_dir_get(folder)) < num_keys:
+            failed = _client().key_value_dir_get(f'{self._prefix}/failed/')
             if failed:
                 raise PeerError(min(failed)[1])
             if time.monotonic() > deadline:
                 raise PeerError('the other processes did not finish in time')
             time.sleep(poll)
-            poll = min(poll * 1.5, LONGEST_POLL)
+            poll = min(poll * 1.5, MAX_POLL_SECONDS)
 
 
 def is_shared(directory: Path | None) -> bool:
@@ -119,25 +119,25 @@ def is_shared(directory: Path | None) -> bool:
 
     A process that has none gives None.
     """
-    together = ProcessGroup()
-    if together.count == 1:
+    group = ProcessGroup()
+    if group.num_processes == 1:
         return directory is not None
-    vote = together.begin()
+    vote = group.begin_save()
     with contextlib.ExitStack() as stack:
-        mark = ''
-        if together.process == 0 and directory is not None:
+        probe_name = ''
+        if group.process_index == 0 and directory is not None:
             with contextlib.suppress(OSError):
-                mark = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=directory)).name).name
-        mark = together.from_first(mark)
-        sees = directory is not None and mark != '' and (directory / mark).exists()
+                probe_name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=directory)).name).name
+        probe_name = group.broadcast_from_host0(probe_name)
+        is_visible = directory is not None and probe_name != '' and (directory / probe_name).exists()
         try:
-            if sees:
+            if is_visible:
                 vote.barrier(key='', timeout_ms=VOTE_SECONDS * 1000)
             else:
                 vote.fail('does not see the directory')
         except PeerError:
-            sees = False
-    return sees
+            is_visible = False
+    return is_visible
 
 
 def _client() -> Any:

@@ -27,11 +27,11 @@ from maxlm.storage.regular_files import read_bytes
 # Of all programs together; those of one run are some hundred kilobytes to a few megabytes.
 CAPACITY = 4 * 2**30
 SUFFIX = '.program'
-DIGEST = hashlib.sha256().digest_size
+DIGEST_BYTES = hashlib.sha256().digest_size
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def enable_compilation_cache(given: str) -> None:
+def enable_compilation_cache(cache_dir: str) -> None:
     """Has JAX keep what it compiles in a directory, and read from there what has been compiled before.
 
     To be called before anything is compiled, by all processes of a run. Where the directory cannot be used, one line
@@ -43,14 +43,14 @@ def enable_compilation_cache(given: str) -> None:
     Raises:
         InputError: it is a URL.
     """
-    if is_url(given):
+    if is_url(cache_dir):
         raise InputError(
-            f"train.compilation_cache_dir={given}: must be a directory of this machine, or '' to keep no programs"
+            f"train.compilation_cache_dir={cache_dir}: must be a directory of this machine, or '' to keep no programs"
         )
     settings: Any = jax.config
-    wanted = given and settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir is None
-    directory = _open(given) if wanted else None
-    if _all_share(directory):
+    is_enabled = cache_dir and settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir is None
+    directory = _open(cache_dir) if is_enabled else None
+    if _is_shared_by_all(directory):
         assert directory is not None
         _install(directory)
 
@@ -67,14 +67,14 @@ class CompilationCache:
         self._path = directory
         self._capacity = capacity
         self._host = host
-        self._stopped = False
+        self._is_disabled = False
 
     def get(self, key: str) -> bytes | None:
         """The program that was kept under a key; None if there is none that is whole."""
         path = self._file(key)
         try:
             stored = read_bytes(path)
-            digest, program = stored[:DIGEST], stored[DIGEST:]
+            digest, program = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
             if digest != self._digest(key, program):
                 path.unlink(missing_ok=True)
                 return None
@@ -86,13 +86,13 @@ class CompilationCache:
 
     def put(self, key: str, program: bytes) -> None:
         """Keeps a program. The first that cannot be kept, e.g. since the disk is full, is the last that is tried."""
-        if self._stopped or len(program) > self._capacity:
+        if self._is_disabled or len(program) > self._capacity:
             return
         try:
             self._write(self._file(key), self._digest(key, program) + program)
-            self._make_room()
+            self._evict()
         except OSError as error:
-            self._stopped = True
+            self._is_disabled = True
             logger.warning(f'no more compiled programs are kept in {self._path}: {os_message(error)}')
 
     def _write(self, path: Path, content: bytes) -> None:
@@ -115,7 +115,7 @@ class CompilationCache:
         digest.update(program)
         return digest.digest()
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         files = []
         # What a killed process left half-written goes as it ages; what is not ours stays.
         for path in self._path.glob(f'*{SUFFIX}*'):
@@ -132,28 +132,28 @@ class CompilationCache:
             surplus -= size
 
 
-def _open(given: str) -> Path | None:
+def _open(cache_dir: str) -> Path | None:
     """The directory, made if need be; None, with a line that says why, if it should not or cannot be used."""
     try:
-        directory = Path(given).expanduser()
+        directory = Path(cache_dir).expanduser()
         for path in (*reversed(directory.parents), directory):
             # Not by parents=True, which makes parents that a group can write to where the umask is 002.
             path.mkdir(mode=0o700, exist_ok=True)
-        reason = _danger(directory)
+        reason = _security_problem(directory)
         if not reason:
             # Whether a directory is writable shows by writing.
             with tempfile.TemporaryFile(dir=directory):
                 return directory
     except OSError as error:
-        reason = f'{given}: {os_message(error)}'
+        reason = f'{cache_dir}: {os_message(error)}'
     except RuntimeError:
         # Of a user who is only a number, as in containers.
-        reason = f'{given}: there is no home directory'
-    _refuse(reason)
+        reason = f'{cache_dir}: there is no home directory'
+    _warn_disabled(reason)
     return None
 
 
-def _danger(directory: Path) -> str:
+def _security_problem(directory: Path) -> str:
     """Why someone else could have their code run by a program from there; empty if nobody could."""
     status = directory.stat()
     if status.st_uid != os.geteuid():
@@ -173,30 +173,30 @@ def _danger(directory: Path) -> str:
     return ''
 
 
-def _refuse(reason: str) -> None:
+def _warn_disabled(reason: str) -> None:
     # The first speaks for all.
     if jax.process_index() == 0:
         logger.warning(f'compiled programs are not kept: {reason}; train.compilation_cache_dir sets another directory')
 
 
-def _all_share(directory: Path | None) -> bool:
+def _is_shared_by_all(directory: Path | None) -> bool:
     """Whether all processes of the run have this directory, and not each one of the same name on its own disk.
 
     JAX writes in the first process only. When that finds its program and the others compile theirs, these wait for it
     without an end: of GPUs XLA shares out the trials of kernels among the processes.
     """
-    if ProcessGroup().count == 1:
+    if ProcessGroup().num_processes == 1:
         return directory is not None
     shared = is_shared(directory)
     if not shared and directory is not None:
-        _refuse(f'{directory} is not the same directory for all processes')
+        _warn_disabled(f'{directory} is not the same directory for all processes')
     return shared
 
 
 def _install(directory: Path) -> None:
     # A JAX that asks elsewhere would write files of its own, without checksums.
     if not hasattr(compilation_cache, 'get_file_cache'):
-        _refuse(f'jax {jax.__version__} has no place to put them')
+        _warn_disabled(f'jax {jax.__version__} has no place to put them')
         return
     programs = CompilationCache(directory, host=_host())
     # JAX has no public place for a cache of one's own: this is what it asks where programs are. Of the answer it uses

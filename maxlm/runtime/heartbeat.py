@@ -33,22 +33,22 @@ FIRST_TICKS = 60
 # A verdict must be read by all before process 0 ends, which holds the store.
 LINGER_SECONDS = 3.0
 # The error that a lost peer causes in a collective is seen here before the peer is found lost.
-VERDICT_SECONDS = 12.0
+REPORT_SECONDS = 12.0
 # All processes reach the end of a run at about the same time.
 END_SECONDS = 600
 # Then they take leave of each other: sooner than the abort that `_delay_abort` holds up.
-PART_SECONDS = 4.0
+DISCONNECT_SECONDS = 4.0
 # One of them may be fetching a checkpoint, while the others wait. Those that are lost are noticed long before.
-MEET_SECONDS = 6 * 3600
+BARRIER_SECONDS = 6 * 3600
 
-LINES, VERDICT, END = 'maxlm/lines', 'maxlm/verdict', 'maxlm/end'
+LINES, REPORT, END = 'maxlm/lines', 'maxlm/verdict', 'maxlm/end'
 
 
 class FailureReport(NamedTuple):
     """What process 0 makes of the lines of all. Where there is a `reason`, all end with `code`."""
 
     # Changes with every one: it shows that process 0 lives.
-    beat: int
+    sequence_number: int
     # Every process has waited too long for the others, so none of them is the one that is waited for.
     all_overdue: bool
     reason: str = ''
@@ -64,31 +64,31 @@ class Heartbeats:
     def __init__(self) -> None:
         self._id, self._count = jax.process_index(), jax.process_count()
         self._status = 'busy'
-        self._verdict = FailureReport(beat=0, all_overdue=self._count == 1)
+        self._report = FailureReport(sequence_number=0, all_overdue=self._count == 1)
         self._silent_ticks = 0
-        self._beat = 0
+        self._sequence_number = 0
         # By process: its last line, and the ticks since that was new.
         self._lines = {number: ('', LOST_TICKS - FIRST_TICKS) for number in range(1, self._count)}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         # Told the exit code and the reason before the process ends in the midst of its work, from whatever thread.
-        self.on_leave: Callable[[int, str], None] = lambda code, reason: None
+        self.on_exit: Callable[[int, str], None] = lambda code, reason: None
 
     @property
     def all_overdue(self) -> bool:
         """Whether all processes have said that they have waited too long for the others."""
-        return self._verdict.all_overdue
+        return self._report.all_overdue
 
-    def set_overdue(self, yes: bool) -> None:
+    def set_overdue(self, is_overdue: bool) -> None:
         """Says whether this process has waited too long for the others."""
-        self._status = 'overdue' if yes else 'busy'
+        self._status = 'overdue' if is_overdue else 'busy'
 
-    def meet(self, name: str) -> None:
+    def barrier(self, name: str) -> None:
         """Waits for all processes to come here; `name` tells this place from others."""
         if self._count > 1:
-            _state().client.wait_at_barrier(f'maxlm/{name}', MEET_SECONDS * 1000)
+            _state().client.wait_at_barrier(f'maxlm/{name}', BARRIER_SECONDS * 1000)
 
-    def leave(self, code: int, reason: str) -> NoReturn:
+    def exit_all(self, code: int, reason: str) -> NoReturn:
         """Ends this process, from any of its threads, and the others, who print the reason."""
         if self._count > 1:
             self._status = f'left {code} {reason}'
@@ -98,13 +98,13 @@ class Heartbeats:
                 self._exchange()
             if self._id == 0:
                 threading.Event().wait(LINGER_SECONDS)
-        self.on_leave(code, reason)
+        self.on_exit(code, reason)
         _end(code)
 
     def __enter__(self) -> Heartbeats:
         if self._count > 1:
             _delay_abort()
-            for target in (self._talk, self._listen):
+            for target in (self._exchange_loop, self._watch_loop):
                 threading.Thread(target=target, daemon=True, name=f'peers-{target.__name__}').start()
         return self
 
@@ -118,48 +118,48 @@ class Heartbeats:
                 _state().client.wait_at_barrier(END, END_SECONDS * 1000)
             except RuntimeError:
                 # As below.
-                self._stop.wait(VERDICT_SECONDS)
+                self._stop.wait(REPORT_SECONDS)
                 raise
             self._stop.set()
         elif isinstance(error, InputError):
             reason = ' '.join(str(error).split())
             print(f'error: {reason}', file=sys.stderr)
-            self.leave(EXIT_BAD_INPUT, reason)
+            self.exit_all(EXIT_BAD_INPUT, reason)
         elif isinstance(error, KeyboardInterrupt):
-            self.leave(EXIT_INTERRUPTED, 'interrupted')
+            self.exit_all(EXIT_INTERRUPTED, 'interrupted')
         else:
             # If a peer is lost that is the news, and not which collective failed by it: `_talk` will end this process.
-            self._stop.wait(VERDICT_SECONDS)
+            self._stop.wait(REPORT_SECONDS)
             traceback.print_exception(error)
-            self.leave(EXIT_FAILED, f'{type(error).__name__}: {" ".join(str(error).split())[:200]}')
+            self.exit_all(EXIT_FAILED, f'{type(error).__name__}: {" ".join(str(error).split())[:200]}')
 
-    def _talk(self) -> None:
+    def _exchange_loop(self) -> None:
         while not self._stop.wait(TICK_SECONDS):
             try:
-                verdict = self._exchange()
+                report = self._exchange()
             except RuntimeError:
                 if not self._stop.is_set():
-                    self._follow('process 0 is gone; start again')
+                    self._exit_with_others('process 0 is gone; start again')
                 return
-            self._silent_ticks = 0 if verdict.beat != self._verdict.beat else self._silent_ticks
-            self._verdict = verdict
-            if verdict.reason and not self._stop.is_set():
+            self._silent_ticks = 0 if report.sequence_number != self._report.sequence_number else self._silent_ticks
+            self._report = report
+            if report.reason and not self._stop.is_set():
                 if self._id == 0:
                     self._stop.wait(LINGER_SECONDS)
-                self._follow(verdict.reason, verdict.code)
+                self._exit_with_others(report.reason, report.code)
 
-    def _listen(self) -> None:
+    def _watch_loop(self) -> None:
         # Counted in ticks and not by a clock, so that a process that was suspended does not take it for silence.
         while not self._stop.wait(TICK_SECONDS):
             self._silent_ticks += 1
-            if self._silent_ticks >= PROBE_TICKS and self._id and _refuses(_state().coordinator_address):
-                self._follow('process 0 is gone; start again')
-            if self._silent_ticks > (LOST_TICKS if self._verdict.beat else FIRST_TICKS):
-                self._follow(f'nothing heard from process 0 for {LOST_TICKS * TICK_SECONDS:g} s; start again')
+            if self._silent_ticks >= PROBE_TICKS and self._id and _is_refused(_state().coordinator_address):
+                self._exit_with_others('process 0 is gone; start again')
+            if self._silent_ticks > (LOST_TICKS if self._report.sequence_number else FIRST_TICKS):
+                self._exit_with_others(f'nothing heard from process 0 for {LOST_TICKS * TICK_SECONDS:g} s; start again')
 
-    def _follow(self, reason: str, code: int = EXIT_PREEMPTED) -> NoReturn:
+    def _exit_with_others(self, reason: str, code: int = EXIT_PREEMPTED) -> NoReturn:
         print(f'[process {self._id}] ending with the others: {reason}', file=sys.stderr)
-        self.on_leave(code, reason)
+        self.on_exit(code, reason)
         _end(code)
 
     def _exchange(self) -> FailureReport:
@@ -167,28 +167,30 @@ class Heartbeats:
         store = _state().client
         # Two threads come here when a process leaves.
         with self._lock:
-            self._beat += 1
+            self._sequence_number += 1
             if self._id:
-                store.key_value_set(f'{LINES}/{self._id}', f'{self._beat} {self._status}', allow_overwrite=True)
-                for name, text in store.key_value_dir_get(VERDICT):
+                store.key_value_set(
+                    f'{LINES}/{self._id}', f'{self._sequence_number} {self._status}', allow_overwrite=True
+                )
+                for name, text in store.key_value_dir_get(REPORT):
                     assert name
                     return FailureReport(*json.loads(text))
-                return FailureReport(beat=0, all_overdue=False)
+                return FailureReport(sequence_number=0, all_overdue=False)
             for name, line in store.key_value_dir_get(LINES):
                 number = int(name.rpartition('/')[2])
                 before, ticks = self._lines[number]
                 self._lines[number] = (line, 0 if line != before else ticks)
             self._lines = {number: (line, ticks + 1) for number, (line, ticks) in self._lines.items()}
-            verdict = diagnose({number: line for number, (line, _) in self._lines.items()} | {0: f'0 {self._status}'})
+            report = diagnose({number: line for number, (line, _) in self._lines.items()} | {0: f'0 {self._status}'})
             lost = [number for number, (_, ticks) in self._lines.items() if ticks > LOST_TICKS]
-            if lost and not verdict.reason:
-                verdict = FailureReport(0, False, f'process {lost[0]} is gone; start again')
-            verdict = self._verdict if self._verdict.reason else verdict._replace(beat=self._beat)
-            store.key_value_set(f'{VERDICT}/0', json.dumps(verdict), allow_overwrite=True)
-            return verdict
+            if lost and not report.reason:
+                report = FailureReport(0, False, f'process {lost[0]} is gone; start again')
+            report = self._report if self._report.reason else report._replace(sequence_number=self._sequence_number)
+            store.key_value_set(f'{REPORT}/0', json.dumps(report), allow_overwrite=True)
+            return report
 
 
-def part(code: int) -> None:
+def disconnect(code: int) -> None:
     """Takes leave of the others when all have done their work, and before this process ends with `code`.
 
     JAX would wait for one that is lost only now until its heartbeat stays out, and then abort: a run that is done would
@@ -197,7 +199,7 @@ def part(code: int) -> None:
     if _state().client is not None:
         leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         leaving.start()
-        leaving.join(PART_SECONDS)
+        leaving.join(DISCONNECT_SECONDS)
         if leaving.is_alive():
             _end(code)
 
@@ -209,8 +211,8 @@ def diagnose(lines: dict[int, str]) -> FailureReport:
         word, _, rest = status.partition(' ')
         if word == 'left':
             code, _, reason = rest.partition(' ')
-            follow = EXIT_BAD_INPUT if int(code) == EXIT_BAD_INPUT else EXIT_PREEMPTED
-            return FailureReport(0, False, f'process {number}: {reason}', follow)
+            exit_code = EXIT_BAD_INPUT if int(code) == EXIT_BAD_INPUT else EXIT_PREEMPTED
+            return FailureReport(0, False, f'process {number}: {reason}', exit_code)
     return FailureReport(0, all(status == 'overdue' for status in statuses.values()))
 
 
@@ -221,7 +223,7 @@ def _state() -> Any:
     return distributed.global_state
 
 
-def _refuses(address: str) -> bool:
+def _is_refused(address: str) -> bool:
     """Whether nobody listens at an address; one that cannot be reached does not refuse."""
     host, _, port = address.rpartition(':')
     try:

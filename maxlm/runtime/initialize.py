@@ -45,24 +45,24 @@ def initialize(environment: Mapping[str, str] = os.environ) -> None:
         InputError: the variables do not fit together, or the processes' do not.
         NotTogetherError: not all of them came in time.
     """
-    place = detect_process_env(environment)
-    if place is not None and place.num_processes > 1:
-        rendezvous(place.coordinator, place.num_processes, place.process_id, seconds=JOIN_SECONDS)
+    process_env = detect_process_env(environment)
+    if process_env is not None and process_env.num_processes > 1:
+        rendezvous(process_env.coordinator, process_env.num_processes, process_env.process_id, seconds=JOIN_SECONDS)
         _initialize(
-            place.coordinator,
-            coordinator_address=place.coordinator,
-            num_processes=place.num_processes,
-            process_id=place.process_id,
+            process_env.coordinator,
+            coordinator_address=process_env.coordinator,
+            num_processes=process_env.num_processes,
+            process_id=process_env.process_id,
             # An empty list is all devices; without one JAX looks for a cluster that says which.
-            local_device_ids=place.local_devices or [],
+            local_device_ids=process_env.local_devices or [],
         )
-    elif place is not None:
-        if place.local_devices:
-            jax.config.update('jax_cuda_visible_devices', ','.join(map(str, place.local_devices)))
-    elif (tasks := detected_tasks(environment)) is not None:
+    elif process_env is not None:
+        if process_env.local_devices:
+            jax.config.update('jax_cuda_visible_devices', ','.join(map(str, process_env.local_devices)))
+    elif (cluster := detect_cluster(environment)) is not None:
         # JAX would give each task one device, which is wrong for a task that has a node to itself.
-        devices: list[int] | None = [] if tasks.on_this_node == 1 else None
-        _initialize(f'process 0 of {tasks.cluster}', local_device_ids=devices)
+        devices: list[int] | None = [] if cluster.num_local_tasks == 1 else None
+        _initialize(f'process 0 of {cluster.cluster}', local_device_ids=devices)
     elif _on_tpu(environment):
         try:
             _initialize('worker 0 of the TPU pod')
@@ -75,10 +75,10 @@ class ClusterEnv(NamedTuple):
     """What a cluster tells of a job's tasks, in so far as JAX leaves it to us."""
 
     cluster: str
-    on_this_node: int
+    num_local_tasks: int
 
 
-def detected_tasks(environment: Mapping[str, str]) -> ClusterEnv | None:
+def detect_cluster(environment: Mapping[str, str]) -> ClusterEnv | None:
     """The tasks of a Slurm step or an Open MPI job; None where there is one at most.
 
     Raises:
@@ -109,8 +109,10 @@ def detect_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
     missing = [name for name, value in values.items() if not value]
     if missing:
         if len(missing) < len(names) or environment.get(LOCAL_DEVICES):
-            told = [name for name in (*names, LOCAL_DEVICES) if environment.get(name)]
-            raise InputError(f'{", ".join(told)} without {", ".join(missing)}; set all of {", ".join(names)}, or none')
+            present = [name for name in (*names, LOCAL_DEVICES) if environment.get(name)]
+            raise InputError(
+                f'{", ".join(present)} without {", ".join(missing)}; set all of {", ".join(names)}, or none'
+            )
         return None
     num_processes = _natural(NUM_PROCESSES, values[NUM_PROCESSES])
     process_id = _natural(PROCESS_ID, values[PROCESS_ID])
@@ -147,11 +149,11 @@ def _on_tpu(environment: Mapping[str, str]) -> bool:
 def _initialize(coordinator: str, **arguments: object) -> None:
     """`jax.distributed.initialize`, whose own way to say that time is up is an abort."""
 
-    def give_up() -> None:
+    def abort() -> None:
         message = f'{coordinator} and the others did not all come within {JOIN_SECONDS} s; start again'
-        RendezvousError(message).leave()
+        RendezvousError(message).exit_process()
 
-    timer = threading.Timer(JOIN_SECONDS, give_up)
+    timer = threading.Timer(JOIN_SECONDS, abort)
     timer.daemon = True
     timer.start()
     try:

@@ -34,43 +34,45 @@ PRODUCT_NAME = Path('/sys/class/dmi/id/product_name')
 # The server holds a question that long for an answer that has changed.
 WAIT_SECONDS = 60
 # After an answer that is none; doubled up to the second.
-RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 30.0
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 
 
 class MaintenanceEvent(NamedTuple):
     """What follows from a key's new value: words for the log, and whether to stop."""
 
-    text: str
-    stop: bool
+    message: str
+    must_stop: bool
 
 
 def read_preempted(value: str) -> MaintenanceEvent | None:
     """Of `preempted`."""
-    return MaintenanceEvent('notice of preemption', stop=True) if value.upper() == 'TRUE' else None
+    return MaintenanceEvent('notice of preemption', must_stop=True) if value.upper() == 'TRUE' else None
 
 
 def read_maintenance(value: str) -> MaintenanceEvent | None:
     """Of `maintenance-event`."""
     if value.startswith('TERMINATE'):
-        return MaintenanceEvent(f'notice of maintenance ({value})', stop=True)
+        return MaintenanceEvent(f'notice of maintenance ({value})', must_stop=True)
     if value.startswith('MIGRATE'):
-        return MaintenanceEvent(f'the machine is about to be moved ({value}); going on', stop=False)
+        return MaintenanceEvent(f'the machine is about to be moved ({value}); going on', must_stop=False)
     return None
 
 
 def read_upcoming(value: str) -> MaintenanceEvent | None:
     """Of `upcoming-maintenance`, an object in JSON."""
     try:
-        facts = parse_json(value)
+        fields = parse_json(value)
     except ValueError:
         return None
-    facts = {key.lower().replace('_', ''): str(text) for key, text in facts.items()} if isinstance(facts, dict) else {}
-    status = facts.get('maintenancestatus', '')
+    fields = (
+        {key.lower().replace('_', ''): str(text) for key, text in fields.items()} if isinstance(fields, dict) else {}
+    )
+    status = fields.get('maintenancestatus', '')
     if status == 'ONGOING':
-        return MaintenanceEvent('maintenance of the machine has begun', stop=True)
+        return MaintenanceEvent('maintenance of the machine has begun', must_stop=True)
     if status == 'PENDING':
         return MaintenanceEvent(
-            f'maintenance is due from {facts.get("windowstarttime", "a time not told")} on', stop=False
+            f'maintenance is due from {fields.get("windowstarttime", "a time not told")} on', must_stop=False
         )
     return None
 
@@ -101,16 +103,16 @@ class MaintenanceWatcher:
     Neither a server that fails nor one that is silent disturbs the run.
     """
 
-    def __init__(self, stop: Callable[[str], None], *, tell: Callable[[str], None] = logger.warning, host: str = ''):
+    def __init__(self, stop: Callable[[str], None], *, warn: Callable[[str], None] = logger.warning, host: str = ''):
         """
         Args:
             stop: called with the words of a notice after which the run must stop, from a thread of its own.
             tell: called with the words of the others.
             host: of the metadata server; '' = as `metadata_host` says.
         """
-        self._stop, self._tell = stop, tell
+        self._stop, self._warn = stop, warn
         self._host = host or metadata_host()
-        self._left = threading.Event()
+        self._closed = threading.Event()
         # The machine's own network, which no proxy reaches.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -122,39 +124,39 @@ class MaintenanceWatcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
+        self._closed.set()
 
     def _watch(self, key: str) -> None:
-        tag, before, pause = '', None, RETRY_SECONDS
-        while not self._left.is_set():
+        tag, previous, pause = '', None, RETRY_SECONDS
+        while not self._closed.is_set():
             try:
-                tag, value = self._ask(key, tag)
+                tag, value = self._fetch(key, tag)
                 pause = RETRY_SECONDS
             except urllib.error.HTTPError as error:
                 # 404 and 503 are how it says that there is no notice.
                 error.close()
                 tag, value = '', ''
             except (OSError, http.client.HTTPException, ValueError):
-                self._left.wait(pause)
-                pause = min(pause * 2, LONGEST_RETRY_SECONDS)
+                self._closed.wait(pause)
+                pause = min(pause * 2, MAX_RETRY_SECONDS)
                 continue
-            if self._left.is_set():
+            if self._closed.is_set():
                 return
-            notice = READERS[key](value)
-            if notice and value != before:
-                if before is None and notice.stop:
-                    self._tell(f'{notice.text}, from before this start: going on until a signal comes')
-                elif notice.stop:
-                    self._stop(notice.text)
+            event = READERS[key](value)
+            if event and value != previous:
+                if previous is None and event.must_stop:
+                    self._warn(f'{event.message}, from before this start: going on until a signal comes')
+                elif event.must_stop:
+                    self._stop(event.message)
                 else:
-                    self._tell(notice.text)
-            before = value
+                    self._warn(event.message)
+            previous = value
             if not tag:
                 # The server has not waited.
-                self._left.wait(pause)
-                pause = min(pause * 2, LONGEST_RETRY_SECONDS)
+                self._closed.wait(pause)
+                pause = min(pause * 2, MAX_RETRY_SECONDS)
 
-    def _ask(self, key: str, tag: str) -> tuple[str, str]:
+    def _fetch(self, key: str, tag: str) -> tuple[str, str]:
         """Waits for a value that is not the one of `tag`; returns the new one's tag and the value."""
         path, _, query = key.partition('?')
         words = urllib.parse.parse_qsl(query)

@@ -24,14 +24,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = ''  # the signal's name, or what a notice said
-        self._signalled = False
-        self._asked = 0
-        self._together = jax.process_count() > 1
+        self._was_signalled = False
+        self._num_checks = 0
+        self._is_multiprocess = jax.process_count() > 1
         # Signal number → handler before; Python types a handler in several ways.
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT,) if self._together else (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT,) if self._is_multiprocess else (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -44,27 +44,27 @@ class StopRequest:
         if self.requested:
             return
         self.requested = reason
-        if self._together:
+        if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def reached(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether to stop now; all processes ask once after every step, and all hear the same."""
-        if not self._together:
+        if not self._is_multiprocess:
             return bool(self.requested)
         # Not the number of the step: a run that goes back would ask for the same again.
-        self._asked += 1
-        if not multihost_utils.reached_preemption_sync_point(self._asked):
+        self._num_checks += 1
+        if not multihost_utils.reached_preemption_sync_point(self._num_checks):
             return False
         self.requested = self.requested or 'SIGTERM in one of the processes'
         return True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # After a notice the first Ctrl-C is still a first one.
-        if number == signal.SIGINT and self._signalled:
+        if number == signal.SIGINT and self._was_signalled:
             raise KeyboardInterrupt
-        self._signalled = True
+        self._was_signalled = True
         self.requested = self.requested or signal.Signals(number).name
-        if self._together:
+        if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -24,7 +24,7 @@ LINE_SECONDS = 2.0
 class RendezvousError(Exception):
     """The processes of a run did not all come; starting again can help. The message is one line."""
 
-    def leave(self) -> NoReturn:
+    def exit_process(self) -> NoReturn:
         """Ends the process from any thread, with a line and exit code 75."""
         print(f'error: {self}', file=sys.stderr, flush=True)
         os._exit(EXIT_PREEMPTED)
@@ -46,34 +46,36 @@ def rendezvous(coordinator: str, num_processes: int, process_id: int, *, seconds
     host, _, port = coordinator.rpartition(':')
     deadline = time.monotonic() + seconds
     if process_id == 0:
-        _receive(coordinator, int(port), num_processes, deadline, seconds)
+        _accept_all(coordinator, int(port), num_processes, deadline, seconds)
     else:
-        _come(coordinator, (host.strip('[]'), int(port)), f'maxlm {num_processes} {process_id}', deadline, seconds)
+        _connect(coordinator, (host.strip('[]'), int(port)), f'maxlm {num_processes} {process_id}', deadline, seconds)
 
 
-def _receive(coordinator: str, port: int, num_processes: int, deadline: float, seconds: float) -> None:
+def _accept_all(coordinator: str, port: int, num_processes: int, deadline: float, seconds: float) -> None:
     """Process 0's part."""
-    came: dict[int, socket.socket] = {}
+    connections: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listen(coordinator, port))
-        while len(came) < num_processes - 1:
+        while len(connections) < num_processes - 1:
             if time.monotonic() > deadline:
-                missing = [str(number) for number in range(1, num_processes) if number not in came]
-                told = ', '.join(missing[:8]) + (', …' if len(missing) > 8 else '')
+                missing = [str(number) for number in range(1, num_processes) if number not in connections]
+                listed = ', '.join(missing[:8]) + (', …' if len(missing) > 8 else '')
                 late = (
-                    f'{len(came) + 1} of {num_processes} processes came to {coordinator} within {seconds:g} s; '
-                    f'missing: {told}; start again'
+                    f'{len(connections) + 1} of {num_processes} processes came to {coordinator} within {seconds:g} s; '
+                    f'missing: {listed}; start again'
                 )
-                _answer(came, f'late {late}')
+                _answer(connections, f'late {late}')
                 raise RendezvousError(late)
             with contextlib.suppress(TimeoutError):
                 connection = stack.enter_context(listener.accept()[0])
-                number = _welcome(connection, num_processes, came)
+                number = _accept(connection, num_processes, connections)
                 if number is not None:
-                    came[number] = connection
+                    connections[number] = connection
             # Who has gone while it waited comes again, as another connection.
-            came = {number: connection for number, connection in came.items() if _waits(connection)}
-        _answer(came, 'go')
+            connections = {
+                number: connection for number, connection in connections.items() if _is_connected(connection)
+            }
+        _answer(connections, 'go')
 
 
 def _listen(coordinator: str, port: int) -> socket.socket:
@@ -90,7 +92,7 @@ def _listen(coordinator: str, port: int) -> socket.socket:
     return listener
 
 
-def _welcome(connection: socket.socket, num_processes: int, came: dict[int, socket.socket]) -> int | None:
+def _accept(connection: socket.socket, num_processes: int, connections: dict[int, socket.socket]) -> int | None:
     """The number of the process that has come; None if it is none of this run.
 
     Raises:
@@ -103,16 +105,16 @@ def _welcome(connection: socket.socket, num_processes: int, came: dict[int, sock
     wrong = ''
     if int(words[1]) != num_processes:
         wrong = f'MAXLM_NUM_PROCESSES={num_processes} in process 0 and {words[1]} in process {number}'
-    elif number in came and _waits(came[number]):
+    elif number in connections and _is_connected(connections[number]):
         wrong = f'MAXLM_PROCESS_ID={number} in two processes'
     if wrong:
         message = f'{wrong}; give each its own number from 0 to MAXLM_NUM_PROCESSES - 1, the same for all'
-        _answer({**came, -1: connection}, f'no {message}')
+        _answer({**connections, -1: connection}, f'no {message}')
         raise InputError(message)
     return number
 
 
-def _come(coordinator: str, address: tuple[str, int], greeting: str, deadline: float, seconds: float) -> None:
+def _connect(coordinator: str, address: tuple[str, int], greeting: str, deadline: float, seconds: float) -> None:
     """The part of all processes but the first."""
     reason = 'no answer'
     while time.monotonic() < deadline:
@@ -145,7 +147,7 @@ def _answer(connections: dict[int, socket.socket], line: str) -> None:
             connection.sendall(f'{line}\n'.encode())
 
 
-def _waits(connection: socket.socket) -> bool:
+def _is_connected(connection: socket.socket) -> bool:
     """Whether the other side is still there: nothing has come since its first line, no end either."""
     connection.setblocking(False)
     try:

@@ -16,15 +16,15 @@ from maxlm.log import RUN_LOG
 from maxlm.runtime.heartbeat import Heartbeats
 
 TICKS = 10
-LONGEST_TICK_SECONDS = 1.0
+MAX_TICK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Doing:
+class _Activity:
     """What the main thread is about from one sign of life to the next; each one is told from all others."""
 
     in_phase: bool = False
-    waiting: bool = False
+    is_waiting: bool = False
 
 
 class Watchdog:
@@ -34,7 +34,7 @@ class Watchdog:
     where, and ends by itself only when all processes wait: then none of them is at fault.
     """
 
-    def __init__(self, seconds: float, peers: Heartbeats, workdir: Path | None = None):
+    def __init__(self, seconds: float, heartbeats: Heartbeats, workdir: Path | None = None):
         """
         Args:
             seconds: without a step, outside of phases; 0 = never mind.
@@ -42,11 +42,11 @@ class Watchdog:
             workdir: where run.log gets the stacks too.
         """
         self._seconds = seconds
-        self._peers = peers
+        self._heartbeats = heartbeats
         self._workdir = workdir
         # Only the main thread sets it, as one value: the watching thread never sees half of a change. In a phase until
         # `start`.
-        self._doing = _Doing(in_phase=True)
+        self._activity = _Activity(in_phase=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name='watchdog')
 
@@ -59,28 +59,28 @@ class Watchdog:
         self._stop.set()
         if self._seconds:
             self._thread.join()
-        self._peers.set_overdue(False)
+        self._heartbeats.set_overdue(False)
 
     def start(self) -> None:
         """The first step is about to begin."""
-        self._doing = _Doing()
+        self._activity = _Activity()
 
     def finish(self) -> None:
         """There will be no more steps. Not called after an error: to clean up after one must not take for ever."""
-        self._doing = _Doing(in_phase=True)
+        self._activity = _Activity(in_phase=True)
 
     def step_done(self) -> None:
         """There is progress."""
-        self._doing = _Doing()
+        self._activity = _Activity()
 
     @contextlib.contextmanager
     def phase(self) -> Iterator[None]:
         """What happens inside may take long: compiling, evaluating, saving."""
-        self._doing = _Doing(in_phase=True)
+        self._activity = _Activity(in_phase=True)
         try:
             yield
         finally:
-            self._doing = _Doing()
+            self._activity = _Activity()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -88,30 +88,30 @@ class Watchdog:
 
         What it waited for has come when it leaves: that is progress, however long it took.
         """
-        self._doing = _Doing(waiting=True)
+        self._activity = _Activity(is_waiting=True)
         try:
             yield
         finally:
-            self._doing = _Doing()
+            self._activity = _Activity()
 
     def _watch(self) -> None:
-        tick = min(self._seconds / TICKS, LONGEST_TICK_SECONDS)
+        tick = min(self._seconds / TICKS, MAX_TICK_SECONDS)
         then = time.monotonic()
-        seen, age = self._doing, 0.0
+        last_activity, age = self._activity, 0.0
         while not self._stop.wait(tick):
             now = time.monotonic()
-            doing = self._doing
+            activity = self._activity
             # A process that was suspended has not been stuck.
-            age = age + min(now - then, 2 * tick) if doing is seen else 0.0
-            then, seen = now, doing
-            overdue = age > self._seconds and not doing.in_phase
-            self._peers.set_overdue(overdue and doing.waiting)
+            age = age + min(now - then, 2 * tick) if activity is last_activity else 0.0
+            then, last_activity = now, activity
+            overdue = age > self._seconds and not activity.in_phase
+            self._heartbeats.set_overdue(overdue and activity.is_waiting)
             # The last look: who has gone on meanwhile is left alone.
-            if overdue and (not doing.waiting or self._peers.all_overdue) and self._doing is doing:
-                self._give_up(doing)
+            if overdue and (not activity.is_waiting or self._heartbeats.all_overdue) and self._activity is activity:
+                self._abort(activity)
 
-    def _give_up(self, doing: _Doing) -> None:
-        where = 'waiting for its devices' if doing.waiting else 'outside of its devices'
+    def _abort(self, activity: _Activity) -> None:
+        where = 'waiting for its devices' if activity.is_waiting else 'outside of its devices'
         reason = f'stuck: no step for {self._seconds:g} s (train.hang_timeout_seconds), {where}; start again'
         with contextlib.ExitStack() as stack:
             files = [sys.stderr]
@@ -120,4 +120,4 @@ class Watchdog:
             for file in files:
                 print(reason, file=file, flush=True)
                 faulthandler.dump_traceback(file=file, all_threads=True)
-        self._peers.leave(EXIT_PREEMPTED, reason)
+        self._heartbeats.exit_all(EXIT_PREEMPTED, reason)

@@ -69,7 +69,7 @@ class Alerts:
         workdir: Path,
         *,
         process: int = 0,
-        record: Callable[[str, str], None] = lambda kind, message: None,
+        on_alert: Callable[[str, str], None] = lambda kind, message: None,
         interval_seconds: float = INTERVAL_SECONDS,
     ):
         """
@@ -84,68 +84,68 @@ class Alerts:
             InputError: the variable that is to hold the webhook's URL does not.
         """
         self._run, self._host = workdir.resolve().name, socket.gethostname()
-        self._record = record
+        self._on_alert = on_alert
         self._interval = interval_seconds
         # The name of a place, for messages → what brings an alert there.
-        self._places: dict[str, Callable[[Alert], None]] = {}
+        self._channels: dict[str, Callable[[Alert], None]] = {}
         if config.file and not process:
-            self._places['alerts.file'] = lambda alert: _append(workdir / Path(config.file).expanduser(), alert)
+            self._channels['alerts.file'] = lambda alert: _append(workdir / Path(config.file).expanduser(), alert)
         if config.command and not process:
-            self._places['alerts.command'] = lambda alert: _run(config.command, alert)
+            self._channels['alerts.command'] = lambda alert: _run(config.command, alert)
         if config.webhook_env_var and not process:
             url = os.environ.get(config.webhook_env_var, '')
             if not url.startswith(('http://', 'https://')):
                 raise InputError(
                     f'alerts.webhook_env_var={config.webhook_env_var}: this environment variable holds no URL, https://…'
                 )
-            self._places['alerts.webhook_env_var'] = lambda alert: _post(url, alert)
+            self._channels['alerts.webhook_env_var'] = lambda alert: _post(url, alert)
         self._failing: set[str] = set()
         # By kind; so there are never more than there are kinds.
         self._pending: dict[str, Alert] = {}
-        self._sent: dict[str, float] = {}
+        self._last_sent: dict[str, float] = {}
         self._closing = False
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._deliver, daemon=True, name='alerts')
 
     def __enter__(self) -> Alerts:
-        if self._places:
+        if self._channels:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
+        with self._condition:
             self._closing = True
-            self._changed.notify()
-        if self._places:
+            self._condition.notify()
+        if self._channels:
             self._thread.join(CLOSE_SECONDS)
 
     def send(self, kind: str, message: str) -> None:
         """Logs a warning and has it sent; returns at once, and never raises."""
         message = ' '.join(message.split())
         logger.warning(f'{kind}: {message}')
-        self._record(kind, message)
-        if not self._places:
+        self._on_alert(kind, message)
+        if not self._channels:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
-        with self._changed:
+        with self._condition:
             before = self._pending.get(kind)
             held_back = before.held_back + 1 if before else 0
             self._pending[kind] = Alert(now, self._run, self._host, kind, message, held_back)
-            self._changed.notify()
+            self._condition.notify()
 
     def _deliver(self) -> None:
         while True:
-            with self._changed:
+            with self._condition:
                 while not (ready := self._ready()):
                     if self._closing:
                         return
-                    dues = [self._sent[kind] + self._interval - time.monotonic() for kind in self._pending]
-                    self._changed.wait(min(dues, default=None))
+                    delays = [self._last_sent[kind] + self._interval - time.monotonic() for kind in self._pending]
+                    self._condition.wait(min(delays, default=None))
                 alerts = [self._pending.pop(kind) for kind in ready]
-                self._sent |= dict.fromkeys(ready, time.monotonic())
+                self._last_sent |= dict.fromkeys(ready, time.monotonic())
             for alert in alerts:
-                for place, bring in self._places.items():
-                    self._try(place, bring, alert)
+                for channel, send in self._channels.items():
+                    self._try(channel, send, alert)
 
     def _ready(self) -> list[str]:
         """The kinds that may go out now."""
@@ -153,19 +153,19 @@ class Alerts:
         return [
             kind
             for kind in self._pending
-            if self._closing or now - self._sent.get(kind, -self._interval) >= self._interval
+            if self._closing or now - self._last_sent.get(kind, -self._interval) >= self._interval
         ]
 
-    def _try(self, place: str, bring: Callable[[Alert], None], alert: Alert) -> None:
+    def _try(self, channel: str, send: Callable[[Alert], None], alert: Alert) -> None:
         try:
-            bring(alert)
+            send(alert)
         except Exception as error:
             # The message of an error may hold the address that it was about, which is a secret.
-            if place not in self._failing:
-                logger.warning(f'{place}: an alert could not be sent ({_reason(error)})')
-            self._failing.add(place)
+            if channel not in self._failing:
+                logger.warning(f'{channel}: an alert could not be sent ({_reason(error)})')
+            self._failing.add(channel)
         else:
-            self._failing.discard(place)
+            self._failing.discard(channel)
 
 
 def _reason(error: Exception) -> str:

@@ -23,7 +23,9 @@ def price_of(config: Config, device_kind: str) -> Price | None:
     return price_per_hour(chip)
 
 
-def cost_metrics(seconds: float, dollars: float | None, *, dollars_per_hour: float, left: float) -> dict[str, float]:
+def cost_metrics(
+    seconds: float, dollars: float | None, *, dollars_per_hour: float, seconds_left: float
+) -> dict[str, float]:
     """The `cost/…` metrics.
 
     Args:
@@ -33,12 +35,12 @@ def cost_metrics(seconds: float, dollars: float | None, *, dollars_per_hour: flo
         left: seconds until its end at the present pace; nan = not known.
     """
     metrics = {'cost/hours': seconds / HOUR}
-    if math.isfinite(left):
-        metrics['perf/eta_seconds'] = left
+    if math.isfinite(seconds_left):
+        metrics['perf/eta_seconds'] = seconds_left
     if dollars is not None:
         metrics['cost/dollars'] = dollars
-        if math.isfinite(left):
-            metrics['cost/projected_dollars'] = dollars + left / HOUR * dollars_per_hour
+        if math.isfinite(seconds_left):
+            metrics['cost/projected_dollars'] = dollars + seconds_left / HOUR * dollars_per_hour
     return metrics
 
 

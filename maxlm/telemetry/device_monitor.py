@@ -38,8 +38,8 @@ class DeviceReadings:
         self,
         workdir: Path,
         *,
-        seconds: float,
-        life: int,
+        interval_seconds: float,
+        attempt: int,
         process: int = 0,
         accelerators: Callable[[], list[Reading]] = list,
     ):
@@ -52,18 +52,18 @@ class DeviceReadings:
             accelerators: reads them: `Accelerators.read`.
         """
         self._writer = JsonlWriter(workdir / file_name(process))
-        self._seconds = seconds
-        self._facts = {'life': life, 'process': process, 'host': socket.gethostname()}
+        self._interval_seconds = interval_seconds
+        self._common_fields = {'life': attempt, 'process': process, 'host': socket.gethostname()}
         self._accelerators = accelerators
         self._host = Host(workdir)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True, name='devices')
+        self._thread = threading.Thread(target=self._run, daemon=True, name='devices')
         self._lock = threading.Lock()
         # Since `metrics` was asked last.
         self._recent: list[Reading] = []
 
     def __enter__(self) -> DeviceReadings:
-        if self._seconds:
+        if self._interval_seconds:
             self._thread.start()
         return self
 
@@ -76,32 +76,32 @@ class DeviceReadings:
         """Means of the readings since the last call, by the names of METRICS; nothing if there was none."""
         with self._lock:
             recent, self._recent = self._recent, []
-        told = [summarize(reading) for reading in recent]
-        names = {name: None for metrics in told for name in metrics}
-        return {name: _mean([metrics[name] for metrics in told if name in metrics]) for name in names}
+        summaries = [summarize(reading) for reading in recent]
+        names = {name: None for metrics in summaries for name in metrics}
+        return {name: _mean([metrics[name] for metrics in summaries if name in metrics]) for name in names}
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             # Of a shorter time its use is not known.
-            if self._closing.wait(min(self._seconds, 1.0)):
+            if self._closing.wait(min(self._interval_seconds, 1.0)):
                 return
             while True:
-                reading = self._take()
+                reading = self._read()
                 self._writer.write(reading)
                 with self._lock:
                     self._recent.append(reading)
-                if self._closing.wait(self._seconds):
+                if self._closing.wait(self._interval_seconds):
                     return
         # Whatever it is, the run has nothing to do with it.
         except Exception as error:
             logger.warning(f'there are no more readings of the machine ({type(error).__name__}: {error})')
 
-    def _take(self) -> Reading:
+    def _read(self) -> Reading:
         try:
             devices = self._accelerators()
         except Exception:
             devices = []
-        return {'time': round(time.time(), 3), **self._facts, **self._host.read(), 'devices': devices}
+        return {'time': round(time.time(), 3), **self._common_fields, **self._host.read(), 'devices': devices}
 
 
 class Host:
@@ -113,20 +113,20 @@ class Host:
         # The first call of both has nothing to compare with.
         psutil.cpu_percent()
         self._process.cpu_percent()
-        self._before = time.monotonic(), _traffic()
+        self._previous = time.monotonic(), _traffic()
 
     def read(self) -> Reading:
         """What the machine tells; a key that it does not is absent."""
-        memory = _told(psutil.virtual_memory)
+        memory = _try_read(psutil.virtual_memory)
         now, traffic = time.monotonic(), _traffic()
-        (then, before), self._before = self._before, (now, traffic)
-        disk = _told(lambda: shutil.disk_usage(self._workdir))
+        (then, before), self._previous = self._previous, (now, traffic)
+        disk = _try_read(lambda: shutil.disk_usage(self._workdir))
         reading = {
-            'cpu_percent': _told(psutil.cpu_percent),
-            'process_cpu_percent': _told(self._process.cpu_percent),
+            'cpu_percent': _try_read(psutil.cpu_percent),
+            'process_cpu_percent': _try_read(self._process.cpu_percent),
             'ram_bytes': memory and memory.total - memory.available,
             'ram_total_bytes': memory and memory.total,
-            'process_ram_bytes': _told(lambda: self._process.memory_info().rss),
+            'process_ram_bytes': _try_read(lambda: self._process.memory_info().rss),
             'disk_free_bytes': disk and disk.free,
             **{
                 f'{name}_bytes_per_second': round(max(0, count - before[name]) / max(now - then, 1e-3))
@@ -141,9 +141,9 @@ def summarize(reading: Reading) -> dict[str, float]:
     """The metrics of a reading: over devices the mean use and memory, the hottest, and the power of all."""
     devices = reading['devices']
 
-    def of_devices(key: str, together: Callable[[list[float]], float]) -> float | None:
+    def of_devices(key: str, reduce: Callable[[list[float]], float]) -> float | None:
         values = [device[key] for device in devices if key in device]
-        return together(values) if values else None
+        return reduce(values) if values else None
 
     def scaled(value: float | None, unit: float) -> float | None:
         return None if value is None else value / unit
@@ -166,8 +166,8 @@ def summarize(reading: Reading) -> dict[str, float]:
 
 def _traffic() -> dict[str, int]:
     """Bytes so far by disk and network; those that stay within the machine are no traffic."""
-    disk = _told(psutil.disk_io_counters)
-    cards = _told(lambda: psutil.net_io_counters(pernic=True)) or {}
+    disk = _try_read(psutil.disk_io_counters)
+    cards = _try_read(lambda: psutil.net_io_counters(pernic=True)) or {}
     outside = [counters for name, counters in cards.items() if name != 'lo']
     return {
         **({'disk_read': disk.read_bytes, 'disk_write': disk.write_bytes} if disk else {}),
@@ -176,10 +176,10 @@ def _traffic() -> dict[str, int]:
     }
 
 
-def _told(question: Callable[[], Any]) -> Any:
+def _try_read(read: Callable[[], Any]) -> Any:
     """The answer; None where this machine has none."""
     try:
-        return question()
+        return read()
     except (psutil.Error, OSError, RuntimeError, NotImplementedError):
         return None
 

@@ -35,8 +35,8 @@ _GIT_SECONDS = 5.0
 
 def command(argv: Sequence[str] | None = None) -> list[str]:
     """What starts this run again, without what URLs in it may keep secret; by default with this process's words."""
-    words = sys.argv[1:] if argv is None else argv
-    return ['python', '-m', 'maxlm.train', *map(redact, words)]
+    args = sys.argv[1:] if argv is None else argv
+    return ['python', '-m', 'maxlm.train', *map(redact, args)]
 
 
 def versions(driver: Path = NVIDIA_DRIVER) -> dict[str, str]:
@@ -46,8 +46,8 @@ def versions(driver: Path = NVIDIA_DRIVER) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(distribution)
     with contextlib.suppress(OSError):
-        if told := re.search(r'\b(\d{3}\.\d{2,3}(\.\d+)?)\b', driver.read_text()):
-            found['cuda_driver'] = told[1]
+        if match := re.search(r'\b(\d{3}\.\d{2,3}(\.\d+)?)\b', driver.read_text()):
+            found['cuda_driver'] = match[1]
     return found
 
 
@@ -75,9 +75,9 @@ def devices() -> dict[str, Any]:
     }
 
 
-def _git(directory: Path, *words: str) -> str:
+def _git(directory: Path, *args: str) -> str:
     return subprocess.run(
-        ['git', '-C', str(directory), *words],
+        ['git', '-C', str(directory), *args],
         # It shall read only: `status` would bring its index up to date.
         env={**os.environ, 'GIT_OPTIONAL_LOCKS': '0'},
         check=True,

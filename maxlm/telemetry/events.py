@@ -22,7 +22,7 @@ ENDS = ('finished', 'preempted', 'failed', 'diverged')
 class Events:
     """Appends to the file, from any thread. That it cannot be written ends nothing."""
 
-    def __init__(self, workdir: Path, life: int, *, clock: Callable[[], float] = time.time):
+    def __init__(self, workdir: Path, attempt: int, *, clock: Callable[[], float] = time.time):
         """
         Args:
             workdir: of the run.
@@ -30,7 +30,7 @@ class Events:
             clock: seconds since 1970.
         """
         self._writer = JsonlWriter(workdir / EVENTS_FILE)
-        self._life, self._clock = life, clock
+        self._attempt, self._clock = attempt, clock
         self._lock = threading.Lock()
         self._newest: dict[str, Any] | None = None
 
@@ -38,7 +38,7 @@ class Events:
         """One more event; `extra` is JSON. Nothing comes after the end of a life."""
         event = {
             'time': round(self._clock(), 3),
-            'life': self._life,
+            'life': self._attempt,
             'step': step,
             'kind': kind,
             'message': ' '.join(message.split()),

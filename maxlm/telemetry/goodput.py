@@ -18,17 +18,17 @@ from maxlm.storage.jsonl import read_lines, truncation_note
 from maxlm.workdir.files import goodput_name
 
 # What a process can be doing, in the order in which it is told.
-LIVE = ('start', 'compile', 'restore', 'step', 'rollout', 'data_wait', 'evaluation', 'checkpoint', 'other')
+ACTIVITIES = ('start', 'compile', 'restore', 'step', 'rollout', 'data_wait', 'evaluation', 'checkpoint', 'other')
 # Those that a line does not have that was written before there was such a thing.
-YOUNGER = ('rollout',)
+ADDED_LATER = ('rollout',)
 # Without which no model would come about.
-OF_USE = ('step', 'rollout')
+PRODUCTIVE = ('step', 'rollout')
 # Steps that were done again; nothing ran between two lives.
-CATEGORIES = (*LIVE, 'lost', 'idle')
+CATEGORIES = (*ACTIVITIES, 'lost', 'idle')
 # What is lost with a step.
-OF_STEPS = ('step', 'rollout', 'data_wait', 'evaluation')
+STEP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation')
 # Lines that stay when a file is made shorter, besides the last one of each life.
-_LASTING = ('saved', 'rollback')
+_PERMANENT = ('saved', 'rollback')
 
 
 class Attempt(NamedTuple):
@@ -49,26 +49,26 @@ class Attempt(NamedTuple):
 
     number: int
     host: str
-    began: float
+    start_time: float
     time: float
     start_step: int | None
     step: int | None
     saved_step: int | None
     seconds: dict[str, float]
     dollars: float | None
-    closed: bool
+    is_closed: bool
 
 
 class GoodputLog(NamedTuple):
     """The lives of one process of a run, oldest first, and what of its file could not be read."""
 
-    lives: list[Attempt]
+    attempts: list[Attempt]
     notes: list[str]
 
     @property
     def totals(self) -> dict[str, float]:
         """Seconds by category over all lives."""
-        return {name: sum(life.seconds[name] for life in self.lives) for name in CATEGORIES}
+        return {name: sum(attempt.seconds[name] for attempt in self.attempts) for name in CATEGORIES}
 
     @property
     def seconds(self) -> float:
@@ -76,15 +76,15 @@ class GoodputLog(NamedTuple):
         return sum(self.totals.values())
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Seconds of steps that count, rollouts included, as a share of all; 0 of a run without lines."""
-        return sum(self.totals[name] for name in OF_USE) / self.seconds if self.lives else 0.0
+        return sum(self.totals[name] for name in PRODUCTIVE) / self.seconds if self.attempts else 0.0
 
     @property
     def dollars(self) -> float | None:
         """Of all lives whose price is known; None where no price is."""
-        known = [life.dollars for life in self.lives if life.dollars is not None]
-        return sum(known) if known else None
+        costs = [attempt.dollars for attempt in self.attempts if attempt.dollars is not None]
+        return sum(costs) if costs else None
 
 
 def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) -> GoodputLog:
@@ -93,18 +93,18 @@ def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) ->
     Args:
         workdir: of the run.
         process: its number.
-        count_lost: as for `account`.
+        count_lost: as for `attempts_of`.
 
     Raises:
         InputError: a line that is not the last is not JSON, or is not one of a ledger.
     """
     name = goodput_name(process)
-    lines, torn = read_lines(workdir / name)
+    lines, truncated = read_lines(workdir / name)
     try:
-        lives = attempts_of(lines, count_lost=count_lost)
+        attempts = attempts_of(lines, count_lost=count_lost)
     except (KeyError, TypeError) as error:
         raise InputError(f'{workdir / name}: not a ledger that maxlm wrote ({error!r}); move it elsewhere') from error
-    return GoodputLog(lives, [truncation_note(name)] if torn else [])
+    return GoodputLog(attempts, [truncation_note(name)] if truncated else [])
 
 
 def attempts_of(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> list[Attempt]:
@@ -117,94 +117,94 @@ def attempts_of(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> 
         lines: oldest first.
         count_lost: without it they stay what they were.
     """
-    lives: list[Attempt] = []
-    stretches: list[_Stretch] = []
+    attempts: list[Attempt] = []
+    intervals: list[_Interval] = []
     for _, group in itertools.groupby(lines, key=lambda line: line['life']):
         own = list(group)
-        life = _life(own, lives[-1].time if lives else own[0]['began'])
-        lives.append(life)
-        if count_lost and life.start_step is not None:
-            _go_back(stretches, life.start_step)
-        for before, line in itertools.pairwise([{'step': life.start_step, 'seconds': {}}, *own]):
+        attempt = _make_attempt(own, attempts[-1].time if attempts else own[0]['began'])
+        attempts.append(attempt)
+        if count_lost and attempt.start_step is not None:
+            _mark_lost_after(intervals, attempt.start_step)
+        for before, line in itertools.pairwise([{'step': attempt.start_step, 'seconds': {}}, *own]):
             if line['step'] is None:
                 continue
-            stretches.append(_stretch(life, before, line))
+            intervals.append(_make_interval(attempt, before, line))
             if count_lost and line['why'] == 'rollback':
-                _go_back(stretches, line['step'])
-    return lives
+                _mark_lost_after(intervals, line['step'])
+    return attempts
 
 
 @dataclasses.dataclass
-class _Stretch:
+class _Interval:
     """What the steps after `first` up to `last` took, between two lines of a life."""
 
-    life: Attempt
+    attempt: Attempt
     first: int
     last: int
     seconds: dict[str, float]
     # The life ended with it, and with no step that was only begun.
-    final: bool
+    is_final: bool
 
-    def lose(self, share: float) -> None:
+    def mark_lost(self, fraction: float) -> None:
         for name, seconds in self.seconds.items():
-            self.life.seconds[name] -= share * seconds
-            self.life.seconds['lost'] += share * seconds
+            self.attempt.seconds[name] -= fraction * seconds
+            self.attempt.seconds['lost'] += fraction * seconds
 
 
-def _life(own: Sequence[dict[str, Any]], ended: float) -> Attempt:
+def _make_attempt(lines: Sequence[dict[str, Any]], previous_end: float) -> Attempt:
     """From its lines, and the time of the last line before them."""
-    began, last = own[0]['began'], own[-1]
-    seconds = {name: seconds_of(last, name) for name in LIVE}
+    began, last = lines[0]['began'], lines[-1]
+    seconds = {name: seconds_of(last, name) for name in ACTIVITIES}
     # Clocks of two machines differ.
-    seconds |= {'lost': 0.0, 'idle': max(0.0, began - ended)}
+    seconds |= {'lost': 0.0, 'idle': max(0.0, began - previous_end)}
     return Attempt(
         number=last['life'],
         host=last['host'],
-        began=began,
+        start_time=began,
         time=last['time'],
         start_step=last['start_step'],
         step=last['step'],
         saved_step=last['saved_step'],
         seconds=seconds,
         dollars=last['dollars'],
-        closed=last['why'] == 'end',
+        is_closed=last['why'] == 'end',
     )
 
 
 def seconds_of(line: dict[str, Any], name: str) -> float:
     """What a line has under a category; KeyError where it should have it and has not."""
     seconds = line['seconds']
-    return float(seconds.get(name, 0.0) if name in YOUNGER else seconds[name])
+    return float(seconds.get(name, 0.0) if name in ADDED_LATER else seconds[name])
 
 
-def _stretch(life: Attempt, before: dict[str, Any], line: dict[str, Any]) -> _Stretch:
-    first = before['step'] if before['step'] is not None else life.start_step or 0
-    seconds = {name: seconds_of(line, name) - before['seconds'].get(name, 0.0) for name in OF_STEPS}
+def _make_interval(attempt: Attempt, before: dict[str, Any], line: dict[str, Any]) -> _Interval:
+    first = before['step'] if before['step'] is not None else attempt.start_step or 0
+    seconds = {name: seconds_of(line, name) - before['seconds'].get(name, 0.0) for name in STEP_CATEGORIES}
     # The line of a rollback has the step that it goes back to.
-    return _Stretch(life, first, max(first, line['step']), seconds, line['why'] == 'end')
+    return _Interval(attempt, first, max(first, line['step']), seconds, line['why'] == 'end')
 
 
-def _go_back(stretches: list[_Stretch], step: int) -> None:
+def _mark_lost_after(intervals: list[_Interval], step: int) -> None:
     """The run goes on from an older step: what was done behind it is lost."""
-    while stretches:
-        newest = stretches[-1]
-        begun_only = newest.first == newest.last == step and not newest.final
-        if newest.last <= step and not begun_only:
+    while intervals:
+        newest = intervals[-1]
+        is_unfinished = newest.first == newest.last == step and not newest.is_final
+        if newest.last <= step and not is_unfinished:
             return
         if newest.first < step:
             # No line tells when it was done.
-            newest.lose((newest.last - step) / (newest.last - newest.first))
+            newest.mark_lost((newest.last - step) / (newest.last - newest.first))
             newest.last = step
             return
-        newest.lose(1.0)
-        stretches.pop()
+        newest.mark_lost(1.0)
+        intervals.pop()
 
 
-def shorter(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that must stay for `account` to come to the same: the last of each life, and those of saves."""
-    kept = []
+def compact(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that must stay for `attempts_of` to come to the same: the last of each life, and those of saves."""
+    remaining = []
     for _, group in itertools.groupby(lines, key=lambda line: line['life']):
         own = list(group)
-        kept += [line for line in own[:-1] if line.get('why') in _LASTING]
-        kept.append(own[-1])
-    return kept
+        remaining += [line for line in own[:-1] if line.get('why') in _PERMANENT]
+        remaining.append(own[-1])
+    return remaining

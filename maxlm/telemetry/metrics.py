@@ -143,7 +143,7 @@ class MetricWriter:
         newest_step = _drop_lines_after(workdir / METRICS_FILE, after_step, self._metrics)
         _drop_lines_after(workdir / SAMPLES_FILE, after_step, self._samples)
         self._trackers = [] if trackers is None else trackers
-        self._tell(lambda tracker: tracker.begin(after_step, newest_step))
+        self._notify(lambda tracker: tracker.begin(after_step, newest_step))
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """One line: `step`, `time` (seconds since 1970) and the values, of which those that are not finite are null.
@@ -154,19 +154,19 @@ class MetricWriter:
         assert not unknown, f'metrics without a row in METRICS: {unknown}'
         time = round(time, 3)
         self._metrics.write({'step': step, 'time': time, **values})
-        self._tell(lambda tracker: tracker.write(step, time, values))
+        self._notify(lambda tracker: tracker.write(step, time, values))
 
     def write_samples(self, step: int, time: float, samples: Sequence[tuple[str, str]]) -> None:
         """Prompts, each with what the model made of it: a line of samples.jsonl each."""
         for prompt, text in samples:
             self._samples.write({'time': round(time, 3), 'step': step, 'prompt': prompt, 'text': text})
         texts = {f'samples/{number}': f'{prompt}{CURSOR}{text}' for number, (prompt, text) in enumerate(samples)}
-        self._tell(lambda tracker: tracker.write_texts(step, texts))
+        self._notify(lambda tracker: tracker.write_texts(step, texts))
 
-    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+    def _notify(self, call: Callable[[Tracker], None]) -> None:
         for tracker in list(self._trackers):
             try:
-                tell(tracker)
+                call(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
                 logger.warning(f'{type(tracker).__name__} is not written any more ({type(error).__name__}: {error})')
@@ -230,11 +230,11 @@ def _pattern(name: str) -> str:
 
 def _drop_lines_after(path: Path, step: int, writer: JsonlWriter) -> int:
     """Returns the newest step that the file had; 0 if it had none."""
-    lines, torn = read_lines(path)
-    if torn:
+    lines, truncated = read_lines(path)
+    if truncated:
         logger.info(truncation_note(path.name))
     # Of step 0 there may be an evaluation, which a run that starts anew makes again.
-    kept = [line for line in lines if line['step'] <= step] if step else []
-    if torn or len(kept) < len(lines):
-        writer.replace(kept)
+    remaining = [line for line in lines if line['step'] <= step] if step else []
+    if truncated or len(remaining) < len(lines):
+        writer.replace(remaining)
     return max((line['step'] for line in lines), default=0)

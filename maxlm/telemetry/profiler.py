@@ -14,7 +14,7 @@ from maxlm.config.schema_logging import ProfileConfig
 from maxlm.log import logger
 
 # In the workdir. TensorBoard's profiler reads it; the trace.json.gz in it is for ui.perfetto.dev.
-FOLDER = 'profile'
+PROFILE_DIR = 'profile'
 TOP = 10
 # Of a TPU's lines the one of operations; the others say the same of whole programs and steps.
 _TPU_LINE = 'XLA Ops'
@@ -26,7 +26,7 @@ class Operation(NamedTuple):
     name: str
     # In all, without the operations inside of them, on all devices of this process.
     seconds: float
-    runs: int
+    num_runs: int
 
 
 class Profile:
@@ -34,21 +34,21 @@ class Profile:
 
     def __init__(self, config: ProfileConfig, workdir: Path):
         self._start, self._num_steps = config.start_step, config.num_steps
-        self._directory = workdir / FOLDER
+        self._directory = workdir / PROFILE_DIR
         self._first_step: int | None = None
-        self._done = False
+        self._was_started = False
 
-    def begins(self, step: int) -> bool:
+    def should_start(self, step: int) -> bool:
         """Whether `start` is due before this step (from 1)."""
-        return step == self._start and not self._done
+        return step == self._start and not self._was_started
 
-    def ends(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Whether `stop` is due after this step."""
         return self._first_step is not None and step == self._first_step + self._num_steps - 1
 
     def start(self, step: int) -> None:
         """Begins to trace; the devices should have nothing to do."""
-        self._done = True
+        self._was_started = True
         options = jax.profiler.ProfileOptions()
         # What Python does would fill the trace and slow it down.
         options.python_tracer_level = 0
@@ -56,7 +56,7 @@ class Profile:
             jax.profiler.start_trace(self._directory, profiler_options=options)
             self._first_step = step
         except Exception as error:
-            self._fail(error)
+            self._warn(error)
 
     def stop(self, step: int) -> None:
         """Ends the trace after a step that is done, writes it, and logs what took most time."""
@@ -66,7 +66,7 @@ class Profile:
             jax.profiler.stop_trace()
             log(operations(newest_trace(self._directory)), first, step)
         except Exception as error:
-            self._fail(error)
+            self._warn(error)
 
     def close(self) -> None:
         """Ends a trace that a run ends in."""
@@ -75,9 +75,9 @@ class Profile:
             try:
                 jax.profiler.stop_trace()
             except Exception as error:
-                self._fail(error)
+                self._warn(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         logger.warning(
             f'profile.start_step={self._start}: {type(error).__name__}: {" ".join(str(error).split())[:300]}'
         )
@@ -126,7 +126,7 @@ def log(found: list[Operation], first_step: int, last_step: int) -> None:
     total, steps = sum(operation.seconds for operation in found), last_step - first_step + 1
     logger.info(
         f'profile of steps {first_step} to {last_step}: {total / steps:.4g} s of operations a step, on the devices of '
-        f'this process together; the trace is in {FOLDER}/, for TensorBoard and ui.perfetto.dev'
+        f'this process together; the trace is in {PROFILE_DIR}/, for TensorBoard and ui.perfetto.dev'
     )
     for name, seconds, runs in found[:TOP]:
         logger.info(f'  {seconds / total:6.1%}  {1e3 * seconds / steps:9.2f} ms a step in {runs / steps:5.0f}  {name}')

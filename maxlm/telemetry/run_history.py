@@ -20,18 +20,18 @@ from maxlm.storage.json_fields import number
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.jsonl_tail import JsonlTail
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.telemetry.goodput import LIVE, YOUNGER, GoodputLog, attempts_of
+from maxlm.telemetry.goodput import ACTIVITIES, ADDED_LATER, GoodputLog, attempts_of
 from maxlm.workdir.files import CONFIG, goodput_name
 from maxlm.workdir.lock import LOCK, Owner, is_alive
 
 METRICS, EVENTS, SAMPLES = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl'
 # Process 0's has this name, process N's `goodput-N.jsonl`.
 GOODPUT, DEVICES = 'goodput', 'devices'
-_OF_PROCESS = re.compile(rf'({GOODPUT}|{DEVICES})(?:-(\d+))?\.jsonl')
+_PER_PROCESS_FILE = re.compile(rf'({GOODPUT}|{DEVICES})(?:-(\d+))?\.jsonl')
 # No number that is counted with is larger.
-LARGEST = 1e18
+MAX_NUMBER = 1e18
 # Any one of these shows that a run has been here.
-SIGNS = (METRICS, EVENTS, f'{GOODPUT}.jsonl', 'run.log', LOCK, 'checkpoints')
+RUN_FILES = (METRICS, EVENTS, f'{GOODPUT}.jsonl', 'run.log', LOCK, 'checkpoints')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class RunHistory:
     metrics: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     samples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    beats: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    ledgers: dict[int, GoodputLog] = dataclasses.field(default_factory=dict)
+    heartbeats: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    goodput_logs: dict[int, GoodputLog] = dataclasses.field(default_factory=dict)
     devices: dict[int, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     alive: bool | None = None
     notes: tuple[str, ...] = ()
@@ -69,9 +69,9 @@ class RunHistory:
         return path.rsplit('/', 1)[-1] if is_url(path) else Path(path).resolve().name or path
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether any run has begun here."""
-        return bool(self.config or self.metrics or self.events or self.beats)
+        return bool(self.config or self.metrics or self.events or self.heartbeats)
 
     @property
     def started(self) -> dict[str, Any]:
@@ -106,29 +106,29 @@ class HistoryReader:
         entries = self._list()
         notes: list[str] = []
         config = self._read_config(entries.get(CONFIG), notes)
-        if config is None and entries and not any(name in entries for name in SIGNS):
+        if config is None and entries and not any(name in entries for name in RUN_FILES):
             raise InputError(f'{display_path(self._workdir)}: not a workdir of maxlm.train: no {CONFIG} of a run in it')
         by_process: dict[str, dict[int, JsonlTail]] = {GOODPUT: {}, DEVICES: {}}
         for name in sorted(entries):
-            if match := _OF_PROCESS.fullmatch(name):
-                by_process[match[1]][int(match[2] or 0)] = self._follow(name, entries, notes)
-        metrics, events, samples = (self._follow(name, entries, notes) for name in (METRICS, EVENTS, SAMPLES))
-        beats, devices = (
+            if match := _PER_PROCESS_FILE.fullmatch(name):
+                by_process[match[1]][int(match[2] or 0)] = self._tail_file(name, entries, notes)
+        metrics, events, samples = (self._tail_file(name, entries, notes) for name in (METRICS, EVENTS, SAMPLES))
+        heartbeats, devices = (
             {process: list(tail.lines) for process, tail in sorted(by_process[stem].items()) if tail.lines}
             for stem in (GOODPUT, DEVICES)
         )
         history = RunHistory(
             display_path(self._workdir),
             config=config,
-            metrics=_without_wrong_mfu([line for line in metrics.lines if isinstance(line.get('step'), int)], notes),
+            metrics=_drop_invalid_mfu([line for line in metrics.lines if isinstance(line.get('step'), int)], notes),
             events=list(events.lines),
             samples=list(samples.lines),
-            beats=beats,
-            ledgers=_ledgers(beats, notes),
+            heartbeats=heartbeats,
+            goodput_logs=_goodput_logs(heartbeats, notes),
             devices=devices,
             alive=self._is_alive(entries.get(LOCK)),
         )
-        if history.begun:
+        if history.has_started:
             notes += [f'{name}: missing' for name in (CONFIG, EVENTS) if name not in entries]
         return dataclasses.replace(history, notes=tuple(notes))
 
@@ -138,7 +138,7 @@ class HistoryReader:
         except StorageError as error:
             raise InputError(f'{error}; give a workdir of maxlm.train') from error
 
-    def _follow(self, name: str, entries: dict[str, Entry], notes: list[str]) -> JsonlTail:
+    def _tail_file(self, name: str, entries: dict[str, Entry], notes: list[str]) -> JsonlTail:
         if name not in self._tails:
             self._tails[name] = JsonlTail(current_metrics) if name == METRICS else JsonlTail()
         tail = self._tails[name]
@@ -181,7 +181,7 @@ class HistoryReader:
             return None
 
 
-def _without_wrong_mfu(metrics: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+def _drop_invalid_mfu(metrics: list[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
     """Leaves MFU out of all lines if any is above 1. Older versions wrote it where `runtime.pace` leaves it out."""
     names = ('perf/mfu', 'perf/mfu_full')
     wrong = sum(any((number(line, name) or 0) > 1 for name in names) for line in metrics)
@@ -191,19 +191,19 @@ def _without_wrong_mfu(metrics: list[dict[str, Any]], notes: list[str]) -> list[
     return [{name: value for name, value in line.items() if name not in names} for line in metrics]
 
 
-def _ledgers(beats: dict[int, list[dict[str, Any]]], notes: list[str]) -> dict[int, GoodputLog]:
-    ledgers = {}
-    for process, lines in beats.items():
-        usable = [line for line in lines if _is_beat(line)]
+def _goodput_logs(heartbeats: dict[int, list[dict[str, Any]]], notes: list[str]) -> dict[int, GoodputLog]:
+    goodput_logs = {}
+    for process, lines in heartbeats.items():
+        usable = [line for line in lines if _is_goodput_line(line)]
         if len(usable) < len(lines):
-            left_out = len(lines) - len(usable)
-            notes.append(f'{goodput_name(process)}: {left_out} of {len(lines)} lines are of no ledger and left out')
+            num_skipped = len(lines) - len(usable)
+            notes.append(f'{goodput_name(process)}: {num_skipped} of {len(lines)} lines are of no ledger and left out')
         if usable:
-            ledgers[process] = GoodputLog(attempts_of(usable), [])
-    return ledgers
+            goodput_logs[process] = GoodputLog(attempts_of(usable), [])
+    return goodput_logs
 
 
-def _is_beat(line: dict[str, Any]) -> bool:
+def _is_goodput_line(line: dict[str, Any]) -> bool:
     """Whether a line has all that is counted with."""
     seconds = line.get('seconds')
     numbers: list[Any] = [line.get(key) for key in ('life', 'time', 'began')]
@@ -211,7 +211,7 @@ def _is_beat(line: dict[str, Any]) -> bool:
     optional = [line.get(key, '') for key in ('step', 'start_step', 'saved_step', 'dollars')]
     if not isinstance(seconds, dict):
         return False
-    numbers += [seconds.get(name, 0 if name in YOUNGER else None) for name in LIVE]
+    numbers += [seconds.get(name, 0 if name in ADDED_LATER else None) for name in ACTIVITIES]
     numbers += [value for value in optional if value is not None]
     words = isinstance(line.get('host'), str) and isinstance(line.get('why'), str)
-    return words and all(type(value) in (int, float) and abs(value) < LARGEST for value in numbers)
+    return words and all(type(value) in (int, float) and abs(value) < MAX_NUMBER for value in numbers)

@@ -30,16 +30,16 @@ from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.telemetry import events
 from maxlm.telemetry.cost import HOUR, cost_metrics
 from maxlm.telemetry.events import Events
-from maxlm.telemetry.goodput import attempts_of, shorter
+from maxlm.telemetry.goodput import attempts_of, compact
 from maxlm.telemetry.timeline import Timeline
 from maxlm.workdir.files import EVENTS_FILE, goodput_name
 
 # What a step takes is what the loop does between two of them.
-_OF_THE_LOOP = ('step', 'rollout', 'data_wait', 'evaluation', 'checkpoint')
+_LOOP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation', 'checkpoint')
 # So many lines between two saves, and the file is made shorter.
-_MOST_BEATS = 1000
+_MAX_HEARTBEATS = 1000
 _CLOSE_SECONDS = 5.0
-_LONGEST_MESSAGE = 300
+_MAX_MESSAGE_CHARS = 300
 
 
 class RunRecorder:
@@ -57,12 +57,12 @@ class RunRecorder:
         workdir: Path,
         timeline: Timeline,
         *,
-        beat_seconds: float,
+        interval_seconds: float,
         num_devices: int,
         price: Price | None = None,
         process: int = 0,
-        alone: bool = True,
-        agree: Callable[[int], int] = lambda life: life,
+        is_only_process: bool = True,
+        agree: Callable[[int], int] = lambda attempt: attempt,
     ):
         """
         Args:
@@ -78,30 +78,30 @@ class RunRecorder:
             agree: the life's number of this process → that of all.
         """
         self.timeline, self.price = timeline, price
-        self._process, self._alone, self._beat_seconds = process, alone, beat_seconds
+        self._process, self._is_only_process, self._interval_seconds = process, is_only_process, interval_seconds
         self._dollars_per_hour = None if price is None else price.dollars * num_devices
         path = workdir / goodput_name(process)
-        self._lines = shorter(_read(path, attempts_of))
-        told = [] if process else _read(workdir / EVENTS_FILE, _newest_life)
-        self.life = agree(1 + max(_newest_life(self._lines), _newest_life(told)))
-        lives = attempts_of(self._lines)
-        self.earlier_seconds = sum(life.time - life.began for life in lives)
-        self._earlier_dollars = sum(life.dollars or 0.0 for life in lives)
-        self._first_began = lives[0].began if lives else timeline.began
-        self._events = None if process else Events(workdir, self.life)
+        self._lines = compact(_read(path, attempts_of))
+        event_lines = [] if process else _read(workdir / EVENTS_FILE, _last_attempt)
+        self.attempt = agree(1 + max(_last_attempt(self._lines), _last_attempt(event_lines)))
+        attempts = attempts_of(self._lines)
+        self.previous_seconds = sum(attempt.time - attempt.start_time for attempt in attempts)
+        self._previous_dollars = sum(attempt.dollars or 0.0 for attempt in attempts)
+        self._run_start_time = attempts[0].start_time if attempts else timeline.start_time
+        self._events = None if process else Events(workdir, self.attempt)
         self._writer = JsonlWriter(path)
         if self._lines:
             self._writer.replace(self._lines)
-        self._beats = 0
+        self._num_heartbeats = 0
         self._position: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
         self._start_step: int | None = None
         # What the run has spent on steps that count, when the present leg began, less what this life had by then.
-        self._counted = 0.0
-        self._leg_step, self._leg_seconds = 0, 0.0
-        self._end: tuple[str, str, dict[str, Any]] | None = None
+        self._productive_seconds = 0.0
+        self._segment_step, self._segment_seconds = 0, 0.0
+        self._outcome: tuple[str, str, dict[str, Any]] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True, name='diary')
+        self._thread = threading.Thread(target=self._write_heartbeats, daemon=True, name='diary')
 
     @property
     def step(self) -> int | None:
@@ -113,21 +113,21 @@ class RunRecorder:
         """Whether this life has come to its first step."""
         return self._start_step is not None
 
-    def event(self, kind: str, message: str, *, step: int | None = None, **extra: Any) -> None:
+    def record_event(self, kind: str, message: str, *, step: int | None = None, **extra: Any) -> None:
         """Something happened; of several processes the first writes it down."""
         if self._events:
             self._events.add(kind, message, step=self.step if step is None else step, **extra)
 
-    def alert(self, kind: str, message: str) -> None:
+    def record_alert(self, kind: str, message: str) -> None:
         """An alert has been sent. One that tells why the life ends becomes its last event."""
         if kind in events.ENDS:
-            self.ends(kind, message, EXIT_FAILED, alert=True)
+            self.set_outcome(kind, message, EXIT_FAILED, alert=True)
         else:
-            self.event(kind, message, alert=True)
+            self.record_event(kind, message, alert=True)
 
-    def ends(self, kind: str, message: str, code: int, **extra: Any) -> None:
+    def set_outcome(self, kind: str, message: str, code: int, **extra: Any) -> None:
         """Says how this life will have ended, as its last event; what is said first counts."""
-        self._end = self._end or (kind, message, {**extra, 'code': code})
+        self._outcome = self._outcome or (kind, message, {**extra, 'code': code})
 
     def begin(self, step: int, position: Callable[[], tuple[int | None, int | None]]) -> None:
         """The run goes on from `step`.
@@ -141,14 +141,14 @@ class RunRecorder:
         self._position = position
         now = self._line('beat')
         so_far = attempts_of([*self._lines, now])
-        self._counted = sum(life.seconds['step'] for life in so_far) - now['seconds']['step']
-        self._leg_step, self._leg_seconds = step, self._loop_seconds(now['seconds'])
+        self._productive_seconds = sum(attempt.seconds['step'] for attempt in so_far) - now['seconds']['step']
+        self._segment_step, self._segment_seconds = step, self._loop_seconds(now['seconds'])
 
-    def saved(self) -> None:
+    def record_save(self) -> None:
         """A step was handed over to be saved."""
         self._write('saved')
 
-    def rolled_back(self, step: int) -> None:
+    def record_rollback(self, step: int) -> None:
         """The run goes on from an older step."""
         self._write('rollback', step=step)
 
@@ -156,26 +156,26 @@ class RunRecorder:
         """The `cost/…` and `goodput/…` metrics after a step; `num_steps` None = not known yet."""
         seconds = self.timeline.read()
         elapsed = sum(seconds.values())
-        now = self.timeline.began + elapsed
-        left = math.nan
-        if num_steps is not None and step > self._leg_step:
-            pace = (self._loop_seconds(seconds) - self._leg_seconds) / (step - self._leg_step)
-            left = max(0, num_steps - step) * pace
+        now = self.timeline.start_time + elapsed
+        seconds_left = math.nan
+        if num_steps is not None and step > self._segment_step:
+            seconds_per_step = (self._loop_seconds(seconds) - self._segment_seconds) / (step - self._segment_step)
+            seconds_left = max(0, num_steps - step) * seconds_per_step
         return {
             **cost_metrics(
-                self.earlier_seconds + elapsed,
-                self._dollars(elapsed, earlier=True),
+                self.previous_seconds + elapsed,
+                self._dollars(elapsed, include_previous=True),
                 dollars_per_hour=self._dollars_per_hour or 0.0,
-                left=left,
+                seconds_left=seconds_left,
             ),
             # The clock of another machine may be ahead.
-            'goodput/fraction': (self._counted + seconds['step']) / max(elapsed, now - self._first_began),
+            'goodput/fraction': (self._productive_seconds + seconds['step']) / max(elapsed, now - self._run_start_time),
         }
 
     def __enter__(self) -> RunRecorder:
         # From here on it can be seen that there is another life.
         self._write('beat')
-        if self._beat_seconds:
+        if self._interval_seconds:
             self._thread.start()
         return self
 
@@ -183,22 +183,22 @@ class RunRecorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            if not self._alone and not isinstance(error, InputError | KeyboardInterrupt):
+            if not self._is_only_process and not isinstance(error, InputError | KeyboardInterrupt):
                 return
-            self._fails(error)
+            self._record_failure(error)
         self._close()
 
-    def leave(self, code: int, reason: str) -> None:
+    def record_exit(self, code: int, reason: str) -> None:
         """The process is about to end at once, by the word of one of its threads."""
-        self._end_with('preempted' if code == EXIT_PREEMPTED else 'failed', reason, code)
+        self._override_outcome('preempted' if code == EXIT_PREEMPTED else 'failed', reason, code)
         # A disk that does not answer must not keep it from that.
         closing = threading.Thread(target=self._close, daemon=True, name='diary-close')
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
-    def _fails(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         if isinstance(error, TerminatedError):
-            self._end_with('preempted', str(error), EXIT_PREEMPTED)
+            self._override_outcome('preempted', str(error), EXIT_PREEMPTED)
             return
         code = EXIT_FAILED
         if isinstance(error, InputError):
@@ -206,92 +206,92 @@ class RunRecorder:
         elif isinstance(error, KeyboardInterrupt):
             code = EXIT_INTERRUPTED
         kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
-        self._end_with('failed', f'{kind}{error}', code)
+        self._override_outcome('failed', f'{kind}{error}', code)
 
-    def _end_with(self, kind: str, message: str, code: int) -> None:
+    def _override_outcome(self, kind: str, message: str, code: int) -> None:
         """Whatever was said before, unless that was the alert about the same, which does not know the exit code."""
-        if self._end and self._end[0] == kind:
-            self._end[2]['code'] = code
+        if self._outcome and self._outcome[0] == kind:
+            self._outcome[2]['code'] = code
         else:
-            self._end = kind, message[:_LONGEST_MESSAGE], {'code': code}
+            self._outcome = kind, message[:_MAX_MESSAGE_CHARS], {'code': code}
 
     def _close(self) -> None:
         if self._stop.is_set():
             return
         self._stop.set()
-        if self._end:
-            kind, message, extra = self._end
-            self.event(kind, message, **extra)
+        if self._outcome:
+            kind, message, extra = self._outcome
+            self.record_event(kind, message, **extra)
         self._write('end')
 
-    def _beat(self) -> None:
-        while not self._stop.wait(self._beat_seconds):
+    def _write_heartbeats(self) -> None:
+        while not self._stop.wait(self._interval_seconds):
             self._write('beat')
 
-    def _write(self, why: str, *, step: int | None = None) -> None:
+    def _write(self, reason: str, *, step: int | None = None) -> None:
         with self._lock:
-            if self._stop.is_set() and why != 'end':
+            if self._stop.is_set() and reason != 'end':
                 return
-            line = self._line(why)
+            line = self._line(reason)
             if step is not None:
                 line['step'] = step
             self._writer.write(line)
-            if why != 'beat':
+            if reason != 'beat':
                 # The last of a life stays whatever it is.
                 self._lines.append(line)
-                self._beats = 0
+                self._num_heartbeats = 0
                 return
-            self._beats += 1
-            if self._beats >= _MOST_BEATS:
-                self._beats = 0
+            self._num_heartbeats += 1
+            if self._num_heartbeats >= _MAX_HEARTBEATS:
+                self._num_heartbeats = 0
                 self._writer.replace([*self._lines, line])
 
-    def _line(self, why: str) -> dict[str, Any]:
+    def _line(self, reason: str) -> dict[str, Any]:
         seconds = {name: round(value, 4) for name, value in self.timeline.read().items()}
         elapsed = sum(seconds.values())
         step, saved_step = self._position()
         dollars = self._dollars(elapsed)
         return {
-            'time': round(self.timeline.began + elapsed, 3),
-            'life': self.life,
+            'time': round(self.timeline.start_time + elapsed, 3),
+            'life': self.attempt,
             'process': self._process,
             'host': socket.gethostname(),
-            'began': round(self.timeline.began, 3),
+            'began': round(self.timeline.start_time, 3),
             'step': step,
             'saved_step': saved_step,
             'start_step': self._start_step,
             'seconds': seconds,
             # Of all devices of the run: other processes would count them again.
             'dollars': None if dollars is None or self._process else round(dollars, 6),
-            'why': why,
+            'why': reason,
         }
 
-    def _dollars(self, seconds: float, *, earlier: bool = False) -> float | None:
+    def _dollars(self, seconds: float, *, include_previous: bool = False) -> float | None:
         if self._dollars_per_hour is None:
             return None
-        return seconds / HOUR * self._dollars_per_hour + (self._earlier_dollars if earlier else 0.0)
+        return seconds / HOUR * self._dollars_per_hour + (self._previous_dollars if include_previous else 0.0)
 
     def _loop_seconds(self, seconds: dict[str, float]) -> float:
-        return sum(seconds[name] for name in _OF_THE_LOOP)
+        return sum(seconds[name] for name in _LOOP_CATEGORIES)
 
 
 def _read(path: Path, check: Callable[[list[dict[str, Any]]], object]) -> list[dict[str, Any]]:
     """The lines of a file of the diary. A damaged one is put aside: it must not keep a run from going on."""
     try:
-        lines, torn = read_lines(path)
+        lines, truncated = read_lines(path)
         check(lines)
     except (InputError, KeyError, TypeError) as error:
-        aside = path.with_name(f'{path.name}.damaged')
-        path.replace(aside)
-        logger.warning(f'{path.name} is damaged and put aside as {aside.name}: {error}; the run goes on without it')
+        backup = path.with_name(f'{path.name}.damaged')
+        path.replace(backup)
+        logger.warning(f'{path.name} is damaged and put aside as {backup.name}: {error}; the run goes on without it')
         return []
     except OSError as error:
         logger.warning(f'{path.name} cannot be read ({os_message(error)}); the run goes on without it')
         return []
-    if torn:
+    if truncated:
         logger.info(truncation_note(path.name))
     return lines
 
 
-def _newest_life(lines: list[dict[str, Any]]) -> int:
+def _last_attempt(lines: list[dict[str, Any]]) -> int:
     return max((int(line['life']) for line in lines), default=0)

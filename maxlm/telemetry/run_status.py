@@ -13,12 +13,12 @@ from maxlm.telemetry.run_history import RunHistory
 EMPTY, STARTING, RUNNING, STALLED = 'no run yet', 'starting', 'running', 'stalled'
 PREEMPTED, CRASHED, DIVERGED, FINISHED = 'preempted', 'crashed', 'diverged', 'finished'
 # Kinds of the last event of a life.
-ENDINGS = {'finished': FINISHED, 'preempted': PREEMPTED, 'failed': CRASHED, 'diverged': DIVERGED}
+END_STATES = {'finished': FINISHED, 'preempted': PREEMPTED, 'failed': CRASHED, 'diverged': DIVERGED}
 # A run is stalled that does no step for so many times what a step takes, but not before so many seconds.
-PATIENCE_STEPS = 20
-PATIENCE_SECONDS = 60.0
+STALL_STEPS = 20
+STALL_SECONDS = 60.0
 # Nor before it has left out so many lines.
-PATIENCE_LINES = 3
+STALL_LINES = 3
 # So late is what comes by way of a bucket.
 MIRROR_SECONDS = 120.0
 # Kinds of events that a run which gets ahead writes.
@@ -37,92 +37,96 @@ class RunStatus(NamedTuple):
     """
 
     state: str
-    why: str
-    last_sign: float | None
+    reason: str
+    last_heartbeat: float | None
 
 
 def run_status(history: RunHistory, now: float) -> RunStatus:
     """The state of a run at the time `now`, seconds since 1970."""
-    sign = last_heartbeat(history)
-    if not history.begun and not history.alive:
-        return RunStatus(EMPTY, 'no run has begun here', sign)
-    if ending := _ending(history):
-        return RunStatus(ENDINGS[ending['kind']], str(ending.get('message', '')), sign)
+    heartbeat_time = last_heartbeat(history)
+    if not history.has_started and not history.alive:
+        return RunStatus(EMPTY, 'no run has begun here', heartbeat_time)
+    if end_event := _end_event(history):
+        return RunStatus(END_STATES[end_event['kind']], str(end_event.get('message', '')), heartbeat_time)
     if history.alive is False:
-        return RunStatus(CRASHED, 'its process is gone, and said nothing of its end', sign)
-    beats = history.beats.get(0, [])
-    stepped = _has_stepped(history)
-    going = RunStatus(RUNNING if stepped else STARTING, '', sign)
-    if sign is None:
-        return going
-    patience = _patience(history)
-    if now - sign > patience:
-        return RunStatus(STALLED, f'no sign of it for {now - sign:.0f} s', sign)
+        return RunStatus(CRASHED, 'its process is gone, and said nothing of its end', heartbeat_time)
+    heartbeats = history.heartbeats.get(0, [])
+    has_stepped = _has_stepped(history)
+    status = RunStatus(RUNNING if has_stepped else STARTING, '', heartbeat_time)
+    if heartbeat_time is None:
+        return status
+    timeout = _stall_timeout(history)
+    if now - heartbeat_time > timeout:
+        return RunStatus(STALLED, f'no sign of it for {now - heartbeat_time:.0f} s', heartbeat_time)
     progress = _last_progress(history)
-    doing = _doing(beats)
-    if stepped and progress is not None and doing not in WITHOUT_STEPS and now - progress > patience:
-        at = f', it is at {doing.replace("_", " ")}' if doing else ''
-        return RunStatus(STALLED, f'no step for {now - progress:.0f} s{at}', sign)
-    return going
+    phase = _current_phase(heartbeats)
+    if has_stepped and progress is not None and phase not in WITHOUT_STEPS and now - progress > timeout:
+        at = f', it is at {phase.replace("_", " ")}' if phase else ''
+        return RunStatus(STALLED, f'no step for {now - progress:.0f} s{at}', heartbeat_time)
+    return status
 
 
 def last_heartbeat(history: RunHistory) -> float | None:
     """Time of the newest line that any process of a run wrote; None where there is none."""
-    files = [history.metrics, history.events, *history.beats.values(), *history.devices.values()]
+    files = [history.metrics, history.events, *history.heartbeats.values(), *history.devices.values()]
     return max((time for lines in files for line in lines[-1:] if (time := number(line, 'time'))), default=None)
 
 
-def _ending(history: RunHistory) -> dict[str, Any] | None:
+def _end_event(history: RunHistory) -> dict[str, Any] | None:
     """The event that ended the newest life; None where it has not ended, or not in words."""
-    life = max((number(beats[-1], 'life') or 0 for beats in history.beats.values()), default=0)
+    attempt = max((number(heartbeats[-1], 'life') or 0 for heartbeats in history.heartbeats.values()), default=0)
     for event in reversed(history.events):
         # A life has a line in the ledger before it has an event.
-        if text(event, 'kind') == 'started' or (number(event, 'life') or life) < life:
+        if text(event, 'kind') == 'started' or (number(event, 'life') or attempt) < attempt:
             return None
-        if text(event, 'kind') in ENDINGS:
+        if text(event, 'kind') in END_STATES:
             return event
     return None
 
 
 def _has_stepped(history: RunHistory) -> bool:
     """Whether the newest life has done a step."""
-    beats = history.beats.get(0)
-    if not beats:
+    heartbeats = history.heartbeats.get(0)
+    if not heartbeats:
         return bool(history.metrics)
-    own = [beat for beat in beats if beat.get('life') == beats[-1].get('life')]
-    if any(number(beat, 'step') not in (None, number(beat, 'start_step')) for beat in own):
+    own = [heartbeat for heartbeat in heartbeats if heartbeat.get('life') == heartbeats[-1].get('life')]
+    if any(number(heartbeat, 'step') not in (None, number(heartbeat, 'start_step')) for heartbeat in own):
         return True
     began = number(own[0], 'began') or 0.0
     return any((number(line, 'time') or 0.0) > began for line in history.metrics[-1:])
 
 
-def _patience(history: RunHistory) -> float:
+def _stall_timeout(history: RunHistory) -> float:
     """Seconds without a sign, or without a step, after which something is wrong."""
     steps = (number(line, 'perf/step_time_seconds') for line in reversed(history.metrics))
     step_seconds = next((seconds for seconds in steps if seconds), 0.0)
-    patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * step_seconds)
+    timeout = max(STALL_SECONDS, STALL_STEPS * step_seconds)
     # How often lines come depends on the config, which may be of another version, or not be there.
-    times = [number(line, 'time') for line in (history.beats.get(0) or history.metrics)[-2:]]
+    times = [number(line, 'time') for line in (history.heartbeats.get(0) or history.metrics)[-2:]]
     if len(times) == 2 and times[0] and times[1]:
-        patience = max(patience, PATIENCE_LINES * (times[1] - times[0]))
-    return patience + (MIRROR_SECONDS if is_url(history.workdir) else 0.0)
+        timeout = max(timeout, STALL_LINES * (times[1] - times[0]))
+    return timeout + (MIRROR_SECONDS if is_url(history.workdir) else 0.0)
 
 
 def _last_progress(history: RunHistory) -> float | None:
     """When a step was last seen to be done."""
     events = [event for event in history.events if text(event, 'kind') in PROGRESS]
     times = [number(line, 'time') for line in (*history.metrics[-1:], *events[-1:])]
-    beats = history.beats.get(0, [])
-    times += [number(beat, 'time') for old, beat in itertools.pairwise(beats) if beat.get('step') != old.get('step')]
+    heartbeats = history.heartbeats.get(0, [])
+    times += [
+        number(heartbeat, 'time')
+        for old, heartbeat in itertools.pairwise(heartbeats)
+        if heartbeat.get('step') != old.get('step')
+    ]
     return max((time for time in times if time), default=None)
 
 
-def _doing(beats: list[dict[str, Any]]) -> str:
+def _current_phase(heartbeats: list[dict[str, Any]]) -> str:
     """Where most of the time between the last two beats went; '' where that is not known."""
-    if len(beats) < 2 or beats[-1].get('life') != beats[-2].get('life'):
+    if len(heartbeats) < 2 or heartbeats[-1].get('life') != heartbeats[-2].get('life'):
         return ''
-    before, after = (beat.get('seconds') for beat in beats[-2:])
+    before, after = (heartbeat.get('seconds') for heartbeat in heartbeats[-2:])
     if not isinstance(before, dict) or not isinstance(after, dict):
         return ''
-    grown = {name: (number(after, name) or 0.0) - (number(before, name) or 0.0) for name in after}
-    return max(grown, key=lambda name: grown[name], default='')
+    deltas = {name: (number(after, name) or 0.0) - (number(before, name) or 0.0) for name in after}
+    return max(deltas, key=lambda name: deltas[name], default='')

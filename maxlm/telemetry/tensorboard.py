@@ -29,7 +29,7 @@ class TensorBoard:
             raise InputError(
                 f'metrics.tensorboard=True needs clu and TensorFlow ({error}); install them, or set it to false'
             ) from error
-        self._make = lambda: metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(directory)))
+        self._open_writer = lambda: metric_writers.AsyncWriter(metric_writers.SummaryWriter(str(directory)))
         self._directory = directory
         self._config = config
         self._writer: Any = None
@@ -38,8 +38,8 @@ class TensorBoard:
         """See `Tracker`."""
         self.close()
         if files := sorted(self._directory.glob('events.out.tfevents.*')):
-            _forget_after(files[-1], after_step)
-        self._writer = self._make()
+            _purge_after(files[-1], after_step)
+        self._writer = self._open_writer()
         self._writer.write_hparams(hparams(self._config))
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
@@ -68,7 +68,7 @@ def hparams(config: Config) -> dict[str, bool | int | float | str]:
     }
 
 
-def _forget_after(newest: Path, step: int) -> None:
+def _purge_after(newest: Path, step: int) -> None:
     """Has TensorBoard drop what the files up to the newest say of later steps: they are done again."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter

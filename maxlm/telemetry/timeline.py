@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from maxlm.telemetry.goodput import LIVE
+from maxlm.telemetry.goodput import ACTIVITIES
 
 # What JAX spends on a new program besides tracing: both are over before the next begins, so nothing counts twice.
 _COMPILING = ('/jax/core/compile/jaxpr_to_mlir_module_duration', '/jax/core/compile/backend_compile_duration')
@@ -24,19 +24,19 @@ class Timeline:
     afterwards.
     """
 
-    def __init__(self, began: float | None = None, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, start_time: float | None = None, *, clock: Callable[[], float] = time.monotonic):
         """
         Args:
-            began: when the process did, in seconds since 1970 (see `process_began`); None = now.
+            start_time: when the process started, in seconds since 1970 (see `process_start_time`); None = now.
             clock: seconds.
         """
         now = time.time()
         self._clock = clock
-        self.began = now if began is None else min(began, now)
+        self.start_time = now if start_time is None else min(start_time, now)
         # The same moment on the clock.
-        self.origin = self._mark = clock() - (now - self.began)
+        self.origin = self._last_counted = clock() - (now - self.start_time)
         self._category = 'start'
-        self._seconds = dict.fromkeys(LIVE, 0.0)
+        self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._lock = threading.Lock()
 
     def now(self) -> float:
@@ -46,32 +46,32 @@ class Timeline:
     def read(self) -> dict[str, float]:
         """Seconds by category until now."""
         with self._lock:
-            self._count()
+            self._accumulate()
             return dict(self._seconds)
 
     @contextlib.contextmanager
     def phase(self, category: str) -> Iterator[None]:
         """What happens inside is of one category, but for phases within it."""
-        before = self._turn(category)
+        before = self._switch_category(category)
         try:
             yield
         finally:
-            self._turn(before)
+            self._switch_category(before)
 
     def started(self) -> None:
         """The process has begun to train: what is in no phase from now on is `other`. Not to be called in a phase."""
-        self._turn('other')
+        self._switch_category('other')
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """So much of what counted as one category was another one."""
         with self._lock:
-            self._count()
+            self._accumulate()
             seconds = max(0.0, min(seconds, self._seconds[source]))
             self._seconds[source] -= seconds
             self._seconds[target] += seconds
 
     @contextlib.contextmanager
-    def seeing_compilers(self) -> Iterator[None]:
+    def track_compilation(self) -> Iterator[None]:
         """While entered, what this thread compiles counts as `compile`, in whatever phase that happens."""
         thread = threading.get_ident()
 
@@ -86,21 +86,21 @@ class Timeline:
         finally:
             jax.monitoring.unregister_event_duration_listener(listen)
 
-    def _turn(self, category: str) -> str:
+    def _switch_category(self, category: str) -> str:
         with self._lock:
-            self._count()
+            self._accumulate()
             before, self._category = self._category, category
             # A mistyped name fails here and not when it is left.
             assert category in self._seconds, category
             return before
 
-    def _count(self) -> None:
+    def _accumulate(self) -> None:
         now = self._clock()
-        self._seconds[self._category] += now - self._mark
-        self._mark = now
+        self._seconds[self._category] += now - self._last_counted
+        self._last_counted = now
 
 
-def process_began() -> float:
+def process_start_time() -> float:
     """When this process did, in seconds since 1970: before its interpreter started and imported anything."""
     try:
         # Behind the name, which may hold spaces and parentheses; see proc(5).

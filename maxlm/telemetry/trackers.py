@@ -27,7 +27,7 @@ class Trackers:
         profile: by the first process.
     """
 
-    def __init__(self, stack: contextlib.ExitStack, config: Config, *, workdir: Path, life: int):
+    def __init__(self, stack: contextlib.ExitStack, config: Config, *, workdir: Path, attempt: int):
         """
         Raises:
             InputError: a package is missing that a tracker needs.
@@ -37,8 +37,8 @@ class Trackers:
         self.readings = stack.enter_context(
             DeviceReadings(
                 workdir,
-                seconds=config.metrics.device_stats_interval_seconds,
-                life=life,
+                interval_seconds=config.metrics.device_stats_interval_seconds,
+                attempt=attempt,
                 process=process,
                 accelerators=Accelerators(local_devices()).read,
             )

@@ -58,19 +58,19 @@ class WeightsAndBiases:
                 f"metrics.wandb={config.metrics.wandb} needs the extra: pip install 'maxlm[wandb]', or set it to ''"
             )
         self._mode, self._close_seconds = config.metrics.wandb, close_seconds
-        run_id, self._goes_on = _run_id(workdir / WANDB_ID_FILE)
+        run_id, self._is_resumed = _run_id(workdir / WANDB_ID_FILE)
         # Where alerts go is nobody's business there.
-        shown = {name: keys for name, keys in dataclasses.asdict(config).items() if name != 'alerts'}
-        self._sent_before: int | None = None
-        self._waiting: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        public_config = {name: keys for name, keys in dataclasses.asdict(config).items() if name != 'alerts'}
+        self._last_sent_step: int | None = None
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         # A file and not a pipe, which would have to be read.
-        self._said: TextIO = tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace')  # noqa: SIM115
-        self._ended = False
+        self._stderr: TextIO = tempfile.TemporaryFile('w+', encoding='utf-8', errors='replace')  # noqa: SIM115
+        self._has_exited = False
         self._child = subprocess.Popen(
             [sys.executable, '-c', _CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=self._said,
+            stderr=self._stderr,
             text=True,
             # Ctrl-C is not for it.
             start_new_session=True,
@@ -78,22 +78,22 @@ class WeightsAndBiases:
         )
         self._thread = threading.Thread(target=self._send, daemon=True, name='wandb')
         self._thread.start()
-        self._waiting.put(
+        self._queue.put(
             {
                 'project': config.metrics.wandb_project,
                 'name': workdir.resolve().name,
                 'id': run_id,
                 'mode': self._mode,
                 'dir': str(workdir.resolve()),
-                'config': shown,
+                'config': public_config,
             }
         )
 
     def begin(self, after_step: int, newest_step: int) -> None:
         """See `Tracker`."""
         # Of an earlier life; in the same one they are done again otherwise.
-        first = self._sent_before is None
-        self._sent_before = newest_step if first and self._goes_on else after_step
+        first = self._last_sent_step is None
+        self._last_sent_step = newest_step if first and self._is_resumed else after_step
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
@@ -106,7 +106,7 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         """See `Tracker`."""
-        self._waiting.put(None)
+        self._queue.put(None)
         self._thread.join(self._close_seconds)
         if self._thread.is_alive():
             logger.info(
@@ -114,24 +114,24 @@ class WeightsAndBiases:
             )
 
     def _put(self, step: int, values: dict[str, Any]) -> None:
-        assert self._sent_before is not None, 'begin comes first'
-        if step > self._sent_before and not self._ended:
-            self._waiting.put({_AXIS: step, **values})
+        assert self._last_sent_step is not None, 'begin comes first'
+        if step > self._last_sent_step and not self._has_exited:
+            self._queue.put({_AXIS: step, **values})
 
     def _send(self) -> None:
         child = self._child
         assert child.stdin is not None
         # Broken: it has ended.
         with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-            while (values := self._waiting.get()) is not None:
+            while (values := self._queue.get()) is not None:
                 pipe.write(json.dumps(values) + '\n')
                 pipe.flush()
             pipe.write(_END)
-        self._ended = True
-        with self._said as said:
+        self._has_exited = True
+        with self._stderr as stderr:
             if child.wait():
-                said.seek(0)
-                reason = said.read().strip().rpartition('\n')[2] or f'exit code {child.returncode}'
+                stderr.seek(0)
+                reason = stderr.read().strip().rpartition('\n')[2] or f'exit code {child.returncode}'
                 logger.warning(f'metrics.wandb={self._mode}: {reason}; the run goes on without it')
 
 
@@ -152,7 +152,7 @@ def upload(lines: TextIO) -> None:
             if line == _END:
                 killed = False
                 break
-            run.log(_shown(json.loads(line)))
+            run.log(_to_wandb(json.loads(line)))
         signal.alarm(UPLOAD_SECONDS)
         run.finish(exit_code=int(killed))
     except Exception as error:
@@ -162,7 +162,7 @@ def upload(lines: TextIO) -> None:
         os._exit(1)
 
 
-def _shown(values: dict[str, Any]) -> dict[str, Any]:
+def _to_wandb(values: dict[str, Any]) -> dict[str, Any]:
     import wandb
 
     def page(text: str) -> Any:

@@ -15,7 +15,7 @@ import jax
 from etils import epath
 
 from maxlm.checkpoint import checksums
-from maxlm.checkpoint.init_from import context_line, load_tokenizer, open_init_checkpoint
+from maxlm.checkpoint.init_from import context_change_text, load_tokenizer, open_init_checkpoint
 from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import copy_params, params_item
@@ -93,13 +93,20 @@ class RunCheckpoints:
         began = time.monotonic()
         with self._recorder.timeline.phase('checkpoint'):
             started = self._checkpoints.save(
-                step, state, self._fingerprint, validation_loss=validation_loss, history=history, must=required
+                step,
+                state,
+                self._fingerprint,
+                validation_loss=validation_loss,
+                history=history,
+                wait_for_previous=required,
             )
         if started:
             loss = {} if validation_loss is None else {'loss': validation_loss}
             seconds = round(time.monotonic() - began, 3)
-            self._recorder.event('saved', f'held up the steps for {seconds:.2f} s', step=step, seconds=seconds, **loss)
-            self._recorder.saved()
+            self._recorder.record_event(
+                'saved', f'held up the steps for {seconds:.2f} s', step=step, seconds=seconds, **loss
+            )
+            self._recorder.record_save()
 
     def roll_back(self, rollback: Rollback, decisions: RunControl) -> tuple[TrainState, RunControl]:
         """Restores an older checkpoint, removes newer ones, and skips the batches of the bad steps."""
@@ -107,7 +114,7 @@ class RunCheckpoints:
         with self._recorder.timeline.phase('restore'):
             self._checkpoints.remove_after(rollback.step)
             state, restored = self.restore()
-        self._recorder.rolled_back(rollback.step)
+        self._recorder.record_rollback(rollback.step)
         return state, rolled_back(decisions, restored, skips, self._config.guard)
 
     def steps(self) -> list[int]:
@@ -207,7 +214,7 @@ def initialize_state(
     Raises:
         InputError: the checkpoint to start with cannot be read, or is of another model or tokenizer.
     """
-    imported = checkpoints.holds_only_params(0)
+    imported = checkpoints.is_params_only(0)
     state = init_state(config, layout)
     if not (imported or config.train.init_from):
         return state
@@ -215,14 +222,14 @@ def initialize_state(
     if imported:
         _check_same_tokenizer(step, tokenizer)
     origin = open_init_checkpoint(step, config, abstract.params, tokenizer=tokenizer)
-    if origin.other_tokenizer:
-        logger.warning(origin.other_tokenizer)
+    if origin.tokenizer_mismatch:
+        logger.warning(origin.tokenizer_mismatch)
     # The random parameters make room before others are read; only what these lack stays.
     initial = origin.missing(state.params)
     state = state._replace(params=None, ema=None, reference=None)
     params = origin.read(abstract.params, initial)
     logger.info(f'starting with the parameters of {origin.path} and a fresh optimizer')
-    for line in (origin.growth, context_line(step, config)):
+    for line in (origin.vocab_resize, context_change_text(step, config)):
         if line:
             logger.info(str(line))
     ema = None if abstract.ema is None else copy_params(params)

@@ -22,14 +22,14 @@ from maxlm.log import logger
 from maxlm.parallel.layout import make_layout
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compilation_cache import enable_compilation_cache
-from maxlm.runtime.heartbeat import Heartbeats, part
+from maxlm.runtime.heartbeat import Heartbeats, disconnect
 from maxlm.runtime.initialize import initialize
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.runtime.preemption import ignore_sigterm
 from maxlm.runtime.rendezvous import RendezvousError
 from maxlm.storage.errors import TransientStorageError
 from maxlm.storage.paths import ANY, Kind, PathOption
-from maxlm.telemetry.timeline import Timeline, process_began
+from maxlm.telemetry.timeline import Timeline, process_start_time
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.checkpointing import check_init_from, newest_decisions
 from maxlm.trainer.preflight import PreparedStep, check_size, compile_step, sample_config
@@ -81,8 +81,8 @@ def main(argv: list[str], open_source: OpenSource, *, prog: str, description: st
     try:
         initialize()
     except RendezvousError as error:
-        error.leave()
-    with Heartbeats() as heartbeats, timeline.seeing_compilers(), contextlib.ExitStack() as stack:
+        error.exit_process()
+    with Heartbeats() as heartbeats, timeline.track_compilation(), contextlib.ExitStack() as stack:
         return _prepare(options, overrides, open_source, heartbeats, timeline, stack)
 
 
@@ -118,7 +118,7 @@ def _prepare(
     except TransientStorageError as error:
         print(f'error: {error}', file=sys.stderr)
         if jax.process_count() > 1:
-            heartbeats.leave(EXIT_PREEMPTED, str(error))
+            heartbeats.exit_all(EXIT_PREEMPTED, str(error))
         return EXIT_PREEMPTED
     abstract = abstract_state(sample, make_layout(sample.mesh)).params
     check_init_from(sample, abstract, context.checkpoints, tokenizer=source.tokenizer_path)
@@ -147,7 +147,7 @@ def train(prepared: PreparedStep, source: BatchSource, context: RunContext, hear
         state, decisions = trainer.restore()
         if reason := ended(prepared.config, decisions, int(state.step)):
             logger.info(f'nothing to do: {reason}')
-            context.recorder.ends('finished', f'nothing to do: {reason}', EXIT_DONE)
+            context.recorder.set_outcome('finished', f'nothing to do: {reason}', EXIT_DONE)
             return EXIT_DONE
         trainer.setup(int(state.step), decisions)
         segment = trainer.run_segment(state, decisions)
@@ -161,10 +161,10 @@ def start(command: Callable[..., int]) -> NoReturn:
     # Of the whole process, and before JAX starts.
     disable_malloc_trim()
     exit_on_sigterm(importing=False)
-    code = exit_code(partial(command, began=process_began()), sys.argv[1:])
+    code = exit_code(partial(command, began=process_start_time()), sys.argv[1:])
     if code in (EXIT_DONE, EXIT_PREEMPTED):
         ignore_sigterm()
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    part(code)
+    disconnect(code)
     sys.exit(code)

@@ -31,7 +31,7 @@ from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
 from maxlm.training.retention import SavedStep, retention_reasons
 from maxlm.training.run_control import RunControl
-from maxlm.workdir.files import CONFIG, check_same_model, describe_run, model_difference, open_workdir
+from maxlm.workdir.files import CONFIG, check_same_model, model_difference, open_workdir, write_run_files
 from maxlm.workdir.lock import WorkdirLock
 from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
 
@@ -57,7 +57,7 @@ class RunContext(NamedTuple):
             return
         if decisions.num_steps:
             config = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=decisions.num_steps))
-        describe_run(self.workdir, config, tokenizer)
+        write_run_files(self.workdir, config, tokenizer)
 
     def open_metrics(self, start: int, trackers: Sequence[Tracker]) -> tuple[MetricWriter | None, float]:
         """Truncates the metrics after step `start`, and opens their writer in the first process.
@@ -104,12 +104,12 @@ def open_run(
 
     def record(kind: str, message: str) -> None:
         if recorder:
-            recorder.alert(kind, message)
+            recorder.record_alert(kind, message)
 
     def lost(reason: str) -> NoReturn:
         # Who has lost the workdir must not write there any more.
-        heartbeats.on_leave = lambda code, reason: None
-        heartbeats.leave(EXIT_FAILED, reason)
+        heartbeats.on_exit = lambda code, reason: None
+        heartbeats.exit_all(EXIT_FAILED, reason)
 
     if resume and process == 0 and not (is_url(given) or config.checkpoint.remote_dir or saved_steps(Path(given))):
         # Before the workdir exists: a refused start leaves nothing.
@@ -123,7 +123,7 @@ def open_run(
             warn=warn,
             surplus=partial(_surplus, given if is_url(given) else config.checkpoint.remote_dir, config.checkpoint),
         )
-        alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, record=record)
+        alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, on_alert=record)
         if process == 0:
             open_workdir(storage.workdir)
         if given.startswith(f'{MIRRORED}://'):
@@ -138,12 +138,12 @@ def open_run(
                 if resume:
                     _resume(resume, checkpoints, storage.workdir, config)
             check_same_model(storage.workdir, config)
-        heartbeats.meet('home')
+        heartbeats.barrier('home')
         recorder = _open_recorder(storage.workdir, config, timeline)
         # The recorder's last lines, and what is made of them, come after all else that is uploaded.
         stack.callback(_finish, storage, recorder, at_end if process == 0 else None)
         stack.enter_context(recorder)
-        heartbeats.on_leave = recorder.leave
+        heartbeats.on_exit = recorder.record_exit
         stack.enter_context(alerts)
         storage.start()
         stack.callback(_close, storage, timeline)
@@ -154,7 +154,7 @@ def _check_shared(given: str, workdir: Path) -> None:
     """Several processes write one checkpoint together into the directory that is uploaded."""
     together = ProcessGroup()
     # Nobody looks before it is made.
-    together.meet()
+    together.barrier()
     if not is_shared(workdir):
         raise InputError(
             f'--workdir={given}: {workdir} is not the same directory for all processes; set data.cache_dir to a '
@@ -172,12 +172,12 @@ def _open_recorder(workdir: Path, config: Config, timeline: Timeline) -> RunReco
     return RunRecorder(
         workdir,
         timeline,
-        beat_seconds=config.metrics.goodput_interval_seconds,
+        interval_seconds=config.metrics.goodput_interval_seconds,
         num_devices=jax.device_count(),
         price=price_of(config, jax.local_devices()[0].device_kind),
         process=process,
-        alone=together.count == 1,
-        agree=lambda life: int(together.from_first(str(life))),
+        is_only_process=together.num_processes == 1,
+        agree=lambda life: int(together.broadcast_from_host0(str(life))),
     )
 
 
@@ -232,6 +232,6 @@ def _resume(name: str, checkpoints: Any, workdir: Path, config: Config) -> None:
         )
     check_resume(name, config)
     found = fetch_checkpoint(name, workdir, weights_only=False, threads=THREADS, show=True)
-    if found.damages:
-        raise InputError(f'--resume={name}: {found.damages[0]}')
+    if found.errors:
+        raise InputError(f'--resume={name}: {found.errors[0]}')
     logger.info(f'fetched {name}: {found.num_checksums} checksums compared')

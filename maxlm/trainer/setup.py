@@ -72,13 +72,13 @@ def open_services(
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops)
     facts = start_facts(prepared, source, peak, recorder.price)
-    recorder.event('started', headline(config), **facts)
+    recorder.record_event('started', headline(config), **facts)
     if compiled := prepared.forecast.compiled:
-        recorder.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
+        recorder.record_event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
     workdir = context.workdir if jax.process_index() == 0 else None
     watchdog = stack.enter_context(Watchdog(config.train.hang_timeout_seconds, heartbeats, workdir))
     stop_request = stack.enter_context(StopRequest())
-    stack.enter_context(MaintenanceWatcher(stop_request.request, tell=partial(context.alerts.send, 'machine')))
+    stack.enter_context(MaintenanceWatcher(stop_request.request, warn=partial(context.alerts.send, 'machine')))
     # Leaving the stack completes pending saves, after an error too.
     checkpoints = stack.enter_context(
         Checkpoints(
@@ -116,7 +116,7 @@ def make_loop_components(
     """
     config, recorder = apply_control(prepared.config, decisions), context.recorder
     run_tasks = open_tasks(config, prepared.layout, source.tokenizer_path)
-    trackers = Trackers(stack, config, workdir=context.workdir, life=recorder.life)
+    trackers = Trackers(stack, config, workdir=context.workdir, attempt=recorder.attempt)
     log_start(config, prepared.forecast, peak=services.peak, price=recorder.price)
     throughput = Throughput(
         tokens_per_step=config.train.global_batch_size * config.data.seq_len,
@@ -149,7 +149,7 @@ def make_loop_components(
         throughput=throughput,
     )
     # Attempts that were killed after their last save also cost time.
-    unrecorded = max(0.0, recorder.earlier_seconds - 3600 * decisions.hours)
+    unrecorded = max(0.0, recorder.previous_seconds - 3600 * decisions.hours)
     budget = RunBudget(
         prepared.config,
         began=recorder.timeline.origin - unrecorded,

@@ -134,7 +134,7 @@ class StepRunner:
     ) -> TrainState:
         """The state after the next batch; the first step connects processes, which may take long."""
         compiled = self._compiled_for(step, decisions)
-        if self._profile.begins(step):
+        if self._profile.should_start(step):
             self._while_idle(state, partial(self._profile.start, step))
         if self._source.has_work_before(step):
             self._prepare(step, state)
@@ -150,7 +150,7 @@ class StepRunner:
                 jax.block_until_ready(metrics)
         with self._watchdog.waiting():
             self._reporter.submit(step, metrics, data_wait)
-        if self._profile.ends(step):
+        if self._profile.should_stop(step):
             self._while_idle(state, partial(self._profile.stop, step))
         self._watchdog.step_done()
         return state
@@ -183,12 +183,12 @@ class StepRunner:
                 self._reporter.flush()
             with self._throughput.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
                 compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._source.names))
-            self._recorder.event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
+            self._recorder.record_event('compiled', f'the step, in {compiled.seconds:.1f} s', seconds=compiled.seconds)
             self._throughput.change_flops(step_flops(now, wanted.data.seq_len))
             self._reporter.change_config(apply_control(self._config, decisions))
             if wanted.data.seq_len != before.data.seq_len:
                 text = f'sequences of {wanted.data.seq_len} tokens from here on'
                 logger.info(f'step {step:>7}  {text}')
-                self._recorder.event('context', text, window=wanted.data.seq_len)
+                self._recorder.record_event('context', text, window=wanted.data.seq_len)
             self._program = wanted, compiled
         return compiled.step

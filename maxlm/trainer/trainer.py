@@ -78,7 +78,7 @@ class Trainer:
         """Opens the batch source and creates what the loop uses, for a run that continues after step `start`."""
         self._context.describe(self._config, decisions, self._source.tokenizer_path)
         if start:
-            self._recorder.event('resumed', f'going on from step {start}', step=start, from_step=start)
+            self._recorder.record_event('resumed', f'going on from step {start}', step=start, from_step=start)
         self._source.open(apply_control(self._config, decisions), self._layout)
         components = make_loop_components(
             self._stack, self._prepared, self._source, self._context, self._services, start=start, decisions=decisions
@@ -115,11 +115,11 @@ class Trainer:
                     raise
 
                 num_steps = apply_control(config, decisions).train.num_steps
-                should_save |= save_policy.due(step, num_steps=num_steps)
+                should_save |= save_policy.should_save(step, num_steps=num_steps)
                 if step < num_steps and not self._source.can_checkpoint_after(step):
                     # The source cannot restore the batches of the next steps.
                     continue
-                stopping = self._stop_request.reached()
+                stopping = self._stop_request.should_stop()
                 # A stop request leaves little time, so the run saves its state and skips evaluations.
                 evaluates = _is_due(step, config.eval.interval, num_steps) and (not stopping or step == num_steps)
                 runs_tasks = _is_due(step, config.eval.tasks_interval, num_steps) and (
@@ -158,7 +158,7 @@ class Trainer:
                     if end_reason or stopping or (should_save and is_good):
                         with self._throughput.paused('save'):
                             self._save(step, state, decisions, loss, required=bool(end_reason or stopping))
-                        save_policy.saved(step)
+                        save_policy.record_save(step)
                         should_save = False
                 if end_reason or stopping:
                     watchdog.finish()
@@ -187,15 +187,15 @@ class Trainer:
         if saved != segment.step:
             text = f'step {segment.step} could not be saved; the newest is step {saved}'
             self._context.alerts.send('checkpoint', text)
-            self._recorder.ends('failed', text, EXIT_FAILED)
+            self._recorder.set_outcome('failed', text, EXIT_FAILED)
             return EXIT_FAILED
         num_steps = apply_control(self._config, segment.decisions).train.num_steps
         if not segment.end_reason:
             text = f'{self._stop_request.requested}: step {segment.step} of {num_steps} is saved; start again to go on'
             logger.info(text)
-            self._recorder.ends('preempted', text, EXIT_PREEMPTED)
+            self._recorder.set_outcome('preempted', text, EXIT_PREEMPTED)
             return EXIT_PREEMPTED
-        self._recorder.ends('finished', segment.end_reason, EXIT_DONE)
+        self._recorder.set_outcome('finished', segment.end_reason, EXIT_DONE)
         log_end(
             segment.step,
             segment.end_reason,
@@ -223,7 +223,7 @@ class Trainer:
             result = self._source.evaluate(state)
             text = self._reporter.evaluated(step, result)
             self._reporter.sampled(step, self._source.sample(evaluated_params(state)))
-        self._recorder.event('evaluated', text, step=step, loss=result.loss)
+        self._recorder.record_event('evaluated', text, step=step, loss=result.loss)
         return result.loss
 
     def _run_tasks(self, step: int, state: TrainState) -> None:
@@ -278,7 +278,7 @@ class Trainer:
                 f'at {after.step_seconds:.3g} s per step the budget is {after.num_steps} steps, where the schedule ends'
             )
             logger.info(f'step {step:>7}  {text}')
-            self._recorder.event('length', text, step=step, num_steps=after.num_steps)
+            self._recorder.record_event('length', text, step=step, num_steps=after.num_steps)
             if not decisions.num_steps:
                 self._reporter.log_sources(after.num_steps)
         return after

@@ -55,17 +55,17 @@ def upload_step(bucket: Bucket, step: int, files: dict[str, LocalFile], on_bytes
         OSError: a file cannot be read any more.
     """
     folder = f'{CHECKPOINTS_DIR}/{step}'
-    there = _below(bucket, folder)
+    existing = _list_files(bucket, folder)
     manifest = json.dumps(
         {'format_version': FORMAT_VERSION, 'files': {name: [f.size, f.sha256] for name, f in sorted(files.items())}}
     ).encode()
-    if COMMIT_MARKER in there:
-        if MANIFEST in there and bucket.read(f'{folder}/{MANIFEST}') == manifest:
+    if COMMIT_MARKER in existing:
+        if MANIFEST in existing and bucket.read(f'{folder}/{MANIFEST}') == manifest:
             return
-        delete_step(bucket, step, there)
-        there = {}
+        delete_step(bucket, step, existing)
+        existing = {}
     markers = {f'{name.partition("/")[0]}/{COMMIT_MARKER}' for name in files if '/' in name} - files.keys()
-    bucket.delete(f'{folder}/{name}' for name in sorted(there.keys() - files.keys() - markers))
+    bucket.delete(f'{folder}/{name}' for name in sorted(existing.keys() - files.keys() - markers))
     upload_files(bucket, folder, files, on_bytes)
     for name in sorted(markers):
         bucket.put(f'{folder}/{name}', MARKER_CONTENT)
@@ -95,8 +95,8 @@ def upload_files(
         OSError: a file cannot be read any more.
     """
     prefix = f'{folder}/' if folder else ''
-    there = _below(bucket, folder)
-    missing = {name: file for name, file in files.items() if there.get(name) != Listed(file.size, file.digest)}
+    existing = _list_files(bucket, folder)
+    missing = {name: file for name, file in files.items() if existing.get(name) != Listed(file.size, file.digest)}
     with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='upload') as pool:
         puts = [pool.submit(bucket.put_file, prefix + name, f.path, on_bytes) for name, f in missing.items()]
         try:
@@ -104,20 +104,20 @@ def upload_files(
                 put.result()
         finally:
             pool.shutdown(cancel_futures=True)
-    there = _below(bucket, folder)
+    existing = _list_files(bucket, folder)
     for name, file in files.items():
-        found = there.get(name)
-        same = found is not None and found.size == file.size
-        if same and found != Listed(file.size, file.digest):
-            same = not bucket.tells_md5 and (not read_back or bucket.sha256(prefix + name, file.size) == file.sha256)
-        if not same:
+        found = existing.get(name)
+        is_same = found is not None and found.size == file.size
+        if is_same and found != Listed(file.size, file.digest):
+            is_same = not bucket.tells_md5 and (not read_back or bucket.sha256(prefix + name, file.size) == file.sha256)
+        if not is_same:
             raise BucketError(f'{redact(bucket.url)}/{prefix}{name}: what arrived there is something else')
 
 
 def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -> None:
     """Deletes a step: from the first request on it is not complete any more. Raises BucketError."""
     folder = f'{CHECKPOINTS_DIR}/{step}'
-    names = _below(bucket, folder) if names is None else names
+    names = _list_files(bucket, folder) if names is None else names
     bucket.delete(f'{folder}/{name}' for name in sorted(names, key=lambda name: (name != COMMIT_MARKER, name)))
 
 
@@ -159,15 +159,15 @@ def download_step(
 
 
 def _remote_files(bucket: Bucket, step: int, folder: Path) -> Iterator[RemoteFile]:
-    place = f'{CHECKPOINTS_DIR}/{step}'
-    there = _below(bucket, place)
-    if MANIFEST not in there:
+    step_path = f'{CHECKPOINTS_DIR}/{step}'
+    existing = _list_files(bucket, step_path)
+    if MANIFEST not in existing:
         # Written into the bucket by Orbax itself: its checksums are those of the bucket.
-        files = {name: (facts.size, '') for name, facts in there.items() if not _is_marker(name)}
+        files = {name: (facts.size, '') for name, facts in existing.items() if not _is_marker(name)}
     else:
-        files = _read_manifest(bucket, f'{place}/{MANIFEST}')
+        files = _read_manifest(bucket, f'{step_path}/{MANIFEST}')
     for name, (size, sha256) in files.items():
-        yield RemoteFile(f'{bucket.url}/{place}/{name}', folder / name, size, sha256)
+        yield RemoteFile(f'{bucket.url}/{step_path}/{name}', folder / name, size, sha256)
 
 
 def _read_manifest(bucket: Bucket, name: str) -> dict[str, tuple[int, str]]:
@@ -187,6 +187,6 @@ def _is_marker(name: str) -> bool:
     return name.rpartition('/')[2] == COMMIT_MARKER
 
 
-def _below(bucket: Bucket, folder: str) -> dict[str, Listed]:
+def _list_files(bucket: Bucket, folder: str) -> dict[str, Listed]:
     prefix = f'{folder}/' if folder else ''
     return {name.removeprefix(prefix): facts for name, facts in bucket.list(folder).items()}

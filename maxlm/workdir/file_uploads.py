@@ -22,9 +22,9 @@ NAMES = (
     *(METRICS, RUN_LOG, EVENTS, goodput_name(0), 'devices.jsonl', SAMPLES_FILE, WANDB_ID),
 )
 # These go to the bucket only: every life of a run writes new ones.
-OTHERS = ('report.html', 'tensorboard/**/*', 'profile/**/*', 'wandb/**/*')
+UPLOAD_ONLY_PATTERNS = ('report.html', 'tensorboard/**/*', 'profile/**/*', 'wandb/**/*')
 # A local file that gave way to that of the bucket.
-REPLACED = '.replaced'
+REPLACED_SUFFIX = '.replaced'
 
 
 class FileMirror:
@@ -33,30 +33,30 @@ class FileMirror:
     def __init__(
         self,
         bucket: Bucket,
-        record: UploadState,
+        upload_state: UploadState,
         *,
         on_bytes: Callable[..., None],
-        seconds: float,
+        interval_seconds: float,
         names: Sequence[str] = NAMES,
-        others: Sequence[str] = OTHERS,
+        patterns: Sequence[str] = UPLOAD_ONLY_PATTERNS,
     ):
         """
         Args:
             bucket: of the run.
-            record: of the run's directory.
+            upload_state: of the run's directory.
             on_bytes: is told of progress.
             seconds: between two uploads, at least; ten times what an upload takes, if that is more.
             names: of files that are compared with the bucket's when the run starts.
-            others: patterns of those that are not.
+            patterns: patterns of those that are not.
         """
         self._bucket = bucket
-        self._record = record
+        self._upload_state = upload_state
         self._on_bytes = on_bytes
-        self._seconds = seconds
-        self._names, self._others = names, others
-        self._next = 0.0
+        self._interval_seconds = interval_seconds
+        self._names, self._patterns = names, patterns
+        self._next_upload_time = 0.0
         self._uploaded: dict[str, tuple[int, int]] = {}
-        self.hurry = False
+        self.skip_interval = False
 
     def work(self) -> bool:
         """Uploads what changed, when that is due; returns False, for there is no more to do then.
@@ -65,47 +65,47 @@ class FileMirror:
             BucketError: the bucket does not take it.
         """
         started = time.monotonic()
-        if started < self._next and not self.hurry:
+        if started < self._next_upload_time and not self.skip_interval:
             return False
-        for name in self._present():
-            facts = (self._record.workdir / name).stat()
+        for name in self._existing_files():
+            facts = (self._upload_state.workdir / name).stat()
             version = facts.st_size, facts.st_mtime_ns
             if self._uploaded.get(name) != version:
                 self._upload(name)
                 self._uploaded[name] = version
-        self._next = time.monotonic() + max(self._seconds, 10 * (time.monotonic() - started))
+        self._next_upload_time = time.monotonic() + max(self._interval_seconds, 10 * (time.monotonic() - started))
         return False
 
-    def _present(self) -> list[str]:
-        workdir = self._record.workdir
+    def _existing_files(self) -> list[str]:
+        workdir = self._upload_state.workdir
         names = [name for name in self._names if (workdir / name).is_file()]
         # What links point to is there itself.
-        found = {path for pattern in self._others for path in workdir.glob(pattern) if not path.is_symlink()}
+        found = {path for pattern in self._patterns for path in workdir.glob(pattern) if not path.is_symlink()}
         return names + [path.relative_to(workdir).as_posix() for path in sorted(found) if path.is_file()]
 
     def _upload(self, name: str) -> None:
         # A copy stays as it is while it is sent.
-        copy = self._record.folder / 'outgoing' / name
+        copy = self._upload_state.folder / 'outgoing' / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self._record.workdir / name, copy)
+        shutil.copyfile(self._upload_state.workdir / name, copy)
         digest = self._bucket.describe(copy).digest
-        known = self._record.files.get(name, [])
-        if known[-1:] != [digest]:
+        digests = self._upload_state.files.get(name, [])
+        if digests[-1:] != [digest]:
             if name in self._names:
                 # Before and after: killed in between, either may be there.
-                self._record.set_file(name, [*known[-1:], digest])
+                self._upload_state.set_file(name, [*digests[-1:], digest])
             self._bucket.put_file(name, copy, self._on_bytes)
             if name in self._names:
-                self._record.set_file(name, [digest])
+                self._upload_state.set_file(name, [digest])
         copy.unlink()
 
 
-def fetch_files(bucket: Bucket, record: UploadState) -> list[str]:
+def fetch_files(bucket: Bucket, upload_state: UploadState) -> list[str]:
     """Fetches the files that another machine wrote last, and renames local files that differ.
 
     Args:
         bucket: of the run.
-        record: of the run's directory.
+        upload_state: of the run's directory.
 
     Returns:
         The names of the fetched files.
@@ -117,17 +117,17 @@ def fetch_files(bucket: Bucket, record: UploadState) -> list[str]:
     fetched = []
     for name in NAMES:
         listed = bucket.list_one(name)
-        path = record.workdir / name
+        path = upload_state.workdir / name
         if listed is None:
             # Whatever was uploaded, it is not there any more.
-            if name in record.files:
-                record.set_file(name, [])
+            if name in upload_state.files:
+                upload_state.set_file(name, [])
             continue
         if path.is_file():
-            if listed.digest in (*record.files.get(name, []), bucket.describe(path).digest):
+            if listed.digest in (*upload_state.files.get(name, []), bucket.describe(path).digest):
                 continue
-            os.replace(path, path.with_name(name + REPLACED))
+            os.replace(path, path.with_name(name + REPLACED_SUFFIX))
         fetch_file(RemoteFile(f'{bucket.url}/{name}', path, listed.size))
-        record.set_file(name, [listed.digest])
+        upload_state.set_file(name, [listed.digest])
         fetched.append(name)
     return fetched

@@ -30,7 +30,7 @@ WANDB_ID_FILE = 'wandb_id'
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS = 'special_tokens_map.json'
 GENERATION = 'generation_config.json'
-KEPT_FOR_EXPORT = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
+EXPORT_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
 
 
 def goodput_name(process: int) -> str:
@@ -50,7 +50,7 @@ def open_workdir(workdir: Path) -> None:
         with tempfile.TemporaryFile(dir=workdir):
             pass
     except OSError as error:
-        raise _unusable(workdir, error) from error
+        raise _workdir_error(workdir, error) from error
 
 
 def check_same_model(workdir: Path, config: Config) -> None:
@@ -73,16 +73,16 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
     """Returns the first key by which the models of two configs differ, and its values; None if they are equal."""
     old, new = old_config.model, new_config.model
     # How the same function of the same parameters is computed may change between two lives of a run.
-    free = {'family', 'remat_policy', 'scan_layers', 'attention', 'matmul_precision', 'dtype', 'dropout'}
-    free |= {'init', 'init_std'}
+    ignored = {'family', 'remat_policy', 'scan_layers', 'attention', 'matmul_precision', 'dtype', 'dropout'}
+    ignored |= {'init', 'init_std'}
     for field in dataclasses.fields(new):
         before, now = getattr(old, field.name), getattr(new, field.name)
-        if field.name not in free and before != now:
+        if field.name not in ignored and before != now:
             return f'model.{field.name}', before, now
     return None
 
 
-def describe_run(workdir: Path, config: Config, tokenizer: Path) -> None:
+def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
     """Puts the resolved config, the tokenizer and the chat template beside it into the workdir of a run that starts."""
     try:
         replace_file(workdir / CONFIG, to_json(config))
@@ -90,7 +90,7 @@ def describe_run(workdir: Path, config: Config, tokenizer: Path) -> None:
         if (template := tokenizer.with_name(CHAT_TEMPLATE)).is_file():
             shutil.copyfile(template, workdir / CHAT_TEMPLATE)
     except OSError as error:
-        raise _unusable(workdir, error) from error
+        raise _workdir_error(workdir, error) from error
 
 
 def read_config(workdir: Path) -> Config:
@@ -109,5 +109,5 @@ def read_config(workdir: Path) -> Config:
         raise InputError(f'{path}: not a config that this version of maxlm wrote ({error})') from error
 
 
-def _unusable(workdir: Path, error: OSError) -> InputError:
+def _workdir_error(workdir: Path, error: OSError) -> InputError:
     return InputError(f'--workdir={workdir}: {os_message(error)}; choose a directory that can be written to')

@@ -27,10 +27,10 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import NotRegularError, read_text
 
 LOCK = 'run.lock'
-BEAT_SECONDS = 10.0
+HEARTBEAT_SECONDS = 10.0
 # Without a beat the owner is taken to be gone, if it cannot be asked for.
 STALE_SECONDS = 60.0
-ATTEMPTS = 20
+MAX_TRIES = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +72,13 @@ def this_process() -> Owner:
         host=socket.gethostname(),
         kernel=_kernel(),
         pid=os.getpid(),
-        born=_born(os.getpid()),
+        born=_start_ticks(os.getpid()),
         user=user,
         since=now.strftime('%Y-%m-%d %H:%M:%S UTC'),
     )
 
 
-class _Seen(NamedTuple):
+class _LockState(NamedTuple):
     """A lock at one moment.
 
     `holder` is None if nobody can be made out: another version of maxlm wrote the lock, or, with `is_foreign`, none.
@@ -87,7 +87,7 @@ class _Seen(NamedTuple):
     holder: Owner | None
     is_foreign: bool
     # Time of its last sign of life, and the seconds since.
-    beat: float
+    heartbeat_time: float
     age: float
 
 
@@ -95,7 +95,7 @@ def is_alive(owner: Owner) -> bool | None:
     """Whether the process of a lock runs; None where that cannot be seen from here."""
     if not owner.kernel or owner.kernel != _kernel():
         return None
-    born = _born(owner.pid)
+    born = _start_ticks(owner.pid)
     if not born:
         try:
             os.kill(owner.pid, 0)
@@ -119,7 +119,7 @@ class WorkdirLock:
         workdir: Path,
         *,
         on_lost: Callable[[str], None] = logger.error,
-        beat_seconds: float = BEAT_SECONDS,
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
         stale_seconds: float = STALE_SECONDS,
     ):
         """
@@ -133,10 +133,10 @@ class WorkdirLock:
         self._workdir = workdir
         self._path = workdir / LOCK
         self._on_lost = on_lost
-        self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
+        self._heartbeat_seconds, self._stale_seconds = heartbeat_seconds, stale_seconds
         self._owner = this_process()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True, name='workdir-lock')
+        self._thread = threading.Thread(target=self._heartbeat_loop, daemon=True, name='workdir-lock')
 
     def __enter__(self) -> WorkdirLock:
         """
@@ -160,34 +160,34 @@ class WorkdirLock:
                 self._path.unlink()
 
     def _acquire(self) -> None:
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_TRIES):
             if self._create():
                 return
-            seen = self._look()
-            if seen is None:
+            state = self._read_state()
+            if state is None:
                 # Gone between two looks.
                 continue
-            if seen.is_foreign and seen.age <= self._stale_seconds:
+            if state.is_foreign and state.age <= self._stale_seconds:
                 # On a disk without hard links, a run that is starting may not have written all of it.
                 raise InputError(
                     f'--workdir={self._workdir}: {LOCK} is not a lock that maxlm wrote; delete it if no run uses the '
                     f'directory'
                 )
-            alive = is_alive(seen.holder) if seen.holder else None
+            alive = is_alive(state.holder) if state.holder else None
             if alive is None:
-                alive = self._beats(seen)
+                alive = self._shows_heartbeat(state)
             if alive:
-                whose = seen.holder or 'a run that cannot be named'
+                owner = state.holder or 'a run that cannot be named'
                 raise InputError(
-                    f'--workdir={self._workdir}: in use by {whose}; stop that run, or choose another --workdir'
+                    f'--workdir={self._workdir}: in use by {owner}; stop that run, or choose another --workdir'
                 )
-            self._remove(seen.holder)
+            self._remove(state.holder)
         raise InputError(f'--workdir={self._workdir}: {LOCK} changes all the time: several runs start on it at once')
 
     def _create(self) -> bool:
         """Makes the lock; False if there is one. Nobody sees it half written."""
         text = json.dumps(dataclasses.asdict(self._owner)) + '\n'
-        draft = self._beside('new')
+        draft = self._sibling('new')
         try:
             _write(draft, text, os.O_CREAT | os.O_EXCL)
             try:
@@ -205,7 +205,7 @@ class WorkdirLock:
             with contextlib.suppress(OSError):
                 draft.unlink()
 
-    def _beside(self, word: str) -> Path:
+    def _sibling(self, word: str) -> Path:
         return self._path.with_name(f'.{LOCK}.{word}.{self._owner.token}')
 
     def _holder(self, path: Path | None = None) -> Owner | None:
@@ -215,49 +215,49 @@ class WorkdirLock:
             FileNotFoundError: there is no lock.
         """
         try:
-            return Owner(**self._facts(path or self._path))
+            return Owner(**self._read_fields(path or self._path))
         except TypeError:
             return None
 
-    def _facts(self, path: Path) -> dict[str, Any]:
+    def _read_fields(self, path: Path) -> dict[str, Any]:
         """Returns the content of a lock, {} if maxlm did not write it. Raises FileNotFoundError if there is no lock."""
         try:
-            facts = parse_json(read_text(path))
+            fields = parse_json(read_text(path))
         except ValueError:
             return {}
-        return facts if isinstance(facts, dict) and 'token' in facts else {}
+        return fields if isinstance(fields, dict) and 'token' in fields else {}
 
-    def _look(self) -> _Seen | None:
+    def _read_state(self) -> _LockState | None:
         """What the lock says at the moment; None if there is none any more."""
-        draft = self._beside('age')
+        draft = self._sibling('age')
         try:
             _write(draft, '', os.O_CREAT)
             now = draft.stat().st_mtime
             # Opening it brings the facts of a shared disk up to date.
             holder = self._holder()
-            is_foreign = holder is None and not self._facts(self._path)
-            beat = self._path.stat().st_mtime
-            return _Seen(holder, is_foreign, beat, now - beat)
+            is_foreign = holder is None and not self._read_fields(self._path)
+            heartbeat_time = self._path.stat().st_mtime
+            return _LockState(holder, is_foreign, heartbeat_time, now - heartbeat_time)
         except FileNotFoundError:
             return None
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
 
-    def _beats(self, first: _Seen) -> bool:
+    def _shows_heartbeat(self, first: _LockState) -> bool:
         """Whether a holder whose process cannot be looked up shows a sign of life before its time is up."""
         if first.age <= self._stale_seconds:
             logger.info(
                 f'{self._path}: held by {first.holder or "a run that cannot be named"}; waiting up to '
                 f'{self._stale_seconds - max(first.age, 0):.0f} s for a sign of life'
             )
-        seen: _Seen | None = first
+        state: _LockState | None = first
         watched = time.monotonic()
         # The second bound is for a disk whose times are nonsense.
-        while seen and seen.age <= self._stale_seconds and time.monotonic() - watched <= 2 * self._stale_seconds:
-            time.sleep(self._beat_seconds / 5)
-            seen = self._look()
-            if seen and (seen.holder, seen.beat) != (first.holder, first.beat):
+        while state and state.age <= self._stale_seconds and time.monotonic() - watched <= 2 * self._stale_seconds:
+            time.sleep(self._heartbeat_seconds / 5)
+            state = self._read_state()
+            if state and (state.holder, state.heartbeat_time) != (first.holder, first.heartbeat_time):
                 # A beat, or somebody who was faster.
                 return True
         return False
@@ -271,13 +271,13 @@ class WorkdirLock:
                 fcntl.flock(directory, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
                 if self._holder() == holder:
-                    self._move_away(holder)
+                    self._discard(holder)
         finally:
             os.close(directory)
 
-    def _move_away(self, holder: Owner | None) -> None:
+    def _discard(self, holder: Owner | None) -> None:
         # Renamed and not deleted: only then is it known whose it was.
-        gone = self._beside('gone')
+        gone = self._sibling('gone')
         self._path.rename(gone)
         if self._holder(gone) != holder:
             # The new lock of somebody who was faster goes back; if a third is there already, the second will notice.
@@ -287,8 +287,8 @@ class WorkdirLock:
             logger.warning(f'{self._path}: taken over from {holder or "a run that cannot be named"}, which is gone')
         gone.unlink()
 
-    def _beat(self) -> None:
-        while not self._stop.wait(self._beat_seconds):
+    def _heartbeat_loop(self) -> None:
+        while not self._stop.wait(self._heartbeat_seconds):
             try:
                 holder = self._holder()
                 if holder == self._owner:
@@ -303,8 +303,8 @@ class WorkdirLock:
                 pass
             else:
                 if holder != self._owner and not self._stop.is_set():
-                    who = holder or 'another run'
-                    self._on_lost(f'{self._path}: taken by {who}, since this one gave no sign of life')
+                    new_owner = holder or 'another run'
+                    self._on_lost(f'{self._path}: taken by {new_owner}, since this one gave no sign of life')
                     return
 
 
@@ -323,7 +323,7 @@ def _kernel() -> str:
         return ''
 
 
-def _born(pid: int) -> str:
+def _start_ticks(pid: int) -> str:
     """Ticks from boot to the start of a process; '' if there is none, or only its exit code is left."""
     try:
         # The name may hold anything, brackets too.

@@ -89,23 +89,29 @@ class RunStorage:
         if not url:
             return
         bucket = Bucket(self.url)
-        self._record = UploadState(workdir, self.url)
+        self._upload_state = UploadState(workdir, self.url)
         self._progress = UploadProgress(self.url, stall_seconds, warn)
-        files = partial(FileMirror, bucket, self._record, on_bytes=self._progress.made, seconds=files_seconds)
+        files = partial(
+            FileMirror,
+            bucket,
+            self._upload_state,
+            on_bytes=self._progress.record_arrival,
+            interval_seconds=files_seconds,
+        )
         if process:
             own = (goodput_name(process), f'devices-{process}.jsonl')
-            self._files = files(names=(), others=own)
-            self._add('upload-files', own[0], self._files.work, poll_seconds)
+            self._files = files(names=(), patterns=own)
+            self._add_worker('upload-files', own[0], self._files.work, poll_seconds)
             return
         self._bucket = bucket
         self._files = files()
-        self._steps = StepMirror(self._bucket, self._record, progress=self._progress, surplus=surplus)
+        self._steps = StepMirror(self._bucket, self._upload_state, progress=self._progress, surplus=surplus)
         if not direct:
-            self._add('upload-steps', CHECKPOINTS_DIR, self._steps.work, poll_seconds)
-        self._add('upload-files', 'metrics.jsonl', self._files.work, poll_seconds)
+            self._add_worker('upload-steps', CHECKPOINTS_DIR, self._steps.work, poll_seconds)
+        self._add_worker('upload-files', 'metrics.jsonl', self._files.work, poll_seconds)
 
-    def fetch(self, *, patience_seconds: float = START_SECONDS) -> None:
-        """Fetches what the run wrote on other machines: its files, and its newest step unless it is here.
+    def fetch(self, *, timeout_seconds: float = START_SECONDS) -> None:
+        """Fetches what the run wrote on other machines: its files, and its newest step unless it is local_steps.
 
         Call it in one process, before anything reads the directory.
 
@@ -114,12 +120,12 @@ class RunStorage:
 
         Raises:
             TransientStorageError: the bucket did not answer. The local state may be older than that in the bucket.
-            InputError: the bucket denies access, a file there is damaged, or a file cannot be written here.
+            InputError: the bucket denies access, a file there is damaged, or a file cannot be written local_steps.
         """
         if self._bucket is None:
             return
         try:
-            RetryPolicy(logger.warning, time.sleep).call(self.url, self._fetch, patience_seconds=patience_seconds)
+            RetryPolicy(logger.warning, time.sleep).call(self.url, self._fetch, patience_seconds=timeout_seconds)
         except TransientStorageError as error:
             raise TransientStorageError(
                 f'{error}; what the run has there must be known before it goes on: start again when it answers'
@@ -133,24 +139,24 @@ class RunStorage:
         """
         if self._bucket is None or self._direct:
             raise InputError(f'step {step}: there is no copy of it to fetch')
-        unfinished = self._record.folder / 'fetching' / str(step)
+        unfinished = self._upload_state.folder / 'fetching' / str(step)
         place = self.workdir / CHECKPOINTS_DIR / str(step)
         download_step(self._bucket, step, unfinished)
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(parents=True, exist_ok=True)
         unfinished.rename(place)
-        self._record.set_step(step, self._record.local_steps()[step])
+        self._upload_state.set_step(step, self._upload_state.local_steps()[step])
         return place
 
     def remote_steps(self) -> list[int]:
         """The complete steps of the copy, oldest first. Raises TransientStorageError when it does not answer."""
         return complete_steps(self._bucket) if self._bucket else []
 
-    def uploaded(self, step: int) -> bool:
-        """Whether a step is complete in the bucket, as far as is known here; False where there is none."""
+    def is_uploaded(self, step: int) -> bool:
+        """Whether a step is complete in the bucket, as far as is known local_steps; False where there is none."""
         if self._direct:
             return bool((self.checkpoint_directory / str(step) / COMMIT_MARKER).exists())
-        return self._steps is not None and step in self._record.steps and step not in self._steps.pending()
+        return self._steps is not None and step in self._upload_state.steps and step not in self._steps.pending()
 
     def start(self) -> None:
         """Begins to upload."""
@@ -159,24 +165,24 @@ class RunStorage:
         for worker in self._workers:
             worker.start()
 
-    def close(self, *, patience_seconds: float = END_SECONDS) -> None:
+    def close(self, *, timeout_seconds: float = END_SECONDS) -> None:
         """Waits until all is uploaded.
 
         Args:
             patience_seconds: without anything arriving, after which it says what is missing and returns.
         """
         if self._files:
-            self._files.hurry = True
+            self._files.skip_interval = True
         # Steps first: what is said of them belongs to the log, which is a file.
         for worker in self._workers:
-            self._progress.made()
+            self._progress.record_arrival()
             worker.closing.set()
-            while worker.is_alive and self._progress.silent_seconds <= patience_seconds:
+            while worker.is_alive and self._progress.idle_seconds <= timeout_seconds:
                 time.sleep(0.02)
             if worker.is_alive:
                 worker.abandon()
                 self._abandoned = True
-                self._say_what_is_missing()
+                self._warn_missing_uploads()
         if self._workers:
             self._progress.stop()
 
@@ -196,7 +202,7 @@ class RunStorage:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add(self, name: str, below: str, work: Callable[[], bool], poll_seconds: float) -> None:
+    def _add_worker(self, name: str, below: str, work: Callable[[], bool], poll_seconds: float) -> None:
         url = f'{self.url}/{below}'
         self._workers.append(
             UploadWorker(name, url, work, progress=self._progress, poll_seconds=poll_seconds, warn=self._warn)
@@ -207,23 +213,23 @@ class RunStorage:
         assert self._bucket
         try:
             # First, because this request fails if the bucket does not exist.
-            there = complete_steps(self._bucket)
-            fetched = fetch_files(self._bucket, self._record)
+            remote_steps = complete_steps(self._bucket)
+            fetched = fetch_files(self._bucket, self._upload_state)
         except PermissionDeniedError as error:
             raise InputError(f'{error}; look at the name of the bucket and at the credentials') from error
         if fetched:
             logger.info(f'fetched from {redact(self.url)}: {", ".join(fetched)}')
         if self._direct:
             return
-        for step in self._record.steps.keys() - set(there):
-            # Somebody else deleted it: it is uploaded again if it is still here.
-            self._record.set_step(step, None)
-        here = self._record.local_steps()
-        if there and there[-1] > max(here, default=-1):
-            logger.info(f'fetching step {there[-1]} from {redact(self.url)}')
-            self.fetch_step(there[-1])
+        for step in self._upload_state.steps.keys() - set(remote_steps):
+            # Somebody else deleted it: it is uploaded again if it is still local_steps.
+            self._upload_state.set_step(step, None)
+        local_steps = self._upload_state.local_steps()
+        if remote_steps and remote_steps[-1] > max(local_steps, default=-1):
+            logger.info(f'fetching step {remote_steps[-1]} from {redact(self.url)}')
+            self.fetch_step(remote_steps[-1])
 
-    def _say_what_is_missing(self) -> None:
+    def _warn_missing_uploads(self) -> None:
         missing = self._steps.pending() if self._steps and not self._direct else []
         steps = f'steps {", ".join(map(str, missing))} are' if missing else 'the newest lines of log and metrics are'
         self._warn(

@@ -26,7 +26,7 @@ DAMAGED = '_damaged'
 # In a bucket, where nothing can be renamed, a step is complete when this is there.
 COMMIT_MARKER = 'commit_success.txt'
 # In a bucket, a step with this stays, although it is not complete any more, until one of its number is saved.
-ASIDE = 'damaged.txt'
+DAMAGED_MARKER = 'damaged.txt'
 # `WORKDIR@best`: the step with the lowest validation loss.
 BEST = 'best'
 # In the name of what is being written on a disk.
@@ -36,10 +36,10 @@ _PROBE = '_probe'
 _PROBE_BYTES = 2**16
 
 
-def to_path(given: Any) -> epath.Path:
+def to_path(path: Any) -> epath.Path:
     """A directory or gs://… as a path that both Orbax and this package can use; a directory's is absolute."""
-    if not str(given).startswith('gs://'):
-        return epath.Path(os.path.abspath(given))
+    if not str(path).startswith('gs://'):
+        return epath.Path(os.path.abspath(path))
     # TensorFlow's own client would be taken if TensorFlow is installed.
     os.environ.setdefault('EPATH_USE_TF', 'false')
     import fsspec.config  # takes a while
@@ -47,17 +47,17 @@ def to_path(given: Any) -> epath.Path:
     for protocol in ('gs', 'gcs'):
         # Listings that are kept hide what other processes wrote.
         fsspec.config.conf.setdefault(protocol, {}).setdefault('use_listings_cache', False)
-    return epath.Path(given)
+    return epath.Path(path)
 
 
-def split_name(given: str) -> tuple[str, str]:
+def split_name(checkpoint: str) -> tuple[str, str]:
     """`WORKDIR@STEP` or `WORKDIR@best`, local or a URL: the workdir and what stands behind the @, '' for nothing.
 
     Of a directory that is not there as it stands anything behind the @ is a step, of a URL what can be one.
     """
-    workdir, _, wanted = given.rpartition('@')
-    can_be = wanted.isdigit() or wanted == BEST if is_url(given) else not Path(given).exists()
-    return (workdir.rstrip('/'), wanted) if workdir and can_be else (given.rstrip('/'), '')
+    workdir, _, wanted = checkpoint.rpartition('@')
+    can_be = wanted.isdigit() or wanted == BEST if is_url(checkpoint) else not Path(checkpoint).exists()
+    return (workdir.rstrip('/'), wanted) if workdir and can_be else (checkpoint.rstrip('/'), '')
 
 
 class StepDirectory:
@@ -83,7 +83,7 @@ class StepDirectory:
         Raises:
             InputError: it cannot be listed.
         """
-        with self._faults():
+        with self._translate_errors():
             return sorted(int(name) for name in self._names() if name.isdigit() and self.is_complete(name))
 
     def delete(self, step: int) -> None:
@@ -93,7 +93,7 @@ class StepDirectory:
             InputError: it cannot be deleted.
         """
         path = self.path / str(step)
-        with self._faults():
+        with self._translate_errors():
             if self._in_bucket:
                 (path / COMMIT_MARKER).unlink(missing_ok=True)
                 _remove(path)
@@ -113,17 +113,19 @@ class StepDirectory:
             InputError: that cannot be done.
         """
         path = self.path / str(step)
-        with self._faults():
+        with self._translate_errors():
             if self._in_bucket:
-                (path / ASIDE).write_text('set aside as damaged; gone when a step of this number is saved again')
+                (path / DAMAGED_MARKER).write_text(
+                    'set aside as damaged; gone when a step of this number is saved again'
+                )
                 (path / COMMIT_MARKER).unlink(missing_ok=True)
                 return path
             folder = self.path / DAMAGED
             names = (str(step), *(f'{step}-{number}' for number in range(2, 1000)))
-            place = next(folder / name for name in names if not (folder / name).exists())
+            target = next(folder / name for name in names if not (folder / name).exists())
             folder.mkdir(parents=True, exist_ok=True)
-            path.rename(place)
-            return place
+            path.rename(target)
+            return target
 
     def clear(self) -> None:
         """Deletes what saves and deletions that were killed or have failed left behind.
@@ -131,17 +133,17 @@ class StepDirectory:
         Raises:
             InputError: it cannot be deleted.
         """
-        with self._faults():
+        with self._translate_errors():
             for name in self._names():
                 path = self.path / name
                 if name == TRASH:
                     # The folder itself stays.
                     for step in path.iterdir():
                         _remove(step)
-                elif UNFINISHED in name or (self._in_bucket and name.isdigit() and self._is_left_over(path)):
+                elif UNFINISHED in name or (self._in_bucket and name.isdigit() and self._is_leftover(path)):
                     _remove(path)
 
-    def try_to_write(self) -> None:
+    def probe_write(self) -> None:
         """Raises an OSError, or what a bucket's client raises, where nothing can be written."""
         probe = self.path / _PROBE
         try:
@@ -151,8 +153,8 @@ class StepDirectory:
             with contextlib.suppress(Exception):
                 _remove(probe)
 
-    def _is_left_over(self, path: epath.Path) -> bool:
-        return not (path / COMMIT_MARKER).exists() and not (path / ASIDE).exists()
+    def _is_leftover(self, path: epath.Path) -> bool:
+        return not (path / COMMIT_MARKER).exists() and not (path / DAMAGED_MARKER).exists()
 
     def _names(self) -> list[str]:
         try:
@@ -161,7 +163,7 @@ class StepDirectory:
             return []
 
     @contextlib.contextmanager
-    def _faults(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:

@@ -20,8 +20,8 @@ from maxlm.workdir.bucket_steps import upload_files
 from maxlm.workdir.run_storage import cache_directory, check_url
 
 # A bucket that has not answered for this long is given up.
-PATIENCE_SECONDS = 300.0
-AGAIN = 'run the same command again to continue: what has arrived is kept'
+TIMEOUT_SECONDS = 300.0
+RETRY_ADVICE = 'run the same command again to continue: what has arrived is kept'
 
 T = TypeVar('T')
 
@@ -50,27 +50,27 @@ class Upload:
         self._option = option
         self._last = last
         self._bucket = Bucket(self.url)
-        self._place = cache_directory(self.url, cache, kind='uploads')
-        self.folder = self._place / self.url.rpartition('/')[2]
-        # Tells what this machine has left in the bucket from what somebody else has there.
-        self._begun = self._place / '.begun'
+        self._cache_path = cache_directory(self.url, cache, kind='uploads')
+        self.folder = self._cache_path / self.url.rpartition('/')[2]
+        # Distinguishes files that this machine uploaded from those of others.
+        self._started_marker = self._cache_path / '.begun'
 
     def is_complete(self) -> bool:
         """Returns whether the bucket has the last file. Raises InputError when it does not answer."""
-        return self._ask(lambda: self._bucket.list_one(self._last)) is not None
+        return self._retry(lambda: self._bucket.list_one(self._last)) is not None
 
     def check_new(self) -> None:
         """Raises InputError unless the bucket has nothing there, or what an interrupted upload has left."""
-        there = self._ask(self._bucket.list)
-        if there and (self._last in there or not self._begun.exists()):
+        remote_files = self._retry(self._bucket.list)
+        if remote_files and (self._last in remote_files or not self._started_marker.exists()):
             raise InputError(f'{self._option}={redact(self.url)}: there is something already; choose one that is new')
 
     def begin(self) -> None:
         """Makes the local directory's parent; raises InputError if it cannot be written."""
         try:
-            self._place.mkdir(parents=True, exist_ok=True)
+            self._cache_path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f'{self._place}: {os_message(error)}; give another --cache') from error
+            raise InputError(f'{self._cache_path}: {os_message(error)}; give another --cache') from error
 
     def discard(self) -> None:
         """Removes the local directory, which is not complete in the bucket."""
@@ -89,7 +89,7 @@ class Upload:
             files = {name: self._bucket.describe(path) for name, path in paths.items() if path.is_file()}
         except OSError as error:
             raise InputError(f'{error.filename}: {os_message(error)}') from error
-        self._begun.touch()
+        self._started_marker.touch()
         lock = threading.Lock()
         with progress_bar(total=sum(file.size for file in files.values()), initial=0, unit='B', show=show) as bar:
 
@@ -98,20 +98,20 @@ class Upload:
                     bar.update(num_bytes)
 
             final = {self._last: files.pop(self._last)}
-            self._ask(partial(upload_files, self._bucket, '', files, on_bytes, read_back=True))
+            self._retry(partial(upload_files, self._bucket, '', files, on_bytes, read_back=True))
             if self.is_complete():
                 raise InputError(f'{redact(self.url)}/{self._last}: another process has written it meanwhile')
-            self._ask(partial(upload_files, self._bucket, '', final, on_bytes, read_back=True))
-        shutil.rmtree(self._place, ignore_errors=True)
+            self._retry(partial(upload_files, self._bucket, '', final, on_bytes, read_back=True))
+        shutil.rmtree(self._cache_path, ignore_errors=True)
 
-    def _ask(self, ask: Callable[[], T]) -> T:
-        def request() -> T:
+    def _retry(self, request: Callable[[], T]) -> T:
+        def send() -> T:
             try:
-                return ask()
+                return request()
             except PermissionDeniedError as error:
                 raise InputError(f'{error}; check the bucket, the credentials and their rights') from error
 
         try:
-            return RetryPolicy(logger.warning, time.sleep).call(self.url, request, patience_seconds=PATIENCE_SECONDS)
+            return RetryPolicy(logger.warning, time.sleep).call(self.url, send, patience_seconds=TIMEOUT_SECONDS)
         except TransientStorageError as error:
-            raise InputError(f'{error}; {AGAIN}') from error
+            raise InputError(f'{error}; {RETRY_ADVICE}') from error

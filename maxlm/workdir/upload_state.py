@@ -44,7 +44,7 @@ class UploadState:
                 steps[int(entry.name)] = f'{facts.st_ino}-{facts.st_mtime_ns}'
         return steps
 
-    def is_put_aside(self, step: int) -> bool:
+    def is_set_aside(self, step: int) -> bool:
         """Whether a step is gone because it was damaged, and not because it is not wanted any more."""
         folder = self.workdir / CHECKPOINTS_DIR / DAMAGED
         return (folder / str(step)).exists() or any(folder.glob(f'{step}[!0-9]*'))
@@ -73,17 +73,17 @@ class UploadState:
 class StagingDir:
     """Hard links to the files of the step that is being uploaded: it stays, though the run may not want it any more."""
 
-    def __init__(self, record: UploadState):
-        self._record = record
-        self._folder = record.folder / 'staged'
+    def __init__(self, upload_state: UploadState):
+        self._upload_state = upload_state
+        self._folder = upload_state.folder / 'staged'
 
-    def take(self, step: int, fingerprint: str) -> Path:
+    def stage(self, step: int, fingerprint: str) -> Path:
         """A directory with the files of a step; raises FileNotFoundError when the step is gone."""
-        place = self._folder / f'{step}-{fingerprint}'
-        if place.is_dir():
-            return place
+        target = self._folder / f'{step}-{fingerprint}'
+        if target.is_dir():
+            return target
         self.clear()
-        origin = self._record.workdir / CHECKPOINTS_DIR / str(step)
+        origin = self._upload_state.workdir / CHECKPOINTS_DIR / str(step)
         partial = self._folder / 'partial'
         try:
             shutil.copytree(origin, partial, copy_function=os.link)
@@ -93,8 +93,8 @@ class StagingDir:
             if not origin.is_dir():
                 raise FileNotFoundError(str(origin)) from None
             return origin
-        partial.rename(place)
-        return place
+        partial.rename(target)
+        return target
 
     def clear(self) -> None:
         """The files are not needed any more."""

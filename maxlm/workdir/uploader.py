@@ -24,7 +24,7 @@ POLL_SECONDS = 1.0
 # Without progress, when an upload is under way: then it is said.
 STALL_SECONDS = 45.0
 # While the run waits for nothing but the bucket.
-LONGEST_WAIT_AT_END = 5.0
+MAX_WAIT_AT_END = 5.0
 
 
 class UploadProgress:
@@ -36,7 +36,7 @@ class UploadProgress:
         self._stall_seconds = stall_seconds
         self._lock = threading.Lock()
         self._busy = 0
-        self._last = self._made = time.monotonic()
+        self._last = self._last_arrival = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name='upload-stall')
 
@@ -46,16 +46,16 @@ class UploadProgress:
     def stop(self) -> None:
         self._stop.set()
 
-    def made(self, *_: object) -> None:
+    def record_arrival(self, *_: object) -> None:
         """Something arrived."""
         with self._lock:
-            self._last = self._made = time.monotonic()
+            self._last = self._last_arrival = time.monotonic()
 
     @property
-    def silent_seconds(self) -> float:
+    def idle_seconds(self) -> float:
         """Since something arrived; tries that fail do not count."""
         with self._lock:
-            return time.monotonic() - self._made
+            return time.monotonic() - self._last_arrival
 
     def __enter__(self) -> UploadProgress:
         with self._lock:
@@ -149,7 +149,7 @@ class UploadWorker:
         if not self.closing.is_set():
             self.closing.wait(seconds)
         else:
-            self._abandoned.wait(min(seconds, LONGEST_WAIT_AT_END))
+            self._abandoned.wait(min(seconds, MAX_WAIT_AT_END))
 
 
 class StepMirror:
@@ -158,7 +158,7 @@ class StepMirror:
     def __init__(
         self,
         bucket: Bucket,
-        record: UploadState,
+        upload_state: UploadState,
         *,
         progress: UploadProgress,
         surplus: Callable[[list[int]], Collection[int]] | None = None,
@@ -172,10 +172,10 @@ class StepMirror:
                 directory; those that were are deleted when the run deletes them. Without it the others stay.
         """
         self._bucket = bucket
-        self._record = record
+        self._upload_state = upload_state
         self._progress = progress
         self._surplus = surplus
-        self._staging = StagingDir(record)
+        self._staging = StagingDir(upload_state)
         # The digests of the step that is under way, which takes a while to read.
         self._described: tuple[Path, dict[str, LocalFile]] | None = None
 
@@ -185,47 +185,49 @@ class StepMirror:
         Raises:
             BucketError: the bucket does not do it.
         """
-        local = self._record.local_steps()
-        pending = [step for step, mark in local.items() if self._record.steps.get(step) != mark]
+        local = self._upload_state.local_steps()
+        pending = [step for step, fingerprint in local.items() if self._upload_state.steps.get(step) != fingerprint]
         if pending:
             self._upload(max(pending), local[max(pending)])
             return True
         self._staging.clear()
-        gone = [step for step in self._record.steps.keys() - local.keys() if not self._record.is_put_aside(step)]
+        gone = [
+            step for step in self._upload_state.steps.keys() - local.keys() if not self._upload_state.is_set_aside(step)
+        ]
         # Some step stays complete in the bucket, whatever happens here.
         if not gone or not local:
             return False
         for step in gone:
             delete_step(self._bucket, step)
-            self._record.set_step(step, None)
-            self._progress.made()
+            self._upload_state.set_step(step, None)
+            self._progress.record_arrival()
         return True
 
     def pending(self) -> list[int]:
         """The steps of the directory that are not in the bucket."""
-        local = self._record.local_steps()
-        return sorted(step for step, mark in local.items() if self._record.steps.get(step) != mark)
+        local = self._upload_state.local_steps()
+        return sorted(step for step, fingerprint in local.items() if self._upload_state.steps.get(step) != fingerprint)
 
-    def _upload(self, step: int, mark: str) -> None:
+    def _upload(self, step: int, fingerprint: str) -> None:
         started = time.monotonic()
         try:
-            folder = self._staging.take(step, mark)
+            folder = self._staging.stage(step, fingerprint)
             files = self._describe(folder)
-            upload_step(self._bucket, step, files, self._progress.made)
+            upload_step(self._bucket, step, files, self._progress.record_arrival)
         except FileNotFoundError:
             # The run does not want it any more, and it could not be linked.
             self._described = None
             return
         self._described = None
         self._staging.clear()
-        self._record.set_step(step, mark)
-        self._progress.made()
+        self._upload_state.set_step(step, fingerprint)
+        self._progress.record_arrival()
         size = sum(file.size for file in files.values())
         logger.info(
             f'step {step} is in {redact(self._bucket.url)} '
             f'({format_bytes(size)}, {format_duration(time.monotonic() - started)})'
         )
-        self._tidy(step)
+        self._delete_orphans(step)
 
     def _describe(self, folder: Path) -> dict[str, LocalFile]:
         if self._described is None or self._described[0] != folder:
@@ -235,21 +237,21 @@ class StepMirror:
                 if name not in (COMMIT_MARKER, MANIFEST):
                     files[name] = self._bucket.describe(path)
                     # Reading is progress too: a large step takes a while.
-                    self._progress.made()
+                    self._progress.record_arrival()
             self._described = folder, files
         return self._described[1]
 
-    def _tidy(self, newest: int) -> None:
+    def _delete_orphans(self, newest: int) -> None:
         """Deletes what other machines left behind: steps that are not wanted, and older ones that are not complete."""
-        local = self._record.local_steps()
+        local = self._upload_state.local_steps()
         others = {
             step: names
             for step, names in listed_steps(self._bucket).items()
-            if step not in local and step not in self._record.steps
+            if step not in local and step not in self._upload_state.steps
         }
         unwanted = {step for step, names in others.items() if COMMIT_MARKER not in names and step < newest}
         if self._surplus:
             unwanted |= set(self._surplus(complete_steps(self._bucket))) & others.keys() - {newest}
         for step in sorted(unwanted):
             delete_step(self._bucket, step, others[step])
-            self._progress.made()
+            self._progress.record_arrival()

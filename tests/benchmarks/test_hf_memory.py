@@ -55,7 +55,7 @@ def test_a_parameter_that_differs_is_found(tmp_path, monkeypatch):
         if path != 'blocks.feedforward.down.kernel':
             return array
         # Not a value of bfloat16.
-        return StreamedArray(array.shape, lambda layer: array.read(layer) + np.float32(1 / 3), array.stacked)
+        return StreamedArray(array.shape, lambda layer: array.read(layer) + np.float32(1 / 3), array.is_stacked)
 
     monkeypatch.setattr(hf_memory, '_array', changed)
     with pytest.raises(AssertionError, match='down'):

@@ -86,7 +86,7 @@ def whole_run():
         assert same(restored.state, state(4))
         assert not same(restored.state, state(2))
         assert (restored.fingerprint, restored.history) == (FACTS, {})
-        assert not checkpoints.holds_only_params(4)
+        assert not checkpoints.is_params_only(4)
         save(checkpoints, 5)
     found = {name: str(find_step(f'{URL}{name}')) for name in ('', '@2', '@best', '/checkpoints/2')}
     step = find_step(f'{URL}@2')
@@ -171,7 +171,7 @@ def outage(patience):
     """The bucket refuses while a step is written; looked at after `patience` seconds, 0 = as ever."""
     told = []
     manager.PROBE_SECONDS = patience or manager.PROBE_SECONDS
-    manager.PATIENCE_SECONDS = 0.1
+    manager.BUSY_TIMEOUT_SECONDS = 0.1
     with Checkpoints(URL, max_to_keep=1, on_failure=told.append) as checkpoints:
         save(checkpoints, 1)
         checkpoints.wait()
@@ -186,7 +186,7 @@ def outage(patience):
         newest = checkpoints.latest_step()
         # The next step is due: it is left out, and does not wait.
         if patience:
-            checkpoints.save(3, state(3), FACTS, must=False)
+            checkpoints.save(3, state(3), FACTS, wait_for_previous=False)
         emulator.clear()
         checkpoints.wait()
         # If it has failed by then.

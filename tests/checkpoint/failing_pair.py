@@ -64,10 +64,10 @@ def main():
         saving = checkpoints._save
         if jax.process_index() == 0:
             saving.finish, finish = lambda seconds=None: False, saving.finish
-        checkpoints.save(6, make(7), {}, must=False)
+        checkpoints.save(6, make(7), {}, wait_for_previous=False)
         if jax.process_index() == 0:
             saving.finish = finish
         newest.append(checkpoints.wait())
-        checkpoints.save(6, make(7), {}, must=False)
+        checkpoints.save(6, make(7), {}, wait_for_previous=False)
         newest.append(checkpoints.wait())
     print(json.dumps({'told': told, 'newest': newest, 'seconds': seconds, 'same': alike}))

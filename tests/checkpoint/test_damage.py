@@ -14,7 +14,7 @@ from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.item_metadata import CorruptCheckpointError
 from maxlm.checkpoint.manager import Checkpoints, find_step
 from maxlm.checkpoint.params import restore_params
-from maxlm.checkpoint.restore import _same_everywhere
+from maxlm.checkpoint.restore import _agree_on_errors
 from maxlm.errors import InputError
 from maxlm.log import Console
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, DAMAGED
@@ -270,7 +270,7 @@ def test_what_one_process_cannot_read_no_process_uses(monkeypatch, tmp_path):
         raise CorruptCheckpointError('7/params: cannot be read')
 
     # One process alone decides for itself, without asking.
-    assert _same_everywhere(tmp_path, lambda: 'state') == 'state'
+    assert _agree_on_errors(tmp_path, lambda: 'state') == 'state'
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     for failed, read, message in (
         ([False, False], lambda: 'state', None),
@@ -282,9 +282,9 @@ def test_what_one_process_cannot_read_no_process_uses(monkeypatch, tmp_path):
             restore.multihost_utils, 'process_allgather', lambda x, f=failed, t=told: t.append(x) or np.array(f)
         )
         if message is None:
-            assert _same_everywhere(tmp_path, read) == 'state'
+            assert _agree_on_errors(tmp_path, read) == 'state'
         else:
             with pytest.raises(CorruptCheckpointError, match=message):
-                _same_everywhere(tmp_path, read)
+                _agree_on_errors(tmp_path, read)
         # Each tells the others how it went.
         assert [bool(x) for x in told] == [read is fail]

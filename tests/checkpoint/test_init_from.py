@@ -17,7 +17,7 @@ from maxlm.log import Console
 from maxlm.trainer import checkpointing as starting
 from maxlm.trainer.checkpointing import check_init_from, initialize_state
 from maxlm.training.state import abstract_state, init_state
-from maxlm.workdir.files import CONFIG, TOKENIZER, describe_run
+from maxlm.workdir.files import CONFIG, TOKENIZER, write_run_files
 from tests.checkpoint.test_manager import config_on, random_state, same, save, zero_state
 from tests.checkpoint.test_streaming import flatten, streamed
 from tests.small import small_layout
@@ -47,7 +47,7 @@ def make(tmp_path_factory):
             save(workdir, [state])
             if tokenizer:
                 tokenizer.save(workdir / 'given')
-                describe_run(workdir, config, workdir / 'given')
+                write_run_files(workdir, config, workdir / 'given')
             made[key] = workdir, flatten(jax.device_get(state.params))
         return made[key]
 

@@ -28,8 +28,8 @@ class Run:
         saved = []
         for step in range(1, num_steps + 1):
             self.now += step_seconds(step)
-            if self.times.due(step, num_steps=num_steps):
-                self.times.saved(step)
+            if self.times.should_save(step, num_steps=num_steps):
+                self.times.record_save(step)
                 saved.append(step)
         return saved
 

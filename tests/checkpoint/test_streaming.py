@@ -183,7 +183,7 @@ def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
     assert_reads(tmp_path, arrays, step=0)
     with Checkpoints(tmp_path, max_to_keep=3) as checkpoints:
         assert checkpoints.latest_step() == 0
-        assert checkpoints.holds_only_params(0)
+        assert checkpoints.is_params_only(0)
     # Control: one number of one layer more or less is noticed.
     write_step(
         tmp_path / 'other', 0, streamed(arrays, lambda values: values + (values.max() == arrays[KERNEL][3].max()))
@@ -195,8 +195,8 @@ def test_what_is_written_is_a_step_like_any_other(tmp_path, arrays, state):
 def test_arrays_larger_than_a_piece(tmp_path, monkeypatch, arrays, state):
     # Pieces of 7 rows of a kernel: 64 rows are 9 pieces and a rest, written in blocks of 21 rows.
     row = arrays[KERNEL][0, 0].nbytes
-    monkeypatch.setattr(streaming, 'PIECE', 7 * row)
-    monkeypatch.setattr(streaming, 'IN_FLIGHT', 21 * row + 100)
+    monkeypatch.setattr(streaming, 'CHUNK_BYTES', 7 * row)
+    monkeypatch.setattr(streaming, 'MAX_BYTES_IN_FLIGHT', 21 * row + 100)
     write_step(tmp_path, 0, streamed(arrays))
     described = {
         leaf.name: leaf for leaf in jax.tree.leaves(item_metadata(tmp_path / CHECKPOINTS_DIR / '0' / 'params'))
@@ -210,8 +210,8 @@ def test_arrays_larger_than_a_piece(tmp_path, monkeypatch, arrays, state):
 
 @pytest.mark.parametrize(('rows', 'piece'), [(1, 1), (64, 7), (5, 5), (100, 1), (30, 40)])
 def test_blocks_cover_an_array_once_and_never_cut_a_piece(monkeypatch, rows, piece):
-    monkeypatch.setattr(streaming, 'IN_FLIGHT', 4 * 3 * 10)
-    blocks = list(streaming._blocks((rows, 3), (piece, 3)))
+    monkeypatch.setattr(streaming, 'MAX_BYTES_IN_FLIGHT', 4 * 3 * 10)
+    blocks = list(streaming._row_slices((rows, 3), (piece, 3)))
     assert [row for block in blocks for row in range(rows)[block]] == list(range(rows))
     assert all(block.start % piece == 0 for block in blocks)
     assert all(block.stop - block.start <= max(10, piece) for block in blocks)
@@ -311,6 +311,6 @@ def test_another_type_is_refused(tmp_path):
 
 def test_sizes_are_those_of_the_docstring():
     # A piece holds at least one row, whatever its size, and the empty shape is a number.
-    assert streaming._piece((5, 2**26)) == (1, 2**26)
-    assert streaming._piece(()) == ()
-    assert math.prod(streaming._piece((32_000, 4096))) * 4 <= streaming.PIECE
+    assert streaming._chunk_shape((5, 2**26)) == (1, 2**26)
+    assert streaming._chunk_shape(()) == ()
+    assert math.prod(streaming._chunk_shape((32_000, 4096))) * 4 <= streaming.CHUNK_BYTES

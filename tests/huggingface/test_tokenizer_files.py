@@ -15,7 +15,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures import ARCHITECTURES
 from maxlm.huggingface.config_conversion import choose_architecture, to_config
 from maxlm.huggingface.tokenizer_files import files_for_export, files_for_import
-from maxlm.workdir.files import KEPT_FOR_EXPORT
+from maxlm.workdir.files import EXPORT_FILES
 from tests.conftest import ROOT
 from tests.huggingface.test_state_dict import random_model
 from tests.small import small_config
@@ -133,7 +133,7 @@ def model_directory(tmp_path):
     directory = tmp_path / 'input'
     directory.mkdir()
     TOKENIZERS['bpe'].save(directory / 'tokenizer.json')
-    for name in KEPT_FOR_EXPORT:
+    for name in EXPORT_FILES:
         (directory / name).write_text('{"a": 1}')
     (directory / 'modeling_x.py').write_text('print(1)')
     return directory
@@ -141,7 +141,7 @@ def model_directory(tmp_path):
 
 def test_files_of_an_import(model_directory):
     files, remark = files_for_import(model_directory)
-    assert set(files) == {*KEPT_FOR_EXPORT, 'tokenizer.json'}
+    assert set(files) == {*EXPORT_FILES, 'tokenizer.json'}
     assert remark == ''
     # In the form of maxlm.prepare, however it was written.
     path = model_directory / 'tokenizer.json'
@@ -201,7 +201,7 @@ def test_a_tokenizer_of_its_own_keeps_its_rules(model_directory, tmp_path):
     (model_directory / 'special_tokens_map.json').write_text('{}')
     original = transformers.AutoTokenizer.from_pretrained(model_directory)
     files, _ = files_for_import(model_directory)
-    kept = {name.replace('.', '__'): json.loads(files[name]) for name in KEPT_FOR_EXPORT if name.endswith('.json')}
+    kept = {name.replace('.', '__'): json.loads(files[name]) for name in EXPORT_FILES if name.endswith('.json')}
     (tmp_path / 'tokenizer.json').write_bytes(files['tokenizer.json'])
     output = exported(tmp_path, Tokenizer.load(tmp_path / 'tokenizer.json'), **kept)
     again = transformers.AutoTokenizer.from_pretrained(output)

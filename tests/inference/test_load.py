@@ -12,7 +12,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import load_model
 from maxlm.log import Console
-from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER, describe_run
+from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER, write_run_files
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.checkpoint.test_manager import abstract_on, config_on, random_state, same, save
 from tests.checkpoint.test_streaming import flatten, streamed
@@ -28,7 +28,7 @@ def saved(dataset, tmp_path_factory):
         workdirs.append(tmp_path_factory.mktemp('saved') / 'run')
         workdirs[-1].mkdir()
         save(workdirs[-1], [state._replace(ema=ema)])
-        describe_run(workdirs[-1], config_on(8), load_manifest(str(dataset)).tokenizer_path)
+        write_run_files(workdirs[-1], config_on(8), load_manifest(str(dataset)).tokenizer_path)
     return workdirs, jax.device_get(state.params), jax.device_get(average)
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.checkpoint.fetch import find_step_here
+from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
@@ -15,7 +15,7 @@ from maxlm.inference.load import load_model
 from maxlm.inference.resolve_model import default_model_name, found_checkpoint
 from maxlm.log import Console
 from maxlm.training.state import abstract_state
-from maxlm.workdir.files import describe_run
+from maxlm.workdir.files import write_run_files
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.small import small_config, small_layout
 from tests.starting import MODEL
@@ -37,7 +37,7 @@ def made(tmp_path_factory):
             for step, loss in losses.items():
                 checkpoints.save(step, state._replace(step=np.int32(step)), {}, validation_loss=loss)
                 checkpoints.wait()
-        describe_run(folder / name, config, folder / 'tokenizer.json')
+        write_run_files(folder / name, config, folder / 'tokenizer.json')
     return folder
 
 
@@ -54,7 +54,7 @@ def made(tmp_path_factory):
 )
 def test_a_workdir(made, given, step, words, capsys):
     with Console(), found_checkpoint(f'{made}/{given}') as checkpoint:
-        assert find_step_here(checkpoint).name == str(step)
+        assert find_local_step(checkpoint).name == str(step)
     assert words in capsys.readouterr().out
     assert default_model_name(f'{made}/{given}') in ('run', 'unknown')
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from maxlm.runtime.heartbeat import Heartbeats, part
+from maxlm.runtime.heartbeat import Heartbeats, disconnect
 from maxlm.runtime.initialize import initialize
 
 
@@ -27,6 +27,6 @@ def main() -> None:
         while not (directory / f'done-{1 - suspended}').exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
-    part(3)
+    disconnect(3)
     print('took leave')
     sys.exit(3)

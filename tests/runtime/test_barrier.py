@@ -44,8 +44,8 @@ class Store:
 def store(monkeypatch):
     store = Store()
     monkeypatch.setattr(barrier, '_client', lambda: store)
-    monkeypatch.setattr(ProcessGroup, '_number', 0)
-    monkeypatch.setattr(ProcessGroup, '_save_number', 0)
+    monkeypatch.setattr(ProcessGroup, '_num_barriers', 0)
+    monkeypatch.setattr(ProcessGroup, '_num_saves', 0)
     return store
 
 
@@ -64,9 +64,9 @@ def barriers(*joints):
 
 def test_a_process_that_is_alone_asks_nobody(store, monkeypatch):
     alone = member(monkeypatch, 0, 1)
-    alone.meet()
-    assert alone.from_first('mine') == 'mine'
-    joint = alone.begin()
+    alone.barrier()
+    assert alone.broadcast_from_host0('mine') == 'mine'
+    joint = alone.begin_save()
     joint.barrier(key='any', timeout_ms=0)
     joint.fail('full')
     assert store.barriers == []
@@ -75,20 +75,20 @@ def test_a_process_that_is_alone_asks_nobody(store, monkeypatch):
 
 def test_all_get_what_the_first_said(store, monkeypatch):
     first = member(monkeypatch, 0)
-    assert first.from_first('first') == 'first'
-    monkeypatch.setattr(ProcessGroup, '_number', 0)
-    assert member(monkeypatch, 1).from_first('second') == 'first'
+    assert first.broadcast_from_host0('first') == 'first'
+    monkeypatch.setattr(ProcessGroup, '_num_barriers', 0)
+    assert member(monkeypatch, 1).broadcast_from_host0('second') == 'first'
     assert store.barriers == ['maxlm/checkpoints/1/met'] * 2
     # What was said before is removed once all have left it behind.
-    first.meet()
+    first.barrier()
     assert store.values == {}
 
 
 def test_a_new_save_clears_the_one_before(store, monkeypatch):
     first = member(monkeypatch, 0)
-    first.begin().fail('full')
+    first.begin_save().fail('full')
     assert list(store.values) == ['maxlm/saves/1/failed/0']
-    joint = first.begin()
+    joint = first.begin_save()
     assert store.values == {}
     joint.fail('full again')
     assert store.values == {'maxlm/saves/2/failed/0': 'process 0: full again'}

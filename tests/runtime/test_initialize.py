@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.runtime.initialize import ClusterEnv, ProcessEnv, detect_process_env, detected_tasks, initialize
+from maxlm.runtime.initialize import ClusterEnv, ProcessEnv, detect_cluster, detect_process_env, initialize
 
 
 def environment(coordinator='localhost:1234', num_processes='4', process_id='3', devices=''):
@@ -62,14 +62,14 @@ def test_a_process_that_is_alone_opens_no_port(monkeypatch):
 
 def test_tasks_of_clusters():
     slurm = {'SLURM_STEP_NODELIST': 'a[1-4]', 'SLURM_NTASKS': '4', 'SLURM_STEP_NUM_NODES': '4'}
-    assert detected_tasks(slurm) == ClusterEnv('the Slurm step', 1)
-    assert detected_tasks({**slurm, 'SLURM_NTASKS': '32'}) == ClusterEnv('the Slurm step', 8)
-    assert detected_tasks({**slurm, 'SLURM_NTASKS': '1'}) is None
+    assert detect_cluster(slurm) == ClusterEnv('the Slurm step', 1)
+    assert detect_cluster({**slurm, 'SLURM_NTASKS': '32'}) == ClusterEnv('the Slurm step', 8)
+    assert detect_cluster({**slurm, 'SLURM_NTASKS': '1'}) is None
     mpi = {'OMPI_COMM_WORLD_SIZE': '8', 'OMPI_COMM_WORLD_LOCAL_SIZE': '8', 'OMPI_MCA_orte_hnp_uri': '1.0;tcp://a:1'}
-    assert detected_tasks(mpi) == ClusterEnv('the Open MPI job', 8)
+    assert detect_cluster(mpi) == ClusterEnv('the Open MPI job', 8)
     del mpi['OMPI_MCA_orte_hnp_uri']
     with pytest.raises(InputError, match='MAXLM_COORDINATOR'):
-        detected_tasks(mpi)
+        detect_cluster(mpi)
 
 
 @pytest.mark.parametrize(('tasks', 'devices'), [('4', []), ('32', None)])

@@ -15,7 +15,7 @@ TERMINATE = 'TERMINATE_ON_HOST_MAINTENANCE'
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(maintenance, 'RETRY_SECONDS', 0.01)
-    monkeypatch.setattr(maintenance, 'LONGEST_RETRY_SECONDS', 0.02)
+    monkeypatch.setattr(maintenance, 'MAX_RETRY_SECONDS', 0.02)
 
 
 class Heard:
@@ -25,7 +25,7 @@ class Heard:
         self._queue = queue.Queue()
         self.notices = MaintenanceWatcher(
             lambda text: self._queue.put(('stop', text)),
-            tell=lambda text: self._queue.put(('told', text)),
+            warn=lambda text: self._queue.put(('told', text)),
             host=server.host,
         )
 

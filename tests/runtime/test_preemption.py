@@ -61,9 +61,9 @@ def test_a_second_sigterm_lets_the_save_go_on():
 
 def test_a_process_that_is_alone_stops_after_the_step_it_is_at():
     with StopRequest() as stop:
-        assert not stop.reached()
+        assert not stop.should_stop()
         send(signal.SIGTERM)
-        assert stop.reached()
+        assert stop.should_stop()
 
 
 def test_several_processes_stop_where_jax_says(monkeypatch):
@@ -76,10 +76,10 @@ def test_several_processes_stop_where_jax_says(monkeypatch):
             # What JAX listens to is left to it, and told of Ctrl-C too.
             send(signal.SIGINT)
             assert told == [signal.SIGTERM]
-            assert [step for step in range(1, 8) if stop.reached()] == [5]
+            assert [step for step in range(1, 8) if stop.should_stop()] == [5]
             assert stop.requested == 'SIGINT'
         with StopRequest() as stop:
-            assert any(stop.reached() for _ in range(5))
+            assert any(stop.should_stop() for _ in range(5))
             assert 'in one of the processes' in stop.requested
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -88,7 +88,7 @@ def test_several_processes_stop_where_jax_says(monkeypatch):
 def test_a_notice_asks_in_words_and_what_came_first_stays():
     with StopRequest() as stop:
         stop.request('notice of preemption')
-        assert stop.reached()
+        assert stop.should_stop()
         stop.request('notice of maintenance')
         send(signal.SIGTERM)
         assert stop.requested == 'notice of preemption'

@@ -22,7 +22,7 @@ class Peers:
     def set_overdue(self, overdue):
         pass
 
-    def leave(self, code, reason):
+    def exit_all(self, code, reason):
         self.code, self.reason = code, reason
         self.left.set()
 

@@ -21,7 +21,7 @@ def test_the_price_is_the_users_or_that_of_the_table_or_none():
 
 
 def test_metrics_and_text_with_and_without_a_price():
-    metrics = cost_metrics(1800.0, 6.0, dollars_per_hour=12.0, left=7380.0)
+    metrics = cost_metrics(1800.0, 6.0, dollars_per_hour=12.0, seconds_left=7380.0)
     assert metrics == {
         'cost/hours': 0.5,
         'cost/dollars': 6.0,
@@ -29,13 +29,13 @@ def test_metrics_and_text_with_and_without_a_price():
         'cost/projected_dollars': pytest.approx(6.0 + 2.05 * 12.0),
     }
     assert cost_text(metrics) == '$6.00 of $30.60, 2 h 03 min left'
-    metrics = cost_metrics(1800.0, None, dollars_per_hour=0.0, left=90.0)
+    metrics = cost_metrics(1800.0, None, dollars_per_hour=0.0, seconds_left=90.0)
     assert set(metrics) == {'cost/hours', 'perf/eta_seconds'}
     assert cost_text(metrics) == '1 min 30 s left'
 
 
 def test_an_end_that_is_not_known_is_not_guessed():
-    metrics = cost_metrics(3600.0, 1234.5, dollars_per_hour=12.0, left=math.nan)
+    metrics = cost_metrics(3600.0, 1234.5, dollars_per_hour=12.0, seconds_left=math.nan)
     assert metrics == {'cost/hours': 1.0, 'cost/dollars': 1234.5}
     assert cost_text(metrics) == '$1,234.50'
     assert cost_text({}) == ''

@@ -33,7 +33,7 @@ def test_lines_have_what_is_promised(tmp_path):
     path = tmp_path / 'devices.jsonl'
     # Of a life that was killed in the middle of a line.
     path.write_text('{"time": 1.0}\n{"ti')
-    with DeviceReadings(tmp_path, seconds=0.02, life=3, accelerators=lambda: [GPU, HOT]) as readings:
+    with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=3, accelerators=lambda: [GPU, HOT]) as readings:
         wait_for(lambda: len(read_lines(path).lines) >= 3)
         metrics = readings.metrics()
         # Since then there may have been one or two.
@@ -52,14 +52,14 @@ def test_lines_have_what_is_promised(tmp_path):
 
 
 def test_other_processes_have_files_of_their_own(tmp_path):
-    with DeviceReadings(tmp_path, seconds=0.02, life=1, process=2):
+    with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=1, process=2):
         wait_for(lambda: read_lines(tmp_path / 'devices-2.jsonl').lines)
     assert read_lines(tmp_path / 'devices-2.jsonl').lines[0]['process'] == 2
     assert not (tmp_path / 'devices.jsonl').exists()
 
 
 def test_zero_seconds_is_off(tmp_path):
-    with DeviceReadings(tmp_path, seconds=0.0, life=1) as readings:
+    with DeviceReadings(tmp_path, interval_seconds=0.0, attempt=1) as readings:
         assert readings.metrics() == {}
     assert list(tmp_path.iterdir()) == []
 
@@ -86,7 +86,7 @@ def test_a_device_that_fails_costs_only_its_own_reading(tmp_path):
     def fail():
         raise RuntimeError('the driver has a problem')
 
-    with DeviceReadings(tmp_path, seconds=0.02, life=1, accelerators=fail) as readings:
+    with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=1, accelerators=fail) as readings:
         wait_for(lambda: len(read_lines(tmp_path / 'devices.jsonl').lines) >= 2)
         assert 'host/cpu_percent' in readings.metrics()
     assert read_lines(tmp_path / 'devices.jsonl').lines[0]['devices'] == []
@@ -101,7 +101,7 @@ def test_a_device_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
         never.wait()
         return []
 
-    with DeviceReadings(tmp_path, seconds=0.01, life=1, accelerators=hang) as readings:
+    with DeviceReadings(tmp_path, interval_seconds=0.01, attempt=1, accelerators=hang) as readings:
         assert asked.wait(30)
         assert readings.metrics() == {}
     # Here without a wait for it; then its thread may end.

@@ -5,7 +5,15 @@ import json
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.telemetry.goodput import CATEGORIES, LIVE, OF_STEPS, GoodputLog, attempts_of, read_goodput, shorter
+from maxlm.telemetry.goodput import (
+    ACTIVITIES,
+    CATEGORIES,
+    STEP_CATEGORIES,
+    GoodputLog,
+    attempts_of,
+    compact,
+    read_goodput,
+)
 from maxlm.workdir.files import goodput_name
 
 
@@ -21,7 +29,7 @@ class Run:
         self.life += 1
         self.began, self.step, self.saved_step = self.now, step, None
         self.start_step = step if known else None
-        self.seconds = dict.fromkeys(LIVE, 0.0)
+        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self.spend('start', 5.0)
         self.line('beat')
         return self
@@ -121,7 +129,7 @@ def test_steps_after_the_checkpoint_of_a_killed_life_are_lost(beats):
     }
     first, second = attempts_of(run.lines)
     assert (first.seconds['lost'], second.seconds['lost'], second.seconds['idle']) == (pytest.approx(5.75), 0.0, 60.0)
-    assert (first.closed, second.closed, second.start_step, second.step) == (False, True, 4, 6)
+    assert (first.is_closed, second.is_closed, second.start_step, second.step) == (False, True, 4, 6)
     # Control: without, the same seconds are where they were spent.
     naive = totals(run, count_lost=False)
     assert 'lost' not in naive
@@ -219,7 +227,7 @@ def test_a_shorter_file_says_the_same(again):
     run = Run().start().steps(4).evaluate().save().steps(3).roll_back(4).steps(2).save().steps(2).kill()
     run.start(6, pause=3.0).steps(3).kill()
     run.start(6).steps(1).save().end()
-    kept = shorter(shorter(run.lines) if again else run.lines)
+    kept = compact(compact(run.lines) if again else run.lines)
     assert len(kept) < len(run.lines) / 2
     assert attempts_of(kept) == attempts_of(run.lines)
     # Control: the lines of saves are needed.
@@ -228,7 +236,7 @@ def test_a_shorter_file_says_the_same(again):
 
 def test_no_run_has_nothing(tmp_path):
     ledger = read_goodput(tmp_path)
-    assert (ledger.lives, ledger.notes, ledger.seconds, ledger.share, ledger.dollars) == ([], [], 0, 0.0, None)
+    assert (ledger.attempts, ledger.notes, ledger.seconds, ledger.fraction, ledger.dollars) == ([], [], 0, 0.0, None)
 
 
 def test_a_file_is_read_with_what_is_wrong_with_it(tmp_path):
@@ -237,9 +245,9 @@ def test_a_file_is_read_with_what_is_wrong_with_it(tmp_path):
     (tmp_path / goodput_name(3)).write_text(text + '{"time": 12')
     ledger = read_goodput(tmp_path, process=3)
     assert ledger.notes == ['goodput-3.jsonl: the last line is torn and left out']
-    assert ledger.share == pytest.approx(6 / ledger.seconds)
+    assert ledger.fraction == pytest.approx(6 / ledger.seconds)
     assert ledger.dollars == pytest.approx(ledger.seconds / 100)
-    assert read_goodput(tmp_path).lives == []
+    assert read_goodput(tmp_path).attempts == []
     (tmp_path / goodput_name(0)).write_text('{"life": 1}\n')
     with pytest.raises(InputError, match=r'goodput\.jsonl: not a ledger'):
         read_goodput(tmp_path)
@@ -256,4 +264,4 @@ def test_prices_that_are_not_known_are_no_zero():
 
 
 def test_what_is_lost_is_a_part_of_what_is_counted():
-    assert set(OF_STEPS) < set(LIVE) < set(CATEGORIES)
+    assert set(STEP_CATEGORIES) < set(ACTIVITIES) < set(CATEGORIES)

@@ -14,11 +14,11 @@ def trace(workdir, work, *, steps=range(1, 8), config=None):
     tracer = Profile(config or ProfileConfig(start_step=3, num_steps=2), workdir)
     traced = []
     for step in steps:
-        if tracer.begins(step):
+        if tracer.should_start(step):
             tracer.start(step)
             traced.append(step)
         work()
-        if tracer.ends(step):
+        if tracer.should_stop(step):
             tracer.stop(step)
             traced.append(step)
     tracer.close()
@@ -37,9 +37,9 @@ def test_the_steps_that_are_asked_for(tmp_path, caplog):
     found = operations(newest_trace(tmp_path))
     by_name = {operation.name: operation for operation in found}
     # Two steps of four rounds, on one device: the loop, and what is in it.
-    assert by_name['while'].runs == 2
+    assert by_name['while'].num_runs == 2
     tanh = by_name[next(name for name in by_name if 'tanh' in name)]
-    assert tanh.runs == 8
+    assert tanh.num_runs == 8
     assert found == sorted(found, key=lambda operation: -operation.seconds)
     assert all(operation.seconds >= 0 for operation in found)
     headline, *lines = caplog.messages

@@ -31,8 +31,8 @@ def test_everything_is_there(tmp_path):
     assert history.events == lines(workdir / 'events.jsonl')
     assert history.samples == lines(workdir / 'samples.jsonl')
     assert history.devices == {0: lines(workdir / 'devices.jsonl')}
-    assert history.beats == {0: lines(workdir / 'goodput.jsonl')}
-    assert history.ledgers == {0: read_goodput(workdir)}
+    assert history.heartbeats == {0: lines(workdir / 'goodput.jsonl')}
+    assert history.goodput_logs == {0: read_goodput(workdir)}
     assert (history.started['life'], history.notes, history.alive) == (2, (), False)
 
 
@@ -40,21 +40,21 @@ def test_the_builders_are_consistent(tmp_path):
     """Categories add up to the time from the first begin to the last line, in every workdir that has a ledger."""
     for name, build in BUILDERS.items():
         history = read_history(build(tmp_path / name))
-        for process, ledger in history.ledgers.items():
-            beats = history.beats[process]
+        for process, ledger in history.goodput_logs.items():
+            beats = history.heartbeats[process]
             assert ledger.seconds == pytest.approx(beats[-1]['time'] - beats[0]['began'], abs=0.01), name
-        assert bool(history.ledgers) == (name != 'empty')
-    assert read_history(tmp_path / 'crashed').ledgers[0].totals['lost'] > 30
-    assert read_history(tmp_path / 'finished').ledgers[0].totals['lost'] == 0
-    assert read_history(tmp_path / 'finished').ledgers[0].totals['idle'] == pytest.approx(60, abs=0.01)
+        assert bool(history.goodput_logs) == (name != 'empty')
+    assert read_history(tmp_path / 'crashed').goodput_logs[0].totals['lost'] > 30
+    assert read_history(tmp_path / 'finished').goodput_logs[0].totals['lost'] == 0
+    assert read_history(tmp_path / 'finished').goodput_logs[0].totals['idle'] == pytest.approx(60, abs=0.01)
 
 
 def test_of_several_processes(tmp_path):
     history = read_history(workdirs.two_hosts(tmp_path))
-    assert list(history.ledgers) == list(history.devices) == list(history.beats) == [0, 1]
+    assert list(history.goodput_logs) == list(history.devices) == list(history.heartbeats) == [0, 1]
     assert history.devices[1][0]['host'] == 'host1'
     assert len(history.devices[1][0]['devices']) == 4
-    assert history.ledgers[1].totals['data_wait'] > history.ledgers[0].totals['data_wait']
+    assert history.goodput_logs[1].totals['data_wait'] > history.goodput_logs[0].totals['data_wait']
 
 
 def test_torn_lines_are_said(tmp_path):
@@ -62,7 +62,7 @@ def test_torn_lines_are_said(tmp_path):
     names = ('devices', 'goodput', 'metrics', 'events', 'samples')
     assert torn.notes == tuple(f'{name}.jsonl: the last line is torn and left out' for name in names)
     assert whole.notes == ()
-    assert (torn.metrics, torn.events, torn.ledgers) == (whole.metrics, whole.events, whole.ledgers)
+    assert (torn.metrics, torn.events, torn.goodput_logs) == (whole.metrics, whole.events, whole.goodput_logs)
 
 
 @pytest.mark.parametrize('name', ['perf/mfu', 'perf/mfu_full'])
@@ -81,8 +81,8 @@ def test_mfu_above_1_is_left_out_of_all_lines(tmp_path, name):
 
 def test_an_empty_directory_is_a_run_to_come(tmp_path):
     history = read_history(workdirs.empty(tmp_path))
-    assert (history.begun, history.notes, history.started) == (False, (), {})
-    assert read_history(workdirs.fresh(tmp_path / 'a')).begun
+    assert (history.has_started, history.notes, history.started) == (False, (), {})
+    assert read_history(workdirs.fresh(tmp_path / 'a')).has_started
 
 
 @pytest.mark.parametrize('url', ['', 'memory://history_nowhere/run'])
@@ -123,8 +123,8 @@ def test_a_run_of_an_older_version_has_metrics_alone(tmp_path):
     for name in ('events', 'goodput', 'devices', 'samples'):
         (tmp_path / f'{name}.jsonl').unlink()
     history = read_history(tmp_path)
-    assert (history.notes, history.ledgers, history.started) == (('events.jsonl: missing',), {}, {})
-    assert history.begun
+    assert (history.notes, history.goodput_logs, history.started) == (('events.jsonl: missing',), {}, {})
+    assert history.has_started
 
 
 def test_whether_its_process_lives(tmp_path):

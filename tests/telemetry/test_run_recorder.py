@@ -23,20 +23,20 @@ class Life:
 
     def __init__(self, workdir, *, pause=0.0, process=0, price=None, beat_seconds=0.0, alone=True):
         self.now = 0.0
-        ended = read_goodput(workdir, process).lives
+        ended = read_goodput(workdir, process).attempts
         began = ended[-1].time + pause if ended else time.time() - 1e6
         self.timeline = Timeline(clock=lambda: self.now)
         # A clock that stands still has no past of its own.
-        self.timeline.began = began
+        self.timeline.start_time = began
         self.step, self.saved_step = 0, None
         self.diary = RunRecorder(
             workdir,
             self.timeline,
-            beat_seconds=beat_seconds,
+            interval_seconds=beat_seconds,
             num_devices=4,
             price=price and Price(price, 'by hand'),
             process=process,
-            alone=alone,
+            is_only_process=alone,
         )
 
     def begin(self, step):
@@ -53,7 +53,7 @@ class Life:
         with self.timeline.phase('checkpoint'):
             self.now += 5.0
         self.saved_step = self.step
-        self.diary.saved()
+        self.diary.record_save()
 
 
 def kinds(workdir):
@@ -65,19 +65,19 @@ def test_a_life_from_its_beginning_to_its_end(tmp_path):
     with life.diary as diary:
         life.now += 30.0
         assert diary.step is None
-        diary.event('started', 'on a machine', host='a')
+        diary.record_event('started', 'on a machine', host='a')
         life.begin(0)
         life.steps(4)
         life.save()
-        diary.event('saved', 'so it is')
+        diary.record_event('saved', 'so it is')
         life.steps(2)
-        diary.ends('finished', 'all is done', 0)
+        diary.set_outcome('finished', 'all is done', 0)
     ledger = read_goodput(tmp_path)
     assert ledger.seconds == pytest.approx(30 + 60 + 5)
     # Four devices at 90 dollars an hour cost a dollar in ten seconds.
     assert ledger.dollars == pytest.approx(ledger.seconds / 10)
-    only = ledger.lives[0]
-    assert (only.start_step, only.step, only.saved_step, only.closed) == (0, 6, 4, True)
+    only = ledger.attempts[0]
+    assert (only.start_step, only.step, only.saved_step, only.is_closed) == (0, 6, 4, True)
     events = read_events(tmp_path).lines
     assert kinds(tmp_path) == [(1, 'started', None), (1, 'saved', None), (1, 'finished', 0)]
     assert [event['step'] for event in events] == [None, 4, 6]
@@ -96,8 +96,8 @@ def test_figures_go_on_over_lives(tmp_path):
     # Killed here; the next life has lost two steps.
     life = Life(tmp_path, price=90.0, pause=35.0)
     with life.diary as diary:
-        assert diary.life == 2
-        assert diary.earlier_seconds == pytest.approx(65.0)
+        assert diary.attempt == 2
+        assert diary.previous_seconds == pytest.approx(65.0)
         life.now += 20.0
         life.begin(4)
         life.steps(2)
@@ -113,8 +113,8 @@ def test_figures_go_on_over_lives(tmp_path):
         life.save()
         assert diary.metrics(6, 16)['perf/eta_seconds'] == pytest.approx(125.0)
         assert 'perf/eta_seconds' not in diary.metrics(6, None)
-        diary.ends('finished', '', 0)
-    assert read_goodput(tmp_path).share == pytest.approx(60 / 145)
+        diary.set_outcome('finished', '', 0)
+    assert read_goodput(tmp_path).fraction == pytest.approx(60 / 145)
 
 
 def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
@@ -125,7 +125,7 @@ def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
         life.save()
         life.steps(3)
         assert diary.metrics(7, 10)['goodput/fraction'] == pytest.approx(70 / 75)
-        diary.rolled_back(4)
+        diary.record_rollback(4)
         life.begin(4)
         assert diary.metrics(4, 10)['goodput/fraction'] == pytest.approx(40 / 75)
         assert 'cost/dollars' not in diary.metrics(4, 10)
@@ -133,7 +133,7 @@ def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
     ledger = read_goodput(tmp_path)
     assert ledger.totals['lost'] == pytest.approx(30.0)
     assert ledger.totals['step'] == pytest.approx(50.0)
-    assert ledger.lives[0].start_step == 0
+    assert ledger.attempts[0].start_step == 0
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_a_rollback_takes_its_steps_out_of_the_share(tmp_path):
 def test_a_life_that_ends_by_an_error_says_so_once(tmp_path, error, kind, code, message, alerted):
     with contextlib.suppress(type(error)), Life(tmp_path).diary as diary:
         if alerted:
-            diary.alert('failed', 'as an alert has it')
-            diary.event('storage', 'meanwhile')
+            diary.record_alert('failed', 'as an alert has it')
+            diary.record_event('storage', 'meanwhile')
         raise error
     last = read_events(tmp_path).lines[-1]
     assert (last['kind'], last['code']) == (kind, code)
@@ -160,15 +160,15 @@ def test_a_life_that_ends_by_an_error_says_so_once(tmp_path, error, kind, code, 
 
 def test_an_error_after_the_end_is_the_end(tmp_path):
     with contextlib.suppress(OSError), Life(tmp_path).diary as diary:
-        diary.ends('finished', 'all is done', 0)
+        diary.set_outcome('finished', 'all is done', 0)
         raise OSError('full')
     assert kinds(tmp_path) == [(1, 'failed', EXIT_FAILED)]
 
 
 def test_alerts_are_events_and_one_that_diverges_is_the_last(tmp_path):
     with Life(tmp_path).diary as diary:
-        diary.alert('diverged', 'steps 3 to 9')
-        diary.alert('storage', 'the bucket does not answer')
+        diary.record_alert('diverged', 'steps 3 to 9')
+        diary.record_alert('storage', 'the bucket does not answer')
     events = read_events(tmp_path).lines
     assert [(event['kind'], event['alert'], event.get('code')) for event in events] == [
         ('storage', True, None),
@@ -185,10 +185,10 @@ def test_alerts_are_events_and_one_that_diverges_is_the_last(tmp_path):
 )
 def test_what_an_error_among_several_processes_came_of_is_told_by_whoever_finds_out(tmp_path, code, wanted):
     with contextlib.suppress(ValueError), Life(tmp_path, alone=False).diary as diary:
-        diary.alert('failed', 'a collective failed')
+        diary.record_alert('failed', 'a collective failed')
         raise ValueError('a collective failed')
     assert kinds(tmp_path) == []
-    diary.leave(code, 'process 1 is gone')
+    diary.record_exit(code, 'process 1 is gone')
     (last,) = read_events(tmp_path).lines
     assert (last['kind'], last['code'], last['message'], last.get('alert')) == wanted
     # Bad input is the process's own.
@@ -201,12 +201,12 @@ def test_what_an_error_among_several_processes_came_of_is_told_by_whoever_finds_
 def test_a_process_that_must_leave_at_once_still_says_so(tmp_path, code, kind):
     diary = Life(tmp_path).diary
     diary.__enter__()
-    diary.leave(code, 'process 3 is gone')
+    diary.record_exit(code, 'process 3 is gone')
     assert kinds(tmp_path) == [(1, kind, code)]
-    assert read_goodput(tmp_path).lives[0].closed
+    assert read_goodput(tmp_path).attempts[0].is_closed
     # Whatever else is still running then.
     lines = (tmp_path / 'goodput.jsonl').read_text()
-    diary.saved()
+    diary.record_save()
     diary.__exit__(None, None, None)
     assert (tmp_path / 'goodput.jsonl').read_text() == lines
 
@@ -215,8 +215,8 @@ def test_other_processes_write_their_own_ledger_and_nothing_else(tmp_path):
     life = Life(tmp_path, process=3, price=90.0)
     with life.diary as diary:
         life.begin(0)
-        diary.event('saved', 'x')
-        diary.ends('finished', '', 0)
+        diary.record_event('saved', 'x')
+        diary.set_outcome('finished', '', 0)
     assert [entry.name for entry in tmp_path.iterdir()] == ['goodput-3.jsonl']
     line = read_lines(tmp_path / 'goodput-3.jsonl').lines[-1]
     # The first counts all devices of the run.
@@ -225,13 +225,13 @@ def test_other_processes_write_their_own_ledger_and_nothing_else(tmp_path):
 
 def test_all_processes_have_the_life_of_the_first(tmp_path):
     diary = RunRecorder(
-        tmp_path, Timeline(), beat_seconds=0.0, num_devices=1, process=1, agree=lambda life: 7 if life == 1 else 0
+        tmp_path, Timeline(), interval_seconds=0.0, num_devices=1, process=1, agree=lambda life: 7 if life == 1 else 0
     )
-    assert diary.life == 7
+    assert diary.attempt == 7
 
 
 def test_a_line_is_written_every_few_seconds_and_the_file_stays_short(tmp_path, monkeypatch):
-    monkeypatch.setattr(diary_module, '_MOST_BEATS', 5)
+    monkeypatch.setattr(diary_module, '_MAX_HEARTBEATS', 5)
     life = Life(tmp_path, beat_seconds=0.001)
     with life.diary:
         life.begin(0)
@@ -265,11 +265,11 @@ def told(monkeypatch):
 @pytest.mark.parametrize('content', ['nonsense\n', '{"a": 1}\n', '{"life": null}\n'])
 def test_a_damaged_file_is_put_aside_and_the_run_goes_on(tmp_path, told, name, content):
     (tmp_path / name).write_text(content)
-    with RunRecorder(tmp_path, Timeline(), beat_seconds=0.0, num_devices=1) as diary:
-        diary.event('started', 'x')
+    with RunRecorder(tmp_path, Timeline(), interval_seconds=0.0, num_devices=1) as diary:
+        diary.record_event('started', 'x')
     assert (tmp_path / f'{name}.damaged').read_text() == content
     assert kinds(tmp_path)[0] == (1, 'started', None)
-    assert len(read_goodput(tmp_path).lives) == 1
+    assert len(read_goodput(tmp_path).attempts) == 1
     assert [name in line and 'put aside' in line for line in told] == [True]
 
 
@@ -278,5 +278,5 @@ def test_a_torn_line_is_left_out_and_told(tmp_path, told):
         pass
     with (tmp_path / 'goodput.jsonl').open('a') as file:
         file.write(json.dumps({'time': 1})[:-1])
-    assert RunRecorder(tmp_path, Timeline(), beat_seconds=0.0, num_devices=1).life == 2
+    assert RunRecorder(tmp_path, Timeline(), interval_seconds=0.0, num_devices=1).attempt == 2
     assert told == ['goodput.jsonl: the last line is torn and left out']

@@ -10,9 +10,9 @@ from maxlm.telemetry.run_status import (
     DIVERGED,
     EMPTY,
     FINISHED,
-    PATIENCE_SECONDS,
     PREEMPTED,
     RUNNING,
+    STALL_SECONDS,
     STALLED,
     STARTING,
     last_heartbeat,
@@ -49,7 +49,7 @@ def test_what_has_ended_does_not_stall(tmp_path):
 
 def test_the_words_of_a_failure_are_told(tmp_path):
     found = run_status(read_history(workdirs.crashed(tmp_path)), NOW)
-    assert found.why == 'XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory'
+    assert found.reason == 'XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory'
 
 
 def test_a_process_that_is_gone_has_crashed_at_once_and_one_that_cannot_be_asked_has_not(tmp_path):
@@ -57,15 +57,15 @@ def test_a_process_that_is_gone_has_crashed_at_once_and_one_that_cannot_be_asked
     assert history.alive is None
     assert run_status(history, NOW).state == RUNNING
     gone = run_status(dataclasses.replace(history, alive=False), NOW)
-    assert (gone.state, 'gone' in gone.why) == (CRASHED, True)
+    assert (gone.state, 'gone' in gone.reason) == (CRASHED, True)
 
 
 def test_silence_is_a_stall(tmp_path):
     history = read_history(workdirs.running(tmp_path))
     assert last_heartbeat(history) == NOW
-    assert run_status(history, NOW + PATIENCE_SECONDS).state == RUNNING
-    silent = run_status(history, NOW + PATIENCE_SECONDS + 1)
-    assert (silent.state, silent.why) == (STALLED, 'no sign of it for 61 s')
+    assert run_status(history, NOW + STALL_SECONDS).state == RUNNING
+    silent = run_status(history, NOW + STALL_SECONDS + 1)
+    assert (silent.state, silent.reason) == (STALLED, 'no sign of it for 61 s')
 
 
 def test_slow_steps_and_rare_lines_are_waited_for(tmp_path):
@@ -74,20 +74,20 @@ def test_slow_steps_and_rare_lines_are_waited_for(tmp_path):
     slow_steps = dataclasses.replace(history, metrics=[*history.metrics, slow])
     assert run_status(slow_steps, NOW + 200).state == RUNNING
     assert run_status(slow_steps, NOW + 201).state == STALLED
-    beats = [{**history.beats[0][-1], 'time': NOW - 100}, history.beats[0][-1]]
-    rare = dataclasses.replace(history, beats={0: beats})
+    beats = [{**history.heartbeats[0][-1], 'time': NOW - 100}, history.heartbeats[0][-1]]
+    rare = dataclasses.replace(history, heartbeats={0: beats})
     assert run_status(rare, NOW + 300).state == RUNNING
     assert run_status(rare, NOW + 301).state == STALLED
 
 
 def later(history, category, seconds):
     """With beats every 10 s that go on for so long while no step is done."""
-    beats = list(history.beats[0])
+    beats = list(history.heartbeats[0])
     for _ in range(seconds // 10):
         last = beats[-1]
         spent = {**last['seconds'], category: last['seconds'][category] + 10}
         beats.append({**last, 'time': last['time'] + 10, 'seconds': spent})
-    return dataclasses.replace(history, beats={0: beats})
+    return dataclasses.replace(history, heartbeats={0: beats})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_process_that_lives_but_does_no_step(tmp_path, category, state):
     found = run_status(history, NOW + 300)
     assert found.state == state
     if state == STALLED:
-        assert f'it is at {category.replace("_", " ")}' in found.why
+        assert f'it is at {category.replace("_", " ")}' in found.reason
     # Alerts are no progress, evaluations are.
     for kind, then in (('storage', state), ('evaluated', RUNNING)):
         event = {'time': NOW + 290, 'life': 1, 'kind': kind, 'message': ''}
@@ -117,7 +117,7 @@ def test_a_new_life_after_an_end_is_running(tmp_path):
     # Its ledger begins before it has said anything.
     ended = dataclasses.replace(history, events=[event for event in until if event['life'] == 1])
     assert run_status(dataclasses.replace(ended, alive=None), NOW).state == RUNNING
-    first = dataclasses.replace(ended, beats={0: [beat for beat in history.beats[0] if beat['life'] == 1]})
+    first = dataclasses.replace(ended, heartbeats={0: [beat for beat in history.heartbeats[0] if beat['life'] == 1]})
     assert run_status(first, NOW).state == PREEMPTED
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxlm.telemetry.goodput import LIVE
-from maxlm.telemetry.timeline import Timeline, process_began
+from maxlm.telemetry.goodput import ACTIVITIES
+from maxlm.telemetry.timeline import Timeline, process_start_time
 
 
 class Clock:
@@ -57,7 +57,7 @@ def test_phases_return_to_the_one_around_them(clock):
 def test_what_was_before_it_was_made_is_the_start(clock):
     began = time.time() - 7.0
     timeline = Timeline(began, clock=clock)
-    assert timeline.began == began
+    assert timeline.start_time == began
     assert timeline.origin == pytest.approx(93.0, abs=0.1)
     assert timeline.read()['start'] == pytest.approx(7.0, abs=0.1)
     # A beginning that is yet to come is none.
@@ -86,7 +86,7 @@ def test_what_compiles_is_told_apart_wherever_it_happens():
     jax.jit(lambda x: x + 1)(1.0)
     timeline = Timeline()
     timeline.started()
-    with timeline.seeing_compilers(), timeline.phase('evaluation'):
+    with timeline.track_compilation(), timeline.phase('evaluation'):
         jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((8, 8))).block_until_ready()
         here = timeline.read()
         # Another thread's compiling holds up nobody here.
@@ -98,11 +98,11 @@ def test_what_compiles_is_told_apart_wherever_it_happens():
     jax.jit(lambda x: jnp.tan(x) @ x)(jnp.ones((7, 7)))
     assert timeline.read()['compile'] == here['compile']
     assert min(timeline.read().values()) >= 0
-    assert set(timeline.read()) == set(LIVE)
+    assert set(timeline.read()) == set(ACTIVITIES)
 
 
 def test_a_process_began_before_its_imports():
-    program = 'import time\nfrom maxlm.telemetry.timeline import process_began\nprint(process_began())'
+    program = 'import time\nfrom maxlm.telemetry.timeline import process_start_time\nprint(process_start_time())'
     before = time.time()
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True)
     after = time.time()
@@ -111,4 +111,4 @@ def test_a_process_began_before_its_imports():
     assert before - 0.05 <= began < after
     # It imports JAX, which takes longer than that.
     assert after - began > 0.2
-    assert process_began() < before
+    assert process_start_time() < before

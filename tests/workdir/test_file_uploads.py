@@ -37,7 +37,7 @@ def test_another_process_brings_what_it_writes_itself(url, bucket, tmp_path):
     with RunStorage(tmp_path, url, process=3, **FAST) as storage:
         pass
     assert set(bucket.list()) == {'goodput-3.jsonl', 'devices-3.jsonl'}
-    assert not storage.uploaded(1)
+    assert not storage.is_uploaded(1)
     write(tmp_path, 'events.jsonl')
     storage.fetch()
     assert set(bucket.list()) == {'goodput-3.jsonl', 'devices-3.jsonl'}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.workdir.files import CONFIG, TOKENIZER, check_same_model, describe_run, open_workdir, read_config
+from maxlm.workdir.files import CONFIG, TOKENIZER, check_same_model, open_workdir, read_config, write_run_files
 from tests.small import small_config
 
 
@@ -24,7 +24,7 @@ def start(workdir, config, tokenizer):
     """What training does with a workdir before its first step."""
     open_workdir(workdir)
     check_same_model(workdir, config)
-    describe_run(workdir, config, tokenizer)
+    write_run_files(workdir, config, tokenizer)
 
 
 def refusal(workdir, config, tokenizer, *parts):

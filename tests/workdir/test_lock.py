@@ -18,7 +18,7 @@ from maxlm.workdir.lock import LOCK, WorkdirLock, is_alive, this_process
 from tests.conftest import ROOT
 from tests.faults import how_many, measured
 
-QUICK = {'beat_seconds': 0.1, 'stale_seconds': 1.0}
+QUICK = {'heartbeat_seconds': 0.1, 'stale_seconds': 1.0}
 # Takes the lock of a directory, says so, and keeps it until its input ends.
 HOLDER = """
 import sys
@@ -27,7 +27,7 @@ from maxlm.errors import exit_code
 from maxlm.workdir.lock import WorkdirLock
 
 def hold(arguments):
-    with WorkdirLock(Path(arguments[0]), beat_seconds=0.1, stale_seconds=1.0):
+    with WorkdirLock(Path(arguments[0]), heartbeat_seconds=0.1, stale_seconds=1.0):
         print('held', flush=True)
         sys.stdin.read()
 
@@ -144,7 +144,7 @@ def test_an_old_lock_of_another_machine_or_of_nobody_is_taken_over(tmp_path, log
     before = time.time() - 1000
     os.utime(tmp_path / LOCK, (before, before))
     # Not waited for: a wait of this length would end the test.
-    with WorkdirLock(tmp_path, beat_seconds=60, stale_seconds=900):
+    with WorkdirLock(tmp_path, heartbeat_seconds=60, stale_seconds=900):
         whose = ' on elsewhere' if content is None else 'a run that cannot be named'
         assert f'{LOCK}: taken over from' in log.text
         assert whose in log.text
@@ -158,7 +158,7 @@ def test_a_fresh_file_that_is_no_lock_is_refused_at_once(tmp_path, content):
     # Not waited for: a wait of this length would end the test.
     with (
         pytest.raises(InputError, match=r'run\.lock is not a lock that maxlm wrote; delete it if no run uses the dir'),
-        WorkdirLock(tmp_path, beat_seconds=600, stale_seconds=900),
+        WorkdirLock(tmp_path, heartbeat_seconds=600, stale_seconds=900),
     ):
         pass
     # It may be that of a run that is about to write it.
@@ -194,7 +194,7 @@ def test_a_lost_lock_is_noticed_and_left_to_the_other(tmp_path):
         told.append(reason)
         heard.set()
 
-    with WorkdirLock(tmp_path, on_lost=on_lost, beat_seconds=0.05):
+    with WorkdirLock(tmp_path, on_lost=on_lost, heartbeat_seconds=0.05):
         owner = json.loads((tmp_path / LOCK).read_text())
         # As long as it is there, or only tidied up, nothing is said.
         (tmp_path / LOCK).unlink()

@@ -46,7 +46,7 @@ def test_a_run_goes_on_on_an_empty_machine(url, tmp_path):
     assert content(tmp_path / 'b' / 'checkpoints' / '2') == content(tmp_path / 'a' / 'checkpoints' / '2')
     assert lines(tmp_path / 'b') == [1, 2]
     # It is there: nothing is to be uploaded.
-    assert storage.uploaded(2)
+    assert storage.is_uploaded(2)
     live(tmp_path / 'b', url, 3)
     assert lines(tmp_path / 'b') == [1, 2, 3]
     assert storage.remote_steps() == [1, 2, 3]
@@ -68,7 +68,7 @@ def test_a_run_that_is_killed_keeps_what_it_has_here(url, tmp_path):
     assert lines(tmp_path) == [1, 2]
     assert not (tmp_path / 'metrics.jsonl.replaced').exists()
     assert {*os.listdir(tmp_path / 'checkpoints')} == {'1', '2'}
-    assert not storage.uploaded(2)
+    assert not storage.is_uploaded(2)
     live(tmp_path, url, 3)
     assert storage.remote_steps() == [1, 2, 3]
 
@@ -97,18 +97,18 @@ def test_a_damaged_step_is_fetched(bucket, url, tmp_path):
     (folder / 'progress' / 'metadata').write_bytes(b'garbled')
     storage.fetch_step(1)
     assert content(folder) == expected
-    assert storage.uploaded(1)
+    assert storage.is_uploaded(1)
 
 
 def test_an_outage_at_the_start_is_not_taken_for_a_new_run(gcs, tmp_path, log):
     live(tmp_path / 'a', URL, 1)
     gcs.vanish()
     with pytest.raises(InputError, match=r'gs://bucket/runs/one/checkpoints: no answer .*start again when it answers'):
-        RunStorage(tmp_path / 'b', URL).fetch(patience_seconds=0.0)
+        RunStorage(tmp_path / 'b', URL).fetch(timeout_seconds=0.0)
     assert not (tmp_path / 'b' / 'checkpoints').exists()
     gcs.appear()
     gcs.wire_faults.append(WireFault(status=503, times=12))
-    RunStorage(tmp_path / 'b', URL).fetch(patience_seconds=100.0)
+    RunStorage(tmp_path / 'b', URL).fetch(timeout_seconds=100.0)
     assert lines(tmp_path / 'b') == [1]
     assert [line for line in log() if 'trying again in' in line]
 
@@ -126,13 +126,13 @@ def test_a_bucket_that_is_not_there(kind, tmp_path, request, monkeypatch):
     if kind == 'gs':
         request.getfixturevalue('gcs')
         with pytest.raises(InputError, match=r'gs://nobody/run/checkpoints: refused .*name of the bucket'):
-            RunStorage(tmp_path, 'gs://nobody/run').fetch(patience_seconds=0.0)
+            RunStorage(tmp_path, 'gs://nobody/run').fetch(timeout_seconds=0.0)
     else:
         with (
             s3.running(monkeypatch),
             pytest.raises(InputError, match=r's3://nobody/run/checkpoints: refused .*does not exist'),
         ):
-            RunStorage(tmp_path, 's3://nobody/run').fetch(patience_seconds=0.0)
+            RunStorage(tmp_path, 's3://nobody/run').fetch(timeout_seconds=0.0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,7 +140,7 @@ def test_what_the_flags_mean(tmp_path, gcs):
     cache = str(tmp_path / 'cache')
     plain = open_run_storage(str(tmp_path / 'run'))
     assert (plain.workdir, str(plain.checkpoint_directory)) == (tmp_path / 'run', str(tmp_path / 'run' / 'checkpoints'))
-    assert not plain.uploaded(1)
+    assert not plain.is_uploaded(1)
     with plain:
         plain.fetch()
     assert list(tmp_path.iterdir()) == []
@@ -185,11 +185,11 @@ def test_secrets_are_not_told(gcs, tmp_path, log, monkeypatch, status):
         monkeypatch.setenv(name, value)
     gcs.wire_faults.append(WireFault(status=status))
     with pytest.raises(InputError) as info:
-        RunStorage(tmp_path, URL).fetch(patience_seconds=0.0)
+        RunStorage(tmp_path, URL).fetch(timeout_seconds=0.0)
     write_step(tmp_path, 1)
     storage = RunStorage(tmp_path, URL, **FAST)
     storage.start()
-    storage.close(patience_seconds=0.5)
+    storage.close(timeout_seconds=0.5)
     told = '\n'.join([str(info.value), *log(), *(path.read_text() for path in tmp_path.rglob('*.json'))])
     assert URL in told
     assert not [value for value in secrets.values() if value in told]
@@ -234,7 +234,7 @@ with storage:
             storage.checkpoint_directory / str(newest), args=trees(ocp.args.StandardRestore, 0)
         )['w']
         assert (values == newest).all()
-        told.append([step, newest, storage.uploaded(step)])
+        told.append([step, newest, storage.is_uploaded(step)])
 print(json.dumps(told))
 """
 

@@ -166,7 +166,7 @@ def test_without_links_the_step_itself_is_read(gcs, tmp_path, monkeypatch):
 def test_training_goes_on_through_an_outage(gcs, tmp_path, log, fault):
     with RunStorage(tmp_path, URL, **FAST) as storage:
         write_step(tmp_path, 1)
-        until(lambda: storage.uploaded(1))
+        until(lambda: storage.is_uploaded(1))
         if fault == 'outage':
             gcs.vanish()
         else:
@@ -175,10 +175,10 @@ def test_training_goes_on_through_an_outage(gcs, tmp_path, log, fault):
         for step in range(2, 6):
             write_step(tmp_path, step)
         until(lambda: [line for line in log() if 'trying again' in line])
-        assert not storage.uploaded(5)
+        assert not storage.is_uploaded(5)
         gcs.appear() if fault == 'outage' else gcs.wire_faults.clear()
         write_step(tmp_path, 6)
-        until(lambda: storage.uploaded(6))
+        until(lambda: storage.is_uploaded(6))
     assert storage.remote_steps() == [1, 2, 3, 4, 5, 6]
     assert [line for line in log() if 'answers again' in line]
 
@@ -195,19 +195,19 @@ def test_silence_is_said(gcs, tmp_path, log):
 def test_no_silence_no_warning(gcs, tmp_path, log):
     with RunStorage(tmp_path, URL, **FAST) as storage:
         write_step(tmp_path, 1)
-        until(lambda: storage.uploaded(1))
+        until(lambda: storage.is_uploaded(1))
     assert [line for line in log() if 'nothing has arrived' in line or 'trying again' in line] == []
     assert mirror_module.STALL_SECONDS < 60
 
 
 def test_the_end_does_not_wait_for_ever(gcs, tmp_path, log, monkeypatch):
     # Tries that fail are no progress, however many.
-    monkeypatch.setattr(mirror_module, 'LONGEST_WAIT_AT_END', 0.01)
+    monkeypatch.setattr(mirror_module, 'MAX_WAIT_AT_END', 0.01)
     storage = RunStorage(tmp_path, URL, **FAST)
     storage.start()
     gcs.vanish()
     write_step(tmp_path, 7)
-    storage.close(patience_seconds=0.3)
+    storage.close(timeout_seconds=0.3)
     assert [line for line in log() if 'steps 7 are only in' in line]
     gcs.appear()
     # Another life uploads it.

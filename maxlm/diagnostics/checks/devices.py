@@ -22,13 +22,13 @@ MAX_USED_FRACTION = 0.02
 
 def check_processes(context: CheckContext) -> CheckResult:
     """Joins the others, as a run does, and compares clocks."""
-    from maxlm.runtime.initialize import detect_process_env, detected_tasks, initialize
+    from maxlm.runtime.initialize import detect_cluster, detect_process_env, initialize
     from maxlm.runtime.rendezvous import RendezvousError
 
     environment = context.environment
     if (
         detect_process_env(environment) is None
-        and detected_tasks(environment) is None
+        and detect_cluster(environment) is None
         and not context.hardware.tpu_chips
     ):
         return skipped('a run of one process')

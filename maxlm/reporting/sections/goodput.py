@@ -36,18 +36,18 @@ def goodput(runs: Sequence[ReportedRun]) -> Markup:
         parts = [draw_bars(bars, title='All lives of each run', labels=WORDS), table(header, rows) if bars else '']
         return section('time', 'Where the time went', *parts)
     run = runs[0]
-    if run.ledger is None or not run.ledger.lives:
+    if run.ledger is None or not run.ledger.attempts:
         return Markup('')
-    totals, attempts = run.ledger.totals, run.ledger.lives[-_MAX_LIVES:]
+    totals, attempts = run.ledger.totals, run.ledger.attempts[-_MAX_LIVES:]
     words = note(
-        f'{format_percent(run.ledger.share)} of {format_duration(run.ledger.seconds)} went into steps that '
+        f'{format_percent(run.ledger.fraction)} of {format_duration(run.ledger.seconds)} went into steps that '
         f'count{_cost_text(run)}.'
     )
-    several = len(run.ledger.lives) > 1
+    several = len(run.ledger.attempts) > 1
     bars = [Bar('total', totals), *(_attempt_bar(attempt) for attempt in attempts if several)]
     parts = [words, draw_bars(bars, title='Process 0, which speaks for the run', labels=WORDS)]
-    if len(run.ledger.lives) > len(attempts):
-        parts.append(note(f'The {len(run.ledger.lives) - len(attempts)} lives before these are in the total.'))
+    if len(run.ledger.attempts) > len(attempts):
+        parts.append(note(f'The {len(run.ledger.attempts) - len(attempts)} lives before these are in the total.'))
     header = ['', 'time', 'share', *(f'life {attempt.number}' for attempt in attempts if several)]
     parts.append(table(header, _attempt_rows(totals, attempts if several else [])))
     return section(
@@ -84,11 +84,11 @@ def _rows(columns: Sequence[Mapping[str, float]]) -> list[list[Markup | str]]:
 
 
 def _hosts(run: ReportedRun) -> Markup:
-    ledgers = {process: ledger for process, ledger in run.history.ledgers.items() if ledger.lives}
+    ledgers = {process: ledger for process, ledger in run.history.goodput_logs.items() if ledger.attempts}
     if len(ledgers) < 2:
         return Markup('')
     shown = list(ledgers.items())[:_MAX_HOSTS]
-    bars = [Bar(f'process {process}, {ledger.lives[-1].host}', ledger.totals) for process, ledger in shown]
+    bars = [Bar(f'process {process}, {ledger.attempts[-1].host}', ledger.totals) for process, ledger in shown]
     more = note(f'{len(ledgers) - len(shown)} more processes have ledgers.') if len(ledgers) > len(shown) else ''
     return join(draw_bars(bars, title='Each process by itself', labels=WORDS), more)
 
@@ -97,13 +97,13 @@ def _steps_of_attempts(run: ReportedRun, attempts: Sequence[Attempt]) -> Markup:
     rows = []
     for attempt in attempts:
         steps = f'{format_int(attempt.start_step)} to {format_int(attempt.step)}'
-        how = 'ended by itself' if attempt.closed else 'no end was written: it was killed, or still runs'
+        how = 'ended by itself' if attempt.is_closed else 'no end was written: it was killed, or still runs'
         money = format_dollars(attempt.dollars)
         rows.append(
             [
                 f'life {attempt.number}',
                 steps,
-                format_time(attempt.began),
+                format_time(attempt.start_time),
                 format_time(attempt.time),
                 money,
                 how,
@@ -116,4 +116,4 @@ def _steps_of_attempts(run: ReportedRun, attempts: Sequence[Attempt]) -> Markup:
 def _cost_text(run: ReportedRun) -> str:
     if run.dollars is None or run.ledger is None:
         return ''
-    return f', {format_dollars(run.dollars * run.ledger.share)} of {format_dollars(run.dollars)}'
+    return f', {format_dollars(run.dollars * run.ledger.fraction)} of {format_dollars(run.dollars)}'

@@ -56,7 +56,7 @@ def make_tiles(run: ReportedRun) -> list[Tile]:
     """The same ones for every run, in the same order; a dash where the workdir does not tell."""
     return [
         # Failures are shown above the tiles.
-        Tile('State', run.status.state, '' if run.status.state in _BAD else run.status.why),
+        Tile('State', run.status.state, '' if run.status.state in _BAD else run.status.reason),
         _model(run),
         _data(run),
         _steps(run),
@@ -74,7 +74,7 @@ def make_tiles(run: ReportedRun) -> list[Tile]:
 def headline(run: ReportedRun) -> str:
     """One sentence: what was trained on what."""
     parameters = number(run.started, 'parameters')
-    if not run.history.begun:
+    if not run.history.has_started:
         return 'No run has begun here yet.'
     subject = f'A model of {format_si(parameters)} parameters' if parameters else 'A model'
     sources = [name for name, _, _ in run.dataset if name]
@@ -87,7 +87,7 @@ def _warnings(runs: Sequence[ReportedRun]) -> Markup:
     for run in runs:
         prefix = f'{run.name}: ' if len(runs) > 1 else ''
         if run.status.state in _BAD:
-            why = f': {run.status.why}' if run.status.why else ''
+            why = f': {run.status.reason}' if run.status.reason else ''
             lines.append(f'{run.name} is {run.status.state}{why}')
         if run.overfitting:
             lines.append(prefix + run.overfitting.words)
@@ -161,7 +161,7 @@ def _cost(run: ReportedRun) -> Tile:
 def _goodput(run: ReportedRun) -> Tile:
     return Tile(
         'Time in steps that count',
-        format_percent(run.ledger.share if run.ledger else None),
+        format_percent(run.ledger.fraction if run.ledger else None),
         'goodput, of the wall time',
     )
 

@@ -122,7 +122,7 @@ class ReportedRun:
     def step(self) -> int | None:
         """The last step that is known to be done."""
         steps = [number(line, 'step') for line in (*self.history.metrics[-1:], *self.history.events[-1:])]
-        beats = self.history.beats.get(0, [])
+        beats = self.history.heartbeats.get(0, [])
         steps += [number(beat, 'step') for beat in beats[-1:]]
         return max((int(step) for step in steps if step is not None), default=None)
 
@@ -149,12 +149,12 @@ class ReportedRun:
     @property
     def ledger(self) -> GoodputLog | None:
         """Goodput log of process 0, which is the run's."""
-        return self.history.ledgers.get(0)
+        return self.history.goodput_logs.get(0)
 
     @cached_property
     def start_time(self) -> float:
         """Seconds since 1970; 0 where nothing tells."""
-        beats = [number(beat, 'began') for beats in self.history.beats.values() for beat in beats[:1]]
+        beats = [number(beat, 'began') for beats in self.history.heartbeats.values() for beat in beats[:1]]
         files = [self.history.events, self.history.metrics, *self.history.devices.values()]
         times = [number(line, 'time') for lines in files for line in lines[:1]]
         return min((time for time in (*beats, *times) if time is not None), default=0.0)
@@ -162,13 +162,13 @@ class ReportedRun:
     @cached_property
     def wall_seconds(self) -> float | None:
         """Seconds from the start of the first attempt to the last sign of the run."""
-        sign = self.status.last_sign
+        sign = self.status.last_heartbeat
         return sign - self.start_time if sign is not None and self.start_time else None
 
     @cached_property
     def dollars(self) -> float | None:
         """Cost of all attempts on all devices; None where no price is known."""
-        known = [ledger.dollars for ledger in self.history.ledgers.values() if ledger.dollars is not None]
+        known = [ledger.dollars for ledger in self.history.goodput_logs.values() if ledger.dollars is not None]
         return sum(known) if known else self.last('cost/dollars')
 
     @cached_property
