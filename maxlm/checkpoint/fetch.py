@@ -49,7 +49,7 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
     """Copies a step with config, tokenizer and metrics that lie beside it; goes on with what an interrupted run left.
 
     Args:
-        given: `WORKDIR` (its newest step), `WORKDIR@STEP` or `WORKDIR@best`; a directory or a URL.
+        checkpoint: `WORKDIR` (its newest step), `WORKDIR@STEP` or `WORKDIR@best`; a directory or a URL.
         output: workdir that gets it.
         weights_only: leave out the optimizer state and the metrics.
         threads: files at a time.
@@ -126,7 +126,7 @@ def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
 
 
 def _is_copy(local_step: Path, source: str) -> bool:
-    """Whether the checksums of what was fetched earlier are still those of the source."""
+    """Returns whether the checksums of what was fetched earlier are still those of the source."""
     try:
         there = parse_json(read_bytes(f'{source}/{ITEM}/{JSON_FILE}', limit=MAX_TEXT_BYTES))
         here = parse_json((local_step / ITEM / JSON_FILE).read_bytes())

@@ -38,9 +38,9 @@ class VocabResize(NamedTuple):
     """How a vocabulary becomes larger.
 
     Attributes:
-        known: tokens of the checkpoint's tokenizer. Rows from there on start at the mean of those before.
-        tokens: of the run's tokenizer.
-        rows_before, rows: of the tables, which may be larger than the tokenizers.
+        num_old_tokens: of the checkpoint's tokenizer. Rows from there on start at the mean of those before.
+        num_new_tokens: of the run's tokenizer.
+        num_old_rows, num_new_rows: of the tables, which may be larger than the tokenizers.
     """
 
     num_old_tokens: int
@@ -62,8 +62,8 @@ class InitCheckpoint(NamedTuple):
         step: its directory.
         item: which parameters are used, see `params_item`.
         stored: shapes, types and placements of those that are taken over, as they are stored.
-        growth: of the vocabulary; None = it stays.
-        other_tokenizer: what to do where the run's tokenizer is neither the checkpoint's nor an extension; else ''.
+        vocab_resize: of the vocabulary; None = it stays.
+        tokenizer_mismatch: what to do where the run's tokenizer is neither the checkpoint's nor an extension; else ''.
     """
 
     step: epath.Path

@@ -133,7 +133,7 @@ class Checkpoints:
             fingerprint: the facts on which the order of its data depends.
             validation_loss: of this state, where it was evaluated.
             history: what else the run is to remember, as JSON; it comes back as {} where there is none.
-            must: wait for the step before to be written, however long that takes. Otherwise, if that takes longer than
+            wait_for_previous: wait until the previous save is written. Otherwise, if that takes longer than
                 a moment, this one is not saved and `on_failure` is told.
 
         Returns:
@@ -197,7 +197,7 @@ class Checkpoints:
             self._losses.pop(one, None)
 
     def is_params_only(self, step: int) -> bool:
-        """Whether a step was written with parameters and no optimizer state, as an import leaves it."""
+        """Returns whether a step was written with parameters and no optimizer state, as an import leaves it."""
         return is_params_only(self.directory / str(step))
 
     def restore_newest(self, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState | None:
@@ -262,7 +262,7 @@ class Checkpoints:
         self._cleaner.submit(lambda: None).result()
 
     def _prepare_write(self) -> str:
-        """Makes room; why nothing can be written, '' if it can. In all processes the same."""
+        """Frees space; returns the reason why writing fails, or ''. The same in all processes."""
         # Nobody writes any more.
         self._group.barrier()
         if self._needs_cleaning:

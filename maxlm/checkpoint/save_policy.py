@@ -1,4 +1,4 @@
-"""After which steps a checkpoint is due, by number and by the clock; the same in all processes."""
+"""Decides after which steps to save a checkpoint, by number and by the clock; the same in all processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maxlm.training.retention import next_check, should_save
 
 
 def broadcast_from_host0(values: np.ndarray) -> np.ndarray:
-    """What the first process has, in all of them: clocks differ, and a save needs everybody."""
+    """Returns the values of process 0 in all processes: clocks differ, and all processes must save."""
     return values if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
@@ -43,7 +43,7 @@ class SavePolicy:
         self._last_save_time, self._next_check_step = self._start_time, start + 1
 
     def should_save(self, step: int, *, num_steps: int) -> bool:
-        """Whether a checkpoint is to be saved after `step`; to be asked once after every step, by all processes."""
+        """Returns whether to save a checkpoint after `step`; all processes call it once after every step."""
         seconds = 0.0
         save_interval_minutes = self._config.save_interval_minutes
         if save_interval_minutes and step >= self._next_check_step:

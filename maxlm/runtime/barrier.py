@@ -24,7 +24,7 @@ ROOT, SAVES = 'maxlm/checkpoints', 'maxlm/saves'
 
 
 class PeerError(Exception):
-    """Another process could not write its part of a step."""
+    """Another process could not write its shards of a step."""
 
 
 class ProcessGroup:
@@ -39,12 +39,12 @@ class ProcessGroup:
         self.process_index, self.num_processes = jax.process_index(), jax.process_count()
 
     def barrier(self) -> None:
-        """Waits for all."""
+        """Waits until all processes arrive."""
         if self.num_processes > 1:
             self._arrive()
 
     def broadcast_from_host0(self, text: str) -> str:
-        """What the first process gave here, in all; the others' `text` is ignored."""
+        """Returns the `text` of process 0 in all processes."""
         if self.num_processes == 1:
             return text
         key = f'{self._arrive()}/said'
@@ -98,7 +98,7 @@ class SaveTransaction:
             self._wait(f'{phase_prefix}/all/', 1, deadline)
 
     def fail(self, reason: str) -> None:
-        """Tells the others that this process could not write its part."""
+        """Reports to all processes that this process could not write its shards."""
         if self._num_processes > 1:
             _client().key_value_set(f'{self._prefix}/failed/{self._process}', f'process {self._process}: {reason}')
 

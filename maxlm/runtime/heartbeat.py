@@ -1,7 +1,7 @@
 """Heartbeats of the processes of a run: that they live, what they wait for, and why they end.
 
 Each writes a line a second to the store of JAX's coordination service; process 0 reads all of them and writes one
-verdict, which the others read. So the traffic grows with the number of processes, not with its square.
+report, which the others read. So the traffic grows with the number of processes, not with its square.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LOST_TICKS = 8
 PROBE_TICKS = 2
 # The first line may take longer: processes start at different speeds.
 FIRST_TICKS = 60
-# A verdict must be read by all before process 0 ends, which holds the store.
+# A report must be read by all before process 0 ends, which holds the store.
 LINGER_SECONDS = 3.0
 # The error that a lost peer causes in a collective is seen here before the peer is found lost.
 REPORT_SECONDS = 12.0
 # All processes reach the end of a run at about the same time.
 END_SECONDS = 600
-# Then they take leave of each other: sooner than the abort that `_delay_abort` holds up.
+# Then they disconnect: sooner than the abort that `_delay_abort` holds up.
 DISCONNECT_SECONDS = 4.0
 # One of them may be fetching a checkpoint, while the others wait. Those that are lost are noticed long before.
 BARRIER_SECONDS = 6 * 3600
@@ -163,7 +163,7 @@ class Heartbeats:
         _end(code)
 
     def _exchange(self) -> FailureReport:
-        """Tells how this process is, and hears the verdict; raises RuntimeError if process 0 cannot be reached."""
+        """Writes the status of this process, reads the report. Raises RuntimeError if process 0 cannot be reached."""
         store = _state().client
         # Two threads come here when a process leaves.
         with self._lock:
@@ -191,7 +191,7 @@ class Heartbeats:
 
 
 def disconnect(code: int) -> None:
-    """Takes leave of the others when all have done their work, and before this process ends with `code`.
+    """Disconnects from the other processes after all work is done, before this process ends with `code`.
 
     JAX would wait for one that is lost only now until its heartbeat stays out, and then abort: a run that is done would
     seem to have failed. Here the process ends at once, with its code, if the others do not come soon.
@@ -205,7 +205,7 @@ def disconnect(code: int) -> None:
 
 
 def diagnose(lines: dict[int, str]) -> FailureReport:
-    """What follows from the last lines of all processes, by their number."""
+    """Returns the report that follows from the last line of each process, by its number."""
     statuses = {number: line.partition(' ')[2] for number, line in lines.items()}
     for number, status in statuses.items():
         word, _, rest = status.partition(' ')
@@ -224,7 +224,7 @@ def _state() -> Any:
 
 
 def _is_refused(address: str) -> bool:
-    """Whether nobody listens at an address; one that cannot be reached does not refuse."""
+    """Returns whether nobody listens at an address; one that cannot be reached does not refuse."""
     host, _, port = address.rpartition(':')
     try:
         socket.create_connection((host.strip('[]'), int(port)), timeout=TICK_SECONDS).close()

@@ -43,7 +43,7 @@ def initialize(environment: Mapping[str, str] = os.environ) -> None:
 
     Raises:
         InputError: the variables do not fit together, or the processes' do not.
-        NotTogetherError: not all of them came in time.
+        RendezvousError: not all of them came in time.
     """
     process_env = detect_process_env(environment)
     if process_env is not None and process_env.num_processes > 1:
@@ -72,7 +72,7 @@ def initialize(environment: Mapping[str, str] = os.environ) -> None:
 
 
 class ClusterEnv(NamedTuple):
-    """What a cluster tells of a job's tasks, in so far as JAX leaves it to us."""
+    """The tasks of a cluster job, as far as JAX does not detect them."""
 
     cluster: str
     num_local_tasks: int
@@ -99,7 +99,7 @@ def detect_cluster(environment: Mapping[str, str]) -> ClusterEnv | None:
 
 
 def detect_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
-    """What the MAXLM_ variables say; None if none of them is set.
+    """Reads the MAXLM_ variables; returns None if none of them is set.
 
     Raises:
         InputError: some are missing or cannot be.

@@ -72,7 +72,7 @@ def read_upcoming(value: str) -> MaintenanceEvent | None:
         return MaintenanceEvent('maintenance of the machine has begun', must_stop=True)
     if status == 'PENDING':
         return MaintenanceEvent(
-            f'maintenance is due from {fields.get("windowstarttime", "a time not told")} on', must_stop=False
+            f'maintenance is due from {fields.get("windowstarttime", "an unknown time")} on', must_stop=False
         )
     return None
 
@@ -107,7 +107,7 @@ class MaintenanceWatcher:
         """
         Args:
             stop: called with the words of a notice after which the run must stop, from a thread of its own.
-            tell: called with the words of the others.
+            warn: called with the message of each other event.
             host: of the metadata server; '' = as `metadata_host` says.
         """
         self._stop, self._warn = stop, warn

@@ -1,4 +1,4 @@
-"""Being told to stop: the machine is going away, or the user has pressed Ctrl-C."""
+"""Stop requests: the machine is going away, or the user has pressed Ctrl-C."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def should_stop(self) -> bool:
-        """Whether to stop now; all processes ask once after every step, and all hear the same."""
+        """Returns whether to stop now, the same in all processes; each calls it once after every step."""
         if not self._is_multiprocess:
             return bool(self.requested)
         # Not the number of the step: a run that goes back would ask for the same again.

@@ -41,7 +41,7 @@ def rendezvous(coordinator: str, num_processes: int, process_id: int, *, seconds
 
     Raises:
         InputError: the port cannot be had, the host cannot be found, or two processes contradict each other.
-        NotTogetherError: not all came in time.
+        RendezvousError: not all came in time.
     """
     host, _, port = coordinator.rpartition(':')
     deadline = time.monotonic() + seconds

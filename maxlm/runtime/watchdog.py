@@ -21,7 +21,7 @@ MAX_TICK_SECONDS = 1.0
 
 @dataclass(frozen=True, eq=False)
 class _Activity:
-    """What the main thread is about from one sign of life to the next; each one is told from all others."""
+    """Activity of the main thread between two signs of progress; compared by identity."""
 
     in_phase: bool = False
     is_waiting: bool = False
@@ -38,7 +38,7 @@ class Watchdog:
         """
         Args:
             seconds: without a step, outside of phases; 0 = never mind.
-            peers: the other processes.
+            heartbeats: of all processes.
             workdir: where run.log gets the stacks too.
         """
         self._seconds = seconds
@@ -106,7 +106,7 @@ class Watchdog:
             then, last_activity = now, activity
             overdue = age > self._seconds and not activity.in_phase
             self._heartbeats.set_overdue(overdue and activity.is_waiting)
-            # The last look: who has gone on meanwhile is left alone.
+            # The last check: a process that has gone on meanwhile is left alone.
             if overdue and (not activity.is_waiting or self._heartbeats.all_overdue) and self._activity is activity:
                 self._abort(activity)
 

@@ -1,4 +1,4 @@
-"""What a run costs until now and will have cost, in hours and dollars; its price, and who says so."""
+"""Cost of a run so far and projected, in hours and dollars, and the source of its price."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def cost_metrics(
     """The `cost/…` metrics.
 
     Args:
-        seconds: of all lives of the run so far, without the time between them.
+        seconds: of all attempts of the run so far, without the time between them.
         dollars: that they cost; None where no price is known.
         dollars_per_hour: of all devices of the run.
-        left: seconds until its end at the present pace; nan = not known.
+        seconds_left: until its end at the present pace; nan = not known.
     """
     metrics = {'cost/hours': seconds / HOUR}
     if math.isfinite(seconds_left):

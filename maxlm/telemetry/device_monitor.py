@@ -46,8 +46,8 @@ class DeviceReadings:
         """
         Args:
             workdir: of the run.
-            seconds: from one reading to the next; 0 = there are none.
-            life: start of the run that this process is, from 1.
+            interval_seconds: from one reading to the next; 0 = there are none.
+            attempt: start of the run that this process is, from 1.
             process: number of this process.
             accelerators: reads them: `Accelerators.read`.
         """
@@ -59,7 +59,7 @@ class DeviceReadings:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name='devices')
         self._lock = threading.Lock()
-        # Since `metrics` was asked last.
+        # Since the last call of `metrics`.
         self._recent: list[Reading] = []
 
     def __enter__(self) -> DeviceReadings:
@@ -177,7 +177,7 @@ def _traffic() -> dict[str, int]:
 
 
 def _try_read(read: Callable[[], Any]) -> Any:
-    """The answer; None where this machine has none."""
+    """Calls `read`; returns None where this machine does not have the value."""
     try:
         return read()
     except (psutil.Error, OSError, RuntimeError, NotImplementedError):

@@ -1,8 +1,8 @@
-"""What happened in a run, one line each: WORKDIR/events.jsonl.
+"""Event log of a run: WORKDIR/events.jsonl.
 
 Kinds: `started`, `resumed`, `compiled`, `evaluated`, `saved`, `length`, `context`, those of alerts (which have
-`"alert": true`), and as the last line of each life one of `ENDS` with the exit code in `code`. A life without such a
-line is running or was killed.
+`"alert": true`), and as the last line of each attempt one of `ENDS` with the exit code in `code`. An attempt without
+such a line is running or was killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Events:
         """
         Args:
             workdir: of the run.
-            life: number of this start of the run, from 1.
+            attempt: number of this start of the run, from 1.
             clock: seconds since 1970.
         """
         self._writer = JsonlWriter(workdir / EVENTS_FILE)
@@ -35,7 +35,7 @@ class Events:
         self._newest: dict[str, Any] | None = None
 
     def add(self, kind: str, message: str, *, step: int | None = None, **extra: Any) -> None:
-        """One more event; `extra` is JSON. Nothing comes after the end of a life."""
+        """One more event; `extra` is JSON. Nothing follows the last event of an attempt."""
         event = {
             'time': round(self._clock(), 3),
             'life': self._attempt,
@@ -52,12 +52,12 @@ class Events:
 
     @property
     def newest(self) -> dict[str, Any] | None:
-        """The newest event of this life."""
+        """Returns the newest event of this attempt."""
         return self._newest
 
 
 def read_events(workdir: Path) -> JsonlFile:
-    """The events of all lives, oldest first.
+    """Reads the events of all attempts, oldest first.
 
     Raises:
         InputError: a line that is not the last is not JSON.

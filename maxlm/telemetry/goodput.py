@@ -1,7 +1,7 @@
-"""Where the time of a run went, over all of its lives: WORKDIR/goodput.jsonl, and goodput-<N>.jsonl of process N.
+"""Goodput of a run over all attempts: WORKDIR/goodput.jsonl, and goodput-<N>.jsonl of process N.
 
-A line holds seconds by category since its life began (see `maxlm.telemetry.run_recorder`). What they come to over lives
-is worked out here, from lines alone: which steps were done in vain, since a later life or a rollback did them again,
+A line holds seconds by category since its attempt began (see `maxlm.telemetry.run_recorder`). The sum over attempts
+is computed here from the lines alone: which steps were lost, because a later attempt or a rollback repeated them,
 and how long nothing ran at all.
 """
 
@@ -17,17 +17,17 @@ from maxlm.errors import InputError
 from maxlm.storage.jsonl import read_lines, truncation_note
 from maxlm.workdir.files import goodput_name
 
-# What a process can be doing, in the order in which it is told.
+# Categories of the time of a running process, in the order of reports.
 ACTIVITIES = ('start', 'compile', 'restore', 'step', 'rollout', 'data_wait', 'evaluation', 'checkpoint', 'other')
-# Those that a line does not have that was written before there was such a thing.
+# Categories that lines of older versions do not have.
 ADDED_LATER = ('rollout',)
-# Without which no model would come about.
+# Categories that advance the training.
 PRODUCTIVE = ('step', 'rollout')
-# Steps that were done again; nothing ran between two lives.
+# `lost`: steps that were repeated; `idle`: nothing ran between two attempts.
 CATEGORIES = (*ACTIVITIES, 'lost', 'idle')
-# What is lost with a step.
+# Categories that are lost with a step.
 STEP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation')
-# Lines that stay when a file is made shorter, besides the last one of each life.
+# Lines that stay when a file is compacted, besides the last one of each attempt.
 _PERMANENT = ('saved', 'rollback')
 
 
@@ -37,14 +37,14 @@ class Attempt(NamedTuple):
     Attributes:
         number: from 1.
         host: name of the machine.
-        began: seconds since 1970.
+        start_time: seconds since 1970.
         time: of its last line.
         start_step: that it went on from; None as long as it has read no checkpoint.
         step: the last that was done.
         saved_step: newest checkpoint at its last line.
-        seconds: by category, over CATEGORIES; `idle` is the time before the life.
+        seconds: by category, over CATEGORIES; `idle` is the time before the attempt.
         dollars: that it cost; None where no price is known, and in ledgers of other processes than the first.
-        closed: it has come to an end of its own, of whatever kind, and was not killed.
+        is_closed: the process wrote its last line, so it was not killed.
     """
 
     number: int
@@ -60,35 +60,35 @@ class Attempt(NamedTuple):
 
 
 class GoodputLog(NamedTuple):
-    """The lives of one process of a run, oldest first, and what of its file could not be read."""
+    """The attempts of one process of a run, oldest first, and notes on unreadable lines of its file."""
 
     attempts: list[Attempt]
     notes: list[str]
 
     @property
     def totals(self) -> dict[str, float]:
-        """Seconds by category over all lives."""
+        """Returns seconds by category over all attempts."""
         return {name: sum(attempt.seconds[name] for attempt in self.attempts) for name in CATEGORIES}
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the first life to the last line of the last."""
+        """Returns the seconds from the start of the first attempt to the last line of the last one."""
         return sum(self.totals.values())
 
     @property
     def fraction(self) -> float:
-        """Seconds of steps that count, rollouts included, as a share of all; 0 of a run without lines."""
+        """Returns productive seconds, rollouts included, as a fraction of all seconds; 0 without lines."""
         return sum(self.totals[name] for name in PRODUCTIVE) / self.seconds if self.attempts else 0.0
 
     @property
     def dollars(self) -> float | None:
-        """Of all lives whose price is known; None where no price is."""
+        """Returns the cost of all attempts with a known price; None if no price is known."""
         costs = [attempt.dollars for attempt in self.attempts if attempt.dollars is not None]
         return sum(costs) if costs else None
 
 
 def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) -> GoodputLog:
-    """The ledger of one process; a run's is that of process 0.
+    """Reads the goodput log of one process; that of process 0 stands for the run.
 
     Args:
         workdir: of the run.
@@ -96,7 +96,7 @@ def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) ->
         count_lost: as for `attempts_of`.
 
     Raises:
-        InputError: a line that is not the last is not JSON, or is not one of a ledger.
+        InputError: a line that is not the last is not JSON, or is not a line of a goodput log.
     """
     name = goodput_name(process)
     lines, truncated = read_lines(workdir / name)
@@ -108,9 +108,9 @@ def read_goodput(workdir: Path, process: int = 0, *, count_lost: bool = True) ->
 
 
 def attempts_of(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> list[Attempt]:
-    """What the lines of one process come to.
+    """Converts the lines of one process to attempts.
 
-    Seconds of steps behind the one that a later life, or the same after a rollback, went on from are `lost`, with the
+    Seconds of steps after the one that a later attempt, or a rollback, continued from are `lost`, with the
     waits for their data and the evaluations between them. As a line is written at every save these are known exactly.
 
     Args:
@@ -136,13 +136,13 @@ def attempts_of(lines: Sequence[dict[str, Any]], *, count_lost: bool = True) -> 
 
 @dataclasses.dataclass
 class _Interval:
-    """What the steps after `first` up to `last` took, between two lines of a life."""
+    """Seconds of the steps after `first` up to `last`, between two lines of an attempt."""
 
     attempt: Attempt
     first: int
     last: int
     seconds: dict[str, float]
-    # The life ended with it, and with no step that was only begun.
+    # The attempt ended with it, without an unfinished step.
     is_final: bool
 
     def mark_lost(self, fraction: float) -> None:
@@ -152,7 +152,7 @@ class _Interval:
 
 
 def _make_attempt(lines: Sequence[dict[str, Any]], previous_end: float) -> Attempt:
-    """From its lines, and the time of the last line before them."""
+    """Makes an attempt from its lines and the time of the last line before them."""
     began, last = lines[0]['began'], lines[-1]
     seconds = {name: seconds_of(last, name) for name in ACTIVITIES}
     # Clocks of two machines differ.
@@ -172,7 +172,7 @@ def _make_attempt(lines: Sequence[dict[str, Any]], previous_end: float) -> Attem
 
 
 def seconds_of(line: dict[str, Any], name: str) -> float:
-    """What a line has under a category; KeyError where it should have it and has not."""
+    """Returns the seconds of a category in a line; raises KeyError if the line lacks a required category."""
     seconds = line['seconds']
     return float(seconds.get(name, 0.0) if name in ADDED_LATER else seconds[name])
 
@@ -185,7 +185,7 @@ def _make_interval(attempt: Attempt, before: dict[str, Any], line: dict[str, Any
 
 
 def _mark_lost_after(intervals: list[_Interval], step: int) -> None:
-    """The run goes on from an older step: what was done behind it is lost."""
+    """Marks the steps after `step` as lost, since the run continues from there."""
     while intervals:
         newest = intervals[-1]
         is_unfinished = newest.first == newest.last == step and not newest.is_final
@@ -201,7 +201,7 @@ def _mark_lost_after(intervals: list[_Interval], step: int) -> None:
 
 
 def compact(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that must stay for `attempts_of` to come to the same: the last of each life, and those of saves."""
+    """Drops the lines that `attempts_of` does not need: all but saves, rollbacks and the last of each attempt."""
     remaining = []
     for _, group in itertools.groupby(lines, key=lambda line: line['life']):
         own = list(group)

@@ -74,7 +74,7 @@ METRICS: dict[str, Metric] = {
     'perf/tokens_per_second': Metric('tokens/s', 'positions trained on, over the steps since the last line'),
     'perf/step_time_seconds': Metric('s', 'mean duration of a step on the device’s pace, since the last line'),
     'perf/data_loading_seconds': Metric('s', 'mean time that a step waited for its batch, since the last line'),
-    'perf/eta_seconds': Metric('s', 'until the last step at the mean pace of this life, with evaluations and saves'),
+    'perf/eta_seconds': Metric('s', 'until the last step at the mean pace of this attempt, with evaluations and saves'),
     'perf/eval_seconds': Metric('s', 'time that evaluation took, since the last line'),
     'perf/checkpoint_blocked_seconds': Metric('s', 'time that saving held up the steps, since the last line'),
     'perf/compile_seconds': Metric('s', 'time that programs of later steps took to compile, since the last line'),
@@ -83,10 +83,10 @@ METRICS: dict[str, Metric] = {
     'perf/mfu': Metric('', 'share of the peak, counting causal attention'),
     'perf/mfu_full': Metric('', 'share of the peak, counting attention over the whole window'),
     'memory/peak_gib': Metric('GiB', 'largest memory in use on the first device so far, where it tells'),
-    'cost/hours': Metric('h', 'duration of all lives of the run so far, without the time between them'),
+    'cost/hours': Metric('h', 'duration of all attempts of the run so far, without the time between them'),
     'cost/dollars': Metric('$', 'what all devices cost in that time, where a price is known'),
-    'cost/projected_dollars': Metric('$', 'what they will have cost at the last step, at the mean pace of this life'),
-    'goodput/fraction': Metric('', 'share of steps that count in the time since the first life of the run began'),
+    'cost/projected_dollars': Metric('$', 'what they will have cost at the last step, at the pace of this attempt'),
+    'goodput/fraction': Metric('', 'share of steps that count in the time since the first attempt of the run began'),
     # Of the responses that the model wrote before the step.
     'rollout/reward': Metric('', 'mean reward'),
     'rollout/reward_std': Metric('', 'standard deviation of rewards within a group, mean over groups'),
@@ -132,12 +132,12 @@ class Tracker(Protocol):
 
 
 class MetricWriter:
-    """Appends to WORKDIR/metrics.jsonl and samples.jsonl, and hands on to the trackers, for one leg of a run."""
+    """Appends to WORKDIR/metrics.jsonl and samples.jsonl, and hands on to the trackers, for one segment of a run."""
 
     def __init__(self, workdir: Path, *, after_step: int, trackers: list[Tracker] | None = None):
         """Lines behind `after_step` are dropped: their steps are about to be done again.
 
-        `trackers` stay open for another leg; one that fails leaves the list.
+        `trackers` stay open for another segment; one that fails leaves the list.
         """
         self._metrics, self._samples = JsonlWriter(workdir / METRICS_FILE), JsonlWriter(workdir / SAMPLES_FILE)
         newest_step = _drop_lines_after(workdir / METRICS_FILE, after_step, self._metrics)
@@ -173,7 +173,7 @@ class MetricWriter:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a torn last line (the writer was killed) is left out.
+    """Reads the lines of metrics.jsonl; omits a truncated last line (the writer was killed).
 
     Raises:
         InputError: another line is not JSON.

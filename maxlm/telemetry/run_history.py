@@ -1,4 +1,4 @@
-"""All that a workdir tells of its run, in one value: what `maxlm.monitor` and `maxlm.report` read.
+"""The history of a run, read from its workdir for `maxlm.monitor` and `maxlm.report`.
 
 Nothing in a workdir makes reading it fail. What is torn, damaged or missing is said in the notes.
 """
@@ -44,11 +44,11 @@ class RunHistory:
         metrics: lines of metrics.jsonl.
         events: lines of events.jsonl.
         samples: lines of samples.jsonl.
-        beats: by process, the lines of goodput.jsonl.
-        ledgers: by process, what they come to: where the time went.
+        heartbeats: by process, the lines of goodput.jsonl.
+        goodput_logs: by process, the attempts that those lines describe.
         devices: by process, the lines of devices.jsonl.
         alive: whether a process holds the workdir, and runs; None where that cannot be seen from here.
-        notes: a line for each thing that is torn, damaged or missing.
+        notes: a line for each thing that is truncated, damaged or missing.
     """
 
     workdir: str
@@ -70,7 +70,7 @@ class RunHistory:
 
     @property
     def has_started(self) -> bool:
-        """Whether any run has begun here."""
+        """Returns whether any run has started here."""
         return bool(self.config or self.metrics or self.events or self.heartbeats)
 
     @property
@@ -197,14 +197,14 @@ def _goodput_logs(heartbeats: dict[int, list[dict[str, Any]]], notes: list[str])
         usable = [line for line in lines if _is_goodput_line(line)]
         if len(usable) < len(lines):
             num_skipped = len(lines) - len(usable)
-            notes.append(f'{goodput_name(process)}: {num_skipped} of {len(lines)} lines are of no ledger and left out')
+            notes.append(f'{goodput_name(process)}: {num_skipped} of {len(lines)} lines are invalid and left out')
         if usable:
             goodput_logs[process] = GoodputLog(attempts_of(usable), [])
     return goodput_logs
 
 
 def _is_goodput_line(line: dict[str, Any]) -> bool:
-    """Whether a line has all that is counted with."""
+    """Returns whether a line has all fields of a goodput log."""
     seconds = line.get('seconds')
     numbers: list[Any] = [line.get(key) for key in ('life', 'time', 'began')]
     # None = not known at that time.

@@ -1,8 +1,8 @@
-"""What a run writes about itself while it runs: events, and where its time and money go.
+"""Writes the event log and the goodput log of a run.
 
 Process 0 writes WORKDIR/events.jsonl and goodput.jsonl, process N goodput-N.jsonl. A line of these has seconds by
 category since the process began; one is written at every save and rollback, at the end, and every few seconds in
-between, for a life that is killed has no end. What the lines come to: `maxlm.telemetry.goodput`.
+between, since a killed attempt has no last line. `maxlm.telemetry.goodput` reads the lines.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from maxlm.telemetry.goodput import attempts_of, compact
 from maxlm.telemetry.timeline import Timeline
 from maxlm.workdir.files import EVENTS_FILE, goodput_name
 
-# What a step takes is what the loop does between two of them.
+# Categories of the training loop; their sum over steps is the time per step.
 _LOOP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation', 'checkpoint')
-# So many lines between two saves, and the file is made shorter.
+# Heartbeat lines between two saves, after which the file is compacted.
 _MAX_HEARTBEATS = 1000
 _CLOSE_SECONDS = 5.0
 _MAX_MESSAGE_CHARS = 300
 
 
 class RunRecorder:
-    """While entered, writes a line of the ledger every few seconds; leaving it writes the last line and event.
+    """Writes a line of the goodput log every few seconds while entered, and the last line and event on exit.
 
     Attributes:
         timeline: of this process.
-        life: number of this start of the run, from 1.
+        attempt: number of this start of the run, from 1.
         price: of one device for an hour, if known.
-        earlier_seconds: that the run's earlier lives took, without the time between them.
+        previous_seconds: duration of the earlier attempts, without the time between them.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class RunRecorder:
     ):
         """
         Args:
-            workdir: of the run. What cannot be read there is put aside, what cannot be written is said: a run does not
-                end by its diary.
+            workdir: of the run. Unreadable files are renamed and failed writes are logged: telemetry never
+                ends a run.
             timeline: of this process.
-            beat_seconds: between two lines of the ledger; 0 = only at saves, rollbacks and the end.
+            interval_seconds: between two lines of the goodput log; 0 = only at saves, rollbacks and the end.
             num_devices: of the run.
             price: of one of them for an hour.
             process: its number.
-            alone: there is no other. Otherwise an error may come of a peer that is gone: `Heartbeats` finds that out
-                and has `leave` called.
-            agree: the life's number of this process → that of all.
+            is_only_process: there is no other. Otherwise a lost peer may have caused an error: `Heartbeats` finds out
+                and calls `record_exit`.
+            agree: attempt number of this process → that of all processes.
         """
         self.timeline, self.price = timeline, price
         self._process, self._is_only_process, self._interval_seconds = process, is_only_process, interval_seconds
@@ -95,13 +95,13 @@ class RunRecorder:
         self._num_heartbeats = 0
         self._position: Callable[[], tuple[int | None, int | None]] = lambda: (None, None)
         self._start_step: int | None = None
-        # What the run has spent on steps that count, when the present leg began, less what this life had by then.
+        # Productive seconds of the run when the present segment began, less those of this attempt.
         self._productive_seconds = 0.0
         self._segment_step, self._segment_seconds = 0, 0.0
         self._outcome: tuple[str, str, dict[str, Any]] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._write_heartbeats, daemon=True, name='diary')
+        self._thread = threading.Thread(target=self._write_heartbeats, daemon=True, name='run-recorder')
 
     @property
     def step(self) -> int | None:
@@ -110,23 +110,23 @@ class RunRecorder:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this life has come to its first step."""
+        """Returns whether this attempt has begun its first step."""
         return self._start_step is not None
 
     def record_event(self, kind: str, message: str, *, step: int | None = None, **extra: Any) -> None:
-        """Something happened; of several processes the first writes it down."""
+        """Writes an event, in process 0 only."""
         if self._events:
             self._events.add(kind, message, step=self.step if step is None else step, **extra)
 
     def record_alert(self, kind: str, message: str) -> None:
-        """An alert has been sent. One that tells why the life ends becomes its last event."""
+        """Records an alert. One with the reason for the end of the attempt becomes its last event."""
         if kind in events.ENDS:
             self.set_outcome(kind, message, EXIT_FAILED, alert=True)
         else:
             self.record_event(kind, message, alert=True)
 
     def set_outcome(self, kind: str, message: str, code: int, **extra: Any) -> None:
-        """Says how this life will have ended, as its last event; what is said first counts."""
+        """Sets the last event of this attempt; the first call counts."""
         self._outcome = self._outcome or (kind, message, {**extra, 'code': code})
 
     def begin(self, step: int, position: Callable[[], tuple[int | None, int | None]]) -> None:
@@ -173,7 +173,7 @@ class RunRecorder:
         }
 
     def __enter__(self) -> RunRecorder:
-        # From here on it can be seen that there is another life.
+        # Makes the new attempt visible.
         self._write('beat')
         if self._interval_seconds:
             self._thread.start()
@@ -189,10 +189,10 @@ class RunRecorder:
         self._close()
 
     def record_exit(self, code: int, reason: str) -> None:
-        """The process is about to end at once, by the word of one of its threads."""
+        """Writes the last event and line before a thread ends the process."""
         self._override_outcome('preempted' if code == EXIT_PREEMPTED else 'failed', reason, code)
         # A disk that does not answer must not keep it from that.
-        closing = threading.Thread(target=self._close, daemon=True, name='diary-close')
+        closing = threading.Thread(target=self._close, daemon=True, name='run-recorder-close')
         closing.start()
         closing.join(_CLOSE_SECONDS)
 
@@ -209,7 +209,7 @@ class RunRecorder:
         self._override_outcome('failed', f'{kind}{error}', code)
 
     def _override_outcome(self, kind: str, message: str, code: int) -> None:
-        """Whatever was said before, unless that was the alert about the same, which does not know the exit code."""
+        """Overrides an earlier outcome, unless that was the alert of the same kind, which lacks the exit code."""
         if self._outcome and self._outcome[0] == kind:
             self._outcome[2]['code'] = code
         else:
@@ -237,7 +237,7 @@ class RunRecorder:
                 line['step'] = step
             self._writer.write(line)
             if reason != 'beat':
-                # The last of a life stays whatever it is.
+                # The last line of an attempt stays, whatever it is.
                 self._lines.append(line)
                 self._num_heartbeats = 0
                 return
@@ -276,7 +276,7 @@ class RunRecorder:
 
 
 def _read(path: Path, check: Callable[[list[dict[str, Any]]], object]) -> list[dict[str, Any]]:
-    """The lines of a file of the diary. A damaged one is put aside: it must not keep a run from going on."""
+    """Reads the lines of a file. Renames a damaged file, which must not stop a run."""
     try:
         lines, truncated = read_lines(path)
         check(lines)

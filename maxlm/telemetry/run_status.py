@@ -1,4 +1,4 @@
-"""What state a run is in, from what its workdir says and how long it has said nothing."""
+"""State of a run, derived from its workdir and the age of its last heartbeat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxlm.telemetry.run_history import RunHistory
 # Words for people.
 EMPTY, STARTING, RUNNING, STALLED = 'no run yet', 'starting', 'running', 'stalled'
 PREEMPTED, CRASHED, DIVERGED, FINISHED = 'preempted', 'crashed', 'diverged', 'finished'
-# Kinds of the last event of a life.
+# Kinds of the last event of an attempt.
 END_STATES = {'finished': FINISHED, 'preempted': PREEMPTED, 'failed': CRASHED, 'diverged': DIVERGED}
 # A run is stalled that does no step for so many times what a step takes, but not before so many seconds.
 STALL_STEPS = 20
@@ -32,8 +32,8 @@ class RunStatus(NamedTuple):
 
     Attributes:
         state: one of the words above.
-        why: one line; '' where the word says it all.
-        last_sign: time of the newest line that any of its processes wrote; None = there is none.
+        reason: one line; '' where the word says it all.
+        last_heartbeat: time of the newest line that any of its processes wrote; None = there is none.
     """
 
     state: str
@@ -49,7 +49,7 @@ def run_status(history: RunHistory, now: float) -> RunStatus:
     if end_event := _end_event(history):
         return RunStatus(END_STATES[end_event['kind']], str(end_event.get('message', '')), heartbeat_time)
     if history.alive is False:
-        return RunStatus(CRASHED, 'its process is gone, and said nothing of its end', heartbeat_time)
+        return RunStatus(CRASHED, 'its process is gone and wrote no last event', heartbeat_time)
     heartbeats = history.heartbeats.get(0, [])
     has_stepped = _has_stepped(history)
     status = RunStatus(RUNNING if has_stepped else STARTING, '', heartbeat_time)
@@ -73,10 +73,10 @@ def last_heartbeat(history: RunHistory) -> float | None:
 
 
 def _end_event(history: RunHistory) -> dict[str, Any] | None:
-    """The event that ended the newest life; None where it has not ended, or not in words."""
+    """Returns the last event of the newest attempt; None if it has not ended, or wrote none."""
     attempt = max((number(heartbeats[-1], 'life') or 0 for heartbeats in history.heartbeats.values()), default=0)
     for event in reversed(history.events):
-        # A life has a line in the ledger before it has an event.
+        # An attempt has a line in the goodput log before it has an event.
         if text(event, 'kind') == 'started' or (number(event, 'life') or attempt) < attempt:
             return None
         if text(event, 'kind') in END_STATES:
@@ -85,7 +85,7 @@ def _end_event(history: RunHistory) -> dict[str, Any] | None:
 
 
 def _has_stepped(history: RunHistory) -> bool:
-    """Whether the newest life has done a step."""
+    """Returns whether the newest attempt has done a step."""
     heartbeats = history.heartbeats.get(0)
     if not heartbeats:
         return bool(history.metrics)
@@ -109,7 +109,7 @@ def _stall_timeout(history: RunHistory) -> float:
 
 
 def _last_progress(history: RunHistory) -> float | None:
-    """When a step was last seen to be done."""
+    """Returns the time of the last sign of a completed step."""
     events = [event for event in history.events if text(event, 'kind') in PROGRESS]
     times = [number(line, 'time') for line in (*history.metrics[-1:], *events[-1:])]
     heartbeats = history.heartbeats.get(0, [])
@@ -122,7 +122,7 @@ def _last_progress(history: RunHistory) -> float | None:
 
 
 def _current_phase(heartbeats: list[dict[str, Any]]) -> str:
-    """Where most of the time between the last two beats went; '' where that is not known."""
+    """Returns the category with most of the time between the last two heartbeats; '' if unknown."""
     if len(heartbeats) < 2 or heartbeats[-1].get('life') != heartbeats[-2].get('life'):
         return ''
     before, after = (heartbeat.get('seconds') for heartbeat in heartbeats[-2:])

@@ -13,7 +13,7 @@ from maxlm.errors import InputError
 
 
 class TensorBoard:
-    """A `Tracker`. Every leg of a run writes a file of its own, in place of the steps that are done again."""
+    """A `Tracker`. Every segment of a run writes a file of its own, in place of the steps that are done again."""
 
     def __init__(self, directory: Path, config: Config):
         """

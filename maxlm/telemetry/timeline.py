@@ -1,4 +1,4 @@
-"""Where the seconds of a process go: at any moment its main thread is in exactly one category of `goodput.LIVE`."""
+"""Seconds of a process by category; its main thread is always in exactly one of `goodput.ACTIVITIES`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPILING = ('/jax/core/compile/jaxpr_to_mlir_module_duration', '/jax/core/comp
 
 
 class Timeline:
-    """Seconds by category. Their sum is the time since `began`, by construction.
+    """Seconds by category. Their sum is the time since `start_time`, by construction.
 
     The main thread enters phases; any thread may read. Until the first step what is in no phase is `start`, and `other`
     afterwards.

@@ -4,9 +4,9 @@ W&B waits for its servers, prompts, and hooks itself into the end of a program. 
 reads from a pipe what to log. The run never waits for it, but for a few seconds at its end, after which the child goes
 on alone. Whatever becomes of the child, the run has one warning and goes on.
 
-A run keeps one id (WORKDIR/wandb_id), so that a life that goes on continues the same curves. W&B counts its own steps
-and refuses to go back; here that count is left to it, and the axis of all curves is the metric `step`. What a life that
-was killed had written already is not sent again, since the same steps give the same numbers. After a rollback they give
+A run keeps one id (WORKDIR/wandb_id), so that a resumed run continues the same curves. W&B counts its own steps
+and refuses to go back; here that count is left to it, and the axis of all curves is the metric `step`. Lines
+of a killed attempt are not sent again, since the same steps give the same numbers. After a rollback they give
 others: these are sent, and stand in the curves behind the old ones.
 """
 
@@ -91,7 +91,7 @@ class WeightsAndBiases:
 
     def begin(self, after_step: int, newest_step: int) -> None:
         """See `Tracker`."""
-        # Of an earlier life; in the same one they are done again otherwise.
+        # Of an earlier attempt; in the same one they are done again otherwise.
         first = self._last_sent_step is None
         self._last_sent_step = newest_step if first and self._is_resumed else after_step
 

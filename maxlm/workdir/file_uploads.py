@@ -21,14 +21,14 @@ NAMES = (
     *(CONFIG, TOKENIZER, CHAT_TEMPLATE),
     *(METRICS, RUN_LOG, EVENTS, goodput_name(0), 'devices.jsonl', SAMPLES_FILE, WANDB_ID),
 )
-# These go to the bucket only: every life of a run writes new ones.
+# These go to the bucket only: every attempt of a run writes new ones.
 UPLOAD_ONLY_PATTERNS = ('report.html', 'tensorboard/**/*', 'profile/**/*', 'wandb/**/*')
 # A local file that gave way to that of the bucket.
 REPLACED_SUFFIX = '.replaced'
 
 
 class FileMirror:
-    """Which files changed since they were uploaded."""
+    """Uploads the files that changed since their last upload."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class FileMirror:
             bucket: of the run.
             upload_state: of the run's directory.
             on_bytes: is told of progress.
-            seconds: between two uploads, at least; ten times what an upload takes, if that is more.
+            interval_seconds: between two uploads, at least; ten times what an upload takes, if that is more.
             names: of files that are compared with the bucket's when the run starts.
             patterns: patterns of those that are not.
         """

@@ -72,7 +72,7 @@ def check_same_model(workdir: Path, config: Config) -> None:
 def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, Any] | None:
     """Returns the first key by which the models of two configs differ, and its values; None if they are equal."""
     old, new = old_config.model, new_config.model
-    # How the same function of the same parameters is computed may change between two lives of a run.
+    # How the same function of the same parameters is computed may change between two attempts of a run.
     ignored = {'family', 'remat_policy', 'scan_layers', 'attention', 'matmul_precision', 'dtype', 'dropout'}
     ignored |= {'init', 'init_std'}
     for field in dataclasses.fields(new):

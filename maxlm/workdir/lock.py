@@ -28,14 +28,14 @@ from maxlm.storage.regular_files import NotRegularError, read_text
 
 LOCK = 'run.lock'
 HEARTBEAT_SECONDS = 10.0
-# Without a beat the owner is taken to be gone, if it cannot be asked for.
+# Without a heartbeat the owner is taken to be gone, if it cannot be asked for.
 STALE_SECONDS = 60.0
 MAX_TRIES = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Who holds a lock.
+    """The owner of a lock.
 
     Attributes:
         token: unique to this lock.
@@ -92,7 +92,7 @@ class _LockState(NamedTuple):
 
 
 def is_alive(owner: Owner) -> bool | None:
-    """Whether the process of a lock runs; None where that cannot be seen from here."""
+    """Returns whether the process of a lock runs; None where that cannot be seen from here."""
     if not owner.kernel or owner.kernel != _kernel():
         return None
     born = _start_ticks(owner.pid)
@@ -127,7 +127,7 @@ class WorkdirLock:
             workdir: directory that is there.
             on_lost: called from a thread, with the reason, when somebody else has taken the lock: this process was
                 away for so long that it seemed dead, and must not write any more.
-            beat_seconds: between two signs of life.
+            heartbeat_seconds: between two signs of life.
             stale_seconds: without one after which the lock of another machine is free.
         """
         self._workdir = workdir
@@ -209,7 +209,7 @@ class WorkdirLock:
         return self._path.with_name(f'.{LOCK}.{word}.{self._owner.token}')
 
     def _holder(self, path: Path | None = None) -> Owner | None:
-        """Who is named in the lock; None if nobody can be made out.
+        """Returns the owner named in the lock; None if it cannot be read.
 
         Raises:
             FileNotFoundError: there is no lock.
@@ -228,7 +228,7 @@ class WorkdirLock:
         return fields if isinstance(fields, dict) and 'token' in fields else {}
 
     def _read_state(self) -> _LockState | None:
-        """What the lock says at the moment; None if there is none any more."""
+        """Reads the lock; returns None if there is none any more."""
         draft = self._sibling('age')
         try:
             _write(draft, '', os.O_CREAT)
@@ -245,7 +245,7 @@ class WorkdirLock:
                 draft.unlink()
 
     def _shows_heartbeat(self, first: _LockState) -> bool:
-        """Whether a holder whose process cannot be looked up shows a sign of life before its time is up."""
+        """Returns whether a holder whose process cannot be looked up shows a sign of life before its time is up."""
         if first.age <= self._stale_seconds:
             logger.info(
                 f'{self._path}: held by {first.holder or "a run that cannot be named"}; waiting up to '

@@ -116,7 +116,7 @@ class RunStorage:
         Call it in one process, before anything reads the directory.
 
         Args:
-            patience_seconds: time for which requests are repeated when the bucket does not answer.
+            timeout_seconds: time for which requests are repeated when the bucket does not answer.
 
         Raises:
             TransientStorageError: the bucket did not answer. The local state may be older than that in the bucket.
@@ -153,7 +153,7 @@ class RunStorage:
         return complete_steps(self._bucket) if self._bucket else []
 
     def is_uploaded(self, step: int) -> bool:
-        """Whether a step is complete in the bucket, as far as is known local_steps; False where there is none."""
+        """Returns whether a step is complete in the bucket, as far as is known local_steps; False where there is none."""
         if self._direct:
             return bool((self.checkpoint_directory / str(step) / COMMIT_MARKER).exists())
         return self._steps is not None and step in self._upload_state.steps and step not in self._steps.pending()
@@ -169,7 +169,7 @@ class RunStorage:
         """Waits until all is uploaded.
 
         Args:
-            patience_seconds: without anything arriving, after which it says what is missing and returns.
+            timeout_seconds: without anything arriving, after which it says what is missing and returns.
         """
         if self._files:
             self._files.skip_interval = True

@@ -1,4 +1,4 @@
-"""What a run's directory knows of its copy in a bucket: WORKDIR/.mirror/record.json."""
+"""Upload state of a run: WORKDIR/.mirror/record.json."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UploadState:
         return steps
 
     def is_set_aside(self, step: int) -> bool:
-        """Whether a step is gone because it was damaged, and not because it is not wanted any more."""
+        """Returns whether a step is gone because it was damaged, and not because it is not wanted any more."""
         folder = self.workdir / CHECKPOINTS_DIR / DAMAGED
         return (folder / str(step)).exists() or any(folder.glob(f'{step}[!0-9]*'))
 

@@ -153,7 +153,7 @@ class UploadWorker:
 
 
 class StepMirror:
-    """What to do next for the steps of a directory to be in a bucket."""
+    """Uploads and deletes steps so that the bucket matches a directory."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class StepMirror:
         """
         Args:
             bucket: of the run.
-            record: of the run's directory.
+            upload_state: of the run's directory.
             progress: is told what arrives.
             surplus: which of the bucket's steps are not wanted. It is asked for those alone that never were in this
                 directory; those that were are deleted when the run deletes them. Without it the others stay.
